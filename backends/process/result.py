@@ -13,7 +13,7 @@ from typing import Any
 from hybridloader.backends.process.codec import open_packed
 from hybridloader.engine.payload import Payload
 from hybridloader.memory.packing import unpack
-from hybridloader.memory.shared_slots import SlotMap, SlotReader, Span, slots_of
+from hybridloader.memory.shared_slots import BufferPlace, SlotMap, SlotReader, slots_of
 
 _NOTHING = memoryview(b"")
 
@@ -106,7 +106,7 @@ class ProcessResult(Payload):
                 reference.release()
             self._let_go()
 
-    def spans(self) -> tuple[Span | None, ...]:
+    def spans(self) -> tuple[BufferPlace | None, ...]:
         """Place of each buffer; None for a buffer that came through the stream."""
         return (None,) * len(self.buffers) if self.slot_map is None else self.slot_map.spans
 

@@ -40,7 +40,7 @@ from hybridloader.memory import shared_slots
 from hybridloader.memory.mapped_segment import MappedSegment
 from hybridloader.memory.packing import pack, reads_the_same_everywhere
 from hybridloader.memory.segments import Ticket
-from hybridloader.memory.shared_slots import Notice, SlotMap, Span
+from hybridloader.memory.shared_slots import BufferPlace, Notice, SlotMap
 from hybridloader.memory.slots import OWN, number_of, place_of
 
 if TYPE_CHECKING:
@@ -205,7 +205,7 @@ class SlotChannel:
             number, place = place_of(slot)
             if number in aliases:
                 named[slot] = number_of(aliases[number], place)
-        spans: list[Span | None] = []
+        spans: list[BufferPlace | None] = []
         rest: list[memoryview] = []  # to be copied: one for each None in `spans`
         stream = iter(result.buffers)
         for span in result.spans():

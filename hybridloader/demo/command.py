@@ -12,7 +12,7 @@ import torch
 
 from hybridloader import DataLoader, get_backend
 from hybridloader.demo.comparison import IMAGES, ROUNDS, contenders, measure
-from hybridloader.demo.display import Display
+from hybridloader.demo.display import DemoDisplay
 from hybridloader.demo.folders import ClassFolders, read_class_folders
 from hybridloader.demo.images import Photographs
 from hybridloader.demo.photographs import CROPS, PHOTOGRAPHS, cut_folder, is_complete, prepare
@@ -31,14 +31,14 @@ def run(
     epochs: int = 4,
     limit: int | None = None,
     compare: bool = True,
-    display: Display | None = None,
+    display: DemoDisplay | None = None,
 ) -> float:
     """Run the demo; return the accuracy on the held-out images, between 0 and 1.
 
     The help texts of `hybridloader.cli` describe the options. Raises `DemoError` if a folder or an image
     can't be used, and `BackendUnavailable`.
     """
-    display = display or Display()
+    display = display or DemoDisplay()
     start = time.perf_counter()
     if backend is not None:
         get_backend(backend)  # before anything takes time
@@ -67,7 +67,7 @@ def run(
     return accuracy
 
 
-def prepared(cache: Path | None, display: Display, crops: int = CROPS) -> Path:
+def prepared(cache: Path | None, display: DemoDisplay, crops: int = CROPS) -> Path:
     """Return the folder with the photographs; show a progress bar if they must be cut first."""
     if is_complete(folder := cut_folder(cache, crops), crops):
         return folder
@@ -75,7 +75,7 @@ def prepared(cache: Path | None, display: Display, crops: int = CROPS) -> Path:
         return prepare(cache, crops=crops, report=task.advance)
 
 
-def _train(loader: Any, epochs: int, images: ClassFolders, display: Display) -> int:
+def _train(loader: Any, epochs: int, images: ClassFolders, display: DemoDisplay) -> int:
     """Train, and return the number of held-out images that are classified correctly."""
     batches = loader(
         Photographs(images.train, augment=True),
@@ -90,7 +90,7 @@ def _train(loader: Any, epochs: int, images: ClassFolders, display: Display) -> 
         return trainer.correct(loader(Photographs(images.heldout, augment=False)), task.advance)
 
 
-def _compare(images: ClassFolders, batch_size: int, workers: int, display: Display) -> None:
+def _compare(images: ClassFolders, batch_size: int, workers: int, display: DemoDisplay) -> None:
     chosen = images.limited(IMAGES).train
     rows = contenders(Photographs(chosen, augment=True), batch_size, workers)
     with display.task("comparing", len(chosen) * len(rows) * (ROUNDS + 1)) as task:

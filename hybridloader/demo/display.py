@@ -42,7 +42,7 @@ class ProgressBar:
         self._progress.update(self._bar, completed=self._done, said=said, refresh=True)
 
 
-class Display:
+class DemoDisplay:
     """Writes to standard output; tests give another `console`."""
 
     def __init__(self, console: Console | None = None) -> None:

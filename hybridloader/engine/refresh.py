@@ -22,7 +22,7 @@ Change = tuple[Path, Any]
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
-class Watch:
+class DatasetChanges:
     """Remembers the values of the attributes of a dataset."""
 
     def __init__(self, dataset: Any) -> None:

@@ -41,7 +41,7 @@ class Outcome(NamedTuple):
 Attempt = tuple[Any, Outcome]  # value of a task, and the outcome of its samples
 
 
-def short(
+def short_batch(
     indices: Sequence[Any], samples: list[Any], failures: Sequence[FailureRecord], wanted: int
 ) -> Attempt:
     """Return the samples that are left of a batch."""
@@ -53,4 +53,6 @@ def all_failed(
 ) -> Attempt:
     """Return the attempt at a batch whose good samples fail as a whole; `failures` came before."""
     batch = [FailureRecord(index, place, Failure(error)) for place, index in enumerate(indices)]
-    return short([], [], sorted([*failures, *batch], key=lambda failed: failed.position), wanted)
+    return short_batch(
+        [], [], sorted([*failures, *batch], key=lambda failed: failed.position), wanted
+    )

@@ -13,7 +13,7 @@ from typing import Any
 from hybridloader._support.state_copies import load_into
 from hybridloader.engine.dataset_state import ShardStart
 from hybridloader.engine.fetcher import Abandoned, EndOfShard, Fetcher, TaskContext
-from hybridloader.fetching.outcome import short
+from hybridloader.fetching.outcome import short_batch
 
 
 class ShardReader(Fetcher):
@@ -91,7 +91,7 @@ class ShardFetcher(ShardReader):
             raise EndOfShard
         if self._join and len(batch) < len(indices):
             numbers = list(range(self.position - len(batch), self.position))
-            value, outcome = short(numbers, batch, [], len(indices))
+            value, outcome = short_batch(numbers, batch, [], len(indices))
             self._context.add("outcome", outcome)
             return value
         return self._collate_fn(batch)

@@ -29,12 +29,12 @@ from hybridloader.engine.crews import closed_with, park_at_exit
 from hybridloader.engine.diagnosis import workers_table
 from hybridloader.engine.fetcher import Fetch
 from hybridloader.engine.messages import WorkerSpec
-from hybridloader.engine.refresh import Change, Watch
+from hybridloader.engine.refresh import Change, DatasetChanges
 from hybridloader.engine.restart import RestartPolicy
 from hybridloader.engine.scheduler import Dispatch, least_busy, round_robin, round_robin_with_room
 from hybridloader.engine.stage import Stage
 from hybridloader.fetching.on_error.error_budget import ErrorBudget, Skipped
-from hybridloader.fetching.on_error.policies import parse
+from hybridloader.fetching.on_error.policies import parse_on_error
 from hybridloader.fetching.outcome import Outcome
 from hybridloader.loader.loader_fetch import fetch_of, for_workers
 from hybridloader.loader.observation import Observation
@@ -71,7 +71,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         # torch's base class leaves numbers of numpy's as they are.
         self._num_workers = int(plan.num_workers)
         self._prefetch_factor = int(plan.prefetch_factor or 2)
-        self._on_error = parse(options.on_error)
+        self._on_error = parse_on_error(options.on_error)
         by_index = self._dataset_kind == _DatasetKind.Map
         copies = by_index and self._num_workers > 0 and self._backend.copies
         self._sends_states = copies and is_stateful(self._dataset)
@@ -82,7 +82,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             self._shard_datapipe()
             self._watch = None
         else:
-            self._watch = Watch(self._dataset) if self._persistent_workers else None
+            self._watch = DatasetChanges(self._dataset) if self._persistent_workers else None
         self._seeds = self._new_seeds()
         self._pinner = pinner_for(options.device, pin_memory=bool(plan.pin_memory))
         self._pin_thread: PinThread | None = None

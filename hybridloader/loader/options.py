@@ -12,11 +12,9 @@ from typing import Any, NamedTuple, TypedDict
 from hybridloader._support.arguments import flag, keywords, one_of, seconds, whole
 from hybridloader.devices.pinning import check as check_device
 from hybridloader.engine.restart import RestartPolicy
-from hybridloader.fetching.on_error.policies import Replace, Retry, Skip
-from hybridloader.fetching.on_error.policies import parse as parse_on_error
+from hybridloader.fetching.on_error.policies import Replace, Retry, Skip, parse_on_error
 from hybridloader.observe.reporting import Observe
-from hybridloader.seeding.sample_seeds import SampleSeeding
-from hybridloader.seeding.sample_seeds import parse as parse_seeding
+from hybridloader.seeding.sample_seeds import SampleSeeding, parse_seeding
 
 
 class OptionWords(TypedDict, total=False):

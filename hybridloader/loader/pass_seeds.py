@@ -12,14 +12,14 @@ from typing import Any
 from hybridloader.engine.numbering import ItemCounter
 from hybridloader.seeding.global_generators import kept
 from hybridloader.seeding.sample_rng import COLLATE, SampleRng
-from hybridloader.seeding.sample_seeds import Origin, parse
+from hybridloader.seeding.sample_seeds import Origin, parse_seeding
 
 
 class PassSeeds:
     """Seeds of one loader iterator, whose workers have `base_seed` and whose first pass is `epoch`."""
 
     def __init__(self, seeding: Any, base_seed: int, epoch: int) -> None:
-        policy = parse(seeding)
+        policy = parse_seeding(seeding)
         given = None if policy is None else policy.seed
         self._seed = base_seed if given is None else given
         self.counter = None if policy is None else ItemCounter(items=False)

@@ -28,7 +28,7 @@ from hybridloader.loader.options import Options
 from hybridloader.loader.record import LoaderRecord, record_of, upcoming
 from hybridloader.loader.samplers import Samplers
 from hybridloader.memory.limits import DEFAULT_MEMORY
-from hybridloader.seeding.sample_seeds import parse as parse_seeding
+from hybridloader.seeding.sample_seeds import parse_seeding
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ def task_names(names: str) -> str:
     return f"{names}t"
 
 
-class Span(NamedTuple):
+class BufferPlace(NamedTuple):
     """Place of one buffer of a batch."""
 
     slot: int  # its number
@@ -65,7 +65,9 @@ class Notice(NamedTuple):
 class SlotMap(NamedTuple):
     """Places of a batch's buffers, as the other side is told of them."""
 
-    spans: tuple[Span | None, ...]  # one for each buffer; None for one that goes through the stream
+    spans: tuple[
+        BufferPlace | None, ...
+    ]  # of each buffer; None for one that goes through the stream
     new: tuple[Notice, ...]  # segments that the other side does not know yet
     retired: tuple[int, ...]  # segments that no longer exist
     refusal: str | None  # why a slot could not be had, if that was so
@@ -138,16 +140,16 @@ class SlotWriter:
         for number in range(self.pool.made + 1):  # one may have its name and not be counted yet
             segments.unlink(f"{self._names}{number}")
 
-    def _find(self, buffer: memoryview) -> Span | None:
+    def _find(self, buffer: memoryview) -> BufferPlace | None:
         address = segments.address_of(buffer)
         found = None if address is None else self.pool.find(address, buffer.nbytes)
-        return None if found is None else Span(*found, buffer.nbytes)
+        return None if found is None else BufferPlace(*found, buffer.nbytes)
 
     def _copy(
         self,
         buffers: Sequence[memoryview],
         those: list[int],
-        where: list[Span | None],
+        where: list[BufferPlace | None],
         taken: set[int],
     ) -> None:
         starts, end = [], 0
@@ -163,9 +165,11 @@ class SlotWriter:
         for i, start in zip(those, starts, strict=True):
             size = buffers[i].nbytes
             target[start : start + size] = buffers[i]
-            where[i] = Span(number, start, size)
+            where[i] = BufferPlace(number, start, size)
 
-    def _announce(self, where: list[Span | None], taken: set[int]) -> tuple[SlotMap, list[int]]:
+    def _announce(
+        self, where: list[BufferPlace | None], taken: set[int]
+    ) -> tuple[SlotMap, list[int]]:
         pool = self.pool
         new: list[Notice] = []
         fds: list[int] = []
@@ -285,7 +289,7 @@ class SlotReader:
                 self.segments[place_of(number)[0]].unkeep()
             self.hand_back(number)
 
-    def view(self, span: Span) -> memoryview:
+    def view(self, span: BufferPlace) -> memoryview:
         """Return a buffer without a copy. The caller must keep the slot in use in another way."""
         segment, place = place_of(span.slot)
         return self.segments[segment].view(place, span.start, span.size)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from hybridloader.observe.recording import LoopRecord, Span, Wait
 
 
-def attribute(stages: Sequence[Iterable[Span]], waits: Iterable[Wait]) -> list[float]:
+def stall_by_stage(stages: Sequence[Iterable[Span]], waits: Iterable[Wait]) -> list[float]:
     """Return the seconds of `waits` that belong to each of `stages`, given by its spans.
 
     The waits follow one another. The sum of the result is never more than the sum of the waits.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hybridloader.observe.attribution import attribute, length, percentile, within
+from hybridloader.observe.attribution import length, percentile, stall_by_stage, within
 from hybridloader.observe.recording import Recording, StageRecord
 
 LOOP = "your loop"
@@ -70,7 +70,7 @@ class Figures:
         if loop.dropped and loop.waits:
             known.append(loop.waits[0].began)
         seen = within(later, max(known), loop.ended)
-        shares = attribute([stage.spans for stage in recording.stages], seen)
+        shares = stall_by_stage([stage.spans for stage in recording.stages], seen)
         if not seen and stall > 0:  # only short calls: each stage as often as it was busy
             shares = _by_load(recording.stages)
         measured = length(seen) if seen else 1.0

@@ -42,7 +42,7 @@ class SampleSeeding:
             whole("SampleSeeding: seed", self.seed, -(2**63), 2**64 - 1, instead)
 
 
-def parse(value: Any, name: str = "seeding") -> SampleSeeding | None:
+def parse_seeding(value: Any, name: str = "seeding") -> SampleSeeding | None:
     """Return the policy that a value of `seeding` names; None for ``"worker"``, which is torch's.
 
     Raises `ValueError` for other values.

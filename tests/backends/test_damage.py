@@ -34,7 +34,7 @@ from hybridloader.backends.process.codec import (
 from hybridloader.backends.process.frames import MOST_BYTES, Decoder, encode
 from hybridloader.engine.messages import Begin, Exhausted, Failed, Ready, Stop, Task
 from hybridloader.memory.packing import pack, unpack
-from hybridloader.memory.shared_slots import SlotMap, Span
+from hybridloader.memory.shared_slots import BufferPlace, SlotMap
 
 thorough = settings(max_examples=150, deadline=None)
 
@@ -230,7 +230,7 @@ def test_a_damaged_stream_stays_damaged() -> None:
 
 # -- first parts of frames ------------------------------------------------------------------------
 
-SLOT_MAP = SlotMap((Span(3, 0, 70_000), None), (), (5,), "too much is kept")
+SLOT_MAP = SlotMap((BufferPlace(3, 0, 70_000), None), (), (5,), "too much is kept")
 FIRST_PARTS: list[bytes] = [
     bytes(encode_event(Ready(0))[0]),
     bytes(encode_event(Exhausted(0, 7), [1, -2])[0]),
@@ -290,7 +290,7 @@ def test_a_first_part_that_claims_what_it_has_not_is_refused(
     folded = kind ^ 1 ^ size ^ back ^ -1
     check = (folded ^ folded >> 32 ^ codec._SIGN) & 0xFFFFFFFF
     fields = struct.pack("<BQIIqqqI", kind, 1, size, back, -1, 0, 0, check)
-    with only("SlotMap", "Span", "_reconstruct"):
+    with only("SlotMap", "BufferPlace", "_reconstruct"):
         try:
             found = decode_fields([memoryview(fields + rest)])
         except DamagedMessage:

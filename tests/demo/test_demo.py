@@ -20,7 +20,7 @@ import hybridloader
 from hybridloader import cli
 from hybridloader.demo import command, photographs
 from hybridloader.demo.comparison import contenders, measure
-from hybridloader.demo.display import Display
+from hybridloader.demo.display import DemoDisplay
 from hybridloader.demo.folders import DemoError, read_class_folders
 from hybridloader.demo.images import SIDE, Photographs
 from hybridloader.demo.photographs import PHOTOGRAPHS, SIZE, cut_folder, is_complete, prepare
@@ -51,9 +51,9 @@ def small(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def lines() -> tuple[Display, io.StringIO]:
+def lines() -> tuple[DemoDisplay, io.StringIO]:
     text = io.StringIO()
-    return Display(Console(file=text, width=100, highlight=False)), text
+    return DemoDisplay(Console(file=text, width=100, highlight=False)), text
 
 
 # --- cutting
@@ -286,7 +286,7 @@ def test_a_log_gets_lines_and_a_terminal_gets_a_bar() -> None:
         task.advance(2, 1.0)
     assert re.fullmatch(r"epoch 1 .* 3/3 .* images/s, loss 1.900 *\n", text.getvalue())
     terminal = io.StringIO()
-    display = Display(Console(file=terminal, force_terminal=True, width=100))
+    display = DemoDisplay(Console(file=terminal, force_terminal=True, width=100))
     with display.task("epoch 1", 3) as task:
         task.advance(3, 2.0)
     assert "3/3" in terminal.getvalue()

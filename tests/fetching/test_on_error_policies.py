@@ -15,9 +15,8 @@ from hybridloader._support.errors import Failure, ShardLost, WorkerDied, no_stop
 from hybridloader.engine.fetcher import Abandoned, GivenUp, Spared, TaskContext
 from hybridloader.fetching.on_error.error_budget import ErrorBudget, FailureLog, bare
 from hybridloader.fetching.on_error.error_handler import ErrorHandler
-from hybridloader.fetching.on_error.policies import final, parse
-from hybridloader.fetching.outcome import Attempt, FailureRecord, Outcome
-from hybridloader.fetching.outcome import short as left
+from hybridloader.fetching.on_error.policies import final, parse_on_error
+from hybridloader.fetching.outcome import Attempt, FailureRecord, Outcome, short_batch
 from hybridloader.loader.refill import FullBatches, Refill
 
 # -- policies --------------------------------------------------------------------------------------
@@ -51,9 +50,9 @@ def nothing(index: Any, error: Exception) -> None:
         (lambda: Retry(1, on=(OSError, 3)), TypeError, "that are an Exception"),  # type: ignore[arg-type]
         (lambda: Retry(1, then=Retry(1)), ValueError, "raise `times`"),  # type: ignore[arg-type]
         (lambda: Retry(1, then="ignore"), ValueError, "then must be"),
-        (lambda: parse("ignore"), ValueError, "on_error must be"),
-        (lambda: parse(Skip), ValueError, r"write Skip\(\.\.\.\)"),
-        (lambda: parse(0), ValueError, "on_error must be"),
+        (lambda: parse_on_error("ignore"), ValueError, "on_error must be"),
+        (lambda: parse_on_error(Skip), ValueError, r"write Skip\(\.\.\.\)"),
+        (lambda: parse_on_error(0), ValueError, "on_error must be"),
     ],
 )
 def test_what_makes_no_sense_is_refused(
@@ -73,10 +72,10 @@ def test_policies_are_values() -> None:
         Retry(3, 0.0, OSError, Skip(2)),
     ):
         assert pickle.loads(pickle.dumps(policy)) == policy
-        assert parse(policy) is policy
+        assert parse_on_error(policy) is policy
         assert hash(policy) == hash(pickle.loads(pickle.dumps(policy)))
-    assert parse("skip") == Skip() == Skip(0.01) != Skip(0.02)
-    assert parse("raise") is parse(None) is None
+    assert parse_on_error("skip") == Skip() == Skip(0.01) != Skip(0.02)
+    assert parse_on_error("raise") is parse_on_error(None) is None
     assert final(Retry(1)) is None
     assert final(Retry(1, then="skip")) == Skip()
     assert final(Retry(1, then=Replace(nothing))) == Replace(nothing)
@@ -405,7 +404,7 @@ def test_batches_of_different_sizes_never_pile_up(batches: list[tuple[int, int]]
 def batches_of(
     results: list[Any], policy: Any = "skip", drop_last: bool = False, collate: Any = tuple
 ) -> tuple[FullBatches, ErrorBudget]:
-    parsed = parse(policy)
+    parsed = parse_on_error(policy)
     assert parsed is not None
     budget = ErrorBudget(parsed, "stage")
     given = Given(results)
@@ -433,7 +432,7 @@ def whole(value: Any, attempted: int, failures: Any = ()) -> Attempt:
 
 def short(wanted: int, *samples: int) -> Attempt:
     lost = [failed(-n) for n in range(wanted - len(samples))]
-    return left(list(samples), list(samples), lost, wanted)
+    return short_batch(list(samples), list(samples), lost, wanted)
 
 
 def test_full_batches_stand_where_the_short_one_did() -> None:
@@ -480,7 +479,7 @@ def test_what_waits_is_copied_if_that_can_be() -> None:
             raise TypeError("not me")
 
     kept, stubborn = [0], Sample()
-    results = [left([0, 1], [kept, stubborn], [failed(2)], 3)]
+    results = [short_batch([0, 1], [kept, stubborn], [failed(2)], 3)]
     ((first, second),) = batches_of(results)[0]
     kept.append(1)
     assert first == [0]

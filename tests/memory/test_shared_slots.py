@@ -72,7 +72,7 @@ def test_a_batch_made_in_a_slot_is_not_copied_on_its_way() -> None:
     array = pair.empty(300_000)
     array[:] = 1
     slot_map, (buffer,) = pair.pass_on(array[1000:])
-    assert slot_map.spans == (shared_slots.Span(0, 1000, 299_000),)
+    assert slot_map.spans == (shared_slots.BufferPlace(0, 1000, 299_000),)
     array[1000] = 7
     assert buffer[0] == 7
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridloader.observe.attribution import attribute, between, length, percentile, within
+from hybridloader.observe.attribution import between, length, percentile, stall_by_stage, within
 from hybridloader.observe.recording import LoopRecord, Span, Wait
 
 TIMES = st.floats(0, 100, allow_nan=False)
@@ -32,7 +32,7 @@ def waits_in_turn(draw: st.DrawFn) -> list[Wait]:
 def test_what_is_attributed_is_never_more_than_the_stall(
     stages: list[list[Span]], waits: list[Wait]
 ) -> None:
-    found = attribute(stages, waits)
+    found = stall_by_stage(stages, waits)
     assert all(seconds >= 0 for seconds in found)
     assert math.fsum(found) <= length(waits) * (1 + 1e-9) + 1e-9
     for spans, seconds in zip(stages, found, strict=True):
@@ -45,14 +45,14 @@ def test_what_is_attributed_is_never_more_than_the_stall(
 @given(SPANS, waits_in_turn())
 def test_a_stage_alone_has_all_in_which_it_was_busy(spans: list[Span], waits: list[Wait]) -> None:
     spans = [Span(span.began, span.ended, 1.0) for span in spans]
-    (found,) = attribute([spans], waits)
+    (found,) = stall_by_stage([spans], waits)
     idle = between(0.0, 1000.0, [span[:2] for span in spans])
     uncovered = sum(length(within(waits, span.began, span.ended)) for span in idle)
     assert found == pytest.approx(length(waits) - uncovered, abs=1e-6)
 
 
 def test_stages_that_are_busy_together_share_by_their_load() -> None:
-    found = attribute([[Span(0, 10, 1.0)], [Span(0, 4, 0.25)], [Span(20, 30)]], [Wait(2, 12)])
+    found = stall_by_stage([[Span(0, 10, 1.0)], [Span(0, 4, 0.25)], [Span(20, 30)]], [Wait(2, 12)])
     assert found == pytest.approx([2 * 0.8 + 6, 2 * 0.2, 0])
 
 
@@ -62,7 +62,7 @@ def test_what_is_between_pauses_is_the_rest(pauses: list[tuple[float, float]]) -
     spans = between(10, 90, pauses)
     assert all(10 <= span.began < span.ended <= 90 for span in spans)
     assert all(one.ended <= two.began for one, two in itertools.pairwise(spans))
-    (paused,) = attribute([[Span(*pause) for pause in pauses]], [Wait(10, 90)])
+    (paused,) = stall_by_stage([[Span(*pause) for pause in pauses]], [Wait(10, 90)])
     assert sum(span.ended - span.began for span in spans) == pytest.approx(80 - paused, abs=1e-6)
 
 

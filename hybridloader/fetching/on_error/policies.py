@@ -99,7 +99,7 @@ class Retry:
         if isinstance(self.then, Retry):
             raise ValueError("Retry: then can't be another Retry; raise `times` instead")
         try:
-            parse(self.then)
+            parse_on_error(self.then)
         except ValueError:
             raise ValueError(
                 f'Retry: then must be "raise", "skip", a Skip or a Replace, not {self.then!r}'
@@ -109,7 +109,7 @@ class Retry:
 Policy = Skip | Retry | Replace
 
 
-def parse(value: Any, name: str = "on_error") -> Policy | None:
+def parse_on_error(value: Any, name: str = "on_error") -> Policy | None:
     """Return the policy that `value` of the parameter `name` is or names; None for ``"raise"``.
 
     Raises `ValueError` for other values.
@@ -124,7 +124,7 @@ def parse(value: Any, name: str = "on_error") -> Policy | None:
 def final(policy: Policy | None) -> Skip | Replace | None:
     """Return the policy for a sample that is not retried any more; None raises."""
     if isinstance(policy, Retry):
-        last = parse(policy.then)
+        last = parse_on_error(policy.then)
         assert not isinstance(last, Retry)
         return last
     return policy

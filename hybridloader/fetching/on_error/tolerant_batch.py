@@ -19,7 +19,7 @@ from hybridloader.fetching.on_error.error_handler import ErrorHandler, seeded
 from hybridloader.fetching.on_error.item_loop import ItemLoop
 from hybridloader.fetching.on_error.policies import Policy
 from hybridloader.fetching.on_error.task_results import TaskResults
-from hybridloader.fetching.outcome import Attempt, FailureRecord, Outcome, all_failed, short
+from hybridloader.fetching.outcome import Attempt, FailureRecord, Outcome, all_failed, short_batch
 from hybridloader.fetching.samples import Apart, BatchFetcher, Spread, key_of_sample
 
 
@@ -60,7 +60,7 @@ class TolerantBatchFetcher(BatchFetcher):
         if not self._batched:
             results = self._loop.run([index], spared=True)
             if not results.values:
-                return short([], [], results.failures, 1)
+                return short_batch([], [], results.failures, 1)
             return self._collated([index], results.values[0], results.failures)
         if type(index) is Apart:
             results = self._loop.new_results()
@@ -68,7 +68,9 @@ class TolerantBatchFetcher(BatchFetcher):
                 results.extend(self._loop.alone(one))
                 if self._context.cancelled:
                     raise Abandoned
-            return short(_left(index, results), results.values, results.failures, index.wanted)
+            return short_batch(
+                _left(index, results), results.values, results.failures, index.wanted
+            )
         whole = self._as_a_whole(index)
         if whole is not None:
             return whole
@@ -93,7 +95,7 @@ class TolerantBatchFetcher(BatchFetcher):
             return self._collated(asked, samples, [])
         indices, failures = _left(asked, results), results.failures
         if len(samples) < len(asked) and (self._fill or not samples):
-            return short(indices, samples, failures, len(asked))
+            return short_batch(indices, samples, failures, len(asked))
         return self._collated(indices, samples, failures)
 
     def _as_a_whole(self, indices: Any) -> Attempt | None:
@@ -137,7 +139,7 @@ class TolerantBatchFetcher(BatchFetcher):
             results.add_sendable(zip(outcome.short, value, strict=True), check)
             failures = [*outcome.failures, *results.failures]
             indices = _left(outcome.short, results)
-            value, outcome = short(indices, results.values, failures, outcome.wanted)
+            value, outcome = short_batch(indices, results.values, failures, outcome.wanted)
         self._context.add("outcome", outcome)
         return value
 

@@ -15,7 +15,7 @@ from hybridloader.fetching.on_error.error_handler import ErrorHandler, seeded
 from hybridloader.fetching.on_error.places import rest_is_lost
 from hybridloader.fetching.on_error.policies import Policy
 from hybridloader.fetching.on_error.task_results import TaskResults
-from hybridloader.fetching.outcome import Attempt, FailureRecord, Outcome, all_failed, short
+from hybridloader.fetching.outcome import Attempt, FailureRecord, Outcome, all_failed, short_batch
 from hybridloader.fetching.shard import ShardFetcher, ShardReader
 from hybridloader.seeding.sample_rng import innermost
 
@@ -119,7 +119,7 @@ class TolerantShardFetcher(TolerantReader, ShardFetcher):
         if not samples or (self._drop_last and len(samples) < wanted):
             return self._nothing(failures)
         if self._join and self._batched and len(samples) < wanted:
-            return short(numbers, samples, failures, wanted)
+            return short_batch(numbers, samples, failures, wanted)
         try:
             data = self._collate_fn(samples if self._batched else samples[0])
         except Exception as error:
@@ -130,7 +130,7 @@ class TolerantShardFetcher(TolerantReader, ShardFetcher):
 
     def _nothing(self, failures: list[FailureRecord]) -> Attempt:
         if failures:
-            return short([], [], failures, 0)
+            return short_batch([], [], failures, 0)
         if self._lost is not None:
             error, self._lost = self._lost, None
             raise error

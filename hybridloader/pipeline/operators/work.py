@@ -16,7 +16,7 @@ from hybridloader.engine.restart import RestartPolicy
 from hybridloader.engine.scheduler import AT_HAND
 from hybridloader.fetching.fetch import MapFetch
 from hybridloader.fetching.item_steps import Step, is_async
-from hybridloader.fetching.on_error.policies import Policy, Replace, Retry, Skip, parse
+from hybridloader.fetching.on_error.policies import Policy, Replace, Retry, Skip, parse_on_error
 from hybridloader.pipeline.operators.base import (
     INFINITE,
     Context,
@@ -26,8 +26,7 @@ from hybridloader.pipeline.operators.base import (
     Source,
 )
 from hybridloader.pipeline.operators.parameters import check_source, settle_whole
-from hybridloader.seeding.sample_seeds import SampleSeeding
-from hybridloader.seeding.sample_seeds import parse as parse_seeding
+from hybridloader.seeding.sample_seeds import SampleSeeding, parse_seeding
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -192,7 +191,7 @@ _ANYWHERE = ("backend", "on_error", "seeding", "concurrency")
 """Keywords that need no backend."""
 
 _POLICIES: dict[str, Callable[[Any, str], Any]] = {
-    "on_error": parse,
+    "on_error": parse_on_error,
     "on_worker_death": RestartPolicy.of,
     "seeding": parse_seeding,
 }

@@ -18,7 +18,7 @@ from hybridloader._support.hf_streams import warn_of_few_shards
 from hybridloader.engine.fetcher import TaskContext
 from hybridloader.engine.messages import WorkerSpec
 from hybridloader.engine.numbering import ItemCounter
-from hybridloader.engine.refresh import Watch
+from hybridloader.engine.refresh import DatasetChanges
 from hybridloader.engine.relay import Relay
 from hybridloader.engine.reorder import ReorderLimit
 from hybridloader.engine.scheduler import Scheduler, least_busy
@@ -54,7 +54,7 @@ class RunningStage:
     ) -> None:
         self.node, self.stage, self.metrics, self.counter = node, stage, metrics, counter
         self.measures = measures
-        self.watch = None if dataset is None else Watch(dataset)
+        self.watch = None if dataset is None else DatasetChanges(dataset)
         self.readers: ReaderItems | None = None
         self.begun = False
 
