@@ -8,14 +8,13 @@ import multiprocessing.util  # its exit handler must be registered before ours, 
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
+from hybridloader._support.snapshots import snapshot
 from hybridloader.engine.contract import Crew
 
 assert multiprocessing.util is not None
-
-T = TypeVar("T")
 
 _crews: weakref.WeakKeyDictionary[Crew, int] = weakref.WeakKeyDictionary()
 """Crews, each with the process that owns it."""
@@ -81,23 +80,14 @@ def _close_all() -> None:
     exiting = True
     with contextlib.ExitStack() as rest:
         rest.callback(_close_crews)  # called last, for crews that runners make meanwhile, too
-        for runner in _all_of(_runners.copy):
+        for runner in snapshot(_runners):
             rest.callback(runner.close)
 
 
 def _close_crews() -> None:
     with contextlib.ExitStack() as rest:
-        for crew, owner in _all_of(_crews.items):
-            rest.callback(_close, crew, owner)
-
-
-def _all_of(look: Callable[[], Iterable[T]]) -> list[T]:
-    """Return the content of a weak collection, to which other threads may add meanwhile."""
-    while True:
-        try:
-            return list(look())
-        except RuntimeError:  # "changed size during iteration"
-            continue
+        for crew in snapshot(_crews):
+            rest.callback(_close, crew, _crews[crew])
 
 
 weakref.finalize(_crews, int).detach()  # weakref's own exit handler goes first, to run after ours

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from hybridloader._support.snapshots import snapshot
 from hybridloader.engine.contract import Backend
 from hybridloader.engine.fetcher import Fetch
 from hybridloader.engine.relay import RelayQueue
@@ -22,7 +23,7 @@ from hybridloader.loader.progress import Progress
 from hybridloader.observe.loop_waits import LoopWaits
 from hybridloader.observe.recording import LoopRecord, Recording, StageRecord
 from hybridloader.observe.source_times import SourceTimes
-from hybridloader.observe.stage_measures import StageMeasures, copied, metering_of
+from hybridloader.observe.stage_measures import StageMeasures, metering_of
 from hybridloader.observe.stage_trace import StageTrace, trace_loop, trace_relay, traced_metering
 from hybridloader.observe.stats import Stats, stats_of
 from hybridloader.observe.thread_records import TimedPulls, record_of_relay
@@ -132,7 +133,7 @@ class Observation:
     def _row_of_pin(
         self, name: str, queue: RelayQueue, pulls: TimedPulls, ended: float
     ) -> StageRecord:
-        waits = copied(pulls.waits)
+        waits = snapshot(pulls.waits)
         ended = max(ended, pulls.began)
         return record_of_relay(name, queue, pulls.began, ended, waited=pulls.waited, waits=waits)
 

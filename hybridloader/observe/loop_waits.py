@@ -6,10 +6,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from hybridloader._support.snapshots import snapshot
 from hybridloader.engine.relay import REMEMBERED
 from hybridloader.observe.cores import CoreUsage
 from hybridloader.observe.recording import LoopRecord, Wait
-from hybridloader.observe.stage_measures import copied
 
 BRIEF = 1e-4
 """Seconds of a `next()` below which it is only added up, unless a trace wants to know."""
@@ -58,7 +58,7 @@ class LoopWaits:
 
     def record(self) -> LoopRecord:
         """Return what was measured until now."""
-        waits = tuple(Wait(*wait) for wait in copied(self.waits))
+        waits = tuple(Wait(*wait) for wait in snapshot(self.waits))
         return LoopRecord(
             began=self.began,
             ended=self.began + self.seconds,

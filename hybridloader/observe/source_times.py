@@ -8,10 +8,10 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from hybridloader._support.snapshots import snapshot
 from hybridloader.engine.relay import REMEMBERED
 from hybridloader.observe.loop_waits import BRIEF
 from hybridloader.observe.recording import LoopRecord, Span, StageRecord
-from hybridloader.observe.stage_measures import copied
 
 SAMPLED = 16
 """Of so many indices that take microseconds, one is timed: the others are passed on by C code."""
@@ -51,7 +51,7 @@ class SourceTimes:
 
     def record(self, name: str, items: int, loop: LoopRecord) -> StageRecord:
         """Return what was measured; the source has given `items`."""
-        spans = tuple(Span(*pair) for pair in copied(self.longer))
+        spans = tuple(Span(*pair) for pair in snapshot(self.longer))
         return StageRecord(
             name=name,
             backend="caller",

@@ -9,10 +9,11 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from hybridloader._support.attributes import attribute
+from hybridloader._support.snapshots import snapshot
 from hybridloader.engine.contract import Backend
 from hybridloader.engine.fetcher import Fetch
 from hybridloader.engine.messages import Done, Result
@@ -165,29 +166,20 @@ class StageMeasures:
             other=other,
             cpu=self._cpu if self._cpu_known else None,
             wait_for_core=self._for_core if self._for_core_known else None,
-            gil_waits=copied(self._gil_waits),
+            gil_waits=snapshot(self._gil_waits),
             packing=self._packing,
             sending=self.sending,
             bytes=weight,
             queued=queued,
             faults=Faults(skipped, replaced, self._retried, self.restarted),
-            spans=copied(self._spans),
-            latencies=copied(self._latencies),
+            spans=snapshot(self._spans),
+            latencies=snapshot(self._latencies),
             since=self._dropped,
             first=self.first,
             full=self.full,
             in_process=self.backend.in_process,
             source=source,
         )
-
-
-def copied(ring: Iterable[Any]) -> tuple[Any, ...]:
-    """Return the items of a deque to which another thread may be adding."""
-    while True:
-        try:
-            return tuple(ring)
-        except RuntimeError:  # it was changed meanwhile
-            continue
 
 
 def size_told(payload: Any) -> int | None:

@@ -7,11 +7,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from hybridloader._support.snapshots import snapshot
 from hybridloader.engine.relay import REMEMBERED, RelayQueue
 from hybridloader.observe.attribution import between
 from hybridloader.observe.loop_waits import BRIEF, LoopWaits
 from hybridloader.observe.recording import Faults, StageRecord
-from hybridloader.observe.stage_measures import copied
 
 Pause = tuple[float, float]
 """Begin and end of a time in which a thread slept."""
@@ -56,7 +56,7 @@ def record_of_relay(
     source: bool = False,
 ) -> StageRecord:
     """Return the record of a relay's thread, which is busy when it does not sleep."""
-    blocks: tuple[Pause, ...] = copied(queue.blocks)
+    blocks: tuple[Pause, ...] = snapshot(queue.blocks)
     if queue.ended_at is not None:
         ended = min(ended, queue.ended_at)
     since = max((ring[0][0] for ring in (blocks, waits) if len(ring) >= REMEMBERED), default=began)

@@ -10,7 +10,6 @@ import sys
 import textwrap
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -310,26 +309,24 @@ def test_at_exit_one_that_can_not_be_closed_keeps_no_other_from_it(
             if self.error is not None:
                 raise self.error
 
-    class Busy(list[Any]):
+    class Busy(dict[Any, int]):
         """To which another thread adds, the first time that somebody looks."""
 
         looks = 0
 
-        def look(self) -> Any:
+        def __iter__(self) -> Any:
             self.looks += 1
             if self.looks == 1:
                 raise RuntimeError("Set changed size during iteration")
-            return self
+            return super().__iter__()
 
-        copy = items = look
-
-    runners = Busy([Runner(LookupError("mine")), Runner(LookupError("not the first")), Runner()])
-    closed: list[Any] = []
-    crew = SimpleNamespace(close=lambda: closed.append("crew"))
+    errors = LookupError("mine"), LookupError("not the first"), None
+    runners = Busy({Runner(error): 0 for error in errors})
+    owned = Busy({Runner(): os.getpid(), Runner(): -1})
     monkeypatch.setattr(crews, "exiting", False)
     monkeypatch.setattr(crews, "_runners", runners)
-    monkeypatch.setattr(crews, "_crews", Busy([(crew, os.getpid()), (crew, -1)]))
+    monkeypatch.setattr(crews, "_crews", owned)
     with pytest.raises(LookupError, match="mine"):
         crews._close_all()
     assert [runner.closed for runner in runners] == [1, 1, 1]
-    assert closed == ["crew"]
+    assert [crew.closed for crew in owned] == [1, 0]

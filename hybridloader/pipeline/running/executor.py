@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 from hybridloader._support.caller import warn
 from hybridloader._support.errors import IteratorClosed
+from hybridloader._support.snapshots import snapshot
 from hybridloader.devices.pinning import Pinner
 from hybridloader.engine.fetcher import TaskContext
 from hybridloader.engine.relay import Relay
 from hybridloader.observe.loop_waits import LoopWaits
-from hybridloader.observe.stage_measures import copied
 from hybridloader.observe.stage_trace import trace_loop, trace_relay
 from hybridloader.observe.tracing import running_trace
 from hybridloader.pipeline.operators.base import Chain, Mark
@@ -213,13 +213,13 @@ class Executor:
         for node in reversed(nodes):
             if node.path in self.stages:
                 metrics = self.stages[node.path].metrics
-                return metrics.waited, copied(metrics.waits)
+                return metrics.waited, snapshot(metrics.waits)
             if node.path in self.relays:
                 queue = self.relays[node.path].relay.queue
-                return queue.waited, copied(queue.waits)
+                return queue.waited, snapshot(queue.waits)
         inside = nodes[0].path
         queues = [r.relay.queue for p, r in [*self.relays.items()] if p[: len(inside)] == inside]
-        waits = [wait for queue in queues for wait in copied(queue.waits)]
+        waits = [wait for queue in queues for wait in snapshot(queue.waits)]
         return sum(queue.waited for queue in queues), waits
 
     # -- ending ----------------------------------------------------------------------------------------
