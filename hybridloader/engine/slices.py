@@ -64,8 +64,8 @@ class Told(NamedTuple):
 class Slices:
     """Ring of the slices of one worker, of which the last `limit` are kept until they are told."""
 
-    def __init__(self, limit: int, worker: int = 0, *, alone: bool = True) -> None:
-        self.worker = worker
+    def __init__(self, limit: int, *, alone: bool = True) -> None:
+        self.worker = 0  # set by its worker
         self._alone = alone  # False: its thread has other work between two tasks
         # All the mutable state:
         self.on = True

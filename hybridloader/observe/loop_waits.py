@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Callable
+from time import perf_counter
 
 from hybridloader._support.snapshots import snapshot
 from hybridloader.engine.relay import REMEMBERED
@@ -18,11 +17,10 @@ BRIEF = 1e-4
 class LoopWaits:
     """Waits of one loop. One thread writes them, another may read."""
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self.cores = CoreUsage()
         # All the mutable state:
-        self.began = clock()
+        self.began = perf_counter()
         self.ended: float | None = None
         self.items = 0  # counted by whoever calls `note`
         self.longer = 0  # calls of `next()`
@@ -43,7 +41,7 @@ class LoopWaits:
     def end(self) -> None:
         """Note that the loop has ended."""
         if self.ended is None:
-            self.ended = self._clock()
+            self.ended = perf_counter()
             self.cores.end()
 
     @property
@@ -54,7 +52,7 @@ class LoopWaits:
     @property
     def seconds(self) -> float:
         """Seconds since it began, until the end."""
-        return (self._clock() if self.ended is None else self.ended) - self.began
+        return (perf_counter() if self.ended is None else self.ended) - self.began
 
     def record(self) -> LoopRecord:
         """Return what was measured until now."""

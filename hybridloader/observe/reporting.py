@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from time import perf_counter
 
 from hybridloader._support.arguments import function, seconds
 from hybridloader._support.caller import warn
@@ -62,24 +62,19 @@ def check_observe(value: Observe | None) -> None:
 class Reporter:
     """Calls a function with the result of `stats` when it is due. One thread uses it."""
 
-    def __init__(
-        self,
-        policy: Observe,
-        stats: Callable[[], Stats],
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self._policy, self._stats, self._clock = policy, stats, clock
+    def __init__(self, policy: Observe, stats: Callable[[], Stats]) -> None:
+        self._policy, self._stats = policy, stats
         # All the mutable state:
         self._warned = False
         self.begin()
 
     def begin(self) -> None:
         """Begin an epoch."""
-        self._ended, self._due = False, self._clock() + self._policy.every
+        self._ended, self._due = False, perf_counter() + self._policy.every
 
     def look(self) -> None:
         """Call the function if it is due."""
-        if self._clock() >= self._due:
+        if perf_counter() >= self._due:
             self._call()
 
     def end(self) -> None:
@@ -99,4 +94,4 @@ class Reporter:
                     f"again every {self._policy.every:g} s; this is not told again"
                 )
         finally:
-            self._due = self._clock() + self._policy.every
+            self._due = perf_counter() + self._policy.every

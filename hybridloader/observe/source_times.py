@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from time import perf_counter
 from typing import Any
 
 from hybridloader._support.snapshots import snapshot
@@ -20,8 +20,7 @@ SAMPLED = 16
 class SourceTimes:
     """Seconds that a source took."""
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         # All the mutable state:
         self.seconds = 0.0
         self.longer: deque[tuple[float, float]] = deque(maxlen=REMEMBERED)
@@ -32,14 +31,13 @@ class SourceTimes:
         return itertools.chain.from_iterable(self._parts(source))
 
     def _parts(self, source: Iterator[Any]) -> Iterator[Iterator[Any]]:
-        clock = self._clock
         while True:
-            began = clock()
+            began = perf_counter()
             try:
                 item = next(source)
             except StopIteration:
                 return
-            ended = clock()
+            ended = perf_counter()
             long = ended - began >= BRIEF
             self.seconds += (1 if long else SAMPLED) * (ended - began)
             if long:

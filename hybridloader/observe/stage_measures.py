@@ -9,7 +9,6 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 from hybridloader._support.attributes import attribute
@@ -43,15 +42,8 @@ def metering_of(backend: Backend, fetch: Fetch) -> Metering:
 class StageMeasures:
     """Measures of one stage, and its `Observer`. It is full once `window` tasks have come back."""
 
-    def __init__(
-        self,
-        backend: Backend,
-        workers: int,
-        window: int,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
+    def __init__(self, backend: Backend, workers: int, window: int) -> None:
         self.backend, self.workers, self._window = backend, max(1, workers), max(1, window)
-        self._clock = clock
         self.begin_again()
 
     def begin_again(self) -> None:
@@ -83,7 +75,7 @@ class StageMeasures:
         measures = None if event.extras is None else event.extras.pop(MEASURES, None)
         if measures is None or not isinstance(event, Done):
             return
-        now = self._clock()
+        now = time.perf_counter()
         if self.full is None and self._tasks >= self._window:
             self.full = now
         self._scale, self._unmeasured = self._unmeasured, 0

@@ -32,13 +32,12 @@ class StageMetrics:
         *,
         prefetch: int | None = None,
         buffer_bytes: int | None = None,
-        learn: Callable[[int, float], None] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.workers = workers
         self._prefetch, self._limit = prefetch, buffer_bytes
         self.limited = prefetch is not None or buffer_bytes is not None
-        self.learn = learn
+        self.learn: Callable[[int, float], None] | None = None  # set by `StageItems`
         self._clock = clock
         self.behind: RelayQueue | None = None  # where results wait once they were handed out
         # All the mutable state:

@@ -116,14 +116,12 @@ class StageTrace(StageMeasures):
 class Throttled:
     """Function that is called at most once in a millisecond, from one thread."""
 
-    def __init__(
-        self, function: Callable[[], None], clock: Callable[[], float] = time.perf_counter
-    ) -> None:
-        self._function, self._clock = function, clock
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function = function
         self._due = float("-inf")
 
     def __call__(self) -> None:
-        now = self._clock()
+        now = time.perf_counter()
         if now >= self._due:
             self._due = now + _COUNTED
             self._function()

@@ -51,7 +51,6 @@ class Recorded(NamedTuple):
 def chrome_trace(recorded: Recorded) -> dict[str, Any]:
     """Return the trace as JSON values."""
     numbers = _numbers(recorded)
-    main = next(iter(recorded.processes))
     names = [
         _meta("process_name", pid, 0, name=name) for pid, name in recorded.processes.items()
     ] + [_meta("process_sort_index", pid, 0, sort_index=at) for at, pid in enumerate(numbers)]
@@ -59,7 +58,7 @@ def chrome_trace(recorded: Recorded) -> dict[str, Any]:
         if (number := numbers[pid].get(thread)) is not None:
             names.append(_meta("thread_name", pid, number, name=name))
             names.append(_meta("thread_sort_index", pid, number, sort_index=number))
-    events = [_event(event, numbers, main) for event in _in_order(recorded.events)]
+    events = [_event(event, numbers) for event in _in_order(recorded.events)]
     return {
         "traceEvents": names + events + list(_flows(recorded.events, numbers)),
         "displayTimeUnit": "ms",
@@ -153,7 +152,7 @@ def _microseconds(nanoseconds: int, more: float = 0.25) -> float:
     return round((nanoseconds + more) / 1000, 5)
 
 
-def _event(event: Event, numbers: dict[int, dict[str, int]], main: int) -> dict[str, Any]:
+def _event(event: Event, numbers: dict[int, dict[str, int]]) -> dict[str, Any]:
     pid, thread = event.track
     began = _nanoseconds(event.began)
     made: dict[str, Any] = {"ph": event.kind, "name": event.name, "cat": "hybridloader"}

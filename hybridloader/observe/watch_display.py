@@ -28,8 +28,10 @@ _HEADING = ("loader", "batches", "stall", "load of its stages", "verdict")
 class Lines:
     """Lines of text, every 30 seconds and at the end, of each loader that has gone on."""
 
-    def __init__(self, stream: TextIO, every: float = 30.0) -> None:
-        self._stream, self.every = stream, every
+    every = 30.0
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
         # All the mutable state:
         self._before: dict[str, WatchedRow] = {}
 
@@ -57,13 +59,10 @@ class Lines:
 class LiveTable:
     """Table on the terminal that `stream` is, drawn anew every second."""
 
-    def __init__(
-        self,
-        stream: TextIO,
-        every: float = 1.0,
-        size: Callable[[], tuple[int, int]] | None = None,
-    ) -> None:
-        self._stream, self.every = stream, every
+    every = 1.0
+
+    def __init__(self, stream: TextIO, size: Callable[[], tuple[int, int]] | None = None) -> None:
+        self._stream = stream
         self._size = partial(_size_of, stream) if size is None else size
         self._owner = os.getpid()
         self._lock = threading.RLock()

@@ -11,7 +11,6 @@ from support.manual_clock import Clock
 
 from hybridloader import DataLoader, Observe, Pipeline, Stats
 from hybridloader.observe import reporting
-from hybridloader.observe.reporting import Reporter
 
 THREADS: dict[str, Any] = {"backend": "threads", "num_workers": 2}
 
@@ -20,7 +19,7 @@ THREADS: dict[str, Any] = {"backend": "threads", "num_workers": 2}
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Clock of all reporters."""
     clock = Clock()
-    monkeypatch.setattr(Reporter.__init__, "__defaults__", (clock,))
+    monkeypatch.setattr("hybridloader.observe.reporting.perf_counter", clock)
     return clock
 
 

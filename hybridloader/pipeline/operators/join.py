@@ -153,7 +153,6 @@ class MixIterator(JoinIterator):
         self._first = first
         self._draw = generator.random  # see `ShuffleIterator`
         # All the mutable state:
-        self._random = generator
         self._left = [(b.__next__, w) for b, w in zip(branches, weights, strict=True)]
         self._edges = self._edges_now()
         self._place: int | None = None  # of the one that was drawn, and has given nothing yet

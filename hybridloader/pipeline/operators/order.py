@@ -67,7 +67,6 @@ class ShuffleIterator(OperatorIterator):
         # `random()` alone is promised to give the same numbers in every version of Python.
         self._draw = generator.random
         # All the mutable state:
-        self._random = generator
         self._buffer: list[Any] = []
         self._ended = False
 
