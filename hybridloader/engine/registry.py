@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from hybridloader._support.arguments import flag
 from hybridloader._support.errors import BackendUnavailable
 from hybridloader.engine.contract import Backend
-from hybridloader.memory.limits import Memory
+from hybridloader.memory.limits import check_memory
 
 GROUP = "hybridloader.backends"
 """Entry-point group of backends in other packages."""
@@ -74,11 +74,8 @@ def get_backend(backend: Any) -> Backend:
     """
     if isinstance(backend, Backend):
         name = type(backend).__name__
-        memory: Any = backend.memory
-        if memory is not None and not isinstance(memory, Memory):
-            raise TypeError(
-                f"{name}: memory must be a Memory, got {memory!r}; say memory=Memory(...)"
-            )
+        if backend.memory is not None:
+            check_memory(name, backend.memory)
         flag(f"{name}: copy_dataset", backend.copies)
         return backend
     if not isinstance(backend, str):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hybridloader._support.caller import warn
+from hybridloader._support.text import short
 
 KINDS = ("nameless", "named", "stream")
 
@@ -57,20 +58,20 @@ class Memory:
         if limit is not None:
             if isinstance(limit, bool) or not isinstance(limit, (int, float)):
                 raise TypeError(
-                    f"limit is bytes (an int) or a share (a float up to 1), not {limit!r}"
+                    f"Memory: limit is bytes (an int) or a share (a float up to 1), not {limit!r}"
                 )
             if not limit > 0:
                 raise ValueError(
-                    f"limit={limit!r} leaves no memory for a batch; give bytes or a share above 0, "
-                    "or kind='stream' to do without slots"
+                    f"Memory: limit={limit!r} leaves no memory for a batch; give bytes or a share above "
+                    "0, or kind='stream' to do without slots"
                 )
             if isinstance(limit, float) and limit > 1:
                 raise ValueError(
-                    f"limit={limit!r}: a float is a share of this process's memory, up to 1.0; "
+                    f"Memory: limit={limit!r}: a float is a share of this process's memory, up to 1.0; "
                     "give bytes as an int"
                 )
         if self.kind is not None and self.kind not in KINDS:
-            raise ValueError(f"unknown kind {self.kind!r}; there are: {', '.join(KINDS)}")
+            raise ValueError(f"Memory: unknown kind {self.kind!r}; there are: {', '.join(KINDS)}")
 
     def bytes(self) -> int:
         """Give the limit in bytes. The memory that this process has is read once."""
@@ -80,6 +81,15 @@ class Memory:
 
 
 DEFAULT_MEMORY = Memory()
+
+
+def check_memory(name: str, memory: object) -> None:
+    """Refuse a `memory=` of `name` that is no `Memory`."""
+    if not isinstance(memory, Memory):
+        raise TypeError(
+            f"{name}: memory must be a hybridloader.Memory, not {short(memory)}; for a limit in bytes "
+            "give memory=Memory(limit=...)"
+        )
 
 
 @cache

@@ -166,7 +166,7 @@ def test_what_is_set_after_the_constructor_is_refused_by_iter(
 @pytest.mark.parametrize("memory", [3, 0.5, "1G", {}, Memory])
 def test_memory_must_be_a_memory(kind: Callable[..., Backend], memory: Any) -> None:
     backend = kind(memory=memory)
-    says = rf"{kind.__name__}: memory must be a Memory, got .*say memory=Memory\(\.\.\.\)"  # type: ignore[attr-defined]
+    says = rf"{kind.__name__}: memory must be a hybridloader.Memory, not .*memory=Memory\(limit="  # type: ignore[attr-defined]
     with pytest.raises(TypeError, match=says):
         DataLoader(Numbers(), backend=backend)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=says):

@@ -62,7 +62,7 @@ THREADS: dict[str, Any] = {"backend": "threads"}
 
 Row = tuple[Callable[[], Any], type[Exception], str]
 
-SHARE = r"limit is bytes \(an int\) or a share"
+SHARE = r"^Memory: limit is bytes \(an int\) or a share"
 NO_MEMORY = "leaves no memory for a batch; give bytes or a share above 0"
 
 EARLY: dict[str, Row] = {

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from hybridloader._support.arguments import function
 from hybridloader._support.errors import no_stop
-from hybridloader._support.text import short
 from hybridloader.fetching.collate import is_default_collate, teach_torch
-from hybridloader.memory.limits import Memory
+from hybridloader.memory.limits import Memory, check_memory
 from hybridloader.memory.slots import PrivateSlots
 from hybridloader.memory.thread_slots import set_slots
 from hybridloader.pipeline.operators.base import Operator
@@ -62,13 +61,4 @@ def check_collation(operator: Operator, collate_fn: Any, memory: Any) -> None:
     if collate_fn is not None:
         what = "a function from a list of samples to a batch (list keeps them as they are)"
         function(f"{operator.name}: collate_fn", collate_fn, what)
-    check_memory(operator, memory)
-
-
-def check_memory(operator: Operator, memory: Any) -> None:
-    """Refuse what is not a limit of memory."""
-    if not isinstance(memory, Memory):
-        raise TypeError(
-            f"{operator.name}: memory must be a hybridloader.Memory, not {short(memory)}; "
-            "for a limit in bytes give Memory(limit=...)"
-        )
+    check_memory(operator.name, memory)

@@ -14,7 +14,7 @@ from typing import Any
 
 from hybridloader._support import arguments
 from hybridloader._support.errors import no_stop
-from hybridloader.memory.limits import DEFAULT_MEMORY, Memory
+from hybridloader.memory.limits import DEFAULT_MEMORY, Memory, check_memory
 from hybridloader.pipeline.operators.base import (
     INFINITE,
     Context,
@@ -28,7 +28,6 @@ from hybridloader.pipeline.operators.collating import (
     CollateFn,
     Collating,
     check_collation,
-    check_memory,
 )
 from hybridloader.pipeline.operators.fields import samples_of
 from hybridloader.pipeline.operators.padding import Pad
@@ -110,7 +109,7 @@ class PaddedBatch(_OfSize):
     def __post_init__(self) -> None:
         settle_whole(self, "batch_size", 1, SIZE)
         check_flags(self, "drop_last", "lengths")
-        check_memory(self, self.memory)
+        check_memory(self.name, self.memory)
         try:
             Pad(self.padding_value)
         except TypeError as error:
