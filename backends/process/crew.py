@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from hybridloader._support.errors import BackendUnavailable, DamagedMessage
 from hybridloader.backends.process import codec
 from hybridloader.backends.process.frames import Frame
-from hybridloader.backends.process.handles import GRACE, ProcessHandle, bury, join_all
+from hybridloader.backends.process.handles import ProcessHandle, bury, join_all
 from hybridloader.backends.process.memory_report import OomWatch
 from hybridloader.backends.process.pipe_transport import PipeEndpoint, PipeTransport
 from hybridloader.backends.process.postmortem import PostmortemRecord
@@ -31,7 +31,7 @@ from hybridloader.backends.process.starters import (
     duplicates,
 )
 from hybridloader.backends.process.starting import occupy_standard_descriptors
-from hybridloader.engine.contract import Crew
+from hybridloader.engine.contract import GRACE, Crew
 from hybridloader.engine.messages import (
     Begin,
     Done,

@@ -12,10 +12,10 @@ import time
 import weakref
 
 from hybridloader.backends.process import handles
-from hybridloader.backends.process.handles import GRACE, ProcessHandle
+from hybridloader.backends.process.handles import ProcessHandle
 from hybridloader.backends.process.socket_transport import CLOSE_ON_EXEC, ROOM
 from hybridloader.backends.process.zygote import ENDED, FORKED, STATUS
-from hybridloader.engine.contract import SLICE
+from hybridloader.engine.contract import GRACE, SLICE
 from hybridloader.memory.descriptors import ours
 
 

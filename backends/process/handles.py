@@ -22,12 +22,9 @@ from contextlib import suppress
 from typing import Any
 
 from hybridloader.backends.process.parent_watch import alive
-from hybridloader.engine.contract import WorkerHandle
+from hybridloader.engine.contract import GRACE, WorkerHandle
 from hybridloader.engine.crews import before_each
 from hybridloader.memory.descriptors import ours
-
-GRACE = 1.0
-"""Seconds that a worker gets to finish its sample before it is killed."""
 
 UNKNOWN = 255
 """Exit code of a process whose own is not known, as asyncio and the fork server have it."""

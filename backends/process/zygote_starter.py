@@ -18,7 +18,7 @@ from typing import Any
 from hybridloader._support.caller import warn_once
 from hybridloader.backends.process.forked_handle import ForkedHandle
 from hybridloader.backends.process.frames import Frame
-from hybridloader.backends.process.handles import GRACE, ProcessHandle
+from hybridloader.backends.process.handles import ProcessHandle
 from hybridloader.backends.process.postmortem import PostmortemRecord
 from hybridloader.backends.process.socket_transport import SocketTransport
 from hybridloader.backends.process.starters import (
@@ -30,6 +30,7 @@ from hybridloader.backends.process.starters import (
 )
 from hybridloader.backends.process.starting import starting
 from hybridloader.backends.process.zygote import Changed, Loaded, Refused, Request, serve
+from hybridloader.engine.contract import GRACE
 from hybridloader.engine.messages import WorkerSpec
 from hybridloader.engine.refresh import Change, plain
 

@@ -34,6 +34,9 @@ GRACE = 1.0
 PATIENCE = 1.9
 """Seconds after which a crew is closed, even if workers still run."""
 
+CLOSING = 2.0
+"""Seconds that closing a stage, a relay, a loader or a pipeline waits for threads."""
+
 SLICE = 0.2
 """Seconds of one sleep on a lock. Without slices Ctrl-C hung 2 of 8 programs in which one worker
 thread held the GIL and another slept, on a busy machine (Python 3.11, Linux), with them none of 8. A

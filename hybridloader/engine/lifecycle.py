@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from hybridloader._support.errors import IteratorClosed, WorkerDied
-from hybridloader.engine.contract import Backend, WorkerHandle
+from hybridloader.engine.contract import CLOSING, Backend, WorkerHandle
 from hybridloader.engine.crews import ended_with
 from hybridloader.engine.diagnosis import WorkerReport
 from hybridloader.engine.feed import Feed, FlowControl, Observer
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from hybridloader.memory.page_locks import PageLocks
 
 T = TypeVar("T")
-
-_PATIENCE = 2.0  # seconds that `close` waits for the thread that pulls
 
 
 class Lifecycle(ABC):
@@ -225,7 +223,7 @@ class Lifecycle(ABC):
         if os.getpid() != self._owner:
             return
         self._crew.wake()
-        if not self._pulling.acquire(timeout=_PATIENCE):
+        if not self._pulling.acquire(timeout=CLOSING):
             self._leaving = False
             return
         try:

@@ -18,9 +18,7 @@ from typing import Any
 
 from hybridloader._support.attributes import close
 from hybridloader._support.errors import IteratorClosed, NotReady, Raised, WorkerDied
-from hybridloader.engine.contract import SLICE
-
-_PATIENCE = 2.0  # seconds that `close` waits for the thread
+from hybridloader.engine.contract import CLOSING, SLICE
 
 REMEMBERED = 4096
 """Number of sleeps that a queue remembers of each side."""
@@ -243,7 +241,7 @@ class Relay(Iterator[Any]):
         self.shut()
         if self._thread.ident is None or self.here:
             return
-        self._thread.join(_PATIENCE if deadline is None else max(0.0, deadline - time.monotonic()))
+        self._thread.join(CLOSING if deadline is None else max(0.0, deadline - time.monotonic()))
 
     @property
     def here(self) -> bool:

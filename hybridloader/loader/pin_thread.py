@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from hybridloader._support.errors import IteratorClosed, NotReady, Raised, WorkerTimeout, add_note
 from hybridloader.devices.pinning import Pinner, Sent
+from hybridloader.engine.contract import CLOSING
 from hybridloader.engine.feed import Feed
 from hybridloader.engine.messages import Last
 from hybridloader.engine.refresh import Change
@@ -26,9 +27,6 @@ from hybridloader.engine.relay import FINAL, Relay
 from hybridloader.engine.stage import Stage
 from hybridloader.loader.observation import Observation
 from hybridloader.observe.thread_records import TimedPulls
-
-_PATIENCE = 2.0
-"""Seconds that `close` may take."""
 
 
 class _QueuedResult(NamedTuple):
@@ -274,7 +272,7 @@ class PinThread:
         stage, relay, pulling = self._stage, self._relay, self._pulling
         if stage is None or relay is None or pulling is None:
             return
-        deadline = time.monotonic() + _PATIENCE
+        deadline = time.monotonic() + CLOSING
         relay.shut()
         if (
             relay.here

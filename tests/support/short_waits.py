@@ -6,8 +6,8 @@ import pytest
 
 _WAITS = (
     "hybridloader.engine.contract.PATIENCE",
-    "hybridloader.engine.lifecycle._PATIENCE",
-    "hybridloader.pipeline.running.executor._PATIENCE",
+    "hybridloader.engine.lifecycle.CLOSING",
+    "hybridloader.pipeline.running.executor.CLOSING",
     "hybridloader.backends.process.crew.GRACE",
 )
 

@@ -20,6 +20,7 @@ from hybridloader._support.caller import warn
 from hybridloader._support.errors import IteratorClosed
 from hybridloader._support.snapshots import snapshot
 from hybridloader.devices.pinning import Pinner
+from hybridloader.engine.contract import CLOSING
 from hybridloader.engine.fetcher import TaskContext
 from hybridloader.engine.relay import Relay
 from hybridloader.observe.loop_waits import LoopWaits
@@ -45,9 +46,6 @@ from hybridloader.pipeline.running.validation import chains_in_rows, check
 
 if TYPE_CHECKING:
     from hybridloader.memory.page_locks import PageLocks
-
-_PATIENCE = 2.0
-"""Seconds that `close` may take."""
 
 
 class Executor:
@@ -227,7 +225,7 @@ class Executor:
     def break_off(self) -> None:
         """End the pass that runs; its workers stay."""
         self.left.cancelled = True
-        relays, deadline = self._interrupt(), time.monotonic() + _PATIENCE
+        relays, deadline = self._interrupt(), time.monotonic() + CLOSING
         for relay in relays:
             relay.close(deadline)
 
@@ -250,7 +248,7 @@ class Executor:
         with self._ending:  # no relay comes after this
             self.closed.cancelled = self.left.cancelled = True
         self.loop.end()
-        deadline = time.monotonic() + _PATIENCE
+        deadline = time.monotonic() + CLOSING
         relays = self._interrupt()
         stages = [running.stage for running in self.stages.values()]
         for stage in stages:
