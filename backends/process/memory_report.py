@@ -10,7 +10,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from hybridloader.memory.limits import cgroups, number_in, text_of, whole_number
+from hybridloader._support.cgroups import number_in, text_of, whole_number
+from hybridloader.memory.limits import memory_cgroups
 
 _ROOT = Path("/")
 
@@ -154,7 +155,7 @@ def _cgroup(root: Path) -> tuple[int | None, int | None, int | None]:
     limit: int | None = None
     used: int | None = None
     kills: int | None = None
-    for group, names in cgroups(root):
+    for group, names in memory_cgroups(root):
         own = number_in(group / names.limit)
         if own and own < _NO_LIMIT and (limit is None or own < limit):
             limit, used = own, number_in(group / names.used)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hybridloader._support.caller import warn
+from hybridloader._support.cgroups import cgroups, number_in
 from hybridloader._support.text import short
 
 KINDS = ("nameless", "named", "stream")
@@ -107,7 +108,7 @@ def warn_of_overflow(reason: str) -> None:
 
 def process_limit(root: Path = Path("/")) -> int:
     """Bytes of memory that this process has: the machine's, or less where cgroups in `root` say so."""
-    limits = (number_in(group / names.limit) for group, names in cgroups(root))
+    limits = (number_in(group / names.limit) for group, names in memory_cgroups(root))
     return min([_machine(), *filter(None, limits)])
 
 
@@ -123,41 +124,15 @@ _V2 = Names("memory.max", "memory.current", "memory.events")
 _V1 = Names("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.oom_control")
 
 
-def cgroups(root: Path) -> Iterator[tuple[Path, Names]]:
-    """Find the memory cgroups of this process, the innermost first, with the names of their files.
+def memory_cgroups(root: Path) -> Iterator[tuple[Path, Names]]:
+    """Find the memory cgroups of this process, with the names of their files; see `cgroups`."""
+    mounts = root / "sys/fs/cgroup"
 
-    In a container the path in /proc may not exist, and the mounted cgroup is the container's own.
-    """
-    for line in text_of(root / "proc/self/cgroup").splitlines():
-        number, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if number == "0" and not controllers:
-            mount, names = root / "sys/fs/cgroup", _V2
-        elif "memory" in controllers.split(","):
-            mount, names = root / "sys/fs/cgroup/memory", _V1
-        else:
-            continue
-        inner = Path(path.strip("/"))
-        for place in (inner, *inner.parents):
-            yield mount / place, names
+    def mount(controllers: str) -> Path:
+        return mounts / "memory" if controllers else mounts
 
-
-def text_of(path: Path) -> str:
-    """Read a small file of the kernel's; empty if it can't be read."""
-    try:
-        with open(path, "rb", buffering=0) as file:  # the layers above take longer than the reading
-            return file.readall().decode("ascii", "replace")
-    except (OSError, ValueError):  # ValueError: a path with a NUL
-        return ""
-
-
-def number_in(path: Path) -> int | None:
-    return whole_number(text_of(path).strip())
-
-
-def whole_number(word: str) -> int | None:
-    """Read a number; no count of the kernel's has more digits, and `int` refuses a word of thousands."""
-    return int(word) if word.isdigit() and len(word) <= 20 else None
+    for folder, second in cgroups("memory", root / "proc", mount):
+        yield folder, _V2 if second else _V1
 
 
 def _machine() -> int:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from hybridloader._support.cgroups import cgroups, text_of
 from hybridloader.observe.recording import CoreUse
 
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -21,19 +22,20 @@ class Limit(NamedTuple):
     folder: Path | None = None
 
 
-def limit(cgroups: Path = _CGROUPS, proc: Path = _PROC) -> Limit:
+def limit(mounts: Path = _CGROUPS, proc: Path = _PROC) -> Limit:
     """Return what limits the cores of this process: affinity, or a quota, which may be a fraction."""
     found = Limit(float(len(affinity())))
-    for folder in _folders(cgroups, proc):
+    # With version 1 each controller has a tree of its own, or one with another: "cpuacct,cpu".
+    for folder, _ in cgroups("cpu", proc, mounts.joinpath):
         quota = _quota(folder)
         if quota is not None and quota < found.cores:
             found = Limit(quota, folder)
     return found
 
 
-def available(cgroups: Path = _CGROUPS, proc: Path = _PROC) -> float:
+def available(mounts: Path = _CGROUPS, proc: Path = _PROC) -> float:
     """Return the number of cores that this process may use, a fraction if a quota says so."""
-    return limit(cgroups, proc).cores
+    return limit(mounts, proc).cores
 
 
 def affinity() -> set[int]:
@@ -44,31 +46,14 @@ def affinity() -> set[int]:
         return set(range(os.cpu_count() or 1))
 
 
-def _folders(cgroups: Path, proc: Path) -> Iterator[Path]:
-    """Yield the folders of this process's cgroup and of those around it."""
-    try:
-        lines = (proc / "self" / "cgroup").read_text().splitlines()
-    except (OSError, UnicodeDecodeError):
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if not controllers or "cpu" in controllers.split(","):
-            # With version 1 each controller has a tree of its own, or one with another: "cpuacct,cpu".
-            root = cgroups / controllers if controllers else cgroups
-            inner = root / path.lstrip("/")
-            yield inner
-            yield from (outer for outer in inner.parents if outer.is_relative_to(root))
-
-
 def _quota(folder: Path) -> float | None:
     """Return the quota of a cgroup in cores; None if it has none."""
     for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
         try:
-            words = [word for name in names for word in (folder / name).read_text().split()]
-            quota, period = words
+            quota, period = [word for name in names for word in text_of(folder / name).split()]
             if quota not in ("max", "-1") and float(period) > 0:
                 return float(quota) / float(period)
-        except (OSError, ValueError):
+        except ValueError:
             continue
     return None
 
@@ -103,9 +88,9 @@ def read(cores: Iterable[int], folder: Path | None = None, proc: Path = _PROC) -
 def _counts(path: Path, name: str | None = None) -> dict[str, float]:
     """Return the numbers of a file by their names; a file of one number has none, so it is `name`."""
     try:
-        words = [*([] if name is None else [name]), *path.read_text().split()]
+        words = [*([] if name is None else [name]), *text_of(path).split()]
         return {words[i]: float(words[i + 1]) for i in range(0, len(words), 2)}
-    except (OSError, ValueError, IndexError):
+    except (ValueError, IndexError):
         return {}
 
 
@@ -114,7 +99,7 @@ def _busy(cores: set[int], proc: Path) -> float | None:
     try:
         tick = os.sysconf("SC_CLK_TCK")
         total = 0
-        for line in (proc / "stat").read_text().splitlines():
+        for line in text_of(proc / "stat").splitlines():
             name, *words = line.split()
             if name.startswith("cpu") and name[3:].isdecimal() and int(name[3:]) in cores:
                 # User, nice, system, idle, waiting for a disk, interrupts, stolen by others.
