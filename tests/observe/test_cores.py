@@ -11,6 +11,7 @@ import pytest
 
 from hybridloader.observe import cores
 from hybridloader.observe.cores import CoreUsage, affinity, available, limit, read
+from hybridloader.pipeline.operators.work import Placement
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files of Linux")
 
@@ -66,6 +67,17 @@ def test_a_quota_limits_the_cores(
 ) -> None:
     found = available(*machine(tmp_path, cgroup, files))
     assert found == (len(affinity()) if cores is None else cores)
+
+
+@pytest.mark.parametrize(("quota", "workers"), [(250_000, 3), (20_000, 1), ("max", 64)])
+def test_a_step_has_a_worker_for_each_core_by_default(
+    quota: int | str, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = machine(tmp_path, "0::/job\n", {"job/cpu.max": f"{quota} 100000\n"})
+    monkeypatch.setattr(cores, "affinity", lambda: set(range(64)))
+    monkeypatch.setattr(cores, "limit", lambda *_: limit(*files))
+    placement = Placement.of("map", {"backend": "threads"})
+    assert placement.num_workers == workers
 
 
 def test_no_files_limit_nothing(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import os
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -60,7 +60,8 @@ class Placement:
     backend
         A name or a `Backend`. None and ``"inline"``: in the thread that asks for the result.
     num_workers
-        At least 1. None: as many as this process may use CPUs. No matter inline.
+        At least 1. None: as many as this process may use cores, by affinity and the quotas of its
+        cgroups, as of a container. No matter inline.
     in_order
         True if results come in the order of the items, False if as they are done.
     prefetch
@@ -138,7 +139,9 @@ class Placement:
             chosen = get_backend(backend)
         except (ValueError, TypeError) as error:
             raise type(error)(f"stage {stage!r}: {error}") from error
-        workers = whole(f"stage {stage!r}: num_workers", _cpus() if workers is None else workers, 1)
+        workers = whole(
+            f"stage {stage!r}: num_workers", _cores() if workers is None else workers, 1
+        )
         for name in given.keys() & {"timeout", "task_timeout"}:
             seconds(f"stage {stage!r}: {name}", given[name])
         for name in given.keys() & {"in_order", "fuse"}:
@@ -197,9 +200,11 @@ _POLICIES: dict[str, Callable[[Any, str], Any]] = {
 }
 
 
-def _cpus() -> int:
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+def _cores() -> int:
+    """Number of cores that this process may use, by affinity and quota, rounded up."""
+    from hybridloader.observe.cores import available
+
+    return math.ceil(available())
 
 
 class Placed(Operator):
