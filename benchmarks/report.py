@@ -126,7 +126,14 @@ def _noise(results: Results) -> str:
         f"by {percent(worst)} in the worst ({where})."
     )
     restless = [f"{t.case} ({t.variant})" for t in results.takes if t.again and not t.quiet]
-    return f"{text} The machine was not quiet in: {', '.join(restless)}." if restless else text
+    if not restless:
+        return text
+    rest = f" and {len(restless) - _NAMED} more" if len(restless) > _NAMED else ""
+    return f"{text} The machine was not quiet in: {', '.join(restless[:_NAMED])}{rest}."
+
+
+_NAMED = 3
+"""Variants of a restless machine that are named, at most."""
 
 
 def unquotable(results: Results) -> list[str]:
