@@ -1,4 +1,4 @@
-"""Picture of a part of a trace, for where there is no browser: a lane for each track."""
+"""Picture of a part of a trace, for where there is no browser: a row for each track."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ def plot_trace(
     present = {(event["pid"], event["tid"]) for event in shown}
     processes = list(dict.fromkeys(pid for pid, _ in names))
     places = sorted(present, key=lambda place: (processes.index(place[0]), place[1]))
-    lanes = {place: at for at, place in enumerate(places)}
-    figure = new_figure("plot_trace()", (9, 1.1 + 0.5 * len(lanes)))
+    rows = {place: at for at, place in enumerate(places)}
+    figure = new_figure("plot_trace()", (9, 1.1 + 0.5 * len(rows)))
     axes = figure.subplots()
     colours: dict[str, str] = {}
     for event, depth in _with_depths(shown):
-        name, lane = event["name"], lanes[event["pid"], event["tid"]]
+        name, row = event["name"], rows[event["pid"], event["tid"]]
         label = None if name in colours else name
         if label is not None:
             others = len(colours.keys() - _COLOURS.keys())
@@ -84,7 +84,7 @@ def plot_trace(
         left, right = max(zero, event["ts"]), min(until, _end(event))
         height = max(0.2, 0.84 - 0.26 * depth)
         axes.barh(
-            lane,
+            row,
             (right - left) / 1e3,
             left=(left - zero) / 1e3,
             height=height,
@@ -95,12 +95,12 @@ def plot_trace(
     for start, finish in _arrows(events):
         if zero <= start["ts"] and finish["ts"] <= until:
             ends = [
-                ((event["ts"] - zero) / 1e3, lanes[event["pid"], event["tid"]])
+                ((event["ts"] - zero) / 1e3, rows[event["pid"], event["tid"]])
                 for event in (start, finish)
             ]
             arrow = {"arrowstyle": "->", "linewidth": 0.6, "color": "#444444"}
             axes.annotate("", ends[1], ends[0], arrowprops=arrow)
-    axes.set_yticks(range(len(lanes)), [names[place] for place in lanes])
+    axes.set_yticks(range(len(rows)), [names[place] for place in rows])
     axes.invert_yaxis()
     axes.set_xlim(0, (until - zero) / 1e3)
     axes.set_xlabel("ms")
