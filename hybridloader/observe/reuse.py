@@ -5,18 +5,14 @@ For ``hybridloader run --headroom``. An iterator asks for it once, by `running_r
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from hybridloader._support.attributes import length_of
 from hybridloader.observe.headroom import WARM_UP, Headroom, synchronize
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from hybridloader.observe.program_block import ProgramBlock, numbered
 
 LOADED, KEPT = 36, 4
 """Batches of a loader that are loaded at most, and those of them that are given again."""
@@ -26,8 +22,6 @@ WAITS = 8
 
 LEAST = 2
 """Batches to load, at least: one before the steps that are timed, and one of these."""
-
-_running: Reuse | None = None
 
 
 class LoopTimes:
@@ -134,32 +128,19 @@ class KeptBatches:
         return self._kept[self._given % len(self._kept)]
 
 
-class Reuse:
+class Reuse(ProgramBlock):
     """Reuse of batches by all loaders whose iterators are made while it runs; for one use.
 
     At its end it writes what was measured, a line for each loader.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream, self._owner = stream, os.getpid()
+        super().__init__()
+        self._stream = stream
         # All the mutable state:
         self.times: list[LoopTimes] = []
 
-    def __enter__(self) -> Self:
-        global _running
-        _running = self
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        global _running
-        if os.getpid() != self._owner:
-            return
-        _running = None
+    def _end(self, error: BaseException | None) -> None:
         stream = sys.stderr if self._stream is None else self._stream
         for times in self.times:
             print(f"hybridloader: {times}", file=stream)
@@ -171,13 +152,11 @@ class Reuse:
 
     def batches_of(self, loader: Any) -> KeptBatches:
         """Return an empty store for the batches of `loader`."""
-        number = len(self.times) + 1
-        name = "DataLoader" if number == 1 else f"DataLoader {number}"
-        times = LoopTimes(name, length_of(loader))
+        times = LoopTimes(numbered("DataLoader", len(self.times) + 1), length_of(loader))
         self.times.append(times)
         return KeptBatches(times)
 
 
 def running_reuse() -> Reuse | None:
     """Return the reuse that runs in this process, if any."""
-    return _running if _running is not None and _running._owner == os.getpid() else None
+    return Reuse.running()

@@ -11,17 +11,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from hybridloader._support.arguments import whole
 from hybridloader._support.caller import warn
 from hybridloader._support.text import brief
+from hybridloader.observe.program_block import ProgramBlock, numbered
 from hybridloader.observe.trace_files import check_path, write
 from hybridloader.observe.trace_format import Event, Recorded, Track, chrome_trace
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 EVENTS = 250_000
 """Events that a trace keeps: 60 to 100 MB of memory, some MB of a compressed file, and two seconds in
@@ -29,8 +26,6 @@ which it is written."""
 
 SLICES = 4096
 """Slices that a worker keeps until it tells them, 10 ms later at most unless a task takes longer."""
-
-_running: Trace | None = None
 
 
 class Clocks(NamedTuple):
@@ -48,15 +43,15 @@ class Clocks(NamedTuple):
         return min(tries)[1]
 
 
-class Trace:
+class Trace(ProgramBlock):
     """Trace of all loaders and pipelines whose iterators are made while it runs.
 
     A context manager, for one use. Any thread may add to it.
     """
 
     def __init__(self, path: str | os.PathLike[str], max_events: int = EVENTS) -> None:
+        super().__init__()
         self.path = check_path(path)
-        self._owner = os.getpid()
         # All the mutable state:
         self._events: deque[Event] = deque(maxlen=whole("max_events", max_events, 1))
         self._added, self._threads = itertools.count(), itertools.count()
@@ -71,47 +66,29 @@ class Trace:
 
     # -- begin and end -------------------------------------------------------------------------------
 
-    def __enter__(self) -> Self:
-        global _running
+    def _begin(self) -> None:
         if self._clocks is not None:
             raise RuntimeError("this trace has begun before; make another")
-        if _running is not None and _running.runs:
+        if (other := Trace.running()) is not None:
             raise RuntimeError(
-                f"a trace to {_running.path!r} runs already, and sees all loaders; end it first"
+                f"a trace to {other.path!r} runs already, and sees all loaders; end it first"
             )
         self.path = os.path.abspath(
             check_path(self.path, writable=True)
         )  # it may change its folder
         self._processes[self._owner] = "your program"
         self._clocks = Clocks.now()
-        _running = self
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        global _running
-        if os.getpid() != self._owner:  # a fork that goes its own way
-            return
+    def _end(self, error: BaseException | None) -> None:
         if error is not None:
-            self.instant(kind.__name__ if kind else "error", told=brief(error))
+            self.instant(type(error).__name__, told=brief(error))
         self._over = True
-        if _running is self:
-            _running = None
         try:
             write(self.path, chrome_trace(self._recorded()))
         except Exception as failed:
             if error is None:
                 raise
             warn(f"the trace was lost: {failed}")  # the error of the program counts more
-
-    @property
-    def runs(self) -> bool:
-        """True if it takes events, in this process."""
-        return self._clocks is not None and not self._over and os.getpid() == self._owner
 
     def _recorded(self) -> Recorded:
         """Return what was recorded, and forget it."""
@@ -172,13 +149,13 @@ class Trace:
         with self._naming:
             if (stage, key) not in self._names:
                 number = 1 + sum(name == stage for name, _ in self._names)
-                self._names[stage, key] = stage if number == 1 else f"{stage} {number}"
+                self._names[stage, key] = numbered(stage, number)
             return self._names[stage, key]
 
 
 def running_trace() -> Trace | None:
     """Return the trace that runs in this process, if any."""
-    return _running if _running is not None and _running.runs else None
+    return Trace.running()
 
 
 def trace(path: str | os.PathLike[str], *, max_events: int = EVENTS) -> Trace:

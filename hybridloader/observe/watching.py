@@ -6,23 +6,17 @@ statistics; nothing of it is on the path of a batch.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from hybridloader._support.arguments import seconds
 from hybridloader.observe.figures import LOOP
+from hybridloader.observe.program_block import ProgramBlock, numbered
 from hybridloader.observe.stats import Stats
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 SHOWN = 12
 """Loaders that are shown, the latest ones."""
-
-_running: Watch | None = None
 
 
 class WatchedRow(NamedTuple):
@@ -101,36 +95,25 @@ class SameObject:
         return id(self._object)
 
 
-class Watch:
+class Watch(ProgramBlock):
     """Watch of all loaders and pipelines whose iterators are made while it runs; for one use."""
 
     def __init__(self, display: Display) -> None:
+        super().__init__()
         seconds("every", display.every, above=True)
-        self._display, self._owner = display, os.getpid()
+        self._display = display
         self._lock, self._over = threading.RLock(), threading.Event()
         # All the mutable state, under that lock:
         self._watched: dict[Hashable, _Watched] = {}
         self._numbers: dict[str, int] = {}
         self._thread: threading.Thread | None = None
 
-    def __enter__(self) -> Self:
-        global _running
+    def _begin(self) -> None:
         self._display.begin()
         self._thread = threading.Thread(target=self._run, name="hybridloader-watch", daemon=True)
         self._thread.start()
-        _running = self
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        global _running
-        if os.getpid() != self._owner:  # a fork that goes its own way
-            return
-        _running = None
+    def _end(self, error: BaseException | None) -> None:
         self._over.set()
         if self._thread is not None:
             self._thread.join()
@@ -139,11 +122,6 @@ class Watch:
         except (OSError, ValueError):  # the terminal is gone
             if error is None:
                 raise
-
-    @property
-    def runs(self) -> bool:
-        """True if it shows something in this process."""
-        return not self._over.is_set() and os.getpid() == self._owner
 
     def see(self, name: str, key: Hashable, stats: Callable[[], Stats | None]) -> None:
         """Watch what `stats` tells, in the place of what had this `key`."""
@@ -154,7 +132,7 @@ class Watch:
                 self._watched[key] = self._watched.pop(key)  # it is the latest one now
                 return
             number = self._numbers[name] = self._numbers.get(name, 0) + 1
-            self._watched[key] = _Watched(name if number == 1 else f"{name} {number}", stats)
+            self._watched[key] = _Watched(numbered(name, number), stats)
             while len(self._watched) > SHOWN:
                 del self._watched[next(iter(self._watched))]
 
@@ -183,4 +161,4 @@ class Watch:
 
 def running_watch() -> Watch | None:
     """Return the watch that runs in this process, if any."""
-    return _running if _running is not None and _running.runs else None
+    return Watch.running()

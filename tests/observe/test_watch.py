@@ -84,7 +84,7 @@ def test_nobody_is_held_and_only_the_latest_are_shown() -> None:
     display = Shown()
     with Watch(display) as running:
         for number in range(watching.SHOWN + 3):
-            running.see("it", number, lambda: None)
+            running.see("it", ("it", number), lambda: None)  # a loader has a number, too
         assert not running.rows(), "gone before they were looked at"
         for _ in DataLoader(range(8), 2, **THREADS):  # type: ignore[arg-type]
             break
