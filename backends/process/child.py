@@ -14,7 +14,8 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-from hybridloader._support.errors import Failure, ResultNotSendable
+from hybridloader._support.errors import ResultNotSendable
+from hybridloader._support.failure import Failure
 from hybridloader._support.import_hooks import when_imported
 from hybridloader._support.inheritance import Inherited
 from hybridloader._support.native_threads import one_thread_in_this_process

@@ -16,7 +16,8 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
-from hybridloader._support.errors import DamagedMessage, Failure, ResultNotSendable
+from hybridloader._support.errors import DamagedMessage, ResultNotSendable
+from hybridloader._support.failure import Failure
 from hybridloader.engine.dataset_state import ShardStart
 from hybridloader.engine.messages import Begin, Exhausted, Failed, First, Message, Ready, Stop, Task
 from hybridloader.memory.packing import Packed, pack, unpack

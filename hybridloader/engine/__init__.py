@@ -18,9 +18,9 @@ from hybridloader._support.lazily import lazily
 
 if TYPE_CHECKING:
     from hybridloader._support.errors import BackendUnavailable as BackendUnavailable
-    from hybridloader._support.errors import Failure as Failure
     from hybridloader._support.errors import ResultNotSendable as ResultNotSendable
     from hybridloader._support.errors import ShippingError as ShippingError
+    from hybridloader._support.failure import Failure as Failure
     from hybridloader.engine.calls import CalledWorker as CalledWorker
     from hybridloader.engine.calls import CallingHandle as CallingHandle
     from hybridloader.engine.calls import parts_of as parts_of
@@ -58,7 +58,8 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = lazily(
     __name__,
     {
-        "._support.errors": "BackendUnavailable Failure ResultNotSendable ShippingError",
+        "._support.errors": "BackendUnavailable ResultNotSendable ShippingError",
+        "._support.failure": "Failure",
         "calls": "CalledWorker CallingHandle parts_of work_of",
         "contract": "Backend Crew WorkerHandle",
         "fetcher": "Fetch Fetcher TaskContext",

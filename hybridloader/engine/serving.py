@@ -14,7 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hybridloader._support.errors import Failure, ResultNotSendable, ShippingError
+from hybridloader._support.errors import ResultNotSendable, ShippingError
+from hybridloader._support.failure import Failure
 from hybridloader._support.inheritance import Inherited
 from hybridloader._support.native_threads import (
     one_thread_in_this_process,

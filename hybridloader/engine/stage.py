@@ -23,14 +23,8 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from hybridloader._support.errors import (
-    Failure,
-    NotReady,
-    Raised,
-    TaskTimeout,
-    WorkerTimeout,
-    add_note,
-)
+from hybridloader._support.errors import NotReady, Raised, TaskTimeout, WorkerTimeout, add_note
+from hybridloader._support.failure import Failure
 from hybridloader.engine.feed import Observer, is_forwarded, items_in
 from hybridloader.engine.lifecycle import Lifecycle, discard
 from hybridloader.engine.messages import (

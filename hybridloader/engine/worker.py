@@ -17,7 +17,8 @@ from time import perf_counter
 from typing import Any
 
 from hybridloader._support.datapipes import seed_datapipe
-from hybridloader._support.errors import Failure, ResultNotSendable, no_stop, twin
+from hybridloader._support.errors import ResultNotSendable, no_stop
+from hybridloader._support.failure import Failure, twin
 from hybridloader.engine.dataset_state import ShardStart
 from hybridloader.engine.fetcher import Abandoned, Begun, EndOfShard, Fetcher, TaskContext
 from hybridloader.engine.messages import (

@@ -20,7 +20,8 @@ from torch.utils.data.dataloader import (
     _sharding_worker_init_fn,
 )
 
-from hybridloader._support.errors import Failure, IteratorClosed, StateError, add_note
+from hybridloader._support.errors import IteratorClosed, StateError, add_note
+from hybridloader._support.failure import Failure
 from hybridloader._support.hf_streams import warn_of_few_shards
 from hybridloader._support.state_copies import is_stateful
 from hybridloader.devices.pinning import pinner_for

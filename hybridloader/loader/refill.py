@@ -13,7 +13,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
-from hybridloader._support.errors import Failure, TooManyErrors, no_stop
+from hybridloader._support.errors import TooManyErrors, no_stop
+from hybridloader._support.failure import Failure
 from hybridloader.fetching.on_error.error_budget import ErrorBudget
 from hybridloader.fetching.outcome import FailureRecord, Outcome
 

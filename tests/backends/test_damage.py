@@ -17,7 +17,8 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from hybridloader._support.errors import DamagedMessage, Failure, HybridLoaderError
+from hybridloader._support.errors import DamagedMessage, HybridLoaderError
+from hybridloader._support.failure import Failure
 from hybridloader.backends.process import codec, frames
 from hybridloader.backends.process.codec import (
     Unreadable,

@@ -13,13 +13,8 @@ from typing import Any
 
 import pytest
 
-from hybridloader._support.errors import (
-    Failure,
-    IteratorClosed,
-    NotReady,
-    WorkerDied,
-    WorkerTimeout,
-)
+from hybridloader._support.errors import IteratorClosed, NotReady, WorkerDied, WorkerTimeout
+from hybridloader._support.failure import Failure
 from hybridloader.engine.messages import (
     Begin,
     Done,

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridloader import Replace, Retry, Skip, TooManyErrors
-from hybridloader._support.errors import Failure, ShardLost, WorkerDied, no_stop
+from hybridloader._support.errors import ShardLost, WorkerDied, no_stop
+from hybridloader._support.failure import Failure
 from hybridloader.engine.fetcher import Abandoned, GivenUp, Spared, TaskContext
 from hybridloader.fetching.on_error.error_budget import ErrorBudget, FailureLog, bare
 from hybridloader.fetching.on_error.error_handler import ErrorHandler

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridloader import NotReady, Pipeline, Threads, get_worker_info
-from hybridloader._support.errors import Failure
+from hybridloader._support.failure import Failure
 from hybridloader.engine.contract import Crew
 from hybridloader.engine.feed import MOST, TASK_SECONDS, TaskBatching
 from hybridloader.engine.messages import Done, Failed, Task

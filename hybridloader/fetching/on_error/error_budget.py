@@ -11,7 +11,8 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from hybridloader._support.errors import Failure, ShardLost, TooManyErrors, twin
+from hybridloader._support.errors import ShardLost, TooManyErrors
+from hybridloader._support.failure import Failure, twin
 from hybridloader._support.text import cell, table
 from hybridloader.fetching.on_error.places import LeftOut, beside
 from hybridloader.fetching.on_error.policies import LEAST, Policy, Skip, final

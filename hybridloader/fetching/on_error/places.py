@@ -15,8 +15,8 @@ from hybridloader._support.errors import (
     StateError,
     WorkerDied,
     WorkerTimeout,
-    twin,
 )
+from hybridloader._support.failure import twin
 
 
 class LeftOut(HybridLoaderError):

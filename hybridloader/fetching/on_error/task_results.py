@@ -6,7 +6,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from hybridloader._support.errors import Failure, no_stop
+from hybridloader._support.errors import no_stop
+from hybridloader._support.failure import Failure
 from hybridloader._support.text import brief
 from hybridloader.engine.fetcher import GivenUp, TaskContext
 from hybridloader.fetching.on_error.error_handler import ErrorHandler

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hybridloader._support.attributes import close
-from hybridloader._support.errors import Raised, twin
+from hybridloader._support.errors import Raised
+from hybridloader._support.failure import twin
 from hybridloader._support.text import short
 from hybridloader.pipeline.operators.base import (
     Chain,

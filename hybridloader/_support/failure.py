@@ -1,0 +1,217 @@
+"""Transport of an exception from a worker to the consumer.
+
+A user's exception keeps its type and its arguments. A note says where it happened (Python 3.11 and
+later show notes below the message). If it comes from another process, its ``__cause__`` holds the
+worker's traceback as text.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import traceback
+import types
+from typing import Any, NamedTuple
+
+from hybridloader._support.errors import add_note
+
+
+class WorkerTraceback(Exception):
+    """Traceback of a worker in another process, as text: the ``__cause__`` of its exception."""
+
+    def __str__(self) -> str:
+        return f'\n"""\n{self.args[0]}"""'
+
+
+class Failure:
+    """Exception on its way from a worker to the consumer.
+
+    Within a process it carries the exception itself. When pickled it carries the exception's type,
+    arguments and attributes, and its traceback as text. An exception whose own pickling is broken
+    (a constructor with several arguments is the common case) is rebuilt without calling the
+    constructor, so it arrives with the same type and ``args``; so is each exception within it, such
+    as the members of a group.
+    """
+
+    def __init__(self, exception: BaseException) -> None:
+        self.exception = exception
+        self.traceback: str | None = None
+
+    def to_exception(self, note: str) -> BaseException:
+        """Return the exception, once, with `note` added to say where it happened, unless that is empty.
+
+        The failure drops it: it is in a frame of the traceback that the exception gets when it is
+        raised, and together they would keep the whole iterator alive.
+        """
+        exception = self.exception
+        del self.exception
+        if self.traceback is not None:
+            exception.__cause__ = WorkerTraceback(f"{note}\n{self.traceback}")
+        if note:
+            add_note(exception, note)
+        return exception
+
+    @property
+    def text(self) -> str:
+        """Traceback as text."""
+        return self.traceback or "".join(traceback.format_exception(self.exception))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        frozen = _Freezer().freeze(self.exception)
+        return _rebuild_failure, (frozen, id(type(self.exception)), self.text)
+
+
+def twin(exception: Exception) -> Exception:
+    """Return another exception of the same type, arguments, attributes, notes, cause and traceback.
+
+    For a worker that answers many tasks with one error: an exception that the consumer raises collects
+    the consumer's frames in its traceback, and a worker thread must not keep these.
+    """
+    kind, args = type(exception), exception.args
+    try:  # OSError and its like keep more than their arguments
+        other = copy.copy(exception)
+        same = type(other) is kind and len(other.args) == len(args)
+        same = same and all(a is b for a, b in zip(other.args, args, strict=True))
+    except Exception:  # a constructor that wants other arguments than it passes on
+        same = False
+    if not same:
+        assembled = _Parts(kind, args, vars(exception)).assemble()
+        assert isinstance(assembled, Exception)
+        other = assembled
+    if (notes := other.__dict__.get("__notes__")) is not None:
+        other.__dict__["__notes__"] = list(notes)  # the consumer adds its own
+    other.__cause__, other.__context__ = exception.__cause__, exception.__context__
+    other.__suppress_context__ = exception.__suppress_context__
+    return other.with_traceback(exception.__traceback__)
+
+
+class _Freezer:
+    """Pickles exceptions so that they are certain to load again.
+
+    Each exception within another (a member of a group, a cause kept in an attribute) is pickled by
+    itself, so that one that is broken costs none of the others its type.
+    """
+
+    def __init__(self) -> None:
+        self._under_way: list[BaseException] = []
+        self._frozen: dict[int, bytes] = {}
+
+    def freeze(self, exception: BaseException) -> bytes:
+        frozen = self._frozen.get(id(exception))
+        if frozen is None:
+            self._under_way.append(exception)
+            frozen = self._frozen[id(exception)] = self._freeze(exception)
+            self._under_way.pop()
+        return frozen
+
+    def _freeze(self, exception: BaseException) -> bytes:
+        kind = type(exception)
+        try:
+            whole = self._dumps(exception)
+            thawed = pickle.loads(whole)
+            if type(thawed).__qualname__ == kind.__qualname__ and _alike(thawed, exception):
+                return whole
+        except Exception:  # a broken __reduce__, __new__ or __init__ may raise anything
+            pass
+        args = tuple(map(self._sendable, exception.args))
+        state = {name: self._sendable(value) for name, value in vars(exception).items()}
+        try:
+            return self._dumps(_Parts(kind, args, state))
+        except Exception:  # the class itself can't be pickled: tell its name
+            message = f"{kind.__module__}.{kind.__qualname__}: {exception}"
+            return self._dumps(_Parts(RuntimeError, (message,), {}))
+
+    def _sendable(self, value: Any) -> Any:
+        try:
+            pickle.loads(self._dumps(value))
+        except Exception:  # as above
+            try:
+                return repr(value)
+            except Exception:  # of something nested without end, for instance
+                return f"<{type(value).__qualname__} that can't be shown>"
+        return value
+
+    def _dumps(self, thing: Any) -> bytes:
+        """Pickle, with classes by reference if possible: an ``except`` at home must match them."""
+        try:
+            return self._dump(thing, pickle.Pickler)
+        except Exception:  # as above
+            import cloudpickle
+
+            return self._dump(thing, cloudpickle.Pickler)
+
+    def _dump(self, thing: Any, base: Any) -> bytes:
+        otherwise = getattr(base, "reducer_override", lambda pickler, obj: NotImplemented)
+
+        class Pickler(base):  # type: ignore[misc]
+            def reducer_override(pickler, obj: Any) -> Any:
+                if not isinstance(obj, BaseException) or any(obj is e for e in self._under_way):
+                    return otherwise(pickler, obj)
+                return _thaw, (self.freeze(obj), id(type(obj)))
+
+        out = io.BytesIO()
+        Pickler(out).dump(thing)
+        return out.getvalue()
+
+
+def _alike(found: BaseException, sent: BaseException) -> bool:
+    """Tell whether both have the same arguments, as far as these can be compared for sure."""
+    plain = (str, bytes, int, bool, type(None))
+    return len(found.args) == len(sent.args) and all(
+        type(a) is type(b) and (a == b or type(a) not in plain)
+        for a, b in zip(found.args, sent.args, strict=True)
+    )
+
+
+class _Parts(NamedTuple):
+    """Parts of an exception that can't be pickled whole."""
+
+    kind: type[BaseException]
+    args: tuple[Any, ...]
+    state: dict[str, Any]
+
+    def assemble(self) -> BaseException:
+        # By the `__new__` of the built-in class: one in Python may want other arguments, as __init__.
+        home = next(
+            base
+            for base in self.kind.__mro__
+            if isinstance(vars(base).get("__new__"), types.BuiltinFunctionType)
+        )
+        exception: BaseException = home.__new__(self.kind, *self.args)
+        exception.args = self.args
+        exception.__dict__.update(self.state)
+        return exception
+
+
+def _original(received: type[BaseException], address: int) -> type[BaseException]:
+    """Return the class that `received` is a copy of, if this process has it.
+
+    A class made in a function is sent by value. That of a forked worker is the class at the same
+    address here, which an ``except`` here names.
+    """
+    todo: list[type[BaseException]] = [BaseException]
+    while todo:
+        kind = todo.pop()
+        if id(kind) == address and kind.__name__ == received.__name__:
+            return kind
+        todo.extend(type.__subclasses__(kind))
+    return received
+
+
+def _thaw(frozen: bytes, address: int) -> BaseException:
+    try:
+        thawed = pickle.loads(frozen)
+        exception: BaseException = thawed.assemble() if isinstance(thawed, _Parts) else thawed
+        original = _original(type(exception), address)
+        if original is not type(exception):
+            exception.__class__ = original
+    except Exception as error:  # e.g. a class that this process can't import
+        return RuntimeError(f"a worker's exception could not be loaded here: {error!r}")
+    return exception
+
+
+def _rebuild_failure(frozen: bytes, address: int, text: str) -> Failure:
+    failure = Failure(_thaw(frozen, address))
+    failure.traceback = text
+    return failure
