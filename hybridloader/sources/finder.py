@@ -33,7 +33,7 @@ class Finder:
 
     def find(self, numbers: Ints) -> npt.NDArray[Any]:
         """Return the interval of each number; all must lie in one."""
-        found = self._first[numbers >> self._shift]
+        found: npt.NDArray[Any] = self._first[numbers >> self._shift]
         while (behind := numbers >= self._stops[found]).any():
             found += behind
         return found

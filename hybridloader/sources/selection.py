@@ -88,13 +88,7 @@ class Selection(NamedTuple):
 
         from hybridloader.fetching.collate import slot_for
 
-        if self.order is None:
-            found = [columns.matrix(names, by_row=False)[rows] for columns, rows in self.parts]
-        else:
-            found = [
-                columns.matrix(names, by_row=True).take(rows, axis=0)
-                for columns, rows in self.parts
-            ]
+        found = [_taken(columns, names, rows) for columns, rows in self.parts]
         joined = found[0] if len(found) == 1 else np.concatenate(found)
         matrix = torch.from_numpy(joined if self.order is None else joined.take(self.order, axis=0))
         unbind_copy: Any = torch.unbind_copy  # torch's stubs know only the form with `out`
@@ -104,6 +98,12 @@ class Selection(NamedTuple):
         out = [slot, *(_empty((self.size,), joined.dtype) for _ in names[1:])]
         unbind_copy(matrix, 1, out=out)
         return out
+
+
+def _taken(columns: Columns, names: tuple[str, ...], rows: Ints | slice) -> npt.NDArray[Any]:
+    if isinstance(rows, slice):
+        return columns.matrix(names, by_row=False)[rows]
+    return columns.matrix(names, by_row=True).take(rows, axis=0)
 
 
 def _rows_of(values: Any, rows: Ints | slice) -> list[Any]:
