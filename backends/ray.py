@@ -94,8 +94,9 @@ class _Result(engine.Payload):
 
     forwardable = True
 
-    def __init__(self, sent: Any, ref: Any, slots: engine.PrivateSlots) -> None:
-        self._sent, self.ref, self.count = sent, ref, sent.count
+    def __init__(self, sent: Any, place: engine.Place, slots: engine.PrivateSlots) -> None:
+        self.place: engine.Place | None = place
+        self._sent, self.count = sent, sent.count
         sent.slots = slots
 
     @property
@@ -104,14 +105,14 @@ class _Result(engine.Payload):
         return found
 
     def open(self) -> Any:
-        self.ref = None
+        self.place = None
         return self._sent.open()
 
     def peek(self) -> Any:
         return self._sent.peek()
 
     def discard(self) -> None:
-        self.ref = None
+        self.place = None
         self._sent.discard()
 
 
@@ -156,11 +157,8 @@ class _RayCrew(engine.Crew):
         self.late = time.monotonic() + _LATE
 
     def send(self, worker: int, message: engine.Message) -> None:
-        if isinstance(message, engine.Task) and isinstance(message.index, _Result):
-            empty = engine.parts_of(engine.Task(message.seq, None))
-            self.actors[worker].step(empty, message.index.ref)
-        else:
-            self.actors[worker].step(engine.parts_of(message, other_main=True))
+        index = message.index if isinstance(message, engine.Task) else None
+        self.actors[worker].send(message, index.place if isinstance(index, _Result) else None)
 
     def stack(self, worker: int) -> str:
         return self.actors[worker].stack()
@@ -190,7 +188,7 @@ class _RayCrew(engine.Crew):
 
 class _Actor(engine.CallingHandle):
     def __init__(self, crew: _RayCrew, number: int, actor: Any, work: Any) -> None:
-        super().__init__(number, crew.report)
+        super().__init__(number, crew.report, alone=work[0].timed)
         self.id = actor._actor_id.hex()
         self.crew, self.actor = crew, actor
         self.work: Any = work  # stays in the store until the worker is ready
@@ -236,8 +234,9 @@ class _Actor(engine.CallingHandle):
     def started(self) -> None:
         self.work = None, None
 
-    def received(self, done: engine.Done, step: Future[Any]) -> engine.Done:
-        result = _Result(done.payload, step.object_ref, self.crew.slots)  # type: ignore[attr-defined]
+    def received(self, done: engine.Done, step: Future[Any], at: int) -> engine.Done:
+        ref = step.object_ref  # type: ignore[attr-defined]
+        result = _Result(done.payload, engine.Place(ref, at), self.crew.slots)
         if self.crew.closed:  # nobody is going to take it
             result.discard()
         return done._replace(payload=result)

@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.case import check_installed
 from benchmarks.loaders.dataloaders import open_ours
-from benchmarks.loaders.work import PREFETCH, Dropping, Fetch, Opener, Running, Work
+from benchmarks.loaders.work import Dropping, Fetch, Opener, Running, Work
 from benchmarks.names import BARE_CALLS, RAY, RAY_DATA
 
 _STORE = 2 << 30
@@ -69,7 +69,7 @@ def _ray_data(work: Work) -> Running:
                 num_cpus=1,
             )
             batches = made.iter_torch_batches(
-                batch_size=work.batch, prefetch_batches=PREFETCH * work.workers
+                batch_size=work.batch, prefetch_batches=work.prefetch * work.workers
             )
             return (batch["item"] for batch in batches)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch.utils.data
 
 from benchmarks.case import CannotDo
-from benchmarks.loaders.work import PREFETCH, Opener, Running, Work
+from benchmarks.loaders.work import Opener, Running, Work
 from benchmarks.names import (
     DATALOADERS,
     FEW_PROCESSES,
@@ -54,7 +54,7 @@ def _options(work: Work) -> dict[str, Any]:
         "collate_fn": list if work.uncollated else None,
         "num_workers": work.workers,
         "persistent_workers": work.keep and work.workers > 0,
-        "prefetch_factor": PREFETCH if work.workers else None,
+        "prefetch_factor": work.prefetch if work.workers else None,
     }
 
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch.utils.data
 
 PREFETCH = 2
-"""Batches that a worker makes ahead: torch's default."""
+"""Batches that a worker makes ahead, where a variant does not tell: torch's default."""
 
 READERS = 32
 """Threads that wait for answers of a server: at 20 ms each they read 1,600 samples a second."""
@@ -37,6 +37,8 @@ class Work:
         True for batches that are lists of the samples.
     cores
         Workers that can work at the same time, for loaders whose stages have numbers of their own.
+    prefetch
+        Batches that a worker makes ahead, for the loaders whose variants differ in it.
     """
 
     dataset: Any
@@ -49,6 +51,7 @@ class Work:
     stages: int = 0
     uncollated: bool = False
     cores: int = 2
+    prefetch: int = PREFETCH
 
     @property
     def collate(self) -> Callable[[list[Any]], Any]:

@@ -21,10 +21,11 @@ if TYPE_CHECKING:
     from hybridloader._support.errors import ResultNotSendable as ResultNotSendable
     from hybridloader._support.errors import ShippingError as ShippingError
     from hybridloader._support.failure import Failure as Failure
-    from hybridloader.engine.calls import CalledWorker as CalledWorker
+    from hybridloader.engine.called_worker import CalledWorker as CalledWorker
+    from hybridloader.engine.called_worker import parts_of as parts_of
+    from hybridloader.engine.called_worker import work_of as work_of
     from hybridloader.engine.calls import CallingHandle as CallingHandle
-    from hybridloader.engine.calls import parts_of as parts_of
-    from hybridloader.engine.calls import work_of as work_of
+    from hybridloader.engine.calls import Place as Place
     from hybridloader.engine.contract import Backend as Backend
     from hybridloader.engine.contract import Crew as Crew
     from hybridloader.engine.contract import WorkerHandle as WorkerHandle
@@ -60,7 +61,8 @@ __getattr__, __dir__, __all__ = lazily(
     {
         "._support.errors": "BackendUnavailable ResultNotSendable ShippingError",
         "._support.failure": "Failure",
-        "calls": "CalledWorker CallingHandle parts_of work_of",
+        "called_worker": "CalledWorker parts_of work_of",
+        "calls": "CallingHandle Place",
         "contract": "Backend Crew WorkerHandle",
         "fetcher": "Fetch Fetcher TaskContext",
         ".memory.slots": "PrivateSlots",

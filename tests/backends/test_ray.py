@@ -10,6 +10,8 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +198,63 @@ def test_an_actor_that_is_killed_is_replaced(tmp_path: Path, kill: str) -> None:
         assert worker.exitcode == 1
 
 
+class Short(Dataset[Any]):
+    """Samples that take no time; the worker dies once at each of two of them."""
+
+    def __init__(self, deadly: Path | None = None) -> None:
+        self.deadly = deadly
+
+    def __len__(self) -> int:
+        return 4000
+
+    def __getitem__(self, index: int) -> Any:
+        if self.deadly is not None and index in (1601, 3202):
+            died = self.deadly / str(index)
+            if not died.exists():
+                died.touch()
+                os._exit(7)
+        return index, torch.rand(())
+
+
+@contextmanager
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
+    """Count messages, and returns of other calls, of each call of `step` that has several messages."""
+    actor = sys.modules["hybridloader.backends.ray"]._Actor
+    call, found = actor.call, list[tuple[int, int]]()
+
+    def counting(self: Any, method: str, *arguments: Any) -> Any:
+        if method == "step" and len(arguments[0]) > 1:
+            found.append((len(arguments[0]), len(arguments) - 1))
+        return call(self, method, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(actor, "call", counting)
+        yield found
+
+
+@pytest.mark.parametrize("deadly", [False, True])
+def test_short_tasks_go_together_and_are_the_same_as_inline(
+    deadly: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def batches(backend: Any, dataset: Dataset[Any], **more: Any) -> list[Any]:
+        torch.manual_seed(5)
+        loader = DataLoader(
+            dataset, 4, shuffle=not deadly, num_workers=2, backend=backend, seeding="sample", **more
+        )
+        return [[field.tolist() for field in batch] for batch in loader]
+
+    whole = batches("inline", Short())
+    with counted(monkeypatch) as calls:
+        found = batches(
+            SMALL,
+            Short(tmp_path if deadly else None),
+            prefetch_factor=16,
+            on_worker_death="restart" if deadly else "raise",
+        )
+    assert found == whole
+    assert calls, "each task was a call"
+
+
 def test_a_task_that_takes_too_long_is_told_of_with_the_stack(tmp_path: Path) -> None:
     gate = Gate(tmp_path)
     loader = DataLoader(Waiting(gate), 4, num_workers=1, backend=SMALL, task_timeout=3)
@@ -334,6 +393,37 @@ def double(item: Any) -> Any:
 def shifted(array: Any) -> Any:
     array += 1  # raises if it is read-only
     return array
+
+
+def test_results_that_came_together_are_sent_on_by_reference(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    crews = SMALL.open(), SMALL.open()
+
+    def answers(crew: engine.Crew, indices: dict[int, Any]) -> dict[int, Any]:
+        for seq, index in indices.items():
+            crew.send(0, engine.Task(seq, index))
+        found: dict[int, Any] = {}
+        while len(found) < len(indices):
+            events = crew.wait(None)
+            found |= {
+                event.seq: event.payload for event in events if isinstance(event, engine.Done)
+            }
+        return found
+
+    with counted(monkeypatch) as calls:
+        for crew in crews:
+            crew.start(0, engine.WorkerSpec("map(f)", 1, Call(echo)))
+        for wave in range(4):
+            seqs = range(50 * wave, 50 * wave + 50)
+            made = answers(crews[0], {seq: [seq] for seq in seqs})
+            found = answers(crews[1], made)
+            assert {seq: payload.open() for seq, payload in found.items()} == {
+                seq: [seq] for seq in seqs
+            }
+    for crew in crews:
+        crew.close()
+    assert any(messages > returns > 0 for messages, returns in calls), calls
 
 
 def where(item: Any) -> Any:

@@ -1,17 +1,21 @@
-"""Calls of a worker far away: reported in their order, the end last."""
+"""Calls of a worker far away: reported in their order, the end last; short tasks go together."""
 
 from __future__ import annotations
 
 import pickle
 import threading
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 
 from hybridloader import engine
-from hybridloader.engine.calls import Parts, parts_of, work_of
+from hybridloader.engine import called_worker
+from hybridloader.engine.called_worker import Parts, parts_of, work_of
+from hybridloader.engine.calls import BUNDLE_BYTES, BUNDLE_SECONDS, Place
 from hybridloader.engine.far_clock import EVERY, TRIPS, FarClock
 from hybridloader.engine.meter import MEASURES, Measures
 from hybridloader.engine.serving import Pickled
@@ -25,9 +29,11 @@ class Handle(engine.CallingHandle):
 
     gone = False
 
-    def __init__(self) -> None:
+    def __init__(self, *, alone: bool = False) -> None:
         self.events: list[engine.Event] = []
-        super().__init__(3, self.events.append)
+        super().__init__(3, self.events.append, alone=alone)
+        self.sent: list[list[Any]] = []
+        self.returns: list[tuple[Any, ...]] = []
         self.calls: list[tuple[str, Future[Any]]] = []
         self.ended = threading.Event()
         self.begin()
@@ -37,6 +43,10 @@ class Handle(engine.CallingHandle):
             raise OSError("no connection")
         future: Future[Any] = Future()
         self.calls.append((method, future))
+        if method == "step":
+            parcels, *returns = arguments
+            self.sent.append([engine.loads(*parts) for parts, _ in parcels if len(parts) == 1])
+            self.returns.append(([place for _, place in parcels], *returns))
         return future
 
     def end(self) -> None:
@@ -53,6 +63,9 @@ class Handle(engine.CallingHandle):
         return next(future for method, future in self.calls if method == "run")
 
 
+TASK = engine.Task(0, [0])
+
+
 def sent(events: list[Parts]) -> list[Parts]:
     """Send events as a transport does that delivers memory which is read-only."""
     buffers: list[Any] = []
@@ -61,8 +74,8 @@ def sent(events: list[Parts]) -> list[Parts]:
     return found
 
 
-def done(seq: int, value: Any = None) -> engine.Done:
-    return engine.Done(3, seq, Pickled(value))
+def done(seq: int, value: Any = None, seconds: float = 1.0) -> engine.Done:
+    return engine.Done(3, seq, Pickled(value), seconds)
 
 
 def numbers(events: list[Any]) -> list[Any]:
@@ -72,7 +85,7 @@ def numbers(events: list[Any]) -> list[Any]:
 def test_results_that_come_early_wait_for_those_before_them_and_the_exit_for_all() -> None:
     handle = Handle()
     for _ in range(3):
-        handle.step([])
+        handle.send(TASK)
     handle.answer(0, engine.Ready(3))
     handle.answer(2, done(11))
     handle.life().set_result(engine.dumps(engine.Exited(3)))
@@ -84,15 +97,15 @@ def test_results_that_come_early_wait_for_those_before_them_and_the_exit_for_all
     assert numbers(handle.events) == [engine.Ready, 10, 11, engine.Exited]
     assert not handle.is_alive()
     assert handle.exitcode == 0
-    handle.step([])
+    handle.send(TASK)
     assert len(handle.steps()) == 4
 
 
 def test_a_worker_that_lives_and_has_no_answer_is_killed_and_told_of() -> None:
     handle = Handle()
     handle.answer(0, engine.Ready(3))
-    handle.step([])
-    handle.step([])
+    handle.send(TASK)
+    handle.send(TASK)
     handle.steps()[1].set_exception(OSError("the store is full"))
     assert handle.ended.wait(60)
     handle.answer(2, done(11))
@@ -109,7 +122,7 @@ def test_a_worker_that_can_not_be_called_is_killed_and_told_of() -> None:
     handle = Handle()
     handle.answer(0, engine.Ready(3))
     handle.gone = True
-    handle.step([])
+    handle.send(TASK)
     assert handle.ended.wait(60)
     handle.life().set_exception(RuntimeError("killed"))
     *_, exited = handle.events
@@ -177,7 +190,7 @@ def test_a_call_that_has_ended_as_it_is_made_marks_no_thread() -> None:
 def test_a_worker_is_reported_once_when_calls_have_ended_for_good() -> None:
     handle = Handle()
     handle.answer(0, engine.Ready(3))
-    handle.step([])
+    handle.send(TASK)
     handle.lost("is gone: no cluster")
     handle.lost("is gone: no cluster")
     handle.life().set_exception(RuntimeError("late"))
@@ -190,7 +203,7 @@ def test_a_worker_is_reported_once_when_calls_have_ended_for_good() -> None:
 def test_a_worker_that_was_killed_is_sent_nothing() -> None:
     handle = Handle()
     handle.terminate()
-    handle.step([])
+    handle.send(TASK)
     assert len(handle.steps()) == 1
     handle.life().set_exception(RuntimeError("killed"))
     handle.steps()[0].set_exception(RuntimeError("killed"))
@@ -227,6 +240,232 @@ def test_the_arrays_of_the_work_are_the_workers_own() -> None:
     dataset: Any = packed.open().fetch.dataset
     np.testing.assert_array_equal(dataset, array)
     dataset += 1
+
+
+# -- bundles ---------------------------------------------------------------------------------------
+
+
+SHORT = BUNDLE_SECONDS / 100
+
+
+def warm(handle: Handle, seconds: float = SHORT, value: Any = None, results: int = 50) -> None:
+    """Have a worker answer so many tasks that its mean is known; it has nothing under way then."""
+    handle.answer(0, engine.Ready(3))
+    handle.send(engine.Task(0, [0]))
+    handle.answer(1, *(done(seq, value, seconds) for seq in range(results)))
+    handle.events.clear()
+    handle.sent.clear()
+
+
+def tasks(handle: Handle) -> list[list[Any]]:
+    """Numbers of the tasks, or types of the other messages, in each call that was made."""
+    return [
+        [message.seq if isinstance(message, engine.Task) else type(message) for message in messages]
+        for messages in handle.sent
+    ]
+
+
+def test_short_tasks_wait_while_two_calls_are_under_way_and_go_in_one_as_one_returns() -> None:
+    handle = Handle()
+    warm(handle)
+    for seq in range(100, 106):
+        handle.send(engine.Task(seq, [seq]))
+    assert tasks(handle) == [[100], [101]]
+    handle.answer(2, done(100, seconds=SHORT))
+    assert tasks(handle) == [[100], [101], [102, 103, 104, 105]]
+    handle.send(engine.Task(106, [106]))
+    assert len(handle.sent) == 3
+    handle.answer(4, *(done(seq, seconds=SHORT) for seq in range(102, 106)))
+    assert len(handle.sent) == 3, "the first of the two has not returned"
+    handle.answer(3, done(101, seconds=SHORT))
+    assert numbers(handle.events) == [*range(100, 106)]
+    assert tasks(handle)[3:] == [[106]]
+
+
+def test_a_bundle_that_is_full_waits_no_longer() -> None:
+    handle = Handle()
+    warm(handle, seconds=BUNDLE_SECONDS / 4)
+    for seq in range(8):
+        handle.send(engine.Task(seq, [seq]))
+    assert tasks(handle) == [[0], [1], [2, 3, 4, 5]]
+
+
+def test_many_bytes_fill_a_bundle_too() -> None:
+    handle = Handle()
+    warm(handle)
+    for seq in range(6):
+        handle.send(engine.Task(seq, bytes(BUNDLE_BYTES // 5 * 2)))
+    assert tasks(handle) == [[0], [1], [2, 3]]
+    handle.send(engine.Task(6, bytes(BUNDLE_BYTES)))
+    assert tasks(handle)[3:] == [[4, 5], [6]]
+
+
+@pytest.mark.parametrize(
+    "learned",
+    [{"seconds": 1.0}, {"value": bytes(BUNDLE_BYTES)}, {"results": 0}],
+    ids=["long", "large", "unknown"],
+)
+def test_tasks_that_are_long_large_or_unknown_are_calls_at_once(learned: Any) -> None:
+    handle = Handle()
+    warm(handle, **learned)
+    for seq in range(4):
+        handle.send(engine.Task(seq, [seq]))
+    assert tasks(handle) == [[0], [1], [2], [3]]
+
+
+def test_no_task_waits_where_each_is_to_be_alone() -> None:
+    handle = Handle(alone=True)
+    warm(handle)
+    for seq in range(4):
+        handle.send(engine.Task(seq, [seq]))
+    assert tasks(handle) == [[0], [1], [2], [3]]
+
+
+def test_a_task_that_is_long_ends_the_bundles_at_once() -> None:
+    handle = Handle()
+    warm(handle)
+    for seq in range(4):
+        handle.send(engine.Task(seq, [seq]))
+    handle.answer(2, done(0, seconds=1.0))
+    handle.send(engine.Task(4, [4]))
+    assert tasks(handle) == [[0], [1], [2, 3], [4]]
+
+
+def test_other_messages_send_first_what_waits_and_go_in_their_order() -> None:
+    handle = Handle()
+    warm(handle)
+    for seq in range(4):
+        handle.send(engine.Task(seq, [seq]))
+    handle.send(engine.Begin(1))
+    handle.send(engine.First(7, 1))
+    handle.send(engine.Task(4, [4]))
+    handle.send(engine.Stop())
+    assert tasks(handle) == [
+        [0], [1], [2, 3], [engine.Begin], [engine.First, 4], [engine.Stop]
+    ]  # fmt: skip
+
+
+def test_buffers_are_sent_before_the_caller_may_change_them() -> None:
+    handle = Handle()
+    warm(handle)
+    for seq in range(3):
+        handle.send(engine.Task(seq, [seq]))
+    handle.send(engine.Task(3, np.zeros(50_000)))
+    assert tasks(handle) == [[0], [1], [2], []]
+
+
+def test_what_waits_when_the_worker_dies_is_dropped_and_no_task_of_the_bundle_is_blamed() -> None:
+    handle = Handle()
+    warm(handle)
+    for seq in range(4):
+        handle.send(engine.Task(seq, [seq]))
+    handle.answer(2, done(0, seconds=SHORT))
+    handle.answer(3, done(1, seconds=SHORT))
+    handle.send(engine.Task(4, [4]))
+    handle.send(engine.Task(5, [5]))
+    made = len(handle.sent)
+    handle.life().set_exception(RuntimeError("killed"))
+    for step in handle.steps()[4:]:
+        step.set_exception(RuntimeError("killed"))
+    *results, exited = handle.events
+    assert numbers(results) == [0, 1]
+    assert isinstance(exited, engine.Exited)
+    assert exited.at == -1
+    assert len(handle.sent) == made
+    handle.send(TASK)
+    assert len(handle.sent) == made
+
+
+def test_a_worker_that_dies_at_a_call_of_one_task_died_of_that_one() -> None:
+    handle = Handle()
+    warm(handle)
+    handle.send(TASK)
+    handle.life().set_exception(RuntimeError("killed"))
+    handle.steps()[2].set_exception(RuntimeError("killed"))
+    (exited,) = handle.events
+    assert isinstance(exited, engine.Exited)
+    assert exited.at is None
+
+
+def test_what_waits_when_the_worker_is_to_leave_is_dropped() -> None:
+    handle = Handle()
+    warm(handle)
+    for seq in range(4):
+        handle.send(engine.Task(seq, [seq]))
+    handle.leave()
+    handle.send(engine.Stop())
+    assert tasks(handle) == [[0], [1], [engine.Stop]]
+
+
+def test_results_of_several_calls_are_sent_on_each_by_its_call_and_place() -> None:
+    handle = Handle()
+    warm(handle)
+    for seq, place in enumerate([Place("a", 0), Place("b", 4), Place("a", 2), Place("b", 1)]):
+        handle.send(engine.Task(seq, Pickled(seq)), place)
+    handle.answer(2, done(0, seconds=SHORT))
+    assert handle.returns[-1] == ([(0, 2), (1, 1)], "a", "b")
+    assert [message.index for message in handle.sent[-1]] == [None, None]
+
+
+class Filling:
+    """Function whose results lie in the same memory."""
+
+    def __init__(self) -> None:
+        self.memory = np.zeros(50_000)
+
+    def __call__(self, index: int) -> Any:
+        self.memory[:] = index
+        return self.memory
+
+
+@contextmanager
+def running(function: Any) -> Iterator[engine.CalledWorker]:
+    """Worker that runs on a thread of this process, and so must not seed or describe the process."""
+    (parts,) = sent([work_of(engine.WorkerSpec("calls", 1, Call(function)))])
+    worker = engine.CalledWorker(3, parts, 1 << 20)
+    thread = threading.Thread(target=worker.run)
+
+    def make(number: int, work: engine.PackedSpec, slots: Any) -> engine.Worker:
+        return engine.thread_worker(number, work.open())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(called_worker, "process_worker", make)
+        thread.start()
+        try:
+            yield worker
+        finally:
+            worker.leave()
+            thread.join(60)
+
+
+def values(events: list[Parts]) -> list[Any]:
+    found = (engine.loads(head, buffers=buffers) for head, *buffers in sent(events))
+    return [event.payload.open() for event in found if isinstance(event, engine.Done)]
+
+
+def test_a_worker_answers_several_messages_in_order_and_takes_out_what_is_sent_on() -> None:
+    with running(echo) as worker:
+        worker.step([])
+        first = worker.step([(parts_of(engine.Task(seq, seq)), None) for seq in range(5)])
+        assert values(first) == [*range(5)]
+        empty = [parts_of(engine.Task(seq, None)) for seq in range(5, 8)]
+        second = worker.step([(empty[0], (0, 3)), (empty[1], (0, 1))], sent(first))
+        assert values(second) == [3, 1]
+        third = worker.step(
+            [(empty[0], (1, 1)), (parts_of(engine.Task(6, "own")), None), (empty[2], (0, 4))],
+            *(sent(first), sent(second)),
+        )
+        assert values(third) == [1, "own", 4]
+
+
+def test_results_of_one_call_may_share_memory_that_is_used_again() -> None:
+    with running(Filling()) as worker:
+        worker.step([])
+        found = worker.step([(parts_of(engine.Task(seq, seq)), None) for seq in range(3)])
+        assert [array[-1] for array in values(found)] == [0, 1, 2]
+
+
+# -- clocks ----------------------------------------------------------------------------------------
 
 
 class Trips:
