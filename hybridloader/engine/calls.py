@@ -242,7 +242,7 @@ class CallingHandle(WorkerHandle):
             self._step(queue)
 
     def _step(self, messages: list[_Packed]) -> None:
-        if not self.is_alive() or self._killed:
+        if self._killed or self._doomed or not self.is_alive():
             return
         returns: dict[Any, int] = {}
         parcels: list[Parcel] = []
