@@ -108,6 +108,8 @@ def test_a_worker_that_lives_and_has_no_answer_is_killed_and_told_of() -> None:
     handle.send(TASK)
     handle.steps()[1].set_exception(OSError("the store is full"))
     assert handle.ended.wait(60)
+    handle.send(TASK)
+    assert len(handle.steps()) == 3, "a worker that is to be killed is sent nothing"
     handle.answer(2, done(11))
     handle.life().set_exception(RuntimeError("killed"))
     *_, last, exited = handle.events
