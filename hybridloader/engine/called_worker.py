@@ -26,7 +26,7 @@ from hybridloader.memory.slots import PrivateSlots
 Parts = list[Any]
 """Pickle of an object, then the large buffers left out of it, as `bytes` and `PickleBuffer`."""
 
-Parcel = tuple[Parts, tuple[int, int] | None]
+SentMessage = tuple[Parts, tuple[int, int] | None]
 """Message; and if its task is a result sent on, which of the returns has it, at which place."""
 
 _ENDED = "the loop has ended"
@@ -92,18 +92,18 @@ class CalledWorker:
         finally:
             self._outbox.put(_ENDED)
 
-    def step(self, parcels: list[Parcel], *returns: list[Parts]) -> list[Parts]:
+    def step(self, sent: list[SentMessage], *returns: list[Parts]) -> list[Parts]:
         """Hand messages over, one after the other; return the events up to where the loop asks for more.
 
         Parameters
         ----------
-        parcels
+        sent
             Messages, by `parts_of`; none for the events up to the first message.
         returns
             What the calls returned that had the results which are tasks here.
         """
-        made = [] if parcels else self._events()
-        for left, (parts, place) in zip(reversed(range(len(parcels))), parcels, strict=True):
+        made = [] if sent else self._events()
+        for left, (parts, place) in zip(reversed(range(len(sent))), sent, strict=True):
             self._inbox.put(_opened(parts, place, returns))
             events = self._events()
             # The next task may use their memory again.

@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from hybridloader.engine.called_worker import Parcel, Parts, parts_of
+from hybridloader.engine.called_worker import Parts, SentMessage, parts_of
 from hybridloader.engine.contract import WorkerHandle
 from hybridloader.engine.far_clock import FarClock
 from hybridloader.engine.messages import Done, Event, Exited, First, Message, Task
@@ -245,14 +245,14 @@ class CallingHandle(WorkerHandle):
         if self._killed or self._doomed or not self.is_alive():
             return
         returns: dict[Any, int] = {}
-        parcels: list[Parcel] = []
+        sent: list[SentMessage] = []
         for parts, place in messages:
             which = None
             if place is not None:
                 which = returns.setdefault(place.returned, len(returns)), place.at
-            parcels.append((parts, which))
+            sent.append((parts, which))
         try:
-            step = self.call("step", parcels, *returns)
+            step = self.call("step", sent, *returns)
         except Exception as error:  # it may have ended meanwhile
             self._give_up(f"could not be called: {error!r}")
             return

@@ -44,9 +44,9 @@ class Handle(engine.CallingHandle):
         future: Future[Any] = Future()
         self.calls.append((method, future))
         if method == "step":
-            parcels, *returns = arguments
-            self.sent.append([engine.loads(*parts) for parts, _ in parcels if len(parts) == 1])
-            self.returns.append(([place for _, place in parcels], *returns))
+            sent, *returns = arguments
+            self.sent.append([engine.loads(*parts) for parts, _ in sent if len(parts) == 1])
+            self.returns.append(([place for _, place in sent], *returns))
         return future
 
     def end(self) -> None:
