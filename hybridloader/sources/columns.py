@@ -27,6 +27,13 @@ def pyarrow_modules() -> tuple[Any, Any]:
     return pyarrow, pyarrow.dataset
 
 
+def parquet_module() -> Any:
+    """Import pyarrow.parquet."""
+    import pyarrow.parquet
+
+    return pyarrow.parquet
+
+
 class Columns:
     """Decoded columns of one row group. Threads share them.
 
@@ -62,30 +69,23 @@ class Columns:
         array: npt.NDArray[Any] | None = found
         return array
 
-    def matrix(self, names: Names, *, by_row: bool) -> npt.NDArray[Any]:
-        """Return several columns of numbers of one dtype as one array: a row of each sample.
+    def matrix(self, names: Names) -> npt.NDArray[Any]:
+        """Return several columns of numbers of one dtype side by side: a row of each sample.
 
-        In memory, the columns follow each other, or the rows if ever they were asked for `by_row`, to be
-        gathered. It takes the columns' place here, so that they are in memory once.
+        It takes their place here, so that they are in memory once.
         """
-        found = self._matrices.get(names)
-        if found is None or (by_row and not found.flags.c_contiguous):
-            with self._lock:
-                found = self._matrix(names, by_row)
-        return found
-
-    def _matrix(self, names: Names, by_row: bool) -> npt.NDArray[Any]:
-        matrix = self._matrices.get(names)
-        if matrix is None:
-            matrix = np.stack([self._array(name) for name in names]).T
-        if by_row:  # a third of the time of a stack along the second axis
-            matrix = np.ascontiguousarray(matrix)
-        # Threads may be reading: first what is there instead.
-        self._arrays.update((name, matrix[:, at]) for at, name in enumerate(names))
-        if names not in self._matrices:
-            self.table = self.table.drop_columns(list(names))
-        self._matrices[names] = matrix
-        return matrix
+        try:
+            return self._matrices[names]
+        except KeyError:
+            pass
+        with self._lock:
+            if names not in self._matrices:
+                matrix = _side_by_side([self._array(name) for name in names])
+                # Threads may be reading: first what is there instead.
+                self._arrays.update((name, matrix[:, at]) for at, name in enumerate(names))
+                self._matrices[names] = matrix
+                self.table = self.table.drop_columns(list(names))
+            return self._matrices[names]
 
     def _array(self, name: str) -> Any:
         if name not in self._arrays:
@@ -119,3 +119,17 @@ class Columns:
                 "numbers holds: leave them out by filter=, leave the column out by columns=, or read "
                 "rows"
             )
+
+
+_AT_ONCE = 8192
+"""Rows that are transposed at a time: 19 columns of them fit into the first caches of a core."""
+
+
+def _side_by_side(columns: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    """Return columns as a matrix with a row of each sample; a quarter of the time of one transpose."""
+    rows = len(columns[0])
+    matrix = np.empty((rows, len(columns)), columns[0].dtype)
+    for start in range(0, rows, _AT_ONCE):
+        stop = start + _AT_ONCE
+        matrix[start:stop] = np.array([column[start:stop] for column in columns]).T
+    return matrix

@@ -144,7 +144,7 @@ class Parquet(Shards[Any]):
         """Return file, number and rows of each row group that has rows."""
 
         def described(file: ParquetFile) -> tuple[Any, list[tuple[int, int]] | Exception]:
-            with file.open() as fragment:
+            with file.open() as (_, fragment):
                 try:
                     return fragment.physical_schema, self._counted(file, fragment)
                 except Exception as error:  # a column that lacks is to be told first

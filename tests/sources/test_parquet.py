@@ -355,6 +355,27 @@ def test_a_file_that_changed_since_it_was_indexed_is_told(folder: Path) -> None:
     rows.close()
 
 
+def test_a_file_that_changes_while_it_is_kept_open_is_told(folder: Path) -> None:
+    rows = Parquet(folder / "b.parquet")
+    first, *others = rows.block_sizes.tolist()
+    assert others, "several row groups"
+    assert rows[0]
+    os.utime(folder / "b.parquet", (1, 1))
+    assert rows[first - 1], "which is decoded"
+    with pytest.raises(SourceError, match=r"b\.parquet has changed since it was indexed"):
+        rows[first]
+    rows.close()
+
+
+def test_columns_come_in_the_order_that_was_asked_for_and_no_others(tmp_path: Path) -> None:
+    table = pa.table({"a": [1], "b": [2], "a.b": [3], "c": [{"a": 4, "b": 5}]})
+    pq.write_table(table, tmp_path / "x.parquet")
+    for columns in (["c", "a"], ["a.b", "b"], ["a"]):
+        rows = Parquet(tmp_path / "x.parquet", columns=columns)
+        assert [*rows[0].items()] == [*table.select(columns).to_pylist()[0].items()]
+        rows.close()
+
+
 def test_nulls_among_numbers_are_told(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"x": [1, None], "y": [1.0, None]}), path)

@@ -35,6 +35,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parquet]:
     path = tmp_path_factory.mktemp("wide") / "wide.parquet"
     pq.write_table(pa.table({**columns, "pair": pairs}), path, row_group_size=16)
     rows = Parquet(path, tensors=True)
+    rows.read(0, 0)  # it keeps the file open
     yield rows
     rows.close()
 
