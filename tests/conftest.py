@@ -42,7 +42,7 @@ def _children() -> set[psutil.Process]:
     for pid in _descendants(os.getpid()):
         try:
             child = psutil.Process(pid)
-            line = " ".join(child.cmdline())
+            line = " ".join(child.cmdline()) or _name(child)  # one that ends has none any more
         except psutil.ZombieProcess:
             line = _name(child)
         except psutil.Error:
