@@ -135,11 +135,31 @@ _left_out = pytest.StashKey[int]()
 """Number of tests marked `full` that this run leaves out."""
 
 
+@pytest.hookimpl(optionalhook=True)  # there is none without pytest-xdist
+def pytest_xdist_auto_num_workers() -> int:
+    """Return the number of processes of ``-n logical``: half as many again as there are cores.
+
+    Tests leave a fifth of the cores unused: they wait for workers that start, are stuck, or end.
+    """
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = (os.cpu_count() or 1) if affinity is None else len(affinity(0))
+    return cores * 3 // 2
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m full` is looked at
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out tests marked `full`, unless `-m` names the marker or an argument names the test.
 
+    A test that is given both kinds of forked workers is `full` for the second, but in tests of the
+    backends. They have one crew, one transport and the same slots; how they start is tested there.
+
     A deselection by `-m "not full"` in `addopts` would be lost as soon as somebody gives a `-m`.
     """
+    names = {item.nodeid for item in items}
+    for item in items:
+        twin = item.nodeid.replace("shared-memory", "fork")
+        if twin != item.nodeid and twin in names and "tests/backends/" not in item.nodeid:
+            item.add_marker("full")
     if "full" in config.option.markexpr:
         return
     named = [part for argument in config.args for part in argument.split("::", 1)[1:]]
