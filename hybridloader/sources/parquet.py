@@ -9,6 +9,7 @@ from itertools import count
 from typing import Any, ClassVar
 
 import numpy as np
+import numpy.typing as npt
 
 from hybridloader._support.arguments import flag, whole
 from hybridloader._support.errors import SourceError
@@ -228,27 +229,23 @@ class Parquet(Shards[Any]):
 
     def __getitems__(self, indices: Sequence[int] | Ints) -> Any:
         """Return rows of a batch: a dict of tensors, or a list of dicts."""
-        wanted = self._checked(indices)
+        wanted = np.asarray(indices)
         if not wanted.size:
             return []
-        start, stop = int(wanted[0]), int(wanted[-1]) + 1
-        if stop - start == len(wanted) and (wanted[1:] - wanted[:-1] == 1).all():
-            selection = self._in_order(start, stop)
+        if _follow_each_other(wanted) and wanted[0] >= 0 and wanted[-1] < len(self):
+            selection = self._in_order(int(wanted[0]), int(wanted[-1]) + 1)
         else:
-            selection = self._shuffled(wanted)
+            selection = self._shuffled(self._checked(wanted))
         if self._tensors:
             return _Batch(selection.tensors(self.columns))
         return selection.rows()
 
-    def _checked(self, indices: Sequence[int] | Ints) -> Ints:
-        wanted = np.asarray(indices)
-        if wanted.size and (
-            wanted.dtype.kind not in "iu" or wanted.min() < 0 or wanted.max() >= len(self)
-        ):
-            # What one by one is an error, or an index from the end.
-            located = [self.locate(index) for index in indices]
-            wanted = np.array([at + (self._ends[s - 1] if s else 0) for s, at in located])
-        return wanted
+    def _checked(self, wanted: npt.NDArray[Any]) -> Ints:
+        if wanted.dtype.kind in "iu" and wanted.min() >= 0 and wanted.max() < len(self):
+            return wanted
+        # What one by one is an error, or an index from the end.
+        located = [self.locate(index) for index in wanted.tolist()]
+        return np.array([at + (self._ends[s - 1] if s else 0) for s, at in located])
 
     def _in_order(self, start: int, stop: int) -> Selection:
         """Select the samples from `start` to before `stop`."""
@@ -306,3 +303,13 @@ class Parquet(Shards[Any]):
         from torch.utils.data import default_collate
 
         return default_collate(samples)
+
+
+def _follow_each_other(numbers: npt.NDArray[Any]) -> bool:
+    """Tell whether each number is one more than the one before it.
+
+    Their bytes are compared, as each of NumPy's calls would let the GIL go.
+    """
+    if numbers.dtype != np.int64 or numbers[-1] - numbers[0] != len(numbers) - 1:
+        return False
+    return numbers.tobytes() == np.arange(numbers[0], numbers[-1] + 1).tobytes()

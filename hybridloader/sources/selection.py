@@ -95,7 +95,7 @@ class Selection(NamedTuple):
         unbind_copy: Any = torch.unbind_copy  # torch's stubs know only the form with `out`
         slot = slot_for((self.size,), matrix.dtype)
         if slot is None:
-            return unbind_copy(matrix, axis)  # type: ignore[no-any-return]
+            return [matrix.flatten()] if len(names) == 1 else unbind_copy(matrix, axis)
         out = [slot, *(_empty((self.size,), dtype) for _ in names[1:])]
         unbind_copy(matrix, axis, out=out)
         return out
