@@ -152,9 +152,9 @@ _TAR = ("threads", "fork")
 _PYARROW = (
     "In order, pyarrow's loop gives views of what it has decoded, on threads that know no GIL, and no "
     "place to resume at; the loader copies rows into tensors that are yours. Of 1.0 s for 5 million "
-    "rows, 0.3 are decoding on both cores. At random, where pyarrow's loop gathers rows as well, the two "
-    "are level within the noise. Before row groups were read without a scan, and columns were copied in "
-    "few calls, it was 0.17x and 0.26x, on the other machine."
+    "rows, 0.3 are decoding on both cores. At random, where pyarrow's loop gathers rows as well, the "
+    "two are level within the noise. Before row groups were read without a scan, and columns copied "
+    "in few calls, it was 0.17x and 0.26x, on the other machine."
 )
 TARGETS = (
     Target("P14", ">= 0.9 of concurrency / latency", of_the_bound(0.9, OBJECT_LOADERS)),
