@@ -61,7 +61,9 @@ class Collate(Raising):
         return Config(x=torch.stack([sample.x for sample in samples]))
 
 
-@pytest.mark.parametrize("backend", ["inline", "threads", "fork", "spawn"])
+@pytest.mark.parametrize(
+    "backend", ["inline", "threads", "fork", pytest.param("spawn", marks=pytest.mark.full)]
+)
 def test_every_part_of_a_loader_may_be_one(backend: str) -> None:
     loader = DataLoader(
         Items(),

@@ -93,6 +93,7 @@ class TestSpawn(BackendContract):
     backend = Spawn()
 
 
+@pytest.mark.full  # in its transport it is `TestSpawn`, in how it starts `TestSpawnWithNothingOfPosix`
 class TestSpawnWithoutZygote(BackendContract):
     backend = Spawn(zygote=False)
 

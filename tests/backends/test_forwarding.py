@@ -34,7 +34,7 @@ STREAM, NAMED = Memory(kind="stream"), Memory(kind="named")
 PAIRS = [
     pytest.param(Fork(), Fork(), id="fork-fork"),
     pytest.param(Fork(), Spawn(), id="fork-spawn"),
-    pytest.param(Spawn(), Fork(), id="spawn-fork"),
+    pytest.param(Spawn(), Fork(), id="spawn-fork", marks=pytest.mark.full),
     pytest.param(Spawn(), Spawn(), id="spawn-spawn", marks=pytest.mark.full),
     pytest.param(Fork(memory=NAMED), Fork(), id="named-fork"),
     pytest.param(Fork(), Fork(memory=NAMED), id="fork-named"),

@@ -81,7 +81,9 @@ def assert_equal(a: Any, b: Any) -> None:
 
 
 @pytest.mark.parametrize("backend", ONE_OF_A_KIND, ids=repr)
-@pytest.mark.parametrize("collate", [default_collate, as_they_are])
+@pytest.mark.parametrize(
+    "collate", [pytest.param(default_collate, marks=pytest.mark.full), as_they_are]
+)
 @pytest.mark.parametrize(
     "dataset", [Keyed(), PlainNumbers(), Ragged()], ids=lambda d: type(d).__name__
 )

@@ -30,7 +30,7 @@ from benchmarks.case import CannotDo, Case, Measure, Options, Variant
 from benchmarks.cases import hybrid, observing, resuming, stages, training_loop
 from benchmarks.datasets.catalogue import remote as remote_dataset
 from benchmarks.datasets.remote import POOL, SIDE, Remote, close_servers, files, server_of
-from benchmarks.names import HYBRIDS
+from benchmarks.names import HYBRIDS, PIPELINE
 from benchmarks.results import Measurement, Results, Take, relate
 from benchmarks.runner import Runner
 from benchmarks.targets import Judge, verdicts
@@ -141,7 +141,10 @@ RIVALS = (
 )
 
 
-@pytest.mark.parametrize("loader", ["together", *HYBRIDS])
+@pytest.mark.parametrize(
+    "loader",
+    ["together", PIPELINE, *(pytest.param(name, marks=pytest.mark.full) for name in HYBRIDS[1:])],
+)
 def test_every_form_delivers_torch_s_batches(loader: str, served: Remote) -> None:
     assert (
         measurements.check(loader, SMALL)["digest"] == measurements.check("torch", SMALL)["digest"]

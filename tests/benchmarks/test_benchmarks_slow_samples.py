@@ -56,7 +56,16 @@ def test_an_epoch_waits_for_each_sample_once_and_knows_the_bound(slept: list[flo
     assert 0 <= found["details"]["next_p99_ms"] <= found["details"]["next_max_ms"]
 
 
-@pytest.mark.parametrize("loader", ["torch", TORCH_ANY_ORDER, *BY_SAMPLES, SEEDED, FEW_PROCESSES])
+@pytest.mark.parametrize(
+    "loader",
+    [
+        *("torch", SEEDED),
+        *(
+            pytest.param(loader, marks=pytest.mark.full)
+            for loader in (TORCH_ANY_ORDER, *BY_SAMPLES, FEW_PROCESSES)
+        ),
+    ],
+)
 def test_every_form_delivers_each_sample(loader: str) -> None:
     assert slow_samples.whole_epoch(loader, SMALL)["value"] > 0
 
