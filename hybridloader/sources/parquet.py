@@ -99,7 +99,7 @@ class Parquet(Shards[Any]):
     """
 
     takes_arrays: ClassVar[bool] = True
-    """`__getitems__` takes an array too, which the samplers of `hybridloader` give it."""
+    """True beside a `__getitems__` that takes arrays, too: the samplers of hybridloader give it some."""
 
     def __init__(
         self,
@@ -310,6 +310,6 @@ def _follow_each_other(numbers: npt.NDArray[Any]) -> bool:
 
     Their bytes are compared, as each of NumPy's calls would let the GIL go.
     """
-    if numbers.dtype != np.int64 or numbers[-1] - numbers[0] != len(numbers) - 1:
+    if numbers.dtype != np.int64 or int(numbers[-1]) - int(numbers[0]) != len(numbers) - 1:
         return False
     return numbers.tobytes() == np.arange(numbers[0], numbers[-1] + 1).tobytes()

@@ -180,6 +180,8 @@ def test_a_full_cache_is_not_filled_ahead(wide: Parquet, monkeypatch: pytest.Mon
 class Asked(Parquet):
     """Keeps the types of what it is asked for."""
 
+    takes_arrays = True
+
     def __getitems__(self, indices: Any) -> Any:
         asked.append(type(indices))
         return super().__getitems__(indices)
@@ -188,16 +190,26 @@ class Asked(Parquet):
 asked: list[type] = []
 
 
+class AskedForLists(Asked):
+    def __getitems__(self, indices: Any) -> Any:
+        return super().__getitems__(indices)
+
+
 @pytest.mark.parametrize(
-    ("options", "kind"),
-    [({}, np.ndarray), ({"on_error": "skip"}, list), ({"seeding": "sample"}, list)],
+    ("made", "options", "kind"),
+    [
+        (Asked, {}, np.ndarray),
+        (Asked, {"on_error": "skip"}, list),
+        (Asked, {"seeding": "sample"}, list),
+        (AskedForLists, {}, list),
+    ],
 )
 def test_samplers_of_ours_ask_for_arrays_where_nobody_else_looks_at_them(
-    tmp_path: Path, options: dict[str, Any], kind: type
+    tmp_path: Path, made: type[Parquet], options: dict[str, Any], kind: type
 ) -> None:
     path = tmp_path / "numbers.parquet"
     pq.write_table(pa.table({"x": np.arange(50)}), path, row_group_size=8)
-    rows = Asked(path, tensors=True)
+    rows = made(path, tensors=True)
     sampler = BlockShuffleSampler(rows, seed=0, window=3)
     wanted = [list(range(50))[at] for at in sampler]
     asked.clear()
