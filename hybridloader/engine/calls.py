@@ -48,7 +48,7 @@ class Place(NamedTuple):
     """Place of a result that is sent on unopened."""
 
     returned: Any
-    """What the call returned that had it, as the transport refers to it; hashable."""
+    """Return of the call that had it, as the transport refers to it; hashable."""
     at: int
     """Number of its event in there."""
 

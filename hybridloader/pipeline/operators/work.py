@@ -60,8 +60,7 @@ class Placement:
     backend
         A name or a `Backend`. None and ``"inline"``: in the thread that asks for the result.
     num_workers
-        At least 1. None: as many as this process may use cores, by affinity and the quotas of its
-        cgroups, as of a container. No matter inline.
+        At least 1. None: as many as there are cores, by affinity and quota. No matter inline.
     in_order
         True if results come in the order of the items, False if as they are done.
     prefetch
@@ -139,9 +138,8 @@ class Placement:
             chosen = get_backend(backend)
         except (ValueError, TypeError) as error:
             raise type(error)(f"stage {stage!r}: {error}") from error
-        workers = whole(
-            f"stage {stage!r}: num_workers", _cores() if workers is None else workers, 1
-        )
+        workers = _cores() if workers is None else workers
+        workers = whole(f"stage {stage!r}: num_workers", workers, 1)
         for name in given.keys() & {"timeout", "task_timeout"}:
             seconds(f"stage {stage!r}: {name}", given[name])
         for name in given.keys() & {"in_order", "fuse"}:
