@@ -22,7 +22,8 @@ def check(address: str | None, *, start: bool) -> None:
     """Raise `BackendUnavailable` if Ray is not installed, or there is no cluster to connect to."""
     try:
         ray = package()
-    except ImportError as error:
+        ray.init  # noqa: B018  # a folder named `ray` beside the script, as Ray's own in /tmp, has none
+    except (ImportError, AttributeError) as error:
         raise engine.BackendUnavailable(
             f"backend 'ray' needs Ray: pip install 'hybridloader[ray]' ({error})"
         ) from error
