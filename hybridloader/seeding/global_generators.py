@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from hybridloader._support.devices_in_use import initialised, modules
-from hybridloader.seeding.sample_rng import GLOBALS, now
+from hybridloader.seeding.sample_rng import GLOBALS, NUMPY, now
 
 
 class Globals:
@@ -27,9 +27,9 @@ class Globals:
     """
 
     def __init__(self, *, devices: bool = False) -> None:
-        array, tensor = sys.modules.get("numpy"), sys.modules.get("torch")
+        array, tensor = sys.modules.get(NUMPY), sys.modules.get("torch")
         self._python = random.getstate()
-        self._array = None if array is None else array.random.get_state()
+        self._array = None if array is None else array.get_state()
         # The CPU generator only: torch.get_rng_state and set_rng_state leave the devices alone.
         self._tensor = None if tensor is None else tensor.get_rng_state()
         self._devices = _device_states() if devices else []
@@ -37,11 +37,11 @@ class Globals:
     def restore(self) -> None:
         """Restore the states. A library that was imported meanwhile is seeded afresh."""
         random.setstate(self._python)
-        array, tensor = sys.modules.get("numpy"), sys.modules.get("torch")
+        array, tensor = sys.modules.get(NUMPY), sys.modules.get("torch")
         if self._array is not None:
-            array.random.set_state(self._array)  # type: ignore[union-attr]
+            array.set_state(self._array)  # type: ignore[union-attr]
         elif array is not None:
-            array.random.seed()
+            array.seed()
         if self._tensor is not None:
             tensor.set_rng_state(self._tensor)  # type: ignore[union-attr]
         elif tensor is not None:

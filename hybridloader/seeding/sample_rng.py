@@ -29,6 +29,10 @@ COLLATE = b"collate/"
 REPLACE = b"replace/"
 OPEN = b"open/"
 
+NUMPY = "numpy.random"
+"""Module of numpy's generators. Since numpy 2 it is imported when it is first asked for, which takes 15
+ms: a program that has numpy and draws nothing from it needs neither that nor seeds for it."""
+
 
 class Generators:
     """Generators that code draws from: those of the libraries that are imported."""
@@ -40,15 +44,16 @@ class Generators:
         """Seed them all. A library that is imported later is seeded then: see `SampleRng.prepare`."""
         self.python.seed(python)
         modules = sys.modules
-        if "numpy" in modules:
+        if NUMPY in modules:
             self.seed_numpy(array)
         if "torch" in modules:
             self.seed_torch(tensor)
 
     def seed_numpy(self, seed: int | list[int]) -> None:
-        import numpy as np
+        # Not `np.random`, which numpy does not have yet at the end of that module's import.
+        from numpy.random import seed as seed_global
 
-        np.random.seed(seed)
+        seed_global(seed)
 
     def seed_torch(self, seed: int) -> None:
         import torch
@@ -124,7 +129,7 @@ class SampleRng:
 
         A library that is imported in the middle of a sample is seeded before anybody can use it.
         """
-        for name in ("numpy", "torch"):
+        for name in (NUMPY, "torch"):
             place = os.getpid(), name
             if name not in sys.modules and place not in _awaited:
                 _awaited.add(place)
@@ -268,7 +273,7 @@ _awaited: set[tuple[int, str]] = set()
 def _seed_imported(name: str) -> None:
     if now.digest is not None:  # in the middle of a sample
         found = seeds(now.digest)
-        if name == "numpy":
+        if name == NUMPY:
             now.generators.seed_numpy(found.numpy)
         else:
             now.generators.seed_torch(found.torch)

@@ -9,6 +9,7 @@ changed here.
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import os
 import pickle
@@ -21,7 +22,7 @@ from typing import Any
 
 from hybridloader._support.attributes import attribute
 from hybridloader._support.import_hooks import when_imported
-from hybridloader.seeding.sample_rng import GLOBALS, now
+from hybridloader.seeding.sample_rng import GLOBALS, NUMPY, now
 
 Patch = Callable[[Any, str, Any], None]
 """Function that replaces an attribute, by its object and name, until the patches are undone."""
@@ -90,11 +91,11 @@ def _install_random(patch: Patch) -> None:
 @functools.cache
 def numpy_instances() -> tuple[Any, Any]:
     """Return the hidden instance of `numpy.random`, and its replacement."""
-    import numpy as np
+    from numpy.random import RandomState, mtrand
 
-    singleton: Any = np.random.mtrand._rand
+    singleton: Any = mtrand._rand
 
-    class ThreadRandomState(np.random.RandomState):
+    class ThreadRandomState(RandomState):
         def __getattribute__(self, name: str) -> Any:
             mine = now.generators
             if mine is not GLOBALS and mine.array is not None:
@@ -106,12 +107,11 @@ def numpy_instances() -> tuple[Any, Any]:
 
 
 def _install_numpy(patch: Patch) -> None:
-    import numpy as np
-
-    mtrand: Any = np.random.mtrand
+    # Not `np.random`, which numpy does not have yet at the end of that module's import.
+    numpy_random, mtrand = map(importlib.import_module, ("numpy.random", "numpy.random.mtrand"))
     singleton, replacement = numpy_instances()
     patch(mtrand, "_rand", replacement)  # `seed`, `ranf` and `sample` look there themselves
-    for home in (np.random, mtrand):
+    for home in (numpy_random, mtrand):
         for name, function in list(vars(home).items()):
             if getattr(function, "__self__", None) is singleton:
                 patch(home, name, _numpy_function(function, name))
@@ -226,7 +226,7 @@ def _install_torch(patch: Patch) -> None:
 
 # -- installation -------------------------------------------------------------------------------------
 
-_INSTALL = {"numpy": _install_numpy, "torch": _install_torch}
+_INSTALL = {NUMPY: _install_numpy, "torch": _install_torch}
 
 
 class _Installation:
@@ -294,6 +294,6 @@ def shared_states() -> tuple[dict[str, Any], int] | None:
     """
     before = others[0]
     states: dict[str, Any] = {"random": random.Random.getstate(_HIDDEN)[1]}
-    if "numpy" in installation.done:
-        states["numpy"] = pickle.dumps(numpy_instances()[0]._bit_generator.state)
+    if NUMPY in installation.done:
+        states[NUMPY] = pickle.dumps(numpy_instances()[0]._bit_generator.state)
     return None if before % 2 or before != others[0] else (states, before)

@@ -9,6 +9,7 @@ draws are looked for now and then, and reported once. A global generator's state
 from __future__ import annotations
 
 import random
+import sys
 import threading
 import warnings
 import weakref
@@ -17,7 +18,7 @@ from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import Any, TypeVar
 
-from hybridloader.seeding.sample_rng import GLOBALS, Generators, SampleRng, now
+from hybridloader.seeding.sample_rng import GLOBALS, NUMPY, Generators, SampleRng, now
 from hybridloader.seeding.sample_seeds import Origin, SeedTriple, seeds
 from hybridloader.seeding.thread_generators import installation, mode_class, shared_states
 
@@ -37,9 +38,9 @@ class ThreadGenerators(Generators):
 
     def seed_numpy(self, seed: int | list[int]) -> None:
         if self.array is None:
-            import numpy as np
+            from numpy.random import RandomState
 
-            self.array = np.random.RandomState()
+            self.array = RandomState()
         self.array.seed(seed)
 
     def seed_torch(self, seed: int) -> None:
@@ -53,14 +54,14 @@ class ThreadGenerators(Generators):
     @cached_property
     def generator(self) -> Any:
         """A `numpy.random.Generator` with the bit generator of `array`, so seeded with it."""
-        import numpy as np
+        from numpy.random import Generator
 
-        return np.random.Generator(self.array._bit_generator)
+        return Generator(self.array._bit_generator)
 
     @contextmanager
     def in_place(self, found: SeedTriple) -> Iterator[None]:
         """Let this thread find these in place of the global ones, seeded with `found`."""
-        import numpy  # noqa: F401
+        import numpy.random  # noqa: F401
         import torch  # noqa: F401
 
         installation.take()
@@ -116,6 +117,9 @@ class ThreadSampleRng(SampleRng):
         super().__init__(origin, worker, number)
 
     def prepare(self) -> None:
+        if "numpy" in sys.modules:
+            # Not in the middle of a sample: another thread may be in the middle of one, too.
+            import numpy.random  # noqa: F401
         installation.take()
         self._end = weakref.finalize(self, installation.give_back)
         self._end.atexit = False
@@ -195,7 +199,7 @@ _MOVED = {
         "its own (`from random import random`),",
         "call it as `random.random()`, or use `hybridloader.rng().python`.",
     ),
-    "numpy": (
+    NUMPY: (
         "the generator of `numpy.random` was moved past hybridloader, as by a function that was "
         "imported on its own (`from numpy.random import rand`) or by an object that has kept "
         "`numpy.random.mtrand._rand`,",

@@ -251,6 +251,7 @@ def test_what_is_imported_in_the_middle_of_a_sample_is_seeded() -> None:
 
     fresh = found(backend="spawn", num_workers=1)
     assert "numpy" not in fresh[1][1], "the worker had numpy before"
+    assert "numpy.random" not in fresh[1][1], "it was imported although nobody had drawn from it"
     here = found(num_workers=0)
     assert [s[2:] for s in fresh] == [s[2:] for s in here]
 

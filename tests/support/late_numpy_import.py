@@ -15,6 +15,8 @@ class ImportsLate:
         if index % 2:
             import numpy
 
+            if "numpy.random" in sys.modules:
+                there.append("numpy.random")
             return index, there, float(numpy.random.rand()), random.random()
         return index, there, None, random.random()
 
