@@ -17,6 +17,11 @@ rests."""
 BYTES = 1 << 28
 """Bytes of results that may wait, 256 MiB: 64 of 4 MB, such as batches of 32 images of 180 x 240."""
 
+PAGES = 2e9
+"""Bytes of new memory that are made ready in a second. A result that waits keeps its memory, and the
+next one needs other: pages that are new, or at least not in the cache. If that takes longer than the
+worker took for the result, it had better rest (decision 27)."""
+
 
 class ReorderLimit:
     """Limit of the results of one stage that wait behind a late one, in tasks and in bytes.
@@ -38,4 +43,6 @@ class ReorderLimit:
             if isinstance(payload, ByReference):
                 size = size_of(payload.peek())
             self._largest = max(size, self._largest * 7 // 8)
+            if newest.seconds * PAGES < size:
+                return 0
         return min(self.tasks, self.nbytes // max(1, self._largest))

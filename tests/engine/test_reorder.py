@@ -15,7 +15,7 @@ import pytest
 from hybridloader._support.errors import IteratorClosed, NotReady, WorkerDied
 from hybridloader.engine.messages import Done, Event, Exited, Failed, Ready, Task, WorkerSpec
 from hybridloader.engine.payload import ByReference, Payload
-from hybridloader.engine.reorder import BYTES, TASKS, ReorderLimit
+from hybridloader.engine.reorder import BYTES, PAGES, TASKS, ReorderLimit
 from hybridloader.engine.scheduler import least_busy, round_robin
 from hybridloader.engine.stage import QUICK, Stage
 from hybridloader.testing import Call, FakeClock, ScriptedBackend, ScriptedCrew
@@ -172,21 +172,27 @@ def test_what_had_come_before_a_death_is_handed_out_first() -> None:
 )
 def test_what_may_wait_is_limited_in_bytes(nbytes: int, extra: int) -> None:
     limit = ReorderLimit(WORKERS)
-    results = {seq: Done(1, seq, Sized(size)) for seq, size in enumerate((1, 2, nbytes))}
+    results = {seq: Done(1, seq, Sized(size), 1.0) for seq, size in enumerate((1, 2, nbytes))}
     assert limit.extra(results) == extra
-    by_reference = {0: Done(1, 0, ByReference(bytes(1000)))}
+    by_reference = {0: Done(1, 0, ByReference(bytes(1000)), 1.0)}
     assert 0 < ReorderLimit(1, nbytes=3500).extra(by_reference) <= 3
 
 
 def test_one_large_result_is_forgotten_in_time() -> None:
     limit = ReorderLimit(1)
-    assert limit.extra({0: Done(0, 0, Sized(BYTES))}) == 1
-    small: dict[int, Any] = {1: Done(0, 1, Sized(BYTES // 100))}
+    assert limit.extra({0: Done(0, 0, Sized(BYTES), 1.0)}) == 1
+    small: dict[int, Any] = {1: Done(0, 1, Sized(BYTES // 100), 1.0)}
     found = [limit.extra(small) for _ in range(60)]
     assert sorted(found) == found
     assert found[-1] == TASKS
     failed: Any = {2: Failed(0, 2, None)}  # type: ignore[arg-type]
     assert limit.extra(failed) == TASKS
+
+
+def test_a_worker_rests_rather_than_fill_memory_that_takes_longer_to_make_than_the_result() -> None:
+    nbytes = BYTES // 8
+    for seconds, extra in ((0.9 * nbytes / PAGES, 0), (1.1 * nbytes / PAGES, 8)):
+        assert ReorderLimit(WORKERS).extra({0: Done(1, 0, Sized(nbytes), seconds)}) == extra
 
 
 class Noting:
