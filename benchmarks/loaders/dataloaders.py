@@ -10,7 +10,7 @@ from typing import Any
 import torch.utils.data
 
 from benchmarks.case import CannotDo
-from benchmarks.loaders.work import Opener, Running, Work
+from benchmarks.loaders.work import PREFETCH, Opener, Running, Work
 from benchmarks.names import (
     DATALOADERS,
     FEW_PROCESSES,
@@ -54,7 +54,8 @@ def _options(work: Work) -> dict[str, Any]:
         "collate_fn": list if work.uncollated else None,
         "num_workers": work.workers,
         "persistent_workers": work.keep and work.workers > 0,
-        "prefetch_factor": work.prefetch if work.workers else None,
+        # Not said where it is what all take by default: a loader of ours that is told reads no further.
+        "prefetch_factor": work.prefetch if work.workers and work.prefetch != PREFETCH else None,
     }
 
 
