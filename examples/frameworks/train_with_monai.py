@@ -7,7 +7,7 @@ from monai.utils import set_determinism
 from torch import nn
 
 import hybridloader
-from hybridloader.backends.threads import Threads
+from hybridloader import Threads
 
 
 class Loader(monai.data.DataLoader, hybridloader.DataLoader):
