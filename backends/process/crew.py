@@ -360,6 +360,6 @@ class ProcessCrew(Crew):
         if record is None:
             return Exited(worker, cause, memory=memory, slots=slots)
         task = record.task
-        at = -1 if task is None else record.at
+        at = -1 if task is None or handle.ended_by_another else record.at
         crash = record.crash() or self._starter.evidence()
         return Exited(worker, cause, task, at, crash, memory, slots)

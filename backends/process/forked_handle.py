@@ -59,6 +59,10 @@ class ForkedHandle(ProcessHandle):
     def sentinel(self) -> int:
         return self._status
 
+    @property
+    def ended_by_another(self) -> bool:
+        return not self.is_alive() and self._code is None  # with the zygote, which tells codes
+
     def told_end(self) -> bool:
         return not self.is_alive()
 

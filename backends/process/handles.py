@@ -96,6 +96,11 @@ class ProcessHandle(WorkerHandle):
             return -signal.SIGTERM
         return self._code
 
+    @property
+    def ended_by_another(self) -> bool:
+        """True if it has ended with another process, and not by what it was doing."""
+        return False
+
     def told_end(self) -> bool:
         """Tell whether the worker is gone, now that its pidfd or its sentinel is readable."""
         return True  # or it has closed its files, and counts as gone

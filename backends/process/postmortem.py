@@ -14,7 +14,6 @@ import faulthandler
 import os
 import signal
 import struct
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -24,7 +23,7 @@ from typing import Any
 from hybridloader.backends.process import stack_dump
 from hybridloader.engine.fetcher import TaskContext
 from hybridloader.memory.descriptors import ours
-from hybridloader.memory.segments import map_descriptor
+from hybridloader.memory.segments import map_descriptor, nameless_file
 
 _NUMBERS = struct.Struct("=5q")
 _SIGNAL, _PID, _HOME, _TASK, _AT = range(5)
@@ -100,7 +99,7 @@ class PostmortemRecord:
         if not hasattr(faulthandler, "register"):  # Windows
             return None
         try:
-            fd = _nameless_file()
+            fd = _record_file()
         except OSError:  # no memory, no descriptor, no room: no reason not to load data
             return None
         return cls(fd)
@@ -226,13 +225,9 @@ def _state(status: Mapping[str, str] | None) -> str:
     return "" if status is None else status.get("State", "")[:1]
 
 
-def _nameless_file() -> int:
+def _record_file() -> int:
     """Make the file, its numbers written, with a descriptor that programs do not inherit."""
-    if hasattr(os, "memfd_create"):
-        fd = os.memfd_create("hybridloader-postmortem", os.MFD_CLOEXEC)
-    else:  # not a POSIX segment, which macOS lets nobody write to with `write`
-        with tempfile.TemporaryFile(buffering=0) as file:
-            fd = os.dup(file.fileno())
+    fd = nameless_file()
     try:
         # This takes the page, so that the worker's stores can't fail for want of memory. And it leaves
         # the offset behind the numbers: parent, worker and the forks of either share one, and what

@@ -104,7 +104,7 @@ def is_forwarded(item: Any) -> bool:
 def items_in(index: Any) -> int:
     if type(index) is int:  # a reader is asked for so many
         return index
-    return len(index) if type(index) is list else (index.count or 1)
+    return len(index) if isinstance(index, list) else (index.count or 1)
 
 
 class TaskBatching(Feed):

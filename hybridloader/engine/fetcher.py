@@ -50,9 +50,13 @@ class TaskContext:
         Metadata of the task's value, for `Done.extras`. Set by the fetcher, taken by the worker.
     slices
         Slices of a trace, to which fetchers add; None if there is no trace.
+    set_up
+        Objects of a stage's functions whose `setup` this worker has called, by the function's number.
     """
 
-    __slots__ = ("at", "cancelled", "extras", "retried", "rng", "slices", "task", "tracked")
+    __slots__ = (
+        *("at", "cancelled", "extras", "retried", "rng", "set_up", "slices", "task", "tracked"),
+    )
 
     def __init__(self, *, tracked: bool = False) -> None:
         self.tracked = tracked
@@ -60,6 +64,7 @@ class TaskContext:
         self.rng: SampleRng | None = None
         self.extras: dict[str, Any] | None = None
         self.slices: Slices | None = None
+        self.set_up: dict[int, Any] = {}
         self.at = self.task = -1
         self.retried = 0
 

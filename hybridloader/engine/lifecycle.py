@@ -26,8 +26,8 @@ from hybridloader.engine.numbering import ItemCounter, NumberedSending
 from hybridloader.engine.refresh import Change
 from hybridloader.engine.reorder import ReorderLimit
 from hybridloader.engine.restart import RestartPolicy
-from hybridloader.engine.scheduler import Dispatch, Scheduler, round_robin
-from hybridloader.engine.states import RunState, WorkerState
+from hybridloader.engine.scheduler import Dispatch, Fault, Scheduler, round_robin
+from hybridloader.engine.states import WorkerState
 from hybridloader.engine.supervision import Supervisor
 from hybridloader.engine.worker_table import WorkerTable
 
@@ -222,12 +222,11 @@ class Lifecycle(ABC):
         self._closing = True
         if os.getpid() != self._owner:
             return
+        self._leaving = False  # should this return first, the thread that pulls ends it
         self._crew.wake()
         if not self._pulling.acquire(timeout=CLOSING):
-            self._leaving = False
             return
         try:
-            self._leaving = False
             self._end()
         finally:
             self._pulling.release()
@@ -253,6 +252,14 @@ class Lifecycle(ABC):
             del indices[seq]
             if self._flow is not None:
                 self._flow.left(seq)
+
+    def _close_for(self, fault: Fault) -> None:
+        """End all because of a death, unless that was done."""
+        if self._closing:
+            return
+        refusal = "" if self._supervisor is None else self._supervisor.refusal
+        self._death_report = self._table.death_report(fault, refusal)
+        self.close()
 
     def _check_process(self) -> None:
         if self._elsewhere:  # it would read messages to the other process
@@ -293,6 +300,8 @@ class Lifecycle(ABC):
     def _begin(
         self, source: Iterator[Any] | Feed, shared_seed: int | None, changes: tuple[Change, ...]
     ) -> None:
+        if self._scheduler.fault is not None:  # heard of with a result that was handed out first
+            self._close_for(self._scheduler.fault)
         if self._closing:
             self._refuse()
         scheduler = self._scheduler
@@ -333,8 +342,7 @@ class Lifecycle(ABC):
         """End all, unless a call uses the crew (it does so at its end) or `close` is still to follow."""
         if self._gone or self._inside or self._leaving:
             return
-        if self._scheduler.run not in (RunState.CLOSING, RunState.CLOSED):
-            discard(self._scheduler.close())
+        discard(self._scheduler.close())
         self._forget(list(self._table.indices))
         self._draw_from(iter(()))
         self._crew.close()  # not by the finalizer, which is called once: an interrupt may come here

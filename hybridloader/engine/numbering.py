@@ -42,7 +42,9 @@ class NumberedSending:
 
     def start(self, worker: int, spec: WorkerSpec) -> None:
         epoch = self._counter.epoch
-        if spec.seeding is not None:
+        if (
+            spec.seeding is not None and spec.seeding.epoch != epoch
+        ):  # else it is packed once for all
             spec = replace(spec, seeding=replace(spec.seeding, epoch=epoch))
         self._expected[worker] = epoch, 0
         self._crew.start(worker, spec)

@@ -59,8 +59,11 @@ class DatasetChanges:
 def apply(dataset: Any, changes: tuple[Change, ...]) -> None:
     for path, value in changes:
         target = dataset
-        for step in path[:-1]:
-            target = target[step] if isinstance(step, int) else getattr(target, step)
+        try:
+            for step in path[:-1]:
+                target = target[step] if isinstance(step, int) else getattr(target, step)
+        except (AttributeError, LookupError, TypeError):
+            continue  # within an object that was attached later: the copy here was made without it
         name = path[-1]
         assert isinstance(name, str)
         if not _same(attribute(target, name, _MISSING), value):

@@ -68,7 +68,9 @@ class RelayQueue:
                 began = time.perf_counter()
                 self.full = True
                 while not self._has_room(weight) and not self.closed:
-                    self._left.wait()
+                    self._left.wait(
+                        SLICE
+                    )  # not for ever: a finalizer on this thread may have closed it
                 self.full = False
                 ended = time.perf_counter()
                 self.blocked += ended - began

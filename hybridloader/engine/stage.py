@@ -53,7 +53,7 @@ class Stage(Lifecycle, Iterator[Any]):
     def items_failed(self) -> int:
         """Number of items in the task whose error was raised last; 1 if it was no list of items."""
         index = self._table.failed
-        return items_in(index) if type(index) is list or is_forwarded(index) else 1
+        return items_in(index) if isinstance(index, list) or is_forwarded(index) else 1
 
     def opened(self) -> dict[int, Ready]:
         """Wait until every worker has begun; return the `Ready` of those that told a state or error."""
@@ -225,9 +225,7 @@ class Stage(Lifecycle, Iterator[Any]):
                 raise
         fault = scheduler.fault
         if fault is not None and (known or not scheduler.has_next):
-            refusal = "" if supervisor is None else supervisor.refusal
-            self._death_report = self._table.death_report(fault, refusal)
-            self.close()
+            self._close_for(fault)
         if self._closing or self._broken_off == self.epoch:
             self._check_wanted()
         reorder, done, fills = self._reorder, scheduler.done, self._feed is not None

@@ -316,9 +316,11 @@ class Worker:
                     value = fetch(task.index)
                 else:
                     value = self._rng.task(fetcher.key, fetch, task.index)
-            finally:
-                if context.tracked:
-                    context.at = -1
+            except (Exception, Abandoned):  # what ends the worker leaves the sample that it was at
+                context.at = -1
+                raise
+            if context.tracked:
+                context.at = -1
             if fetcher.states is not None:
                 state = fetcher.states.due(ended=fetcher.ended)
                 if state is not None:

@@ -61,8 +61,8 @@ class Step:
         A step that runs where its items are asked for is not `of_worker`, also if that is in one.
 
         An object with a method `setup` is copied (not deeply) and set up, so that every worker, also
-        one that is a thread, has its own. If its call is an ``async def``, its `aclose` is awaited at
-        the end.
+        one that is a thread, has its own, from one epoch to the next. If its call is an ``async def``,
+        it is set up for each epoch, at whose end its `aclose` is awaited.
         """
         function = self.function
         rng = None if context.rng is None else context.rng.for_function(number)
@@ -70,9 +70,13 @@ class Step:
             return self._open_fetch(function, context, rng, on_error)
         setup, aclose = attribute(function, "setup"), None
         if callable(setup) and not isinstance(function, type):
-            function = copy.copy(function)
-            function.setup()
-            aclose = attribute(function, "aclose")
+            made = context.set_up.get(number)
+            if made is None:
+                made = copy.copy(function)
+                made.setup()
+                if not self.concurrency:
+                    context.set_up[number] = made
+            function, aclose = made, attribute(made, "aclose")
         if rng is not None:
             function = rng.seeded_by_item(self.kind, function)
         if self.concurrency:

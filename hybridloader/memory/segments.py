@@ -134,7 +134,7 @@ def anonymous_file(size: int) -> int:
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("hybridloader", os.MFD_CLOEXEC)
     else:
-        name = f"/hybridloader-{os.getpid()}-{os.urandom(6).hex()}"
+        name = f"/hl-{os.getpid()}-{os.urandom(6).hex()}"  # macOS takes 31 bytes at most
         shm: Any = _posix_shm()
         fd = shm.shm_open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode=0o600)
         shm.shm_unlink(name)
@@ -147,6 +147,20 @@ def anonymous_file(size: int) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def nameless_file() -> int:
+    """Make an empty file that no path leads to, for `write`, and return its descriptor.
+
+    Where there is no memfd it is an unlinked one on disk: macOS lets nobody write to a POSIX segment
+    with `write`, nor map one privately.
+    """
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("hybridloader", os.MFD_CLOEXEC)
+    import tempfile
+
+    with tempfile.TemporaryFile(buffering=0) as file:
+        return os.dup(file.fileno())
 
 
 def map_descriptor(fd: int, size: int, *, private: bool = False) -> Mapping:

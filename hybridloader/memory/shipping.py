@@ -27,7 +27,7 @@ from hybridloader._support.inheritance import (
 )
 from hybridloader.memory.culprit import culprit
 from hybridloader.memory.packing import keep_small
-from hybridloader.memory.segments import anonymous_file, map_descriptor
+from hybridloader.memory.segments import map_descriptor, nameless_file
 from hybridloader.memory.shared_slots import ALIGN
 from hybridloader.memory.tensors import Tensors, check_leaf, reduce_sparse
 
@@ -43,6 +43,22 @@ class _Contents(NamedTuple):
 
     places: list[tuple[int, int]]  # first byte and size of each part, the pickle first
     descriptors: int  # number of those that go along
+
+
+class _NoRoom(OSError):
+    """There is no room for what is sent."""
+
+
+class _File(io.FileIO):
+    """File whose lack of room can be told from an error of what is pickled into it."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            raise _NoRoom(
+                error.errno, f"no room to send it to workers: {error.strerror}"
+            ) from error
 
 
 class Shipment:
@@ -68,7 +84,8 @@ def ship(thing: Any, what: str, *, share: bool) -> Shipment:
     If descriptors can be sent along (`share`), the pickle goes once into a file without a name, which
     all workers map: its large arrays and tensors are not copied, until one is written to. And tensors in
     shared memory stay shared. Otherwise each worker gets a copy of everything. Raises `ShippingError`,
-    which names the attribute that is to blame, if it can't be pickled.
+    which names the attribute that is to blame, if it can't be pickled, and `OSError` if there is no room
+    for it, or no descriptor.
     """
 
     def blame(error: Exception, *, starting: bool) -> ShippingError:
@@ -84,20 +101,23 @@ def ship(thing: Any, what: str, *, share: bool) -> Shipment:
 
     shipment = Shipment([], [])
     inherited = Inherited(functools.partial(blame, starting=True))
+    file = nameless_file() if share else -1
     try:
         if share:
-            shipment.fds.append(anonymous_file(0))
-            with open(shipment.fds[0], "wb", closefd=False) as file:
-                places = _write(thing, file, shipment.fds, inherited)
+            shipment.fds.append(file)
+            with io.BufferedWriter(_File(file, "wb", closefd=False)) as buffered:
+                places = _write(thing, buffered, shipment.fds, inherited)
             shipment.parts = [pickle.dumps(_Contents(places, len(shipment.fds)))]
         else:
             whole = io.BytesIO()
             ((_, size), *buffers) = _write(thing, whole, None, inherited)
             view = whole.getbuffer()
             shipment.parts = [view[:size], *(view[at : at + n] for at, n in buffers)]
-    except Exception as error:  # pickle's own errors are of many types
+    except BaseException as error:
         shipment.close()
-        raise blame(error, starting=False) from error
+        if isinstance(error, _NoRoom) or not isinstance(error, Exception):
+            raise
+        raise blame(error, starting=False) from error  # pickle's own errors are of many types
     shipment.inherited = inherited if inherited.objects else None
     return shipment
 

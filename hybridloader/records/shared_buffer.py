@@ -16,7 +16,7 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 from hybridloader._support.errors import HybridLoaderError
-from hybridloader.memory.segments import anonymous_file
+from hybridloader.memory.segments import nameless_file
 
 Data = bytes | mmap.mmap
 
@@ -85,7 +85,7 @@ class Staging:
         self.what, self._token = what, os.urandom(TOKEN)
         self.size = 0  # bytes so far, with the token
         nameless = nameless_usable()
-        self._file = io.FileIO(anonymous_file(0), "r+") if nameless else io.BytesIO()
+        self._file = io.FileIO(nameless_file(), "r+") if nameless else io.BytesIO()
         self.write(self._token)
 
     def write(self, data: Any) -> None:

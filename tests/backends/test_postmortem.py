@@ -104,7 +104,7 @@ def test_there_is_no_record_where_no_file_can_be_had(monkeypatch: pytest.MonkeyP
     def refuse(*_: Any) -> int:
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr(postmortem, "_nameless_file", refuse)
+    monkeypatch.setattr(postmortem, "_record_file", refuse)
     assert PostmortemRecord.make() is None
     monkeypatch.undo()
     monkeypatch.delattr(faulthandler, "register")

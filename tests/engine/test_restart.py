@@ -264,6 +264,41 @@ def test_a_sample_that_always_kills_is_skipped_where_bad_samples_are() -> None:
     assert all(isinstance(record.error, WorkerDied) for record in loader.skipped)
 
 
+def test_a_sample_that_exits_is_skipped_alone() -> None:
+    data = Deadly(sys.exit, (5, 17), None)
+    loader = DataLoader(
+        data, 4, num_workers=2, backend="fork", on_worker_death="restart", on_error="skip"
+    )
+    assert sorted(values(loader)) == [i for i in range(LENGTH) if i not in data.deadly]
+    assert [record.index for record in loader.skipped] == [5, 17]
+
+
+def test_an_item_that_always_kills_is_given_up_also_where_items_are_numbered() -> None:
+    pipe = Pipeline.from_dataset(range(LENGTH)).map(
+        Deadly(killed, (5,), None).__getitem__,
+        backend="fork",
+        num_workers=2,
+        seeding="sample",
+        on_worker_death="restart",
+        on_error="skip",
+    )
+    with pipe.run() as run:
+        assert list(run) == [i for i in range(LENGTH) if i != 5]
+        assert [record.index for record in run.skipped] == [5]
+
+
+def test_a_report_while_workers_start_is_empty() -> None:
+    reports: list[str] = []
+    loader: Any = DataLoader(
+        range(4),  # type: ignore[arg-type]
+        num_workers=1,
+        backend="threads",
+        worker_init_fn=lambda worker: reports.append(loader.report()),
+    )
+    list(loader)
+    assert reports == [""]
+
+
 def test_too_many_deaths_are_raised_with_the_reason() -> None:
     data = Deadly(killed, tuple(range(LENGTH)), None)
     policy = RestartPolicy(max_restarts=3, deaths_per_sample=99)

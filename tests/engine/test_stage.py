@@ -150,6 +150,34 @@ def test_results_before_a_death_that_are_there_are_not_lost(together: bool) -> N
         next(it)
 
 
+def test_a_death_that_came_with_a_result_is_told_by_the_next_epoch_if_nobody_asked_further() -> (
+    None
+):
+    death: list[Event] = [Exited(0, "exited with code 1")]
+    it, backend = stage([ready(), answer(0) + death], lookahead=3, persistent=True)
+    it.begin(iter("abc"))
+    assert next(it) == "value 0"
+    with pytest.raises(WorkerDied, match="exited with code 1"):
+        it.begin(iter("abc"))
+    assert it.closed, "so the loader starts others"
+    assert backend.crews[0].closed
+
+
+def test_a_death_leaves_no_result_to_wait_for_somebody() -> None:
+    discarded: list[int] = []
+
+    class Waiting(ByReference):
+        def discard(self) -> None:
+            discarded.append(self.open())
+
+    results: list[Event] = [Done(0, seq, Waiting(seq)) for seq in (1, 2)]
+    it, _ = stage([ready(), [*results, Exited(0, "exited with code 1")]], lookahead=3)
+    it.begin(iter("abc"))
+    with pytest.raises(WorkerDied):
+        next(it)
+    assert discarded == [1, 2]
+
+
 def test_a_death_is_told_at_once_if_what_came_with_it_is_not_in_turn() -> None:
     it, _ = stage([ready(), [*answer(1), Exited(0, "exited with code 1")]], lookahead=3)
     it.begin(iter("abc"))

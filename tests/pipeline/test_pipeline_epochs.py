@@ -87,6 +87,23 @@ def test_workers_live_through_epochs_and_repetitions(backend: str) -> None:
         assert not {first, second} & {other_first, other_second}
 
 
+class Opened:
+    """A function that tells which time it was set up."""
+
+    def setup(self) -> None:
+        self.time = os.urandom(8)
+
+    def __call__(self, item: int) -> bytes:
+        return self.time
+
+
+@pytest.mark.parametrize("backend", WORKERS)
+def test_each_worker_is_set_up_once_for_all_epochs(backend: str) -> None:
+    pipe = Pipeline.from_dataset(range(40)).map(Opened(), backend=backend, num_workers=2)
+    found = {time for epoch in pipe.epochs(3) for time in epoch}
+    assert len(found) <= 2
+
+
 @pytest.mark.parametrize("backend", KINDS)
 def test_an_epoch_that_was_left_does_not_show_in_the_next(backend: str) -> None:
     found = []
