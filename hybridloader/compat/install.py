@@ -101,8 +101,8 @@ class Installation:
         from hybridloader.loader.iterator_kinds import iterator_of
         from hybridloader.loader.plan import LoaderPlan
 
-        plan = LoaderPlan.of(loader, self.backend, self.options)
         try:
+            plan = LoaderPlan.of(loader, self.backend, self.options)
             plan.check_arguments()
             plan = replace(plan, options=self.options.without(plan.option_problems))
             self._check_context(plan)

@@ -207,7 +207,14 @@ def _rebuilt(*args: Any, _hybridloader_source: Any = None, **kwargs: Any) -> Any
 
     make: Any = DataLoader
     loader = make(*args, **{name: getattr(source, name) for name in _own_parameters()}, **kwargs)
-    announce(loader, upcoming(source, record_of(source)))
+    loader._prefetch_chosen = source._prefetch_chosen  # its `prefetch_factor` is torch's 2 if not
+    record = record_of(source)
+    announce(loader, upcoming(source, record))
+    if record.loaded is not None:
+        warn(
+            "this loader had loaded a state before accelerator.prepare(), which makes another loader "
+            "that begins at the beginning; call load_state_dict() on what prepare() returns"
+        )
     return loader
 
 

@@ -18,9 +18,10 @@ from torch.utils.data.dataloader import (
     _BaseDataLoaderIter,
     _DatasetKind,
     _sharding_worker_init_fn,
+    _share_dist_seed,
 )
 
-from hybridloader._support.errors import IteratorClosed, StateError, add_note
+from hybridloader._support.errors import IteratorClosed, StateError, WorkerTimeout, add_note
 from hybridloader._support.failure import Failure
 from hybridloader._support.hf_streams import warn_of_few_shards
 from hybridloader._support.state_copies import is_stateful
@@ -31,6 +32,7 @@ from hybridloader.engine.diagnosis import workers_table
 from hybridloader.engine.fetcher import Fetch
 from hybridloader.engine.messages import WorkerSpec
 from hybridloader.engine.refresh import Change, DatasetChanges
+from hybridloader.engine.relay import FINAL
 from hybridloader.engine.restart import RestartPolicy
 from hybridloader.engine.scheduler import Dispatch, least_busy, round_robin, round_robin_with_room
 from hybridloader.engine.stage import Stage
@@ -78,7 +80,6 @@ class LoaderIterator(_BaseDataLoaderIter):
         self._sends_states = copies and is_stateful(self._dataset)
         """True if workers have copies of a map-style dataset whose state goes with results."""
         self._worker_init_fn = plan.worker_init_fn
-        plan.record.report = weakref.WeakMethod(self.report)
         if isinstance(self._dataset, (IterDataPipe, MapDataPipe)):
             self._shard_datapipe()
             self._watch = None
@@ -94,6 +95,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         self._observation = plan.record.observation = self._observe(fetch)
         self._loop: LoopWaits | None = None
         self._stage = self._start(fetch)
+        plan.record.report = weakref.WeakMethod(self.report)
         self._next_batch: Callable[[], Any] = self._stage.pull
         self._budget: ErrorBudget | None = None
         if self._num_workers == 0:
@@ -187,8 +189,7 @@ class LoaderIterator(_BaseDataLoaderIter):
 
     def _reset(self, loader: torch.utils.data.DataLoader[Any], first_iter: bool = False) -> None:
         if first_iter:
-            if self._pass_start.resume is None:
-                super()._reset(loader, first_iter)
+            self._reset_first(loader)
         else:
             if self._observation is not None:
                 self._observation.begin_again()
@@ -199,6 +200,18 @@ class LoaderIterator(_BaseDataLoaderIter):
         self._begin(changes)
         if not first_iter:
             self._note_begin()
+
+    def _reset_first(self, loader: Any) -> None:
+        """Draw what torch draws here, once more: the sampler's iterator, and a seed for data pipes.
+
+        torch's workers have the seed that was drawn before they were started; this one is used nowhere.
+        """
+        shared_seed = self._shared_seed
+        if self._pass_start.resume is None:
+            super()._reset(loader, first_iter=True)
+        elif shared_seed is not None and loader.generator is not None:
+            _share_dist_seed(loader.generator, self._pg)  # type: ignore[no-untyped-call]
+        self._shared_seed = shared_seed
 
     def _reopen(self, loader: Any) -> None:
         """Start another pass; from a state that was loaded, with other workers."""
@@ -288,6 +301,10 @@ class LoaderIterator(_BaseDataLoaderIter):
                 raise StateError(
                     f"_num_yielded is {count} in the state, and the dataset gave only {done} batches"
                 ) from None
+            except (*FINAL, WorkerTimeout):
+                raise
+            except Exception:
+                pass  # a batch that failed is one that was given: it has been raised, before the state
 
     def _filled(self, batches: Iterator[Any], results: Results, progress: Progress) -> FullBatches:
         if self._on_error is not None:

@@ -99,7 +99,6 @@ class PassStart:
     def apply(self, iterator: Any) -> None:
         """Set the iterator, the sampler and the dataset to the place of the state."""
         resume, plan = self.resume, self._plan
-        plan.record.begun = self.epoch
         if resume is None:
             return
         if resume.base_seed is not None:
@@ -141,7 +140,9 @@ class PassStart:
         start = resume.replay.start
         if upcoming is None or start is None:
             return False
-        return bool(upcoming()["epoch"] > start.kept["epoch"])
+        where = upcoming()
+        # Within an epoch it may have been given another one than at the start, by a late `set_epoch`.
+        return bool(where["epoch"] > start.kept["epoch"]) and not where["position"]
 
     def _indices_of_next_pass(self, resume: ResumePoint) -> IndicesAndSeed:
         """Make the iterator of the pass after one that somebody has declared over."""
@@ -181,7 +182,7 @@ class PassStart:
             if resume.starts:
                 made.resume_workers(resume.starts)
             made.first, made.last_worker = resume.first, resume.last
-        record.progress, record.loaded = made, None
+        record.progress, record.loaded, record.begun = made, None, self.epoch
         return made
 
     def source(

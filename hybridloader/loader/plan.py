@@ -115,8 +115,8 @@ class LoaderPlan:
     @property
     def takes_arrays(self) -> bool:
         """True if the dataset makes a batch of an array of indices, and nobody else looks at them."""
-        if self.seeded_by_sample or self.options.on_error != "raise":
-            return False
+        if self.seeded_by_sample or self.options.on_error != "raise" or not self.in_order:
+            return False  # `not in_order`: a state has the indices that were passed over
         # A subclass with a `__getitems__` of its own may want lists.
         parts = map(vars, type(self.dataset).__mro__)
         maker: Mapping[str, Any] = next((part for part in parts if "__getitems__" in part), {})

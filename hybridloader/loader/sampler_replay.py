@@ -12,7 +12,7 @@ import itertools
 import zlib
 from collections import deque
 from collections.abc import Iterator
-from itertools import chain, islice
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from torch.utils.data import BatchSampler, SequentialSampler
 from hybridloader._support.attributes import attribute
 from hybridloader._support.errors import StateError
 from hybridloader._support.state_copies import Given, copied, kept
-from hybridloader.loader.samplers import Samplers, SamplerState, is_ours
+from hybridloader.loader.samplers import Begun, Samplers, SamplerState, is_ours
 from hybridloader.loader.torchdata_order import is_plain
 
 IndicesAndSeed = tuple[Iterator[Any], int | None]
@@ -173,9 +173,9 @@ def _begun(samplers: Samplers, indices: Iterator[Any], *, eager: bool) -> Iterat
     if not (eager or ends):
         return indices
     first = list(islice(indices, 1))
-    if ends and not first:
-        return iter(samplers.outer)
-    return chain(first, indices)
+    if first:
+        return Begun(first[0], indices)
+    return iter(samplers.outer) if ends else iter(())
 
 
 def _shortcut(samplers: Samplers, indices: Iterator[Any], count: int) -> tuple[Iterator[Any], int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from inspect import GEN_CREATED, getgeneratorstate, isgenerator
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -154,8 +155,11 @@ class Samplers(NamedTuple):
         return epoch if type(epoch) is int else None
 
     def tell_epoch(self, epoch: int | None) -> None:
-        """Give such a sampler another epoch, if it has a different one."""
-        if epoch is not None and self.told_epoch != epoch:
+        """Give such a sampler another epoch, if it has a different one.
+
+        One of ours may be within that epoch, and begin the next one if it is not told.
+        """
+        if epoch is not None and (self.told_epoch != epoch or is_ours(self._seeded)):
             self._seeded.set_epoch(epoch)
 
     def drawn_in_batches(self, batches: Iterator[Any], *, arrays: bool) -> Iterator[Any]:
@@ -184,7 +188,9 @@ class Samplers(NamedTuple):
         None if there is no state. A cadence of None takes it after every item.
         """
         stateful = self.stateful
-        iterator: Any = indices if is_stateful(indices) else None
+        iterator: Any = indices.rest if isinstance(indices, Begun) else indices
+        if not is_stateful(iterator):
+            iterator = None
         if stateful is None and iterator is None:
             return None
         if iterator is None and is_ours(stateful):
@@ -200,6 +206,17 @@ class Samplers(NamedTuple):
             )
 
         return take, Cadence()
+
+
+class Begun(Iterator[Any]):
+    """Iterator of which the first item was drawn, to see whether there is one."""
+
+    def __init__(self, first: Any, rest: Iterator[Any]) -> None:
+        self.rest = rest
+        self._items = chain([first], rest)
+
+    def __next__(self) -> Any:
+        return next(self._items)
 
 
 def _chain(outer: Any) -> list[Any]:

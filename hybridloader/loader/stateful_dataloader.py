@@ -155,6 +155,11 @@ device, observe
         begun, self._iterator = self._iterator, None
         return begun
 
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next pass that of `epoch`, as `DataLoader.set_epoch`; `state_dict` began none yet."""
+        self._drop_begun()
+        super().set_epoch(epoch)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the latest pass, in torchdata's form.
 

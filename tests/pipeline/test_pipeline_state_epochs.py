@@ -7,7 +7,9 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+import torch
 from support.random_pipelines import Counting, changed, events, saved
+from torch.utils.data import RandomSampler, Sampler
 
 from hybridloader import Pipeline, WorkerTimeout
 from hybridloader.testing import Gate
@@ -150,3 +152,102 @@ def test_one_of_several_epochs_can_be_gone_on_with_alone() -> None:
     with shuffled().run(state=state) as run:
         assert run.epoch == 1
         assert list(run) == rest
+
+
+# -- what goes on from one epoch to the next ---------------------------------------------------------
+
+
+def drawn_by(seed: int) -> Pipeline:
+    order = RandomSampler(range(30), generator=torch.Generator().manual_seed(seed))
+    return Pipeline.from_dataset(range(30), sampler=order)
+
+
+@pytest.mark.parametrize("branches", [False, True])
+def test_the_generator_of_a_sampler_goes_on_behind_a_whole_epoch(branches: bool) -> None:
+    def make(seed: int) -> Pipeline:
+        one = drawn_by(seed).map(int, backend="threads", num_workers=2)
+        return Pipeline.zip(one, Pipeline.from_dataset(range(30))) if branches else one
+
+    whole = [list(run) for run in make(1).epochs(3)]
+    with make(1).epochs(1) as epochs:
+        run = next(epochs)
+        assert list(run) == whole[0]
+        state = saved(run)
+    with make(2).epochs(3, state=state) as epochs:
+        assert [list(run) for run in epochs] == whole[1:]
+
+
+class OwnGenerator(Sampler[int]):
+    """Sampler with a generator, whose iterator has a state, as torchdata's `RandomSampler`."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __iter__(self) -> Iterator[int]:
+        return OwnOrder(torch.randperm(30, generator=self.generator).tolist())
+
+
+class OwnOrder(Iterator[int]):
+    def __init__(self, order: list[int]) -> None:
+        self.order, self.at = order, 0
+
+    def __next__(self) -> int:
+        if self.at == len(self.order):
+            raise StopIteration
+        self.at += 1
+        return self.order[self.at - 1]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"order": self.order, "at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.order, self.at = state["order"], state["at"]
+
+
+@pytest.mark.parametrize("stop", [0, 7, 30])
+def test_a_sampler_may_have_a_generator_and_a_state(stop: int) -> None:
+    with Pipeline.from_dataset(range(30), sampler=OwnGenerator(1)).run() as run:
+        events(run, stop)
+        state, rest = saved(run), events(run)
+    with Pipeline.from_dataset(range(30), sampler=OwnGenerator(2)).run(state=state) as other:
+        assert events(other) == rest
+
+
+class Growing(Sampler[int]):
+    """Sampler whose length is that of the epoch that it was told."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 10 * (self.epoch + 1)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self)))
+
+
+@pytest.mark.parametrize("stop", [5, 15, None])
+def test_a_sampler_may_be_longer_in_a_later_epoch(stop: int | None) -> None:
+    def make() -> Pipeline:
+        return Pipeline.from_dataset(range(100), sampler=Growing())
+
+    with make().epochs(3) as epochs:
+        list(next(epochs))
+        run = next(epochs)
+        events(run) if stop is None else events(run, stop)
+        state, rest = saved(run), events(run)
+        after = [list(run) for run in epochs]
+    with make().epochs(3, state=state) as epochs:
+        found = [list(run) for run in epochs]
+    assert found == ([] if stop is None else [[item for _, item in rest]]) + after
+
+
+def test_without_workers_an_init_function_is_called_once_for_all_epochs() -> None:
+    called: list[int] = []
+    pipe = Pipeline.from_dataset(range(3)).map(
+        int, backend="inline", num_workers=1, worker_init_fn=called.append
+    )
+    assert [list(run) for run in pipe.repeat(2).epochs(2)] == [[0, 1, 2] * 2] * 2
+    assert called == [0]

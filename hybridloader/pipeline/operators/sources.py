@@ -29,6 +29,7 @@ from hybridloader.pipeline.operators.stateful import (
     ITEMS,
     Opened,
     draws_a_seed,
+    generator_state,
     with_drawn_seed,
 )
 
@@ -117,6 +118,10 @@ class Indices(Source):
 
     def seek(self, n: int) -> int:
         return n
+
+    def upcoming(self) -> str | None:
+        """Return what the next pass takes from the passes before: the state of a generator."""
+        return None if self._order is None else generator_state(self._order)
 
     def draws(self, seeded: bool) -> bool:
         """Tell whether a pass takes a seed from torch's default generator."""

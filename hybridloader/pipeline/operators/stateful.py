@@ -38,8 +38,9 @@ class Opened:
         mark = context.saved
         self._generator = None if drawn else _generator_of(iterable)
         self.at = 0
-        if self._generator is not None and mark is not None:
+        if self._generator is not None and mark is not None and isinstance(mark.value, str):
             self._set(self._generator, mark.value, name)
+            mark = None
         self.iterator: Iterator[Any] = iter(iterable)
         self._told: Any = None
         if is_stateful(self.iterator):  # as in torchdata, this comes first
@@ -77,11 +78,20 @@ class Opened:
         if self._told is not None:
             return MarkedIterator(self.iterator, self.at, self._told, context, every)
         if self._generator is not None:  # all of the order follows from how it is now
-            state = self._generator.get_state().numpy().tobytes()
-            context.mark(0, base64.b64encode(state).decode())
+            context.mark(0, _told(self._generator))
         if isinstance(self.iterator, GeneratorType):
             return GeneratorIterator(self.iterator)
         return OperatorIterator(self.iterator)
+
+
+def generator_state(order: Any) -> str | None:
+    """Return the state of the generator from which the next pass over `order` draws; None without."""
+    generator = _generator_of(order)
+    return None if generator is None else _told(generator)
+
+
+def _told(generator: Any) -> str:
+    return base64.b64encode(generator.get_state().numpy().tobytes()).decode()
 
 
 def _generator_of(order: Any) -> Any:

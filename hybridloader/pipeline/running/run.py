@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from hybridloader._support.errors import IteratorClosed, StateError
@@ -284,7 +285,7 @@ def _stats_while_there(executor: Executor) -> Callable[[], Stats | None]:
 
 def _state(executor: Executor, position: RunPosition) -> dict[str, Any]:
     finished = position.finished
-    counts, saved = (position.counts, {}) if finished else position.position()
+    counts, saved = (position.counts, position.upcoming()) if finished else position.position()
     for stage in executor.stages.values() if counts.given and not finished else ():
         node = stage.node
         if not node.reads and not node.placement.in_order and node.placement.num_workers > 1:
@@ -346,8 +347,8 @@ class Epochs(Iterator[Run]):
             self._left -= 1
         epoch, self._next = self._next, self._next + 1
         resumed, self._resumed = self._resumed, None
-        if resumed is not None and resumed.finished:
-            resumed = None
+        if resumed is not None and resumed.finished:  # its marks are those of this epoch
+            resumed = replace(resumed, epoch=epoch, given=0, raised=0, finished=False)
         run = Run(self._executor, epoch, self, resumed, self._observe)
         self._position = run._position
         return run

@@ -138,6 +138,17 @@ class RunPosition:
                 found[place_of(stop.path, stop.number)] = mark
         return counts, copied(found)
 
+    def upcoming(self) -> dict[str, Mark]:
+        """Return the marks that the next epoch begins with: of sources that go on by themselves."""
+        found = {}
+        for node in self._plan.all_nodes:
+            if isinstance(node, OperatorNode) and isinstance(node.operator, Indices):
+                value = node.operator.upcoming()
+                if value is not None:
+                    place = place_of(node.path[:-1], node.number)
+                    found[place] = Mark(at=0, value=value, epoch=self.epoch + 1)
+        return found
+
     def _back(self, counts: Counts) -> Iterator[_Stop]:
         if not self.opened:
             return iter(())

@@ -161,13 +161,25 @@ def checked(
     given, raised = position.given, position.raised
     if raised > given:
         raise StateError(f"raised: {raised} errors among given={given} items; the state is damaged")
-    length = pipeline.length
+    length = pipeline.length if _counted(pipeline) else None
     if length is not None and length != INFINITE and given - raised > length:
         raise StateError(
             f"given: the state is behind item {given - raised}, and this pipeline gives {int(length)}; "
             "the data must be those that it was taken of"
         )
     return position
+
+
+def _counted(pipeline: Chain) -> bool:
+    """Tell whether the length of a pipeline is that of datasets, the same in every epoch.
+
+    A sampler's may be that of the epoch that it is told of, and that of an iterable a guess.
+    """
+    source = pipeline.operators[0]
+    branches = source.branches()
+    if branches:
+        return all(map(_counted, branches))
+    return isinstance(source, Indices) and source.sampler is None and source.batch_sampler is None
 
 
 def _same_operators(theirs: list[str], ours: list[str]) -> None:

@@ -1,0 +1,267 @@
+"""States of loaders whose order is told late, or comes from more than one place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, RandomSampler, Sampler
+from torch.utils.data.datapipes.iter import IterableWrapper
+
+from hybridloader import DataLoader, ShippingError, StatefulDataLoader
+from hybridloader.sampling import ShuffleSampler
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This DataLoader will create"),
+    pytest.mark.filterwarnings("ignore:.*has no state_dict"),
+]
+
+
+def flat(batches: Any) -> list[int]:
+    return [int(index) for batch in batches for index in batch]
+
+
+def left_after(loader: Any, count: int) -> tuple[list[int], dict[str, Any]]:
+    """Take `count` batches of a pass, and the state after them; then leave it."""
+    batches = iter(loader)
+    taken = flat(next(batches) for _ in range(count))
+    return taken, loader.state_dict()
+
+
+# -- data pipes --------------------------------------------------------------------------------------
+
+
+def shuffled_pipe(**options: Any) -> Any:
+    pipe = IterableWrapper(range(40)).shuffle().sharding_filter()
+    return DataLoader(pipe, 4, num_workers=2, backend="threads", shuffle=True, **options)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_shuffled_data_pipe_goes_on_in_its_order(persistent: bool) -> None:
+    torch.manual_seed(3)
+    whole = flat(shuffled_pipe(persistent_workers=persistent))
+    assert sorted(whole) == [*range(40)]
+    assert whole != sorted(whole)
+    torch.manual_seed(3)
+    taken, state = left_after(shuffled_pipe(persistent_workers=persistent), 3)
+    torch.manual_seed(4)
+    other = shuffled_pipe()
+    other.load_state_dict(state)
+    assert taken + flat(other) == whole
+
+
+def test_with_a_generator_the_passes_after_it_are_those_of_the_uninterrupted_run() -> None:
+    loader = shuffled_pipe(generator=torch.Generator().manual_seed(5))
+    whole = [flat(loader) for _ in range(3)]
+    taken, state = left_after(shuffled_pipe(generator=torch.Generator().manual_seed(5)), 3)
+    other = shuffled_pipe(generator=torch.Generator())
+    other.load_state_dict(state)
+    assert [taken + flat(other), flat(other), flat(other)] == whole
+
+
+# -- samplers ----------------------------------------------------------------------------------------
+
+
+class Walk:
+    """Iterator with a state."""
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch, self.at = epoch, 0
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> list[int]:
+        if self.at == 6:
+            raise StopIteration
+        self.at += 1
+        return [100 * self.epoch + self.at]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epoch, self.at = state["epoch"], state["at"]
+
+
+class Epochs:
+    """Sampler of batches that has the epoch as its state, and the place in that of its iterator."""
+
+    epoch = -1
+
+    def __iter__(self) -> Any:
+        self.epoch += 1
+        return Walk(self.epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epoch = state["epoch"]
+
+
+class Named:
+    """Dataset of which every index is a sample."""
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def test_a_state_within_the_epoch_after_a_resumed_end_has_the_place_of_the_iterator() -> None:
+    def make() -> Any:
+        return DataLoader(Named(), batch_sampler=Epochs())  # type: ignore[arg-type]
+
+    loader = make()
+    flat(loader)
+    second = make()
+    second.load_state_dict(loader.state_dict())
+    taken, state = left_after(second, 2)
+    third = make()
+    third.load_state_dict(state)
+    rest = flat(third)
+    assert len(taken) == 2
+    assert taken + rest == [rest[-1] - 5 + k for k in range(6)], "one whole epoch, each batch once"
+
+
+def test_an_epoch_told_between_the_start_of_a_pass_and_its_first_batch_is_resumed() -> None:
+    sampler = ShuffleSampler(12, seed=0)
+    loader = DataLoader(range(12), 3, sampler=sampler)  # type: ignore[arg-type]
+    batches = iter(loader)
+    sampler.set_epoch(3)
+    taken = flat(next(batches) for _ in range(2))
+    state = loader.state_dict()
+    other: Any = DataLoader(range(12), 3, sampler=ShuffleSampler(12, seed=0))  # type: ignore[arg-type]
+    other.load_state_dict(state)
+    assert taken + flat(other) == [
+        ShuffleSampler(12, seed=0, epoch=3).order()[k] for k in range(12)
+    ]
+
+
+class Pairs(Sampler[list[int]]):
+    """Sampler of batches without a state, over one of ours."""
+
+    def __init__(self, sampler: ShuffleSampler) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(BatchSampler(self.sampler, 2, drop_last=False))
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_the_same_loader_is_taken_back_within_an_epoch(count: int) -> None:
+    loader = DataLoader(range(12), batch_sampler=Pairs(ShuffleSampler(12, seed=0)))  # type: ignore[arg-type]
+    whole = [ShuffleSampler(12, seed=0).order()[k] for k in range(12)]
+    batches = iter(loader)
+    taken = flat(next(batches) for _ in range(count))
+    state = loader.state_dict()
+    flat(next(batches) for _ in range(3))  # these are to be given again
+    loader.load_state_dict(state)
+    assert taken + flat(loader) == whole
+
+
+def test_an_epoch_is_told_to_the_pass_that_only_its_state_was_asked_of() -> None:
+    order: Any = ShuffleSampler(12, seed=0)
+    data: Any = range(12)
+    loader = StatefulDataLoader(data, 3, sampler=order, num_workers=2, backend="threads")
+    loader.state_dict()
+    loader.set_epoch(3)
+    assert flat(loader) == [ShuffleSampler(12, seed=0, epoch=3).order()[k] for k in range(12)]
+
+
+# -- passes that do not go as they should ------------------------------------------------------------
+
+
+class Flaky(torch.utils.data.IterableDataset[int]):
+    """Samples of which one can't be collated."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(12))
+
+
+def refuse_three(samples: list[int]) -> list[int]:
+    if 3 in samples:
+        raise ValueError("a three")
+    return samples
+
+
+def test_a_batch_that_had_failed_before_the_state_is_passed_over() -> None:
+    loader = DataLoader(Flaky(), 2, collate_fn=refuse_three)
+    assert next(iter(loader)) == [0, 1]
+    state = loader.state_dict()
+    state["_num_yielded"] = 3  # somebody says that two more were given: the first of them raised
+    other = DataLoader(Flaky(), 2, collate_fn=refuse_three)
+    other.load_state_dict(state)
+    assert flat(other) == [6, 7, 8, 9, 10, 11]
+
+
+class Drawn:
+    """Dataset that draws, and can be sent only once it is whole."""
+
+    lock: Any = None
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> float:
+        return float(torch.rand(()))
+
+
+def test_an_iterator_that_could_not_be_made_uses_up_no_epoch() -> None:
+    def make(dataset: Any) -> Any:
+        return DataLoader(dataset, 2, num_workers=1, backend="spawn", seeding="sample")
+
+    torch.manual_seed(0)
+    whole = [batch.tolist() for batch in make(Drawn())]
+    dataset = Drawn()
+    dataset.lock = (value for value in ())  # a generator can't be sent
+    loader = make(dataset)
+    with pytest.raises(ShippingError, match="lock"):
+        iter(loader)
+    dataset.lock = None
+    torch.manual_seed(0)
+    assert [batch.tolist() for batch in loader] == whole
+
+
+def test_a_dataset_that_takes_arrays_is_given_lists_where_a_state_may_have_them() -> None:
+    class Arrays:
+        takes_arrays = True
+
+        def __len__(self) -> int:
+            return 12
+
+        def __getitem__(self, index: int) -> int:
+            return index
+
+        def __getitems__(self, indices: Any) -> list[Any]:
+            return [type(indices)] * len(indices)
+
+    def kinds(*, in_order: bool) -> set[type]:
+        loader = DataLoader(
+            Arrays(),  # type: ignore[arg-type]
+            3,
+            sampler=ShuffleSampler(12, seed=0),
+            num_workers=1,
+            backend="threads",
+            in_order=in_order,
+            collate_fn=list,
+        )
+        return {kind for batch in loader for kind in batch}
+
+    assert kinds(in_order=True) != {list}
+    assert kinds(in_order=False) == {list}
+
+
+def test_a_shuffle_of_the_users_own_generator_is_resumed_after_a_whole_epoch() -> None:
+    def make(seed: int) -> Any:
+        generator = torch.Generator().manual_seed(seed)
+        return DataLoader(range(12), 3, sampler=RandomSampler(range(12), generator=generator))  # type: ignore[arg-type]
+
+    loader = make(1)
+    whole = [flat(loader) for _ in range(2)]
+    first = make(1)
+    assert flat(first) == whole[0]
+    other = make(2)
+    other.load_state_dict(first.state_dict())
+    assert flat(other) == whole[1]
