@@ -149,9 +149,9 @@ class Pipeline(Steps):
         items
             An iterable, or a function that returns one, which is called for each pass; or an iterator,
             such as a generator, for one pass. A `set_epoch` is called as for `from_dataset`. One reader
-            reads it, whatever stages come after. With `num_workers`, there are several readers, each
-            with its own copy of the iterable or its own call of the function; what `get_worker_info()`
-            says there tells them which part is theirs.
+            reads it, whatever stages come after. With `backend` and `num_workers`, there are several
+            readers, each with its own copy of the iterable or its own call of the function; what
+            `get_worker_info()` says there tells them which part is theirs.
         name
             Name of this stage in errors and tables.
         **where

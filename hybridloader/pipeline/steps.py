@@ -9,12 +9,13 @@ from __future__ import annotations
 import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
 from hybridloader.devices.pinning import AHEAD, BUFFER_BYTES
 from hybridloader.pipeline.operators.base import Chain, Operator
 from hybridloader.pipeline.operators.cache import Cache
-from hybridloader.pipeline.operators.fingerprint import fingerprint_of_steps
+from hybridloader.pipeline.operators.fingerprint import fingerprint_of_steps, ranks_of_steps
 from hybridloader.pipeline.operators.grouping import Batch, BatchBy, BucketBy, PaddedBatch, Unbatch
 from hybridloader.pipeline.operators.join import Branch, Concat, ForkPoint, Interleave, Mix, Zip
 from hybridloader.pipeline.operators.order import (
@@ -126,9 +127,10 @@ class Steps(Chain):
             Your own description of the contents; a file with another one is refused. None takes the
             steps before, with their arguments, their attributes, and a sample of the data.
         """
-        if fingerprint is None:
-            fingerprint = "" if path is None else fingerprint_of_steps(self)
-        return self._then(Cache(path, fingerprint=fingerprint))
+        if path is None or fingerprint is not None:
+            return self._then(Cache(path, fingerprint=fingerprint or ""))
+        ranks = partial(ranks_of_steps, self)
+        return self._then(Cache(path, fingerprint=fingerprint_of_steps(self), ranks=ranks))
 
     # -- several pipelines ---------------------------------------------------------------------------
 

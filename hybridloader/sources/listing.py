@@ -17,6 +17,9 @@ from hybridloader.sources.store import Store
 VERSION = 1
 """Version of a kept listing."""
 
+_AROUND = "around"
+"""Type of a link to a folder that it is itself in."""
+
 Urls = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
@@ -48,7 +51,13 @@ def _expanded(url: str) -> Iterator[str]:
     return map("".join, itertools.product(*choices))
 
 
-def list_files(urls: Urls, options: Mapping[str, Any], kept: str | None = None) -> list[Root]:
+def list_files(
+    urls: Urls,
+    options: Mapping[str, Any],
+    kept: str | None = None,
+    *,
+    ignored: tuple[str, ...] = (),
+) -> list[Root]:
     """List the files that `urls` name; a file that several name is only in the first of them.
 
     Parameters
@@ -59,6 +68,8 @@ def list_files(urls: Urls, options: Mapping[str, Any], kept: str | None = None) 
         Options of fsspec.
     kept
         Path of a local file that keeps the list: it is read if it is there, else written.
+    ignored
+        Beginnings of names that are left out of a folder, and of the folders within it.
 
     Raises
     ------
@@ -80,7 +91,7 @@ def list_files(urls: Urls, options: Mapping[str, Any], kept: str | None = None) 
         store = stores.get(place)
         if store is None:
             store = stores[place] = Store(url, options)
-        root = _listed(url, store)
+        root = _listed(url, store, ignored)
         fresh = [at for at, path in enumerate(root.paths) if (place, path) not in seen]
         seen.update((place, path) for path in root.paths)
         paths, sizes = [root.paths[at] for at in fresh], [root.sizes[at] for at in fresh]
@@ -107,20 +118,23 @@ def _place_of(url: str) -> str:
     return f"{protocol}://{path.partition('/')[0]}"
 
 
-def _listed(url: str, store: Store) -> Root:
+def _listed(url: str, store: Store, ignored: tuple[str, ...]) -> Root:
+    fs = _following_links() if store.is_local else store.fs
     path = str(store.fs._strip_protocol(url.partition("::")[0]))
     magic = re.search(r"[*?\[]" if "://" not in url or "::" in url else r"[*\[]", path)
     if magic is not None and not (store.is_local and os.path.exists(path)):
-        found = store.fs.glob(path, detail=True)
+        found = fs.glob(path, detail=True)
         folder = path[: magic.start()].rpartition("/")[0]
     elif url.partition("::")[0].endswith("/") or (store.is_local and os.path.isdir(path)):
         folder = path.rstrip("/")
-        found = store.fs.find(folder + "/" if folder else "", detail=True)
+        found = fs.find(folder + "/" if folder else "", detail=True)
+        if ignored:
+            found = {name: found[name] for name in found if not _is_ignored(name, folder, ignored)}
     else:  # not looked at: a list of a million URLs would be as many requests
         if store.is_local:
             return Root(url, os.path.dirname(path), [path], [os.stat(path).st_size])
         return Root(url, path.rpartition("/")[0], [path], [-1])
-    files = {name: info for name, info in found.items() if info.get("type") != "directory"}
+    files = {n: info for n, info in found.items() if info.get("type") not in ("directory", _AROUND)}
     if not files:
         pattern = "" if magic is None else "; *, ? and [ make it a pattern, and [[] stands for a ["
         raise FileNotFoundError(f"{url} names no files{pattern}")
@@ -130,6 +144,36 @@ def _listed(url: str, store: Store) -> Root:
     paths = sorted(files)
     sizes = [files[name].get("size") for name in paths]
     return Root(url, folder, paths, [-1 if size is None else int(size) for size in sizes])
+
+
+def _is_ignored(name: str, folder: str, beginnings: tuple[str, ...]) -> bool:
+    return any(part.startswith(beginnings) for part in name[len(folder) :].split("/"))
+
+
+def _following_links() -> Any:
+    """Return a local file system that goes into folders that are links, as torchvision's folders do.
+
+    fsspec's own lists such a link as if it were a file, and finds nothing below it. A link to a folder
+    around it is left out: its files are listed there, and to follow it would never end.
+    """
+    from fsspec.implementations.local import LocalFileSystem
+
+    class Following(LocalFileSystem):  # type: ignore[misc]
+        cachable = False
+
+        def info(self, path: Any, **kwargs: Any) -> Any:
+            found = super().info(path, **kwargs)
+            if found["islink"] and found["type"] == "other" and os.path.isdir(found["name"]):
+                found["type"] = _AROUND if _leads_around(found["name"]) else "directory"
+            return found
+
+    return Following()
+
+
+def _leads_around(link: str) -> bool:
+    """Tell whether a link to a folder is itself in that folder."""
+    target, folder = os.path.realpath(link), os.path.realpath(os.path.dirname(link))
+    return os.path.commonpath([target, folder]) == target
 
 
 def _read(kept: str, urls: list[str]) -> list[Root]:

@@ -118,7 +118,8 @@ class Parquet(Shards[Any]):
             raise ValueError(f"columns names one of them twice: {', '.join(columns)}")
         self._tensors, self._filter = flag("tensors", tensors), filter
         options = storage_options or {}
-        roots = list_files(urls, options)
+        # As pyarrow's datasets do: Spark and others keep notes of their own under such names.
+        roots = list_files(urls, options, ignored=("_", "."))
         folders, numbers = folder_columns(roots), count()
         places = [
             (store, path)

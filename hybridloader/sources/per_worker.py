@@ -92,10 +92,12 @@ class PerWorker(Generic[T]):
 
     def _join(self) -> _Handles[T]:
         """Return the handles of this process."""
+        pid = os.getpid()
         if self._inherited == "close":
-            for handles in [*self._handles.values()]:
-                handles.close_inherited()
-        return self._handles.setdefault(os.getpid(), _Handles())  # atomic: threads agree on one
+            for process, handles in [*self._handles.items()]:
+                if process != pid:  # another thread may have joined meanwhile
+                    handles.close_inherited()
+        return self._handles.setdefault(pid, _Handles())  # atomic: threads agree on one
 
     def _opened(self) -> _Opened[T]:
         return _Opened(self._open(), self._close or close_if_it_can)

@@ -80,7 +80,8 @@ class ParquetFile(NamedTuple):
     def raise_told(self, error: Exception, what: str = "") -> NoReturn:
         """Raise `error`, or one of ours in its place, that names the file and `what` of it."""
         pyarrow, _ = pyarrow_modules()
-        # pyarrow's own errors of bad data are of its classes, or an OSError without a number.
+        # pyarrow's own errors of bad data are of its classes, or an OSError without a number. A store's
+        # own may be such an OSError, too, so `_RemoteFile` has told what they are.
         bad = isinstance(error, pyarrow.ArrowException)
         if bad or (type(error) is OSError and error.errno is None):
             where = f"{self.name}{what and ', '}{what}"
@@ -107,7 +108,13 @@ class _RemoteFile:
     def read(self, size: int) -> bytes:
         start, stop = self._at, min(self._at + size, self._size)
         self._at = max(start, stop)
-        return self._file.store.remote_range(self._file.path, start, stop) if stop > start else b""
+        if stop <= start:
+            return b""
+        file = self._file
+        try:
+            return file.store.remote_range(file.path, start, stop)
+        except Exception as error:
+            file.store.raise_told(error, file.path, "")
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         self._at = offset + (0, self._at, self._size)[whence]

@@ -23,14 +23,15 @@ from hybridloader._support.errors import SourceError
 from hybridloader.sources.kept import write_whole
 from hybridloader.sources.store import Stamp
 
-VERSION = 1
+VERSION = 2
 """Version of a kept index."""
 
 BLOCK = 512
 """Bytes of a header, and of what the size of a member is rounded up to."""
 
-_NAME = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)", re.DOTALL)
-"""Key and extension, as webdataset has them: the name is cut at the first dot behind the last slash."""
+_NAME = re.compile(r"((?:.*/|)[^./]+)[.]([^/]*)", re.DOTALL)
+"""Key and extension, as webdataset has them: the name is cut at the first dot after the last slash.
+Names that begin with a dot are none, also within a folder."""
 
 _META = re.compile(r"__[^/]*__($|/)")
 """Names of members that webdataset leaves out, too."""

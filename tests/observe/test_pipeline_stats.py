@@ -145,3 +145,22 @@ def test_a_restart_is_counted() -> None:
         with FEW.map(die_once, on_worker_death="restart", **PROCESSES).run() as run:
             assert len(list(run)) == 100
             assert run.stats().faults.restarted == 1
+
+
+@pytest.mark.parametrize("forked", [False, True])
+def test_whoever_joins_branches_waits_for_the_stages_at_their_ends(forked: bool) -> None:
+    def stage(pipe: Pipeline) -> Pipeline:
+        return pipe.map(str, backend="threads", num_workers=1)
+
+    one, two = (
+        Pipeline.from_dataset(range(50)).fork(2)
+        if forked
+        else [Pipeline.from_dataset(range(50))] * 2
+    )
+    with Pipeline.zip(stage(one), stage(two)).run() as run:
+        assert len(list(run)) == 50
+        executor = run._executor
+        waited, waits = executor.waits_before(executor.plan.nodes[:1])
+        assert waited == pytest.approx(sum(s.metrics.waited for s in executor.stages.values()))
+        assert waited > 0
+        assert len(waits) > 0

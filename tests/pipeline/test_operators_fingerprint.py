@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import pickle
 import re
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from torch.utils.data import Subset, TensorDataset
 from hybridloader import Pipeline, Replace, SharedDict, SharedList, ShuffleSampler
 from hybridloader._support.errors import CacheError
 from hybridloader.pipeline.operators.fingerprint import drawn, fingerprint
+from hybridloader.pipeline.operators.order import ShardByRank
 
 
 class Scale:
@@ -201,3 +203,22 @@ def test_a_cache_says_why_it_is_refused(tmp_path: Path) -> None:
 
 def test_a_dataset_is_not_read_to_tell_it_from_others(tmp_path: Path) -> None:
     Pipeline.from_dataset(Lazy("a")).cache(tmp_path / "cache")
+
+
+def test_a_file_of_one_rank_is_refused_on_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "kept"
+    pipe = Pipeline.from_dataset(range(10)).shard().map(str).cache(path)
+    ranks = [2, 0]
+    monkeypatch.setattr(ShardByRank, "resolved", lambda _: tuple(ranks))
+    assert list(pipe) == list("02468")
+    assert list(pipe) == list("02468")
+    ranks[1] = 1
+    for pipeline in (pipe, pickle.loads(pickle.dumps(pipe))):
+        with pytest.raises(CacheError, match=r"another pipeline, .* rank 0 of 2.* rank 1 of 2"):
+            list(pipeline)
+    ranks[:] = 1, 0
+    alone = tmp_path / "alone"
+    assert len(list(Pipeline.from_dataset(range(4)).shard().cache(alone))) == 4
+    assert len(list(Pipeline.from_dataset(range(4)).shard().cache(alone))) == 4

@@ -25,6 +25,7 @@ from support.operator_context import (
 )
 from torch.utils.data import default_collate
 
+from hybridloader import Pipeline
 from hybridloader.memory.limits import Memory
 from hybridloader.memory.thread_slots import set_slots
 from hybridloader.pipeline.operators.base import Operator
@@ -153,11 +154,18 @@ def test_an_item_that_alone_costs_too_much_is_an_error_that_names_it() -> None:
 
 
 def test_what_is_skipped_is_counted_and_told_once() -> None:
-    found: Any = run(by_cost(oversize="skip"), 4, 11, 5, 12, 6)
-    with pytest.warns(UserWarning, match=r"skips items.*the first costs 11: 11") as told:
-        batches = list(found)
-    assert batches == [[4, 5], [6]]
-    assert found.skipped == 2
+    costs = Pipeline.from_iterable([4, 11, 5, 12, 6])
+    with (
+        pytest.warns(UserWarning, match=r"skips items.*the first costs 11: 11") as told,
+        costs.apply(by_cost(oversize="skip")).run() as found,
+    ):
+        assert list(found) == [[4, 5], [6]]
+    assert [(record.index, record.stage) for record in found.skipped] == [
+        (11, "batch_by"),
+        (12, "batch_by"),
+    ]
+    assert "it costs 12, more than budget=10" in str(found.skipped[1].error)
+    assert sum(stage.faults.skipped for stage in found.stats().stages) == 2
     assert len(told) == 1
 
 

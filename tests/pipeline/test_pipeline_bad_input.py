@@ -138,6 +138,16 @@ SOURCES: dict[str, Case] = {
         TypeError,
         "pages.*read only once.*give a function",
     ),
+    "threads within a reader": (
+        lambda: Pipeline.from_iterable([1], backend="threads", threads_per_worker=2),
+        ValueError,
+        "threads_per_worker, but a reader.*num_workers",
+    ),
+    "coroutines within a reader": (
+        lambda: Pipeline.from_iterable([1], backend="threads", concurrency=2),
+        ValueError,
+        "concurrency, but a reader.*num_workers",
+    ),
     "dataset without length": (lambda: Pipeline.from_dataset(iter([])), TypeError, "from_iterable"),
     "sampler and shuffle": (
         lambda: Pipeline.from_dataset(range(3), sampler=[1], shuffle=True),

@@ -62,6 +62,22 @@ def test_globs_and_several_roots_name_each_file_once(folder: Path) -> None:
     assert names(Files(f"{folder}/a/{{1..2}}.txt"), folder) == NAMES[:2]
 
 
+def test_folders_that_are_links_are_followed_unless_they_lead_round(folder: Path) -> None:
+    elsewhere = folder.parent / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "9.txt").write_text("nine")
+    (folder / "c").symlink_to(elsewhere)
+    (folder / "a" / "round").symlink_to(folder)
+    (folder / "a" / "here").symlink_to(folder / "a")
+    (folder / "b" / "file.txt").symlink_to(elsewhere / "9.txt")
+    wanted = sorted([*NAMES, "b/file.txt", "c/9.txt"])
+    files = Files(folder, load="text")
+    assert names(files, folder) == wanted
+    assert list(files)[-1] == "nine"
+    assert names(Files(f"{folder}/**/*.txt"), folder) == [n for n in wanted if n != "b/x.jpg"]
+    assert "c/9.txt" in names(Files(f"{folder}/*/9.txt"), folder)
+
+
 def test_what_a_sample_is(folder: Path) -> None:
     assert Files(folder)[0] == b"A/1.TXT"
     assert Files(folder, load="text")[0] == "A/1.TXT"

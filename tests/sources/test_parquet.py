@@ -458,3 +458,11 @@ def test_folders_without_a_value_are_null_and_others_are_told(by_year: Path) -> 
     ):
         Parquet(by_year)
     assert len(Parquet(by_year / "year=2023" / "kind=a%20b" / "a.parquet")) == 3
+
+
+def test_notes_that_others_leave_in_a_folder_are_no_parquet(folder: Path) -> None:
+    (folder / "_SUCCESS").touch()
+    (folder / ".a.parquet.crc").write_bytes(b"crc")
+    (folder / "_temporary").mkdir()
+    (folder / "_temporary" / "half.parquet").write_bytes(b"PAR1")
+    assert len(Parquet(folder)) == 17

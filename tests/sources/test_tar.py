@@ -51,10 +51,10 @@ def test_members_of_one_key_are_a_sample(tmp_path: Path) -> None:
 
 
 def test_files_without_a_key_are_counted(tmp_path: Path) -> None:
-    names = ["README", ".hidden.jpg", "__meta__/x.json", "a.txt", "__b__.txt"]
+    names = ["README", ".hidden.jpg", "in/._b.jpg", "__meta__/x.json", "a.txt", "__b__.txt"]
     tar = Tar(written(tmp_path / "a.tar", [(name, b"") for name in names]))
     assert list(tar.keys) == ["a", "__b__"]
-    assert tar.ignored == 3
+    assert tar.ignored == 4
 
 
 def test_chosen_members_and_a_function(tmp_path: Path) -> None:

@@ -72,6 +72,7 @@ class ScriptedContext:
         self.shared: dict[Any, Any] = {}
         self.opened: list[Script] = []
         self.start, self.saved, self.run_seed, self.locks = 0, None, 0, None
+        self.without: list[Any] = []  # the items that were left out
 
     def draw(self) -> int:
         import torch
@@ -83,6 +84,9 @@ class ScriptedContext:
 
     def drop(self, items: Iterator[Any], at: int) -> Iterator[Any]:
         return items
+
+    def left_out(self, item: Any, error: Exception) -> None:
+        self.without.append(item)
 
     def random(self, seed: int | None) -> random.Random:
         return random.Random(f"{self.seed if seed is None else seed}/{self.epoch}")

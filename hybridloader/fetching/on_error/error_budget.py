@@ -70,6 +70,12 @@ class FailureLog:
     def total(self) -> int:
         return sum(list(self.counts.values()))  # a copy: other threads count, too
 
+    def add(self, record: Skipped, key: Hashable) -> None:
+        """Add a record, counted under `key`."""
+        self.counts[key] += 1
+        self.replaced[key] += record.replaced
+        self.records.append(record)
+
     def new_run(self) -> None:
         """Begin the records of another run; the old list stays as it is."""
         self.records = []

@@ -179,7 +179,7 @@ class BatchBy(Operator):
         See `Batch`; ``Pad()`` pads.
     oversize
         Treatment of an item that alone costs more than `budget`: ``"raise"`` a `ValueError` that names
-        it; ``"skip"`` it, which is counted as `skipped` and told in one warning; or give it
+        it; ``"skip"`` it, which `Run.skipped` lists, and one warning tells; or give it
         ``"alone"``, in a batch of its own. `TokenBudgetBatchSampler` has the same words.
     """
 
@@ -209,22 +209,27 @@ class BatchBy(Operator):
         check_collation(self, self.collate_fn, self.memory)
 
     def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
-        return BatchByIterator(items, self, Collating(self.collate_fn, self.memory, context.locks))
+        collate = Collating(self.collate_fn, self.memory, context.locks)
+        return BatchByIterator(items, self, collate, context.left_out)
 
     def length(self, upstream: Length) -> Length:
         return upstream if upstream in (0, INFINITE) else None
 
 
 class BatchByIterator(OperatorIterator):
-    """Iterator of `BatchBy`; `skipped` counts the items that alone cost more than the budget."""
+    """Iterator of `BatchBy`; calls `left_out` with items that alone cost more than the budget."""
 
     def __init__(
-        self, items: Iterator[Any], rules: BatchBy, collate: Callable[[list[Any]], Any]
+        self,
+        items: Iterator[Any],
+        rules: BatchBy,
+        collate: Callable[[list[Any]], Any],
+        left_out: Callable[[Any, Exception], None],
     ) -> None:
         super().__init__(items)
-        self._rules, self._collate = rules, collate
+        self._rules, self._collate, self._left_out = rules, collate, left_out
         # All the mutable state:
-        self.skipped = 0
+        self._warned = False  # of what is skipped
         self._batch: list[Any] = []
         self._spent: Any = 0  # the sum of its costs, or the largest of them if it will be padded
         self._ended = False
@@ -275,11 +280,12 @@ class BatchByIterator(OperatorIterator):
                 f"batch_by: an item costs {cost}, more than budget={rules.budget}: {short(item)}; raise "
                 "the budget, or say oversize='skip' or oversize='alone'"
             )
-        self.skipped += 1
-        if self.skipped == 1:
+        self._left_out(item, ValueError(f"it costs {cost}, more than budget={rules.budget}"))
+        if not self._warned:
+            self._warned = True
             warn(
                 f"batch_by skips items that cost more than budget={rules.budget}; the first costs "
-                f"{cost}: {short(item)}. The iterator counts them: `skipped`",
+                f"{cost}: {short(item)}. The run lists them: `skipped`",
             )
         return False
 

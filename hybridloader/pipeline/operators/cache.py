@@ -54,6 +54,8 @@ class Cache(Operator):
 
     path: str | os.PathLike[str] | None = None
     fingerprint: str = field(default="", repr=False)
+    ranks: Callable[[], str] | None = field(default=None, repr=False, compare=False)
+    """Function that tells the ranks of the steps before, which may be known only when a pass begins."""
     # Not a part of the description: empty until a whole pass is kept in memory. The first one counts.
     _kept: list[_Kept] = field(default_factory=list, init=False, repr=False, compare=False)
 
@@ -71,7 +73,7 @@ class Cache(Operator):
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"path": self.path, "fingerprint": self.fingerprint}
+        return {"path": self.path, "fingerprint": self.fingerprint, "ranks": self.ranks}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         settle(self, **state, _kept=[])
@@ -93,8 +95,9 @@ class Cache(Operator):
         if self.path is None:
             return self._begin_in_memory(upstream, context)
         path = str(self.path)
+        fingerprint = self.fingerprint + ("" if self.ranks is None else self.ranks())
         try:
-            reader = Reader(path, self.fingerprint)
+            reader = Reader(path, fingerprint)
         except FileNotFoundError:
             if context.saved is not None and context.saved.value is not None:
                 raise StateError(
@@ -115,7 +118,7 @@ class Cache(Operator):
         before = upstream()
         writer = None
         try:
-            writer = Writer(path, self.fingerprint)
+            writer = Writer(path, fingerprint)
         except OSError as error:
             _warn_of(path, error)
         return KeepingIterator(before, writer, path)

@@ -31,6 +31,7 @@ from typing import Any
 
 from hybridloader._support.attributes import own_attributes
 from hybridloader.pipeline.operators.base import Chain, Operator
+from hybridloader.pipeline.operators.order import ShardByRank
 
 _MOST_VALUES = 20_000
 """Greatest number of values that are read in all: some 50 ms."""
@@ -80,7 +81,21 @@ def fingerprint_of_steps(chain: Chain) -> str:
     return " -> ".join(told)
 
 
-_NOT_OF_ITEMS = ("fork", "memory", "pipelines", "placement")
+def ranks_of_steps(chain: Chain) -> str:
+    """Describe which shard of how many each `ShardByRank` without numbers is in this process now.
+
+    Empty where it is the only one: the numbers of the others are in their fingerprint.
+    """
+    told = ""
+    for operator in chain.operators:
+        told += "".join(map(ranks_of_steps, operator.branches()))
+        if isinstance(operator, ShardByRank) and operator.rank is None:
+            num_replicas, rank = operator.resolved()
+            told += f" rank {rank} of {num_replicas}" if num_replicas > 1 else ""
+    return told
+
+
+_NOT_OF_ITEMS = ("fork", "memory", "pipelines", "placement", "ranks")
 """Fields of operators that do not decide what comes out, or that are described in another way."""
 
 

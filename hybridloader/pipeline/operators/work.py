@@ -336,8 +336,15 @@ class Readers(Placed, Source):
         if hasattr(type(self.source), "__next__"):
             raise TypeError(
                 f"{self.name} got {self.source!r}, which can be read only once and by one reader; "
-                "give a function that makes it, as in from_iterable(lambda: read(shard), num_workers=4)"
+                "give a function that makes it, as in "
+                "from_iterable(lambda: read(shard), backend='threads', num_workers=4)"
             )
+        for name in ("threads_per_worker", "concurrency"):
+            if getattr(self.placement, name) > 1:
+                raise ValueError(
+                    f"{self.name} got {name}, but a reader reads its part item by item; take more "
+                    f"readers (num_workers), or give {name} to the step after it"
+                )
 
     @property
     def name(self) -> str:

@@ -81,6 +81,9 @@ class Executor:
         self.stages = RunningStages(self.seed, self.closed, self.trace)
         self._pinners: dict[int, Pinner | None] = {}  # by the identity of their operator
         self.relays: dict[Path, RunningRelay] = {}
+        self.initialised: set[Path] = (
+            set()
+        )  # nodes without workers whose `worker_init_fn` was called
         self._coroutines: list[Any] = []  # of functions without workers
         self._inline: dict[tuple[Path, int], TaskContext] = {}  # of these, too, in the latest pass
         self._ending = threading.RLock()
@@ -215,10 +218,8 @@ class Executor:
             if node.path in self.relays:
                 queue = self.relays[node.path].relay.queue
                 return queue.waited, snapshot(queue.waits)
-        inside = nodes[0].path
-        queues = [r.relay.queue for p, r in [*self.relays.items()] if p[: len(inside)] == inside]
-        waits = [wait for queue in queues for wait in snapshot(queue.waits)]
-        return sum(queue.waited for queue in queues), waits
+        found = [self.waits_before(branch.nodes) for branch in nodes[0].branches]
+        return sum(waited for waited, _ in found), [wait for _, waits in found for wait in waits]
 
     # -- ending ----------------------------------------------------------------------------------------
 

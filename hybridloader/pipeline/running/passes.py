@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hybridloader._support.errors import StateError, add_note
 from hybridloader._support.native_threads import one_thread_on_this_thread
+from hybridloader._support.text import brief
 from hybridloader.engine.feed import TaskBatching
 from hybridloader.engine.fetcher import TaskContext
 from hybridloader.engine.relay import FINAL, Relay
+from hybridloader.fetching.on_error.error_budget import Skipped
 from hybridloader.observe.stage_trace import LocalSlices
 from hybridloader.pipeline.operators.base import Chain, Mark, Operator, Source, Upstream
 from hybridloader.pipeline.operators.order import Repeat
@@ -198,8 +200,10 @@ class ChainPass:
 
     def _open_inline(self, node: InlineNode, items: Iterator[Any], start: Offset) -> Iterator[Any]:
         stages, policy = self.executor.stages, node.placement.on_error
-        if node.placement.worker_init_fn is not None:
-            node.placement.worker_init_fn(0)
+        init_fn = node.placement.worker_init_fn
+        if init_fn is not None and node.path not in self.executor.initialised:
+            init_fn(0)  # once for all passes, as in a worker
+            self.executor.initialised.add(node.path)
         for number, work in enumerate(node.works):
             sample_rng = stages.sample_rng_of(node, number, self.epoch, start.items)
             budget = stages.error_budget(node, work.name, self.epoch, gaps=self._in_rows)
@@ -327,6 +331,11 @@ class OperatorContext:
     def mark(self, at: int, value: Any) -> None:
         path, number = self._pass.plan.path, self._node.number
         self._pass.position.mark(path, number, Mark(self.epoch, at, value))
+
+    def left_out(self, item: Any, error: Exception) -> None:
+        node, log = self._node, self._pass.executor.stages.failure_log
+        shown = item if type(item) in (int, str) else brief(item)
+        log.add(Skipped(shown, error, "", None, node.name, self.epoch), node.path)
 
     def drop(self, items: Iterator[Any], at: int) -> Iterator[Any]:
         start, slack = self._begins
