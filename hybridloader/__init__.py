@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from hybridloader.observe.stats import Stats as Stats
     from hybridloader.observe.tracing import trace as trace
     from hybridloader.pipeline.operators.base import Operator as Operator
+    from hybridloader.pipeline.operators.padding import Pad as Pad
     from hybridloader.pipeline.pipeline import Pipeline as Pipeline
     from hybridloader.records.shared_dict import SharedDict as SharedDict
     from hybridloader.records.shared_list import SharedList as SharedList
@@ -98,6 +99,7 @@ __getattr__, __dir__, __all__ = lazily(
         "observe.stats": "Stats",
         "observe.tracing": "trace",
         "pipeline.operators.base": "Operator",
+        "pipeline.operators.padding": "Pad",
         "pipeline.pipeline": "Pipeline",
         "records.shared_dict": "SharedDict",
         "records.shared_list": "SharedList",
