@@ -92,8 +92,8 @@ class ForkedHandle(ProcessHandle):
             self._pid = number
             for self.pidfd in fds:  # none, if this process may have no more descriptors
                 ours.add(self.pidfd)
-                self._closing = weakref.finalize(self, handles.close_ours, self.pidfd)
-                self._closing.atexit = False
+                self._releasing = weakref.finalize(self, handles.close_ours, self.pidfd)
+                self._releasing.atexit = False
         elif kind == ENDED:
             self._code, self._ended = number, True
         else:
@@ -140,16 +140,6 @@ class ForkedHandle(ProcessHandle):
 
     def disown(self) -> None:
         """Do nothing: the workers are the zygote's children, and that is disowned itself."""
-
-    def release(self) -> None:
-        with handles.reaping:
-            if self.is_alive():
-                handles.dying.add(self)
-                return
-            handles.dying.discard(self)
-            if self.pidfd is not None:
-                self._closing()
-                self.pidfd = None
 
     def unknown(self) -> str:
         if self._failure:

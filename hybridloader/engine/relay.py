@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from hybridloader._support.attributes import close
-from hybridloader._support.errors import IteratorClosed, NotReady, Raised, WorkerDied
+from hybridloader._support.errors import IteratorClosed, NotReady, Raised, WorkerDied, WorkerTimeout
 from hybridloader.engine.contract import CLOSING, SLICE
 
 REMEMBERED = 4096
@@ -64,6 +64,8 @@ class RelayQueue:
         if self._weigh is not None and type(item) is not Raised:
             weight = self._weigh(item)
         with self.came:
+            if self.items and type(self.items[-1][0]) is Raised:
+                self._forget_timeout()
             if not self._has_room(weight) and not self.closed:
                 began = time.perf_counter()
                 self.full = True
@@ -81,6 +83,11 @@ class RelayQueue:
             self.weight += weight
             self._tell()
             return True
+
+    def _forget_timeout(self) -> None:
+        """Drop a timeout that nobody has been told of: now that something has come, it is over."""
+        if isinstance(self.items[-1][0].error, WorkerTimeout):
+            self.items.pop()
 
     def _has_room(self, weight: int) -> bool:
         waiting = len(self.items)

@@ -212,8 +212,8 @@ def _rebuilt(*args: Any, _hybridloader_source: Any = None, **kwargs: Any) -> Any
     announce(loader, upcoming(source, record))
     if record.loaded is not None:
         warn(
-            "this loader had loaded a state before accelerator.prepare(), which makes another loader "
-            "that begins at the beginning; call load_state_dict() on what prepare() returns"
+            "this loader has loaded a state, and accelerate makes another loader of it, which begins "
+            "without; call load_state_dict() on what accelerator.prepare() returns"
         )
     return loader
 

@@ -41,7 +41,7 @@ class StageMetrics:
         self._clock = clock
         self.behind: RelayQueue | None = None  # where results wait once they were handed out
         # All the mutable state:
-        self.items_out = self.tasks = 0
+        self.items_out = 0
         self.busy = 0.0  # seconds that workers worked, together
         self.waited = 0.0  # seconds that whoever pulls the stage waited for it
         self.waits: deque[tuple[float, float]] = deque(maxlen=REMEMBERED)  # begin and end of each
@@ -87,7 +87,6 @@ class StageMetrics:
         self._items[seq] = count
 
     def came(self, event: Result) -> None:
-        self.tasks += 1
         if not isinstance(event, Done):
             return
         self.busy += event.seconds

@@ -88,6 +88,15 @@ def test_a_loader_that_ours_refuses_is_left_to_torchs_and_told_once(case: str) -
         assert drawn_of(refused()[case][0]) == wanted
 
 
+def test_a_loader_with_other_things_behind_our_private_names_is_left_to_torchs() -> None:
+    class Numbered(TorchLoader[Any]):
+        _epoch = None
+
+    caller.warn_once.cache_clear()
+    with install("threads"), pytest.warns(UserWarning, match="int"):
+        assert [batch.tolist() for batch in Numbered(range(4), 2)] == [[0, 1], [2, 3]]  # type: ignore[arg-type]
+
+
 def test_what_the_user_s_own_code_raises_is_raised_and_asked_for_once() -> None:
     asked = []
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hybridloader._support.errors import IteratorClosed, NotReady, WorkerDied
+from hybridloader._support.errors import IteratorClosed, NotReady, Raised, WorkerDied, WorkerTimeout
 from hybridloader.engine.relay import Relay, RelayQueue
 
 
@@ -46,6 +46,22 @@ def test_it_reads_no_further_than_its_depth() -> None:
     assert next(relay) == 0
     relay.close()
     assert len(read) <= 4
+
+
+def test_a_timeout_that_nobody_was_told_of_is_over_once_something_has_come() -> None:
+    queue = RelayQueue("r", 4, None, 0)
+    for late in range(3):
+        queue.put(Raised(WorkerTimeout(f"late {late}")))
+    assert [str(item.error) for item, _ in queue.items] == ["late 2"]
+    queue.put(Raised(ValueError("broken")))
+    queue.put("item")
+    queue.put(Raised(WorkerTimeout("late again")))
+    queue.end(None)
+    with pytest.raises(ValueError, match="broken"):
+        queue.get()
+    assert queue.get() == "item"
+    with pytest.raises(WorkerTimeout, match="late again"):
+        queue.get()
 
 
 def test_an_error_comes_out_in_its_turn() -> None:

@@ -100,6 +100,24 @@ every_way = pytest.mark.parametrize(
 
 
 @pytest.mark.usefixtures("kept")
+def test_a_state_that_was_loaded_before_is_not_taken_along_and_a_warning_says_so() -> None:
+    loader = numbers()
+    loader.load_state_dict(loader.state_dict())
+    with pytest.warns(
+        UserWarning, match=r"has loaded a state.*what accelerator.prepare\(\) returns"
+    ):
+        accelerator().prepare(loader)
+
+
+@pytest.mark.usefixtures("kept")
+def test_where_a_prefetch_factor_was_left_out_it_is_left_out_again() -> None:
+    data: Any = range(BATCH * BATCHES)
+    for chosen in (None, 2):
+        loader = DataLoader(data, BATCH, num_workers=WORKERS, prefetch_factor=chosen)
+        assert accelerator().prepare(loader)._prefetch_chosen is (chosen is not None)
+
+
+@pytest.mark.usefixtures("kept")
 @every_way
 def test_class_backend_and_every_option_are_kept(how: str, skipped: int) -> None:
     data: Any = range(BATCH * BATCHES)

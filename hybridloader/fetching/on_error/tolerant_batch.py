@@ -81,10 +81,7 @@ class TolerantBatchFetcher(BatchFetcher):
 
     def assemble(self, samples: list[TaskResults], index: Any) -> Any:
         self._indices = index
-        results = self._loop.new_results()
-        for part in samples:
-            results.extend(part)
-        value, outcome = self._joined(index, results)
+        value, outcome = self._joined(index, self._loop.joined(samples))
         self._context.add("outcome", outcome)
         return value
 
