@@ -1,6 +1,6 @@
 """Workers that are threads of this process: one copy of the dataset, nothing to pickle.
 
-Good where the work waits or leaves the GIL: reading, decoding, most of numpy and torch. A thread can't
+Good where the work waits or releases the GIL: reading, decoding, most of numpy and torch. A thread can't
 be killed: one that is stuck in the user's code is left behind at close, as a daemon that ends with
 that code. Never touches process-wide settings: torch's thread count is set for this thread only.
 """

@@ -1,6 +1,6 @@
 """Each step of an image pipeline where it runs best: python examples/hybrid_images.py [DIR] [--images N]
 
-Files are read on threads, because reading waits; decoded on threads, because Pillow leaves the GIL for
+Files are read on threads, because reading waits; decoded on threads, because Pillow releases the GIL for
 it; augmented in processes, because the loop over rows holds it. DIR holds one folder of images for each
 class; without it, the demo's ten photographs are cut and used.
 """

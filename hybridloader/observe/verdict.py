@@ -364,7 +364,7 @@ def _advice(figures: Figures, stage: StageRecord, kind: str | None) -> str:
 
 
 _LEAVE_THE_GIL = (
-    "Use processes (backend='shared-memory' or 'spawn'), or functions that leave the GIL."
+    "Use processes (backend='shared-memory' or 'spawn'), or functions that release the GIL."
 )
 
 
