@@ -5,6 +5,7 @@ Threads share them: a row group that several want is decoded once.
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections import OrderedDict, deque
@@ -80,8 +81,7 @@ class ParquetFile(NamedTuple):
     def raise_told(self, error: Exception, what: str = "") -> NoReturn:
         """Raise `error`, or one of ours in its place, that names the file and `what` of it."""
         pyarrow, _ = pyarrow_modules()
-        # pyarrow's own errors of bad data are of its classes, or an OSError without a number. A store's
-        # own may be such an OSError, too, so `_RemoteFile` has told what they are.
+        # pyarrow's own errors of bad data are of its classes, or an OSError without a number.
         bad = isinstance(error, pyarrow.ArrowException)
         if bad or (type(error) is OSError and error.errno is None):
             where = f"{self.name}{what and ', '}{what}"
@@ -110,11 +110,12 @@ class _RemoteFile:
         self._at = max(start, stop)
         if stop <= start:
             return b""
-        file = self._file
         try:
-            return file.store.remote_range(file.path, start, stop)
-        except Exception as error:
-            file.store.raise_told(error, file.path, "")
+            return self._file.store.remote_range(self._file.path, start, stop)
+        except OSError as error:
+            if error.errno is None:  # else it would be taken for pyarrow's, of bad data
+                error.errno = errno.EIO
+            raise
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         self._at = offset + (0, self._at, self._size)[whence]

@@ -266,6 +266,23 @@ def test_remote_files_are_read_by_ranges(store: HttpStore) -> None:
     rows.close()
 
 
+def test_an_error_of_a_store_is_not_taken_for_damage(
+    store: HttpStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed = io.BytesIO()
+    pq.write_table(table(0, 10), packed)
+    store.files["/a.parquet"] = packed.getvalue()
+    rows = Parquet(f"{store.url}/a.parquet", columns=["int"])
+
+    def forbidden(*_: Any) -> bytes:
+        raise OSError("Forbidden")  # as gcsfs does: without a number
+
+    monkeypatch.setattr(Store, "remote_range", forbidden)
+    with pytest.raises(StoreError, match=r"a\.parquet.* was not served: .*Forbidden"):
+        rows[0]
+    rows.close()
+
+
 def test_in_a_pipeline(folder: Path) -> None:
     rows = Parquet(folder, columns=["int"])
     sampler = BlockShuffleSampler(rows, 3)
