@@ -128,9 +128,9 @@ TARGETS = (
     Target(
         *("P13", "processes: <= 1.25x the bound", within(1.25, BACKENDS[1:])),
         why="Each worker gets the batches that torch gives it, in turn, so that it draws what torch's "
-        "would. With the times of these samples that rule alone takes 1.14 and 1.26 of the bound. With "
-        "`seeding='sample'` any worker may make any batch: in a trial of its own, on quiet cores, that "
-        "took 1.54 s of lognormal samples, torch's rule 1.93, and torch 2.3.",
+        "would. With the times of these samples that rule alone takes 1.14 and 1.26 of the bound (by a "
+        "simulation without a loader). With `seeding='sample'` any worker may make any batch: see *fork "
+        "by samples*, which is within 1.25 in both lines.",
     ),
     Target(
         "P13", "threads: p99 of next() <= 0.5x torch's", calmer_than_torch(0.5, _THREADS, "one in")

@@ -255,11 +255,11 @@ class Lifecycle(ABC):
 
     def _close_for(self, fault: Fault) -> None:
         """End all because of a death, unless that was done."""
-        if self._closing:
-            return
-        refusal = "" if self._supervisor is None else self._supervisor.refusal
-        self._death_report = self._table.death_report(fault, refusal)
-        self.close()
+        if not self._death_report:
+            refusal = "" if self._supervisor is None else self._supervisor.refusal
+            self._death_report = self._table.death_report(fault, refusal)
+        if not self._closing:
+            self.close()
 
     def _check_process(self) -> None:
         if self._elsewhere:  # it would read messages to the other process

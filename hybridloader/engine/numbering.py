@@ -42,9 +42,8 @@ class NumberedSending:
 
     def start(self, worker: int, spec: WorkerSpec) -> None:
         epoch = self._counter.epoch
-        if (
-            spec.seeding is not None and spec.seeding.epoch != epoch
-        ):  # else it is packed once for all
+        # The spec as it is, where it can be: crews pack one and the same for all workers once.
+        if spec.seeding is not None and spec.seeding.epoch != epoch:
             spec = replace(spec, seeding=replace(spec.seeding, epoch=epoch))
         self._expected[worker] = epoch, 0
         self._crew.start(worker, spec)

@@ -70,9 +70,8 @@ class RelayQueue:
                 began = time.perf_counter()
                 self.full = True
                 while not self._has_room(weight) and not self.closed:
-                    self._left.wait(
-                        SLICE
-                    )  # not for ever: a finalizer on this thread may have closed it
+                    # Not for ever: a finalizer on this very thread may have closed it just before.
+                    self._left.wait(SLICE)
                 self.full = False
                 ended = time.perf_counter()
                 self.blocked += ended - began

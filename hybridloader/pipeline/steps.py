@@ -127,10 +127,10 @@ class Steps(Chain):
             Your own description of the contents; a file with another one is refused. None takes the
             steps before, with their arguments, their attributes, and a sample of the data.
         """
-        if path is None or fingerprint is not None:
-            return self._then(Cache(path, fingerprint=fingerprint or ""))
-        ranks = partial(ranks_of_steps, self)
-        return self._then(Cache(path, fingerprint=fingerprint_of_steps(self), ranks=ranks))
+        if fingerprint is None:
+            fingerprint = "" if path is None else fingerprint_of_steps(self)
+        ranks = None if path is None else partial(ranks_of_steps, self)
+        return self._then(Cache(path, fingerprint=fingerprint, ranks=ranks))
 
     # -- several pipelines ---------------------------------------------------------------------------
 
