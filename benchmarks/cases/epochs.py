@@ -69,8 +69,7 @@ TARGETS = (
     faster_than_torch("P5", "<= 0.25x torch's time, paths", 4, _FRESH, variant="paths"),
     Target(
         *("P6", "<= 0.2 ms", at_most(0.2, BACKENDS)),
-        why="On another machine of two cores (AMD EPYC, 2026-11-22, 2 rounds) threads took 0.164 ms, "
-        "and torch 1.13.",
+        why="On this host at another hour (2026-11-22, 2 rounds) threads took 0.164 ms, and torch 1.13.",
     ),
     faster_than_torch("P6", "<= 0.2x torch's time", 5, BACKENDS),
     faster_than_torch(
