@@ -88,20 +88,20 @@ def cpu_per_gigabyte(measurements: Sequence[Measurement]) -> list[Measurement]:
 
 
 _TWO_SPEEDS = (
-    "Two cores that copy at once have two speeds on a shared host, which change within seconds: on a "
-    "Xeon together they took 0.12 or 0.30 ms for a batch of 10 MB, one alone 0.25 ms. There, in slices of "
-    "30 to 50 ms, in turn with both cores together, threads reached 1.06 (10 MB) and 0.94 (38 MB), `fork` "
-    "0.78 to 0.82 and 0.84 to 0.88. No page is new then. At 10 MB the number of slots in turn counts: `fork` "
-    "reaches 0.86 with one batch prefetched for each worker, 0.78 with two, 0.74 with three. Two bare "
-    "processes, too, are slower with two or three buffers in turn than with one, at 10 MB and not at "
-    "38, where one is more than the cache. A worker has three slots in turn, which is the least: two "
-    "batches are prefetched, one is in the loop's hand. It is the slot that was freed last; a fourth is "
-    "taken now and then."
+    "Two cores that copy at once have two speeds on a shared host, which change within seconds: on "
+    "a Xeon together they took 0.12 or 0.30 ms for a batch of 10 MB, one alone 0.25 ms. There, in "
+    "slices of 30 to 50 ms, in turn with both cores together, threads reached 1.06 (10 MB) and "
+    "0.94 (38 MB), `fork` 0.78 to 0.82 and 0.84 to 0.88. No page is new then. At 10 MB the number "
+    "of slots in turn counts: `fork` reaches 0.86 with one batch prefetched for each worker, 0.78 "
+    "with two, 0.74 with three. Two bare processes, too, are slower with two or three buffers in "
+    "turn than with one, at 10 MB and not at 38, where one is more than the cache. A worker has "
+    "three slots in turn, which is the least: two batches are prefetched, one is in the loop's "
+    "hand. It is the slot that was freed last; a fourth is taken now and then."
 )
 _MEMORY = (
-    "Memory is the limit: both cores together, which do nothing but copy, take 1/3 to 1/5 of Grain's time "
-    "at 38 MB. On a Xeon, whose memory is slower for two cores at once, they took 1/6 to 1/8 of torch's, and "
-    "threads were 6.1 to 9.8 times as fast as torch."
+    "Memory is the limit: both cores together, which do nothing but copy, take 1/3 to 1/5 of "
+    "Grain's time at 38 MB. On a Xeon, whose memory is slower for two cores at once, they took 1/6 "
+    "to 1/8 of torch's, and threads were 6.1 to 9.8 times as fast as torch."
 )
 TARGETS = (
     faster_than_torch("P1", ">= 10x torch", 10, WITH_WORKERS, why=_MEMORY),
