@@ -35,6 +35,10 @@ TARGETS = (
         at_least(0.95, ("threads",), "together"),
         why=_NOT_THE_LOADER,
     ),
-    Target("P3", "processes >= 0.95 of all together", at_least(0.95, PROCESS_BACKENDS, "together")),
+    Target(
+        *("P3", "processes >= 0.95 of all together"),
+        at_least(0.95, PROCESS_BACKENDS, "together"),
+        why="It is 2 to 4 ms of a batch of 32 photographs, and was not found, as with threads.",
+    ),
     Target("P3", "ahead of every rival", ahead_of(1, WITH_WORKERS)),
 )
