@@ -115,7 +115,7 @@ LENGTHS = {
     ".shuffle(buffer_size)": lambda pipe: pipe.shuffle(3),
     ".take(count)": lambda pipe: pipe.take(3),
     ".skip(count)": lambda pipe: pipe.skip(3),
-    ".enumerate()": lambda pipe: pipe.enumerate(),
+    ".enumerate(start=0)": lambda pipe: pipe.enumerate(),
     ".repeat(times)": lambda pipe: pipe.repeat(3),
     ".shard(num_replicas, rank)": lambda pipe: pipe.shard(2, 0),
     ".cache()": lambda pipe: pipe.cache(),
@@ -124,7 +124,7 @@ LENGTHS = {
     ".concat(other, ...)": lambda pipe: pipe.concat(pipe),
     ".interleave(other, ...)": lambda pipe: pipe.interleave(pipe),
     ".mix(other, ...)": lambda pipe: pipe.mix(pipe),
-    ".fork(count)": lambda pipe: pipe.fork(2)[0],
+    ".fork(count=2)": lambda pipe: pipe.fork(2)[0],
     ".pin_memory()": lambda pipe: pipe.pin_memory(),
     ".to(device)": lambda pipe: pipe.to("cuda"),
 }
