@@ -70,11 +70,11 @@ class FailureLog:
     def total(self) -> int:
         return sum(list(self.counts.values()))  # a copy: other threads count, too
 
-    def add(self, record: Skipped, key: Hashable) -> None:
-        """Add a record, counted under `key`."""
+    def add(self, record: Skipped, key: Hashable, run: list[Skipped]) -> None:
+        """Count a record under `key`, and add it to those of its `run`, which may be over."""
         self.counts[key] += 1
         self.replaced[key] += record.replaced
-        self.records.append(record)
+        run.append(record)
 
     def new_run(self) -> None:
         """Begin the records of another run; the old list stays as it is."""
@@ -155,9 +155,7 @@ class ErrorBudget:
             if self.told is not None:
                 self.told(record)
             if self._log is not None and self._shared is not None:
-                self._log.counts[self._key] += 1
-                self._log.replaced[self._key] += failed.replaced
-                self._shared.append(record)
+                self._log.add(record, self._key, self._shared)
         return len(self.records) > max(before, self.allowed)
 
     def _too_many(self) -> TooManyErrors:

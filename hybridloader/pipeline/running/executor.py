@@ -81,9 +81,7 @@ class Executor:
         self.stages = RunningStages(self.seed, self.closed, self.trace)
         self._pinners: dict[int, Pinner | None] = {}  # by the identity of their operator
         self.relays: dict[Path, RunningRelay] = {}
-        self.initialised: set[Path] = (
-            set()
-        )  # nodes without workers whose `worker_init_fn` was called
+        self.initialised: set[Path] = set()  # nodes without workers that had their `worker_init_fn`
         self._coroutines: list[Any] = []  # of functions without workers
         self._inline: dict[tuple[Path, int], TaskContext] = {}  # of these, too, in the latest pass
         self._ending = threading.RLock()

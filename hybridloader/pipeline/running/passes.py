@@ -304,6 +304,7 @@ class OperatorContext:
         self.seed = executor.seed if executor.seeded else None
         self.run_seed = executor.seed
         self.locks = executor.stages.locks.get(node.path)
+        self._skipped = executor.stages.failure_log.records
         self._opened = 0
 
     def random(self, seed: int | None) -> random.Random:
@@ -335,7 +336,7 @@ class OperatorContext:
     def left_out(self, item: Any, error: Exception) -> None:
         node, log = self._node, self._pass.executor.stages.failure_log
         shown = item if type(item) in (int, str) else brief(item)
-        log.add(Skipped(shown, error, "", None, node.name, self.epoch), node.path)
+        log.add(Skipped(shown, error, "", None, node.name, self.epoch), node.path, self._skipped)
 
     def drop(self, items: Iterator[Any], at: int) -> Iterator[Any]:
         start, slack = self._begins
