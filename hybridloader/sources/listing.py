@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from hybridloader._support.errors import CacheError, SourceError
 from hybridloader.sources.kept import write_whole
-from hybridloader.sources.store import Store
+from hybridloader.sources.store import Store, fsspec_module, is_local
 
 VERSION = 1
 """Version of a kept listing."""
@@ -109,23 +109,24 @@ def stores_of(roots: Sequence[Root], options: Mapping[str, Any]) -> list[Store]:
 
 def _place_of(url: str) -> str:
     """Return the part of a URL that says which file system serves it."""
+    if is_local(url):
+        return "file"
     first, chained, rest = url.partition("::")
-    protocol, separator, path = first.partition("://")
+    protocol, _, path = first.partition("://")
     if chained:
         return f"{protocol}::{rest}"
-    if not separator or protocol in ("file", "local"):
-        return "file"
     return f"{protocol}://{path.partition('/')[0]}"
 
 
 def _listed(url: str, store: Store, ignored: tuple[str, ...]) -> Root:
-    fs = _following_links() if store.is_local else store.fs
-    path = str(store.fs._strip_protocol(url.partition("::")[0]))
+    fs = _following_links(url) if store.is_local else store.fs
+    named = url if store.is_local else url.partition("::")[0]
+    path = str(fs._strip_protocol(named))
     magic = re.search(r"[*?\[]" if "://" not in url or "::" in url else r"[*\[]", path)
     if magic is not None and not (store.is_local and os.path.exists(path)):
         found = fs.glob(path, detail=True)
         folder = path[: magic.start()].rpartition("/")[0]
-    elif url.partition("::")[0].endswith("/") or (store.is_local and os.path.isdir(path)):
+    elif named.endswith("/") or (store.is_local and os.path.isdir(path)):
         folder = path.rstrip("/")
         found = fs.find(folder + "/" if folder else "", detail=True)
         if ignored:
@@ -150,12 +151,13 @@ def _is_ignored(name: str, folder: str, beginnings: tuple[str, ...]) -> bool:
     return any(part.startswith(beginnings) for part in name[len(folder) :].split("/"))
 
 
-def _following_links() -> Any:
+def _following_links(url: str) -> Any:
     """Return a local file system that goes into folders that are links, as torchvision's folders do.
 
     fsspec's own lists such a link as if it were a file, and finds nothing below it. A link to a folder
     around it is left out: its files are listed there, and to follow it would never end.
     """
+    fsspec_module(url)
     from fsspec.implementations.local import LocalFileSystem
 
     class Following(LocalFileSystem):  # type: ignore[misc]

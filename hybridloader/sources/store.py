@@ -83,7 +83,7 @@ class Store:
 
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
         self._url, self._options = url, dict(options)
-        self.is_local = _is_local(url)
+        self.is_local = is_local(url)
         # One of an archive has a file position. The others are asked from all threads at once.
         self._opened = PerWorker(partial(_opened, url, self._options), close=_nothing)
         self._files = PerWorker(_LocalFiles, per="process")
@@ -228,9 +228,10 @@ def _nothing(_: Any) -> None:
     """Leave it to its destructor: several threads may use one file system."""
 
 
-def _is_local(url: str) -> bool:
-    protocol, separator, _ = url.partition("://")
-    return "::" not in url and (not separator or protocol in ("file", "local"))
+def is_local(url: str) -> bool:
+    """Tell whether `url` names files of this machine; without ``://``, ``::`` is a part of a name."""
+    protocol, separator, path = url.partition("://")
+    return not separator or (protocol in ("file", "local") and "::" not in path)
 
 
 def fsspec_module(url: str) -> Any:
