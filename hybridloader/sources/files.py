@@ -29,7 +29,7 @@ class Files(Shards[Any]):
     urls
         A path or URL, or several: of a file; of a folder, with all that is below it (one that is not
         local ends in ``/``); or a glob, in which ``**`` stands for any number of folders and
-        ``{000..123}`` for these numbers. Any URL of fsspec, such as ``s3://``, ``gs://``,
+        ``{000..123}`` for these numbers, as in bash. Any URL of fsspec, such as ``s3://``, ``gs://``,
         ``https://``, ``memory://`` or ``zip://*.jpg::file:///data/photos.zip``. A file that several of
         them name is there once; to have some more often, use a `WeightedSampler`.
     load

@@ -6,7 +6,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
@@ -16,6 +16,14 @@ from hybridloader.sources.store import Store, fsspec_module, is_local
 
 VERSION = 1
 """Version of a kept listing."""
+
+_RANGE = re.compile(
+    r"(?<!\[)\{((?:-?[0-9]+\.\.-?[0-9]+|[a-z]\.\.[a-z]|[A-Z]\.\.[A-Z])(?:\.\.-?[0-9]+)?)\}"
+)
+"""Range of numbers or letters, with a step or without."""
+
+_OTHER_BRACES = re.compile(r"(?<!\[)\{[^}]*(?:,|\.\.)[^}]*\}")
+"""Other braces that a shell would write out, or that are a mistake, in a URL without its ranges."""
 
 _AROUND = "around"
 """Type of a link to a folder that it is itself in."""
@@ -33,7 +41,10 @@ class Root(NamedTuple):
 
 
 def urls_of(urls: Urls) -> list[str]:
-    """Return the URLs, with ``{000..123}`` written out. Raises `ValueError` if there are none."""
+    """Return the URLs, with ``{000..123}`` written out.
+
+    Raises `ValueError` if there are none, or if one has braces that are not written out.
+    """
     many = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
     found = [one for url in many for one in _expanded(os.fspath(url))]
     if not found:
@@ -41,14 +52,31 @@ def urls_of(urls: Urls) -> list[str]:
     return found
 
 
-def _expanded(url: str) -> Iterator[str]:
-    """Write out ranges of numbers, as webdataset has them."""
-    parts = re.split(r"\{(\d+\.\.\d+)\}", url)
-    choices = [[part] for part in parts]
-    for place in range(1, len(parts), 2):
-        first, last = parts[place].split("..")
-        choices[place] = [f"{n:0{len(first)}d}" for n in range(int(first), int(last) + 1)]
+def _expanded(url: str) -> Iterable[str]:
+    """Write out ranges of numbers and letters, as bash does, unless they name a local file."""
+    if "{" not in url or (is_local(url) and os.path.exists(url)):
+        return [url]
+    parts = _RANGE.split(url)
+    if _OTHER_BRACES.search("".join(parts[::2])) is not None:
+        raise ValueError(
+            f"{url}: these braces are not written out, only ranges such as {{000..127}}, {{9..1..2}} "
+            "and {a..f} are: list the names one by one, or write [{] for a { that is part of a name"
+        )
+    choices = [_range(*part.split("..")) if at % 2 else [part] for at, part in enumerate(parts)]
     return map("".join, itertools.product(*choices))
+
+
+def _range(first: str, last: str, step: str = "1") -> list[str]:
+    """Count from `first` to `last`, up or down; if one has zeros in front, all numbers are as long."""
+    write: Callable[[int], str]
+    if first.isalpha():
+        start, stop, write = ord(first), ord(last), chr
+    else:
+        padded = any(re.match("-?0[0-9]", end) for end in (first, last))
+        width = max(len(first), len(last)) if padded else 0
+        start, stop, write = int(first), int(last), lambda number: f"{number:0{width}d}"
+    way = 1 if start <= stop else -1
+    return [write(number) for number in range(start, stop + way, way * max(1, abs(int(step))))]
 
 
 def list_files(
