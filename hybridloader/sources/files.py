@@ -11,7 +11,7 @@ import numpy as np
 
 from hybridloader._support.arguments import flag
 from hybridloader._support.errors import SourceError, add_note
-from hybridloader.sources.listing import Root, Urls, list_files, stores_of
+from hybridloader.sources.listing import Root, Urls, list_files
 from hybridloader.sources.shards import Shards
 from hybridloader.sources.texts import Texts
 
@@ -86,11 +86,9 @@ class Files(Shards[Any]):
     ) -> None:
         if not callable(load) and load not in ("bytes", "text"):
             raise ValueError(f"load must be 'bytes', 'text' or a function of bytes, got {load!r}")
-        options = storage_options or {}
-        roots = list_files(urls, options, index)
+        roots, stores = list_files(urls, storage_options or {}, index)
         super().__init__(Texts(root.url for root in roots), [len(root.paths) for root in roots])
         self._load = load
-        stores = stores_of(roots, options)
         numbers = {store: number for number, store in enumerate(dict.fromkeys(stores))}
         self._stores = list(numbers)
         self._store_of = array("L", (numbers[store] for store in stores))

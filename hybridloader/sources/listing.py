@@ -85,8 +85,11 @@ def list_files(
     kept: str | None = None,
     *,
     ignored: tuple[str, ...] = (),
-) -> list[Root]:
-    """List the files that `urls` name; a file that several name is only in the first of them.
+) -> tuple[list[Root], list[Store]]:
+    """List the files that `urls` name, and the store of each; the URLs of one place share it.
+
+    A file that several name is only in the first of them. Stores are asked, not the listings that
+    fsspec keeps.
 
     Parameters
     ----------
@@ -109,30 +112,25 @@ def list_files(
         A name leads out of its folder.
     """
     wanted = urls_of(urls)
+    places = [_place_of(url) for url in wanted]
+    urls_by_place = dict(zip(places, wanted, strict=True))
+    by_place = {place: Store(url, options) for place, url in urls_by_place.items()}
+    stores = [by_place[place] for place in places]
     if kept is not None and os.path.exists(kept):
-        return _read(kept, wanted)
-    stores: dict[str, Store] = {}
-    seen: set[tuple[str, str]] = set()
+        return _read(kept, wanted), stores
+    for store in by_place.values():
+        store.forget_listings()
+    seen: set[tuple[Store, str]] = set()
     roots = []
-    for url in wanted:
-        place = _place_of(url)
-        store = stores.get(place)
-        if store is None:
-            store = stores[place] = Store(url, options)
+    for url, store in zip(wanted, stores, strict=True):
         root = _listed(url, store, ignored)
-        fresh = [at for at, path in enumerate(root.paths) if (place, path) not in seen]
-        seen.update((place, path) for path in root.paths)
+        fresh = [at for at, path in enumerate(root.paths) if (store, path) not in seen]
+        seen.update((store, path) for path in root.paths)
         paths, sizes = [root.paths[at] for at in fresh], [root.sizes[at] for at in fresh]
         roots.append(root._replace(paths=paths, sizes=sizes))
     if kept is not None:
         _write(kept, roots)
-    return roots
-
-
-def stores_of(roots: Sequence[Root], options: Mapping[str, Any]) -> list[Store]:
-    """Return the store of each root; those of one place share it."""
-    stores = {_place_of(root.url): Store(root.url, options) for root in roots}
-    return [stores[_place_of(root.url)] for root in roots]
+    return roots, stores
 
 
 def _place_of(url: str) -> str:

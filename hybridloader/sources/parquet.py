@@ -16,7 +16,7 @@ from hybridloader._support.errors import SourceError
 from hybridloader.sources.columns import Columns, Ints, pyarrow_modules
 from hybridloader.sources.finder import Finder
 from hybridloader.sources.folder_columns import folder_columns
-from hybridloader.sources.listing import Urls, list_files, stores_of
+from hybridloader.sources.listing import Urls, list_files
 from hybridloader.sources.per_worker import PerWorker
 from hybridloader.sources.row_groups import ParquetFile, RowGroups
 from hybridloader.sources.selection import Part, Selection
@@ -117,16 +117,12 @@ class Parquet(Shards[Any]):
         if columns is not None and len(set(columns)) < len(columns):
             raise ValueError(f"columns names one of them twice: {', '.join(columns)}")
         self._tensors, self._filter = flag("tensors", tensors), filter
-        options = storage_options or {}
         # As pyarrow's datasets do: Spark and others keep notes of their own under such names.
-        roots = list_files(urls, options, ignored=("_", "."))
+        roots, stores = list_files(urls, storage_options or {}, ignored=("_", "."))
         folders, numbers = folder_columns(roots), count()
         places = [
-            (store, path)
-            for root, store in zip(roots, stores_of(roots, options), strict=True)
-            for path in root.paths
+            (store, path) for root, store in zip(roots, stores, strict=True) for path in root.paths
         ]
-        stores = [store for store, _ in places]
         stamps = each(lambda place: place[0].stamp(place[1]), places, stores)
         self._files = [
             ParquetFile(*place, stamp, next(folders), next(numbers))

@@ -280,7 +280,7 @@ class RowGroups:
 
     @staticmethod
     def _check_unchanged(file: ParquetFile) -> None:
-        found = file.store.stamp(file.path)
+        found = file.store.stamp(file.path, anew=True)
         if found != file.stamp:
             raise SourceError(
                 f"{file.name} has changed since it was indexed: it had {file.stamp.size} bytes "

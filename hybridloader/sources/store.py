@@ -102,15 +102,25 @@ class Store:
         """Return the name of a file for errors."""
         return path if self.is_local else str(self.fs.unstrip_protocol(path))
 
-    def stamp(self, path: str) -> Stamp:
-        """Ask for size and mark of a file."""
+    def forget_listings(self) -> None:
+        """Drop the listings that the file system keeps (s3fs for ever), so that it asks its store."""
+        if not self.is_local:
+            self.fs.invalidate_cache()
+
+    def stamp(self, path: str, *, anew: bool = False) -> Stamp:
+        """Return size and mark of a file; `anew` asks its store, not the listings that are kept."""
         if self.is_local:
             return _stamp_of(os.stat(path))
         try:
+            if anew:  # as fsspec does after it has written a file
+                self.fs.invalidate_cache(path)
+                self.fs.invalidate_cache(self.fs._parent(path))
             info = self.fs.info(path)
         except Exception as error:
             self.raise_told(error, path)
-        mark = next((f"{name} {info[name]}" for name in _MARKS if info.get(name)), "")
+        # Azure's listings have checksums without the quotation marks around them.
+        found = ((name, str(info.get(name) or "").strip('"')) for name in _MARKS)
+        mark = next((f"{name} {value}" for name, value in found if value), "")
         return Stamp(-1 if info.get("size") is None else int(info["size"]), mark)
 
     def open(self, path: str) -> Any:
@@ -246,7 +256,14 @@ def fsspec_module(url: str) -> Any:
 def _opened(url: str, options: Mapping[str, Any]) -> Any:
     fsspec = fsspec_module(url)
     try:
-        return fsspec.core.url_to_fs(url, **options)[0]
+        _, chained, inner = url.rpartition("::")
+        if chained:  # to open an archive is to ask for the size of its file
+            of_inner = options.get(inner.partition("://")[0], {})
+            fsspec.core.url_to_fs(inner, **of_inner)[0].invalidate_cache()
+        fs = fsspec.core.url_to_fs(url, **options)[0]
+        if not fs.async_impl:  # then this thread has one alone, with listings that it made before
+            fs.invalidate_cache()
+        return fs
     except ImportError as error:  # fsspec says what to install
         raise ImportError(f"{url} can't be opened: {error}. For http(s): {INSTALL}") from error
     except zipfile.BadZipFile as error:

@@ -13,7 +13,7 @@ import numpy as np
 from hybridloader._support.arguments import function, whole
 from hybridloader._support.caller import warn_once
 from hybridloader._support.errors import SourceError, add_note
-from hybridloader.sources.listing import Urls, list_files, stores_of
+from hybridloader.sources.listing import Urls, list_files
 from hybridloader.sources.shards import Shards
 from hybridloader.sources.store import Stamp, Store, each
 from hybridloader.sources.tar_index import (
@@ -130,11 +130,10 @@ class Tar(Shards[Any]):
             function("load", load, "a function of a sample")
         self._merge = None if merge is None else whole("merge", merge, 0)
         self._load = load
-        options = storage_options or {}
-        roots = list_files(urls, options)
+        roots, stores = list_files(urls, storage_options or {})
         places = [
             (store, path)
-            for root, store in zip(roots, stores_of(roots, options), strict=True)
+            for root, store in zip(roots, stores, strict=True)
             for path in root.paths
             if not path.endswith(_BESIDE)
         ]

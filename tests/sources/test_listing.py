@@ -1,14 +1,133 @@
-"""Lists of files: names, and patterns that are written out."""
+"""Lists of files: asked of the store each time, and patterns that are written out."""
 
 from __future__ import annotations
 
+import io
+import zipfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.archives import sample_members, tar_bytes
+from support.listed_store import ListedStore, SharedListedStore
 
-from hybridloader.sources import Files
+from hybridloader.sources import Files, Parquet, SourceError, Tar
 from hybridloader.sources.listing import urls_of
+
+
+@pytest.fixture(params=[ListedStore, SharedListedStore])
+def listed(request: Any) -> Iterator[Any]:
+    """A store whose file system keeps its listings; another process fills `files`."""
+    fsspec = pytest.importorskip("fsspec")
+    store = request.param
+    fsspec.register_implementation(store.protocol, store, clobber=True)
+    yield store
+    store.files.clear()
+    store.requests.clear()
+    store.clear_instance_cache()
+
+
+def requests(store: Any) -> list[str]:
+    """Return the requests since the last call."""
+    made = [*store.requests]
+    store.requests.clear()
+    return made
+
+
+def parquet_bytes(first: int) -> bytes:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    packed = io.BytesIO()
+    pq.write_table(pa.table({"x": range(first, first + 4)}), packed, row_group_size=2)
+    return packed.getvalue()
+
+
+@pytest.mark.parametrize("pattern", ["b/*/*.txt", "b/**", "b/"])
+def test_a_source_made_again_has_a_new_file(listed: Any, pattern: str) -> None:
+    url = f"{listed.protocol}://{pattern}"
+    listed.files.update({"b/c/1.txt": b"one", "b/d/2.txt": b"two"})
+    assert [*Files(url)] == [b"one", b"two"]
+    listed.files.update({"b/c/1.txt": b"longer", "b/c/3.txt": b"three"})
+    del listed.files["b/d/2.txt"]
+    assert [*Files(url)] == [b"longer", b"three"]
+
+
+@pytest.mark.parametrize("name", ["a.tar", "*.tar"])
+def test_an_archive_that_has_grown_is_indexed_anew(listed: Any, name: str) -> None:
+    url = f"{listed.protocol}://b/{name}"
+    listed.files["b/a.tar"] = tar_bytes(sample_members(0, 3))
+    Files(f"{listed.protocol}://b/*")  # keeps the listing of the folder
+    assert len(Tar(url)) == 3
+    listed.files["b/a.tar"] = tar_bytes(sample_members(0, 40))
+    assert len(Tar(url)) == 40
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "*.parquet"])
+def test_a_table_of_the_same_size_that_was_written_anew_is_noticed(listed: Any, name: str) -> None:
+    url = f"{listed.protocol}://b/{name}"
+    first, second = parquet_bytes(0), parquet_bytes(100)
+    assert len(first) == len(second)
+    listed.files["b/a.parquet"] = first
+    Files(f"{listed.protocol}://b/*")
+    rows = Parquet(url)
+    listed.files["b/a.parquet"] = second
+    with pytest.raises(SourceError, match=r"a\.parquet has changed since it was indexed"):
+        rows[0]
+    assert [row["x"] for row in Parquet(url)] == [100, 101, 102, 103]
+
+
+def test_an_archive_of_a_store_is_opened_anew(listed: Any) -> None:
+    def write(texts: list[str]) -> None:
+        packed = io.BytesIO()
+        with zipfile.ZipFile(packed, "w") as archive:
+            for number, text in enumerate(texts):
+                archive.writestr(f"{number}.txt", text)
+        listed.files["b/a.zip"] = packed.getvalue()
+
+    url = f"zip://*.txt::{listed.protocol}://b/a.zip"
+    write(["one"])
+    Files(f"{listed.protocol}://b/*")
+    assert [*Files(url, load="text")] == ["one"]
+    write(["two", "three"])
+    assert [*Files(url, load="text")] == ["two", "three"]
+
+
+def test_a_thread_that_has_listings_of_its_own_does_not_read_by_them(listed: Any) -> None:
+    url = f"{listed.protocol}://b/*.txt"
+    listed.files["b/1.txt"] = b"one"
+    Files(url)
+    listed.files["b/1.txt"] = b"longer"
+    with ThreadPoolExecutor(1) as elsewhere:
+        files = elsewhere.submit(Files, url).result()
+    assert files[0] == b"longer"
+
+
+def test_a_listing_is_a_request_for_a_folder_and_not_for_each_file(listed: Any) -> None:
+    listed.files.update({f"b/{number:02d}.txt": f"{number}".encode() for number in range(50)})
+    files = Files([f"{listed.protocol}://b/*.txt", f"{listed.protocol}://b/4*.txt"])
+    found = requests(listed)
+    assert found.count("list b") == 1
+    assert len(found) < 5  # fsspec also asks for the folder
+    assert [int(one) for one in files] == [*range(50)]
+    found = [one for one in requests(listed) if not one.startswith("get ")]
+    assert found in ([], ["list b"])  # an instance of this thread alone lists to know the sizes
+
+
+@pytest.mark.parametrize("listed", [SharedListedStore], indirect=True)
+def test_a_table_asks_for_each_file_as_it_is_first_opened_and_never_before(listed: Any) -> None:
+    listed.files.update({f"b/{number:02d}.parquet": parquet_bytes(number) for number in range(20)})
+    rows = Parquet("shared-listed://b/*.parquet")
+    found = [one for one in requests(listed) if not one.startswith("get ")]
+    assert found.count("list b") == 1
+    assert len(found) < 5
+    for _ in range(2):
+        assert [row["x"] for row in rows] == [n + row for n in range(20) for row in range(4)]
+    found = [one for one in requests(listed) if not one.startswith("get ")]
+    assert found == [f"info {name}" for name in listed.files]
+
+
+# Patterns.
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import io
+import zipfile
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 from support.archives import sample_members, tar_bytes
 
 from hybridloader import BlockShuffleSampler, DataLoader
-from hybridloader.sources import Files, Parquet, StoreError, Tar
+from hybridloader.sources import Files, Parquet, SourceError, StoreError, Tar
 
 pytest.importorskip("s3fs")
 moto = pytest.importorskip("moto.server")
@@ -89,6 +91,82 @@ def test_a_table_is_read_by_ranges_and_a_change_is_told(s3: Any) -> None:
     with pytest.raises(ValueError, match="has changed since it was indexed"):
         rows[0]
     rows.close()
+
+
+@pytest.fixture
+def requests(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Requests of s3fs by their kind."""
+    import s3fs
+
+    made: Counter[str] = Counter()
+    call = s3fs.S3FileSystem._call_s3
+
+    async def counted(self: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+        made[method] += 1
+        return await call(self, method, *args, **kwargs)
+
+    monkeypatch.setattr(s3fs.S3FileSystem, "_call_s3", counted)
+    return made
+
+
+def test_a_source_made_again_asks_the_store_again(s3: Any, requests: Counter[str]) -> None:
+    """Another process writes: its file system has a cache of its own."""
+    import s3fs
+
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    elsewhere = s3fs.S3FileSystem(**s3, skip_instance_cache=True)
+
+    def write(first: int, count: int) -> None:
+        table, archive = io.BytesIO(), io.BytesIO()
+        pq.write_table(pa.table({"x": range(first, first + 9)}), table)
+        with zipfile.ZipFile(archive, "w") as packed:
+            packed.writestr("a.txt", "a" * count)
+        elsewhere.pipe_file("photos/t/a.parquet", table.getvalue())
+        elsewhere.pipe_file("photos/t/a.zip", archive.getvalue())
+        elsewhere.pipe_file("photos/t/a.tar", tar_bytes(sample_members(first, count)))
+        elsewhere.pipe({f"photos/t/{n}.txt": f"{n}".encode() for n in range(count)})
+
+    def sources() -> list[Any]:
+        found: list[Any] = [
+            Files("s3://photos/t/*.txt", load="text", storage_options=s3),
+            Files("zip://*.txt::s3://photos/t/a.zip", load="text", storage_options={"s3": s3}),
+        ]
+        for name in ("a", "*"):
+            found.append(Tar(f"s3://photos/t/{name}.tar", members=("cls",), storage_options=s3))
+            found.append(Parquet(f"s3://photos/t/{name}.parquet", storage_options=s3))
+        return found
+
+    for first, count in ((0, 3), (50, 40)):
+        write(first, count)
+        texts, packed, *others = made = sources()
+        assert len(texts) == count
+        assert [*packed] == ["a" * count]
+        for tar, rows in (others[:2], others[2:]):
+            assert len(tar) == count
+            assert [row["x"] for row in rows] == [*range(first, first + 9)]
+            rows.close()
+    write(90, 40)  # of the same sizes
+    requests.clear()
+    for rows in made[3::2]:
+        with pytest.raises(SourceError, match=r"a\.parquet has changed since it was indexed"):
+            rows[0]
+    assert requests == {"head_object": 2}
+    for one in made:
+        one.close()
+
+
+def test_a_listing_of_many_keys_is_one_request(s3: Any, requests: Counter[str]) -> None:
+    import s3fs
+
+    s3fs.S3FileSystem(**s3).pipe({f"photos/many/{n:03d}.txt": b"x" for n in range(100)})
+    for url in ("s3://photos/many/*.txt", "s3://photos/many/"):
+        for _ in range(2):
+            requests.clear()
+            files = Files(url, storage_options=s3)
+            assert requests == {"list_objects_v2": 1}
+            assert files[99] == b"x"
+            assert requests == {"list_objects_v2": 1, "get_object": 1}
+            files.close()
 
 
 def test_what_is_not_there_is_told(s3: Any) -> None:
