@@ -12,6 +12,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
@@ -99,8 +100,8 @@ class _Thread(WorkerHandle):  # the thread itself has no reference to it
         self.messages = _Inbox()
         self._codes: list[int] = []
         self.thread = threading.Thread(
-            target=_main,
-            args=(worker, self.messages, slots, report, opened, self._codes),
+            target=copy_context().run,
+            args=(_main, worker, self.messages, slots, report, opened, self._codes),
             name=f"hybridloader-{stage}-{worker.worker}",
             daemon=True,
         )

@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from hybridloader._support.errors import IteratorClosed, WorkerDied
+from hybridloader._support.torch_modes import Modes, modes_here
 from hybridloader.engine.contract import CLOSING, Backend, WorkerHandle
 from hybridloader.engine.crews import ended_with
 from hybridloader.engine.diagnosis import WorkerReport
@@ -69,6 +70,7 @@ class Lifecycle(ABC):
     ) -> None:
         backend.check()
         self.backend = backend
+        spec = replace(spec, modes=self._modes())
         if on_worker_death is not None or task_timeout > 0:
             spec = replace(spec, tracked=on_worker_death is not None, timed=task_timeout > 0)
         self.spec = spec
@@ -314,13 +316,13 @@ class Lifecycle(ABC):
         self.epoch += 1
         self._table.begin()
         try:
-            if self.epoch > 0:
-                message = Begin(self.epoch, shared_seed, changes)
+            message = Begin(self.epoch, shared_seed, changes, self._modes())
+            if self.epoch > 0 or message.modes != self.spec.modes:
                 for worker in range(len(scheduler.workers)):
                     if worker not in absent:
                         self._sender.send(worker, message)
             if self._supervisor is not None:
-                self._supervisor.begin(shared_seed, absent)
+                self._supervisor.begin(message, absent)
         except Exception:  # not all of the workers are in this epoch
             self._closing = True
             raise
@@ -328,6 +330,10 @@ class Lifecycle(ABC):
         self._untold = 0
         self._draw_from(source)
         self._crew.flush()
+
+    def _modes(self) -> Modes | None:
+        """Return the modes of this thread, for workers that are threads."""
+        return modes_here() if self.backend.in_process and not self.backend.in_caller else None
 
     def _end_epoch(self) -> NoReturn:
         error, self._error = self._error, None

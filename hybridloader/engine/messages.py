@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from hybridloader._support.failure import Failure
+    from hybridloader._support.torch_modes import Modes
     from hybridloader.engine.dataset_state import ShardStart
     from hybridloader.engine.fetcher import Fetch
     from hybridloader.engine.meter import Metering
@@ -52,6 +53,8 @@ class WorkerSpec:
     """True if `Ready` has the first state of the dataset, or the error that the worker began with."""
     metering: Metering | None = None
     """Specification of a worker's meter; None measures nothing."""
+    modes: Modes | None = None
+    """Modes of torch that a thread takes over from the thread that begins the pass."""
 
     @property
     def sharable(self) -> bool:
@@ -82,6 +85,7 @@ class Begin:
     epoch: int
     shared_seed: int | None = None
     changes: tuple[Change, ...] = ()
+    modes: Modes | None = None  # see `WorkerSpec.modes`
 
 
 class First(NamedTuple):

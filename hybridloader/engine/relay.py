@@ -14,10 +14,12 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextvars import copy_context
 from typing import Any
 
 from hybridloader._support.attributes import close
 from hybridloader._support.errors import IteratorClosed, NotReady, Raised, WorkerDied, WorkerTimeout
+from hybridloader._support.torch_modes import Modes, TakenModes, modes_here
 from hybridloader.engine.contract import CLOSING, SLICE
 
 REMEMBERED = 4096
@@ -177,9 +179,16 @@ class RelayQueue:
             self._tell()
 
 
-def _pull(queue: RelayQueue, source: Iterator[Any], prepare: Callable[[], None] | None) -> None:
+def _pull(
+    queue: RelayQueue,
+    source: Iterator[Any],
+    prepare: Callable[[], None] | None,
+    modes: Modes | None,
+) -> None:
     error: BaseException | None = None
+    taken = TakenModes()
     try:
+        taken.take(modes)
         if prepare is not None:
             prepare()
         while True:
@@ -200,6 +209,7 @@ def _pull(queue: RelayQueue, source: Iterator[Any], prepare: Callable[[], None] 
     finally:
         try:
             close(source)
+            taken.close()
         finally:
             queue.end(error)
 
@@ -223,7 +233,10 @@ class Relay(Iterator[Any]):
         self.queue = RelayQueue(name, depth, weigh, limit)
         self.get, self.when_ready = self.queue.get, self.queue.when_ready
         self._thread = threading.Thread(
-            target=_pull, args=(self.queue, source, prepare), name=name, daemon=True
+            target=copy_context().run,
+            args=(_pull, self.queue, source, prepare, modes_here()),
+            name=name,
+            daemon=True,
         )
         self._finalizer = weakref.finalize(self, self.queue.close)
         if start:

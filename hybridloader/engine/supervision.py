@@ -17,7 +17,7 @@ from hybridloader.engine.contract import Crew
 from hybridloader.engine.diagnosis import given_up
 from hybridloader.engine.feed import is_forwarded
 from hybridloader.engine.fetcher import GivenUp, Spared
-from hybridloader.engine.messages import Exited, Task
+from hybridloader.engine.messages import Begin, Exited, Task
 from hybridloader.engine.numbering import NumberedSending
 from hybridloader.engine.restart import Deaths, RestartPolicy
 from hybridloader.engine.states import WorkerState
@@ -52,18 +52,18 @@ class Supervisor:
         self._crew, self._sender = table.crew, sender
         # All the other mutable state:
         self._spec = table.spec
-        self._shared_seed = table.spec.shared_seed
-        self._begun = False
         self._killed: dict[int, tuple[str, str]] = {}
         """Reason and stack of each worker that was killed and has not exited yet."""
         self.refusal = ""  # reason why the last worker that died was not replaced
 
-    def begin(self, shared_seed: int | None, absent: Sequence[int]) -> None:
+    def begin(self, message: Begin, absent: Sequence[int]) -> None:
         """Begin an epoch: start workers for the places in `absent`."""
-        if self._begun and self._spec.starts:  # those were for the first epoch alone
-            self._spec = replace(self._spec, starts=())
-        self._begun = True
-        self._shared_seed = shared_seed
+        self._spec = replace(
+            self._spec,
+            shared_seed=message.shared_seed,
+            starts=() if message.epoch else self._spec.starts,  # for the first epoch alone
+            modes=message.modes,
+        )
         if self._deaths is not None:
             self._deaths.forget()
         for worker in absent:
@@ -83,7 +83,7 @@ class Supervisor:
     def _start(self, worker: int) -> None:
         """Start a new worker in a place, where the one before had got to."""
         self._table.replaced(worker)
-        spec = replace(self._spec, shared_seed=self._shared_seed, skip=self._table.position[worker])
+        spec = replace(self._spec, skip=self._table.position[worker])
         self._sender.start(worker, spec)
         self._crew.settle()
 

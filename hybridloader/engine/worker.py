@@ -19,6 +19,7 @@ from typing import Any
 from hybridloader._support.datapipes import seed_datapipe
 from hybridloader._support.errors import ResultNotSendable, no_stop
 from hybridloader._support.failure import Failure, twin
+from hybridloader._support.torch_modes import TakenModes
 from hybridloader.engine.dataset_state import ShardStart
 from hybridloader.engine.fetcher import Abandoned, Begun, EndOfShard, Fetcher, TaskContext
 from hybridloader.engine.messages import (
@@ -78,6 +79,7 @@ class Worker:
         if self.meter is not None and self.meter.slices is not None:
             self.meter.slices.worker = worker
             context.slices = self.meter.slices
+        self._modes = TakenModes()
         self._fetcher: Fetcher | None = None
         self._initialised = False
         self._broken: Exception | None = None
@@ -93,6 +95,7 @@ class Worker:
     def open(self) -> Ready:
         """Seed, run `init_fn`, open the first fetcher."""
         spec = self._spec
+        self._modes.take(spec.modes)
         self.context.rng = self._rng
         with self._seeds.initialising(spec.base_seed, self.worker):
             if self._rng is not None:
@@ -140,6 +143,7 @@ class Worker:
             self._rng.release()
         if self.meter is not None:
             self.meter.close()
+        self._modes.close()
 
     def step(self, message: Incoming) -> Event | None:
         """Do what `message` says; return the event to report, or None."""
@@ -169,6 +173,7 @@ class Worker:
             self.meter.begin_pass()
         before = self._fetcher  # kept until the next one has taken over its threads
         self._let_go()
+        self._modes.take(message.modes)
         if self._rng is not None and self._spec.seeding is not None:
             self._rng.begin(replace(self._spec.seeding, epoch=message.epoch))
             self.context.rng = self._rng

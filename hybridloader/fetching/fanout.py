@@ -6,8 +6,7 @@ object of the user, and they end when the `Fanout` is collected. They are daemon
 `concurrent.futures`, which Python joins at exit, so an item that is stuck would hold up the exit.
 
 An item finds the thread-local state of the calling thread: `get_worker_info`, the slots that collation
-writes into, context variables, torch's gradient modes and its number of native threads. Other
-thread-local settings of the caller (torch's default device, for instance) are not seen there. Random
+writes into, context variables, torch's modes (`Modes`) and its number of native threads. Random
 generators are shared: with several threads, the number that an item draws depends on timing.
 """
 
@@ -19,7 +18,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from contextvars import copy_context
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
@@ -28,6 +26,7 @@ from hybridloader._support.caller import warn
 from hybridloader._support.errors import Raised, add_note
 from hybridloader._support.native_threads import one_thread_on_this_thread
 from hybridloader._support.text import brief
+from hybridloader._support.torch_modes import TakenModes, modes_here
 from hybridloader.engine.fetcher import Abandoned, TaskContext
 from hybridloader.engine.shared_items import SharedItems
 from hybridloader.engine.worker_info import get_worker_info, set_worker_info
@@ -254,9 +253,11 @@ def _help(jobs: SimpleQueue[_Job | None], alone: bool) -> None:
     """Work at jobs, as a thread of a `Fanout`, until there is a None."""
     if alone:
         one_thread_on_this_thread()
+    taken = TakenModes()
     while (job := jobs.get()) is not None:
         surroundings = job.surroundings
         if surroundings is not None and job.todo:
+            taken.take(surroundings.modes)
             surroundings.around(job)
         del job, surroundings
     jobs.put(None)  # for the next thread
@@ -269,15 +270,9 @@ class _Surroundings:
         self._slots = on_this_thread.slots
         self._info = get_worker_info()
         self._context = copy_context()
-        self._mode: Callable[[], Any] = nullcontext
-        self.alone = False
+        self.modes = modes_here()
         torch: Any = sys.modules.get("torch")
-        if torch is not None:
-            self.alone = torch.get_num_threads() == 1
-            if torch.is_inference_mode_enabled():
-                self._mode = torch.inference_mode
-            elif not torch.is_grad_enabled():
-                self._mode = torch.no_grad
+        self.alone = torch is not None and torch.get_num_threads() == 1
 
     def around(self, job: _Job) -> None:
         # In a process of its own a worker is known on every thread.
@@ -286,12 +281,8 @@ class _Surroundings:
             set_worker_info(self._info)
         set_slots(self._slots)
         try:
-            self._context.copy().run(self._work, job)
+            self._context.copy().run(job.take_part, helping=True)
         finally:
             set_slots(None)
             if strange:
                 set_worker_info(None)
-
-    def _work(self, job: _Job) -> None:
-        with self._mode():
-            job.take_part(helping=True)

@@ -184,11 +184,12 @@ def mode_class() -> Any:
 
 
 def _on_cpu(args: Any, kwargs: Any) -> bool:
-    device = kwargs.get("device")
-    if device is not None:
-        return str(device).partition(":")[0] == "cpu"
-    device = attribute(args[0], "device") if args else None
-    return device is None or device.type == "cpu"
+    device, torch = kwargs.get("device"), sys.modules["torch"]
+    if device is None and args:
+        device = attribute(args[0], "device")
+    if device is None and torch._C._is_torch_function_mode_enabled():
+        device = torch.get_default_device()
+    return device is None or str(device).partition(":")[0] == "cpu"
 
 
 def _install_torch(patch: Patch) -> None:

@@ -19,6 +19,7 @@ from numpy.random import rand as taken_rand
 from numpy.random import sample as taken_sample
 from numpy.random import seed as taken_seed
 from support.random_datasets import Drawing, add, collate, states
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import Dataset, get_worker_info
 
 from hybridloader import DataLoader, Pipeline, SampleSeeding, rng
@@ -384,3 +385,25 @@ def test_the_generators_of_worker_info_are_seeded_too(threads_per_worker: int) -
     on_threads = run(3, "threads", threads_per_worker=threads_per_worker)
     assert on_threads == run(1, "threads")
     assert [sample[:2] for sample in on_threads] == run(2, "fork")
+
+
+def test_draws_for_a_default_device_take_no_generator_of_the_cpu() -> None:
+    class Seen(TorchFunctionMode):
+        """Notes the generators that reach torch: each mode above it has had its say."""
+
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func is torch.rand:
+                generators.append((kwargs or {}).get("generator"))
+            return func(*args, **(kwargs or {}))
+
+    def draw(item: int) -> torch.Tensor:
+        return torch.rand(3, device="cpu") if item else torch.rand(3)
+
+    pipeline = Pipeline.from_iterable(range(2)).map(draw, seeding="sample")
+    for device, given in (("meta", False), ("cpu", True)):
+        generators: list[Any] = []
+        with torch.device(device), Seen():
+            list(pipeline)
+        assert [generator is not None for generator in generators] == [given, True]

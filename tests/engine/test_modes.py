@@ -1,0 +1,293 @@
+"""Modes of the thread that makes an iterator: they hold wherever its samples are made, as with torch."""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import Dataset
+
+from hybridloader import DataLoader, Pipeline
+from hybridloader.engine.relay import Relay
+from hybridloader.testing import FakeAccelerator
+
+Modes = tuple[Any, ...]
+Around = Callable[[], AbstractContextManager[Any]]
+
+VARIABLE = contextvars.ContextVar("VARIABLE", default=0)
+
+
+def modes() -> Modes:
+    """Return the modes of this thread, by what they do and by name."""
+    ones = torch.ones(2, 2)
+    return (
+        (ones.clone().requires_grad_() * 2).requires_grad if not ones.is_inference() else None,
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        str((ones @ ones).dtype),
+        torch.is_autocast_cache_enabled(),
+        torch.get_default_device().index,
+        VARIABLE.get(),
+        np.geterr()["divide"],
+    )
+
+
+@contextmanager
+def default_device() -> Iterator[None]:
+    torch.set_default_device("cpu:0")
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+@contextmanager
+def variable() -> Iterator[None]:
+    token = VARIABLE.set(1)
+    try:
+        yield
+    finally:
+        VARIABLE.reset(token)
+
+
+@contextmanager
+def several() -> Iterator[None]:
+    with torch.no_grad(), torch.autocast("cpu", torch.float16), torch.device("cpu", 0), variable():
+        yield
+
+
+@contextmanager
+def grad_within_inference() -> Iterator[None]:
+    with torch.inference_mode(), torch.enable_grad():
+        yield
+
+
+AROUND: dict[str, Around] = {
+    "none": nullcontext,
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "grad within inference_mode": grad_within_inference,
+    "autocast": lambda: torch.autocast("cpu"),
+    "autocast to float16 without a cache": lambda: torch.autocast(
+        "cpu", torch.float16, cache_enabled=False
+    ),
+    "autocast that is off": lambda: torch.autocast("cpu", enabled=False),
+    "set_default_device": default_device,
+    "device": lambda: torch.device("cpu", 0),
+    "a context variable": variable,
+    "numpy.errstate": lambda: np.errstate(divide="raise"),
+    "several": several,
+}
+
+
+class Looks(Dataset[Modes]):
+    """Samples that are the modes in which they are made."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Modes:
+        return modes()
+
+
+def look(item: int) -> Modes:
+    return modes()
+
+
+async def look_async(item: int) -> Modes:
+    return modes()
+
+
+def looks_at_source() -> Iterator[Modes]:
+    for _ in range(8):
+        yield modes()
+
+
+def as_it_is(samples: list[Any]) -> list[Any]:
+    return [*samples, modes()]
+
+
+def torchs(workers: int) -> list[Modes]:
+    context = "fork" if workers else None
+    loader = TorchLoader(
+        Looks(), 4, num_workers=workers, collate_fn=as_it_is, multiprocessing_context=context
+    )
+    return [found for batch in loader for found in batch]
+
+
+def ours(backend: str, workers: int, **options: Any) -> list[Modes]:
+    loader = DataLoader(
+        Looks(), 4, num_workers=workers, backend=backend, collate_fn=as_it_is, **options
+    )
+    return [found for batch in loader for found in batch]
+
+
+def pipeline_of(function: Any, **where: Any) -> list[Modes]:
+    return list(Pipeline.from_iterable(range(8)).map(function, **where))
+
+
+PLACES: dict[str, Callable[[], list[Modes]]] = {
+    "inline": lambda: ours("inline", 0),
+    "inline, 2 workers": lambda: ours("inline", 2),
+    "inline, threads_per_worker": lambda: ours("inline", 0, threads_per_worker=2),
+    "threads": lambda: ours("threads", 2),
+    "threads, threads_per_worker": lambda: ours("threads", 1, threads_per_worker=3),
+    "threads, on a device": lambda: ours("threads", 2, device=FakeAccelerator()),
+    "threads, seeded by sample": lambda: ours("threads", 2, seeding="sample"),
+    "fork": lambda: ours("fork", 1),
+    "fork, threads_per_worker": lambda: ours("fork", 1, threads_per_worker=3),
+    "a step": lambda: pipeline_of(look),
+    "a step on threads": lambda: pipeline_of(look, backend="threads", num_workers=2),
+    "a step with threads_per_worker": lambda: pipeline_of(
+        look, backend="threads", num_workers=1, threads_per_worker=2
+    ),
+    "a step on fork": lambda: pipeline_of(look, backend="fork", num_workers=1),
+    "coroutines": lambda: pipeline_of(look_async, concurrency=2),
+    "coroutines on threads": lambda: pipeline_of(
+        look_async, concurrency=2, backend="threads", num_workers=1
+    ),
+    "a step on a relay": lambda: list(Pipeline.from_iterable(range(8)).map(look).prefetch(2)),
+    "a source on a relay": lambda: list(Pipeline.from_iterable(looks_at_source).prefetch(2)),
+    "a step on threads, repeated": lambda: list(
+        Pipeline.from_iterable(range(8))
+        .map(look, backend="threads", num_workers=1)
+        .repeat(2)
+        .prefetch(2)
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def oracle() -> dict[str, Modes]:
+    """The modes that torch has in a forked worker, which are those that it has without one."""
+    found = {}
+    for name, around in AROUND.items():
+        with around():
+            forked, own = torchs(1), torchs(0)
+        assert set(forked) == set(own)
+        (found[name],) = set(own)
+    return found
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", AROUND)
+def test_the_modes_around_a_loop_hold_wherever_samples_are_made(
+    name: str, place: str, oracle: dict[str, Modes]
+) -> None:
+    with AROUND[name]():
+        found = PLACES[place]()
+    assert set(found) == {oracle[name]}
+    assert modes() == oracle["none"]
+
+
+TORCHS = [name for name in AROUND if name not in ("a context variable", "numpy.errstate")]
+"""Modes that follow each epoch. Context variables stay those of the first, as they do in a process."""
+
+
+@pytest.mark.parametrize("first", TORCHS)
+@pytest.mark.parametrize("second", ["none", "no_grad", "several"])
+@pytest.mark.parametrize("options", [{}, {"threads_per_worker": 2}, {"seeding": "sample"}], ids=str)
+def test_workers_that_stay_have_the_modes_in_which_each_epoch_begins(
+    first: str, second: str, options: Any, oracle: dict[str, Modes]
+) -> None:
+    for backend in ("inline", "threads"):
+        loader = DataLoader(
+            Looks(),
+            4,
+            num_workers=2,
+            backend=backend,
+            persistent_workers=True,
+            collate_fn=as_it_is,
+            **options,
+        )
+        for name in (first, second, first):
+            with AROUND[name]():
+                found = {modes[:6] for batch in loader for modes in batch}
+            assert found == {oracle[name][:6]}, (backend, name)
+        loader._iterator.close()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["no_grad in init", "no_grad in a sample"])
+def test_what_a_worker_sets_for_itself_stays(later: bool) -> None:
+    class Sets(Looks):
+        def __getitem__(self, index: int) -> Any:
+            if later:
+                torch.set_grad_enabled(False)
+            return modes()
+
+    def init(worker: int) -> None:
+        torch.set_grad_enabled(False)
+
+    loader = DataLoader(
+        Sets(),
+        4,
+        num_workers=1,
+        backend="threads",
+        persistent_workers=True,
+        collate_fn=as_it_is,
+        worker_init_fn=None if later else init,
+    )
+    for _ in range(2):
+        assert {found[1] for batch in loader for found in batch} == {False}
+    assert torch.is_grad_enabled()
+    loader._iterator.close()  # type: ignore[union-attr]
+
+
+def test_workers_that_were_started_before_have_the_modes_in_which_the_pass_begins() -> None:
+    pipeline = Pipeline.from_iterable(range(8)).map(look, backend="threads", num_workers=2)
+    with pipeline.epochs(3) as epochs:  # the workers start here
+        for around in (torch.no_grad, nullcontext, torch.no_grad):
+            with around():
+                run = next(epochs)
+            assert {found[1] for found in run} == {around is nullcontext}
+
+
+class Ends(Looks):
+    """Samples, of which one ends its worker the first time."""
+
+    def __init__(self) -> None:
+        self.ended = False
+
+    def __getitem__(self, index: int) -> Modes:
+        if index == 5 and not self.ended:
+            self.ended = True
+            raise SystemExit
+        return modes()
+
+
+def test_a_thread_that_takes_the_place_of_another_has_the_modes_of_the_pass() -> None:
+    loader = DataLoader(
+        Ends(),
+        2,
+        num_workers=1,
+        backend="threads",
+        on_worker_death="restart",
+        collate_fn=as_it_is,
+    )
+    with torch.no_grad():
+        batches = iter(loader)
+    assert {found[1] for batch in batches for found in batch} == {False}
+
+
+def test_a_thread_changes_no_mode_of_the_process() -> None:
+    """torch notes the default device for the process, too, and threads leave in any order."""
+    left = threading.Event()
+
+    def source() -> Iterator[str]:
+        assert left.wait(60)
+        yield torch.zeros(1).device.type
+
+    with torch.device("meta"):
+        relay = Relay(source(), "r")
+    left.set()
+    assert list(relay) == ["meta"]
+    relay.close()
+    assert torch.zeros(1).device.type == "cpu"
+    assert torch.utils._device.CURRENT_DEVICE is None
