@@ -145,7 +145,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         self._reorder = self._plan.reorder if separate else None
         self._dispatch = self._rule_of_dispatch()
         warn_of_few_shards(self._dataset, self._num_workers, "DataLoader")
-        if self._pass_start.resume is not None:
+        if self._pass_start.loads:
             self._dispatch = ResumedDispatch(self._dispatch)
         spec = WorkerSpec(
             stage="DataLoader",
@@ -221,11 +221,12 @@ class LoaderIterator(_BaseDataLoaderIter):
         with self._pass_start.generators_restored():
             super()._reset(loader)
             self._pass_start.apply(self)
-        if self._pass_start.resume is None:
-            self._seeds.begin(self._pass_start.epoch)
-        else:
+        seeds, before = self._new_seeds(), self._seeds
+        if self._pass_start.loads or (before.counter is not None and seeds.seed != before.seed):
             self._stage.close()
-            self._seeds = self._new_seeds()
+            self._seeds = seeds
+        else:
+            before.begin(self._pass_start.epoch)
 
     def _new_seeds(self) -> PassSeeds:
         return PassSeeds(self._plan.options.seeding, int(self._base_seed), self._pass_start.epoch)

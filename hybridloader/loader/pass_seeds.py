@@ -21,7 +21,7 @@ class PassSeeds:
     def __init__(self, seeding: Any, base_seed: int, epoch: int) -> None:
         policy = parse_seeding(seeding)
         given = None if policy is None else policy.seed
-        self._seed = base_seed if given is None else given
+        self.seed = base_seed if given is None else given
         self.counter = None if policy is None else ItemCounter(items=False)
         """Counter that tells workers the number of each pass; None if samples are not seeded."""
         self.begin(epoch)
@@ -34,7 +34,7 @@ class PassSeeds:
     @property
     def origin(self) -> Origin | None:
         """Seed and epoch, for workers; None if samples are not seeded."""
-        return None if self.counter is None else Origin(self._seed, self.counter.epoch)
+        return None if self.counter is None else Origin(self.seed, self.counter.epoch)
 
     def collating(
         self, collate_fn: Callable[[Any], Any], number: Callable[[], int]

@@ -16,7 +16,7 @@ import torch
 
 from hybridloader._support.attributes import attribute, has
 from hybridloader._support.caller import warn, warn_once
-from hybridloader._support.datapipes import seed_datapipe
+from hybridloader._support.datapipes import is_datapipe, seed_datapipe
 from hybridloader._support.state_copies import copied, load_into
 from hybridloader.engine.dataset_state import ShardStart
 from hybridloader.engine.scheduler import Dispatch, Scheduler, round_robin
@@ -61,17 +61,25 @@ class PassStart:
 
     def __init__(self, plan: LoaderPlan, *, again: bool) -> None:
         self._plan, self._again = plan, again
-        samplers, state = plan.samplers, plan.record.loaded
-        resume = self.resume = None if state is None else read(plan, state)
-        """Place at which the pass is resumed; None at its beginning."""
+        samplers, state, before = plan.samplers, plan.record.loaded, plan.record.progress
+        self.loads = state is not None
+        """True if a state was loaded."""
+        self.replay, as_torch = _replay_now(plan, again=again)
+        resume = None if state is None else read(plan, state)
+        if resume is None and before is not None and not as_torch:
+            resume = ResumePoint(self.replay, plan.epoch, fresh=True)
+            if plan.seeded_by_sample and "seed" not in self.replay.steps:
+                resume.base_seed = before.base_seed
+        self.resume = resume
+        """Place at which the pass is resumed; None at its beginning, if it begins as torch begins it."""
         if resume is not None and resume.fresh:
             resume.replay = resume.replay.at_later_epoch(samplers)
         if resume is not None and resume.as_they_stand:
             resume.replay = SamplerReplay.of(samplers, resume.replay.steps)
-        self.replay = SamplerReplay.of(samplers, steps_of(plan.num_workers, again=again))
         self.epoch = plan.epoch if resume is None else resume.next_epoch
         """Number of the pass."""
         self._eager = False
+        self._default: Any = None  # state of torch's default generator before the pass
 
     def generators_restored(self) -> AbstractContextManager[None]:
         """Keep the generators as in the state while the sampler's iterator is made."""
@@ -80,11 +88,10 @@ class PassStart:
     @contextmanager
     def _restored(self, resume: ResumePoint) -> Iterator[None]:
         before = torch.get_rng_state()
-        saved = resume.replay.generators.get(DEFAULT)
+        saved = resume.replay.generators.get(DEFAULT, before)
         # If the training code has restored torch's generator, a new pass draws from it as ever.
-        keeps = resume.fresh and saved is not None and torch.equal(saved, before)
-        keeps = keeps or resume.as_they_stand
-        self._eager = not keeps
+        keeps = resume.as_they_stand or (resume.fresh and torch.equal(saved, before))
+        self._eager, self._default = not keeps, before
         try:
             self._plan.samplers.set_generators(resume.replay.generators, resume.replay.epoch)
             yield
@@ -106,11 +113,13 @@ class PassStart:
         if resume.shared_seed is not None:
             iterator._shared_seed = resume.shared_seed
             iterator._dataset = seed_datapipe(iterator._dataset, resume.shared_seed)
-        if plan.iterable:
+        if plan.iterable and not (resume.fresh and iterator._shared_seed is None):
             if resume.as_they_stand and resume.over and resume.base_seed is None:
                 # Another seed than that of the pass that is over.
                 iterator._base_seed = plan.samplers.draw_seed()
             return
+        if resume.fresh:  # what torch has drawn from it is drawn again, or is not to be drawn
+            torch.set_rng_state(self._default)
         iterator._sampler_iter, seed = self._indices(resume)
         if resume.base_seed is None and seed is not None:
             iterator._base_seed = seed
@@ -159,7 +168,7 @@ class PassStart:
             # To the end: RandomSampler draws one more permutation there, and uses nothing of it.
             deque(indices, maxlen=0)
             samplers.tell_epoch(epoch)
-        self.replay = SamplerReplay.of(samplers, replay.steps)
+        self.replay = SamplerReplay.of(samplers, replay.later or replay.steps, replay.later)
         if resume.as_they_stand and resume.sampler is not None and self.replay.start is not None:
             # Before a sampler is asked again, its state may be that of the pass before.
             self.replay = self.replay._replace(start=resume.sampler.sampler)
@@ -245,6 +254,18 @@ class PassStart:
         return resume.starts
 
 
+def _replay_now(plan: LoaderPlan, *, again: bool) -> tuple[SamplerReplay, bool]:
+    """Return how a pass begins now, and whether that is how torch begins it.
+
+    After a state was loaded, a pass begins as in the loader that was saved, also if this one has other
+    workers, so that all epochs are those of the run that was saved. A data pipe begins as torch's.
+    """
+    as_torch, progress = steps_of(plan.num_workers, again=again), plan.record.progress
+    later = None if progress is None or is_datapipe(plan.dataset) else progress.replay.later
+    steps = later or as_torch
+    return SamplerReplay.of(plan.samplers, steps, later), steps == as_torch
+
+
 def state_of(plan: LoaderPlan, *, stays: bool) -> dict[str, Any]:
     """Return the state of a loader, whose workers may stay for another pass."""
     waiting, progress = plan.record.loaded, plan.record.progress
@@ -254,8 +275,7 @@ def state_of(plan: LoaderPlan, *, stays: bool) -> dict[str, Any]:
         progress.settle()
         if not progress.finished:
             return written(plan, progress, WITHIN)
-    again = stays and progress is not None
-    replay = SamplerReplay.of(plan.samplers, steps_of(plan.num_workers, again=again))
+    replay, _ = _replay_now(plan, again=stays and progress is not None)
     upcoming = Progress(replay, plan.epoch, plan.num_workers, iterable=plan.iterable)
     if progress is not None:
         upcoming.base_seed, upcoming.yielded = progress.base_seed, progress.yielded

@@ -49,9 +49,13 @@ class SamplerReplay(NamedTuple):
     """State of the sampler before these steps, if it has one."""
     epoch: int | None
     """Epoch of the sampler, if it has one and no state."""
+    later: tuple[str, ...] | None = None
+    """Steps of the later passes, if they are those of a loader that was saved; None: as torch does."""
 
     @staticmethod
-    def of(samplers: Samplers, steps: tuple[str, ...]) -> SamplerReplay:
+    def of(
+        samplers: Samplers, steps: tuple[str, ...], later: tuple[str, ...] | None = None
+    ) -> SamplerReplay:
         """Describe a pass that begins now. Draws nothing."""
         stateful = samplers.stateful
         start = None
@@ -60,7 +64,7 @@ class SamplerReplay(NamedTuple):
             start = kept(stateful, "the sampler", asked=upcoming)
         states = {name: generator.get_state() for name, generator in samplers.generators.items()}
         epoch = None if stateful is not None else samplers.told_epoch
-        return SamplerReplay(steps, states, start, epoch)
+        return SamplerReplay(steps, states, start, epoch, later)
 
     def at_later_epoch(self, samplers: Samplers) -> SamplerReplay:
         """Return this for a pass from its beginning: with the sampler's epoch, if that is later."""

@@ -27,7 +27,7 @@ from hybridloader._support.state_schema import ANY, COUNT, DICT, LIST, TRUTH, Sc
 from hybridloader.engine.dataset_state import ShardStart
 from hybridloader.loader.plan import LoaderPlan
 from hybridloader.loader.progress import UNKNOWN, Progress
-from hybridloader.loader.sampler_replay import SamplerReplay, check_of
+from hybridloader.loader.sampler_replay import SamplerReplay, check_of, steps_of
 from hybridloader.loader.samplers import SamplerState
 
 VERSION = 1
@@ -115,6 +115,7 @@ def written(plan: LoaderPlan, progress: Progress, where: str) -> dict[str, Any]:
     sampler = None if checkpoint is None else checkpoint.state
     count = progress.count
     size = plan.batch_size or 1
+    stay = bool(plan.num_workers and plan.persistent_workers)
     starts = progress.starts()
     told = (iterable and not over) or any(start.stateful for start in starts)
     # Nothing in the dict is shared with this pass; a copy of all, with tensors, would take 100 us more.
@@ -144,6 +145,7 @@ def written(plan: LoaderPlan, progress: Progress, where: str) -> dict[str, Any]:
             "counts": [count, progress.yielded],
             "samples": count * size,
             "steps": list(replay.steps),
+            "later": list(replay.later or steps_of(plan.num_workers, again=stay)),
             "start": given(replay.start),
             "sampler_epoch": replay.epoch,
             "generators": {name: each.clone() for name, each in replay.generators.items()},
@@ -203,7 +205,7 @@ _OWN_FIELDS = Schema(
     "loader",
     (COUNT, "epoch samples since? again?"),
     (among(START, WITHIN, END), "at"),
-    (list_of(among("iter", "seed"), "a list of 'iter' and 'seed'"), "steps"),
+    (list_of(among("iter", "seed"), "a list of 'iter' and 'seed'"), "steps later?"),
     (LIST, "counts apart whole first behind?"),
     (ANY, "start sampler_epoch generators check"),
     version=VERSION,
@@ -246,7 +248,8 @@ def read(plan: LoaderPlan, state: Any) -> ResumePoint:
 def _read(plan: LoaderPlan, state: Mapping[str, Any], own: Mapping[str, Any]) -> ResumePoint:
     start = None if own["start"] is None else Kept(own["start"])
     generators = own["generators"]
-    replay = SamplerReplay(tuple(own["steps"]), dict(generators or {}), start, own["sampler_epoch"])
+    steps, later = tuple(own["steps"]), tuple(own.get("later", ())) or None
+    replay = SamplerReplay(steps, dict(generators or {}), start, own["sampler_epoch"], later)
     within, finished = own["at"] == WITHIN, state["_iterator_finished"]
     seed = state["_base_seed"] if within or "seed" not in replay.steps else None
     resume = ResumePoint(replay, own["epoch"], base_seed=seed, shared_seed=state["_shared_seed"])

@@ -98,7 +98,7 @@ def written(plan: LoaderPlan, own: dict[str, Any]) -> dict[str, Any]:
             "fetcher_state": fetcher,
             "dataset_state": state if within or itself else own["dataset_state"],
             "_iterator_finished": finished,
-            OWN: more,
+            OWN: {**more, "base_seed": own["_base_seed"]},
         }
     last = own["_last_yielded_worker_id"]
     last_shown = progress.last_worker if finished and progress is not None else last
@@ -250,6 +250,7 @@ def _read_ours(own: dict[str, Any], more: Mapping[str, Any], snapshots: Mapping[
             ended = more["at"] != WITHIN
             (own["_worker_snapshots"]["worker_0"] if ended else own)["dataset_state"] = None
     own["_last_yielded_worker_id"] = more.get("last", own["_last_yielded_worker_id"])
+    own["_base_seed"] = more.get("base_seed", own["_base_seed"])
     if not own["_sampler_iter_yielded"] and own["_index_sampler_state"] is not None:
         own["_index_sampler_state"]["sampler_state"] = None  # our key has that of its beginning
     own[OWN] = {
