@@ -401,7 +401,8 @@ class LoaderIterator(_BaseDataLoaderIter):
             self._observation.end()
 
     def __enter__(self) -> LoaderIterator:
-        if self._stage.closed:
+        thread = self._pin_thread
+        if self._stage.closed and (thread is None or thread.empty):
             raise IteratorClosed("this iterator is closed")
         return self
 

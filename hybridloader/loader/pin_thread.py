@@ -258,6 +258,11 @@ class PinThread:
             observation.pinned(pinner.stage, self._relay.queue, pulls)
         return PinnedResults(self, stage, self._relay, feed, left, self._timeout)
 
+    @property
+    def empty(self) -> bool:
+        """True if no batch or error waits that was pulled in time."""
+        return self._relay is None or not self._relay.queue.items
+
     def break_off(self) -> None:
         """End the running pass and its thread; the workers stay."""
         if self._relay is not None and self._stage is not None and os.getpid() == self._owner:

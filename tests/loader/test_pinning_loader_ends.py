@@ -326,3 +326,13 @@ def test_a_process_may_end_with_a_batch_in_every_place() -> None:
         [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=100
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_an_iterator_whose_thread_has_all_batches_can_be_entered() -> None:
+    batches: Any = iter(DataLoader(range(2), num_workers=1, backend="threads", device=Counting()))
+    batches._pin_thread._relay._thread.join(60)  # it has ended the stage
+    assert batches._stage.closed
+    with batches:
+        assert len(list(batches)) == 2
+    with pytest.raises(IteratorClosed), batches:
+        pass
