@@ -7,14 +7,13 @@ import gc
 import os
 import sys
 import threading
-import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-from hybridloader._support.errors import ResultNotSendable
+from hybridloader._support.errors import ResultNotSendable, show
 from hybridloader._support.failure import Failure
 from hybridloader._support.import_hooks import when_imported
 from hybridloader._support.inheritance import Inherited
@@ -319,8 +318,8 @@ class _WorkerConnection:
                 self._put(*item)
             except EOFError:
                 return  # the worker's next read or direct write finds out
-            except BaseException:  # a result is lost, for which the parent would wait for ever
-                traceback.print_exc()
+            except BaseException as error:
+                show(error)  # a result is lost, for which the parent would wait for ever
                 os._exit(1)
             del item
             with self._counting:

@@ -16,7 +16,7 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
-from hybridloader._support.errors import DamagedMessage, ResultNotSendable
+from hybridloader._support.errors import DamagedMessage, ResultNotSendable, repr_of
 from hybridloader._support.failure import Failure
 from hybridloader.engine.dataset_state import ShardStart
 from hybridloader.engine.messages import Begin, Exhausted, Failed, First, Message, Ready, Stop, Task
@@ -107,7 +107,7 @@ def _loaded(pickled: Any, kind: type | tuple[type, ...], what: str) -> Any:
     try:
         found = unpack(pickled, ())
     except Exception as error:  # bytes that are no pickle may raise anything
-        raise DamagedMessage(f"{what} can't be read: {error!r}") from error
+        raise DamagedMessage(f"{what} can't be read: {repr_of(error)}") from error
     if not isinstance(found, kind):
         raise DamagedMessage(f"{what} is of {type(found)}")
     return found
@@ -139,7 +139,9 @@ def decode_message(
         try:
             message = unpack(body, parts[1:])
         except Exception as error:  # bytes that are no pickle may raise anything
-            raise DamagedMessage(f"a message from the parent can't be read: {error!r}") from error
+            raise DamagedMessage(
+                f"a message from the parent can't be read: {repr_of(error)}"
+            ) from error
         if isinstance(message, (Begin, First, Stop)):
             return message, returned
     if kind != TASK:
@@ -169,7 +171,9 @@ def open_packed(
             if not header:  # it was so large that it has a slot too
                 header = buffers.pop()
         except (LookupError, StopIteration) as error:  # a StopIteration would end the user's loop
-            raise DamagedMessage(f"a batch names memory that nobody has: {error!r}") from error
+            raise DamagedMessage(
+                f"a batch names memory that nobody has: {repr_of(error)}"
+            ) from error
     return unpack(header, buffers)
 
 
@@ -181,7 +185,7 @@ def encode_event(event: Ready | Failed | Exhausted, returned: Sequence[int] = ()
         try:
             failure = pickle.dumps(event.failure)
         except Exception as error:  # `Failure` prevents this; a hang would be worse than a guess
-            lost = Failure(ResultNotSendable(f"an exception could not be sent: {error!r}"))
+            lost = Failure(ResultNotSendable(f"an exception could not be sent: {repr_of(error)}"))
             failure = pickle.dumps(lost)
         return [encode_fields(FAILED, event.seq, failure, returned, position=event.position)]
     told = b"" if event.told is None else pickle.dumps(event.told, 5)

@@ -21,7 +21,6 @@ import socket
 import struct
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -29,6 +28,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, NoReturn
 
+from hybridloader._support.errors import show
 from hybridloader._support.inheritance import Inherited
 from hybridloader._support.native_threads import one_thread_in_this_process
 from hybridloader.backends.process import fork_safety
@@ -94,8 +94,8 @@ def serve(
         _Zygote(SocketEndpoint(connection), parent).run(record, inherited)
     except EOFError:
         os._exit(0)  # the parent wants no workers any more
-    except BaseException:
-        traceback.print_exc()
+    except BaseException as error:
+        show(error)
     finally:
         os._exit(1)
 

@@ -1,10 +1,17 @@
-"""Exceptions that hybridloader raises, and what is done with an exception within a process."""
+"""Exceptions that hybridloader raises, and handling of exceptions that foreign code has raised.
+
+The class of a foreign exception may define anything: a ``__str__`` that raises, a ``__getattr__`` that
+does not know ``__notes__``, a property ``__class__``, which `isinstance` asks. So all code that tests,
+words, annotates or copies an exception that is not ours uses the functions here, which raise nothing.
+"""
 
 from __future__ import annotations
 
-from typing import NoReturn
+import sys
+import traceback
+from typing import Any, NoReturn, TypeGuard, TypeVar
 
-from hybridloader._support.attributes import attribute
+E = TypeVar("E", bound=BaseException)
 
 
 class HybridLoaderError(Exception):
@@ -85,15 +92,63 @@ class IllegalTransition(HybridLoaderError, RuntimeError):
     """A state machine was asked for a transition that its table does not hold. Nothing was changed."""
 
 
-def add_note(exception: BaseException, note: str) -> None:
-    """Call ``exception.add_note(note)``, also on Python 3.10, and only once for the same note."""
-    notes = attribute(exception, "__notes__")
-    if notes is None:
-        try:
-            exception.__notes__ = [note]  # type: ignore[attr-defined]
-        except (AttributeError, TypeError):  # an exception class with __slots__ or a frozen one
-            pass
-    elif note not in notes:
+_PARTS = vars(BaseException)
+
+
+def part(error: BaseException, name: str) -> Any:
+    """Return ``args``, ``__dict__``, ``__cause__`` or the like, whatever the class of `error` says."""
+    return _PARTS[name].__get__(error)
+
+
+def set_part(error: BaseException, name: str, value: Any) -> None:
+    """Set such a part of an exception."""
+    _PARTS[name].__set__(error, value)
+
+
+def is_a(error: BaseException, kinds: type[E] | tuple[type[E], ...]) -> TypeGuard[E]:
+    """Return ``isinstance(error, kinds)``, as an ``except`` clause finds it."""
+    return issubclass(type(error), kinds)
+
+
+def text_of(error: BaseException) -> str:
+    """Return ``str(error)``, or a text in its place."""
+    try:
+        return str(error)
+    except Exception as second:
+        return f"<no text: its __str__ raised {type(second).__name__}>"
+
+
+def repr_of(error: BaseException) -> str:
+    """Return ``repr(error)``, or a text in its place."""
+    try:
+        return repr(error)
+    except Exception as second:
+        return f"<{type(error).__name__}, whose __repr__ raised {type(second).__name__}>"
+
+
+def described(error: BaseException) -> str:
+    """Return the type and the text of an exception."""
+    return f"{type(error).__name__}: {text_of(error)}"
+
+
+def traceback_of(error: BaseException) -> str:
+    """Return the traceback of an exception as text, without its causes if these can't be shown."""
+    try:
+        return "".join(traceback.format_exception(error))
+    except Exception:
+        stack = traceback.format_tb(part(error, "__traceback__"))
+        return "".join(["Traceback (most recent call last):\n", *stack, f"{described(error)}\n"])
+
+
+def show(error: BaseException) -> None:
+    """Print the traceback of an exception that nobody can be given."""
+    print(traceback_of(error), end="", file=sys.stderr)
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Call ``error.add_note(note)``, also on Python 3.10, and only once for the same note."""
+    notes = part(error, "__dict__").setdefault("__notes__", [])
+    if type(notes) is list and note not in [other for other in notes if type(other) is str]:
         notes.append(note)
 
 
@@ -117,8 +172,8 @@ class Raised:
 
 def no_stop(error: Exception, what: str = "the dataset, or a function,") -> Exception:
     """Return `error`; a `RuntimeError` for a `StopIteration`, which would end a loop (PEP 479)."""
-    if not isinstance(error, StopIteration):
+    if not is_a(error, StopIteration):
         return error
     leak = RuntimeError(f"{what} raised StopIteration")
     leak.__cause__ = error
-    return leak.with_traceback(error.__traceback__)
+    return leak.with_traceback(part(error, "__traceback__"))

@@ -10,11 +10,18 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import traceback
 import types
 from typing import Any, NamedTuple
 
-from hybridloader._support.errors import add_note
+from hybridloader._support.errors import (
+    add_note,
+    described,
+    part,
+    repr_of,
+    set_part,
+    text_of,
+    traceback_of,
+)
 
 
 class WorkerTraceback(Exception):
@@ -47,7 +54,7 @@ class Failure:
         exception = self.exception
         del self.exception
         if self.traceback is not None:
-            exception.__cause__ = WorkerTraceback(f"{note}\n{self.traceback}")
+            set_part(exception, "__cause__", WorkerTraceback(f"{note}\n{self.traceback}"))
         if note:
             add_note(exception, note)
         return exception
@@ -55,7 +62,7 @@ class Failure:
     @property
     def text(self) -> str:
         """Traceback as text."""
-        return self.traceback or "".join(traceback.format_exception(self.exception))
+        return self.traceback or traceback_of(self.exception)
 
     def __reduce__(self) -> tuple[Any, ...]:
         frozen = _Freezer().freeze(self.exception)
@@ -66,24 +73,28 @@ def twin(exception: Exception) -> Exception:
     """Return another exception of the same type, arguments, attributes, notes, cause and traceback.
 
     For a worker that answers many tasks with one error: an exception that the consumer raises collects
-    the consumer's frames in its traceback, and a worker thread must not keep these.
+    the consumer's frames in its traceback, and a worker thread must not keep these. Of a class that lets
+    no other be made, it is a `RuntimeError` that names it.
     """
-    kind, args = type(exception), exception.args
+    kind, args = type(exception), part(exception, "args")
     try:  # OSError and its like keep more than their arguments
-        other = copy.copy(exception)
-        same = type(other) is kind and len(other.args) == len(args)
-        same = same and all(a is b for a, b in zip(other.args, args, strict=True))
+        other: Any = copy.copy(exception)
+        found = part(other, "args")
+        same = type(other) is kind and len(found) == len(args)
+        same = same and all(a is b for a, b in zip(found, args, strict=True))
     except Exception:  # a constructor that wants other arguments than it passes on
         same = False
     if not same:
-        assembled = _Parts(kind, args, vars(exception)).assemble()
-        assert isinstance(assembled, Exception)
-        other = assembled
-    if (notes := other.__dict__.get("__notes__")) is not None:
-        other.__dict__["__notes__"] = list(notes)  # the consumer adds its own
-    other.__cause__, other.__context__ = exception.__cause__, exception.__context__
-    other.__suppress_context__ = exception.__suppress_context__
-    return other.with_traceback(exception.__traceback__)
+        try:
+            other = _Parts(kind, args, part(exception, "__dict__")).assemble()
+        except Exception:  # a built-in class that checks its arguments
+            other = RuntimeError(described(exception))
+    attributes = part(other, "__dict__")
+    if type(notes := attributes.get("__notes__")) is list:
+        attributes["__notes__"] = list(notes)  # the consumer adds its own
+    for name in ("__cause__", "__context__", "__suppress_context__", "__traceback__"):
+        set_part(other, name, part(exception, name))
+    return other  # type: ignore[no-any-return]
 
 
 class _Freezer:
@@ -114,12 +125,13 @@ class _Freezer:
                 return whole
         except Exception:  # a broken __reduce__, __new__ or __init__ may raise anything
             pass
-        args = tuple(map(self._sendable, exception.args))
-        state = {name: self._sendable(value) for name, value in vars(exception).items()}
+        args = tuple(map(self._sendable, part(exception, "args")))
+        attributes = part(exception, "__dict__")
+        state = {name: self._sendable(value) for name, value in attributes.items()}
         try:
             return self._dumps(_Parts(kind, args, state))
         except Exception:  # the class itself can't be pickled: tell its name
-            message = f"{kind.__module__}.{kind.__qualname__}: {exception}"
+            message = f"{kind.__module__}.{kind.__qualname__}: {text_of(exception)}"
             return self._dumps(_Parts(RuntimeError, (message,), {}))
 
     def _sendable(self, value: Any) -> Any:
@@ -146,7 +158,9 @@ class _Freezer:
 
         class Pickler(base):  # type: ignore[misc]
             def reducer_override(pickler, obj: Any) -> Any:
-                if not isinstance(obj, BaseException) or any(obj is e for e in self._under_way):
+                if not issubclass(type(obj), BaseException) or any(
+                    obj is e for e in self._under_way
+                ):
                     return otherwise(pickler, obj)
                 return _thaw, (self.freeze(obj), id(type(obj)))
 
@@ -158,9 +172,10 @@ class _Freezer:
 def _alike(found: BaseException, sent: BaseException) -> bool:
     """Tell whether both have the same arguments, as far as these can be compared for sure."""
     plain = (str, bytes, int, bool, type(None))
-    return len(found.args) == len(sent.args) and all(
+    first, second = part(found, "args"), part(sent, "args")
+    return len(first) == len(second) and all(
         type(a) is type(b) and (a == b or type(a) not in plain)
-        for a, b in zip(found.args, sent.args, strict=True)
+        for a, b in zip(first, second, strict=True)
     )
 
 
@@ -179,8 +194,8 @@ class _Parts(NamedTuple):
             if isinstance(vars(base).get("__new__"), types.BuiltinFunctionType)
         )
         exception: BaseException = home.__new__(self.kind, *self.args)
-        exception.args = self.args
-        exception.__dict__.update(self.state)
+        set_part(exception, "args", self.args)
+        part(exception, "__dict__").update(self.state)
         return exception
 
 
@@ -202,12 +217,12 @@ def _original(received: type[BaseException], address: int) -> type[BaseException
 def _thaw(frozen: bytes, address: int) -> BaseException:
     try:
         thawed = pickle.loads(frozen)
-        exception: BaseException = thawed.assemble() if isinstance(thawed, _Parts) else thawed
+        exception: BaseException = thawed.assemble() if type(thawed) is _Parts else thawed
         original = _original(type(exception), address)
         if original is not type(exception):
-            exception.__class__ = original
+            vars(object)["__class__"].__set__(exception, original)
     except Exception as error:  # e.g. a class that this process can't import
-        return RuntimeError(f"a worker's exception could not be loaded here: {error!r}")
+        return RuntimeError(f"a worker's exception could not be loaded here: {repr_of(error)}")
     return exception
 
 

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NoReturn
 
 from hybridloader._support.attributes import attribute
 from hybridloader._support.cadence import Cadence
-from hybridloader._support.errors import StateError, add_note
+from hybridloader._support.errors import StateError, add_note, described
 from hybridloader._support.hf_streams import has_buffer
 from hybridloader._support.inheritance import Shared
 
@@ -217,8 +217,7 @@ def taken(
     try:
         state = (asked or thing.state_dict)()
     except Exception as error:
-        told = f"{type(error).__name__}: {error}"
-        raise StateError(f"{name} could not tell its state: {told}") from error
+        raise StateError(f"{name} could not tell its state: {described(error)}") from error
     return made(copying, state, name)
 
 
@@ -233,7 +232,7 @@ def made(copying: Callable[[Any], Any], state: Any, what: str) -> Any:
             culprit = f", because of {', '.join(names)}" if names else ""
         raise StateError(
             f"{what} could not have its state copied: it can't be pickled{culprit} "
-            f"({type(error).__name__}: {error}); leave out of state_dict() what can be made again"
+            f"({described(error)}); leave out of state_dict() what can be made again"
         ) from error
 
 

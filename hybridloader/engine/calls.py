@@ -17,6 +17,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
+from hybridloader._support.errors import repr_of
 from hybridloader.engine.called_worker import Parts, SentMessage, parts_of
 from hybridloader.engine.contract import WorkerHandle
 from hybridloader.engine.far_clock import FarClock
@@ -304,7 +305,7 @@ class CallingHandle(WorkerHandle):
                 self._report(event)
         except Exception as error:
             self._failed = self._failed or messages
-            self._give_up(f"gave no answer: {error!r}")
+            self._give_up(f"gave no answer: {repr_of(error)}")
 
     def _exit(self) -> Exited:
         try:

@@ -15,6 +15,7 @@ from typing import Any
 
 from hybridloader._support.attributes import attribute, has
 from hybridloader._support.caller import warn
+from hybridloader._support.errors import text_of
 
 Path = tuple[Any, ...]  # names of attributes and places in lists, from the dataset inward
 Change = tuple[Path, Any]
@@ -50,7 +51,7 @@ class DatasetChanges:
                 where = ".".join(map(str, path))
                 warn(
                     f"attribute {where!r} of the dataset was set anew, but it can't be pickled "
-                    f"({error}), so the persistent workers keep what they have",
+                    f"({text_of(error)}), so the persistent workers keep what they have",
                 )
             return False
         return True

@@ -18,7 +18,14 @@ from contextvars import copy_context
 from typing import Any
 
 from hybridloader._support.attributes import close
-from hybridloader._support.errors import IteratorClosed, NotReady, Raised, WorkerDied, WorkerTimeout
+from hybridloader._support.errors import (
+    IteratorClosed,
+    NotReady,
+    Raised,
+    WorkerDied,
+    WorkerTimeout,
+    is_a,
+)
 from hybridloader._support.torch_modes import Modes, TakenModes, modes_here
 from hybridloader.engine.contract import CLOSING, SLICE
 
@@ -87,7 +94,7 @@ class RelayQueue:
 
     def _forget_timeout(self) -> None:
         """Drop a timeout that nobody has been told of: now that something has come, it is over."""
-        if isinstance(self.items[-1][0].error, WorkerTimeout):
+        if is_a(self.items[-1][0].error, WorkerTimeout):
             self.items.pop()
 
     def _has_room(self, weight: int) -> bool:

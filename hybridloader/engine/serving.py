@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import pickle
 import sys
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hybridloader._support.errors import ResultNotSendable, ShippingError
+from hybridloader._support.errors import (
+    ResultNotSendable,
+    ShippingError,
+    described,
+    traceback_of,
+)
 from hybridloader._support.failure import Failure
 from hybridloader._support.inheritance import Inherited
 from hybridloader._support.native_threads import (
@@ -251,8 +255,8 @@ def serve(
         run(worker, tracked if context.tracked else get, report, listen)
     except BaseException as error:  # the crew must be told of any end
         if not context.cancelled:
-            evidence = "".join(traceback.format_exception(error))
-            cause = f"was ended by {type(error).__name__}: {error}"
+            evidence = traceback_of(error)
+            cause = f"was ended by {described(error)}"
     known = context.tracked or context.task >= 0
     task, at = (context.task, context.at) if known else (None, None)
     if context.task >= 0 and context.at < 0:

@@ -23,7 +23,14 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from hybridloader._support.errors import NotReady, Raised, TaskTimeout, WorkerTimeout, add_note
+from hybridloader._support.errors import (
+    NotReady,
+    Raised,
+    TaskTimeout,
+    WorkerTimeout,
+    add_note,
+    is_a,
+)
 from hybridloader._support.failure import Failure
 from hybridloader.engine.feed import Observer, is_forwarded, items_in
 from hybridloader.engine.lifecycle import Lifecycle, discard
@@ -138,7 +145,7 @@ class Stage(Lifecycle, Iterator[Any]):
                 self._hungry = starved = True
                 break
             except Exception as error:
-                if feed is not None and not isinstance(error, feed.final):
+                if feed is not None and not is_a(error, feed.final):
                     seq = scheduler.assign(worker)  # it comes out in its turn
                     scheduler.take_in([Failed(worker, seq, Failure(error))])
                     continue

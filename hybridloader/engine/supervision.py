@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from hybridloader._support.errors import TaskTimeout
+from hybridloader._support.errors import TaskTimeout, text_of
 from hybridloader.engine.contract import Crew
 from hybridloader.engine.diagnosis import given_up
 from hybridloader.engine.feed import is_forwarded
@@ -104,7 +104,7 @@ class Supervisor:
         try:
             self._start(worker)
         except Exception as error:  # no process or thread can be had any more, for instance
-            self.refusal = f"It could not be replaced: {error}"
+            self.refusal = f"It could not be replaced: {text_of(error)}"
             return False
         indices = self._table.indices
         try:
@@ -113,7 +113,7 @@ class Supervisor:
                     indices[seq] = self._spared(indices[seq], death, count)
                 self._sender.send(worker, Task(seq, indices[seq]))
         except Exception as error:  # no memory for a copy of it, for instance
-            self.refusal = f"Its tasks could not be given to another: {error}"
+            self.refusal = f"Its tasks could not be given to another: {text_of(error)}"
             return False
         self._crew.flush()
         return True

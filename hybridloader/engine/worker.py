@@ -7,7 +7,6 @@ process or in the caller, nor how its messages travel.
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -17,7 +16,7 @@ from time import perf_counter
 from typing import Any
 
 from hybridloader._support.datapipes import seed_datapipe
-from hybridloader._support.errors import ResultNotSendable, no_stop
+from hybridloader._support.errors import ResultNotSendable, no_stop, show
 from hybridloader._support.failure import Failure, twin
 from hybridloader._support.torch_modes import TakenModes
 from hybridloader.engine.dataset_state import ShardStart
@@ -193,8 +192,8 @@ class Worker:
             return
         try:
             fetcher.close()
-        except Exception:  # in a generator's `finally`: ignored and shown, as Python does
-            traceback.print_exc()
+        except Exception as error:  # in a generator's `finally`: ignored and shown, as Python does
+            show(error)
 
     def _take_part(self, task: SharedTask, *, alone: bool = False) -> Event | None:
         """Fetch samples of a task; answer it in place of its worker if the last of them ended here."""

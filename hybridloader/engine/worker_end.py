@@ -6,10 +6,10 @@ They are registered from within it, on any of its threads: by what was opened th
 from __future__ import annotations
 
 import os
-import traceback
 from collections.abc import Callable
 from typing import Any
 
+from hybridloader._support.errors import show
 from hybridloader.engine.worker_info import get_worker_info
 
 _functions: dict[int, list[Callable[[], Any]]] = {}
@@ -38,5 +38,5 @@ def end_worker(info: Any) -> None:
         for function in reversed(_functions.pop(key, ())):
             try:
                 function()
-            except Exception:  # a worker ends whatever it had open does
-                traceback.print_exc()
+            except Exception as error:  # a worker ends whatever it had open does
+                show(error)

@@ -16,6 +16,7 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
+from hybridloader._support.errors import is_a
 from hybridloader.engine.fetcher import Abandoned, GivenUp, TaskContext
 from hybridloader.engine.worker_end import at_end_of_worker
 
@@ -224,7 +225,7 @@ class Coroutines:
         item, task = self._begun[0]
         if isinstance(task, Exception):
             self._begun.popleft()
-            if isinstance(task, StopIteration):
+            if is_a(task, StopIteration):
                 self._items = None
                 if not self._is_workers:
                     self.close()

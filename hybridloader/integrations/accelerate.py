@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from hybridloader._support.attributes import attribute
 from hybridloader._support.caller import warn
+from hybridloader._support.errors import described
 
 TESTED = ("1.15", "1.15")
 """First and last release of accelerate with which all tests pass. Older ones, from 1.0 on, have the same
@@ -321,7 +322,7 @@ def _ineffective(module: types.ModuleType) -> Iterator[str]:
             made = module.DataLoaderAdapter(samples, batch_sampler=loader.batch_sampler, **kwargs)
             kind: Any = type(made.base_dataloader)
         except Exception as error:
-            yield f"{module.__name__}.DataLoaderAdapter raised {type(error).__name__}: {error}"
+            yield f"{module.__name__}.DataLoaderAdapter raised {described(error)}"
             return
         if kind is not type(loader):
             yield f"{module.__name__}.DataLoaderAdapter made a {kind.__module__}.{kind.__name__}"

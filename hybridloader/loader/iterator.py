@@ -21,7 +21,7 @@ from torch.utils.data.dataloader import (
     _share_dist_seed,
 )
 
-from hybridloader._support.errors import IteratorClosed, StateError, WorkerTimeout, add_note
+from hybridloader._support.errors import IteratorClosed, StateError, WorkerTimeout, add_note, is_a
 from hybridloader._support.failure import Failure
 from hybridloader._support.hf_streams import warn_of_few_shards
 from hybridloader._support.state_copies import is_stateful
@@ -348,7 +348,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         except Exception as error:
             if loop is not None:
                 loop.note(began, perf_counter())
-            if isinstance(error, StopIteration):
+            if is_a(error, StopIteration):
                 self._progress.finished = True
                 if loop is not None:
                     loop.end()

@@ -17,7 +17,14 @@ from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from hybridloader._support.errors import IteratorClosed, NotReady, Raised, WorkerTimeout, add_note
+from hybridloader._support.errors import (
+    IteratorClosed,
+    NotReady,
+    Raised,
+    WorkerTimeout,
+    add_note,
+    is_a,
+)
 from hybridloader.devices.pinning import Pinner, Sent
 from hybridloader.engine.contract import CLOSING
 from hybridloader.engine.feed import Feed
@@ -64,7 +71,7 @@ class IndexFeed(Feed):
         try:
             self._indices.append(next(source))
         except Exception as error:
-            if not isinstance(error, StopIteration):
+            if not is_a(error, StopIteration):
                 self._error = Raised(error)
             self._ended, source = True, None
         self._tell()

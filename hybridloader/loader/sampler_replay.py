@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import BatchSampler, SequentialSampler
 
 from hybridloader._support.attributes import attribute
-from hybridloader._support.errors import StateError
+from hybridloader._support.errors import StateError, described
 from hybridloader._support.state_copies import Given, copied, kept
 from hybridloader.loader.samplers import Begun, Samplers, SamplerState, is_ours
 from hybridloader.loader.torchdata_order import is_plain
@@ -155,7 +155,7 @@ def load_sampler(
     except Exception as error:  # a foreign sampler may raise anything
         name = type(stateful or samplers.chain[-1]).__name__
         raise StateError(
-            f"the sampler ({name}) did not take its state: {type(error).__name__}: {error}; load it "
+            f"the sampler ({name}) did not take its state: {described(error)}; load it "
             "into a loader with the sampler that it was taken from"
         ) from error
     if (skipped := _skip(indices, since)) < since:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from hybridloader._support.attributes import length_of
-from hybridloader._support.errors import StateError
+from hybridloader._support.errors import StateError, described
 from hybridloader._support.state_copies import (
     Frozen,
     Given,
@@ -240,9 +240,7 @@ def read(plan: LoaderPlan, state: Any) -> ResumePoint:
     except StateError:
         raise
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise StateError(
-            f"the state is damaged ({type(error).__name__}: {error}); load another one"
-        ) from error
+        raise StateError(f"the state is damaged ({described(error)}); load another one") from error
 
 
 def _read(plan: LoaderPlan, state: Mapping[str, Any], own: Mapping[str, Any]) -> ResumePoint:

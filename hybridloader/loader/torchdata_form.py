@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from hybridloader._support.attributes import length_of
-from hybridloader._support.errors import StateError
+from hybridloader._support.errors import StateError, described
 from hybridloader._support.state_copies import copied, is_stateful
 from hybridloader.loader.plan import LoaderPlan
 from hybridloader.loader.sampler_replay import steps_of
@@ -184,7 +184,7 @@ def read(plan: LoaderPlan, state: Any) -> dict[str, Any]:
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise StateError(
             f"the state is not one of a StatefulDataLoader, torchdata's or ours, or was cut off "
-            f"({type(error).__name__}: {error}); it has {sorted(map(str, state))}"
+            f"({described(error)}); it has {sorted(map(str, state))}"
         ) from error
 
 

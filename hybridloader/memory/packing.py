@@ -17,7 +17,7 @@ from functools import lru_cache
 from operator import methodcaller
 from typing import Any
 
-from hybridloader._support.errors import DamagedMessage, ResultNotSendable
+from hybridloader._support.errors import DamagedMessage, ResultNotSendable, text_of
 from hybridloader.memory.tensor_blocks import Blocks, TensorsInBlocks, is_mark, rebuild_block
 from hybridloader.memory.tensors import Tensors
 
@@ -57,7 +57,7 @@ def pack(value: Any, what: str = "a result", *, other_main: bool = False) -> Pac
     except Exception as error:
         raise ResultNotSendable(
             f"{what} of type {type(value).__qualname__!r} can't be sent to another process: "
-            f"{error}. Use something that can be pickled, or backend='threads'."
+            f"{text_of(error)}. Use something that can be pickled, or backend='threads'."
         ) from error
 
 

@@ -17,7 +17,7 @@ import types
 from collections.abc import Callable
 from typing import IO, Any, NamedTuple
 
-from hybridloader._support.errors import DamagedMessage, ShippingError
+from hybridloader._support.errors import DamagedMessage, ShippingError, is_a, repr_of, text_of
 from hybridloader._support.inheritance import (
     Inherited,
     Shared,
@@ -95,8 +95,9 @@ def ship(thing: Any, what: str, *, share: bool) -> Shipment:
 
         return ShippingError(
             f"{culprit(thing, what, attempt)} can't be pickled, so it can't be sent to a worker "
-            f"process: {error}. Open it in worker_init_fn or in __getitem__ instead of __init__, or use "
-            "backend='threads' (nothing is sent) or, where there is fork, backend='fork'."
+            f"process: {text_of(error)}. Open it in worker_init_fn or in __getitem__ instead of "
+            "__init__, or use backend='threads' (nothing is sent) or, where there is fork, "
+            "backend='fork'."
         )
 
     shipment = Shipment([], [])
@@ -115,7 +116,7 @@ def ship(thing: Any, what: str, *, share: bool) -> Shipment:
             shipment.parts = [view[:size], *(view[at : at + n] for at, n in buffers)]
     except BaseException as error:
         shipment.close()
-        if isinstance(error, _NoRoom) or not isinstance(error, Exception):
+        if is_a(error, _NoRoom) or not isinstance(error, Exception):
             raise
         raise blame(error, starting=False) from error  # pickle's own errors are of many types
     shipment.inherited = inherited if inherited.objects else None
@@ -149,8 +150,8 @@ def receive(parts: list[memoryview], fds: list[int], inherited: Inherited | None
         return pickle.loads(pickled, buffers=buffers)
     except Exception as error:  # also EOFError, which to a worker would mean that it may go
         raise ShippingError(
-            f"what the parent has sent can't be loaded in this worker process: {error!r}. The worker "
-            "imports it anew: is its module, and all that it needs, there and the same?"
+            f"what the parent has sent can't be loaded in this worker process: {repr_of(error)}. The "
+            "worker imports it anew: is its module, and all that it needs, there and the same?"
         ) from error
     finally:
         _local.fds, _local.inherited = [], []
@@ -238,7 +239,7 @@ def replicate(thing: Any, what: str) -> Any:
     except Exception as error:
         raise ShippingError(
             f"{culprit(thing, what, copy)} can't be copied, and each worker needs a copy of its "
-            f"own: {error}"
+            f"own: {text_of(error)}"
         ) from error
 
 

@@ -8,6 +8,7 @@ from time import perf_counter
 
 from hybridloader._support.arguments import function, seconds
 from hybridloader._support.caller import warn
+from hybridloader._support.errors import described
 from hybridloader._support.text import short
 from hybridloader.observe.stats import Stats
 
@@ -90,7 +91,7 @@ class Reporter:
             if not self._warned:
                 self._warned = True
                 warn(
-                    f"on_stats raised {type(error).__name__}: {error}. The loop goes on, and calls it "
+                    f"on_stats raised {described(error)}. The loop goes on, and calls it "
                     f"again every {self._policy.every:g} s; this is not told again"
                 )
         finally:

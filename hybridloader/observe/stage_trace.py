@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 
+from hybridloader._support.errors import described, repr_of
 from hybridloader.engine.contract import Backend
 from hybridloader.engine.messages import Done, Result
 from hybridloader.engine.meter import MEASURES, Metering
@@ -75,7 +76,7 @@ class StageTrace(StageMeasures):
         self._trace.instant("worker replaced", stage=self._name, worker=worker, cause=cause)
 
     def raised(self, worker: int, seq: int, error: BaseException) -> None:
-        told = f"{type(error).__name__}: {error}"
+        told = described(error)
         self._trace.instant("error", stage=self._name, worker=worker, task=seq, told=told)
 
     def skipped(self, record: Skipped) -> None:
@@ -159,4 +160,4 @@ def trace_relay(trace: Trace, name: str, queue: RelayQueue) -> None:
 def skipped_in(trace: Trace, record: Skipped) -> None:
     """Note in the trace that a sample was left out or replaced."""
     told = {"stage": record.stage, "worker": record.worker, "index": record.index}
-    trace.instant("replaced" if record.replaced else "skipped", **told, error=repr(record.error))
+    trace.instant("replaced" if record.replaced else "skipped", **told, error=repr_of(record.error))

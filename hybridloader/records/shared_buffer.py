@@ -15,7 +15,7 @@ import weakref
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from hybridloader._support.errors import HybridLoaderError
+from hybridloader._support.errors import HybridLoaderError, is_a
 from hybridloader.memory.segments import nameless_file
 
 Data = bytes | mmap.mmap
@@ -137,7 +137,7 @@ class Staging:
             buffer = SharedBuffer(_map_named(ticket), ticket)
         except BaseException as error:
             segment.unlink()
-            if isinstance(error, OSError):
+            if is_a(error, OSError):
                 raise _no_room(self.what, self.size, error) from error
             raise
         finally:

@@ -16,7 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
-from hybridloader._support.errors import SourceError, StoreError, add_note
+from hybridloader._support.attributes import attribute
+from hybridloader._support.errors import SourceError, StoreError, add_note, described, is_a, part
 from hybridloader.sources.per_worker import PerWorker
 
 T = TypeVar("T")
@@ -192,23 +193,23 @@ class Store:
     def _told(self, error: Exception, path: str, what: str = "") -> Exception:
         """Return `error`, or one of ours, that names the file."""
         where = f"{self._name_or(path)}{what and ', '}{what}"
-        if isinstance(error, (SourceError, StoreError, MemoryError)):
+        if is_a(error, (SourceError, StoreError, MemoryError)):
             return error
-        if isinstance(error, WrongLength):
+        if is_a(error, WrongLength):
             return error.told(where)
         # Of HTTP, fsspec says that a file is not there whatever the answer to its size was.
-        status = getattr(error.__cause__, "status", 404)
-        if isinstance(error, _FOR_GOOD) and status in (404, 410):
+        cause = part(error, "__cause__")
+        status = attribute(cause, "status", 404)
+        if is_a(error, _FOR_GOOD) and status in (404, 410):
             add_note(error, f"reading {where}")
             return error
-        if self.is_local and isinstance(error, OSError):
+        if self.is_local and is_a(error, OSError):
             add_note(error, f"reading {where}")
             return error
-        cause = error if status in (404, 410) else error.__cause__
-        said = f"{type(cause).__name__}: {cause}".rstrip(": ")
-        if isinstance(error, _DAMAGED) or (isinstance(error, KeyError) and "::" in self._url):
+        said = described(error if status in (404, 410) else cause).rstrip(": ")
+        if is_a(error, _DAMAGED) or (is_a(error, KeyError) and "::" in self._url):
             return SourceError(f"{where} can't be read: {said}")
-        if isinstance(error, _MISTAKES) and type(error).__module__ == "builtins":
+        if is_a(error, _MISTAKES) and type(error).__module__ == "builtins":
             add_note(error, f"reading {where}")
             return error
         return StoreError(

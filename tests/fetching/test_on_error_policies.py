@@ -328,7 +328,7 @@ def test_records_hold_no_frames() -> None:
     assert (log.records, log.total) == ([], 1)
 
 
-def test_an_exception_that_can_not_be_copied_is_told_by_name() -> None:
+def test_an_exception_whose_arguments_are_its_own_affair_is_kept_with_its_type() -> None:
     class Odd(Exception):
         args = property(lambda self: (self.one,))  # type: ignore[assignment]
 
@@ -336,10 +336,11 @@ def test_an_exception_that_can_not_be_copied_is_told_by_name() -> None:
             super().__init__(one)
             self.one = one
 
-    assert (
-        str(bare(Odd(1, 2)))
-        == "test_an_exception_that_can_not_be_copied_is_told_by_name.<locals>.Odd: 1"
-    )
+    original = Odd(1, 2)
+    error = bare(original)
+    assert error is not original
+    assert type(error) is Odd
+    assert (str(error), error.one) == ("1", 1)
 
 
 def test_only_so_many_tracebacks_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from hybridloader._support.errors import ShardLost, TooManyErrors
+from hybridloader._support.errors import ShardLost, TooManyErrors, is_a, repr_of, set_part
 from hybridloader._support.failure import Failure, twin
 from hybridloader._support.text import cell, table
 from hybridloader.fetching.on_error.places import LeftOut, beside
@@ -108,7 +108,7 @@ class ErrorBudget:
     def may_skip(self, failure: Failure) -> bool:
         """Return True if a sample that raised this is left out, and its error not raised."""
         # The rest of a shard is more than one sample, and nobody has attempted it.
-        return self.skips and not isinstance(failure.exception, ShardLost)
+        return self.skips and not is_a(failure.exception, ShardLost)
 
     def count(self, attempted: int, failures: Iterable[FailureRecord], worker: int | None) -> None:
         """Count `attempted` samples, of which `failures` failed.
@@ -181,15 +181,13 @@ def bare(exception: BaseException) -> Exception:
 
     It is a copy because somebody may be handling the exception, or one that was raised from it.
     """
-    try:
-        assert isinstance(exception, Exception)
-        other = twin(exception)
-    except Exception:  # a class with a constructor or slots of its own
-        other = RuntimeError(f"{type(exception).__qualname__}: {exception}")
-    other.__cause__ = other.__context__ = None
-    return other.with_traceback(None)
+    assert isinstance(exception, Exception)
+    other = twin(exception)
+    for name in ("__cause__", "__context__", "__traceback__"):
+        set_part(other, name, None)
+    return other
 
 
 def _line_of(error: Exception) -> str:
-    text = repr(error).replace("\n", "\\n")
+    text = repr_of(error).replace("\n", "\\n")
     return text if len(text) <= _WIDE else text[: _WIDE - 3] + "..."

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from hybridloader._support.errors import add_note, no_stop
+from hybridloader._support.errors import add_note, is_a, no_stop, part, set_part
 from hybridloader.engine.fetcher import Abandoned, GivenUp, TaskContext
 from hybridloader.fetching.on_error.policies import Policy, Replace, Retry, Skip, final
 from hybridloader.seeding.sample_rng import SampleRng
@@ -56,7 +56,7 @@ class ErrorHandler:
             if self._retry is not None and type(argument) is not GivenUp:
                 wait = min(self._retry.backoff, self._retry.longest)
                 for _ in range(self._retry.times):
-                    if not isinstance(error, self._retry.on):
+                    if not is_a(error, self._retry.on):
                         break
                     self._pause(wait)
                     wait = min(2 * wait, self._retry.longest)
@@ -72,8 +72,9 @@ class ErrorHandler:
             except Exception as raised:
                 failed = no_stop(raised)
             add_note(failed, "Raised by the function of Replace, for a sample that had failed.")
-            if failed.__cause__ is None and failed is not error:  # it may raise the same again
-                failed.__cause__ = error
+            # It may raise the same again.
+            if part(failed, "__cause__") is None and failed is not error:
+                set_part(failed, "__cause__", error)
             try:
                 raise failed
             finally:

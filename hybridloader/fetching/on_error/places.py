@@ -15,6 +15,10 @@ from hybridloader._support.errors import (
     StateError,
     WorkerDied,
     WorkerTimeout,
+    described,
+    is_a,
+    part,
+    set_part,
 )
 from hybridloader._support.failure import twin
 
@@ -34,12 +38,12 @@ _NOWHERE = (NotReady, WorkerTimeout, IteratorClosed, WorkerDied, StateError)
 
 def takes_a_place(error: Exception) -> bool:
     """Return True if `error` was raised where an item would have been returned."""
-    return not isinstance(error, _NOWHERE) and error.__dict__.get(_MARK) != "beside"
+    return not is_a(error, _NOWHERE) and part(error, "__dict__").get(_MARK) != "beside"
 
 
 def goes_astray(error: Exception) -> bool:
     """Return True if the number of items that `error` stands for is unknown."""
-    return isinstance(error, ShardLost) or error.__dict__.get(_MARK) == "astray"
+    return is_a(error, ShardLost) or part(error, "__dict__").get(_MARK) == "astray"
 
 
 def beside(error: Exception) -> Exception:
@@ -55,7 +59,7 @@ def astray(error: Exception) -> Exception:
 def rest_is_lost(which: str, error: Exception) -> ShardLost:
     """Return the error that follows `error`, which `which`, a generator, has raised."""
     return ShardLost(
-        f"{which} raised {type(error).__name__}: {error}. The iterator is a generator, which is over "
+        f"{which} raised {described(error)}. The iterator is a generator, which is over "
         "after an error, so the rest of the shard is lost. Catch the error inside the generator, or "
         "write an iterator class with __next__, which can go on"
     )
@@ -66,14 +70,12 @@ def alike(error: Exception) -> Exception:
 
     Its traceback lacks the last frame, that of the function that caught `error` and keeps the copy.
     """
-    try:
-        other = twin(error)
-    except Exception:  # its class wants arguments that nobody knows
-        return error
-    return other.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
+    other, frames = twin(error), part(error, "__traceback__")
+    set_part(other, "__traceback__", frames and frames.tb_next)
+    return other
 
 
 def _marked(error: Exception, mark: str) -> Exception:
     other = alike(error)  # the same object may be raised again elsewhere, and mean something else
-    other.__dict__[_MARK] = mark
+    part(other, "__dict__")[_MARK] = mark
     return other

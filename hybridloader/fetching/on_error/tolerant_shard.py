@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from types import GeneratorType
 from typing import Any
 
-from hybridloader._support.errors import ShardLost, no_stop
+from hybridloader._support.errors import ShardLost, is_a, no_stop
 from hybridloader.engine.fetcher import Abandoned, EndOfShard, GivenUp, TaskContext
 from hybridloader.fetching.on_error.error_handler import ErrorHandler, seeded
 from hybridloader.fetching.on_error.places import rest_is_lost
@@ -58,7 +58,7 @@ class TolerantReader(ShardReader):
         try:
             sample = next(self._samples)
         except Exception as error:
-            self.position += not isinstance(error, StopIteration)
+            self.position += not is_a(error, StopIteration)
             raise
         self.position += 1
         return sample

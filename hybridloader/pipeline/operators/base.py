@@ -17,7 +17,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 from hybridloader._support.attributes import attribute, close
-from hybridloader._support.errors import Raised
+from hybridloader._support.errors import Raised, is_a
 from hybridloader.fetching.on_error.places import takes_a_place
 
 if TYPE_CHECKING:
@@ -296,7 +296,7 @@ class OperatorIterator(Iterator[Any]):
 
     def _failed(self, error: Exception) -> bool:
         """Note an error of `_pull`; tell whether it was raised in the place of an item."""
-        if isinstance(error, StopIteration):
+        if is_a(error, StopIteration):
             self._end()
             return False
         return takes_a_place(error)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hybridloader._support.caller import warn
-from hybridloader._support.errors import ResultNotSendable, StateError
+from hybridloader._support.errors import ResultNotSendable, StateError, is_a, part, text_of
 from hybridloader._support.text import short
 from hybridloader.pipeline.operators.base import (
     Context,
@@ -223,15 +223,16 @@ class KeepingIterator(OperatorIterator):
             writer.add(item)
         except BaseException as error:  # half a record may have been written
             self._discard()
-            if isinstance(error, OSError):
+            if is_a(error, OSError):
                 _warn_of(self._path, error)
                 return
-            if not isinstance(error, ResultNotSendable):
+            if not is_a(error, ResultNotSendable):
                 raise
             self._raised += 1
             raise ResultNotSendable(
                 f"an item can't be written to the cache file {self._path!r}: {short(item)}: "
-                f"{error.__cause__}. Cache in memory, without a path, or before the step that makes it"
+                f"{text_of(part(error, '__cause__'))}. Cache in memory, without a path, or before the "
+                "step that makes it"
             ) from error
 
     def _finish(self) -> None:
@@ -247,7 +248,7 @@ class KeepingIterator(OperatorIterator):
                 writer.commit()
             except BaseException as error:
                 writer.discard()
-                if not isinstance(error, OSError):
+                if not is_a(error, OSError):
                     raise
                 _warn_of(self._path, error)
 
@@ -262,7 +263,7 @@ class KeepingIterator(OperatorIterator):
         super().close()
 
 
-def _warn_of(path: str | None, error: OSError) -> None:
+def _warn_of(path: str | None, error: BaseException) -> None:
     warn(
         f"the cache file {path!r} can't be written ({error}); what was written of it is removed, and "
         "this pass goes on without a cache",

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from hybridloader._support.errors import IteratorClosed, Raised, add_note
+from hybridloader._support.errors import IteratorClosed, Raised, add_note, is_a, repr_of
 from hybridloader.fetching.on_error.places import LeftOut, goes_astray, takes_a_place
 from hybridloader.pipeline.operators.base import (
     Chain,
@@ -181,8 +181,8 @@ class ZipIterator(JoinIterator):
                 del error, first  # a traceback whose frame holds its own exception is a cycle
         if first is None or (type(first) is LeftOut and type(error) is not LeftOut):
             self._failed = error
-        elif type(error) is not LeftOut and repr(error) != repr(first):
-            add_note(first, f"In the same row of zip, pipeline {number} raised {error!r}.")
+        elif type(error) is not LeftOut and (found := repr_of(error)) != repr_of(first):
+            add_note(first, f"In the same row of zip, pipeline {number} raised {found}.")
 
     def _check_end(self, row: list[Any]) -> None:
         """End, unless the pipelines must be of the same length and all until now have ended."""
@@ -201,7 +201,7 @@ class ZipIterator(JoinIterator):
         if self._last is None:
             raise StopIteration
         last = Raised(self._last)
-        if not isinstance(self._last, IteratorClosed):
+        if not is_a(self._last, IteratorClosed):
             self._last = None
         last.throw()
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from hybridloader._support.attributes import close
 from hybridloader._support.errors import Raised
-from hybridloader._support.failure import twin
 from hybridloader._support.text import short
+from hybridloader.fetching.on_error.places import alike
 from hybridloader.pipeline.operators.base import (
     Chain,
     Context,
@@ -129,10 +129,7 @@ class _Trunk:
             except Exception as error:
                 for other, waiting in enumerate(self.queues):
                     if other != number and waiting is not None:
-                        # Without this frame, which holds the queues, in its traceback.
-                        double = twin(error)
-                        behind = error.__traceback__ and error.__traceback__.tb_next
-                        waiting.append(Raised(double.with_traceback(behind)))
+                        waiting.append(Raised(alike(error)))  # this frame holds the queues
                 raise
             for other, waiting in enumerate(self.queues):
                 if other != number and waiting is not None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from hybridloader._support.attributes import attribute, has
 from hybridloader._support.cadence import Cadence
-from hybridloader._support.errors import ShardLost, StateError
+from hybridloader._support.errors import ShardLost, StateError, is_a, set_part, text_of
 from hybridloader._support.state_copies import copied, is_stateful
 from hybridloader.fetching.on_error.places import rest_is_lost
 from hybridloader.pipeline.operators.base import Context, Mark, OperatorIterator
@@ -59,7 +59,7 @@ class Opened:
         except Exception as error:
             raise StateError(
                 f"{name}: {type(self._told).__qualname__}.load_state_dict() refused the state that was "
-                f"saved behind item {mark.at}: {error}"
+                f"saved behind item {mark.at}: {text_of(error)}"
             ) from error
         self.at = mark.at
 
@@ -146,7 +146,7 @@ class GeneratorIterator(OperatorIterator):
             return self._pull()
         except Exception as error:
             self._failed(error)
-            if not isinstance(error, StopIteration):
+            if not is_a(error, StopIteration):
                 self._lost = rest_is_lost("an item of a source", error)
             raise
 
@@ -191,6 +191,7 @@ class MarkedIterator(OperatorIterator):
         try:
             return copied(self._told.state_dict())
         except Exception as error:
-            return error.with_traceback(None)
+            set_part(error, "__traceback__", None)
+            return error
         finally:
             self._cadence.taken()

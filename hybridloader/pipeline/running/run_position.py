@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from hybridloader._support.errors import StateError
+from hybridloader._support.errors import StateError, repr_of
 from hybridloader._support.state_copies import copied
 from hybridloader.pipeline.operators.base import Mark, Operator, UpstreamPart
 from hybridloader.pipeline.operators.sources import Indices, Items
@@ -133,7 +133,7 @@ class RunPosition:
                 mark = stop.mark
                 if isinstance(mark.value, Exception):
                     raise StateError(
-                        f"a source could not tell its state behind item {mark.at}: {mark.value!r}"
+                        f"a source could not tell its state behind item {mark.at}: {repr_of(mark.value)}"
                     ) from mark.value
                 found[place_of(stop.path, stop.number)] = mark
         return counts, copied(found)

@@ -1,0 +1,236 @@
+"""Exceptions whose own methods raise, in a sample: all other samples come, and each is recorded."""
+
+from __future__ import annotations
+
+import asyncio
+import operator
+import warnings
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Any
+
+import pytest
+from support.hostile_errors import KINDS, Hostile, RaisesAtOdd, Unsendable
+from torch.utils.data import IterableDataset
+
+from hybridloader import (
+    DataLoader,
+    IteratorClosed,
+    Pipeline,
+    Replace,
+    ResultNotSendable,
+    Retry,
+    Skip,
+    TooManyErrors,
+)
+
+BACKENDS = ("inline", "threads", "fork", "spawn")
+every_backend = pytest.mark.parametrize("backend", BACKENDS)
+WANTED: list[Any] = [x for at, kind in enumerate(KINDS) for x in (2 * at, kind.__name__)]
+
+
+def outcomes(run: Iterator[Any]) -> list[Any]:
+    """Its items, and the names of the types of what it raises."""
+    found: list[Any] = []
+    while True:
+        try:
+            found.append(next(run))
+        except (StopIteration, IteratorClosed):
+            return found
+        except Exception as error:
+            found.append(type(error).__name__)
+
+
+def loader(backend: str, batch_size: int | None, **options: Any) -> DataLoader:
+    options |= {"batch_size": batch_size, "collate_fn": list if batch_size else operator.pos}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # inline has no workers
+        workers = 0 if backend == "inline" else 1
+        return DataLoader(RaisesAtOdd(), backend=backend, num_workers=workers, **options)
+
+
+def records(skipped: Any) -> list[Any]:
+    return [(record.index, type(record.error).__name__) for record in skipped]
+
+
+RECORDED = [(2 * at + 1, kind.__name__) for at, kind in enumerate(KINDS)]
+
+
+@every_backend
+def test_a_loader_raises_each_in_the_place_of_its_sample(backend: str) -> None:
+    assert outcomes(iter(loader(backend, None))) == WANTED
+
+
+@every_backend
+@pytest.mark.parametrize("batch_size", [4, None])
+def test_a_loader_skips_and_records_each(backend: str, batch_size: int | None) -> None:
+    made = loader(backend, batch_size, on_error=Skip(None))
+    found = outcomes(iter(made))
+    assert (found if batch_size is None else [*chain(*found)]) == WANTED[::2]
+    assert records(made.skipped) == RECORDED
+    for record in made.skipped:
+        assert "raise KINDS[item // 2]" in record.traceback
+        assert type(record.error).__name__ in record.traceback
+
+
+@every_backend
+def test_a_pipeline_raises_each_in_the_place_of_its_item(backend: str) -> None:
+    pipe = Pipeline.from_dataset(range(len(RaisesAtOdd())))
+    with pipe.map(RaisesAtOdd(), backend=backend, num_workers=1).run() as run:
+        assert outcomes(run) == WANTED
+
+
+@every_backend
+def test_a_pipeline_skips_and_records_each(backend: str) -> None:
+    pipe = Pipeline.from_dataset(range(len(RaisesAtOdd())))
+    pipe = pipe.map(RaisesAtOdd(), backend=backend, num_workers=1, on_error=Skip(None))
+    with pipe.run() as run:
+        assert outcomes(run) == WANTED[::2]
+        assert records(run.skipped) == RECORDED
+
+
+# -- other places that an exception comes from ---------------------------------------------------------
+
+
+def fail_at_3(item: int) -> int:
+    if item == 3:
+        raise Hostile("bad", item)
+    return item
+
+
+class Shard(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(Stream())
+
+
+class Stream(Iterator[int]):
+    count = -1
+
+    def __next__(self) -> int:
+        self.count += 1
+        if self.count == 6:
+            raise StopIteration
+        return fail_at_3(self.count)
+
+
+class Samples:
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> int:
+        return fail_at_3(index)
+
+
+async def fail_slowly_at_3(item: int) -> int:
+    await asyncio.sleep(0)
+    return fail_at_3(item)
+
+
+def fail(*_: Any) -> Any:
+    raise Hostile("bad")
+
+
+def unsendable_at_3(item: int) -> Any:
+    return Unsendable() if item == 3 else item
+
+
+def items(**where: Any) -> Pipeline:
+    return Pipeline.from_dataset(range(6)).map(fail_at_3, **where)
+
+
+WHERE: dict[str, Any] = {"backend": "fork", "num_workers": 1}
+PLACES: dict[str, tuple[Callable[[], Any], list[Any]]] = {
+    "iterable dataset": (lambda: DataLoader(Shard(), None, **WHERE), [0, 1, 2, Hostile, 4, 5]),
+    "iterable dataset, skipped": (
+        lambda: DataLoader(Shard(), None, on_error="skip", **WHERE),
+        [0, 1, 2, 4, 5],
+    ),
+    "sampler": (lambda: DataLoader(range(6), None, sampler=Shard(), **WHERE), [0, 1, 2, Hostile]),
+    "collate_fn": (
+        lambda: DataLoader(range(6), 3, collate_fn=lambda b: fail_at_3(b[0]), **WHERE),
+        [0, Hostile],
+    ),
+    "worker_init_fn": (
+        lambda: DataLoader(range(2), None, worker_init_fn=fail, **WHERE),
+        [Hostile, Hostile],
+    ),
+    "several threads": (
+        lambda: DataLoader(Samples(), 2, threads_per_worker=2, collate_fn=list, **WHERE),
+        [[0, 1], Hostile, [4, 5]],
+    ),
+    "retried": (
+        lambda: DataLoader(Samples(), None, on_error=Retry(1, 0, then="skip"), **WHERE),
+        [0, 1, 2, 4, 5],
+    ),
+    "retried after others": (
+        lambda: DataLoader(Samples(), None, on_error=Retry(1, 0, on=OSError), **WHERE),
+        [0, 1, 2, Hostile, 4, 5],
+    ),
+    "replacement": (
+        lambda: DataLoader(Samples(), None, on_error=Replace(fail), **WHERE),
+        [0, 1, 2, Hostile, 4, 5],
+    ),
+    "too many": (
+        lambda: DataLoader(Samples(), None, on_error=Skip(0), **WHERE),
+        [0, 1, 2, TooManyErrors, 4, 5],
+    ),
+    "pinned": (
+        lambda: DataLoader(Samples(), None, pin_memory=True, **WHERE),
+        [0, 1, 2, Hostile, 4, 5],
+    ),
+    "value that can't be sent": (
+        lambda: Pipeline.from_dataset(range(6)).map(unsendable_at_3, **WHERE),
+        [0, 1, 2, ResultNotSendable, 4, 5],
+    ),
+    "item that can't be sent": (
+        lambda: Pipeline.from_dataset(range(6)).map(unsendable_at_3).map(type, **WHERE),
+        [int, int, int, ResultNotSendable, int, int],
+    ),
+    "coroutine": (
+        lambda: Pipeline.from_dataset(range(6)).map(fail_slowly_at_3, **WHERE),
+        [0, 1, 2, Hostile, 4, 5],
+    ),
+    "coroutine, inline": (
+        lambda: Pipeline.from_dataset(range(6)).map(fail_slowly_at_3),
+        [0, 1, 2, Hostile, 4, 5],
+    ),
+    "source": (lambda: Pipeline.from_iterable(Stream), [0, 1, 2, Hostile, 4, 5]),
+    "source, before a stage": (
+        lambda: Pipeline.from_iterable(Stream).map(abs, **WHERE),
+        [0, 1, 2, Hostile, 4, 5],
+    ),
+    "reader": (
+        lambda: Pipeline.from_iterable(Stream, **WHERE),
+        [0, 1, 2, Hostile, 4, 5],
+    ),
+    "generator": (
+        lambda: Pipeline.from_iterable(lambda: map(fail_at_3, (k for k in range(6)))),
+        [0, 1, 2, Hostile, 4, 5],
+    ),
+    "rows": (
+        lambda: items().zip(items(**WHERE)),
+        [(0, 0), (1, 1), (2, 2), Hostile, (4, 4), (5, 5)],
+    ),
+    "branches": (
+        lambda: (lambda a, b: a.zip(b.map(abs)))(*items().fork(2)),
+        [(0, 0), (1, 1), (2, 2), Hostile, (4, 4), (5, 5)],
+    ),
+    "thread between": (lambda: items().prefetch(2), [0, 1, 2, Hostile, 4, 5]),
+    "counted": (lambda: items().skip(1).take(4), [1, 2, Hostile, 4]),
+    "cached": (lambda: items().cache(), [0, 1, 2, Hostile, 4, 5]),
+    "collated here": (
+        lambda: items().map(abs).batch(2, collate_fn=fail),
+        [Hostile, Hostile, Hostile, Hostile],
+    ),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.filterwarnings("ignore:a pass in which items raised errors")
+@pytest.mark.filterwarnings("ignore:.*pin_memory")
+def test_all_else_comes_wherever_it_is_raised(place: str) -> None:
+    make, wanted = PLACES[place]
+    names = [
+        kind.__name__ if isinstance(kind, type) and kind is not int else kind for kind in wanted
+    ]
+    assert outcomes(iter(make())) == names
