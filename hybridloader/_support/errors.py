@@ -170,10 +170,56 @@ class Raised:
             del error
 
 
-def no_stop(error: Exception, what: str = "the dataset, or a function,") -> Exception:
-    """Return `error`; a `RuntimeError` for a `StopIteration`, which would end a loop (PEP 479)."""
-    if not is_a(error, StopIteration):
-        return error
-    leak = RuntimeError(f"{what} raised StopIteration")
-    leak.__cause__ = error
-    return leak.with_traceback(part(error, "__traceback__"))
+def foreign(error: Exception, what: str = "the dataset, or a function,") -> Exception:
+    """Return `error`, which foreign code has raised, as an error like any other: it ends no iterator.
+
+    A `StopIteration` becomes a `RuntimeError` (PEP 479). An error that an iterator of ours has raised
+    within that code loses its mark (`no_answer`).
+    """
+    if is_a(error, StopIteration):
+        leak = RuntimeError(f"{what} raised StopIteration")
+        leak.__cause__ = error
+        return leak.with_traceback(part(error, "__traceback__"))
+    if not takes_a_place(error):
+        mark(error, None)
+    return error
+
+
+# -- errors that are raised where an item was asked for -----------------------------------------------
+
+_PLACE = "_hybridloader_place"
+"""Attribute of an exception: nothing else goes with it through threads and the steps of users."""
+
+ENDS = (IteratorClosed, WorkerDied, StateError)
+"""Errors of an iterator of ours after which nothing more will come."""
+
+
+def mark(error: BaseException, place: str | None) -> None:
+    """Mark where in a stream of items an error stands; None: in the place of one item."""
+    part(error, "__dict__")[_PLACE] = place
+
+
+def place_of(error: BaseException) -> str | None:
+    """Return the mark of an error."""
+    place: str | None = part(error, "__dict__").get(_PLACE)
+    return place
+
+
+def no_answer(error: E) -> E:
+    """Mark `error`, a new one of ours, as raised instead of an answer; return it.
+
+    The same item may still come, or none at all. The type of an error does not tell: a user's function
+    may raise any, and may itself use a loader.
+    """
+    mark(error, "beside")
+    return error
+
+
+def takes_a_place(error: BaseException) -> bool:
+    """Return True if `error` was raised where an item would have been returned."""
+    return place_of(error) != "beside"
+
+
+def is_ours(error: BaseException, kinds: type[E] | tuple[type[E], ...]) -> TypeGuard[E]:
+    """Return True if `error` is of `kinds` and an iterator of ours raised it instead of an answer."""
+    return is_a(error, kinds) and not takes_a_place(error)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from hybridloader._support.attributes import attribute
-from hybridloader._support.errors import NotReady
+from hybridloader._support.errors import ENDS, NotReady, is_ours
 from hybridloader.engine.messages import Result
 from hybridloader.engine.payload import Payload
 
@@ -32,12 +32,13 @@ _GATHERING = 1e-3
 class Feed(ABC):
     """A source of indices that is never waited for, and that goes on behind an error."""
 
-    final: tuple[type[Exception], ...] = ()
-    """Errors after which nothing more will come."""
-
     @abstractmethod
     def draw(self, most: int | None) -> Any:
         """Return the next index, of at most `most` items. Raises `NotReady` if there is none yet."""
+
+    def ended_by(self, error: Exception) -> bool:
+        """Return True if nothing more will come after `error`, which `draw` has raised."""
+        return is_ours(error, ENDS)
 
     def when_ready(self, wake: Callable[[], None]) -> None:
         """Call `wake` once, from any thread, when `draw` may have something: by default, now."""
@@ -121,14 +122,12 @@ class TaskBatching(Feed):
         forwarded: bool = False,  # some of `items` are payloads of several items
         least: int = 1,  # items of a task if they are there, for workers that do several at once
         most: int | None = None,  # items of a task; None: `MOST`, or `least`
-        final: tuple[type[Exception], ...] = (),
     ) -> None:
         self._next: Callable[[], Any] = attribute(items, "next_nowait", items.__next__)
         self._when_ready = attribute(items, "when_ready")
         self._forwarded, self._least = forwarded, least
         self._most = max(MOST, least) if most is None else min(max(MOST, least), most)
         self._others: list[TaskBatching] = []
-        self.final = final
         # All the mutable state:
         self.size = min(least, self._most)
         self._items = self._seconds = 0.0  # of the tasks before, the older the less
@@ -187,7 +186,8 @@ class TaskBatching(Feed):
                 found.append(item)
                 if time.monotonic() > until:
                     return
-        except (NotReady, StopIteration):
+        except StopIteration:
             return  # told again at the next call
         except Exception as error:
-            self._error = error
+            if not is_ours(error, NotReady):  # as above
+                self._error = error

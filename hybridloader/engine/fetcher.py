@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from hybridloader._support.errors import WorkerDied
+from hybridloader._support.errors import WorkerDied, mark
 
 if TYPE_CHECKING:
     from hybridloader.engine.dataset_state import DatasetStates, ShardStart
@@ -122,7 +122,9 @@ class GivenUp:
         self.index, self.text = index, text
 
     def error(self) -> WorkerDied:
-        return WorkerDied(self.text)
+        error = WorkerDied(self.text)
+        mark(error, "given up")
+        return error
 
 
 class Spared(list[Any]):

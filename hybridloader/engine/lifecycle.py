@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from hybridloader._support.errors import IteratorClosed, WorkerDied
+from hybridloader._support.errors import IteratorClosed, WorkerDied, no_answer
 from hybridloader._support.torch_modes import Modes, modes_here
 from hybridloader.engine.contract import CLOSING, Backend, WorkerHandle
 from hybridloader.engine.crews import ended_with
@@ -265,22 +265,26 @@ class Lifecycle(ABC):
 
     def _check_process(self) -> None:
         if self._elsewhere:  # it would read messages to the other process
-            raise IteratorClosed(
-                "this iterator belongs to the process that this one was forked from; make one here"
+            raise no_answer(
+                IteratorClosed(
+                    "this iterator belongs to the process that this one was forked from; make one here"
+                )
             )
 
     def _refuse(self) -> NoReturn:
         if self._scheduler.fault is not None:
-            raise WorkerDied(self._death_report)
+            raise no_answer(WorkerDied(self._death_report))
         if self._ended:
             raise StopIteration
-        raise IteratorClosed(f"the iterator of stage {self.spec.stage!r} is closed")
+        raise no_answer(IteratorClosed(f"the iterator of stage {self.spec.stage!r} is closed"))
 
     def _check_wanted(self, epoch: int | None = None) -> None:
         if self._closing:
             self._refuse()
         if self._broken_off == self.epoch or (epoch is not None and epoch != self.epoch):
-            raise IteratorClosed(f"this pass of stage {self.spec.stage!r} was broken off")
+            raise no_answer(
+                IteratorClosed(f"this pass of stage {self.spec.stage!r} was broken off")
+            )
 
     def _use_crew(self, call: Callable[..., T], *arguments: Any) -> T:
         """Make a call that uses crew and scheduler. `pull` has this written out: it is a call less."""

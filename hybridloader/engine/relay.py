@@ -19,20 +19,19 @@ from typing import Any
 
 from hybridloader._support.attributes import close
 from hybridloader._support.errors import (
+    ENDS,
     IteratorClosed,
     NotReady,
     Raised,
-    WorkerDied,
     WorkerTimeout,
-    is_a,
+    is_ours,
+    no_answer,
 )
 from hybridloader._support.torch_modes import Modes, TakenModes, modes_here
 from hybridloader.engine.contract import CLOSING, SLICE
 
 REMEMBERED = 4096
 """Number of sleeps that a queue remembers of each side."""
-
-FINAL = (IteratorClosed, WorkerDied)  # errors of an iterator that would be raised again and again
 
 
 class RelayQueue:
@@ -94,7 +93,7 @@ class RelayQueue:
 
     def _forget_timeout(self) -> None:
         """Drop a timeout that nobody has been told of: now that something has come, it is over."""
-        if is_a(self.items[-1][0].error, WorkerTimeout):
+        if is_ours(self.items[-1][0].error, WorkerTimeout):
             self.items.pop()
 
     def _has_room(self, weight: int) -> bool:
@@ -143,7 +142,7 @@ class RelayQueue:
     def _sleep(self, timeout: float | None) -> None:
         self._check()
         if timeout == 0:
-            raise NotReady(f"nothing has come through {self._name!r} yet")
+            raise no_answer(NotReady(f"nothing has come through {self._name!r} yet"))
         began = time.perf_counter()
         self._sleepers += 1
         try:
@@ -151,7 +150,8 @@ class RelayQueue:
                 self._check()
                 left = None if timeout is None else began + timeout - time.perf_counter()
                 if left is not None and left <= 0:
-                    raise NotReady(f"nothing has come through {self._name!r} in {timeout:g} s")
+                    late = f"nothing has come through {self._name!r} in {timeout:g} s"
+                    raise no_answer(NotReady(late))
                 self.came.wait(SLICE if left is None else min(left, SLICE))
         finally:
             self._sleepers -= 1
@@ -161,9 +161,9 @@ class RelayQueue:
 
     def _check(self) -> None:
         if self.closed:
-            raise IteratorClosed(f"relay {self._name!r} is closed")
+            raise no_answer(IteratorClosed(f"relay {self._name!r} is closed"))
         if self._failed:
-            raise IteratorClosed(f"relay {self._name!r} was ended by the error before")
+            raise no_answer(IteratorClosed(f"relay {self._name!r} was ended by the error before"))
         if self.ended:
             raise StopIteration
 
@@ -203,9 +203,9 @@ def _pull(
                 item = next(source)
             except StopIteration:
                 break
-            except FINAL:
-                raise
             except Exception as caught:
+                if is_ours(caught, ENDS):
+                    raise
                 item = Raised(caught)
             wanted = queue.put(item)
             del item  # an error in it has this very frame in its traceback

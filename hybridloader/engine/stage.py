@@ -29,7 +29,9 @@ from hybridloader._support.errors import (
     TaskTimeout,
     WorkerTimeout,
     add_note,
-    is_a,
+    foreign,
+    is_ours,
+    no_answer,
 )
 from hybridloader._support.failure import Failure
 from hybridloader.engine.feed import Observer, is_forwarded, items_in
@@ -141,11 +143,11 @@ class Stage(Lifecycle, Iterator[Any]):
                 scheduler.source_ended()
                 starved = True
                 break
-            except NotReady:
-                self._hungry = starved = True
-                break
             except Exception as error:
-                if feed is not None and not is_a(error, feed.final):
+                if is_ours(error, NotReady):
+                    self._hungry = starved = True
+                    break
+                if feed is not None and not feed.ended_by(error):
                     seq = scheduler.assign(worker)  # it comes out in its turn
                     scheduler.take_in([Failed(worker, seq, Failure(error))])
                     continue
@@ -188,7 +190,7 @@ class Stage(Lifecycle, Iterator[Any]):
             elif not scheduler.sent and scheduler.drain():
                 self._end_epoch()
             if looked:
-                raise NotReady(f"stage {self.spec.stage!r} has no result yet")
+                raise no_answer(NotReady(f"stage {self.spec.stage!r} has no result yet"))
             if not wait:
                 self._listen(0.0)
                 looked = True
@@ -208,7 +210,7 @@ class Stage(Lifecycle, Iterator[Any]):
         if deadline is not None:
             remaining = deadline - self._clock()
             if remaining <= 0:
-                raise WorkerTimeout(self._table.lateness(self._timeout))
+                raise no_answer(WorkerTimeout(self._table.lateness(self._timeout)))
         return remaining if self._supervisor is None else self._supervisor.sooner(remaining)
 
     def _listen(self, timeout: float | None) -> None:
@@ -337,6 +339,7 @@ class Stage(Lifecycle, Iterator[Any]):
             observer.opened(result.seq, began, self._clock())
             return value
         except Exception as error:
-            add_note(error, table.place(result.worker, index, "loading the result of"))
-            table.failed = index
-            raise
+            raised = Raised(foreign(error))
+        add_note(raised.error, table.place(result.worker, index, "loading the result of"))
+        table.failed = index
+        return raised.throw()

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from hybridloader._support.errors import TaskTimeout, text_of
+from hybridloader._support.errors import TaskTimeout, no_answer, text_of
 from hybridloader.engine.contract import Crew
 from hybridloader.engine.diagnosis import given_up
 from hybridloader.engine.feed import is_forwarded
@@ -177,7 +177,7 @@ class Supervisor:
         stack = self._crew.stack(worker)
         if self._threads or self._deaths is None:
             told = self._table.overrun(worker, seconds, self._timeout, stack, thread=self._threads)
-            raise TaskTimeout(told)
+            raise no_answer(TaskTimeout(told))
         what = "its task ran over"
         if self._scheduler.workers[worker] is not WorkerState.READY:
             what = f"it was not ready after {START:g} seconds more than"

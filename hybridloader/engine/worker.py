@@ -16,7 +16,7 @@ from time import perf_counter
 from typing import Any
 
 from hybridloader._support.datapipes import seed_datapipe
-from hybridloader._support.errors import ResultNotSendable, no_stop, show
+from hybridloader._support.errors import ResultNotSendable, foreign, show
 from hybridloader._support.failure import Failure, twin
 from hybridloader._support.torch_modes import TakenModes
 from hybridloader.engine.dataset_state import ShardStart
@@ -117,7 +117,7 @@ class Worker:
             except Exception as error:
                 if spec.workers == 0:
                     raise
-                self._broken = no_stop(error)
+                self._broken = foreign(error)
             return Ready(self.worker, self._first_state() if spec.tells else None)
 
     def _first_state(self) -> ShardStart | Failure | None:
@@ -183,7 +183,7 @@ class Worker:
             apply(self._spec.fetch.dataset, message.changes)
             self._fetcher = self._spec.fetch.open(message.shared_seed, self.context)
         except Exception as error:
-            self._broken = no_stop(error)
+            self._broken = foreign(error)
         del before
 
     def _let_go(self) -> None:
@@ -278,7 +278,7 @@ class Worker:
         if place is not None:
             error = task.errors.pop(place)
             assert isinstance(error, Exception)
-            return Failed(task.worker, task.seq, Failure(no_stop(error)))
+            return Failed(task.worker, task.seq, Failure(foreign(error)))
         assert self._fetcher is not None
         assemble = partial(self._fetcher.assemble, task.results)
         if task.measures and self.meter is not None:
@@ -364,7 +364,7 @@ class Worker:
                 slices.failed(task.seq)
             # torch lets a StopIteration through, and a map-style dataset that leaks one ends the
             # user's loop early, without a word.
-            return Failed(self.worker, task.seq, Failure(no_stop(error)), self._position)
+            return Failed(self.worker, task.seq, Failure(foreign(error)), self._position)
 
     @property
     def _position(self) -> int:  # samples of the shard that were read

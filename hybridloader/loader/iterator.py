@@ -21,7 +21,15 @@ from torch.utils.data.dataloader import (
     _share_dist_seed,
 )
 
-from hybridloader._support.errors import IteratorClosed, StateError, WorkerTimeout, add_note, is_a
+from hybridloader._support.errors import (
+    ENDS,
+    IteratorClosed,
+    StateError,
+    WorkerTimeout,
+    add_note,
+    is_a,
+    is_ours,
+)
 from hybridloader._support.failure import Failure
 from hybridloader._support.hf_streams import warn_of_few_shards
 from hybridloader._support.state_copies import is_stateful
@@ -32,7 +40,6 @@ from hybridloader.engine.diagnosis import workers_table
 from hybridloader.engine.fetcher import Fetch
 from hybridloader.engine.messages import WorkerSpec
 from hybridloader.engine.refresh import Change, DatasetChanges
-from hybridloader.engine.relay import FINAL
 from hybridloader.engine.restart import RestartPolicy
 from hybridloader.engine.scheduler import Dispatch, least_busy, round_robin, round_robin_with_room
 from hybridloader.engine.stage import Stage
@@ -302,10 +309,10 @@ class LoaderIterator(_BaseDataLoaderIter):
                 raise StateError(
                     f"_num_yielded is {count} in the state, and the dataset gave only {done} batches"
                 ) from None
-            except (*FINAL, WorkerTimeout):
-                raise
-            except Exception:
-                pass  # a batch that failed is one that was given: it has been raised, before the state
+            except Exception as error:
+                if is_ours(error, (*ENDS, WorkerTimeout)):
+                    raise
+                # A batch that failed is one that was given: it has been raised, before the state.
 
     def _filled(self, batches: Iterator[Any], results: Results, progress: Progress) -> FullBatches:
         if self._on_error is not None:

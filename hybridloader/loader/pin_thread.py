@@ -18,19 +18,22 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from hybridloader._support.errors import (
+    ENDS,
     IteratorClosed,
     NotReady,
     Raised,
     WorkerTimeout,
     add_note,
     is_a,
+    is_ours,
+    no_answer,
 )
 from hybridloader.devices.pinning import Pinner, Sent
 from hybridloader.engine.contract import CLOSING
 from hybridloader.engine.feed import Feed
 from hybridloader.engine.messages import Last
 from hybridloader.engine.refresh import Change
-from hybridloader.engine.relay import FINAL, Relay
+from hybridloader.engine.relay import Relay
 from hybridloader.engine.stage import Stage
 from hybridloader.loader.observation import Observation
 from hybridloader.observe.thread_records import TimedPulls
@@ -54,8 +57,6 @@ class IndexFeed(Feed):
 
     Holds no sampler: a thread holds the stage, and a sampler may hold the loader.
     """
-
-    final: tuple[type[Exception], ...] = (Exception,)
 
     def __init__(self) -> None:
         # All the mutable state; filled by one thread and emptied by another:
@@ -85,7 +86,10 @@ class IndexFeed(Feed):
             if error is not None:
                 error.throw()
             raise StopIteration
-        raise NotReady("the sampler is asked when a batch is taken")
+        raise no_answer(NotReady("the sampler is asked when a batch is taken"))
+
+    def ended_by(self, error: Exception) -> bool:
+        return True  # as torch: nobody asks a sampler again that has raised
 
     def when_ready(self, wake: Callable[[], None]) -> None:
         self._wake = wake
@@ -124,7 +128,7 @@ class _PinningIterator(Iterator[Any]):
         except StopIteration:
             raise
         except Exception as error:
-            self._over = stage.closed or isinstance(error, FINAL)
+            self._over = stage.closed or is_ours(error, ENDS)
             return _QueuedResult(*self._place, error=Raised(error), final=self._over)
         try:
             extras = stage.last.extras
@@ -176,8 +180,10 @@ class PinnedResults(Iterator[Any]):
 
     def __next__(self) -> Any:
         if os.getpid() != self._owner:
-            raise IteratorClosed(
-                "this iterator belongs to the process that this one was forked from; make one here"
+            raise no_answer(
+                IteratorClosed(
+                    "this iterator belongs to the process that this one was forked from; make one here"
+                )
             )
         queued = self._wait()
         last = self.last
@@ -202,7 +208,7 @@ class PinnedResults(Iterator[Any]):
             queued: _QueuedResult = self._relay.get(self._timeout or None)
             return queued
         except NotReady:
-            raise WorkerTimeout(self._stage.lateness(self._timeout)) from None
+            raise no_answer(WorkerTimeout(self._stage.lateness(self._timeout))) from None
         except StopIteration:
             if not self._failed:
                 raise
@@ -212,7 +218,7 @@ class PinnedResults(Iterator[Any]):
             self._thread.close()
             raise
         self._stage.pull(self._epoch, wait=True)  # raises the reason why there is no more
-        raise IteratorClosed("this pass was broken off")
+        raise no_answer(IteratorClosed("this pass was broken off"))
 
 
 class PinThread:

@@ -15,7 +15,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
 from hybridloader._support.cadence import Cadence
-from hybridloader._support.errors import WorkerDied, is_a
+from hybridloader._support.errors import place_of
 from hybridloader._support.state_copies import Latest
 from hybridloader.engine.dataset_state import ShardStart
 from hybridloader.engine.messages import Exhausted, Last
@@ -209,7 +209,7 @@ class Progress:
             return
         item = self._handed_out(seq - self._shift)
         # A task that kills workers is not repeated; the next worker's state comes with its first result.
-        repeats = state is None and not (error is not None and is_a(error, WorkerDied))
+        repeats = state is None and not (error is not None and place_of(error) == "given up")
         if repeats and self.places[worker].stateful and item is not None:
             self.places[worker].again.append(item[1])
 

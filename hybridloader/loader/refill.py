@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
-from hybridloader._support.errors import TooManyErrors, no_stop
+from hybridloader._support.errors import TooManyErrors, foreign
 from hybridloader._support.failure import Failure
 from hybridloader.fetching.on_error.error_budget import ErrorBudget
 from hybridloader.fetching.outcome import FailureRecord, Outcome
@@ -141,7 +141,7 @@ class FullBatches(Iterator[Any]):
             self._waiting.handed_out(len(batch))
             if self._budget is None:
                 raise
-            failure = Failure(no_stop(error))
+            failure = Failure(foreign(error))
             failures = [FailureRecord(index, n, failure) for n, (index, _) in enumerate(batch)]
             self._budget.count(0, failures, None)  # attempted before, one by one
             return

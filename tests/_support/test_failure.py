@@ -11,8 +11,8 @@ from support.hostile_errors import KINDS
 from hybridloader._support.errors import (
     add_note,
     described,
+    foreign,
     is_a,
-    no_stop,
     part,
     repr_of,
     show,
@@ -40,7 +40,7 @@ def test_it_is_worded_and_shown(kind: type[Exception], capsys: pytest.CaptureFix
     assert "# the line that fails" in capsys.readouterr().err
     assert is_a(error, kind)
     assert not is_a(error, (OSError, StopIteration))
-    assert no_stop(error) is error
+    assert foreign(error) is error
 
 
 @every_kind

@@ -10,7 +10,15 @@ from typing import Any
 
 import pytest
 
-from hybridloader._support.errors import IteratorClosed, NotReady, Raised, WorkerDied, WorkerTimeout
+from hybridloader._support.errors import (
+    IteratorClosed,
+    NotReady,
+    Raised,
+    StateError,
+    WorkerDied,
+    WorkerTimeout,
+    no_answer,
+)
 from hybridloader.engine.relay import Relay, RelayQueue
 
 
@@ -49,17 +57,20 @@ def test_it_reads_no_further_than_its_depth() -> None:
 
 
 def test_a_timeout_that_nobody_was_told_of_is_over_once_something_has_come() -> None:
-    queue = RelayQueue("r", 4, None, 0)
+    queue = RelayQueue("r", 5, None, 0)
     for late in range(3):
-        queue.put(Raised(WorkerTimeout(f"late {late}")))
+        queue.put(Raised(no_answer(WorkerTimeout(f"late {late}"))))
     assert [str(item.error) for item, _ in queue.items] == ["late 2"]
     queue.put(Raised(ValueError("broken")))
     queue.put("item")
-    queue.put(Raised(WorkerTimeout("late again")))
+    queue.put(Raised(WorkerTimeout("a user's own")))
+    queue.put(Raised(no_answer(WorkerTimeout("late again"))))
     queue.end(None)
     with pytest.raises(ValueError, match="broken"):
         queue.get()
     assert queue.get() == "item"
+    with pytest.raises(WorkerTimeout, match="a user's own"):
+        queue.get()
     with pytest.raises(WorkerTimeout, match="late again"):
         queue.get()
 
@@ -193,9 +204,16 @@ def test_it_goes_on_behind_an_error() -> None:
     relay.close()
 
 
-@pytest.mark.parametrize("error", [WorkerDied("gone"), IteratorClosed("shut")], ids=repr)
+@pytest.mark.parametrize(
+    "error", [WorkerDied("gone"), IteratorClosed("shut"), StateError("another")], ids=repr
+)
 def test_an_error_that_would_be_raised_for_ever_ends_it(error: Exception) -> None:
-    relay = Relay(Stumbling(error, 10**9), "r")
+    relay = Relay(Stumbling(error), "r", depth=9)
+    assert [next(relay), next(relay)] == [0, 1]
+    with pytest.raises(type(error)):  # of a user's code
+        next(relay)
+    assert list(relay) == [3, 4]
+    relay = Relay(Stumbling(no_answer(error), 10**9), "r")
     assert [next(relay), next(relay)] == [0, 1]
     with pytest.raises(type(error)):
         next(relay)

@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridloader import Replace, Retry, Skip, TooManyErrors
-from hybridloader._support.errors import ShardLost, WorkerDied, no_stop
+from hybridloader._support.errors import ShardLost, WorkerDied, foreign
 from hybridloader._support.failure import Failure
 from hybridloader.engine.fetcher import Abandoned, GivenUp, Spared, TaskContext
 from hybridloader.fetching.on_error.error_budget import ErrorBudget, FailureLog, bare
 from hybridloader.fetching.on_error.error_handler import ErrorHandler
+from hybridloader.fetching.on_error.places import rest_is_lost
 from hybridloader.fetching.on_error.policies import final, parse_on_error
 from hybridloader.fetching.outcome import Attempt, FailureRecord, Outcome, short_batch
 from hybridloader.loader.refill import FullBatches, Refill
@@ -110,7 +111,7 @@ def called(handler: ErrorHandler, function: Callable[[Any], Any], argument: Any)
             raise argument.error()
         return function(argument)
     except Exception as raised:
-        error = no_stop(raised)
+        error = foreign(raised)
     try:
         return handler.rescue(function, argument, index, error)[0]
     finally:
@@ -352,7 +353,8 @@ def test_only_so_many_tracebacks_are_kept(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_the_rest_of_a_shard_is_never_forgiven() -> None:
     assert ErrorBudget(Skip(), "stage").may_skip(Failure(ValueError()))
-    assert not ErrorBudget(Skip(), "stage").may_skip(Failure(ShardLost()))
+    assert not ErrorBudget(Skip(), "stage").may_skip(Failure(rest_is_lost("it", OSError())))
+    assert ErrorBudget(Skip(), "stage").may_skip(Failure(ShardLost()))  # of a user's code
     assert not ErrorBudget(Replace(nothing), "stage").may_skip(Failure(ValueError()))
     assert not ErrorBudget(Retry(1), "stage").may_skip(Failure(ValueError()))
 

@@ -21,7 +21,7 @@ from support.operator_context import (
     scripted,
 )
 
-from hybridloader._support.errors import WorkerTimeout
+from hybridloader._support.errors import WorkerTimeout, no_answer
 from hybridloader.pipeline.operators.base import INFINITE, Chain, Operator
 from hybridloader.pipeline.operators.join import Concat, Interleave, Mix, Zip
 from hybridloader.pipeline.operators.order import Enumerate, ShardByRank, SkipFirst, Take
@@ -100,7 +100,7 @@ def test_a_row_that_fails_twice_raises_once_and_tells_of_both() -> None:
 
 
 def test_what_is_no_answer_leaves_the_row_as_far_as_it_came() -> None:
-    late = WorkerTimeout("late")
+    late = no_answer(WorkerTimeout("late"))
     for make in (Zip, Interleave, Mix, Concat):
         scripts = [[1, 2, late, 3], ["a", late, "b", Oops(1)]]
         without = [[step for step in script if step is not late] for script in scripts]

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from hybridloader import IteratorClosed, Pipeline
+from hybridloader import (
+    IteratorClosed,
+    NotReady,
+    Pipeline,
+    ShardLost,
+    StateError,
+    TaskTimeout,
+    TooManyErrors,
+    WorkerDied,
+    WorkerTimeout,
+)
+from hybridloader._support.errors import no_answer
 
 KINDS = ("inline", "threads", "fork", "shared-memory")
 
@@ -160,3 +171,83 @@ def test_what_ends_a_thread_between_two_steps_is_not_taken_for_the_end_of_the_it
             next(run)
         with pytest.raises(IteratorClosed):
             next(run)
+
+
+# -- errors of a user's code that are of our own types -------------------------------------------------
+
+OURS = (
+    *(IteratorClosed, NotReady, ShardLost, StateError, TaskTimeout, TimeoutError, TooManyErrors),
+    *(WorkerDied, WorkerTimeout),
+)
+
+
+class Stumble:
+    """Function that raises an error at 3: its own, or that of a loader which it uses."""
+
+    def __init__(self, kind: type[Exception], *, within: bool) -> None:
+        self.kind, self.within = kind, within
+
+    def __call__(self, item: Any) -> Any:
+        if item == 3 or (type(item) is list and 3 in item):
+            raise no_answer(self.kind("mine")) if self.within else self.kind("mine")
+        return item
+
+
+def pairs(pipe: Pipeline) -> Pipeline:
+    return pipe.map(lambda pair: pair[0])
+
+
+Way = Callable[[Pipeline, Stumble], Pipeline]
+
+WAYS: dict[str, Way] = {
+    "inline": lambda pipe, f: pipe.map(f),
+    "threads": lambda pipe, f: pipe.map(f, backend="threads", num_workers=2),
+    "fork": lambda pipe, f: pipe.map(f, backend="fork", num_workers=1),
+    "a filter": lambda pipe, f: pipe.filter(lambda item: f(item) >= 0),
+    "before a thread": lambda pipe, f: pipe.map(f).prefetch(2),
+    "before a stage": lambda pipe, f: pipe.map(f).map(abs, backend="threads", num_workers=1),
+    "two stages": lambda pipe, f: pipe.map(f, backend="fork", num_workers=1).map(
+        abs, backend="threads", num_workers=1
+    ),
+    "counted": lambda pipe, f: pipe.map(f).take(7).skip(0).enumerate().map(lambda pair: pair[1]),
+    "rows": lambda pipe, f: pairs(pipe.map(f).zip(pipe.map(abs))),
+    "branches": lambda pipe, f: pairs((lambda a, b: a.zip(b))(*pipe.map(f).fork(2))),
+    "collation": lambda pipe, f: pipe.batch(1, collate_fn=f).map(lambda batch: batch[0]),
+    "a bucket": lambda pipe, f: pipe.bucket_by(f, 1, collate_fn=list).map(lambda batch: batch[0]),
+    "a cost": lambda pipe, f: pipe.batch_by(f, 1, oversize="alone", collate_fn=list).map(
+        lambda batch: batch[0]
+    ),
+    "a split": lambda pipe, f: pipe.map(lambda item: [item]).unbatch(split=f),
+}
+
+
+@pytest.mark.parametrize("within", [False, True], ids=["its own", "of a loader within"])
+@pytest.mark.parametrize("kind", OURS)
+@pytest.mark.parametrize("way", WAYS)
+def test_an_error_of_a_function_ends_nothing_whatever_its_type(
+    way: str, kind: type[Exception], within: bool
+) -> None:
+    pipe = Pipeline.from_dataset(range(2, 9))
+    wanted = everything(WAYS[way](pipe, Stumble(KeyError, within=False)).run())
+    with WAYS[way](pipe, Stumble(kind, within=within)).run() as run:
+        assert everything(run) == [kind if found is KeyError else found for found in wanted]
+        assert run.state_dict()["given"] == len(wanted) == 7
+
+
+@pytest.mark.parametrize("kind", OURS)
+@pytest.mark.parametrize("stages", [{}, {"backend": "threads", "num_workers": 1}])
+def test_an_error_of_a_source_ends_nothing_whatever_its_type(
+    kind: type[Exception], stages: dict[str, Any]
+) -> None:
+    stumble = Stumble(kind, within=False)
+    pipe = Pipeline.from_iterable(lambda: map(stumble, range(2, 9)))
+    with pipe.map(abs, **stages).run() as run:
+        assert everything(run) == [2, kind, 4, 5, 6, 7, 8]
+
+
+def test_a_closed_run_within_a_function_ends_no_run_around_it() -> None:
+    other = Pipeline.from_dataset(range(9)).run()
+    other.close()
+    pipe = Pipeline.from_dataset(range(3)).map(lambda item: next(other) if item == 1 else item)
+    with pipe.run() as run:
+        assert everything(run) == [0, IteratorClosed, 2]

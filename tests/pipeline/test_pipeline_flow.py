@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridloader import NotReady, Pipeline, Threads, WorkerTimeout
+from hybridloader._support.errors import no_answer
 from hybridloader._support.sizes import size_of
 from hybridloader.engine.contract import Crew
 from hybridloader.engine.feed import TaskBatching
@@ -315,7 +316,7 @@ class Hand(Iterator[int]):
 
     def next_nowait(self) -> int:
         if not self.items:
-            raise NotReady
+            raise no_answer(NotReady())
         return self.items.pop(0)
 
     def when_ready(self, wake: Callable[[], None]) -> None:

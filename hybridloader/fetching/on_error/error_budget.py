@@ -11,10 +11,10 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from hybridloader._support.errors import ShardLost, TooManyErrors, is_a, repr_of, set_part
+from hybridloader._support.errors import TooManyErrors, repr_of, set_part
 from hybridloader._support.failure import Failure, twin
 from hybridloader._support.text import cell, table
-from hybridloader.fetching.on_error.places import LeftOut, beside
+from hybridloader.fetching.on_error.places import LeftOut, beside, goes_astray
 from hybridloader.fetching.on_error.policies import LEAST, Policy, Skip, final
 from hybridloader.fetching.outcome import FailureRecord
 
@@ -108,7 +108,7 @@ class ErrorBudget:
     def may_skip(self, failure: Failure) -> bool:
         """Return True if a sample that raised this is left out, and its error not raised."""
         # The rest of a shard is more than one sample, and nobody has attempted it.
-        return self.skips and not is_a(failure.exception, ShardLost)
+        return self.skips and not goes_astray(failure.exception)
 
     def count(self, attempted: int, failures: Iterable[FailureRecord], worker: int | None) -> None:
         """Count `attempted` samples, of which `failures` failed.

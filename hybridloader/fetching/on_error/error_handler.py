@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from hybridloader._support.errors import add_note, is_a, no_stop, part, set_part
+from hybridloader._support.errors import add_note, foreign, is_a, part, set_part
 from hybridloader.engine.fetcher import Abandoned, GivenUp, TaskContext
 from hybridloader.fetching.on_error.policies import Policy, Replace, Retry, Skip, final
 from hybridloader.seeding.sample_rng import SampleRng
@@ -64,13 +64,13 @@ class ErrorHandler:
                     try:
                         return function(argument), None
                     except Exception as raised:
-                        error = no_stop(raised)
+                        error = foreign(raised)
             if self._replace is None:
                 raise error
             try:
                 return self._replace.fn(index, error), error
             except Exception as raised:
-                failed = no_stop(raised)
+                failed = foreign(raised)
             add_note(failed, "Raised by the function of Replace, for a sample that had failed.")
             # It may raise the same again.
             if part(failed, "__cause__") is None and failed is not error:

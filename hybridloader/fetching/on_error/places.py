@@ -9,15 +9,11 @@ from __future__ import annotations
 
 from hybridloader._support.errors import (
     HybridLoaderError,
-    IteratorClosed,
-    NotReady,
     ShardLost,
-    StateError,
-    WorkerDied,
-    WorkerTimeout,
     described,
-    is_a,
+    mark,
     part,
+    place_of,
     set_part,
 )
 from hybridloader._support.failure import twin
@@ -30,20 +26,9 @@ class LeftOut(HybridLoaderError):
     """
 
 
-_MARK = "_hybridloader_place"
-
-_NOWHERE = (NotReady, WorkerTimeout, IteratorClosed, WorkerDied, StateError)
-"""Errors that are raised instead of an answer: the same item may still come, or none at all."""
-
-
-def takes_a_place(error: Exception) -> bool:
-    """Return True if `error` was raised where an item would have been returned."""
-    return not is_a(error, _NOWHERE) and part(error, "__dict__").get(_MARK) != "beside"
-
-
-def goes_astray(error: Exception) -> bool:
+def goes_astray(error: BaseException) -> bool:
     """Return True if the number of items that `error` stands for is unknown."""
-    return is_a(error, ShardLost) or part(error, "__dict__").get(_MARK) == "astray"
+    return place_of(error) == "astray"
 
 
 def beside(error: Exception) -> Exception:
@@ -58,11 +43,13 @@ def astray(error: Exception) -> Exception:
 
 def rest_is_lost(which: str, error: Exception) -> ShardLost:
     """Return the error that follows `error`, which `which`, a generator, has raised."""
-    return ShardLost(
+    lost = ShardLost(
         f"{which} raised {described(error)}. The iterator is a generator, which is over "
         "after an error, so the rest of the shard is lost. Catch the error inside the generator, or "
         "write an iterator class with __next__, which can go on"
     )
+    mark(lost, "astray")
+    return lost
 
 
 def alike(error: Exception) -> Exception:
@@ -75,7 +62,7 @@ def alike(error: Exception) -> Exception:
     return other
 
 
-def _marked(error: Exception, mark: str) -> Exception:
+def _marked(error: Exception, place: str) -> Exception:
     other = alike(error)  # the same object may be raised again elsewhere, and mean something else
-    part(other, "__dict__")[_MARK] = mark
+    mark(other, place)
     return other

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from hybridloader._support.errors import no_stop
+from hybridloader._support.errors import foreign
 from hybridloader._support.failure import Failure
 from hybridloader._support.text import brief
 from hybridloader.engine.fetcher import GivenUp, TaskContext
@@ -50,9 +50,9 @@ class TaskResults:
         A failure is noted under `index`.
         """
         if not self._batch:
-            error = no_stop(error, "a function of a pipeline")
+            error = foreign(error, "a function of a pipeline")
         try:
-            found, replaced = self._handler.rescue(function, argument, index, no_stop(error))
+            found, replaced = self._handler.rescue(function, argument, index, foreign(error))
         except Exception as last:
             if self._batch and not self._handler.skips:
                 raise
@@ -72,7 +72,7 @@ class TaskResults:
         if type(index) is GivenUp:
             index = index.index
         if not self._batch:
-            error = no_stop(error, "a function of a pipeline")
+            error = foreign(error, "a function of a pipeline")
             shown = brief(index if self._what is None else self._what)
             index = index if type(index) in (int, str) else shown
             item = None if replaced else shown

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from hybridloader._support.attributes import attribute
-from hybridloader._support.errors import no_stop
+from hybridloader._support.errors import foreign
 from hybridloader.engine.fetcher import Abandoned, GivenUp, Spared, TaskContext
 from hybridloader.fetching.gather import Odd
 from hybridloader.fetching.on_error.error_handler import ErrorHandler, seeded
@@ -122,7 +122,7 @@ class TolerantBatchFetcher(BatchFetcher):
         except Exception as error:
             if not self._skips:
                 raise
-            return all_failed(indices, no_stop(error), failures, attempted)
+            return all_failed(indices, foreign(error), failures, attempted)
 
     def mend(self, value: Any, error: Exception, check: Callable[[Any], Any]) -> Any:
         if not self._skips:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from types import GeneratorType
 from typing import Any
 
-from hybridloader._support.errors import ShardLost, is_a, no_stop
+from hybridloader._support.errors import ShardLost, foreign, is_a
 from hybridloader.engine.fetcher import Abandoned, EndOfShard, GivenUp, TaskContext
 from hybridloader.fetching.on_error.error_handler import ErrorHandler, seeded
 from hybridloader.fetching.on_error.places import rest_is_lost
@@ -37,7 +37,7 @@ class TolerantReader(ShardReader):
         try:
             results.values.append(self.next_sample())
             return
-        except (StopIteration, ShardLost):
+        except StopIteration:
             raise
         except Exception as raised:
             error = raised
@@ -125,7 +125,7 @@ class TolerantShardFetcher(TolerantReader, ShardFetcher):
         except Exception as error:
             if not self._handler.skips:
                 raise
-            return all_failed(numbers, no_stop(error), failures, 0)
+            return all_failed(numbers, foreign(error), failures, 0)
         return data, Outcome(attempted, failures)
 
     def _nothing(self, failures: list[FailureRecord]) -> Attempt:

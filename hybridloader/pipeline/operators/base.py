@@ -17,8 +17,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 from hybridloader._support.attributes import attribute, close
-from hybridloader._support.errors import Raised, is_a
-from hybridloader.fetching.on_error.places import takes_a_place
+from hybridloader._support.errors import Raised, is_a, takes_a_place
 
 if TYPE_CHECKING:
     from hybridloader.memory.page_locks import PageLocks

@@ -17,7 +17,7 @@ from hybridloader._support import arguments
 from hybridloader._support.arguments import is_number
 from hybridloader._support.attributes import attribute
 from hybridloader._support.caller import warn
-from hybridloader._support.errors import no_stop
+from hybridloader._support.errors import Raised, foreign
 from hybridloader._support.text import short
 from hybridloader.memory.limits import DEFAULT_MEMORY, Memory
 from hybridloader.pipeline.operators.base import (
@@ -91,8 +91,8 @@ class BucketBy(Operator):
             return self.batch_size[key]
         try:
             size = self.batch_size(key)
-        except StopIteration as error:
-            raise no_stop(error, "bucket_by: batch_size") from error
+        except Exception as error:
+            Raised(foreign(error, "bucket_by: batch_size")).throw()
         return arguments.whole(f"{self.name}: batch_size({key!r})", size, 1, instead=SIZE)
 
 
@@ -121,8 +121,8 @@ class BucketByIterator(OperatorIterator):
                 return self._leftover(self._left)
             try:
                 key = rules.key(item)
-            except StopIteration as error:
-                raise no_stop(error, "bucket_by: key") from error
+            except Exception as error:
+                Raised(foreign(error, "bucket_by: key")).throw()
             try:
                 bucket = buckets.get(key)
             except TypeError:
@@ -249,8 +249,8 @@ class BatchByIterator(OperatorIterator):
                 return self._collate(batch)
             try:
                 cost = price(item)
-            except StopIteration as error:
-                raise no_stop(error, "batch_by: cost") from error
+            except Exception as error:
+                Raised(foreign(error, "batch_by: cost")).throw()
             if type(cost) is not int or cost < 0:
                 cost = _number(cost, item)
             if cost > budget and not self._takes(item, cost):

@@ -12,7 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hybridloader._support.caller import warn
-from hybridloader._support.errors import ResultNotSendable, StateError, is_a, part, text_of
+from hybridloader._support.errors import (
+    ResultNotSendable,
+    StateError,
+    is_a,
+    no_answer,
+    part,
+    text_of,
+)
 from hybridloader._support.text import short
 from hybridloader.pipeline.operators.base import (
     Context,
@@ -100,9 +107,11 @@ class Cache(Operator):
             reader = Reader(path, fingerprint)
         except FileNotFoundError:
             if context.saved is not None and context.saved.value is not None:
-                raise StateError(
-                    f"{self.name}: when the state was taken, items came from the cache file {path!r}, "
-                    "and it is gone; put it back, or begin the epoch anew"
+                raise no_answer(
+                    StateError(
+                        f"{self.name}: when the state was taken, items came from the cache file "
+                        f"{path!r}, and it is gone; put it back, or begin the epoch anew"
+                    )
                 ) from None
         else:
             context.mark(0, "file")
@@ -130,9 +139,11 @@ class Cache(Operator):
         if self._kept:
             items, of = self._kept[0]
             if context.saved is not None and of != meant:
-                raise StateError(
-                    f"{self.name}: {self._of_state(meant)}, and this cache holds that of seed {of[0]}, "
-                    f"epoch {of[1]}; make the pipeline anew"
+                raise no_answer(
+                    StateError(
+                        f"{self.name}: {self._of_state(meant)}, and this cache holds that of seed "
+                        f"{of[0]}, epoch {of[1]}; make the pipeline anew"
+                    )
                 )
             context.mark(0, of)
             start = min(context.start, len(items))
@@ -142,9 +153,11 @@ class Cache(Operator):
             context.mark(0, None)
             return KeepingIterator(upstream(), _Shelf(self._kept, origin))
         if meant[0] != context.run_seed:
-            raise StateError(
-                f"{self.name}: {self._of_state(meant)}, which another run had made: the seed of this "
-                f"one is {context.run_seed}. Cache in a file to go on from such states"
+            raise no_answer(
+                StateError(
+                    f"{self.name}: {self._of_state(meant)}, which another run had made: the seed of "
+                    f"this one is {context.run_seed}. Cache in a file to go on from such states"
+                )
             )
         context.mark(0, meant)
         again = KeepingIterator(upstream(epoch=meant[1]), _Shelf(self._kept, meant))

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from hybridloader._support.arguments import function
-from hybridloader._support.errors import no_stop
+from hybridloader._support.errors import Raised, foreign
 from hybridloader.fetching.collate import is_default_collate, teach_torch
 from hybridloader.memory.limits import Memory, check_memory
 from hybridloader.memory.slots import PrivateSlots
@@ -47,8 +47,8 @@ class Collating:
         before = set_slots(self._slots)
         try:
             batch = self._function(samples)
-        except StopIteration as error:
-            raise no_stop(error, "a collate_fn") from error
+        except Exception as error:
+            Raised(foreign(error, "a collate_fn")).throw()
         finally:
             set_slots(before)
         if self._slots.refusal is not None:

@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any
 
 from hybridloader._support import arguments
-from hybridloader._support.errors import no_stop
+from hybridloader._support.errors import Raised, foreign
 from hybridloader.memory.limits import DEFAULT_MEMORY, Memory, check_memory
 from hybridloader.pipeline.operators.base import (
     INFINITE,
@@ -218,8 +218,8 @@ class UnbatchIterator(OperatorIterator):
             else:
                 try:
                     self._samples = iter(self._split(batch))
-                except StopIteration as error:
-                    raise no_stop(error, "unbatch: split") from error
+                except Exception as error:
+                    Raised(foreign(error, "unbatch: split")).throw()
 
     def close(self) -> None:
         self._samples = iter(())

@@ -16,9 +16,9 @@ from itertools import accumulate
 from typing import Any
 
 from hybridloader._support.arguments import is_number, one_of
-from hybridloader._support.errors import Raised
+from hybridloader._support.errors import Raised, takes_a_place
 from hybridloader._support.text import short
-from hybridloader.fetching.on_error.places import astray, takes_a_place
+from hybridloader.fetching.on_error.places import astray
 from hybridloader.pipeline.operators.base import (
     INFINITE,
     Chain,

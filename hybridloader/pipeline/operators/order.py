@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hybridloader._support.errors import Raised
-from hybridloader.fetching.on_error.places import LeftOut, beside, takes_a_place
+from hybridloader._support.errors import Raised, takes_a_place
+from hybridloader.fetching.on_error.places import LeftOut, beside
 from hybridloader.pipeline.operators.base import (
     INFINITE,
     Context,

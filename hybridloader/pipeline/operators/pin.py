@@ -21,7 +21,7 @@ from hybridloader.devices.pinning import (
     check,
     pinner_for,
 )
-from hybridloader.engine.relay import FINAL, Relay
+from hybridloader.engine.relay import Relay
 from hybridloader.pipeline.operators.base import Context, OneForOne, OperatorIterator
 
 
@@ -117,8 +117,6 @@ class Sending(OperatorIterator):
         item = [self._pull()]
         try:
             return self._pinner.send(item)
-        except FINAL:
-            raise
         except Exception as error:
             add_note(error, f"In stage {self._name!r}, at item {self._number} of this pass.")
             raise

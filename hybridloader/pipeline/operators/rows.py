@@ -11,8 +11,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from hybridloader._support.errors import IteratorClosed, Raised, add_note, is_a, repr_of
-from hybridloader.fetching.on_error.places import LeftOut, goes_astray, takes_a_place
+from hybridloader._support.errors import (
+    IteratorClosed,
+    Raised,
+    add_note,
+    is_a,
+    no_answer,
+    repr_of,
+    takes_a_place,
+)
+from hybridloader.fetching.on_error.places import LeftOut, goes_astray
 from hybridloader.pipeline.operators.base import (
     Chain,
     Context,
@@ -174,7 +182,7 @@ class ZipIterator(JoinIterator):
                 + ", or keep items from failing before it, with on_error=Replace(...)"
             )
             add_note(error, text)
-            self._ended, self._last = True, IteratorClosed(text)
+            self._ended, self._last = True, no_answer(IteratorClosed(text))
             try:
                 raise error
             finally:

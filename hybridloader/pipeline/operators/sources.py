@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any
 
 from hybridloader._support.attributes import attribute, length_of
-from hybridloader._support.errors import no_stop
+from hybridloader._support.errors import foreign
 from hybridloader._support.state_copies import is_stateful
 from hybridloader._support.text import short
 from hybridloader.pipeline.operators.base import Context, Length, OperatorIterator, Source
@@ -186,7 +186,7 @@ class Items(Source):
             try:
                 source = source()
             except StopIteration as error:
-                raise no_stop(error, f"{self.name}: the function {short(self.source)}") from error
+                raise foreign(error, f"{self.name}: the function {short(self.source)}") from error
             if not hasattr(type(source), "__iter__"):
                 raise TypeError(
                     f"{self.name}: the function {short(self.source)} must give an iterable, not "

@@ -16,7 +16,7 @@ from typing import Any
 
 from hybridloader._support.attributes import attribute, has
 from hybridloader._support.cadence import Cadence
-from hybridloader._support.errors import ShardLost, StateError, is_a, set_part, text_of
+from hybridloader._support.errors import ShardLost, StateError, is_a, no_answer, set_part, text_of
 from hybridloader._support.state_copies import copied, is_stateful
 from hybridloader.fetching.on_error.places import rest_is_lost
 from hybridloader.pipeline.operators.base import Context, Mark, OperatorIterator
@@ -57,9 +57,11 @@ class Opened:
         try:
             self._told.load_state_dict(copied(mark.value))
         except Exception as error:
-            raise StateError(
-                f"{name}: {type(self._told).__qualname__}.load_state_dict() refused the state that was "
-                f"saved behind item {mark.at}: {text_of(error)}"
+            raise no_answer(
+                StateError(
+                    f"{name}: {type(self._told).__qualname__}.load_state_dict() refused the state that "
+                    f"was saved behind item {mark.at}: {text_of(error)}"
+                )
             ) from error
         self.at = mark.at
 
@@ -71,7 +73,9 @@ class Opened:
             state = torch.frombuffer(bytearray(base64.b64decode(value)), dtype=torch.uint8)
             generator.set_state(state)
         except Exception as error:
-            raise StateError(f"{name}: the state of the generator is damaged: {error}") from error
+            raise no_answer(
+                StateError(f"{name}: the state of the generator is damaged: {error}")
+            ) from error
 
     def items(self, context: Context, every: int) -> OperatorIterator:
         """Return the rest of the pass, marked every so many items."""

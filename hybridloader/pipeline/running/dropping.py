@@ -10,10 +10,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from hybridloader._support.attributes import attribute, close
-from hybridloader._support.errors import IteratorClosed, NotReady, StateError, WorkerTimeout
+from hybridloader._support.errors import (
+    ENDS,
+    IteratorClosed,
+    NotReady,
+    StateError,
+    WorkerTimeout,
+    is_ours,
+    no_answer,
+)
 from hybridloader.engine.feed import is_forwarded
 from hybridloader.engine.fetcher import TaskContext
-from hybridloader.engine.relay import FINAL
 from hybridloader.pipeline.operators.base import OperatorIterator
 
 NO_ITEM = (NotReady, WorkerTimeout)
@@ -57,20 +64,23 @@ class Dropping(OperatorIterator):
     def _drop(self, pull: Callable[[], Any]) -> None:
         while self.done < self.count:
             if self._left.cancelled:
-                raise IteratorClosed("this pass was left")
+                raise no_answer(IteratorClosed("this pass was left"))
             try:
                 item = pull()
             except StopIteration:
                 missing, self.count = self.count - self.done, self.done
                 if missing <= self._slack:
                     raise
-                raise StateError(
-                    f"the state is behind item {self.done + missing} of {self._name!r}, which ended "
-                    f"behind item {self.done}: it gives other items than when the state was taken"
+                raise no_answer(
+                    StateError(
+                        f"the state is behind item {self.done + missing} of {self._name!r}, which ended "
+                        f"behind item {self.done}: it gives other items than when the state was taken"
+                    )
                 ) from None
-            except (*FINAL, *NO_ITEM, StateError):
-                raise
-            except Exception:  # was raised before, in the same place
+            except Exception as error:
+                if is_ours(error, (*ENDS, *NO_ITEM)):
+                    raise
+                # It was raised before, in the same place.
                 self.done += 1
                 continue
             if is_forwarded(item):

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hybridloader._support.caller import warn
-from hybridloader._support.errors import IteratorClosed
+from hybridloader._support.errors import IteratorClosed, no_answer
 from hybridloader._support.snapshots import snapshot
 from hybridloader.devices.pinning import Pinner
 from hybridloader.engine.contract import CLOSING
@@ -104,7 +104,7 @@ class Executor:
         """Take charge of a relay, which takes the place of the one `before` it."""
         with self._ending:
             if self.closed.cancelled:
-                raise IteratorClosed("the pipeline was closed")
+                raise no_answer(IteratorClosed("the pipeline was closed"))
             running = self.relays.get(node.path)
             if running is None and self.trace is not None:
                 name = self.trace.name_of(node.name, (self.stages.number, node.path))

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from hybridloader._support.attributes import close
-from hybridloader._support.errors import IteratorClosed, NotReady, WorkerTimeout
+from hybridloader._support.errors import IteratorClosed, no_answer, takes_a_place
 from hybridloader.engine.diagnosis import name_of
 from hybridloader.engine.feed import Feed, TaskBatching, is_forwarded
 from hybridloader.engine.fetcher import TaskContext
 from hybridloader.engine.refresh import Change
-from hybridloader.engine.relay import FINAL, Relay
+from hybridloader.engine.relay import Relay
 from hybridloader.engine.scheduler import Scheduler
 from hybridloader.engine.stage import Stage
 from hybridloader.engine.states import ACTIVE
@@ -22,9 +22,6 @@ from hybridloader.fetching.on_error.result_queue import ResultQueue
 from hybridloader.fetching.outcome import Note
 from hybridloader.observe.stage_metrics import StageMetrics
 from hybridloader.pipeline.operators.base import OperatorIterator
-
-_NO_RESULT = (*FINAL, NotReady, WorkerTimeout)
-"""Errors of a stage that are not raised in the place of a result."""
 
 
 class RelayDepth:
@@ -126,9 +123,12 @@ class StageItems(StageIterator):
                 return result
             try:
                 results = self._pull(wait)
-            except (StopIteration, *_NO_RESULT):
+            except StopIteration:
                 raise
-            except Exception as error:  # of every item of the task, each in its place
+            except Exception as error:
+                if not takes_a_place(error):
+                    raise
+                # Of every item of the task, each in its place.
                 for _ in range(self._stage.items_failed - 1):
                     self._queue.fail(alike(error))
                 self._results = self._queue
@@ -215,9 +215,9 @@ class ReaderItems(StageIterator):
         except StopIteration:
             self._over = True
             return
-        except _NO_RESULT:
-            raise
         except Exception as error:
+            if not takes_a_place(error):
+                raise
             self._waiting[self._stage.last.worker].fail(error)
             self.metrics.items_out += 1
             return
@@ -257,7 +257,7 @@ class SourceItems(OperatorIterator):
             except LeftOut:
                 if self._rows:
                     raise
-        raise IteratorClosed("this pass was left")
+        raise no_answer(IteratorClosed("this pass was left"))
 
     def close(self) -> None:
         close(self._items)
@@ -276,9 +276,11 @@ class GeneratorItems(OperatorIterator):
 
     def __next__(self) -> Any:
         if self._broken:
-            raise IteratorClosed(
-                f"operator {self._name!r} ended with the error before, because it is a generator; an "
-                "iterator class with __next__ could go on"
+            raise no_answer(
+                IteratorClosed(
+                    f"operator {self._name!r} ended with the error before, because it is a generator; "
+                    "an iterator class with __next__ could go on"
+                )
             )
         try:
             return self._pull()

@@ -11,7 +11,7 @@ from itertools import count
 from typing import Any
 
 from hybridloader._support.attributes import close
-from hybridloader._support.errors import IteratorClosed
+from hybridloader._support.errors import IteratorClosed, no_answer
 from hybridloader.engine.fetcher import Abandoned, FollowingContext, TaskContext
 from hybridloader.fetching.item_steps import Step
 from hybridloader.fetching.on_error.error_budget import ErrorBudget
@@ -142,4 +142,4 @@ def _next_ended(items: Iterator[Any], stage: str) -> Any:
 
 
 def _closed(stage: str) -> IteratorClosed:
-    return IteratorClosed(f"the iterator of stage {stage!r} is closed")
+    return no_answer(IteratorClosed(f"the iterator of stage {stage!r} is closed"))

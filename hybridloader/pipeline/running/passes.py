@@ -13,12 +13,12 @@ from operator import attrgetter
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hybridloader._support.errors import StateError, add_note
+from hybridloader._support.errors import StateError, add_note, no_answer
 from hybridloader._support.native_threads import one_thread_on_this_thread
 from hybridloader._support.text import brief
 from hybridloader.engine.feed import TaskBatching
 from hybridloader.engine.fetcher import TaskContext
-from hybridloader.engine.relay import FINAL, Relay
+from hybridloader.engine.relay import Relay
 from hybridloader.fetching.on_error.error_budget import Skipped
 from hybridloader.observe.stage_trace import LocalSlices
 from hybridloader.pipeline.operators.base import Chain, Mark, Operator, Source, Upstream
@@ -272,7 +272,6 @@ class ChainPass:
             least=placement.least,
             # What is counted in bytes is counted item by item.
             most=1 if placement.buffer_bytes else placement.prefetch,
-            final=FINAL,
         )
         found = StageItems(
             stage.stage, stage.metrics, items, batching, budget, forwarded=node.forwarded
@@ -294,9 +293,11 @@ class OperatorContext:
         self, of: ChainPass, node: OperatorNode, begins: Offset, saved: Mark | None
     ) -> None:
         if saved is not None and saved.at > begins.items:
-            raise StateError(
-                f"operator {node.name!r} would have to begin at item {begins.items}, and the state "
-                f"knows it from item {saved.at} on; begin the epoch anew"
+            raise no_answer(
+                StateError(
+                    f"operator {node.name!r} would have to begin at item {begins.items}, and the state "
+                    f"knows it from item {saved.at} on; begin the epoch anew"
+                )
             )
         self._pass, self._node, self._begins = of, node, begins
         self.epoch, self.shared, self.start, self.saved = of.epoch, of.shared, begins.items, saved

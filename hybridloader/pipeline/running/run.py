@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from hybridloader._support.errors import IteratorClosed, StateError
+from hybridloader._support.errors import ENDS, IteratorClosed, StateError, is_ours, no_answer
 from hybridloader.engine.crews import close_once, closed_with, park_at_exit
-from hybridloader.engine.relay import FINAL, Relay, RelayQueue
+from hybridloader.engine.relay import Relay, RelayQueue
 from hybridloader.fetching.on_error.error_budget import Skipped
 from hybridloader.observe.reporting import Observe, Reporter
 from hybridloader.observe.stats import Stats
@@ -28,9 +28,6 @@ from hybridloader.pipeline.running.statistics import collect, report
 
 _CLOSED = IteratorClosed("closed")
 """Reason why a run is over that somebody closed."""
-
-_ENDS = (*FINAL, StateError)
-"""Errors after which nothing more will come."""
 
 
 class Run(Iterator[Any]):
@@ -122,15 +119,13 @@ class Run(Iterator[Any]):
                 except StopIteration as end:
                     self._end(end)
                     raise
-                except _ENDS as error:
-                    park_at_exit()
-                    self._end(error)
-                    raise
-                except NO_ITEM:
-                    raise
-                except Exception:
-                    position.raised += 1
-                    position.given += 1
+                except Exception as error:
+                    if is_ours(error, ENDS):
+                        park_at_exit()
+                        self._end(error)
+                    elif not is_ours(error, NO_ITEM):
+                        position.raised += 1
+                        position.given += 1
                     raise
                 finally:
                     seconds = time.perf_counter() - began
@@ -169,13 +164,19 @@ class Run(Iterator[Any]):
             raise StopIteration
         park_at_exit()  # the executor may have been closed between two items of this thread
         if os.getpid() != self._executor.owner:
-            raise IteratorClosed(
-                "this iterator belongs to the process that this one was forked from; make one here"
+            raise no_answer(
+                IteratorClosed(
+                    "this iterator belongs to the process that this one was forked from; make one here"
+                )
             )
-        if isinstance(self._over, _ENDS) and self._over is not _CLOSED:
-            raise IteratorClosed("the pipeline was ended by the error before") from self._over
-        raise IteratorClosed(
-            "this iterator is closed" if self._over is _CLOSED else "a later epoch has begun"
+        if self._over is not None and self._over is not _CLOSED:
+            raise no_answer(
+                IteratorClosed("the pipeline was ended by the error before")
+            ) from self._over
+        raise no_answer(
+            IteratorClosed(
+                "this iterator is closed" if self._over is _CLOSED else "a later epoch has begun"
+            )
         )
 
     def close(self) -> None:
@@ -339,7 +340,7 @@ class Epochs(Iterator[Run]):
 
     def __next__(self) -> Run:
         if self._executor.closed.cancelled:
-            raise IteratorClosed("these epochs are closed")
+            raise no_answer(IteratorClosed("these epochs are closed"))
         if self._left is not None:
             if self._left == 0:
                 self.close()

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from hybridloader._support.errors import IteratorClosed, ShippingError
+from hybridloader._support.errors import IteratorClosed, ShippingError, no_answer
 from hybridloader._support.hf_streams import warn_of_few_shards
 from hybridloader.engine.fetcher import TaskContext
 from hybridloader.engine.messages import WorkerSpec
@@ -160,7 +160,7 @@ class RunningStages(dict[Path, RunningStage]):
         if self._closed.cancelled:
             if stage is not None:
                 stage.close()
-            raise IteratorClosed("the pipeline was closed")
+            raise no_answer(IteratorClosed("the pipeline was closed"))
 
     def _measures(self, node: WorkerNode, metrics: StageMetrics) -> StageMeasures:
         workers, trace = node.placement.num_workers, self._trace

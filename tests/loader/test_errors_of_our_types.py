@@ -1,0 +1,123 @@
+"""Errors of a dataset that are of our own types: raised in their places, and the loader goes on."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from support.failing_datasets import Samples, load, outcomes
+from torch.utils.data import IterableDataset
+
+from hybridloader import (
+    IteratorClosed,
+    NotReady,
+    ShardLost,
+    StateError,
+    TaskTimeout,
+    TooManyErrors,
+    WorkerDied,
+    WorkerTimeout,
+)
+from hybridloader._support.errors import no_answer
+from hybridloader.testing import FakeAccelerator
+
+OURS = (
+    *(IteratorClosed, NotReady, ShardLost, StateError, TaskTimeout, TimeoutError, TooManyErrors),
+    *(StopIteration, WorkerDied, WorkerTimeout),
+)
+PLACES = [("inline", 0), ("threads", 2), ("fork", 2)]
+
+every_kind = pytest.mark.parametrize("kind", OURS)
+every_place = pytest.mark.parametrize(("backend", "workers"), PLACES)
+
+
+def names(found: list[Any]) -> list[Any]:
+    return [type(x) if isinstance(x, Exception) else x for x in found]
+
+
+@pytest.mark.parametrize("within", [False, True], ids=["its own", "of a loader within"])
+@pytest.mark.parametrize("device", [None, "fake"])
+@every_place
+@every_kind
+def test_an_error_of_a_sample_ends_nothing(
+    kind: type[Exception], backend: str, workers: int, device: str | None, within: bool
+) -> None:
+    def fail_at_2(index: int) -> int:
+        if index == 2:
+            raise no_answer(kind("mine")) if within else kind("mine")
+        return index
+
+    options = {} if device is None else {"device": FakeAccelerator()}
+    loader = load(Samples(fail_at_2, 6), backend, workers=workers, **options)
+    wanted = RuntimeError if kind is StopIteration else kind
+    assert names(outcomes(iter(loader))) == [[0], [1], wanted, [3], [4], [5]]
+
+
+class Shard(IterableDataset[int]):
+    def __init__(self, kind: type[Exception]) -> None:
+        self.kind = kind
+
+    def __iter__(self) -> Iterator[int]:
+        self.count = -1
+        return self
+
+    def __next__(self) -> int:
+        self.count += 1
+        if self.count == 2:
+            raise self.kind("mine")
+        if self.count == 5:
+            raise StopIteration
+        return self.count
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+@every_place
+@pytest.mark.parametrize("kind", [kind for kind in OURS if kind is not StopIteration])
+def test_an_error_of_an_iterable_dataset_ends_no_shard(
+    kind: type[Exception], backend: str, workers: int, on_error: str
+) -> None:
+    loader = load(Shard(kind), backend, workers=min(1, workers), on_error=on_error)
+    wanted = [[0], [1], kind, [3], [4]]
+    if on_error == "skip":
+        wanted.remove(kind)
+    assert names(outcomes(iter(loader))) == wanted
+    assert [type(record.error) for record in loader.skipped] == [kind] * (on_error == "skip")
+
+
+@every_kind
+def test_a_state_counts_it_as_the_batch_that_it_was(kind: type[Exception]) -> None:
+    def fail_at_2(index: int) -> int:
+        if index == 2:
+            raise kind("mine")
+        return index
+
+    first = load(Samples(fail_at_2, 6), "threads", workers=1, batch_size=1)
+    run = iter(first)
+    for _ in range(2):
+        next(run)
+    with pytest.raises(RuntimeError if kind is StopIteration else kind):
+        next(run)
+    state = copy.deepcopy(first.state_dict())
+    again = load(Samples(fail_at_2, 6), "threads", workers=1, batch_size=1)
+    again.load_state_dict(state)
+    assert names(outcomes(iter(again))) == [[3], [4], [5]]
+
+
+def stop() -> None:
+    raise StopIteration
+
+
+class StopsAtHome:
+    """A value whose loading, in the process that gets it, raises what would end a loop."""
+
+    def __reduce__(self) -> Any:
+        return stop, ()
+
+
+def test_a_value_that_raises_stop_iteration_as_it_is_loaded_does_not_end_the_loop() -> None:
+    loader = load(Samples(lambda i: StopsAtHome() if i == 1 else i, 3), "fork", workers=1)
+    found = outcomes(iter(loader))
+    assert names(found) == [[0], RuntimeError, [2]]
+    assert "loading the result of" in found[1].__notes__[0]
