@@ -14,6 +14,7 @@ from hybridloader._support.state_copies import load_into
 from hybridloader.engine.dataset_state import ShardStart
 from hybridloader.engine.fetcher import Abandoned, EndOfShard, Fetcher, TaskContext
 from hybridloader.fetching.outcome import short_batch
+from hybridloader.seeding.sample_rng import innermost
 
 
 class ShardReader(Fetcher):
@@ -101,9 +102,8 @@ class ShardFetcher(ShardReader):
 
     def resume(self, start: ShardStart) -> None:
         if start.iterator is not None:
-            load_into(
-                self._samples, pickle.loads(start.iterator.kept), "the iterator over the dataset"
-            )
+            users = innermost(self._samples)
+            load_into(users, pickle.loads(start.iterator.kept), "the iterator over the dataset")
         self.position, self.ended = start.position, start.ended
         if self._seeded is not None:
             self._seeded.number = start.position

@@ -98,7 +98,7 @@ def written(plan: LoaderPlan, own: dict[str, Any]) -> dict[str, Any]:
             "fetcher_state": fetcher,
             "dataset_state": state if within or itself else own["dataset_state"],
             "_iterator_finished": finished,
-            OWN: {**more, "base_seed": own["_base_seed"]},
+            OWN: {**more, "base_seed": own["_base_seed"]},  # torchdata's workers alone are seeded
         }
     last = own["_last_yielded_worker_id"]
     last_shown = progress.last_worker if finished and progress is not None else last
@@ -201,11 +201,12 @@ def _read(plan: LoaderPlan, state: Mapping[str, Any]) -> dict[str, Any]:
     else:
         main, workers, again = state, 0, 0
         own["_num_yielded"], own["_last_yielded_worker_id"] = state["_num_yielded"], -1
+        main = {"_base_seed": (more or {}).get("base_seed", 0), **main}
         only = {name: state[name] for name in ("dataset_state", "fetcher_state")}
         snapshots = {"worker_0": {"worker_id": 0, **only}}
         own["dataset_state"] = state["dataset_state"]
     own.update({name: main[name] for name in _SHARED})
-    own["_base_seed"], own["_num_workers"] = main.get("_base_seed", 0), workers
+    own["_base_seed"], own["_num_workers"] = main["_base_seed"], workers
     _check_workers(plan, workers, snapshots)
     own["_index_sampler_state"], own["_sampler_iter_state"] = _own_sampler_states(plan, main)
     if more is not None:
