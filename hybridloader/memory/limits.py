@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from hybridloader._support.caller import warn
 from hybridloader._support.cgroups import cgroups, number_in
+from hybridloader._support.ranks import ranks_here
 from hybridloader._support.text import short
 
 KINDS = ("nameless", "named", "stream")
@@ -38,7 +39,8 @@ class Memory:
         Bytes that all slots of one iterator may take together (an int), or a share of the memory
         that this process has (a float above 0 and up to 1). None takes half of it. The memory
         that a process has is the least of the machine's and of the limits of its cgroups (v1 and
-        v2), as in containers.
+        v2), as in containers. The ranks of a job on one machine have equal parts of it, if their
+        launcher tells how many there are (torchrun's ``LOCAL_WORLD_SIZE``, MPI's, Slurm's).
     kind
         Way of sharing slots with processes: ``"nameless"`` (Linux, macOS), ``"named"``
         (`multiprocessing.shared_memory`, everywhere, limited by the size of /dev/shm),
@@ -78,7 +80,13 @@ class Memory:
         """Give the limit in bytes. The memory that this process has is read once."""
         if isinstance(self.limit, int):
             return self.limit
-        return max(1, int(_own_limit() * (self.limit or SHARE)))
+        return max(1, int(_own_limit() * (self.limit or SHARE) / ranks_here()))
+
+    def __repr__(self) -> str:
+        own = f"limit={self.limit}, kind={self.kind!r}"
+        if (ranks := ranks_here()) > 1 and not isinstance(self.limit, int):
+            own += f", {self.bytes():,} bytes for each of {ranks} ranks"
+        return f"Memory({own})"
 
 
 DEFAULT_MEMORY = Memory()

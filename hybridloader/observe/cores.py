@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hybridloader._support.cgroups import cgroups, text_of
+from hybridloader._support.ranks import ranks_here
 from hybridloader.observe.recording import CoreUse
 
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -24,7 +25,11 @@ class Limit(NamedTuple):
 
 def limit(mounts: Path = _CGROUPS, proc: Path = _PROC) -> Limit:
     """Return what limits the cores of this process: affinity, or a quota, which may be a fraction."""
-    found = Limit(float(len(affinity())))
+    return _within_quotas(len(affinity()), mounts, proc)
+
+
+def _within_quotas(cores: float, mounts: Path, proc: Path) -> Limit:
+    found = Limit(float(cores))
     # With version 1 each controller has a tree of its own, or one with another: "cpuacct,cpu".
     for folder, _ in cgroups("cpu", proc, mounts.joinpath):
         quota = _quota(folder)
@@ -36,6 +41,30 @@ def limit(mounts: Path = _CGROUPS, proc: Path = _PROC) -> Limit:
 def available(mounts: Path = _CGROUPS, proc: Path = _PROC) -> float:
     """Return the number of cores that this process may use, a fraction if a quota says so."""
     return limit(mounts, proc).cores
+
+
+def share(ranks: int, mounts: Path = _CGROUPS, proc: Path = _PROC) -> float:
+    """Return the number of cores that are this process's own where `ranks` like it share the machine.
+
+    The cores that the cgroups leave to the job are divided by `ranks`. A rank that is bound to no more
+    than its share has the cores that it is bound to: these are not divided again.
+    """
+    own = available(mounts, proc)
+    if ranks == 1:
+        return own
+    return min(own, _within_quotas(_cores_of_job(mounts, proc), mounts, proc).cores / ranks)
+
+
+def _cores_of_job(mounts: Path, proc: Path) -> int:
+    """Return the number of cores in the cpuset of this process's cgroup; the machine's without one."""
+    for folder, _ in cgroups("cpuset", proc, mounts.joinpath):
+        for name in ("cpuset.cpus.effective", "cpuset.effective_cpus"):
+            try:  # "0-3,8"
+                parts = [part.split("-") for part in text_of(folder / name).split(",")]
+                return sum(int(ends[-1]) - int(ends[0]) + 1 for ends in parts)
+            except ValueError:
+                continue
+    return os.cpu_count() or 1
 
 
 def affinity() -> set[int]:
@@ -116,6 +145,8 @@ class CoreUsage:
     def __init__(self) -> None:
         self._cores = affinity()
         self.available, self._folder = limit()
+        ranks = ranks_here()
+        self._share = None if ranks == 1 else share(ranks)
         # All the mutable state:
         self._before = self._read()
         self._after: _Reading | None = None
@@ -132,7 +163,7 @@ class CoreUsage:
         before, after = self._before, self._after or self._read()
         seconds = after.time - before.time
         if seconds < 0.05:  # /proc counts in hundredths
-            return CoreUse(self.available)
+            return CoreUse(self.available, share=self._share)
         busy = None
         if before.busy is not None and after.busy is not None:
             # A cgroup may use more than its quota for a moment, and ticks are counted late.
@@ -140,4 +171,4 @@ class CoreUsage:
         own = (after.own - before.own + workers) / seconds
         periods = after.periods - before.periods
         throttled = (after.throttled - before.throttled) / periods if periods > 0 else 0.0
-        return CoreUse(self.available, busy, own, throttled)
+        return CoreUse(self.available, busy, own, throttled, self._share)

@@ -136,12 +136,15 @@ class CoreUse:
         Number of cores that this program and its workers kept busy; None: not known.
     throttled
         Share of the time in which the quota had run out, from 0 to 1.
+    share
+        Number of cores of this rank, if several run on the machine; None: there is one.
     """
 
     cores: float
     busy: float | None = None
     own: float | None = None
     throttled: float = 0.0
+    share: float | None = None
 
 
 @dataclass(frozen=True)

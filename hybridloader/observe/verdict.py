@@ -356,7 +356,8 @@ def _advice(figures: Figures, stage: StageRecord, kind: str | None) -> str:
         )
     cores = figures.recording.cores
     if cores is not None:
-        wanted = min(wanted, max(workers, math.floor(cores.cores)))
+        most = cores.cores if cores.share is None else cores.share
+        wanted = min(wanted, max(workers, math.floor(most)))
     if wanted > workers:
         which = " and a backend" if inline else f" ({workers} now)"
         return f"Give it more workers: try num_workers={wanted}{which}; or make its work cheaper."

@@ -58,6 +58,20 @@ def test_bytes_of_each_kind_of_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Memory(limit=0.25).bytes() == 250
     assert Memory(limit=1e-9).bytes() == 1  # never nothing
     assert Memory().bytes() == 1000 * SHARE
+    assert repr(Memory()) == "Memory(limit=None, kind=None)"
+
+
+def test_the_ranks_of_a_machine_divide_shares_and_not_what_a_user_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(limits, "_own_limit", lambda: 80_000)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert Memory().bytes() == 10_000 * SHARE
+    assert Memory(limit=0.1).bytes() == 1000
+    assert Memory(limit=70_000).bytes() == 70_000
+    assert repr(Memory()) == "Memory(limit=None, kind=None, 5,000 bytes for each of 8 ranks)"
+    assert repr(Memory(limit=70_000)) == "Memory(limit=70000, kind=None)"
+    assert "5,000 bytes for each of 8 ranks" in repr(Threads())
 
 
 def test_memory_is_a_value_that_can_be_shared() -> None:

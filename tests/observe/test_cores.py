@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from hybridloader import Pipeline
 from hybridloader.observe import cores
-from hybridloader.observe.cores import CoreUsage, affinity, available, limit, read
+from hybridloader.observe.cores import CoreUsage, affinity, available, limit, read, share
 from hybridloader.pipeline.operators.work import Placement
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files of Linux")
@@ -78,6 +79,71 @@ def test_a_step_has_a_worker_for_each_core_by_default(
     monkeypatch.setattr(cores, "limit", lambda *_: limit(*files))
     placement = Placement.of("map", {"backend": "threads"})
     assert placement.num_workers == workers
+
+
+SHARES: list[tuple[int, int, str, str | None, float]] = [
+    # Ranks, cores of the affinity, quota, cpuset of the cgroup; cores of a machine of 64 for a rank.
+    (1, 64, "max", None, 64),
+    (8, 64, "max", None, 8),
+    (8, 8, "max", None, 8),  # bound to its own: not divided again
+    (8, 4, "max", None, 4),
+    (8, 32, "max", None, 8),  # bound to half of the machine, as three others are
+    (4, 16, "max", "0-7,16-23", 4),  # a container of 16 cores, shared by four
+    (4, 4, "max", "0-7,16-23", 4),
+    (4, 16, "max", "0", 0.25),
+    (4, 64, "1600000", None, 4),  # a quota is of all ranks
+    (4, 8, "1600000", None, 4),
+    (4, 2, "1600000", None, 2),
+    (4, 64, "max", "nonsense", 16),
+]
+
+
+@pytest.mark.parametrize(("ranks", "bound", "quota", "cpuset", "found"), SHARES)
+def test_ranks_share_the_cores_of_a_machine(
+    ranks: int,
+    bound: int,
+    quota: str,
+    cpuset: str | None,
+    found: float,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    files = {"job/cpu.max": f"{quota} 100000\n"}
+    if cpuset is not None:
+        files["job/cpuset.cpus.effective"] = f"{cpuset}\n"
+    monkeypatch.setattr(cores, "affinity", lambda: set(range(bound)))
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    assert share(ranks, *machine(tmp_path, "0::/job\n", files)) == found
+
+
+def test_the_cpuset_of_version_1_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores, "affinity", lambda: set(range(16)))
+    files = {"cpuset/job/cpuset.effective_cpus": "0-15"}
+    assert share(8, *machine(tmp_path, "4:cpuset:/job\n", files)) == 2
+
+
+@pytest.mark.parametrize(("ranks", "workers", "told"), [("8", 8, True), ("1", 64, False)])
+def test_a_step_has_a_worker_for_each_core_of_its_rank_and_the_table_tells(
+    ranks: str, workers: int, told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    monkeypatch.setattr(cores, "affinity", lambda: set(range(64)))
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(cores, "text_of", lambda path: "")
+    pipe = Pipeline.from_dataset(range(3)).map(abs, backend="threads")
+    table = str(pipe.map(str, backend="fork", num_workers=3))
+    assert f"threads x {workers} " in table
+    assert "fork x 3 " in table
+    assert table.count("cores of 1 of 8 ranks") == told
+
+
+def test_a_verdict_counts_the_cores_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores, "affinity", lambda: set(range(64)))
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(cores, "text_of", lambda path: "")
+    assert CoreUsage().use().share is None
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert CoreUsage().use().share == 8
 
 
 def test_no_files_limit_nothing(tmp_path: Path) -> None:

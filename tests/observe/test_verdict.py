@@ -69,6 +69,16 @@ TRUTHS: dict[str, tuple[Recording, str, str | None, str | None, str]] = {
         "computes",
         "num_workers",
     ),
+    "processes that spin, of one rank of four": (
+        recording(
+            stage(backend="fork", in_process=False, latencies=(5e-3,) * 3),
+            cores=CoreUse(8.0, 1.0, 0.9, share=2.0),
+        ),
+        "stage",
+        "map(f)",
+        "computes",
+        "a worker for each core",
+    ),
     "large results": (
         recording(stage(backend="fork", in_process=False, packing=15.0, sending=3.0)),
         "stage",

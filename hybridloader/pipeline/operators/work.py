@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from hybridloader._support.arguments import flag, function, keywords, seconds, whole
 from hybridloader._support.attributes import attribute
+from hybridloader._support.ranks import ranks_here
 from hybridloader.engine.contract import Backend
 from hybridloader.engine.registry import get_backend
 from hybridloader.engine.restart import RestartPolicy
@@ -60,7 +61,8 @@ class Placement:
     backend
         A name or a `Backend`. None and ``"inline"``: in the thread that asks for the result.
     num_workers
-        At least 1. None: as many as there are cores, by affinity and quota. No matter inline.
+        At least 1. None: as many as there are cores, by affinity and quota; of those of a machine on
+        which several ranks of a job run, an even share. No matter inline.
     in_order
         True if results come in the order of the items, False if as they are done.
     prefetch
@@ -92,6 +94,8 @@ class Placement:
     seeding
         None, which ``"worker"`` says, seeds each worker; ``"sample"``, or a `SampleSeeding`, every item,
         by its number in the stage's input (a sample of a dataset by its index). It needs no backend.
+    ranks
+        Number of ranks on this machine, if `num_workers` follows from it.
     """
 
     backend: Backend | None = None
@@ -108,6 +112,7 @@ class Placement:
     on_worker_death: RestartPolicy | None = None
     task_timeout: float = 0
     seeding: SampleSeeding | None = None
+    ranks: int = field(default=1, compare=False)
 
     @classmethod
     def of(cls, stage: str, where: Where) -> Placement:
@@ -138,7 +143,9 @@ class Placement:
             chosen = get_backend(backend)
         except (ValueError, TypeError) as error:
             raise type(error)(f"stage {stage!r}: {error}") from error
-        workers = _cores() if workers is None else workers
+        if workers is None:
+            ranks = given["ranks"] = ranks_here()
+            workers = _cores(ranks)
         workers = whole(f"stage {stage!r}: num_workers", workers, 1)
         for name in given.keys() & {"timeout", "task_timeout"}:
             seconds(f"stage {stage!r}: {name}", given[name])
@@ -198,11 +205,11 @@ _POLICIES: dict[str, Callable[[Any, str], Any]] = {
 }
 
 
-def _cores() -> int:
-    """Number of cores that this process may use, by affinity and quota, rounded up."""
-    from hybridloader.observe.cores import available
+def _cores(ranks: int) -> int:
+    """Number of cores of this process, one of `ranks` on the machine, rounded up."""
+    from hybridloader.observe.cores import share
 
-    return math.ceil(available())
+    return math.ceil(share(ranks))
 
 
 class Placed(Operator):

@@ -85,6 +85,8 @@ def _puller(nodes: Sequence[Node], at: int, taker: str) -> str:
 
 def _options(node: WorkerNode) -> Iterator[str]:
     placement = node.placement
+    if placement.ranks > 1:
+        yield f"cores of 1 of {placement.ranks} ranks"
     if placement.threads_per_worker > 1:
         yield f"{placement.threads_per_worker} threads in each"
     if not placement.in_order:

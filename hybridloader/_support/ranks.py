@@ -1,0 +1,35 @@
+"""Ranks of a job that share this machine, as far as their launcher tells in the environment.
+
+A default that counts cores or memory of the machine is divided by them: each rank has a process, with
+loaders and workers, that takes the same.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from hybridloader._support.cgroups import whole_number
+
+_NAMES = (
+    "LOCAL_WORLD_SIZE",  # torchrun
+    "OMPI_COMM_WORLD_LOCAL_SIZE",  # mpirun of Open MPI
+    "MPI_LOCALNRANKS",  # mpiexec of MPICH and of Intel MPI
+    "SLURM_STEP_TASKS_PER_NODE",  # srun: "8", or "8(x2)" on two nodes
+)
+"""Variables of launchers, those first that may be started by the others.
+
+Slurm's ``SLURM_NTASKS_PER_NODE`` is of the job, and also set where one process of it runs alone.
+"""
+
+
+def ranks_here(environ: Mapping[str, str] = os.environ) -> int:
+    """Return the number of ranks on this machine, this process among them; 1 if nothing tells.
+
+    A value that is no integer of 1 or more is passed over.
+    """
+    for name in _NAMES:
+        found = whole_number(environ.get(name, "").partition("(")[0].strip())
+        if found:
+            return found
+    return 1
