@@ -151,6 +151,26 @@ def bytes_of(tensor: torch.Tensor) -> int:
     return tensor.nbytes if tensor.layout is torch.strided else 0
 
 
+def help_to_pin(tensor: torch.Tensor) -> str:
+    """Return advice for a dense tensor that could not be pinned: because of itself, or of the memory."""
+    import torch
+
+    strides = () if tensor.is_nested else zip(tensor.stride(), tensor.shape, strict=True)
+    if any(stride == 0 and size > 1 for stride, size in strides):
+        return (
+            "Some of its elements share memory, as expand() makes them. Return it with .contiguous() "
+            "from the dataset or collate_fn, or expand it in your loop"
+        )
+    if tensor.is_quantized:
+        return "It is quantized, and torch does not pin such tensors. Quantize it in your loop"
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return (
+            f"Its class {type(tensor).__qualname__} may not let it be pinned: return plain tensors. Or "
+            "the system's limit is reached: raise it (ulimit -l), or keep fewer batches"
+        )
+    return "Raise the system's limit (ulimit -l), or keep fewer batches"
+
+
 def can_be_pinned(tensor: torch.Tensor) -> bool:
     """Return True if `tensor` can be pinned: it is dense, and on the CPU."""
     import torch

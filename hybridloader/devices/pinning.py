@@ -20,6 +20,7 @@ from hybridloader.devices.accelerator import current, find
 from hybridloader.devices.batch_parts import (
     bytes_of,
     can_be_pinned,
+    help_to_pin,
     is_tensor,
     is_tensor_or_movable,
     mapped,
@@ -132,8 +133,10 @@ class Pinner:
         locks = accelerator.pins and accelerator.locks_pages
         self.locks = PageLocks(accelerator) if locks else None
         # All the mutable state:
-        self.refusal: str | None = None  # why the last tensor could not be pinned
-        self._warned = False
+        self.refusal: tuple[str, str] | None = (
+            None  # reason why a tensor was not pinned, and advice
+        )
+        self._given: set[str] = set()  # advice that was given
 
     def prepare(self) -> None:
         """Have this thread, one of ours, use the device, and no more than one core."""
@@ -160,16 +163,18 @@ class Pinner:
         return data
 
     def warn(self) -> None:
-        """Warn, once, that memory could not be pinned. Called by the thread that asks for batches."""
+        """Warn, once for each advice, of tensors that were not pinned; on the thread that takes batches."""
         if self.locks is not None:
             self.locks.warn()
-        if self.refusal is None or self._warned:
+        if self.refusal is None:
             return
-        self._warned = True
-        warn(
-            f"a tensor could not be put into page-locked memory, so its copy waits: {self.refusal}. "
-            "Raise the system's limit (ulimit -l), or keep fewer batches. Batches come all the same",
-        )
+        (reason, advice), self.refusal = self.refusal, None
+        if advice not in self._given:
+            self._given.add(advice)
+            warn(
+                f"a tensor could not be put into page-locked memory, so its copy waits: {reason}. "
+                f"{advice}. Batches come all the same",
+            )
 
     def _read_by_this_stream(self) -> None:
         """Have slots that are freed from now on, on any thread, wait for this thread's stream."""
@@ -194,7 +199,7 @@ class Pinner:
         except RuntimeError as error:
             if not can_be_pinned(part):
                 raise
-            self.refusal = str(error).partition("\n")[0]
+            self.refusal = str(error).partition("\n")[0].rstrip("."), help_to_pin(part)
             return part
 
 

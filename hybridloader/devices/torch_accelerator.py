@@ -8,6 +8,7 @@ another.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,6 +19,11 @@ if TYPE_CHECKING:
     import torch
 
     from hybridloader.memory.accelerator import StreamMark
+
+
+_NO_MORE = (2, 304)
+"""Codes of the driver where no more pages can be locked: `cudaErrorMemoryAllocation`, and
+`cudaErrorOperatingSystem` for a call of the system that has failed."""
 
 
 class _Streams(NamedTuple):
@@ -84,7 +90,8 @@ class TorchAccelerator:
                 self._forget_error()
         if int(code):
             reason = cudart.cudaGetErrorString(code)
-            raise OSError(f"the driver does not lock {size:,} bytes: {reason}")
+            told = f"the driver does not lock {size:,} bytes: {reason}"
+            raise OSError(errno.ENOMEM, told) if int(code) in _NO_MORE else OSError(told)
 
     def page_unlock(self, address: int) -> None:
         try:

@@ -57,7 +57,10 @@ class Accelerator(Protocol):
         """
 
     def page_lock(self, address: int, size: int) -> None:
-        """Have the driver lock the pages of `size` bytes. Raises `OSError` if it refuses."""
+        """Have the driver lock the pages of `size` bytes.
+
+        Raises `OSError` if it refuses, with the number `ENOMEM` if no more can be locked.
+        """
 
     def page_unlock(self, address: int) -> None:
         """Undo that; the pages may be unmapped then. Never raises, also while Python shuts down."""

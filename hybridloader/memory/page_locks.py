@@ -19,6 +19,7 @@ user does then ("Your part"), docs/decisions/0018 what else was looked into.
 
 from __future__ import annotations
 
+import errno
 import os
 import weakref
 from collections import deque
@@ -93,6 +94,7 @@ class PageLocks:
         self._owner = os.getpid()
         # All the mutable state; only by operations that are atomic:
         self.refusal: str | None = None  # why the last pages that were to be locked are not
+        self._full = False  # because no more can be locked
         self._locked: dict[int, int] = {}  # bytes, by address
         self._streams: dict[Any, None] = {}  # in the order of `wait_for`
         self._warned = False
@@ -118,7 +120,7 @@ class PageLocks:
         try:
             self.accelerator.enter()
         except Exception as error:
-            self.refusal = f"{self.accelerator.name} can't be used from a worker's thread: {error}"
+            self._refuse(f"{self.accelerator.name} can't be used from a worker's thread: {error}")
 
     def lock(self, mapping: Mapping) -> bool:
         """Lock the pages of `mapping` until it goes. False if they are not; `refusal` says why."""
@@ -127,11 +129,15 @@ class PageLocks:
         try:
             self.accelerator.page_lock(mapping.address, mapping.size)
         except (OSError, RuntimeError) as error:
-            self.refusal = str(error)
+            full = getattr(error, "errno", None) == errno.ENOMEM
+            self._refuse(str(getattr(error, "strerror", None) or error), full=full)
             return False
         self._locked[mapping.address] = mapping.size
         mapping.at_end(self.unlock, mapping.address)
         return True
+
+    def _refuse(self, reason: str, *, full: bool = False) -> None:
+        self.refusal, self._full = reason, full
 
     def unlock(self, address: int) -> None:
         """Unlock the pages at `address`. Nobody may be looking at them."""
@@ -186,11 +192,16 @@ class PageLocks:
         if self.refusal is None or self._warned:
             return
         self._warned = True
+        where = advice = ""
+        if self._full:
+            where = f" ({self.size:,} bytes are locked already{_limit()})"
+            advice = (
+                ". Raise the limit, keep fewer batches, or let slots take less: Memory(limit=...) of "
+                "the backend"
+            )
         warn(
-            f"a slot of memory for batches is not page-locked: {self.refusal} ({self.size:,} bytes "
-            f"are locked already{_limit()}). Batches in it are copied once more where they are "
-            "pinned. Raise the limit, keep fewer batches, or let slots take less: "
-            "Memory(limit=...) of the backend",
+            f"a slot of memory for batches is not page-locked: {self.refusal}{where}. Batches in it are "
+            f"copied once more where they are pinned{advice}",
         )
 
 

@@ -10,6 +10,7 @@ would refuse; docs/devices.md lists that.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import threading
 import weakref
@@ -122,6 +123,13 @@ class FakeAccelerator:
         self._use()
         if self.is_pinned(tensor) or self.holds(tensor):
             return tensor
+        if any(
+            stride == 0 and n > 1 for stride, n in zip(tensor.stride(), tensor.shape, strict=True)
+        ):
+            raise RuntimeError(  # torch keeps the strides, and copies into it
+                "unsupported operation: more than one element of the written-to tensor refers to a "
+                "single memory location. Please clone() the tensor before performing the operation."
+            )
         size = _size_of(tensor)
         with self._lock:
             most = self.pinnable
@@ -150,7 +158,8 @@ class FakeAccelerator:
             if not address or size <= 0:
                 raise self._refusal(OSError(f"there are no {size} bytes at {address:#x} to lock"))
             if self.lockable is not None and sum(self.locked.values()) + size > self.lockable:
-                raise OSError(f"the fake device locks at most {self.lockable:,} bytes")
+                told = f"the fake device locks at most {self.lockable:,} bytes"
+                raise OSError(errno.ENOMEM, told)
             for start, taken in (*self.locked.items(), *self.pinned.items()):
                 if start < address + size and address < start + taken:
                     raise self._refusal(OSError("some of these pages are locked already"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import torch
 from support.pinning_datasets import Leaf
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from hybridloader.devices.pinning import BUFFER_BYTES, Mover, Pinner
+from hybridloader.devices.pinning import BUFFER_BYTES, Mover, Pinner, Sent
 from hybridloader.devices.torch_accelerator import TorchAccelerator
 from hybridloader.testing import FakeAccelerator
 
@@ -64,6 +65,79 @@ def test_where_the_system_refuses_to_pin_the_batch_comes_all_the_same_with_one_w
     assert not fake.is_pinned(again)
     del kept
     assert fake.is_pinned(pinner.here(torch.ones(20)))
+
+
+class Styled(torch.Tensor):
+    """A subclass, as some libraries have them."""
+
+
+class Stubborn(FakeAccelerator):
+    """Pins nothing, and gives a reason that is of no help."""
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("can't be done.\nA stack of C++")
+
+
+def quantized() -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch is going to drop these
+        return torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8)
+
+
+REASONS: dict[str, tuple[FakeAccelerator, Callable[[], torch.Tensor], str, bool]] = {
+    "expanded": (
+        FakeAccelerator(),
+        lambda: torch.ones(1).expand(5),
+        r"waits: unsupported operation.* share memory, as expand\(\) makes them.*contiguous\(\)",
+        False,
+    ),
+    "expanded rows": (
+        FakeAccelerator(),
+        lambda: torch.ones(4, 1, 2).expand(4, 3, 2),
+        r"share memory",
+        False,
+    ),
+    "quantized": (Stubborn(), quantized, r"can't be done\. It is quantized", False),
+    "of a subclass": (
+        Stubborn(),
+        lambda: torch.ones(3).as_subclass(Styled),
+        r"can't be done\. Its class Styled may not .*plain tensors.*ulimit -l",
+        True,
+    ),
+    "plain": (Stubborn(), lambda: torch.ones(3), r"can't be done\. Raise .*ulimit -l", True),
+    "a view with gaps": (Stubborn(), lambda: torch.ones(6)[::2], r"ulimit -l", True),
+    "one element": (Stubborn(), lambda: torch.ones(1).expand(1), r"ulimit -l", True),
+    "nested": (
+        Stubborn(),
+        lambda: torch._nested_tensor_from_tensor_list([torch.ones(2), torch.ones(3)]),
+        r"ulimit -l",
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REASONS)
+@pytest.mark.parametrize("kind", [Pinner, lambda fake: Mover(fake, 1, BUFFER_BYTES)])
+@pytest.mark.filterwarnings("ignore:.*nested tensors")
+def test_the_advice_is_of_what_is_to_blame(case: str, kind: Callable[[Any], Pinner]) -> None:
+    fake, make, words, limit = REASONS[case]
+    tensor = make()
+    pinner = kind(fake)
+    pinner._pin(Sent(), tensor)
+    with pytest.warns(UserWarning, match=words) as caught:
+        pinner.warn()
+    assert ("ulimit" in str(caught[0].message)) == limit
+    assert "C++" not in str(caught[0].message)
+
+
+def test_each_advice_is_given_once() -> None:
+    pinner = Pinner(FakeAccelerator(pinnable=0))
+    tensors = [torch.ones(1).expand(3), torch.ones(3)]
+    for tensor, words in zip(tensors, ("share memory", "ulimit"), strict=True):
+        with pytest.warns(UserWarning, match=words):
+            assert pinner.here(tensor) is tensor
+    for tensor in tensors:  # an error if it warned
+        assert pinner.here(tensor) is tensor
 
 
 def test_what_can_not_be_pinned_at_all_is_an_error_as_with_torch() -> None:

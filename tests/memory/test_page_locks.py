@@ -252,6 +252,21 @@ def test_a_lock_that_is_refused_costs_a_warning_and_nothing_else(
     assert "Memory(limit=...)" in message
 
 
+def test_a_refusal_for_another_reason_is_not_cured_by_a_limit(
+    memory: Any, device: FakeAccelerator, locks: PageLocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(address: int, size: int) -> None:
+        raise OSError("the driver does not lock 9 bytes: operation not supported")
+
+    monkeypatch.setattr(device, "page_lock", refuse)
+    batch = memory.batch(1)
+    assert not device.is_pinned(batch)
+    with pytest.warns(UserWarning, match="operation not supported. Batches in it") as caught:
+        locks.warn()
+    message = str(caught[0].message)
+    assert "limit" not in message.lower()
+
+
 def test_without_a_refusal_there_is_no_warning(memory: Any, locks: PageLocks) -> None:
     memory.batch(1)
     with warnings.catch_warnings():
