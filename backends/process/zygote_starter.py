@@ -173,12 +173,13 @@ class ZygoteStarter(Starter):
         self, start: WorkerStart, note: Note, handle: ForkedHandle, frame: Frame
     ) -> None:
         """Start a worker that the zygote has refused; `frame` brings its descriptors back."""
+        handle.failed("was refused")  # now: the zygote may close its end of the socket later
         if len(frame.fds) < 2:
             handle.failed("could not be started: no descriptor is left (ulimit -n)")
             return
         connection = Connection(frame.fds[0])
         frame.fds.pop(0)
-        os.close(frame.fds.pop())  # the last other end of the handle's socket: it reads the end now
+        os.close(frame.fds.pop())
         try:
             self._fallback.start(start._replace(connection=connection), note)
         except Exception as error:  # no process can be had any more, for instance
