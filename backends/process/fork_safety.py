@@ -5,8 +5,10 @@ They look at the process, by /proc, and do not guess by what was imported.
 
 from __future__ import annotations
 
+import gc
 import os
 import stat
+import sys
 import threading
 import time
 from collections.abc import Collection
@@ -67,8 +69,22 @@ def refusal(before: Collection[int]) -> str:  # as for `open_files`
         return f"has started threads ({_listed(names)}), which would be missing after a fork"
     files = open_files(before)
     if files:
+        _forget_archives()
+        files = open_files(before)
+    if files:
         return f"has opened {_listed(files)}, and after a fork all workers would share its position"
     return ""
+
+
+def _forget_archives() -> None:
+    """Close the archives of `sys.path`, such as a zipapp, that `importlib.metadata` keeps open.
+
+    It has no public function for that before Python 3.12.
+    """
+    for name in ("importlib.metadata", "importlib_metadata"):
+        with suppress(KeyError, AttributeError):
+            sys.modules[name].FastPath.__new__.cache_clear()
+    gc.collect()  # each is in a cycle
 
 
 def _listed(names: list[str]) -> str:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.metadata
 import os
 import signal
 import socket
+import sys
 import threading
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -333,6 +336,32 @@ def test_threads_that_python_does_not_know_are_seen_but_for_those_made_for_forks
     finally:
         ended.set()
         thread.join()
+
+
+@pytest.mark.usefixtures("_unwarned")
+def test_an_archive_that_python_itself_keeps_open_is_no_reason_to_refuse(tmp_path: Path) -> None:
+    """As the zipapp that runs: `importlib.metadata` keeps what it has looked through on `sys.path`."""
+    archive = tmp_path / "app.pyz"
+    with zipfile.ZipFile(archive, "w") as file:
+        file.writestr("nothing.py", "")
+
+    def look_through() -> int:
+        sys.path.insert(0, str(archive))
+        importlib.metadata.entry_points()
+        return sum(os.readlink(link).endswith("app.pyz") for link in links())
+
+    def links() -> list[str]:
+        return [f"/proc/self/fd/{fd}" for fd in fork_safety.open_descriptors()]
+
+    class App(Loading):
+        def __getitem__(self, index: int) -> Any:
+            return self.kept, os.getppid()
+
+    with start(load(App(look_through), "spawn", workers=2)) as iterator:
+        found = {sample for batch in iterator for sample in batch}
+    ((open_then, parent),) = found
+    assert open_then == 1
+    assert parent != os.getpid()
 
 
 def test_a_file_that_is_mapped_is_no_reason_to_refuse(tmp_path: Path) -> None:
