@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from contextlib import suppress
 from importlib import import_module
 from typing import Any
@@ -83,11 +84,13 @@ def exited(number: int, error: Exception) -> engine.Exited:
         return engine.Exited(number, SHUT_DOWN)
     # No sample is to blame for a machine that has gone.
     blameless = -1 if "its node has died" in text else None
+    node = re.search(r"Node Id: (\w+)", text) if blameless else None
     return engine.Exited(
         number,
         f"is gone: {why.strip().rstrip('. ')}",
         at=blameless,
         evidence="\n".join([common + causes, *lines[at + 1 :]]).strip(),
+        with_it=None if node is None else f"node {node[1]}",
     )
 
 

@@ -79,11 +79,15 @@ class AsTorch(SharedMemory):
     """
 
     def check(self) -> None:
-        check_children_allowed("the default")
+        self.check_start(self._method())
         if self.start_method is None:
             tell_fresh("this loader")
-        elif self.start_method == "fork":
-            check_libraries("the default, with multiprocessing_context='fork'")
+
+    def check_start(self, method: str) -> None:
+        check_children_allowed("the default")
+        if method == "fork":
+            asked = "" if self.start_method is None else ", with multiprocessing_context='fork'"
+            check_libraries(f"the default{asked}")
 
     def _method(self) -> str:
         return self.start_method or method_for_workers()

@@ -5,6 +5,7 @@ A backend of this kind adds only its name, its options and the method that start
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import threading
 from abc import abstractmethod
@@ -47,7 +48,14 @@ class ProcessBackend(Backend):
         return self if method == self.name else None
 
     def check(self) -> None:
-        method = self._method()
+        self.check_start(self._method())
+        slot_kind(self.memory, sockets=socket_transport.available())
+
+    def check_start(self, method: str) -> None:
+        """Raise `BackendUnavailable` if no worker can be started by `method` now.
+
+        Asked before the first workers start, and before one starts in the place of one that died.
+        """
         if method == "fork":
             check_fork(
                 self.name if self.name == method else f"{self.name} (start_method={method!r})"
@@ -55,7 +63,6 @@ class ProcessBackend(Backend):
         elif method != "loky" and method not in multiprocessing.get_all_start_methods():
             raise BackendUnavailable(f"this platform has no start method {method!r}; use 'loky'")
         check_children_allowed(self.name)
-        slot_kind(self.memory, sockets=socket_transport.available())
         if method == "fork":
             check_threads(self.name)
 
@@ -69,7 +76,8 @@ class ProcessBackend(Backend):
             context = get_context("loky")
         else:
             context = multiprocessing.get_context(method)
-        return ProcessCrew(context, self.memory, sockets=sockets, zygote=zygote)
+        check = functools.partial(self.check_start, method)
+        return ProcessCrew(context, self.memory, check, sockets=sockets, zygote=zygote)
 
 
 def check_children_allowed(name: str) -> None:

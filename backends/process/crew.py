@@ -98,11 +98,12 @@ class ProcessCrew(Crew):
         self,
         context: Any,  # of multiprocessing, or loky's
         memory: Memory,
+        check: Callable[[], None] = bool,  # raises if no worker may be started in another's place
         *,
         sockets: bool,  # True: the POSIX transport, False: the portable one
         zygote: bool = False,  # one process, which the context starts, forks the workers; needs sockets
     ) -> None:
-        self._context = context
+        self._context, self._check = context, check
         self._kind = slot_kind(memory, sockets=sockets)
         self._limit = memory.bytes()
         self._sockets = sockets
@@ -141,6 +142,8 @@ class ProcessCrew(Crew):
         return [worker.channel for worker in self._workers]
 
     def start(self, worker: int, spec: WorkerSpec) -> None:
+        if worker < len(self._workers):
+            self._check()
         starter = self._starter
         shipment = self._shipment(spec) if starter.ships(spec) else None
         record = PostmortemRecord.make() if self._sockets else None
@@ -359,7 +362,7 @@ class ProcessCrew(Crew):
         slots = None if killed is None else channel.taken
         if record is None:
             return Exited(worker, cause, memory=memory, slots=slots)
-        task = record.task
-        at = -1 if task is None or handle.ended_by_another else record.at
+        task, with_it = record.task, handle.ended_with
+        at = -1 if task is None or with_it is not None else record.at
         crash = record.crash() or self._starter.evidence()
-        return Exited(worker, cause, task, at, crash, memory, slots)
+        return Exited(worker, cause, task, at, crash, memory, slots, with_it)

@@ -60,8 +60,10 @@ class ForkedHandle(ProcessHandle):
         return self._status
 
     @property
-    def ended_by_another(self) -> bool:
-        return not self.is_alive() and self._code is None  # with the zygote, which tells codes
+    def ended_with(self) -> str | None:
+        if self.is_alive() or self._code is not None or self._failure:
+            return None
+        return f"process {self._zygote.pid}"  # the zygote, which reports the codes of all others
 
     def told_end(self) -> bool:
         return not self.is_alive()

@@ -97,9 +97,13 @@ class ProcessHandle(WorkerHandle):
         return self._code
 
     @property
-    def ended_by_another(self) -> bool:
-        """True if it has ended with another process, and not by what it was doing."""
-        return False
+    def code_known(self) -> bool:
+        return self.is_alive() or self._code is not None
+
+    @property
+    def ended_with(self) -> str | None:
+        """Name of the process with which it has ended, and not by what it was doing; None: by itself."""
+        return None
 
     def told_end(self) -> bool:
         """Tell whether the worker is gone, now that its pidfd or its sentinel is readable."""

@@ -34,6 +34,7 @@ from hybridloader._support.native_threads import one_thread_in_this_process
 from hybridloader.backends.process import fork_safety
 from hybridloader.backends.process.child import FirstFrame, main
 from hybridloader.backends.process.frames import Frame
+from hybridloader.backends.process.handles import UNKNOWN
 from hybridloader.backends.process.parent_watch import leave_signals
 from hybridloader.backends.process.postmortem import PostmortemWriter
 from hybridloader.backends.process.socket_transport import SocketEndpoint
@@ -112,10 +113,13 @@ class _Zygote:
         self._frames: deque[Frame] = deque()  # requests that have come
         self._workers: dict[int, tuple[Any, int]] = {}  # by pidfd: process and status socket
         self._refusal = ""
+        self._sigchld: Any = signal.SIG_DFL  # handler that workers get
         self._postmortem: PostmortemWriter | None = None
 
     def run(self, record: bool, inherited: Inherited | None) -> NoReturn:
         spec = self._load(record, inherited)
+        # A launcher that ignores the signal passes that on. The kernel would then keep no exit codes.
+        self._sigchld = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._endpoint.send([pickle.dumps(Loaded(self._refusal))])
         connection = self._endpoint.fileno()
         for fd in (connection, self._watched):
@@ -197,6 +201,8 @@ class _Zygote:
             os._exit(1)  # which was gone before
         # As in a fresh worker, the parent is the user's process.
         multiprocessing.process._parent_process = self._parent_process  # type: ignore[attr-defined]
+        if self._sigchld is not None:  # else it was no handler of Python's
+            signal.signal(signal.SIGCHLD, self._sigchld)
         if self._postmortem is not None:
             self._postmortem.close()
         main(
@@ -213,7 +219,8 @@ class _Zygote:
     def _tell_end(self, pidfd: int) -> None:
         process, status = self._workers.pop(pidfd)
         process.join()
-        _tell(status, ENDED, process.exitcode)
+        code = process.exitcode  # None if other code in this process has waited for it
+        _tell(status, ENDED, UNKNOWN if code is None else code)
         os.close(status)
         process.close()
 

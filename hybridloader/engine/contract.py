@@ -77,6 +77,11 @@ class WorkerHandle(ABC):
         return None if self.is_alive() else 0
 
     @property
+    def code_known(self) -> bool:
+        """True if `exitcode` is that of the worker; False if nobody can tell how it ended."""
+        return True
+
+    @property
     def sentinel(self) -> int:
         """Handle by which `multiprocessing.connection.wait` waits for the worker's end.
 

@@ -68,6 +68,8 @@ def end_of(stage: str, handles: Sequence[WorkerHandle], worker: int) -> str:
     if handle is None or handle.known_pid in (None, os.getpid()) or handle.exitcode is None:
         return ""
     who, code = f"{stage} worker (pid {handle.known_pid})", handle.exitcode
+    if not handle.code_known:
+        return f"{who} exited unexpectedly. "
     if code >= 0:
         return f"{who} exited unexpectedly with exit code {code}. "
     try:

@@ -180,6 +180,9 @@ class Exited:
     """Report on the memory, if that may have been the cause."""
     slots: tuple[int, int] | None = None
     """Bytes that its slots took, and limit of these bytes."""
+    with_it: str | None = None
+    """Identity of the process or machine with which it ended, as other workers do; None: it ended alone.
+    A restart policy counts their deaths as one."""
 
 
 Result = Done | Failed

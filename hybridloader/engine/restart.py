@@ -19,8 +19,8 @@ class RestartPolicy:
     Parameters
     ----------
     max_restarts
-        Number of workers of one stage that may be replaced within `window_seconds`; the next death
-        raises.
+        Number of restarts in one stage within `window_seconds`; the next death raises. Workers that end
+        together, with the process that forks them or with their machine, count as one restart.
     window_seconds
         Seconds that a restart counts.
     deaths_per_sample
@@ -58,14 +58,19 @@ class Deaths:
         # All the mutable state:
         self._restarts: deque[float] = deque()
         self._at: Counter[tuple[int, int | None]] = Counter()  # by task and sample in it
+        self._together: set[str] = set()  # what workers have ended with
 
-    def may_restart(self, now: float) -> bool:
-        """Count another restart, unless there were too many of late."""
+    def may_restart(self, now: float, with_it: str | None = None) -> bool:
+        """Count another restart, unless there were too many of late; see `Exited.with_it`."""
+        if with_it in self._together:
+            return True
         while self._restarts and self._restarts[0] <= now - self.policy.window_seconds:
             self._restarts.popleft()
         if len(self._restarts) >= self.policy.max_restarts:
             return False
         self._restarts.append(now)
+        if with_it is not None:
+            self._together.add(with_it)
         return True
 
     def count(self, seq: int, at: int | None) -> int:

@@ -95,7 +95,7 @@ class Supervisor:
         blamed = self._blamed(death, scheduler.held(worker))
         count = 0 if blamed is None else deaths.count(blamed, death.at)
         deadly = count >= deaths.policy.deaths_per_sample
-        self.refusal = self._refusal(deaths, deadly)
+        self.refusal = self._refusal(deaths, death, deadly)
         if self.refusal:
             return False
         again = scheduler.replace(worker)
@@ -118,7 +118,7 @@ class Supervisor:
         self._crew.flush()
         return True
 
-    def _refusal(self, deaths: Deaths, deadly: bool) -> str:
+    def _refusal(self, deaths: Deaths, death: Exited, deadly: bool) -> str:
         """Return the reason why the worker can't be replaced; empty if it can."""
         policy = deaths.policy
         if deadly and self._spec.fetch.in_turn:
@@ -126,7 +126,7 @@ class Supervisor:
                 f"{policy.deaths_per_sample} workers died at this place of their shard, which can't be "
                 "read past it, so no other was put in its place."
             )
-        if not deaths.may_restart(self._table.clock()):
+        if not deaths.may_restart(self._table.clock(), death.with_it):
             return (
                 f"{policy.max_restarts} workers of this stage were replaced within "
                 f"{policy.window_seconds:g} seconds, and RestartPolicy allows no more."

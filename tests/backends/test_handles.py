@@ -18,7 +18,7 @@ from support.failing_datasets import Samples, load, start
 from support.forking import in_a_fork
 
 from hybridloader import WorkerDied
-from hybridloader.backends.process import handles
+from hybridloader.backends.process import fork_safety, handles
 from hybridloader.backends.process.handles import UNKNOWN, ProcessHandle
 from hybridloader.backends.process.starting import starting
 from hybridloader.testing.tools import DEADLINE
@@ -136,16 +136,69 @@ def end_at_five(index: int) -> int:
     return index
 
 
+FORKED = fork_safety.available()  # fresh workers, by a process that waits for them itself
+
+SILENT_CHILDREN = [
+    (
+        "fork",
+        None,
+        r"worker \(pid \d+\) exited unexpectedly\. .*code is not known, because SIGCHLD",
+    ),
+    pytest.param(
+        *("spawn", 0, r"exited unexpectedly with exit code 3\. .*exited with code 3\."),
+        marks=pytest.mark.skipif(not FORKED, reason="needs workers that a zygote forks"),
+    ),
+]
+"""Backends, with the exit code that is known of a worker at its end, and the words for another."""
+
+
 @pytest.mark.usefixtures("_nobody_waits")
-@pytest.mark.parametrize("backend", ["fork", "spawn"])
-def test_children_that_nobody_waits_for_are_children_like_others(backend: str) -> None:
+@pytest.mark.parametrize(("backend", "code", "words"), SILENT_CHILDREN)
+def test_children_that_nobody_waits_for_are_children_like_others(
+    backend: str, code: int | None, words: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     with start(load(Samples(int, 4), backend)) as iterator:
         assert list(iterator) == [[0], [1], [2], [3]]
-    assert [worker.exitcode for worker in iterator._workers] == [UNKNOWN]
-    if backend == "fork":
-        iterator = start(load(Samples(end_at_five), backend))
-        with pytest.raises(WorkerDied, match="exit code is not known, because SIGCHLD"):
-            list(iterator)
+    assert [worker.exitcode for worker in iterator._workers] == [UNKNOWN if code is None else code]
+    iterator = start(load(Samples(end_at_five), backend))
+    with pytest.raises(WorkerDied, match=words):
+        list(iterator)
+    assert capfd.readouterr().err == ""
+
+
+def end_at_once(index: int) -> int:
+    os._exit(3)
+
+
+def with_parent(index: int) -> tuple[int, int, Any]:
+    end_at_five(index)
+    return index, os.getppid(), signal.getsignal(signal.SIGCHLD)
+
+
+@pytest.mark.skipif(not FORKED, reason="needs workers that a zygote forks")
+@pytest.mark.usefixtures("_nobody_waits")
+def test_the_death_of_a_worker_that_nobody_waits_for_takes_no_other_along() -> None:
+    loader = load(
+        Samples(with_parent), "spawn", workers=2, on_worker_death="restart", on_error="skip"
+    )
+    with start(loader) as iterator:
+        found = [sample for batch in iterator for sample in batch]
+    assert sorted(index for index, *_ in found) == [0, 1, 2, 3, 4, 6, 7]
+    ((_, parent, handler),) = {(None, *rest) for _, *rest in found}
+    assert parent != os.getpid()
+    assert handler is signal.SIG_IGN  # as in a fresh process
+
+
+@needs_pidfd
+def test_of_a_worker_that_somebody_else_has_waited_for_no_exit_code_is_claimed() -> None:
+    iterator = start(load(Samples(end_at_once), "fork"))
+    worker = iterator._workers[0]
+    assert isinstance(worker, ProcessHandle)
+    os.waitpid(worker.pid or 0, 0)
+    with pytest.raises(
+        WorkerDied, match=r"unexpectedly\. .*code is not known, because .*other code"
+    ):
+        list(iterator)
 
 
 @needs_pidfd

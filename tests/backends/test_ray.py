@@ -301,6 +301,7 @@ def test_what_ray_says_of_an_end_is_told(
     found = exited(3, RuntimeError(text))
     assert (found.worker, found.cause, found.at) == (3, f"is gone: {cause}", at)
     assert found.evidence == evidence
+    assert found.with_it == ("node 5" if at == -1 else None)
 
 
 @pytest.mark.parametrize("policy", ["raise", "restart"])

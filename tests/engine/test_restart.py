@@ -32,6 +32,47 @@ LENGTH = 24
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 
+def pid_of(index: int) -> int:
+    return os.getpid()
+
+
+@pytest.mark.parametrize("backend", ["fork", "shared-memory", None])
+def test_a_worker_is_not_forked_in_anothers_place_once_a_device_is_in_use(
+    backend: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rule of the first workers; without a backend torch's, by which they are forked."""
+    if backend == "shared-memory":
+        monkeypatch.setattr("multiprocessing.get_start_method", lambda: "fork")
+    loader = DataLoader(
+        Calling(pid_of, 40), backend=backend, num_workers=1, on_worker_death="restart"
+    )
+    with iter(loader) as iterator:  # type: ignore[attr-defined]
+        first = int(next(iterator))
+        name = "hybridloader.backends.process.backend.device_in_use"
+        monkeypatch.setattr(name, lambda: "fake:0")
+        os.kill(first, signal.SIGKILL)
+        if backend is None:
+            assert {int(batch) for batch in iterator} - {first}
+            return
+        with pytest.raises(
+            WorkerDied, match=r"could not be replaced: .*after fake:0 was initialised"
+        ):
+            list(iterator)
+
+
+class Calling:
+    """Samples that are what a function returns."""
+
+    def __init__(self, function: Callable[[int], Any], length: int) -> None:
+        self.function, self.length = function, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        return self.function(index)
+
+
 class Once:
     """True the first time that it is asked about something, whichever process asks."""
 

@@ -78,6 +78,33 @@ def test_without_a_policy_a_death_is_raised() -> None:
     assert "no other was put" not in str(caught.value)
 
 
+def test_workers_that_end_with_one_process_count_as_one_restart() -> None:
+    workers = 16
+    everyone = range(workers)
+
+    def all_die(with_it: str) -> list[Any]:
+        return [dead(worker, at=-1, with_it=with_it) for worker in everyone]
+
+    answers = [event for seq in everyone for event in answer(seq, worker=seq)]
+    script = [
+        ready(*everyone),
+        all_die("process 1"),
+        all_die("process 2"),
+        ready(*everyone),
+        answers,
+    ]
+    policy = RestartPolicy(max_restarts=2)
+    it, backend = stage(script, workers=workers, lookahead=workers, policy=policy)
+    it.begin(iter([[seq] for seq in everyone]))
+    assert list(it) == [f"value {seq}" for seq in everyone]
+    assert len(backend.crews[0].started) == 3 * workers
+
+    it, _ = stage(script[:3], workers=workers, policy=RestartPolicy(max_restarts=1))
+    it.begin(iter([[seq] for seq in everyone]))
+    with pytest.raises(WorkerDied, match="1 workers of this stage were replaced"):
+        next(it)
+
+
 def test_too_many_restarts_within_the_window_raise_and_older_ones_do_not_count() -> None:
     clock = FakeClock()
 
