@@ -75,10 +75,13 @@ def park_at_exit() -> None:
 
 
 def _close_all() -> None:
-    """Close all runners, then all crews, whichever of them raises; the errors are raised at the end."""
+    """Close all runners, then all crews, whichever of them raises; the errors are raised at the end.
+
+    An interrupt ends the wait for one of them and nothing else: the program is ending already.
+    """
     global exiting
     exiting = True
-    with contextlib.ExitStack() as rest:
+    with contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as rest:
         rest.callback(_close_crews)  # called last, for crews that runners make meanwhile, too
         for runner in snapshot(_runners):
             rest.callback(runner.close)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -355,7 +356,13 @@ class Lifecycle(ABC):
         discard(self._scheduler.close())
         self._forget(list(self._table.indices))
         self._draw_from(iter(()))
-        self._crew.close()  # not by the finalizer, which is called once: an interrupt may come here
+        interrupt = sys.exc_info()[1]
+        try:
+            self._crew.close()  # not by the finalizer, which is called once: an interrupt may come here
+        except KeyboardInterrupt:
+            if not isinstance(interrupt, KeyboardInterrupt):
+                raise
+            return  # one more; the first is on its way, and the finalizer ends what is left
         self._finalizer.detach()
         self._gone = True
 

@@ -14,6 +14,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -200,7 +201,8 @@ class PinnedResults(Iterator[Any]):
             raise
         except BaseException:
             last.seq = before  # nobody was given what came
-            self._thread.close()
+            with suppress(KeyboardInterrupt):  # one more; the finalizer ends what is left
+                self._thread.close()
             raise
 
     def _wait(self) -> _QueuedResult:
@@ -215,7 +217,8 @@ class PinnedResults(Iterator[Any]):
         except IteratorClosed:
             pass
         except BaseException:  # the thread has died of it; or an interrupt may have taken a batch
-            self._thread.close()
+            with suppress(KeyboardInterrupt):
+                self._thread.close()
             raise
         self._stage.pull(self._epoch, wait=True)  # raises the reason why there is no more
         raise no_answer(IteratorClosed("this pass was broken off"))

@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -144,7 +145,8 @@ class Run(Iterator[Any]):
             # An interrupt: an item that this thread made, or had taken from the queue, is lost.
             if queue is None or queue.count != taken:
                 position.given = given
-                self._end(IteratorClosed("it was interrupted"))
+                with suppress(KeyboardInterrupt):  # one more; the finalizer ends what is left
+                    self._end(IteratorClosed("it was interrupted"))
             raise
 
     def _end(self, why: BaseException) -> None:
