@@ -98,7 +98,7 @@ class ProcessCrew(Crew):
         self,
         context: Any,  # of multiprocessing, or loky's
         memory: Memory,
-        check: Callable[[], None] = bool,  # raises if no worker may be started in another's place
+        check: Callable[[], object],  # raises if no worker may start in the place of another
         *,
         sockets: bool,  # True: the POSIX transport, False: the portable one
         zygote: bool = False,  # one process, which the context starts, forks the workers; needs sockets
