@@ -96,7 +96,7 @@ _PARTS = vars(BaseException)
 
 
 def part(error: BaseException, name: str) -> Any:
-    """Return ``args``, ``__dict__``, ``__cause__`` or the like, whatever the class of `error` says."""
+    """Return ``args``, ``__dict__``, ``__cause__`` or the like, whatever the class of `error` is."""
     return _PARTS[name].__get__(error)
 
 
@@ -208,8 +208,8 @@ def place_of(error: BaseException) -> str | None:
 def no_answer(error: E) -> E:
     """Mark `error`, a new one of ours, as raised instead of an answer; return it.
 
-    The same item may still come, or none at all. The type of an error does not tell: a user's function
-    may raise any, and may itself use a loader.
+    The same item may still come, or none at all. The type alone does not show this: a user's function
+    may raise an error of any type, and may itself use a loader.
     """
     mark(error, "beside")
     return error

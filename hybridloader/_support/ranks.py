@@ -1,4 +1,4 @@
-"""Ranks of a job that share this machine, as far as their launcher tells in the environment.
+"""Ranks of a job that share this machine, by the environment variables of their launcher.
 
 A default that counts cores or memory of the machine is divided by them: each rank has a process, with
 loaders and workers, that takes the same.
@@ -24,9 +24,9 @@ Slurm's ``SLURM_NTASKS_PER_NODE`` is of the job, and also set where one process 
 
 
 def ranks_here(environ: Mapping[str, str] = os.environ) -> int:
-    """Return the number of ranks on this machine, this process among them; 1 if nothing tells.
+    """Return the number of ranks on this machine, this process among them; 1 without a variable.
 
-    A value that is no integer of 1 or more is passed over.
+    A value that is no integer of 1 or more is ignored.
     """
     for name in _NAMES:
         found = whole_number(environ.get(name, "").partition("(")[0].strip())

@@ -163,7 +163,7 @@ class Pinner:
         return data
 
     def warn(self) -> None:
-        """Warn, once for each advice, of tensors that were not pinned; on the thread that takes batches."""
+        """Warn of tensors not pinned, once for each advice. On the thread that takes batches."""
         if self.locks is not None:
             self.locks.warn()
         if self.refusal is None:

@@ -40,7 +40,7 @@ class Memory:
         that this process has (a float above 0 and up to 1). None takes half of it. The memory
         that a process has is the least of the machine's and of the limits of its cgroups (v1 and
         v2), as in containers. The ranks of a job on one machine have equal parts of it, if their
-        launcher tells how many there are (torchrun's ``LOCAL_WORLD_SIZE``, MPI's, Slurm's).
+        launcher sets their number (torchrun's ``LOCAL_WORLD_SIZE``, MPI's, Slurm's).
     kind
         Way of sharing slots with processes: ``"nameless"`` (Linux, macOS), ``"named"``
         (`multiprocessing.shared_memory`, everywhere, limited by the size of /dev/shm),
