@@ -30,6 +30,7 @@ from hybridloader.fetching.collate import teach_torch
 from hybridloader.memory.limits import DEFAULT_MEMORY, Memory
 from hybridloader.memory.slots import PrivateSlots
 from hybridloader.memory.thread_slots import set_slots
+from hybridloader.seeding.sample_seeds import Kind
 
 if TYPE_CHECKING:
     from hybridloader.memory.page_locks import PageLocks
@@ -179,10 +180,12 @@ class _ThreadCrew(Crew):
         made = thread_worker(worker, spec, copies=self._copies)
         opened = None if spec.init_fn is None else threading.Event()
         thread = _Thread(made, spec.stage, self._slots, self._report, opened)
-        if worker == 0 and not self._copies and spec.sharable:
+        seeding = spec.seeding
+        shares = spec.sharable and (seeding is None or seeding.kind is not Kind.WORKER)
+        if worker == 0 and shares and not self._copies:
             self._sharing = TaskSharing(spec.workers)
         if self._sharing is not None:
-            self._sharing.join(made, thread.messages, seeded=spec.seeding is not None)
+            self._sharing.join(made, thread.messages)
         self.place(worker, thread)
         thread.thread.start()
         if opened is not None:

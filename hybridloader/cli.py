@@ -108,7 +108,7 @@ def _add_run(commands: Any) -> None:
         ("on_error", str, "raise|skip"),
         ("on_worker_death", str, "raise|restart"),
         ("task_timeout", float, "SECONDS"),
-        ("seeding", str, "worker|sample"),
+        ("seeding", str, "worker|sample|shared"),
         ("shard_remainders", str, "keep|join"),
         ("device", str, "DEVICE"),
     ):

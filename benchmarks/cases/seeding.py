@@ -1,4 +1,4 @@
-"""seeding: time that ``seeding="sample"`` adds to a sample, beside ``seeding="worker"``."""
+"""seeding: time that ``seeding="sample"`` adds to a sample, beside ``seeding="shared"``."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def added_by_seeding(loader: str, spec: Spec) -> Answer:
     batch, batches = spec["batch"], spec["batches"]
     found = []
     for _ in range(spec["repeats"]):
-        plain, seeded = (_seconds(loader, batch, batches, how) for how in ("worker", "sample"))
+        plain, seeded = (_seconds(loader, batch, batches, how) for how in ("shared", "sample"))
         found.append((plain / (batch * batches), seeded / (batch * batches)))
     details = {
-        "worker": min(plain for plain, _ in found),
+        "shared": min(plain for plain, _ in found),
         "sample": min(seeded for _, seeded in found),
     }
     return {

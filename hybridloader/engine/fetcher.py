@@ -16,7 +16,7 @@ from hybridloader._support.errors import WorkerDied, mark
 if TYPE_CHECKING:
     from hybridloader.engine.dataset_state import DatasetStates, ShardStart
     from hybridloader.engine.slices import Slices
-    from hybridloader.seeding.sample_rng import SampleRng
+    from hybridloader.seeding.sample_rng import Key, SampleRng
 
 
 class EndOfShard(Exception):
@@ -185,7 +185,7 @@ class Fetcher(ABC):
         """Return the result of a task, made of its samples, as `fetch` does."""
         raise NotImplementedError
 
-    def key(self, index: Any) -> bytes:
+    def key(self, index: Any) -> Key:
         """Return the key that seeds the collation of the task, under ``seeding="sample"``."""
         return b""
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from hybridloader._support.errors import IteratorClosed, WorkerDied, no_answer
 from hybridloader._support.torch_modes import Modes, modes_here
-from hybridloader.engine.contract import CLOSING, Backend, WorkerHandle
+from hybridloader.engine.contract import CLOSING, Backend, Crew, WorkerHandle
 from hybridloader.engine.crews import ended_with
 from hybridloader.engine.diagnosis import WorkerReport
 from hybridloader.engine.feed import Feed, FlowControl, Observer
@@ -105,8 +105,11 @@ class Lifecycle(ABC):
         self._owner = os.getpid()
         self._pulling = threading.RLock()
         self._crew = crew = backend.open()
-        self._numbered = None if counter is None else NumberedSending(crew, counter)
-        self._sender = self._numbered or crew  # of messages to workers
+        self._counter, self._numbered = counter, None
+        self._sender: Crew | NumberedSending = crew  # of messages to workers
+        if counter is not None:
+            self._sender = numbered = NumberedSending(crew, counter)
+            self._numbered = numbered if counter.items else None
         self._finalizer = ended_with(self, crew)
         if locks is not None:
             crew.page_lock(locks)
@@ -321,13 +324,14 @@ class Lifecycle(ABC):
         self.epoch += 1
         self._table.begin()
         try:
-            message = Begin(self.epoch, shared_seed, changes, self._modes())
+            number = self.epoch if self._counter is None else self._counter.epoch
+            message = Begin(number, shared_seed, changes, self._modes())
             if self.epoch > 0 or message.modes != self.spec.modes:
                 for worker in range(len(scheduler.workers)):
                     if worker not in absent:
                         self._sender.send(worker, message)
             if self._supervisor is not None:
-                self._supervisor.begin(message, absent)
+                self._supervisor.begin(message, absent, first=self.epoch == 0)
         except Exception:  # not all of the workers are in this epoch
             self._closing = True
             raise

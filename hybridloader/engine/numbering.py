@@ -36,6 +36,7 @@ class NumberedSending:
 
     def __init__(self, crew: Crew, counter: ItemCounter) -> None:
         self._crew, self._counter = crew, counter
+        self.send = self._number if counter.items else crew.send
         # All the mutable state:
         self._known: dict[int, tuple[int, int]] = {}  # by task: its pass and its first item
         self._expected: dict[int, tuple[int, int]] = {}  # by worker: the same of its next task
@@ -48,16 +49,15 @@ class NumberedSending:
         self._expected[worker] = epoch, 0
         self._crew.start(worker, spec)
 
-    def send(self, worker: int, message: Message) -> None:
+    def _number(self, worker: int, message: Message) -> None:
         """Send a message, as `Crew.send`; a `First` goes before it where the worker needs one."""
         counter = self._counter
         if isinstance(message, Begin):
-            message = replace(message, epoch=counter.epoch)
             self._expected[worker] = counter.epoch, 0
         if not isinstance(message, Task):
             self._crew.send(worker, message)
             return
-        count = items_in(message.index) if counter.items else 0
+        count = items_in(message.index)
         new = message.seq not in self._known
         if new:
             self._known[message.seq] = counter.epoch, counter.next

@@ -56,12 +56,12 @@ class Supervisor:
         """Reason and stack of each worker that was killed and has not exited yet."""
         self.refusal = ""  # reason why the last worker that died was not replaced
 
-    def begin(self, message: Begin, absent: Sequence[int]) -> None:
+    def begin(self, message: Begin, absent: Sequence[int], *, first: bool) -> None:
         """Begin an epoch: start workers for the places in `absent`."""
         self._spec = replace(
             self._spec,
             shared_seed=message.shared_seed,
-            starts=() if message.epoch else self._spec.starts,  # for the first epoch alone
+            starts=self._spec.starts if first else (),  # for the first epoch alone
             modes=message.modes,
         )
         if self._deaths is not None:

@@ -6,13 +6,12 @@ tasks are in work at once. A task that takes less than it costs to wake the thre
 worker. Nothing is known of the tasks at first, so each worker begins with its own alone, until one of
 them has an answer.
 
-A worker's own generators (`get_worker_info().rng`) are drawn from in the order of its tasks. So once
-one of them was looked at, no task is shared any more: a seeded run gives the same batches as before.
+A worker whose `init_fn` has seeded generators draws from them in the order of its tasks, so no task of
+such a crew is shared.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -57,18 +56,14 @@ class TaskSharing:
         self._workers: list[Worker] = []
         self._inboxes: list[Inbox] = []
         self._known = False  # the seconds of any task are
-        self._drawn = False  # the generators of any worker were looked at
         self._held: list[SharedTask] = []  # given to their workers alone, until they are
         self._measures: deque[Measures] = deque()  # that go with the answer of another worker
         self._lock = threading.Lock()  # while that is not known
 
-    def join(self, worker: Worker, inbox: Inbox, *, seeded: bool) -> None:
-        """Let a worker, which has not started, take part; samples are `seeded` each, or not."""
+    def join(self, worker: Worker, inbox: Inbox) -> None:
+        """Let a worker, which has not started, take part."""
         self._workers.append(worker)
         self._inboxes.append(inbox)
-        if not seeded:
-            rng: Any = _Noticing(worker.info.rng, self._drawn_from)
-            worker.info = dataclasses.replace(worker.info, rng=rng)
 
     def begin(self) -> None:
         """Note that an epoch begins: tasks of the one before are not shared any more."""
@@ -123,29 +118,8 @@ class TaskSharing:
 
     def _decide(self, share: bool) -> None:
         # The tasks of a worker whose `init_fn` failed are errors, all of them.
-        never = self._drawn or any(worker.broken for worker in self._workers)
+        never = any(worker.broken or worker.draws_in_turn for worker in self._workers)
         self.whole = never or not share
         self.limit = self._worth / 2 if share else self._worth
         if never:
             self.limit = float("inf")
-
-    def _drawn_from(self) -> None:
-        """Stop sharing for good: the generators of a worker were looked at."""
-        with self._lock:
-            self._known = self._drawn = True
-            self._held = []
-            self._decide(False)
-
-
-class _Noticing:
-    """Generators of a worker, as `WorkerInfo.rng`; calls a function whenever one is looked at."""
-
-    def __init__(self, rng: Any, notice: Callable[[], None]) -> None:
-        self._rng, self._notice = rng, notice
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        found = getattr(self._rng, name)
-        self._notice()
-        return found

@@ -42,7 +42,7 @@ from hybridloader.engine.slices import ALWAYS, LONG
 from hybridloader.engine.under_way import Fetched
 from hybridloader.engine.worker_end import end_worker
 from hybridloader.engine.worker_info import describe
-from hybridloader.seeding.sample_rng import SampleRng
+from hybridloader.seeding.sample_rng import GLOBALS, SampleRng, now
 from hybridloader.seeding.worker_seeds import (
     ProcessSeeds,
     ThreadSeeds,
@@ -91,6 +91,11 @@ class Worker:
         """True if all that it answers in this epoch is an error."""
         return self._broken is not None
 
+    @property
+    def draws_in_turn(self) -> bool:
+        """True if its samples draw from its own generators, in the order of its tasks."""
+        return self._rng is not None and self._rng.kept is not None
+
     def open(self) -> Ready:
         """Seed, run `init_fn`, open the first fetcher."""
         spec = self._spec
@@ -105,6 +110,8 @@ class Worker:
                     seed_datapipe(spec.fetch.dataset, spec.shared_seed)
                 if spec.init_fn is not None and spec.workers > 0:
                     spec.init_fn(self.worker)
+                if self._rng is not None:
+                    self._seeds.keep_for(self._rng, spec.base_seed, self.worker)
                 self._initialised = True
                 if spec.starts:
                     self._fetcher = resumed_fetcher(
@@ -395,6 +402,8 @@ def _sample_rng_of(spec: WorkerSpec, worker: int, seeds: WorkerSeeds) -> SampleR
     shared = isinstance(seeds, ThreadSeeds) or (
         origin.any_thread and not isinstance(seeds, ProcessSeeds)
     )
+    # A sample on a thread may have a loader of its own.
+    shared = shared or now.generators is not GLOBALS
     if not (shared or spec.fetch.threads > 1):
         return SampleRng(origin, worker)
     from hybridloader.seeding.thread_sample_rng import ThreadSampleRng

@@ -17,6 +17,7 @@ from hybridloader.fetching.gather import gatherer
 from hybridloader.fetching.on_error.policies import Policy
 from hybridloader.fetching.samples import BatchFetcher, SampleFetcher, Spread, one_by_one
 from hybridloader.fetching.shard import ShardFetcher
+from hybridloader.seeding.sample_rng import innermost
 
 
 @dataclass(frozen=True)
@@ -102,8 +103,9 @@ class IterableFetch(Fetch):
         if context.rng is None:
             samples = wrapped = iter(dataset)
         else:
-            samples = context.rng.seeded_shard(lambda: iter(dataset))
-            wrapped = samples.wrapped
+            entered = self.on_error is None
+            samples = context.rng.seeded_shard(lambda: iter(dataset), entered=entered)
+            wrapped = innermost(samples)
         make: Any = ShardFetcher
         if self.on_error is not None:
             from hybridloader.fetching.on_error.tolerant_shard import TolerantShardFetcher

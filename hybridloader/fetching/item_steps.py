@@ -29,7 +29,7 @@ from hybridloader.fetching.on_error.error_handler import ErrorHandler, seeded
 from hybridloader.fetching.on_error.item_loop import ItemLoop, Opened
 from hybridloader.fetching.on_error.policies import Policy
 from hybridloader.fetching.on_error.task_results import TaskResults, sendable_items
-from hybridloader.seeding.sample_rng import SampleRng, item_key, numbered_item
+from hybridloader.seeding.sample_rng import SAMPLE, SampleRng, item_key, numbered_item
 
 
 def is_async(function: Any) -> bool:
@@ -77,7 +77,7 @@ class Step:
                 if not self.concurrency:
                     context.set_up[number] = made
             function, aclose = made, attribute(made, "aclose")
-        if rng is not None:
+        if rng is not None and rng.by_function:
             function = rng.seeded_by_item(self.kind, function)
         if self.concurrency:
             from hybridloader.fetching.coroutines import Coroutines
@@ -151,7 +151,7 @@ class WorkFetch(Fetch):
             step.open(context, self.on_error, number) for number, step in enumerate(self.steps)
         ]
         policy, rng = self.on_error, context.rng
-        if rng is not None:
+        if rng is not None and rng.by_function:
             policy = seeded(policy, rng, item_key)
         return ItemsFetcher(
             opened,
@@ -165,8 +165,8 @@ class WorkFetch(Fetch):
 class ItemsFetcher(Fetcher):
     """Fetcher of a `WorkFetch`.
 
-    Under ``seeding="sample"`` the number of an item in the stage's input seeds its steps; see
-    `SampleRng.seeded_by_item`.
+    Where items are seeded, the number of an item in the stage's input seeds its steps: each of them
+    (`SampleRng.seeded_by_item`), or all of them together.
     """
 
     def __init__(
@@ -179,13 +179,28 @@ class ItemsFetcher(Fetcher):
         coroutines: bool = False,  # the first step is an `async def`
     ) -> None:
         self._handler, self._context, self._rng = handler, context, context.rng
-        enter = None if self._rng is None else numbered_item
+        by_function = self._rng is not None and self._rng.by_function
+        self._by_item = self._rng is not None and not by_function
         self._spread = spread_over(threads, context) if threads > 1 else None
+        enter = numbered_item if by_function else None
         self._loop = ItemLoop(opened, handler, context, self._spread, enter=enter)
+        self._alone = self._alone_by_item if self._by_item else self._loop.alone
         self._coroutines: Any = opened[0][1] if coroutines else None
 
     def fetch(self, items: list[Any]) -> Any:
-        spared = type(items) is Spared
+        spared, rng = type(items) is Spared, self._rng
+        if rng is not None and self._by_item:
+            if self._spread is not None:
+                return self._handed_over(
+                    self._loop.joined(self._spread(self._alone, self._numbered(items)))
+                )
+            first = rng.take(len(items))
+            walk = rng.enter(items, lambda place: b"%d" % (first + place))
+            try:
+                results = self._loop.run(walk, spared=spared)
+            finally:
+                rng.leave()
+            return self._handed_over(results)
         items = self._numbered(items)
         if self._coroutines is not None:
             items = self._coroutines.through(items)
@@ -195,6 +210,12 @@ class ItemsFetcher(Fetcher):
         rng = self._rng
         return items if rng is None else list(zip(items, count(rng.take(len(items)))))
 
+    def _alone_by_item(self, pair: tuple[Any, int]) -> TaskResults:
+        """Take one item and its number through the steps, which draw for the item. On any thread."""
+        assert self._rng is not None
+        item, number = pair
+        return self._rng.call(SAMPLE, b"%d" % number, self._loop.alone, item)
+
     def _handed_over(self, results: TaskResults) -> Any:
         return results.hand_over(self._context) if results.notes else results.values
 
@@ -203,7 +224,7 @@ class ItemsFetcher(Fetcher):
         if self._spread is None:
             begun = self._coroutines.begin(items)
         else:
-            begun = self._spread.begin(self._loop.alone, self._numbered(items), ring)
+            begun = self._spread.begin(self._alone, self._numbered(items), ring)
         return begun
 
     def wake(self) -> None:

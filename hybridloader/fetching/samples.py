@@ -8,7 +8,6 @@ its task; `fetching.on_error` has the fetchers that catch it.
 
 from __future__ import annotations
 
-import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -17,9 +16,9 @@ from typing import Any, Protocol
 from hybridloader._support.attributes import attribute
 from hybridloader.engine.fetcher import Abandoned, Begun, Fetcher, GivenUp, Spared, TaskContext
 from hybridloader.engine.slices import SEEN
+from hybridloader.fetching.collate import is_default_collate
 from hybridloader.fetching.gather import Odd, gatherer
-from hybridloader.seeding.sample_rng import SeededDataset
-from hybridloader.seeding.sample_seeds import key_of
+from hybridloader.seeding.sample_rng import Key, SeededDataset
 
 
 class Spread(Protocol):
@@ -39,8 +38,10 @@ class SampleFetcher(Fetcher):
         self, dataset: Any, collate_fn: Callable[[Any], Any], context: TaskContext
     ) -> None:
         self._context = context
-        collate_fn = context.timed("collate", collate_fn)
-        self._dataset, self._collate_fn = seeded_samples(dataset, collate_fn, context)
+        collate_fn = context.timed("collate", seeded_collate(collate_fn, context))
+        rng = context.rng
+        self._dataset = dataset if rng is None else SeededDataset(rng, dataset)
+        self._collate_fn = collate_fn
 
     def fetch(self, index: Any) -> Any:
         if type(index) is GivenUp:
@@ -49,8 +50,8 @@ class SampleFetcher(Fetcher):
             self._context.at = 0
         return self._collate_fn(self._dataset[index])
 
-    def key(self, index: Any) -> bytes:
-        return key_of_sample(index)
+    def key(self, index: Any) -> Key:
+        return partial(key_of_batch, [index], self._context)
 
 
 class BatchFetcher(Fetcher):
@@ -66,10 +67,12 @@ class BatchFetcher(Fetcher):
         self._context, self._whole = context, not one_by_one(dataset)
         self._spread = None if self._whole else spread
         self._gather = gatherer(dataset, collate_fn)
-        collate_fn = context.timed("collate", collate_fn)
-        self._dataset, self._collate_fn = seeded_samples(
-            dataset, collate_fn, context, whole=self._whole
-        )
+        self._collate_fn = context.timed("collate", seeded_collate(collate_fn, context))
+        self._rng = rng = context.rng
+        self._dataset = self._in_turn = dataset
+        if rng is not None:
+            self._dataset = SeededDataset(rng, dataset, whole=self._whole)
+            self._in_turn = self._dataset if self._whole else rng.seeded_in_turn(dataset)
 
     def fetch(self, indices: Any) -> Any:
         if self._gather is not None:
@@ -79,9 +82,9 @@ class BatchFetcher(Fetcher):
                 pass
         if type(indices) is Spared:
             raise next(index for index in indices if type(index) is GivenUp).error()
-        dataset, context, spread = self._dataset, self._context, self._spread
+        dataset, context, spread = self._in_turn, self._context, self._spread
         if spread is not None:
-            sample = context.timed("sample", partial(operator.getitem, dataset), SEEN)
+            sample = context.timed("sample", self.sample, SEEN)
             return self._collate_fn(spread(sample, indices))
         try:
             many = getattr(dataset, "__getitems__", None)
@@ -89,11 +92,18 @@ class BatchFetcher(Fetcher):
             many = attribute(dataset, "__getitems__")
         if many and (self._whole or not context.tracked):
             return self._collate_fn(many(indices))
-        samples = []
-        for index in numbered(indices, context) if context.tracked else indices:
-            samples.append(dataset[index])
-            if context.cancelled:
-                raise Abandoned
+        samples: list[Any] = []
+        rng = self._rng
+        if rng is not None:
+            indices = rng.enter(indices)
+        try:
+            for index in numbered(indices, context) if context.tracked else indices:
+                samples.append(dataset[index])
+                if context.cancelled:
+                    raise Abandoned
+        finally:
+            if rng is not None:
+                rng.leave()
         return self._collate_fn(samples)
 
     def sample(self, index: Any) -> Any:
@@ -106,30 +116,24 @@ class BatchFetcher(Fetcher):
     def assemble(self, samples: list[Any], index: Any) -> Any:
         return self._collate_fn(samples)
 
-    def key(self, index: Any) -> bytes:
-        return key_of_batch(index)
+    def key(self, index: Any) -> Key:
+        return partial(key_of_batch, index, self._context)
 
 
-def seeded_samples(
-    dataset: Any, collate_fn: Callable[[Any], Any], context: TaskContext, *, whole: bool = False
-) -> tuple[Any, Callable[[Any], Any]]:
-    """Return `dataset` and `collate_fn`, seeded for each sample if `context` has a sample RNG.
-
-    A `whole` dataset makes a batch in one call, which is seeded as one.
-    """
+def seeded_collate(collate_fn: Callable[[Any], Any], context: TaskContext) -> Callable[[Any], Any]:
+    """Return `collate_fn`, seeded for each batch if samples are; default collation draws nothing."""
     rng = context.rng
-    if rng is None:
-        return dataset, collate_fn
-    return SeededDataset(rng, dataset, whole=whole), rng.seeded_collate(collate_fn)
+    if rng is None or is_default_collate(collate_fn):
+        return collate_fn
+    return rng.seeded_collate(collate_fn)
 
 
-def key_of_sample(index: Any) -> bytes:
-    return key_of(index.index if type(index) is GivenUp else index)
-
-
-def key_of_batch(indices: Any) -> bytes:
+def key_of_batch(indices: Any, context: TaskContext) -> bytes:
     """Return the key that seeds the collation of a batch: the key of its first sample."""
-    return next((key_of_sample(index) for index in indices), b"")
+    assert context.rng is not None
+    for index in indices:
+        return context.rng.key_of(index.index if type(index) is GivenUp else index)
+    return b""
 
 
 def numbered(items: Iterable[Any], context: TaskContext) -> Iterator[Any]:

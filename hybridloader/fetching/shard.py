@@ -14,7 +14,8 @@ from hybridloader._support.state_copies import load_into
 from hybridloader.engine.dataset_state import ShardStart
 from hybridloader.engine.fetcher import Abandoned, EndOfShard, Fetcher, TaskContext
 from hybridloader.fetching.outcome import short_batch
-from hybridloader.seeding.sample_rng import innermost
+from hybridloader.fetching.samples import seeded_collate
+from hybridloader.seeding.sample_rng import SeededIterator, innermost
 
 
 class ShardReader(Fetcher):
@@ -63,16 +64,19 @@ class ShardFetcher(ShardReader):
         super().__init__(samples, context)
         self._batched, self._join, self._drop_last = batched, join, drop_last and not join
         self._rng = context.rng  # an inline crew has one context for all workers
-        self._seeded: Any = None if self._rng is None else samples
-        self._collate_fn = collate_fn if self._rng is None else self._rng.seeded_collate(collate_fn)
+        self._collate_fn = seeded_collate(collate_fn, context)
 
     def fetch(self, indices: Any) -> Any:
         if self.ended:
             raise EndOfShard
         batch: list[Any] = []
-        samples, context = self._samples, self._context
+        samples, context, rng = self._samples, self._context, self._rng
+        asked = indices if self._batched else (None,)
+        if rng is not None:
+            first = self.position
+            asked = rng.enter(list(asked), lambda place: rng.shard_key(first + place))
         try:
-            for _ in indices if self._batched else (None,):
+            for _ in asked:
                 batch.append(next(samples))
                 if context.cancelled:
                     raise Abandoned
@@ -83,6 +87,8 @@ class ShardFetcher(ShardReader):
             raise
         finally:
             self.position += len(batch)
+            if rng is not None:
+                rng.leave()
             del samples  # an error of `collate_fn` holds this frame, and must not hold the iterator
         if not self._batched:
             if not batch:
@@ -105,10 +111,6 @@ class ShardFetcher(ShardReader):
             users = innermost(self._samples)
             load_into(users, pickle.loads(start.iterator.kept), "the iterator over the dataset")
         self.position, self.ended = start.position, start.ended
-        if self._seeded is not None:
-            self._seeded.number = start.position
+        if isinstance(self._samples, SeededIterator):
+            self._samples.number = start.position
         self.skip(start.skip)
-
-    def close(self) -> None:
-        super().close()
-        self._seeded = None

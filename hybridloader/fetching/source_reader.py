@@ -15,7 +15,7 @@ from hybridloader.fetching.on_error.places import rest_is_lost
 from hybridloader.fetching.on_error.policies import Policy
 from hybridloader.fetching.on_error.task_results import TaskResults, sendable_items
 from hybridloader.fetching.on_error.tolerant_shard import TolerantReader
-from hybridloader.seeding.sample_rng import innermost
+from hybridloader.seeding.sample_rng import SeededIterator, innermost
 
 _READING = 0.01
 """Seconds after which a reader returns what it has, if that is less than it was asked for."""
@@ -58,8 +58,13 @@ class SourceReader(TolerantReader):
         self._tolerant = on_error is not None
         # All the mutable state: an error to be raised where the rest of the items would have been.
         self._lost: ShardLost | None = None
+        self._closed = isinstance(items, SeededIterator)  # it has yet to be opened
 
     def fetch(self, most: int) -> Any:
+        if self._closed and isinstance(self._samples, SeededIterator):
+            self._closed, self.ended = False, True
+            self._samples.open()  # if it raises, that answers this task, and is the end
+            self.ended = False
         results = TaskResults(self._handler, what="the next item")
         if self._lost is not None:
             lost, self._lost, self.ended = self._lost, None, True

@@ -96,11 +96,13 @@ persistent_workers, pin_memory_device, in_order
         killed and replaced instead (a thread can't be). `timeout`, in contrast, limits how long you
         wait for the next batch, for any reason.
     seeding
-        Seeding of the random numbers that samples draw. ``"worker"`` seeds each worker once, bit
+        Seeding of the random numbers that samples draw. None decides by place: ``"worker"`` in
+        processes, the numbers of ``"sample"`` on threads. ``"worker"`` seeds each worker once, bit
         for bit as torch. ``"sample"``, or a `SampleSeeding` with a seed, seeds every sample, so
         that its random numbers depend on the seed, the epoch and its index alone: not on backend,
         workers, timing or faults. A sample of an iterable dataset is identified by its worker and
-        its number there. See docs/randomness.md.
+        its number there. ``"shared"`` lets samples on threads draw from the generators of your
+        loop. See docs/randomness.md.
     shard_remainders
         Handling of the last samples of each worker's part of an iterable dataset, if they are no
         full batch. ``"keep"`` makes a smaller batch for each worker, or none with ``drop_last``, as
@@ -173,7 +175,7 @@ persistent_workers, pin_memory_device, in_order
         on_error: str | Skip | Retry | Replace = "raise",
         on_worker_death: str | RestartPolicy = "raise",
         task_timeout: float = 0,
-        seeding: str | SampleSeeding = "worker",
+        seeding: str | SampleSeeding | None = None,
         shard_remainders: str = "keep",
         device: str | torch.device | Accelerator | Transfer | None = None,
         observe: bool | Observe = False,

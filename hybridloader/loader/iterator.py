@@ -236,7 +236,15 @@ class LoaderIterator(_BaseDataLoaderIter):
             before.begin(self._pass_start.epoch)
 
     def _new_seeds(self) -> PassSeeds:
-        return PassSeeds(self._plan.options.seeding, int(self._base_seed), self._pass_start.epoch)
+        plan, start = self._plan, self._pass_start
+        return PassSeeds(
+            plan.options.seeding,
+            int(self._base_seed),
+            start.epoch,
+            threads=plan.on_threads,
+            several=plan.options.threads_per_worker > 1,
+            stays=start.seed_stays,
+        )
 
     def _begin(self, changes: tuple[Change, ...] = ()) -> None:
         """Begin a pass, with no errors and no waiting samples."""

@@ -24,7 +24,7 @@ class OptionWords(TypedDict, total=False):
     on_error: str | Skip | Retry | Replace
     on_worker_death: str | RestartPolicy
     task_timeout: float
-    seeding: str | SampleSeeding
+    seeding: str | SampleSeeding | None
     shard_remainders: str
     device: Any
     observe: bool | Observe
@@ -37,7 +37,7 @@ class Options(NamedTuple):
     on_error: str | Skip | Retry | Replace = "raise"
     on_worker_death: str | RestartPolicy = "raise"
     task_timeout: float = 0
-    seeding: str | SampleSeeding = "worker"
+    seeding: str | SampleSeeding | None = None
     shard_remainders: str = "keep"
     device: Any = None
     observe: bool | Observe = False

@@ -7,34 +7,49 @@ workers.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from hybridloader.engine.numbering import ItemCounter
 from hybridloader.seeding.global_generators import kept
 from hybridloader.seeding.sample_rng import COLLATE, SampleRng
-from hybridloader.seeding.sample_seeds import Origin, parse_seeding
+from hybridloader.seeding.sample_seeds import Kind, Origin, origin_of
 
 
 class PassSeeds:
     """Seeds of one loader iterator, whose workers have `base_seed` and whose first pass is `epoch`."""
 
-    def __init__(self, seeding: Any, base_seed: int, epoch: int) -> None:
-        policy = parse_seeding(seeding)
-        given = None if policy is None else policy.seed
-        self.seed = base_seed if given is None else given
-        self.counter = None if policy is None else ItemCounter(items=False)
+    def __init__(
+        self,
+        seeding: Any,
+        base_seed: int,
+        epoch: int,
+        *,
+        threads: bool,
+        several: bool,
+        stays: bool,  # the seed is that of several passes, because the workers stay
+    ) -> None:
+        self._origin = origin = origin_of(seeding, base_seed, threads=threads, several=several)
+        asked = origin is not None and origin.kind is Kind.SAMPLE
+        self.seed = base_seed if origin is None else origin.seed
+        # As torch's workers, which know no epoch: a script that resumes by restoring the generator, and
+        # begins to count again, draws the same numbers.
+        self._counts = asked or stays
+        self.counter = None if self._origin is None else ItemCounter(items=False)
         """Counter that tells workers the number of each pass; None if samples are not seeded."""
         self.begin(epoch)
 
     def begin(self, epoch: int) -> None:
         """Begin pass number `epoch`."""
         if self.counter is not None:
-            self.counter.begin(epoch)
+            self.counter.begin(epoch if self._counts else 0)
 
     @property
     def origin(self) -> Origin | None:
         """Seed and epoch, for workers; None if samples are not seeded."""
-        return None if self.counter is None else Origin(self.seed, self.counter.epoch)
+        if self._origin is None or self.counter is None:
+            return None
+        return replace(self._origin, epoch=self.counter.epoch)
 
     def collating(
         self, collate_fn: Callable[[Any], Any], number: Callable[[], int]

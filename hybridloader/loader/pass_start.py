@@ -81,6 +81,14 @@ class PassStart:
         self._eager = False
         self._default: Any = None  # state of torch's default generator before the pass
 
+    @property
+    def seed_stays(self) -> bool:
+        """True if the workers' seed is that of the later passes, too."""
+        replay = self.replay if self.resume is None else self.resume.replay
+        if replay.later is not None:
+            return "seed" not in replay.later
+        return bool(self._plan.persistent_workers and self._plan.num_workers)
+
     def generators_restored(self) -> AbstractContextManager[None]:
         """Keep the generators as in the state while the sampler's iterator is made."""
         return _NOTHING if self.resume is None else self._restored(self.resume)

@@ -28,7 +28,7 @@ from hybridloader.loader.options import Options
 from hybridloader.loader.record import LoaderRecord, record_of, upcoming
 from hybridloader.loader.samplers import Samplers
 from hybridloader.memory.limits import DEFAULT_MEMORY
-from hybridloader.seeding.sample_seeds import parse_seeding
+from hybridloader.seeding.sample_seeds import SampleSeeding, parse_seeding
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,13 @@ class LoaderPlan:
     @property
     def seeded_by_sample(self) -> bool:
         """True if what a sample draws depends on no worker."""
-        return parse_seeding(self.options.seeding) is not None
+        return isinstance(parse_seeding(self.options.seeding), SampleSeeding)
+
+    @property
+    def on_threads(self) -> bool:
+        """True if workers are threads of this process."""
+        backend = self.backend
+        return self.num_workers > 0 and backend.in_process and not backend.in_caller
 
     @property
     def takes_arrays(self) -> bool:
@@ -201,6 +207,11 @@ class LoaderPlan:
             found["threads_per_worker"] = (
                 f"threads_per_worker={threads} fetches the samples of a batch together, and with "
                 "batch_size=None there is one sample at a time; raise num_workers, or give a batch_size"
+            )
+        if threads > 1 and self.options.seeding == "worker" and self.on_threads:
+            found["seeding"] = (
+                f"seeding='worker' seeds each worker once, and threads_per_worker={threads} threads "
+                "of a worker would draw in any order; leave one of them out, or use seeding='sample'"
             )
         if timeout > 0 and self.num_workers == 0:
             found["task_timeout"] = (

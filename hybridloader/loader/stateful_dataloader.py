@@ -115,7 +115,7 @@ device, observe
         on_error: str | Skip | Retry | Replace = "raise",
         on_worker_death: str | RestartPolicy = "raise",
         task_timeout: float = 0,
-        seeding: str | SampleSeeding = "worker",
+        seeding: str | SampleSeeding | None = None,
         shard_remainders: str = "keep",
         device: str | torch.device | Accelerator | Transfer | None = None,
         observe: bool | Observe = False,

@@ -10,7 +10,7 @@ import random
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from hybridloader.seeding.sample_rng import now
+from hybridloader.seeding.sample_rng import GLOBALS, now
 from hybridloader.seeding.sample_seeds import own_seeds
 
 if TYPE_CHECKING:
@@ -64,13 +64,15 @@ def rng() -> SampleGenerators:
         crop = hybridloader.rng().python.randrange(8)
         noise = torch.randn(3, 8, 8, generator=hybridloader.rng().torch)
     """
-    if now.digest is None:
+    mine = now if now.generators is GLOBALS else now.generators
+    digest = mine.digest
+    if digest is None:
         raise RuntimeError(
             'rng() is for samples that are made under seeding="sample", and none is being made on '
             'this thread. Give DataLoader or the step of a Pipeline seeding="sample"; a thread of your '
             "own has to be handed the generators"
         )
-    if now.own is None:
-        now.own = SampleGenerators(now.digest)
-    found: SampleGenerators = now.own
+    if mine.own is None:
+        mine.own = SampleGenerators(digest)
+    found: SampleGenerators = mine.own
     return found

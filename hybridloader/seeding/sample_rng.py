@@ -15,7 +15,7 @@ import os
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from hybridloader._support.import_hooks import when_imported
@@ -29,33 +29,35 @@ COLLATE = b"collate/"
 REPLACE = b"replace/"
 OPEN = b"open/"
 
+Key = bytes | Callable[[], bytes]
+"""Key of a call, or a function that computes it: most samples on threads draw nothing."""
+
 NUMPY = "numpy.random"
 """Module of numpy's generators. Since numpy 2 it is imported when it is first asked for, which takes 15
 ms: a program that has numpy and draws nothing from it needs neither that nor seeds for it."""
 
 
 class Generators:
-    """Generators that code draws from: those of the libraries that are imported."""
-
-    def __init__(self, python: Any = random) -> None:
-        self.python = python  # for the global generator, the module
+    """Global generators of this process: those of the libraries that are imported."""
 
     def seed(self, python: int, array: int | list[int], tensor: int) -> None:
         """Seed them all. A library that is imported later is seeded then: see `SampleRng.prepare`."""
-        self.python.seed(python)
+        random.seed(python)
         modules = sys.modules
         if NUMPY in modules:
             self.seed_numpy(array)
         if "torch" in modules:
             self.seed_torch(tensor)
 
-    def seed_numpy(self, seed: int | list[int]) -> None:
+    @staticmethod
+    def seed_numpy(seed: int | list[int]) -> None:
         # Not `np.random`, which numpy does not have yet at the end of that module's import.
         from numpy.random import seed as seed_global
 
         seed_global(seed)
 
-    def seed_torch(self, seed: int) -> None:
+    @staticmethod
+    def seed_torch(seed: int) -> None:
         import torch
 
         # Not torch.manual_seed, which goes round all devices: 1 us against 77.
@@ -71,8 +73,11 @@ class Now(threading.local):
     digest: bytes | None = None  # hash of the sample's key; None outside of any sample
     own: Any = None  # generators that the sample has asked for: see `rng`
     item: bytes = b""  # number of the item that a stage works on
-    first: bytes = b""  # key of the first sample of the task in hand
+    first: Key | None = (
+        None  # key of the first sample of the task in hand; None outside of any task
+    )
     generators: Any = GLOBALS  # that code on this thread draws from: `GLOBALS`, or its own instead
+    moved: set[str] | None = None  # libraries whose global generator was moved, if somebody looks
 
 
 now = Now()
@@ -84,6 +89,11 @@ class SampleRng:
     The number of the `worker` belongs to the keys of a shard's samples; `number` is that of the seeded
     function in the stage.
     """
+
+    by_function = True
+    """True if each function of a stage is seeded by itself; else all of them draw for the item."""
+    kept: Any = None
+    """Generators of a worker on threads that it draws from in turn, of the libraries in `reseeded`."""
 
     def __init__(self, origin: Origin, worker: int, number: int = 0) -> None:
         self.worker, self._number = worker, number
@@ -111,9 +121,15 @@ class SampleRng:
         return first
 
     def for_function(self, number: int) -> SampleRng:
+        if not self.by_function:
+            return self
         if number not in self._parts:
             self._parts[number] = self._part(number)
         return self._parts[number]
+
+    def key_of(self, index: Any) -> bytes:
+        """Return the key of the sample that `index` names."""
+        return key_of(index)
 
     def digest(self, kind: bytes, key: bytes) -> bytes:
         """Return the hash of a call."""
@@ -145,31 +161,49 @@ class SampleRng:
     def _part(self, number: int) -> SampleRng:
         return SampleRng(self.origin, self.worker, number)
 
-    def call(self, kind: bytes, key: bytes, function: Callable[..., T], *arguments: Any) -> T:
+    def call(self, kind: bytes, key: Key, function: Callable[..., T], *arguments: Any) -> T:
         """Return ``function(*arguments)``, seeded by `kind` and `key`."""
         found = self._root.copy()  # `digest`, without the call
-        found.update(kind + key)
+        found.update(kind + (key if isinstance(key, bytes) else key()))
         now.digest = digest = found.digest()
         now.own = None
         now.generators.seed(*seeds(digest))
         return function(*arguments)
 
+    def enter(
+        self, items: Sequence[Any], key: Callable[[int], bytes] | None = None
+    ) -> Iterator[Any]:
+        """Return an iterator over `items`. Code that draws, draws for the item that it returned last.
+
+        ``key(place)`` names the sample of an item; without `key`, items are indices. Here, in a process,
+        the wrappers below seed each sample, and nothing is done. `leave` ends it.
+        """
+        return iter(items)
+
+    def leave(self) -> None:
+        """End what `enter` began."""
+
     # -- seeded calls ----------------------------------------------------------------------------------
 
     def seeded(self, function: Callable[[Any], T], kind: bytes = SAMPLE) -> Callable[[Any], T]:
         call = self.call
-        return lambda index: call(kind, key_of(index), function, index)
+        return lambda index: call(kind, self.key_of(index), function, index)
+
+    def seeded_in_turn(self, dataset: Any) -> Any:
+        """Return `dataset` as it is asked, index by index, between `enter` and `leave`."""
+        return SeededDataset(self, dataset)
 
     def seeded_collate(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Return `collate_fn`, seeded by the first sample of the task in hand."""
-        return lambda samples: self.call(COLLATE, now.first, collate_fn, samples)
+        return lambda samples: self.call(COLLATE, now.first or b"", collate_fn, samples)
 
     def seeded_shard(
-        self, make: Callable[[], Iterator[Any]], *, later: bool = False
-    ) -> SeededIterator:
+        self, make: Callable[[], Iterator[Any]], *, later: bool = False, entered: bool = False
+    ) -> Iterator[Any]:
         """Return the iterator that `make` gives, each sample seeded by its number in this shard.
 
-        It is made now, or `later`, when it is first read: by then its pass is known.
+        It is made now, or `later`, by `SeededIterator.open`: by then its pass is known. `entered` says
+        that it is read between `enter` and `leave`.
         """
         worker = b"%d/" % self.worker
         made = None if later else self.call(OPEN, worker, make)
@@ -179,10 +213,11 @@ class SampleRng:
         return b"%d/%d" % (self.worker, position)
 
     def seeded_replacement(
-        self, give: Callable[[Any, Exception], Any], key_of: Callable[[Any], bytes] = key_of
+        self, give: Callable[[Any, Exception], Any], key_of: Callable[[Any], bytes] | None = None
     ) -> Callable[[Any, Exception], Any]:
         """Return `give`, which makes a replacement for an index, seeded by that index."""
-        return lambda index, error: self.call(REPLACE, key_of(index), give, index, error)
+        key = key_of or self.key_of
+        return lambda index, error: self.call(REPLACE, key(index), give, index, error)
 
     def seeded_by_item(self, kind: str, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Return `function` of an item, seeded by the number of the item in hand (`Now.item`).
@@ -199,7 +234,7 @@ class SampleRng:
 
         return several
 
-    def task(self, key: Callable[[Any], bytes], function: Callable[[Any], T], index: Any) -> T:
+    def task(self, key: Callable[[Any], Key], function: Callable[[Any], T], index: Any) -> T:
         """Return ``function(index)``, the result of a task, collation seeded by ``key(index)``."""
         outer = now.digest, now.own, now.item, now.first  # a sample may have a loader of its own
         now.first = key(index)
@@ -223,7 +258,7 @@ def item_key(_: Any) -> bytes:
 class SeededDataset:
     """Dataset with each sample seeded; if `whole`, each batch that it makes in one go."""
 
-    def __init__(self, rng: SampleRng, dataset: Any, *, whole: bool) -> None:
+    def __init__(self, rng: SampleRng, dataset: Any, *, whole: bool = False) -> None:
         self._one = rng.seeded(functools.partial(operator.getitem, dataset))
         if whole:
             self.__getitems__ = rng.seeded(dataset.__getitems__, BATCH)
@@ -244,19 +279,19 @@ class SeededIterator(Iterator[Any]):
     ) -> None:
         self._rng, self._prefix, self._make = rng, prefix, make
         # All the mutable state:
-        self.wrapped: Any = wrapped  # the user's iterator; None until `make` makes it
+        self.wrapped: Any = wrapped  # the user's iterator; None until `open` makes it
         self.number = 0  # of the next sample
 
     def __next__(self) -> Any:
         number = self.number
         self.number = number + 1
-        return self._rng.call(SAMPLE, self._prefix + b"%d" % number, self._pull)
+        return self._rng.call(SAMPLE, self._prefix + b"%d" % number, next, self.wrapped)
 
-    def _pull(self) -> Any:
+    def open(self) -> None:
+        """Make the user's iterator, unless it is there."""
         if self.wrapped is None:
             assert self._make is not None
-            self.wrapped = self._make()
-        return next(self.wrapped)
+            self.wrapped = self._rng.call(OPEN, self._prefix, self._make)
 
 
 def innermost(samples: Iterator[Any]) -> Any:

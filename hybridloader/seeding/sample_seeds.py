@@ -42,15 +42,28 @@ class SampleSeeding:
             whole("SampleSeeding: seed", self.seed, -(2**63), 2**64 - 1, instead)
 
 
-def parse_seeding(value: Any, name: str = "seeding") -> SampleSeeding | None:
-    """Return the policy that a value of `seeding` names; None for ``"worker"``, which is torch's.
+def parse_seeding(value: Any, name: str = "seeding") -> SampleSeeding | str | None:
+    """Return a value of `seeding`, checked: a policy, ``"worker"``, ``"shared"`` or None.
 
     Raises `ValueError` for other values.
     """
-    told = '"worker" (as torch), "sample" or a SampleSeeding'
+    if value is None or (isinstance(value, str) and value in ("worker", "shared")):
+        return value
+    choices = 'None (by place), "worker" (as torch), "sample", "shared" or a SampleSeeding'
     hint = f"; for a seed write SampleSeeding(seed={value})" if type(value) is int else ""
-    words = {"worker": None, "sample": SampleSeeding}
-    return policy(name, value, words, (SampleSeeding,), told, hint)
+    words = {"sample": SampleSeeding}
+    return policy(name, value, words, (SampleSeeding,), choices, hint)
+
+
+class Kind(enum.Enum):
+    """Kind of seeding of a stage whose samples do not all draw from the process's generators."""
+
+    SAMPLE = "sample"
+    """Each sample is seeded, as the user asked: also each function of a stage for itself."""
+    PLACE = "place"
+    """Each sample is seeded, because the stage is on threads. `worker_init_fn` may seed instead."""
+    WORKER = "worker"
+    """Each worker on threads is seeded once, as torch seeds its processes."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +74,29 @@ class Origin:
     epoch: int = 0  # number of the pass
     stages: tuple[str, ...] = ("",)  # names that seed the functions of the stage, one for each
     any_thread: bool = False  # an inline worker may run on any thread, so it borrows no generators
+    kind: Kind = Kind.SAMPLE
+
+
+def origin_of(
+    value: Any,  # of `seeding`
+    seed: int,  # for a policy without one
+    *,
+    threads: bool,  # workers are threads of one process
+    several: bool = False,  # several threads of a worker make samples
+    stages: tuple[str, ...] = ("",),
+    epoch: int = 0,
+    any_thread: bool = False,
+) -> Origin | None:
+    """Return the origin of a stage's seeds; None if its samples draw from the global generators."""
+    chosen = parse_seeding(value)
+    if isinstance(chosen, SampleSeeding):
+        seed = seed if chosen.seed is None else chosen.seed
+        return Origin(seed, epoch, stages, any_thread)
+    if chosen is None and (threads or several):
+        return Origin(seed, epoch, stages, any_thread, Kind.PLACE)
+    if chosen == "worker" and threads and not several:
+        return Origin(seed, epoch, stages, any_thread, Kind.WORKER)
+    return None
 
 
 class SeedTriple(NamedTuple):

@@ -27,13 +27,34 @@ from hybridloader.seeding.sample_rng import GLOBALS, NUMPY, now
 Patch = Callable[[Any, str, Any], None]
 """Function that replaces an attribute, by its object and name, until the patches are undone."""
 
-others = [0]
-"""Number of begins and ends of draws on threads that make no sample; odd while one draws."""
+
+class _Others:
+    """Draws on threads that make no sample. No count, which threads without a GIL would lose."""
+
+    def __init__(self) -> None:
+        self.last: object = None  # the draw that began last
+        self.drawing: set[object] = set()
+
+
+others = _Others()
+
+
+def _draw(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return ``function(...)``, a draw on a thread that makes no sample."""
+    others.last = draw = object()
+    others.drawing.add(draw)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        others.drawing.discard(draw)
 
 
 # -- random ------------------------------------------------------------------------------------------
 
 _HIDDEN: random.Random = random._inst
+
+_RESEEDING = ("seed", "setstate", "set_state")
+"""Names of functions by which code seeds a generator itself."""
 
 
 def _of_thread(name: str) -> Any:
@@ -45,13 +66,11 @@ def _of_thread(name: str) -> Any:
     @functools.wraps(plain)
     def method(self: random.Random, *args: Any, **kwargs: Any) -> Any:
         mine = now.generators
-        if mine is not GLOBALS:
-            return plain(mine.python, *args, **kwargs)
-        others[0] += 1
-        try:
-            return plain(self, *args, **kwargs)
-        finally:
-            others[0] += 1
+        if mine is GLOBALS:
+            return _draw(plain, self, *args, **kwargs)
+        if name in _RESEEDING:
+            mine.reseeded.add("random")
+        return plain(mine.python, *args, **kwargs)
 
     return method
 
@@ -98,10 +117,12 @@ def numpy_instances() -> tuple[Any, Any]:
     class ThreadRandomState(RandomState):
         def __getattribute__(self, name: str) -> Any:
             mine = now.generators
-            if mine is not GLOBALS and mine.array is not None:
-                return getattr(mine.array, name)
-            others[0] += 2
-            return getattr(singleton, name)
+            if mine is GLOBALS:
+                others.last = object()
+                return getattr(singleton, name)
+            if name in _RESEEDING:
+                mine.reseeded.add(NUMPY)
+            return getattr(mine.array, name)
 
     return singleton, ThreadRandomState()
 
@@ -121,13 +142,11 @@ def _numpy_function(function: Callable[..., Any], name: str) -> Callable[..., An
     @functools.wraps(function)
     def shim(*args: Any, **kwargs: Any) -> Any:
         mine = now.generators
-        if mine is not GLOBALS and mine.array is not None:
-            return getattr(mine.array, name)(*args, **kwargs)
-        others[0] += 1
-        try:
-            return function(*args, **kwargs)
-        finally:
-            others[0] += 1
+        if mine is GLOBALS:
+            return _draw(function, *args, **kwargs)
+        if name in _RESEEDING:
+            mine.reseeded.add(NUMPY)
+        return getattr(mine.array, name)(*args, **kwargs)
 
     return shim
 
@@ -144,11 +163,22 @@ _METHODS = """
 """Functions that take a generator, in torch and among the methods of its tensors."""
 
 
+_WITHOUT = """
+    dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout rrelu rrelu_ gumbel_softmax
+    fractional_max_pool2d fractional_max_pool2d_with_indices fractional_max_pool3d
+    fractional_max_pool3d_with_indices scaled_dot_product_attention multi_head_attention_forward
+    dropout_ alpha_dropout_ feature_dropout feature_dropout_ feature_alpha_dropout_
+    lstm gru rnn_tanh rnn_relu
+"""
+"""Functions of torch and `torch.nn.functional` that draw and take no generator."""
+
+
 @functools.cache
 def mode_class() -> Any:
     """Return the class of the mode in which torch's functions use a thread's generator."""
     import torch
     from torch.overrides import TorchFunctionMode
+    from torch.utils._python_dispatch import TorchDispatchMode
 
     takes = {getattr(torch, name, None) for name in _FUNCTIONS.split()}
     takes |= {getattr(torch.Tensor, name, None) for name in _METHODS.split()}
@@ -156,34 +186,80 @@ def mode_class() -> Any:
     for function in vars(torch.nn.init).values():
         if inspect.isfunction(function) and "generator" in inspect.signature(function).parameters:
             takes.add(function)
-    default = torch.default_generator
+    homes = torch, torch.nn.functional
+    without = {getattr(home, name, None) for home in homes for name in _WITHOUT.split()}
+    default, seeded = torch.default_generator, torch.Tag.nondeterministic_seeded
+
+    class Within(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        """Mode within a function that takes no generator: each operation that draws gets one.
+
+        If somebody looks for such functions, `moved` is told.
+        """
+
+        def __init__(self, mine: Any, moved: set[str] | None = None) -> None:
+            super().__init__()  # type: ignore[no-untyped-call]
+            self._mine, self._moved = mine, moved
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            kwargs = kwargs or {}
+            drawing, place = _with_generator(func)
+            given = kwargs.get("generator") or (args[place] if len(args) > place else None)
+            if seeded in func.tags and given is None and _on_cpu(args, kwargs):
+                if self._moved is not None:
+                    self._moved.add("torch")
+                if drawing is not None:
+                    args, func = args[:place], drawing
+                    kwargs = {**kwargs, "generator": self._mine.tensor}
+            return func(*args, **kwargs)
 
     class Mode(TorchFunctionMode):
         def __init__(self, mine: Any) -> None:
             super().__init__()
             self._mine = mine
+            # As `__enter__` and `__exit__`, without four calls a batch.
+            self.begin = functools.partial(torch._C._push_on_torch_function_stack, self)
+            self.end = torch._C._pop_torch_function_stack
 
         def __torch_function__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
-            kwargs = kwargs or {}
             if func in takes:
+                kwargs = kwargs or {}
                 given = kwargs.get("generator")
                 if (given is None or given is default) and _on_cpu(args, kwargs):
                     kwargs = {**kwargs, "generator": self._mine.tensor}
-            elif self._mine.watched:
-                before = default.get_state()
-                try:
-                    return func(*args, **kwargs)
-                finally:
-                    if not torch.equal(before, default.get_state()):
-                        self._mine.past.add("torch")
-            return func(*args, **kwargs)
+                return func(*args, **kwargs)
+            if func in without:
+                with Within(self._mine):
+                    return func(*args, **(kwargs or {}))
+            moved = now.moved
+            if moved is None:
+                return func(*args, **kwargs) if kwargs else func(*args)
+            with Within(self._mine, moved):
+                return func(*args, **(kwargs or {}))
 
     return Mode
 
 
+@functools.cache
+def _with_generator(operation: Any) -> tuple[Any, int]:
+    """Return the overload of an operation of torch's that takes a generator, and its place there.
+
+    None if there is no such overload. Generators come last.
+    """
+    name = operation._overloadname
+    with_one = "generator" if name == "default" else f"{name}_generator"
+    for overload in (operation, getattr(operation.overloadpacket, with_one, None)):
+        names = [] if overload is None else [each.name for each in overload._schema.arguments]
+        if "generator" in names:
+            return overload, names.index("generator")
+    return None, sys.maxsize
+
+
 def _on_cpu(args: Any, kwargs: Any) -> bool:
+    """Tell whether a call makes, or changes, tensors of the CPU."""
     device, torch = kwargs.get("device"), sys.modules["torch"]
     if device is None and args:
         device = attribute(args[0], "device")
@@ -202,8 +278,10 @@ def _install_torch(patch: Patch) -> None:
     def shim(before: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
         def act(*args: Any, **kwargs: Any) -> Any:
             mine = now.generators
-            if mine is GLOBALS or mine.tensor is None:
+            if mine is GLOBALS:
                 return before(*args, **kwargs)
+            if before.__name__ in ("manual_seed", "seed", "set_rng_state"):
+                mine.reseeded.add("torch")
             return instead(mine.tensor, *args, **kwargs)
 
         return act
@@ -277,7 +355,7 @@ class _Installation:
     def forked(self) -> None:
         """Forget, in the child of a fork, threads of the parent that held the lock or were drawing."""
         self._lock = threading.RLock()
-        others[0] = 0
+        others.drawing.clear()
 
 
 installation = _Installation()
@@ -288,13 +366,13 @@ if hasattr(os, "register_at_fork"):
 # -- draws that get past -----------------------------------------------------------------------------
 
 
-def shared_states() -> tuple[dict[str, Any], int] | None:
-    """Return the states of the global generators of `random` and numpy, and `others`.
+def shared_states() -> tuple[dict[str, Any], object] | None:
+    """Return the states of the global generators of `random` and numpy, and the last draw of others.
 
-    None while another thread draws. Two results may be compared if `others` is the same. Takes 50 us.
+    None while another thread draws. Two results may be compared if that draw is the same. Takes 50 us.
     """
-    before = others[0]
+    before = others.last
     states: dict[str, Any] = {"random": random.Random.getstate(_HIDDEN)[1]}
     if NUMPY in installation.done:
         states[NUMPY] = pickle.dumps(numpy_instances()[0]._bit_generator.state)
-    return None if before % 2 or before != others[0] else (states, before)
+    return None if others.drawing or before is not others.last else (states, before)

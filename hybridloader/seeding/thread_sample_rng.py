@@ -1,78 +1,192 @@
-"""``seeding="sample"`` for workers that share a process: each thread draws from its own generators.
+"""Seeding of samples for workers that share a process: each thread draws from generators of its own.
 
 A sample on a thread must not move the global generators, which belong to the training loop, and must
-draw what it would draw in a process of its own. So while such workers run, `random`, `numpy.random` and
-torch look at the thread first (see `thread_generators`). A function held by C code gets past that. Such
-draws are looked for now and then, and reported once. A global generator's state is never changed.
+draw the numbers that it would draw in a process of its own. So while such workers run, `random`,
+`numpy.random` and torch ask for the thread's generators first (see `thread_generators`). These are
+seeded when a sample first draws from them: a sample that draws nothing costs nothing. A function held
+by C code draws from the global generators all the same. Such draws are looked for now and then, and
+reported once. A global generator's state is never changed.
 """
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from functools import cached_property
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
-from hybridloader.seeding.sample_rng import GLOBALS, NUMPY, Generators, SampleRng, now
-from hybridloader.seeding.sample_seeds import Origin, SeedTriple, seeds
+from hybridloader.seeding.sample_rng import (
+    COLLATE,
+    GLOBALS,
+    NUMPY,
+    OPEN,
+    SAMPLE,
+    Key,
+    SampleRng,
+    now,
+)
+from hybridloader.seeding.sample_seeds import Kind, Origin, SeedTriple, key_of, seeds
 from hybridloader.seeding.thread_generators import installation, mode_class, shared_states
 
 T = TypeVar("T")
 
+LIBRARIES = {"random", NUMPY, "torch"}
 
-class ThreadGenerators(Generators):
-    """Generators of a thread in place of the global ones, for libraries that are imported."""
+
+class ThreadGenerators:
+    """Generators of one thread in place of the global ones.
+
+    Each is made, and seeded for the sample in hand, when it is asked for. The sample in hand is the one
+    that `kind` and `key` name, or the item that the iterator `walk` returned last.
+    """
 
     def __init__(self) -> None:
-        super().__init__(random.Random())
-        self.array: Any = None  # a `numpy.random.RandomState`
-        self.tensor: Any = None  # a `torch.Generator`
-        self.mode: Any = nullcontext()  # in which torch's functions use `tensor`
-        self.watched = False  # torch's functions are checked for draws from its default generator
-        self.past: set[str] = set()  # libraries whose default generator was moved all the same
+        # Libraries that code has seeded, or given a state, by itself:
+        self.reseeded: set[str] = set()
+        self.mode: Any = (
+            None  # in which torch's functions use `tensor`; None: torch is not imported
+        )
+        self._made: dict[str, Any] = {}  # generators, by library
+        # All the other mutable state: the generators in whose place these are, ...
+        self.outer: Any = GLOBALS
+        # ... and of the sample in hand:
+        self.rng: ThreadSampleRng | None = None
+        self.kind = b""
+        self.key: Any = (
+            None  # of one sample; with `walk`, a function of a place, or None for the items
+        )
+        self.walk: Any = None  # iterator over `items`, each of which is a sample
+        self.items: Any = ()
+        self.place = 0  # of the sample in hand; -1: nothing of it is known yet
+        self.own: Any = None  # generators of `rng()`
+        self._digest: bytes | None = None
+        self._seeds: SeedTriple | None = None
+        self._seeded: set[str] = set()  # libraries whose generator is seeded for this sample
 
-    def seed_numpy(self, seed: int | list[int]) -> None:
-        if self.array is None:
-            from numpy.random import RandomState
+    # -- the sample in hand ----------------------------------------------------------------------------
 
-            self.array = RandomState()
-        self.array.seed(seed)
+    def seed(self, python: int, array: int | list[int], tensor: int) -> None:
+        """Seed all generators, until the next sample begins."""
+        self._look()
+        self._forget()
+        self._seeds = SeedTriple(python, array, tensor)
 
-    def seed_torch(self, seed: int) -> None:
-        if self.tensor is None:
-            import torch
+    def _forget(self) -> None:
+        self.own = self._digest = self._seeds = None
+        self._seeded.clear()
 
-            self.tensor = torch.Generator()
-            self.mode = mode_class()(self)
-        self.tensor.manual_seed(seed)
+    def _look(self) -> None:
+        """Begin the next sample if the iterator has moved on. That costs nothing where none draws."""
+        walk, place = self.walk, 0
+        if walk is not None:
+            place = max(0, len(self.items) - 1 - walk.__length_hint__())
+        if place != self.place:
+            self.place = place
+            self._forget()
 
-    @cached_property
+    @property
+    def digest(self) -> bytes | None:
+        """Hash of the sample in hand; None if nobody has asked for seeds by sample."""
+        rng = self.rng
+        return self._hash() if rng is not None and rng.origin.kind is Kind.SAMPLE else None
+
+    def _hash(self) -> bytes:
+        self._look()
+        if self._digest is None:
+            rng, key = self.rng, self.key
+            assert rng is not None
+            if self.walk is not None:
+                key = rng.key_of(self.items[self.place]) if key is None else key(self.place)
+            elif not isinstance(key, bytes):
+                key = key()
+            self._digest = rng.digest(self.kind, key)
+        return self._digest
+
+    def _generator(self, library: str, make: Callable[[], Any], seed: Callable[..., Any]) -> Any:
+        self._look()
+        rng = self.rng
+        if rng is not None and rng.kept is not None and library in rng.kept.reseeded:
+            return rng.kept._generator(library, make, seed)
+        if library not in self._seeded:
+            self._seeded.add(library)
+            if library not in self._made:
+                self._made[library] = make()
+            if self._seeds is None:
+                self._seeds = seeds(self._hash())
+            seed(self._made[library], self._seeds)
+        return self._made[library]
+
+    # -- generators ------------------------------------------------------------------------------------
+
+    @property
+    def python(self) -> Any:
+        """A `random.Random`."""
+        return self._generator("random", random.Random, lambda made, seed: made.seed(seed.python))
+
+    @property
+    def array(self) -> Any:
+        """A `numpy.random.RandomState`."""
+        return self._generator(NUMPY, _random_state, lambda made, seed: made.seed(seed.numpy))
+
+    @property
+    def tensor(self) -> Any:
+        """A `torch.Generator`, for the CPU."""
+        return self._generator("torch", _generator, lambda made, seed: made.manual_seed(seed.torch))
+
+    @property
     def generator(self) -> Any:
         """A `numpy.random.Generator` with the bit generator of `array`, so seeded with it."""
         from numpy.random import Generator
 
         return Generator(self.array._bit_generator)
 
+    # -- in place of the global ones -------------------------------------------------------------------
+
+    def put(self) -> None:
+        """Put these in place of the generators that this thread finds."""
+        mode = self.mode
+        if mode is None and "torch" in sys.modules:
+            self.mode = mode = mode_class()(self)
+        self.outer, now.generators = now.generators, self
+        if mode is not None:
+            mode.begin()
+
+    def take_away(self) -> None:
+        """Undo `put`."""
+        if self.mode is not None:
+            self.mode.end()
+        now.generators = self.outer
+
     @contextmanager
     def in_place(self, found: SeedTriple) -> Iterator[None]:
         """Let this thread find these in place of the global ones, seeded with `found`."""
-        import numpy.random  # noqa: F401
-        import torch  # noqa: F401
-
         installation.take()
-        outer, now.generators = now.generators, self
+        self.put()
         try:
             self.seed(*found)
-            with self.mode:
-                yield
+            yield
         finally:
-            now.generators = outer
+            self.take_away()
             installation.give_back()
+
+
+def _random_state() -> Any:
+    from numpy.random import RandomState
+
+    return RandomState()
+
+
+def _generator() -> Any:
+    import torch
+
+    return torch.Generator()
 
 
 class _Spare(threading.local):
@@ -114,99 +228,183 @@ class ThreadSampleRng(SampleRng):
     ) -> None:
         self._end: Any = None
         self._watch = watch or _GlobalsWatch(stage)
+        self.by_function = origin.kind is Kind.SAMPLE
         super().__init__(origin, worker, number)
 
     def prepare(self) -> None:
-        if "numpy" in sys.modules:
-            # Not in the middle of a sample: another thread may be in the middle of one, too.
-            import numpy.random  # noqa: F401
         installation.take()
         self._end = weakref.finalize(self, installation.give_back)
         self._end.atexit = False
-        super().prepare()
 
     def release(self) -> None:
         if self._end is not None:
             self._end()
 
     def info_rng(self, without: Any) -> Any:
-        return None if without is None else _ThreadInfoRng(without)
+        in_turn = without is None or self.origin.kind is Kind.WORKER
+        return without if in_turn else _ThreadInfoRng(without)
 
     def _part(self, number: int) -> SampleRng:
-        return ThreadSampleRng(self.origin, self.worker, number, watch=self._watch)
+        part = ThreadSampleRng(self.origin, self.worker, number, watch=self._watch)
+        part.by_function = True
+        return part
 
-    def call(self, kind: bytes, key: bytes, function: Callable[..., T], *arguments: Any) -> T:
-        digest = self.digest(kind, key)
-        mine = _spare.found.pop() if _spare.found else ThreadGenerators()
-        mine.seed(*seeds(digest))
-        outer = now.digest, now.own, now.item, now.generators
-        watch = self._watch
-        watch.samples += 1
-        looking = watch.samples >= watch.next
-        before = watch.begin(mine) if looking else None
-        now.digest, now.own, now.generators = digest, None, mine
+    def key_of(self, index: Any) -> bytes:
         try:
-            with mine.mode:
-                return function(*arguments)
+            return key_of(index)
+        except TypeError:
+            if self.origin.kind is Kind.SAMPLE:
+                raise
+            return b"p" + pickle.dumps(index)  # nobody has asked for seeds: any index will do
+
+    # -- seeded calls ----------------------------------------------------------------------------------
+
+    def call(self, kind: bytes, key: Key, function: Callable[..., T], *arguments: Any) -> T:
+        spare = _spare.found
+        mine = spare.pop() if spare else ThreadGenerators()
+        mine.rng, mine.kind, mine.key, mine.place = self, kind, key, -1
+        item, watch, look = now.item, self._watch, None
+        if now.first is None:
+            watch.made += 1
+            look = watch.look(key, "sample") if watch.made >= watch.due else None
+        if mine.mode is None:
+            mine.put()
+        else:  # `put`, without a call
+            mine.outer, now.generators = now.generators, mine
+            mine.mode.begin()
+        try:
+            return function(*arguments)
         finally:
-            now.digest, now.own, now.item, now.generators = outer
-            _spare.found.append(mine)
-            if looking:
-                watch.end(mine, before, key)
+            if mine.mode is not None:
+                mine.mode.end()
+            now.generators, now.item = mine.outer, item
+            mine.rng = mine.own = mine.key = None
+            spare.append(mine)
+            if look is not None:
+                look()
+
+    def enter(
+        self, items: Sequence[Any], key: Callable[[int], bytes] | None = None
+    ) -> Iterator[Any]:
+        if type(items) not in (list, tuple):
+            items = list(items)
+        if (
+            key is None
+            and self.origin.kind is Kind.SAMPLE
+            and not {*map(type, items)} <= {int, str}
+        ):
+            deque(
+                map(key_of, items), maxlen=0
+            )  # raises for an index without a key, as in a process
+        spare = _spare.found
+        mine = spare.pop() if spare else ThreadGenerators()
+        mine.rng, mine.kind, mine.key, mine.items, mine.place = self, SAMPLE, key, items, -1
+        mine.walk = walk = iter(items)
+        if mine.mode is None:
+            mine.put()
+        else:  # `put`, without a call for each batch
+            mine.outer, now.generators = now.generators, mine
+            mine.mode.begin()
+        return walk
+
+    def leave(self) -> None:
+        mine = now.generators
+        if mine.mode is not None:
+            mine.mode.end()
+        now.generators = mine.outer
+        mine.rng = mine.walk = mine.own = mine.key = mine.items = None
+        _spare.found.append(mine)
+
+    def seeded_in_turn(self, dataset: Any) -> Any:
+        return dataset
+
+    def task(self, key: Callable[[Any], Key], function: Callable[[Any], T], index: Any) -> T:
+        outer, watch, first, look = now.first, self._watch, key(index), None
+        watch.made += 1
+        if watch.made >= watch.due:
+            look = watch.look(first, "the task that begins with sample")
+        now.first = first
+        try:
+            return function(index)
+        finally:
+            now.first = outer
+            if look is not None:
+                look()
+
+    def seeded(self, function: Callable[[Any], T], kind: bytes = SAMPLE) -> Callable[[Any], T]:
+        call, key = self.call, self.key_of
+        return lambda index: call(kind, partial(key, index), function, index)
+
+    def seeded_collate(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        call = self.call
+
+        def collate(samples: Any) -> Any:
+            return call(COLLATE, now.first or b"", collate_fn, samples)
+
+        return collate
+
+    def seeded_shard(
+        self, make: Callable[[], Iterator[Any]], *, later: bool = False, entered: bool = False
+    ) -> Iterator[Any]:
+        if entered:
+            return self.call(OPEN, b"%d/" % self.worker, make)
+        return super().seeded_shard(make, later=later)
 
 
 class _GlobalsWatch:
     """Looks for draws from the global generators while samples are made. One for each worker.
 
-    A look takes 0.1 ms, so it looks at the samples that are number 1, 4, 16 and so on of its worker.
+    A look takes 0.1 ms, so it looks at the tasks (or samples, where there are no tasks) that are number
+    1, 4, 16 and so on of its worker.
     """
 
     def __init__(self, stage: str) -> None:
         self._where = f" of stage {stage!r}" if stage else ""
         # All the mutable state:
-        self.samples, self.next = 0, 1  # samples so far, and the number of the next look
+        self.made, self.due = 0, 1  # tasks so far, and the number of the next to look at
         self._reported: set[str] = set()
 
-    def begin(self, mine: ThreadGenerators) -> Any:
-        self.next *= 4
-        mine.watched = True
-        return shared_states()
+    def look(self, key: Key, what: str) -> Callable[[], None]:
+        """Begin a look; return the function that ends it."""
+        self.due *= 4
+        before, now.moved = shared_states(), set()
+        return partial(self._end, before, now.moved, key, what)
 
-    def end(self, mine: ThreadGenerators, before: Any, key: bytes) -> None:
-        mine.watched = False
-        moved, mine.past = mine.past, set()
+    def _end(self, before: Any, moved: set[str], key: Key, what: str) -> None:
+        now.moved = None
         after = shared_states()
-        if before is not None and after is not None and before[1] == after[1]:
+        if before is not None and after is not None and before[1] is after[1]:
             moved |= {name for name, state in before[0].items() if after[0].get(name) != state}
         for generator in sorted(moved - self._reported):
             self._reported.add(generator)
             happened, advice = _MOVED[generator]
-            text = key.decode("utf-8", "replace")
+            text = (key if isinstance(key, bytes) else key()).decode("utf-8", "replace")
             sample = text[1:] if text[:1] in ("i", "s") else text
             warnings.warn(
-                f"{happened} while a thread made sample {sample}{self._where}. If it was the "
-                "sample, its numbers do not follow from its index and differ from those it has on "
-                f"processes: {advice} If it was your loop, on another thread, nothing is "
-                "wrong. (Told once for each worker and generator.)",
+                f"{happened} while a thread made {what} {sample}{self._where}. Then its numbers do "
+                f"not follow from its index, and differ from those it has in a process: {advice} "
+                "(Reported once for each worker and generator.)",
                 RuntimeWarning,
                 stacklevel=4,
             )
 
 
+_YOURS = "If your loop called it, on another thread, nothing is wrong."
+
 _MOVED = {
     "random": (
         "the generator of `random` was moved past hybridloader, as by a function that was imported on "
         "its own (`from random import random`),",
-        "call it as `random.random()`, or use `hybridloader.rng().python`.",
+        f"call it as `random.random()`, or use `hybridloader.rng().python`. {_YOURS}",
     ),
     NUMPY: (
         "the generator of `numpy.random` was moved past hybridloader, as by a function that was "
         "imported on its own (`from numpy.random import rand`) or by an object that has kept "
         "`numpy.random.mtrand._rand`,",
-        "call it as `numpy.random.rand()`, or use `hybridloader.rng().numpy`.",
+        f"call it as `numpy.random.rand()`, or use `hybridloader.rng().numpy`. {_YOURS}",
     ),
     "torch": (
-        "torch's default generator was moved by an operation that takes no generator, such as dropout,",
+        "torch's default generator was moved by an operation that takes no generator,",
         "draw with `hybridloader.rng().torch`, or use a backend of processes.",
     ),
 }

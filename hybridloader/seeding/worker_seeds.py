@@ -22,11 +22,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from hybridloader._support.import_hooks import when_imported
 from hybridloader.seeding.global_generators import Globals, kept, lent
-from hybridloader.seeding.sample_rng import now
-from hybridloader.seeding.sample_seeds import SeedTriple
+from hybridloader.seeding.sample_rng import SampleRng, now
+from hybridloader.seeding.sample_seeds import Kind, SeedTriple
 
 if TYPE_CHECKING:
     from torch.utils.data._utils.worker import _RNG
+
+    from hybridloader.seeding.thread_sample_rng import ThreadGenerators
 
 
 def numpy_seed(base_seed: int, worker: int) -> list[int]:
@@ -82,6 +84,9 @@ class WorkerSeeds:
         """Return the context of `init_fn` and of the opening of the first fetcher."""
         return nullcontext() if self.working is None else self.working()
 
+    def keep_for(self, rng: SampleRng, base_seed: int, worker: int) -> None:
+        """Have `rng` draw from the worker's generators what is not seeded for each sample."""
+
 
 class CallerSeeds(WorkerSeeds):
     """Seeding for ``num_workers=0``: the caller has its own generators."""
@@ -113,6 +118,8 @@ class ThreadSeeds(WorkerSeeds):
 
     def __init__(self, *, borrows: bool) -> None:
         self._borrows = borrows
+        self.made: ThreadGenerators | None = None
+        """Generators that `init_fn` found in place of the global ones."""
         self._starter = threading.get_ident()
 
     def generators(self, base_seed: int, worker: int) -> _RNG | None:
@@ -133,9 +140,21 @@ class ThreadSeeds(WorkerSeeds):
             return
         from hybridloader.seeding.thread_sample_rng import ThreadGenerators
 
-        mine = ThreadGenerators()
-        with lent.together(self._starter), mine.in_place(_seeds(base_seed, worker)):
+        self.made = ThreadGenerators()
+        with lent.together(self._starter), self.made.in_place(_seeds(base_seed, worker)):
             yield
+
+    def keep_for(self, rng: SampleRng, base_seed: int, worker: int) -> None:
+        made, kind = self.made, rng.origin.kind
+        if kind is Kind.WORKER:
+            from hybridloader.seeding.thread_sample_rng import LIBRARIES, ThreadGenerators
+
+            if made is None:
+                made = ThreadGenerators()
+                made.seed(*_seeds(base_seed, worker))
+            made.reseeded |= LIBRARIES
+        if made is not None and made.reseeded and kind is not Kind.SAMPLE:
+            rng.kept = made
 
 
 class InlineSeeds(WorkerSeeds):

@@ -152,7 +152,9 @@ class Own(Numbers):
 
 def test_what_draws_from_the_generators_of_its_worker_is_not_shared() -> None:
     dataset: Any = Own(60)
-    loader = DataLoader(dataset, 4, num_workers=3, backend="threads", collate_fn=list)
+    loader = DataLoader(
+        dataset, 4, num_workers=3, backend="threads", collate_fn=list, seeding="worker"
+    )
     iterator: Any = iter(loader)
     generators = [random.Random(iterator._base_seed + worker) for worker in range(3)]
     for number, batch in enumerate(iterator):

@@ -121,6 +121,19 @@ def test_losses_on_threads_are_those_of_torchs_loader_where_nothing_is_drawn(
     assert run(kind, loader) == torchs_losses(kind, noise=0)
 
 
+@pytest.mark.parametrize("kind", [Engine, DeterministicEngine])
+def test_losses_on_threads_with_random_draws_are_the_same_in_each_run(kind: type[Engine]) -> None:
+    def losses(workers: int, **options: Any) -> list[float]:
+        loader = DataLoader(
+            Augmented(), 4, shuffle=True, num_workers=workers, backend="threads", **options
+        )
+        return run(kind, loader)
+
+    told = [losses(workers) for workers in (1, 2, 2, 5)]
+    assert told[0] == told[1] == told[2] == told[3]
+    assert losses(WORKERS, seeding="worker") == torchs_losses(kind)
+
+
 def test_an_epoch_of_the_engine_may_end_within_one_of_the_loader() -> None:
     """ignite then keeps the loader's iterator for its next epoch, and asks for another at its end."""
     told = [
@@ -131,13 +144,17 @@ def test_an_epoch_of_the_engine_may_end_within_one_of_the_loader() -> None:
     assert len(told[1]) == 3 * EPOCHS
 
 
-@pytest.mark.parametrize("backend", ["fork", "threads", "inline"])
+@pytest.mark.parametrize(
+    ("backend", "noise"), [("fork", 0), ("threads", 0), ("threads", 0.1), ("inline", 0)]
+)
 @pytest.mark.parametrize("stop_at", [3, BATCHES, 7])
-def test_a_deterministic_engine_resumes_within_an_epoch(stop_at: int, backend: str) -> None:
+def test_a_deterministic_engine_resumes_within_an_epoch(
+    stop_at: int, backend: str, noise: float
+) -> None:
     """ignite leaves the batches out that were seen, by a batch sampler of its own."""
 
     def loader() -> DataLoader:
-        dataset = Augmented(noise=0)
+        dataset = Augmented(noise=noise)
         return DataLoader(dataset, 4, shuffle=True, num_workers=WORKERS, backend=backend)
 
     whole = run(DeterministicEngine, loader())

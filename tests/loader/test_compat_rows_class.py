@@ -69,7 +69,7 @@ def test_r02_the_signature_is_torchs_with_ours_keyword_only_at_the_end() -> None
         "on_error": "raise",
         "on_worker_death": "raise",
         "task_timeout": 0,
-        "seeding": "worker",
+        "seeding": None,
         "shard_remainders": "keep",
         "device": None,
         "observe": False,

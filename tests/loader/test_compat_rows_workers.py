@@ -142,17 +142,23 @@ class Augmented(Numbers):
 
 
 def test_r26_threads_draw_from_generators_of_their_own() -> None:
-    def run() -> list[Any]:
-        generator = torch.Generator().manual_seed(9)
+    def run(seeding: Any = "worker") -> list[Any]:
         loader = DataLoader(
-            Augmented(6), num_workers=2, backend="threads", collate_fn=keep, generator=generator
+            Augmented(6),
+            num_workers=2,
+            backend="threads",
+            collate_fn=keep,
+            generator=torch.Generator().manual_seed(9),
+            seeding=seeding,
         )
         return [batch[0] for batch in loader]
 
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
     first = run()
     assert run() == first
-    assert len({str(sample) for sample in first}) == 6
+    by_sample = run(None)
+    assert run(None) == by_sample
+    assert len({str(sample) for sample in [*first, *by_sample]}) == 12
     base = int(
         torch.empty((), dtype=torch.int64).random_(generator=torch.Generator().manual_seed(9))
     )

@@ -261,8 +261,11 @@ def test_every_item_of_a_worker_that_can_not_be_set_up_fails_in_its_place() -> N
     assert all(one == other for one, other in items)
 
 
+@pytest.mark.parametrize("seeding", [None, "sample"])
 @pytest.mark.parametrize("backend", ["inline", "threads", "fork"])
-def test_a_reader_that_can_not_be_opened_says_so_once_and_the_others_go_on(backend: str) -> None:
+def test_a_reader_that_can_not_be_opened_says_so_once_and_the_others_go_on(
+    backend: str, seeding: Any
+) -> None:
     from hybridloader import get_worker_info
 
     def part() -> Iterator[int]:
@@ -272,7 +275,7 @@ def test_a_reader_that_can_not_be_opened_says_so_once_and_the_others_go_on(backe
             raise ValueError("open")
         return iter(range(3))
 
-    pipe = Pipeline.from_iterable(part, backend=backend, num_workers=2)
+    pipe = Pipeline.from_iterable(part, backend=backend, num_workers=2, seeding=seeding)
     with pipe.run() as run:
         assert events(run) == [("error", "ValueError: open"), *(("item", n) for n in range(3))]
 

@@ -271,7 +271,7 @@ def test_only_workers_that_the_caller_plays_have_something_to_do_around_a_task()
     ("seeding", "hint"),
     [
         ("Sample", '"worker"'),
-        (None, '"worker"'),
+        ("", '"worker"'),
         (True, '"worker"'),
         (7, r"SampleSeeding\(seed=7\)"),
         (SampleSeeding, "is the class"),

@@ -167,9 +167,7 @@ def test_functions_imported_on_their_own_are_covered_where_they_are_python(
         (lambda: taken_bits(3), "generator of `random`"),
         (taken_rand, "generator of `numpy.random`"),
         (lambda: taken_instance.randn(), "generator of `numpy.random`"),
-        (lambda: torch.nn.functional.dropout(torch.ones(99)), "torch's default generator"),
-        (lambda: torch.nn.functional.gumbel_softmax(torch.ones(9)), "torch's default generator"),
-        (lambda: torch.dropout(torch.ones(99), 0.5, True), "torch's default generator"),
+        (lambda: torch.native_dropout(torch.ones(9), 0.5, True), "torch's default generator"),
     ],
 )
 def test_what_gets_past_is_reported_once_by_name(

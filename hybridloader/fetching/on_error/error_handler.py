@@ -14,13 +14,15 @@ from hybridloader._support.errors import add_note, foreign, is_a, part, set_part
 from hybridloader.engine.fetcher import Abandoned, GivenUp, TaskContext
 from hybridloader.fetching.on_error.policies import Policy, Replace, Retry, Skip, final
 from hybridloader.seeding.sample_rng import SampleRng
-from hybridloader.seeding.sample_seeds import key_of
 
 _SLICE = 0.02  # seconds between two looks at the context while waiting for a retry
 
 
-def seeded(policy: Any, rng: SampleRng | None, key: Callable[[Any], bytes] = key_of) -> Any:
-    """Return `policy` with replacements that are seeded by the key of the failed sample."""
+def seeded(policy: Any, rng: SampleRng | None, key: Callable[[Any], bytes] | None = None) -> Any:
+    """Return `policy` with replacements that are seeded by the `key` of the failed sample.
+
+    None takes the key of its index.
+    """
     if rng is not None and isinstance(policy, Retry):
         return replace(policy, then=seeded(policy.then, rng, key))
     if rng is not None and isinstance(policy, Replace):

@@ -20,7 +20,8 @@ from hybridloader.fetching.on_error.item_loop import ItemLoop
 from hybridloader.fetching.on_error.policies import Policy
 from hybridloader.fetching.on_error.task_results import TaskResults
 from hybridloader.fetching.outcome import Attempt, FailureRecord, Outcome, all_failed, short_batch
-from hybridloader.fetching.samples import Apart, BatchFetcher, Spread, key_of_sample
+from hybridloader.fetching.samples import Apart, BatchFetcher, Spread
+from hybridloader.seeding.sample_rng import Key
 
 
 class TolerantBatchFetcher(BatchFetcher):
@@ -52,8 +53,8 @@ class TolerantBatchFetcher(BatchFetcher):
         self._context.add("outcome", outcome)
         return value
 
-    def key(self, index: Any) -> bytes:
-        return super().key(index) if self._batched else key_of_sample(index)
+    def key(self, index: Any) -> Key:
+        return super().key(index if self._batched else [index])
 
     def attempt(self, index: Any) -> Attempt:
         """Return the value of a task and the outcome of its samples. On any thread."""

@@ -92,8 +92,10 @@ class Placement:
     task_timeout
         Seconds that a worker may take for what it is given at a time; 0 is for ever.
     seeding
-        None, which ``"worker"`` says, seeds each worker; ``"sample"``, or a `SampleSeeding`, every item,
-        by its number in the stage's input (a sample of a dataset by its index). It needs no backend.
+        ``"sample"``, or a `SampleSeeding`, seeds every item by its number in the stage's input (a sample
+        of a dataset by its index). None does so on threads, for all functions of a stage together, and
+        seeds each worker once in processes. ``"worker"`` seeds each worker once, ``"shared"`` none that
+        is a thread. It needs no backend.
     ranks
         Number of ranks on this machine, if `num_workers` follows from it.
     """
@@ -111,7 +113,7 @@ class Placement:
     on_error: Policy | None = None
     on_worker_death: RestartPolicy | None = None
     task_timeout: float = 0
-    seeding: SampleSeeding | None = None
+    seeding: SampleSeeding | str | None = None
     ranks: int = field(default=1, compare=False)
 
     @classmethod
@@ -269,7 +271,7 @@ class Work(Placed):
                 f"stage {name!r}: threads_per_worker and an async def function; give concurrency= "
                 "alone"
             )
-        if placement.seeding is not None:
+        if isinstance(placement.seeding, SampleSeeding):
             raise ValueError(
                 f"stage {name!r}: seeding='sample' and an async def function, whose coroutines take "
                 "turns: draw random numbers in a map() of its own"

@@ -38,6 +38,7 @@ from hybridloader.pipeline.running.inline_items import InlineItems
 from hybridloader.pipeline.running.plan import (
     ChainPlan,
     InlineNode,
+    Node,
     OperatorNode,
     RelayNode,
     WorkerNode,
@@ -88,7 +89,14 @@ class ChainPass:
     """Values that the operators of this pass share."""
     left: TaskContext
     """Cancelled when nobody wants items any more."""
+    within_relay: bool = False
+    """True if this chain is a branch, and the thread of a relay pulls its items for another chain."""
     _started: list[Relay] = field(default_factory=list, init=False)
+
+    def relayed(self, node: Node) -> bool:
+        """Tell whether the thread of a relay pulls what `node` gives."""
+        behind = self.plan.nodes[node.path[-1] + 1 :]
+        return self.within_relay or any(isinstance(one, RelayNode) for one in behind)
 
     @property
     def _in_rows(self) -> bool:
@@ -205,7 +213,9 @@ class ChainPass:
             init_fn(0)  # once for all passes, as in a worker
             self.executor.initialised.add(node.path)
         for number, work in enumerate(node.works):
-            sample_rng = stages.sample_rng_of(node, number, self.epoch, start.items)
+            sample_rng = stages.sample_rng_of(
+                node, number, self.epoch, start.items, relayed=self.relayed(node)
+            )
             budget = stages.error_budget(node, work.name, self.epoch, gaps=self._in_rows)
             try:
                 items = InlineItems(
@@ -327,7 +337,7 @@ class OperatorContext:
             raise ValueError(
                 f"operator {self._node.name!r} did not name {pipeline!r} as branch {branch}"
             )
-        inner = replace(own, plan=plan)
+        inner = replace(own, plan=plan, within_relay=own.relayed(self._node))
         return inner.open(Offset(start, self._begins.slack))
 
     def mark(self, at: int, value: Any) -> None:

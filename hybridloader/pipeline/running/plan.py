@@ -30,6 +30,7 @@ from hybridloader.pipeline.operators.pin import PinMemory
 from hybridloader.pipeline.operators.sources import Indices
 from hybridloader.pipeline.operators.split import Branch
 from hybridloader.pipeline.operators.work import Lookup, Map, Placement, Prefetch, Readers, Work
+from hybridloader.seeding.sample_seeds import SampleSeeding
 
 AHEAD = 2
 """Items that a relay keeps at hand if nothing else is said: one to take, one to replace it."""
@@ -271,7 +272,7 @@ def _may_join(group: list[Work | Readers], shared: Placement, work: Work) -> boo
 def _counts(group: list[Work | Readers]) -> bool:
     """Tell whether steps behind `group` know the numbers of their items, if seeded by them."""
     placement = group[-1].placement
-    if placement.seeding is None:
+    if not isinstance(placement.seeding, SampleSeeding):
         return True
     one_to_one = isinstance(group[-1], Map)
     return one_to_one and placement.on_error is None

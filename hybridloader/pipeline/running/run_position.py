@@ -26,6 +26,7 @@ from hybridloader.pipeline.running.plan import (
     WorkerNode,
 )
 from hybridloader.pipeline.running.state import Position
+from hybridloader.seeding.sample_seeds import SampleSeeding
 
 if TYPE_CHECKING:
     from hybridloader.pipeline.running.dropping import Dropping
@@ -238,7 +239,7 @@ def passes_one_by_one(node: InlineNode | WorkerNode | RelayNode, raised: bool) -
     if isinstance(node, RelayNode):
         return True
     by_number = any(not isinstance(work, Lookup) for work in node.works)
-    if raised and by_number and node.placement.seeding is not None:
+    if raised and by_number and isinstance(node.placement.seeding, SampleSeeding):
         return False
     return all(work.seek(1) == 1 for work in node.works)
 

@@ -33,7 +33,7 @@ from hybridloader.observe.tracing import Trace, TracedWaits
 from hybridloader.pipeline.operators.work import Lookup, Readers, Work
 from hybridloader.pipeline.running.flow import ReaderItems, RelayDepth, StageItems
 from hybridloader.pipeline.running.plan import InlineNode, Node, Path, RelayNode, WorkerNode
-from hybridloader.seeding.sample_seeds import Origin
+from hybridloader.seeding.sample_seeds import Origin, SampleSeeding, origin_of
 
 if TYPE_CHECKING:
     from hybridloader.memory.page_locks import PageLocks
@@ -121,11 +121,11 @@ class RunningStages(dict[Path, RunningStage]):
             readers = self[path].readers
             return None if readers is None else readers.fewest_at_hand(scheduler)
 
-        counter = ItemCounter(items=not node.reads)
+        counter, spec = ItemCounter(items=not node.reads), self._spec(node)
         try:
             stage = Stage(
                 node.backend,
-                self._spec(node),
+                spec,
                 lookahead=2 * placement.num_workers if node.reads else node.window,
                 ordered=placement.in_order and not node.reads,
                 # What the user has counted in items is kept to.
@@ -143,7 +143,7 @@ class RunningStages(dict[Path, RunningStage]):
                 on_worker_death=placement.on_worker_death,
                 task_timeout=placement.task_timeout,
                 locks=self.locks.get(path),
-                counter=None if placement.seeding is None else counter,
+                counter=None if spec.seeding is None else counter,
             )
         except ShippingError as error:
             raise ShippingError(f"stage {node.name!r}: {error}") from error
@@ -186,6 +186,8 @@ class RunningStages(dict[Path, RunningStage]):
             steps = tuple(work.step() for work in node.works if isinstance(work, Work))
             fetch = WorkFetch(steps, placement.threads_per_worker, placement.on_error)
         generator = random.Random(f"{self._seed}/workers/{node.path}")
+        threads = node.backend.in_process and not node.backend.in_caller
+        seeding = self._origin(node, range(len(node.works)), threads=threads)
         metering = metering_of(node.backend, fetch)
         return WorkerSpec(
             stage=node.name,
@@ -193,30 +195,43 @@ class RunningStages(dict[Path, RunningStage]):
             fetch=fetch,
             base_seed=generator.getrandbits(62),
             init_fn=placement.worker_init_fn,
-            seeding=self._origin(node, range(len(node.works))),
+            seeding=seeding,
             metering=metering if self._trace is None else traced_metering(metering),
         )
 
     def _origin(
-        self, node: InlineNode | WorkerNode, works: Sequence[int], epoch: int = 0
+        self, node: InlineNode | WorkerNode, works: Sequence[int], epoch: int = 0, *, threads: bool
     ) -> Origin | None:
         """Return the origin of the seeds of some of the `works`: the same, wherever these run."""
-        if node.placement.seeding is None:
-            return None
-        seed = node.placement.seeding.seed
-        stages = tuple(f"{node.path[:-1]}/{node.first + number}" for number in works)
-        return Origin(self._seed if seed is None else seed, epoch, stages, any_thread=True)
+        placement = node.placement
+        if not isinstance(placement.seeding, SampleSeeding) and any(
+            isinstance(work, Work) and work.step().concurrency for work in node.works
+        ):
+            return None  # coroutines take turns on one thread
+        return origin_of(
+            placement.seeding,
+            self._seed,
+            threads=threads,
+            several=placement.threads_per_worker > 1,
+            stages=tuple(f"{node.path[:-1]}/{node.first + number}" for number in works),
+            epoch=epoch,
+            any_thread=True,
+        )
 
     def sample_rng_of(
-        self, node: InlineNode, work: int, epoch: int, first: int
+        self, node: InlineNode, work: int, epoch: int, first: int, *, relayed: bool
     ) -> SampleRng | None:
-        """Return the seeding of a function that is called where its results are asked for."""
-        origin = self._origin(node, [work], epoch)
+        """Return the seeding of a function that is called where its results are asked for.
+
+        `relayed` says that the thread of a relay asks, and not your loop's.
+        """
+        origin = self._origin(node, [work], epoch, threads=relayed)
         if origin is None:
             return None
         from hybridloader.seeding.thread_sample_rng import ThreadSampleRng
 
         sample_rng = ThreadSampleRng(origin, 0, stage=node.works[work].name)
+        sample_rng.by_function = True
         sample_rng.prepare()
         sample_rng.begin_at(first, epoch)
         return sample_rng
