@@ -23,6 +23,11 @@ def short(value: Any) -> str:
     return f"{brief(value)} (a {type(value).__qualname__})"
 
 
+def beginning(text: str, longest: int = 80) -> str:
+    """Return a text, cut where it is longer than that many characters."""
+    return text if len(text) <= longest else text[: longest - 3] + "..."
+
+
 def table(
     rows: Sequence[Sequence[str]], left: Collection[int] = (0, 1), *, underlined: bool = True
 ) -> list[str]:

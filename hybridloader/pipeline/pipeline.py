@@ -16,17 +16,16 @@ from hybridloader._support.arguments import whole
 from hybridloader.fetching.collate import WithoutTorch
 from hybridloader.fetching.fetch import MapFetch
 from hybridloader.pipeline.operators.base import INFINITE, Length, Operator, Source, steps_in
-from hybridloader.pipeline.operators.order import Repeat
+from hybridloader.pipeline.operators.placement import Placement
 from hybridloader.pipeline.operators.sources import Indices, Items
-from hybridloader.pipeline.operators.split import Branch
-from hybridloader.pipeline.operators.work import Lookup, Placement, Readers, Work
+from hybridloader.pipeline.operators.work import Lookup, Readers
 from hybridloader.pipeline.steps import Steps
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
     from hybridloader.observe.reporting import Observe
-    from hybridloader.pipeline.operators.work import Where
+    from hybridloader.pipeline.operators.placement import Where
     from hybridloader.pipeline.running.run import Epochs, Run
 
 
@@ -136,7 +135,7 @@ class Pipeline(Steps):
             fetch = MapFetch(dataset, _as_it_is, batched=False)
         else:
             fetch = MapFetch(dataset, collate_fn or WithoutTorch("default_collate"), batched=True)
-        return cls([indices, Lookup.placed(fetch, name, where)])
+        return cls([indices, Lookup.of(fetch, name, where)])
 
     @classmethod
     def from_iterable(
@@ -157,9 +156,9 @@ class Pipeline(Steps):
         **where
             See `Placement`.
         """
-        if any(value is not None for value in where.values()):
+        given = {key for key, value in where.items() if value is not None}
+        if given:
             readers = Readers(items, label=name)
-            given = {key for key, value in where.items() if value is not None}
             if given <= {"on_error", "seeding"}:
                 # A reader tells an item that fails from the end of all.
                 where["backend"], where["num_workers"] = "inline", 1
@@ -284,7 +283,7 @@ class Pipeline(Steps):
     @property
     def repeats(self) -> bool:
         """True if a part of it is passed over several times in one run."""
-        return any(isinstance(operator, Repeat) for operator in steps_in(self))
+        return any(operator.many_passes for operator in steps_in(self))
 
     def __repr__(self) -> str:
         return f"<Pipeline {' -> '.join(operator.describe() for operator in self.operators)}>"
@@ -318,14 +317,14 @@ def _calls(operators: Sequence[Operator]) -> int:
     forks.
     """
     deep = 0
-    for operator in operators:
-        branches = operator.branches()
-        if isinstance(operator, Branch) and operator.fork.count > 1:
+    for at, operator in enumerate(operators):
+        place = operator.fork_place
+        if place is not None and place[0].count > 1:
             deep += 60
-        elif branches or type(operator).begin not in (Operator.begin, Source.begin):
+        elif operator.branches() or (at and operator.begins_itself):
             deep += 10
         else:
-            deep += 1 if isinstance(operator, Work) else 2
+            deep += 1 if at and operator.placement is not None else 2
     inner = (
         getattr(branch, "_calls", 0) for operator in operators for branch in operator.branches()
     )

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
 from hybridloader.devices.pinning import AHEAD, BUFFER_BYTES
 from hybridloader.pipeline.operators.base import Chain, Operator
+from hybridloader.pipeline.operators.batch_by import BatchBy, BucketBy
 from hybridloader.pipeline.operators.cache import Cache
 from hybridloader.pipeline.operators.fingerprint import fingerprint_of_steps, ranks_of_steps
-from hybridloader.pipeline.operators.grouping import Batch, BatchBy, BucketBy, PaddedBatch, Unbatch
-from hybridloader.pipeline.operators.join import Branch, Concat, ForkPoint, Interleave, Mix, Zip
+from hybridloader.pipeline.operators.grouping import Batch, PaddedBatch, Unbatch
+from hybridloader.pipeline.operators.join import Concat, Interleave, Mix
 from hybridloader.pipeline.operators.order import (
     Enumerate,
     Repeat,
@@ -27,12 +28,14 @@ from hybridloader.pipeline.operators.order import (
     Take,
 )
 from hybridloader.pipeline.operators.pin import PinMemory, ToDevice
+from hybridloader.pipeline.operators.rows import Zip
+from hybridloader.pipeline.operators.split import Branch, ForkPoint
 from hybridloader.pipeline.operators.work import Filter, FlatMap, Map, Prefetch
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
-    from hybridloader.pipeline.operators.work import Where
+    from hybridloader.pipeline.operators.placement import Where
 
 
 _Steps = TypeVar("_Steps", bound="Steps")
@@ -84,19 +87,19 @@ class Steps(Chain):
             `worker_init_fn`, `threads_per_worker`, `concurrency`, `fuse`, `seeding`, `on_error`,
             `on_worker_death`, `task_timeout`.
         """
-        return self._then(Map.placed(function, name, where))
+        return self._then(Map.of(function, name, where))
 
     def flat_map(
         self, function: Callable[[Any], Any], *, name: str | None = None, **where: Unpack[Where]
     ) -> Self:
         """The items of the iterables that `function` returns. See `map`."""
-        return self._then(FlatMap.placed(function, name, where))
+        return self._then(FlatMap.of(function, name, where))
 
     def filter(
         self, function: Callable[[Any], Any], *, name: str | None = None, **where: Unpack[Where]
     ) -> Self:
         """The items for which `function` is true. See `map`."""
-        return self._then(Filter.placed(function, name, where))
+        return self._then(Filter.of(function, name, where))
 
     # -- groups --------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from support.page_functions import augment, decode, read
 import hybridloader
 from hybridloader import Operator, Pipeline
 from hybridloader.demo.photographs import PHOTOGRAPHS, prepare
-from hybridloader.pipeline.operators.work import Where
+from hybridloader.pipeline.operators.placement import Where
 from hybridloader.pipeline.steps import Steps
 
 ROOT = Path(__file__).parents[2]

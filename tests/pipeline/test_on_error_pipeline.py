@@ -18,7 +18,7 @@ from hybridloader.engine.fetcher import GivenUp, Spared, TaskContext
 from hybridloader.engine.restart import RestartPolicy
 from hybridloader.fetching.fetch import MapFetch
 from hybridloader.fetching.item_steps import Step, WorkFetch
-from hybridloader.pipeline.operators.work import Placement
+from hybridloader.pipeline.operators.placement import Placement
 from hybridloader.pipeline.running.plan import InlineNode, WorkerNode, lay_out
 
 WHERE: list[dict[str, Any]] = [

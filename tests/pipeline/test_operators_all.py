@@ -27,9 +27,10 @@ from support.operator_context import (
 
 from hybridloader.memory.limits import Memory
 from hybridloader.pipeline.operators.base import INFINITE, Operator
+from hybridloader.pipeline.operators.batch_by import BatchBy, BucketBy
 from hybridloader.pipeline.operators.cache import Cache
-from hybridloader.pipeline.operators.grouping import Batch, BatchBy, BucketBy, PaddedBatch, Unbatch
-from hybridloader.pipeline.operators.join import Branch, Concat, ForkPoint, Interleave, Mix, Zip
+from hybridloader.pipeline.operators.grouping import Batch, PaddedBatch, Unbatch
+from hybridloader.pipeline.operators.join import Concat, Interleave, Mix
 from hybridloader.pipeline.operators.order import (
     Enumerate,
     Repeat,
@@ -39,7 +40,9 @@ from hybridloader.pipeline.operators.order import (
     Take,
 )
 from hybridloader.pipeline.operators.padding import Pad
+from hybridloader.pipeline.operators.rows import Zip
 from hybridloader.pipeline.operators.sources import Indices, Items
+from hybridloader.pipeline.operators.split import Branch, ForkPoint
 
 KEPT = pytest.mark.filterwarnings("ignore:a pass in which items raised")
 

@@ -29,7 +29,8 @@ from hybridloader import Pipeline
 from hybridloader.memory.limits import Memory
 from hybridloader.memory.thread_slots import set_slots
 from hybridloader.pipeline.operators.base import Operator
-from hybridloader.pipeline.operators.grouping import Batch, BatchBy, BucketBy, PaddedBatch
+from hybridloader.pipeline.operators.batch_by import BatchBy, BucketBy
+from hybridloader.pipeline.operators.grouping import Batch, PaddedBatch
 from hybridloader.pipeline.operators.padding import Pad
 
 SAMPLES: list[Any] = [
@@ -102,7 +103,8 @@ def test_a_plain_list_needs_no_torch() -> None:
     code = (
         "import sys; sys.path.insert(0, 'tests')\n"
         "from support.operator_context import outcome\n"
-        "from hybridloader.pipeline.operators.grouping import Batch, BatchBy, BucketBy, Unbatch\n"
+        "from hybridloader.pipeline.operators.batch_by import BatchBy, BucketBy\n"
+        "from hybridloader.pipeline.operators.grouping import Batch, Unbatch\n"
         "import hybridloader.pipeline.operators.join, hybridloader.pipeline.operators.order\n"
         "import hybridloader.pipeline.operators.sources, hybridloader.pipeline.operators.cache\n"
         "assert outcome(Batch(2, collate_fn=list), 1, 2, 3) == [[1, 2], [3]]\n"

@@ -115,8 +115,8 @@ class Passes:
         self.left = list(passes)
         self.begun: list[Script] = []
 
-    def __call__(self, number: int, start: int) -> Iterator[Any]:
-        assert (number, start) == (len(self.begun), 0)
+    def __call__(self, epoch: int, start: int) -> Iterator[Any]:
+        assert (epoch, start) == (len(self.begun), 0)
         steps = self.left.pop(0)
         if steps is None:
             raise Oops("begin")

@@ -14,12 +14,16 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, fields, is_dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, Protocol
 
 from hybridloader._support.attributes import attribute, close
 from hybridloader._support.errors import Raised, is_a, takes_a_place
+from hybridloader._support.text import beginning
+from hybridloader.fetching.on_error.policies import Skip, final
+from hybridloader.pipeline.operators.placement import Placement as Placement
 
 if TYPE_CHECKING:
+    from hybridloader.devices.pinning import Pinner
     from hybridloader.memory.page_locks import PageLocks
 
 Length = int | float | None
@@ -31,10 +35,9 @@ _ADDRESS = re.compile(r" at 0x[0-9A-Fa-f]+")
 """Address of an object in its repr, which would make a description another one in every run."""
 
 Upstream = Callable[..., Iterator[Any]]
-"""Begins a new pass over what comes before an operator.
+"""Begins a new pass over the items before an operator, in its epoch; a later pass has the epoch after.
 
-With ``number=`` that pass of several, with ``start=`` behind the first items of it, with ``epoch=`` that
-of another epoch.
+With ``epoch=`` the pass has that epoch, and with ``start=`` it begins after so many items.
 """
 
 
@@ -80,6 +83,17 @@ class UpstreamPart(NamedTuple):
     """Number of items that are not wanted any more."""
     epoch: int
     """Number of the pass."""
+
+
+class RelayOptions(NamedTuple):
+    """Options of a relay: a thread that pulls the items before it, and keeps them ready."""
+
+    depth: int | None = None
+    """Number of items that may wait; None: the plan decides."""
+    pinner: Callable[[], Pinner | None] | None = None
+    """Makes what pins or moves the items, for the device that is current; None: nothing does."""
+    moves: bool = False
+    """True if they are moved to a device."""
 
 
 class Context(Protocol):
@@ -128,6 +142,9 @@ class Context(Protocol):
 class Operator(ABC):
     """One step of a pipeline; to write one of your own, make a frozen dataclass with an `open`.
 
+    The modules that run a pipeline ask each operator, and know none by its type. Only `open` has no
+    default.
+
     Examples
     --------
     >>> from dataclasses import dataclass
@@ -139,10 +156,60 @@ class Operator(ABC):
     ...         return PairsIterator(items)
     """
 
+    placement: Placement | None = None
+    """Workers of its `step`; None: the thread that pulls it runs it, or the thread of its `relay`."""
+    cheap: bool = False
+    """True if it only counts, selects or reorders items, so that it needs no thread before a stage."""
+    goes_first: ClassVar[bool] = False
+    """True if it selects items by their numbers alone: it is moved before one-to-one functions."""
+    many_passes: ClassVar[bool] = False
+    """True if it passes over the items before it more than once in a run."""
+    joins_by_number: ClassVar[bool] = False
+    """True if it joins the items of its `branches` by their numbers."""
+    keeps_gaps: ClassVar[bool] = True
+    """False if it forgets the places of items that ``on_error="skip"`` left out before it."""
+    counted: bool = False
+    """True for a source that has the same length in every epoch."""
+
     @property
     def name(self) -> str:
         """Name in tables and errors."""
         return _words(type(self).__name__)
+
+    @property
+    def keeps_count(self) -> bool:
+        """True if an error in the place of an item before it takes the place of one of its items."""
+        return bool(self.branches()) or (self.seek(1) == 1 and self.seek(2) == 2)
+
+    @property
+    def leaves_out(self) -> bool:
+        """True if it leaves out items that fail."""
+        return self.placement is not None and isinstance(final(self.placement.on_error), Skip)
+
+    @property
+    def relay(self) -> RelayOptions | None:
+        """Options of the relay that it is, if it is one and nothing else."""
+        return None
+
+    @property
+    def fork_place(self) -> tuple[Any, int] | None:
+        """The `ForkPoint` whose pass it shares, if it shares one, and the number of its branch there."""
+        return None
+
+    def step(self) -> Any:
+        """Return the `Step` that its workers do: a function to call, or a source to read."""
+        return None
+
+    def draws(self, seeded: bool) -> bool:
+        """Tell whether it calls `Context.draw`, in a run that is `seeded` or not."""
+        return False
+
+    def upcoming(self) -> str | None:
+        """Return what the next epoch takes from those before, for states, if anything."""
+        return None
+
+    def check_run(self) -> None:  # noqa: B027
+        """Raise an exception if this operator can't run here. Called before any worker is started."""
 
     @abstractmethod
     def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
@@ -151,6 +218,11 @@ class Operator(ABC):
     def begin(self, upstream: Upstream, context: Context) -> Iterator[Any]:
         """Return that iterator; overridden by operators that pass over their input not just once."""
         return self.open(upstream(), context)
+
+    @property
+    def begins_itself(self) -> bool:
+        """True if `begin` is overridden, so that it decides when the steps before are opened."""
+        return type(self).begin is not Operator.begin
 
     def length(self, upstream: Length) -> Length:
         """Return the number of items that come out when `upstream` go in."""
@@ -168,7 +240,8 @@ class Operator(ABC):
     def before(self, n: int, epoch: int, mark: Mark | None) -> Sequence[UpstreamPart] | None:
         """Return where the items before it go on when this goes on behind its first `n` items.
 
-        None: that can't be told, so all of them come again. `mark` is the last one up to there.
+        None: that can't be told, so all of them come again. `mark` is the last one up to there. An empty
+        list: no item before it is needed, and with `n` = 0 no worker is started for them.
         """
         if n == 0:
             return [
@@ -202,10 +275,16 @@ class Operator(ABC):
             shown = attribute(value, "__qualname__") or _ADDRESS.sub("", repr(value))
             if " at 0x" in shown:  # of no use to a reader, and another one in every run
                 shown = type(value).__qualname__
-            cut = longest is not None and len(shown) > longest
-            short = shown[: (longest or 0) - 3] + "..." if cut else shown
-            told.append(short if required else f"{field.name}={short}")
+            shown = shown if longest is None else beginning(shown, longest)
+            told.append(shown if required else f"{field.name}={shown}")
         return f"{self.name}({', '.join(told)})"
+
+    def identity(self) -> str | None:
+        """Return its description in states: a run resumes only from a state with the same descriptions.
+
+        None for a relay: the same items come in the same order without it.
+        """
+        return None if self.relay is not None else beginning(self.describe())
 
 
 class OneForOne(Operator):
@@ -235,6 +314,13 @@ class Source(Operator):
 def _words(name: str) -> str:
     """``PaddedBatch`` -> ``padded_batch``."""
     return "".join(f"_{c.lower()}" if c.isupper() else c for c in name).lstrip("_")
+
+
+def of_length(value: Length) -> str:
+    """Say a length in words."""
+    if value is None:
+        return "unknown"
+    return "endless" if value == INFINITE else f"{int(value):,}"
 
 
 def steps_in(chain: Chain) -> Iterator[Operator]:

@@ -66,6 +66,9 @@ class Cache(Operator):
     # Not a part of the description: empty until a whole pass is kept in memory. The first one counts.
     _kept: list[_Kept] = field(default_factory=list, init=False, repr=False, compare=False)
 
+    cheap = keeps_count = True
+    keeps_gaps = False  # what was left out has no place in what is kept
+
     def __post_init__(self) -> None:
         if self.path is not None:
             path = os.fspath(self.path) if isinstance(self.path, os.PathLike) else self.path

@@ -110,9 +110,9 @@ def _values(operator: Operator) -> dict[str, Any]:
         for name in names
         if name not in _NOT_OF_ITEMS and not name.startswith("_")
     }
-    placement = getattr(operator, "placement", None)
-    if placement is not None:
-        found["on_error"], found["seeding"] = placement.on_error, placement.seeding
+    if operator.placement is not None:
+        found["on_error"] = operator.placement.on_error
+        found["seeding"] = operator.placement.seeding
     return found
 
 

@@ -22,18 +22,10 @@ from hybridloader.pipeline.operators.base import (
     Operator,
     OperatorIterator,
 )
-from hybridloader.pipeline.operators.batch_by import BatchBy, BucketBy
-from hybridloader.pipeline.operators.collating import (
-    SIZE,
-    CollateFn,
-    Collating,
-    check_collation,
-)
+from hybridloader.pipeline.operators.collating import SIZE, CollateFn, Collating, check_collation
 from hybridloader.pipeline.operators.fields import samples_of
 from hybridloader.pipeline.operators.padding import Pad
 from hybridloader.pipeline.operators.parameters import check_flags, settle_whole
-
-__all__ = ["Batch", "BatchBy", "BucketBy", "PaddedBatch", "Unbatch"]
 
 
 class _OfSize(Operator):

@@ -30,10 +30,8 @@ from hybridloader.pipeline.operators.base import (
     UpstreamPart,
 )
 from hybridloader.pipeline.operators.parameters import SEED, settle, settle_whole, sum_of
-from hybridloader.pipeline.operators.rows import Join, Zip
-from hybridloader.pipeline.operators.split import Branch, ForkPoint, reaches_out
-
-__all__ = ["Branch", "Concat", "ForkPoint", "Interleave", "Mix", "Zip"]
+from hybridloader.pipeline.operators.rows import Join
+from hybridloader.pipeline.operators.split import reaches_out
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,8 @@ class Shuffle(Operator):
     buffer_size: int
     seed: int | None = None
 
+    cheap = True
+
     def __post_init__(self) -> None:
         instead = "give how many items may be held; the more, the better they are shuffled"
         settle_whole(self, "buffer_size", 1, instead)
@@ -102,6 +104,8 @@ class Take(Operator):
 
     count: int
 
+    cheap = keeps_count = True
+
     def __post_init__(self) -> None:
         settle_whole(self, "count", 0, "give a number of items")
 
@@ -151,6 +155,8 @@ class SkipFirst(Operator):
     """All but the first `count` items. Errors of skipped items are raised all the same."""
 
     count: int
+
+    cheap = keeps_count = True
 
     @property
     def name(self) -> str:
@@ -215,6 +221,8 @@ class Enumerate(OneForOne):
 
     start: int = 0
 
+    cheap = True
+
     def __post_init__(self) -> None:
         settle_whole(self, "start", -sys.maxsize, "give the first number")
 
@@ -253,6 +261,8 @@ class Repeat(Operator):
 
     times: int | None = None
 
+    cheap = keeps_count = many_passes = True
+
     def __post_init__(self) -> None:
         instead = "give how many passes, or None for passes without end"
         settle_whole(self, "times", 0, instead, optional=True)
@@ -281,7 +291,7 @@ class RepeatIterator(PassesIterator):
 
     def __init__(self, upstream: Upstream, times: int | None, context: Context) -> None:
         super().__init__(context)
-        self._upstream, self._times = upstream, times
+        self._upstream, self._times, self._first = upstream, times, context.epoch * (times or 1)
         if not self._is_over():
             self._begin()
 
@@ -290,7 +300,7 @@ class RepeatIterator(PassesIterator):
 
     def _open(self, number: int, start: int) -> Iterator[Any]:
         self._ended = True  # if the pass can't be begun
-        items = self._upstream(number, start=start)
+        items = self._upstream(epoch=self._first + number, start=start)
         self._ended = False
         return items
 
@@ -311,6 +321,8 @@ class ShardByRank(Operator):
 
     num_replicas: int | None = None
     rank: int | None = None
+
+    cheap = keeps_count = goes_first = True
 
     @property
     def name(self) -> str:
@@ -343,6 +355,10 @@ class ShardByRank(Operator):
     def length(self, upstream: Length) -> Length:
         num_replicas, rank = self.resolved()
         return _from(upstream, rank, num_replicas)
+
+    def identity(self) -> str:
+        num_replicas, rank = self.resolved()
+        return f"{self.name}(num_replicas={num_replicas}, rank={rank})"
 
     def resolved(self) -> tuple[int, int]:
         """Return the number of shards and of this one, as they are now, in this process."""

@@ -1,28 +1,17 @@
 """Batches in page-locked memory, or on a device: made ready by a thread of their own.
 
-What is pinned and how it is copied is told in `hybridloader.devices.pinning`. Here is how a pipeline
-runs it: one iterator for the thread, one for whoever takes what that has made ready.
+What is pinned and how it is copied is told in `hybridloader.devices.pinning`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
-from hybridloader._support.errors import add_note
 from hybridloader.devices.accelerator import current, find
-from hybridloader.devices.pinning import (
-    AHEAD,
-    BUFFER_BYTES,
-    Pinner,
-    Sent,
-    Transfer,
-    check,
-    pinner_for,
-)
-from hybridloader.engine.relay import Relay
-from hybridloader.pipeline.operators.base import Context, OneForOne, OperatorIterator
+from hybridloader.devices.pinning import AHEAD, BUFFER_BYTES, Pinner, Transfer, check, pinner_for
+from hybridloader.pipeline.operators.base import Context, OneForOne, RelayOptions
 
 
 @dataclass(frozen=True)
@@ -56,8 +45,11 @@ class PinMemory(OneForOne):
         except (TypeError, ValueError) as error:
             raise type(error)(f"{self.name}: {error}") from None
 
-    def check(self) -> None:
-        """Refuse a device that is not there, before anything is started."""
+    @property
+    def relay(self) -> RelayOptions:
+        return RelayOptions(self.prefetch, self.pinner, self.moves)
+
+    def check_run(self) -> None:
         check(self.device)
 
     def pinner(self) -> Pinner | None:
@@ -93,52 +85,11 @@ class ToDevice(PinMemory):
     def name(self) -> str:
         return "to"
 
-    def check(self) -> None:
+    def check_run(self) -> None:
         if self.device is None:
             raise TypeError("to: give a device, such as 'cuda'")
-        super().check()
+        super().check_run()
 
     def pinner(self) -> Pinner | None:
         transfer = Transfer(self.device, self.prefetch, self.buffer_bytes)
         return pinner_for(transfer, pin_memory=False)
-
-
-class Sending(OperatorIterator):
-    """Iterator for the relay's thread: items, pinned or moved one after the other."""
-
-    def __init__(self, items: Iterator[Any], pinner: Pinner, name: str) -> None:
-        super().__init__(items)
-        self._pinner, self._name = pinner, name
-        # All the mutable state:
-        self._number = -1
-
-    def __next__(self) -> Sent:
-        self._number += 1
-        item = [self._pull()]
-        try:
-            return self._pinner.send(item)
-        except Exception as error:
-            add_note(error, f"In stage {self._name!r}, at item {self._number} of this pass.")
-            raise
-
-
-class Taking(Iterator[Any]):
-    """Iterator for the thread that takes what `Sending` made ready, and for its current stream."""
-
-    def __init__(self, relay: Relay, pinner: Pinner) -> None:
-        self._relay, self._pinner = relay, pinner
-
-    def __next__(self) -> Any:
-        return self._pinner.take(next(self._relay))
-
-    def next_nowait(self) -> Any:
-        """Return the next item if it is there. Raises `NotReady` if it is not."""
-        return self._pinner.take(self._relay.next_nowait())
-
-    def when_ready(self, wake: Callable[[], None]) -> None:
-        """See `Relay.when_ready`."""
-        self._relay.when_ready(wake)
-
-    def close(self) -> None:
-        """End the thread."""
-        self._relay.close()

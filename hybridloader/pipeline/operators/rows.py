@@ -30,10 +30,10 @@ from hybridloader.pipeline.operators.base import (
     Source,
     UpstreamPart,
     close_all,
+    steps_in,
 )
-from hybridloader.pipeline.operators.counting import check, leaves_out, loses_count
 from hybridloader.pipeline.operators.parameters import check_flags, settle, several
-from hybridloader.pipeline.operators.split import may_begin_at
+from hybridloader.pipeline.operators.split import leaves_out, may_begin_at
 
 
 @dataclass(frozen=True)
@@ -82,12 +82,14 @@ class Zip(Join):
 
     strict: bool = True
 
+    joins_by_number = True
+
     def __post_init__(self) -> None:
         super().__post_init__()
         check_flags(self, "strict")
         if len(self.pipelines) > 1:
             for number, pipeline in enumerate(self.pipelines):
-                check(self.name, number, pipeline)
+                _check(self.name, number, pipeline)
         lengths = self.lengths
         if self.strict and len({length for length in lengths if length is not None}) > 1:
             raise ValueError(
@@ -97,7 +99,7 @@ class Zip(Join):
 
     def start(self, context: Context) -> Iterator[Any]:
         several = len(self.pipelines) > 1
-        lost = [loses_count(pipeline) if several else None for pipeline in self.pipelines]
+        lost = [_loses_count(pipeline) if several else None for pipeline in self.pipelines]
         return ZipIterator(self.opened(context), self.strict, context.start, lost)
 
     def before(self, n: int, epoch: int, mark: Mark | None) -> Sequence[UpstreamPart] | None:
@@ -112,6 +114,27 @@ class Zip(Join):
         if 0 in known:
             return 0
         return None if len(known) < len(self.pipelines) else min(known)
+
+
+def _loses_count(pipeline: Chain) -> str | None:
+    """Name a step after which the number of a failed item is unknown; None if there is none."""
+    return next((step.name for step in steps_in(pipeline) if not step.keeps_count), None)
+
+
+def _check(name: str, number: int, pipeline: Chain) -> None:
+    """Raise `ValueError` for a pipeline that leaves items out by policy and loses count of them."""
+    skipping: str | None = None
+    for operator in steps_in(pipeline):
+        culprit = f"behind {operator.name} nobody knows which item that was"
+        if operator.leaves_out:
+            skipping = operator.name
+            culprit = f"{skipping} makes no one item of one"
+        if skipping is not None and not (operator.keeps_count and operator.keeps_gaps):
+            raise ValueError(
+                f"{name}: in pipeline {number}, {skipping} leaves out items that fail, and {culprit}: "
+                "all rows behind it would be joined wrongly. Put the step with on_error, or those "
+                "behind it, behind the zip; or give on_error=Replace(...), which keeps every place"
+            )
 
 
 _END = object()

@@ -48,6 +48,8 @@ class Indices(Source):
     shuffle: bool = False
     seed: int | None = None
 
+    cheap = True
+
     @property
     def name(self) -> str:
         return "from_dataset"
@@ -119,18 +121,28 @@ class Indices(Source):
     def seek(self, n: int) -> int:
         return n
 
+    @property
+    def counted(self) -> bool:  # type: ignore[override]
+        return self._order is None
+
     def upcoming(self) -> str | None:
-        """Return what the next pass takes from the passes before: the state of a generator."""
         return None if self._order is None else generator_state(self._order)
 
     def draws(self, seeded: bool) -> bool:
-        """Tell whether a pass takes a seed from torch's default generator."""
         if self._order is None:
             return self.shuffle and self.seed is None and not seeded
         return draws_a_seed(self._order)
 
     def describe(self, longest: int | None = 40) -> str:
         return _described(super().describe(longest), self.dataset)
+
+    def identity(self) -> str | None:
+        # The ranks that its sampler shares the indices among, if it tells: ours, torch's.
+        for sampler in (self._order, attribute(self._order, "sampler")):
+            ranks = attribute(sampler, "num_replicas")
+            if type(ranks) is int:
+                return f"{super().identity()} for {ranks} ranks"
+        return super().identity()
 
     def length(self, upstream: Length) -> Length:
         order = self._order

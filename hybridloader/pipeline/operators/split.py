@@ -26,7 +26,6 @@ from hybridloader.pipeline.operators.base import (
     UpstreamPart,
     steps_in,
 )
-from hybridloader.pipeline.operators.counting import leaves_out
 from hybridloader.pipeline.operators.parameters import settle_whole
 
 
@@ -68,6 +67,10 @@ class Branch(Source):
         settle_whole(self, "number", 0, instead)
         if self.number >= self.fork.count:
             raise ValueError(f"{self.name}: there is no branch {self.number}: {instead}")
+
+    @property
+    def fork_place(self) -> tuple[ForkPoint, int]:
+        return self.fork, self.number
 
     def branches(self) -> tuple[Chain, ...]:
         return (self.fork.pipeline,)
@@ -179,6 +182,11 @@ class BranchIterator(Iterator[Any]):
 
 
 # -- resuming ----------------------------------------------------------------------------------------
+
+
+def leaves_out(pipelines: Sequence[Chain]) -> bool:
+    """Tell whether a step in one of `pipelines` leaves out items that fail."""
+    return any(step.leaves_out for pipeline in pipelines for step in steps_in(pipeline))
 
 
 def may_begin_at(pipelines: Sequence[Chain], n: int) -> bool:

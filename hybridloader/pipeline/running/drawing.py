@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from hybridloader._support.text import table
-from hybridloader.pipeline.operators.base import Chain, Length
-from hybridloader.pipeline.operators.split import Branch
-from hybridloader.pipeline.operators.work import of_length
+from hybridloader.pipeline.operators.base import Chain, Length, of_length
 from hybridloader.pipeline.running.plan import (
     ChainPlan,
-    InlineNode,
     Node,
     OperatorNode,
     Path,
@@ -34,32 +31,28 @@ def _rows(plan: ChainPlan, indent: str, forks: set[Path], taker: str) -> Iterato
     length: Length = None
     for at, node in enumerate(plan.nodes):
         if isinstance(node, RelayNode):
-            if node.depth is not None:
+            if node.options.depth is not None:
                 yield f"{indent}{node.name}", "a thread of its own", "", of_length(length)
             continue
-        where = _puller(plan.nodes, at, taker)
+        where, how, name = _puller(plan.nodes, at, taker), "", node.name
         if isinstance(node, OperatorNode):
             yield from _branches(node, indent, forks, where)
-            length = node.operator.length(length)
-            name = node.operator.describe()
-            if isinstance(node.operator, Branch):
-                name = f"branch {node.operator.number} of {_fork(node)}"
-            yield f"{indent}{name}", where, "", of_length(length)
-            continue
-        for work in node.works:
-            length = work.length(length)
-        if isinstance(node, InlineNode):
-            yield f"{indent}{node.name}", where, "", of_length(length)
-        else:
+            name, place = node.operator.describe(), node.operator.fork_place
+            if place is not None:
+                name = f"branch {place[1]} of {_fork(node)}"
+        elif isinstance(node, WorkerNode):
             where = f"{node.backend.name} x {node.placement.num_workers}"
-            yield f"{indent}{node.name}", where, ", ".join(_options(node)), of_length(length)
+            how = ", ".join(_options(node))
+        for operator in (node.operator,) if isinstance(node, OperatorNode) else node.works:
+            length = operator.length(length)
+        yield f"{indent}{name}", where, how, of_length(length)
 
 
 def _branches(node: OperatorNode, indent: str, forks: set[Path], taker: str) -> Iterator[Row]:
     """Yield the rows of the branches of `node`; a fork is shown where it is met first."""
     for number, branch in enumerate(node.branches):
         name = f"{node.name} {number}"
-        if isinstance(node.operator, Branch):
+        if node.operator.fork_place is not None:
             if branch.path in forks:
                 continue
             forks.add(branch.path)
@@ -121,10 +114,10 @@ class _Picture:
         """Draw one chain; return its last box, and the arrow that leaves it."""
         before, arrow = "", "-->"
         for node in plan.nodes:
-            if isinstance(node, RelayNode) and node.depth is None:
+            if isinstance(node, RelayNode) and node.options.depth is None:
                 arrow = "-. relay .->"
                 continue
-            if isinstance(node, OperatorNode) and isinstance(node.operator, Branch):
+            if isinstance(node, OperatorNode) and node.operator.fork_place is not None:
                 trunk = node.branches[0]
                 if trunk.path not in self._forks:
                     self._forks[trunk.path] = self.draw(trunk)
@@ -143,9 +136,8 @@ def _box(node: Node) -> str:
     if isinstance(node, WorkerNode):
         where = f"{node.backend.name} x {node.placement.num_workers}"
         return f'["{_safe(node.name)}<br/>{where}"]'
-    if isinstance(node, OperatorNode):
-        return f'("{_safe(node.operator.describe())}")'
-    return f'("{_safe(node.name)}")'
+    name = node.operator.describe() if isinstance(node, OperatorNode) else node.name
+    return f'("{_safe(name)}")'
 
 
 def _safe(text: str) -> str:

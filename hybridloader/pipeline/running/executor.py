@@ -27,8 +27,6 @@ from hybridloader.observe.loop_waits import LoopWaits
 from hybridloader.observe.stage_trace import trace_loop, trace_relay
 from hybridloader.observe.tracing import running_trace
 from hybridloader.pipeline.operators.base import Chain, Mark
-from hybridloader.pipeline.operators.cache import Cache
-from hybridloader.pipeline.operators.sources import Indices
 from hybridloader.pipeline.running.plan import (
     ChainPlan,
     Node,
@@ -79,7 +77,7 @@ class Executor:
         # All the mutable state:
         self.trace = running_trace()
         self.stages = RunningStages(self.seed, self.closed, self.trace)
-        self._pinners: dict[int, Pinner | None] = {}  # by the identity of their operator
+        self._pinners: dict[Any, Pinner | None] = {}  # by the function that makes them
         self.relays: dict[Path, RunningRelay] = {}
         self.initialised: set[Path] = set()  # nodes without workers that had their `worker_init_fn`
         self._coroutines: list[Any] = []  # of functions without workers
@@ -133,23 +131,23 @@ class Executor:
 
     def pinner_of(self, node: RelayNode) -> Pinner | None:
         """Return what pins or moves the items of a relay: made once, for the device current then."""
-        if node.operator is None:
+        make = node.options.pinner
+        if make is None:
             return None
-        key = id(node.operator)
-        if key not in self._pinners:
-            pinner = self._pinners[key] = node.operator.pinner()
+        if make not in self._pinners:
+            pinner = self._pinners[make] = make()
             if pinner is None:
                 warn(
                     f"{node.name} has nothing to do: no accelerator that pins memory was found, so "
                     "items pass as they are",
                 )
-        return self._pinners[key]
+        return self._pinners[make]
 
     def _needed(self, plan: ChainPlan) -> Iterator[WorkerNode]:
         """Yield the stages that will run, from the end back to the first operator that is cached."""
         locks: PageLocks | None = None  # of the device that reads what the node gives as it is
         for node in reversed(plan.nodes):
-            if isinstance(node, RelayNode) and node.operator is not None:
+            if isinstance(node, RelayNode) and node.pins:
                 pinner = self.pinner_of(node)
                 locks = None if pinner is None else pinner.locks
             elif locks is not None and not passes_on(node):
@@ -158,7 +156,7 @@ class Executor:
             if isinstance(node, WorkerNode):
                 yield node
             elif isinstance(node, OperatorNode):
-                if isinstance(node.operator, Cache) and node.operator.ready():
+                if node.operator.before(0, 0, None) == []:  # it needs no item
                     return
                 for branch in node.branches:
                     yield from self._needed(branch)
@@ -170,8 +168,7 @@ class Executor:
 
         From torch's default generator, right behind the seed of the run, as torch's loader does.
         """
-        source = plan.chain.operators[0]
-        if isinstance(source, Indices) and source.draws(self.seeded):
+        if plan.chain.operators[0].draws(self.seeded):
             self._drawn.setdefault(_name_of(plan.path), drawn() - epoch)
         for node in plan.nodes:
             for branch in node.branches:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from hybridloader._support.attributes import close
-from hybridloader._support.errors import IteratorClosed, no_answer, takes_a_place
+from hybridloader._support.errors import IteratorClosed, add_note, no_answer, takes_a_place
+from hybridloader.devices.pinning import Pinner, Sent
 from hybridloader.engine.diagnosis import name_of
 from hybridloader.engine.feed import Feed, TaskBatching, is_forwarded
 from hybridloader.engine.fetcher import TaskContext
@@ -292,6 +293,47 @@ class GeneratorItems(OperatorIterator):
 
     def close(self) -> None:
         close(self._items)
+
+
+class Sending(OperatorIterator):
+    """Iterator for the relay's thread: items, pinned or moved one after the other."""
+
+    def __init__(self, items: Iterator[Any], pinner: Pinner, name: str) -> None:
+        super().__init__(items)
+        self._pinner, self._name = pinner, name
+        # All the mutable state:
+        self._number = -1
+
+    def __next__(self) -> Sent:
+        self._number += 1
+        item = [self._pull()]
+        try:
+            return self._pinner.send(item)
+        except Exception as error:
+            add_note(error, f"In stage {self._name!r}, at item {self._number} of this pass.")
+            raise
+
+
+class Taking(Iterator[Any]):
+    """Iterator for the thread that takes what `Sending` made ready, and for its current stream."""
+
+    def __init__(self, relay: Relay, pinner: Pinner) -> None:
+        self._relay, self._pinner = relay, pinner
+
+    def __next__(self) -> Any:
+        return self._pinner.take(next(self._relay))
+
+    def next_nowait(self) -> Any:
+        """Return the next item if it is there. Raises `NotReady` if it is not."""
+        return self._pinner.take(self._relay.next_nowait())
+
+    def when_ready(self, wake: Callable[[], None]) -> None:
+        """See `Relay.when_ready`."""
+        self._relay.when_ready(wake)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._relay.close()
 
 
 def _places_of(stage: Stage, doing: str) -> Callable[[str, int | None], str]:

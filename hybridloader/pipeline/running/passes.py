@@ -21,9 +21,7 @@ from hybridloader.engine.fetcher import TaskContext
 from hybridloader.engine.relay import Relay
 from hybridloader.fetching.on_error.error_budget import Skipped
 from hybridloader.observe.stage_trace import LocalSlices
-from hybridloader.pipeline.operators.base import Chain, Mark, Operator, Source, Upstream
-from hybridloader.pipeline.operators.order import Repeat
-from hybridloader.pipeline.operators.pin import Sending, Taking
+from hybridloader.pipeline.operators.base import Chain, Mark, Operator, Upstream
 from hybridloader.pipeline.running.dropping import Dropping
 from hybridloader.pipeline.running.executor import Executor
 from hybridloader.pipeline.running.flow import (
@@ -31,8 +29,10 @@ from hybridloader.pipeline.running.flow import (
     ReaderItems,
     ReaderTaskSizes,
     RelayDepth,
+    Sending,
     SourceItems,
     StageItems,
+    Taking,
 )
 from hybridloader.pipeline.running.inline_items import InlineItems
 from hybridloader.pipeline.running.plan import (
@@ -165,42 +165,36 @@ class ChainPass:
         operator = node.operator
         saved = self.position.saved(self.plan.path, node.number, self.epoch)
         raised = bool(self.position.start.raised)
-        parts = before(operator, start.items, self.epoch, saved, raised)
+        parts = before(node, start.items, self.epoch, saved, raised)
         # Where it can't begin behind the first items, they are made again and dropped here.
         dropped, begins = (start, Offset()) if parts is None else (Offset(), start)
         context = OperatorContext(self, node, begins, saved)
         begins = _offset_before(operator, begins)
-        if type(operator).begin is Operator.begin:
-            items = operator.open((yield at - 1, begins), context)
+        if operator.begins_itself:
+            items = operator.begin(self._upstream(at, begins), context)
         else:
-            items = operator.begin(self._upstream(operator, at, begins), context)
+            items = operator.open((yield at - 1, begins), context)
         if not isinstance(items, Iterator):
             raise TypeError(
                 f"operator {node.name!r}: open() must return an iterator, not {items!r}; "
                 "return iter(...) of it"
             )
-        if isinstance(operator, Source):
+        if at == 0:
             items = SourceItems(items, self.left, rows=self._in_rows)
         elif isinstance(items, GeneratorType):
             items = GeneratorItems(items, node.name)
         return self.drop(items, dropped, node.name)
 
-    def _upstream(self, operator: Operator, at: int, begins: Offset) -> Upstream:
-        """Return what gives `operator`, the one at number `at`, its passes over the nodes before it."""
+    def _upstream(self, at: int, begins: Offset) -> Upstream:
+        """Return what gives the operator at number `at` its passes over the nodes before it."""
         passes = 0
-        repeat = operator if isinstance(operator, Repeat) else None
-        times = 1 if repeat is None else (repeat.times or 1)
 
-        def upstream(
-            number: int | None = None, *, epoch: int | None = None, start: int = 0
-        ) -> Iterator[Any]:
+        def upstream(*, epoch: int | None = None, start: int = 0) -> Iterator[Any]:
             nonlocal passes
-            number = passes if number is None else number
-            passes = number + 1
-            if number == 0 and repeat is None and epoch is None:
+            passes += 1
+            if passes == 1 and epoch is None:
                 return self._open(at - 1, begins)
-            if epoch is None:
-                epoch = self.epoch * times + number
+            epoch = self.epoch + passes - 1 if epoch is None else epoch
             again = replace(self, epoch=epoch, shared={})
             return again.open(Offset(start, begins.slack), at - 1)
 
@@ -234,10 +228,10 @@ class ChainPass:
         pinner = executor.pinner_of(node)
         relay = Relay(
             items if pinner is None else Sending(items, pinner, node.name),
-            f"hybridloader-{node.what or node.name}",
-            depth=node.depth or node.least,
+            f"hybridloader-{node.thread}",
+            depth=node.options.depth or node.least,
             weigh=None if pinner is None else attrgetter("size"),
-            limit=0 if node.operator is None else node.operator.buffer_bytes,
+            limit=0 if pinner is None else pinner.buffer_bytes,
             # It may collate, and all cores are taken: by the workers.
             prepare=one_thread_on_this_thread if pinner is None else pinner.prepare,
             start=False,
@@ -247,7 +241,7 @@ class ChainPass:
             stage.metrics.behind = relay.queue
         running = executor.add_relay(node, self.plan.nodes[:at], relay)
         running.stage = stage if isinstance(stage, StageItems) else None
-        running.depth = RelayDepth(relay, node.least) if node.depth is None else None
+        running.depth = RelayDepth(relay, node.least) if node.options.depth is None else None
         if running.depth is not None and running.stage is not None:
             running.depth.couple(running.stage)
         self._started.append(relay)

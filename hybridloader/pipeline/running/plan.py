@@ -12,24 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 from hybridloader.backends.fallback import usable
 from hybridloader.engine.contract import Backend
-from hybridloader.pipeline.operators.base import Chain, Operator
-from hybridloader.pipeline.operators.cache import Cache
-from hybridloader.pipeline.operators.order import (
-    Enumerate,
-    Repeat,
-    ShardByRank,
-    Shuffle,
-    SkipFirst,
-    Take,
-)
-from hybridloader.pipeline.operators.pin import PinMemory
-from hybridloader.pipeline.operators.sources import Indices
-from hybridloader.pipeline.operators.split import Branch
-from hybridloader.pipeline.operators.work import Lookup, Map, Placement, Prefetch, Readers, Work
+from hybridloader.pipeline.operators.base import Chain, Operator, Placement, RelayOptions
 from hybridloader.seeding.sample_seeds import SampleSeeding
 
 AHEAD = 2
@@ -98,7 +84,7 @@ class OperatorNode(_Node):
 
 @dataclass(frozen=True)
 class _FunctionsNode(_Node):
-    works: tuple[Any, ...]
+    works: tuple[Operator, ...]
     placement: Placement
     first: int
     """Number of the first of these functions in the chain."""
@@ -112,15 +98,12 @@ class _FunctionsNode(_Node):
 class InlineNode(_FunctionsNode):
     """Functions that are called by whoever pulls them."""
 
-    works: tuple[Work, ...]
-
 
 @dataclass(frozen=True)
 class WorkerNode(_FunctionsNode):
     """Functions, or readers, that run on workers of their own; `forwarded` says that its results go
     straight to another stage of processes."""
 
-    works: tuple[Work | Readers, ...]
     forwarded: bool = False
 
     @property
@@ -128,9 +111,9 @@ class WorkerNode(_FunctionsNode):
         assert self.placement.backend is not None
         return self.placement.backend
 
-    @property
+    @cached_property
     def reads(self) -> bool:
-        return isinstance(self.works[0], Readers)
+        return bool(self.works[0].step().kind == "read")
 
     @property
     def window(self) -> int:
@@ -143,31 +126,21 @@ class WorkerNode(_FunctionsNode):
 class RelayNode(_Node):
     """A relay: what is before it runs on a thread of its own."""
 
-    what: str
-    depth: int | None = None
-    """Items that may wait; None: `least`, or more where items come several at a time."""
+    options: RelayOptions
+    name: str = "relay"
+    thread: str = ""
+    """Name of its thread."""
     least: int = AHEAD
-    """Number of items that the stage before may have ready, so that it is driven until it has them."""
-    operator: PinMemory | None = None
-    """Pins or moves each item, on the relay's thread."""
+    """Number of items that the stage before may have ready, so that it is driven until it has them. So
+    many wait here if the options have no depth, or more where items come several at a time."""
 
     @property
-    def name(self) -> str:
-        if self.operator is not None:
-            return self.operator.describe()
-        return f"prefetch({self.depth})" if self.depth else "relay"
-
-    @property
-    def moves(self) -> bool:
-        """True if it gives what is for the thread alone that takes it, and for its stream."""
-        return self.operator is not None and self.operator.moves
+    def pins(self) -> bool:
+        """True if its thread pins or moves each item."""
+        return self.options.pinner is not None
 
 
 Node = OperatorNode | InlineNode | WorkerNode | RelayNode
-
-
-_CHEAP = (Indices, ShardByRank, Take, SkipFirst, Enumerate, Shuffle, Repeat, Cache)
-_PLAIN = (list, tuple, range, str, bytes)
 
 
 _Forks = dict[int, ChainPlan | None]
@@ -180,17 +153,18 @@ def lay_out(chain: Chain) -> ChainPlan:
 
 
 def _branches(operator: Operator, where: Path, forks: _Forks) -> Iterator[ChainPlan]:
-    if not isinstance(operator, Branch):
-        for number, branch in enumerate(operator.branches()):
+    place = operator.fork_place
+    for number, branch in enumerate(operator.branches()):
+        if place is None:
             yield _laid(branch, (*where, number), forks)
-        return
-    fork = operator.fork
-    if id(fork) not in forks:
-        forks[id(fork)] = None
-        forks[id(fork)] = _laid(fork.pipeline, (-len(forks),), forks)
-    found = forks[id(fork)]
-    assert found is not None  # no fork is within itself
-    yield found
+            continue
+        fork = id(place[0])
+        if fork not in forks:
+            forks[fork] = None
+            forks[fork] = _laid(branch, (-len(forks),), forks)
+        found = forks[fork]
+        assert found is not None  # no fork is within itself
+        yield found
 
 
 def _laid(chain: Chain, path: Path, forks: _Forks) -> ChainPlan:
@@ -200,10 +174,10 @@ def _laid(chain: Chain, path: Path, forks: _Forks) -> ChainPlan:
         if isinstance(node, WorkerNode) and not node.reads and state in ("slow", "stage"):
             nodes.append(_relay_behind(nodes[-1]))
         if isinstance(node, RelayNode):
-            if node.operator is not None and state == "stage" and _runs_ahead(nodes[-1]):
+            if node.pins and state == "stage" and _runs_ahead(nodes[-1]):
                 nodes.append(_relay_behind(nodes[-1]))
             before = nodes[-1]
-            if node.operator is None and isinstance(before, RelayNode) and before.operator is None:
+            if not node.pins and isinstance(before, RelayNode) and not before.pins:
                 nodes.pop()
         if isinstance(node, WorkerNode):
             node = replace(node, placement=replace(node.placement, backend=usable(node.backend)))
@@ -220,42 +194,44 @@ def _laid(chain: Chain, path: Path, forks: _Forks) -> ChainPlan:
 def _relay_behind(node: Node) -> RelayNode:
     counted = isinstance(node, WorkerNode) and not node.placement.buffer_bytes  # it counts no bytes
     ready = node.placement.prefetch if isinstance(node, WorkerNode) and counted else None
-    return RelayNode(node.name, least=max(AHEAD, ready or 0))
+    return RelayNode(RelayOptions(), thread=node.name, least=max(AHEAD, ready or 0))
 
 
 def _with_shards_first(operators: tuple[Operator, ...]) -> list[Operator]:
-    """Move a shard before work that would be thrown away, past everything that is one to one."""
+    """Move a shard before work that would be thrown away, past relays and work that is one to one."""
     ordered: list[Operator] = []
     for operator in operators:
         at = len(ordered)
-        if isinstance(operator, ShardByRank):
-            while isinstance(ordered[at - 1], (Map, Prefetch, PinMemory)):
-                at -= 1
+        while operator.goes_first and _is_one_to_one_work(ordered[at - 1]):
+            at -= 1
         ordered.insert(at, operator)
     return ordered
 
 
+def _is_one_to_one_work(operator: Operator) -> bool:
+    return (operator.placement or operator.relay) is not None and operator.length(1) == 1
+
+
 def _grouped(operators: list[Operator]) -> Iterator[Node]:
     """Yield nodes, neighbours that may share workers as one."""
-    group: list[Work | Readers] = []
+    group: list[Operator] = []
     shared = Placement()
     functions = others = 0  # before this one
     for operator in operators:
-        work = operator if isinstance(operator, (Work, Readers)) else None
-        if group and isinstance(work, Work) and _may_join(group, shared, work):
-            group.append(work)
-            shared = replace(shared, in_order=shared.in_order and work.placement.in_order)
+        placement, relay = operator.placement, operator.relay
+        if group and placement is not None and _may_join(group, shared, operator, placement):
+            group.append(operator)
+            shared = replace(shared, in_order=shared.in_order and placement.in_order)
             continue
         if group:
             yield _group(group, shared, functions)
             functions += len(group)
-        group = [work] if work is not None else []
-        if work is not None:
-            shared = work.placement
-        elif isinstance(operator, PinMemory):
-            yield RelayNode(operator.name, operator.prefetch, operator=operator)
-        elif isinstance(operator, Prefetch):
-            yield RelayNode("", operator.count)
+        group = []
+        if placement is not None:
+            group, shared = [operator], placement
+        elif relay is not None:
+            name = operator.describe()
+            yield RelayNode(relay, name, name if relay.pinner is None else operator.name)
         else:
             yield OperatorNode(operator, others)
             others += 1
@@ -263,25 +239,19 @@ def _grouped(operators: list[Operator]) -> Iterator[Node]:
         yield _group(group, shared, functions)
 
 
-def _may_join(group: list[Work | Readers], shared: Placement, work: Work) -> bool:
-    if isinstance(group[-1], Readers) or work.step().concurrency:  # coroutines begin a task
+def _may_join(
+    group: list[Operator], shared: Placement, work: Operator, placement: Placement
+) -> bool:
+    if group[-1].step().kind == "read" or work.step().concurrency:  # coroutines begin a task
         return False
-    return _fusible(shared, work.placement) and _counts(group)
+    # Steps that are seeded by the numbers of their items know them behind what is one to one.
+    counted = not isinstance(placement.seeding, SampleSeeding) or group[-1].seek(1) == 1
+    return counted and _fusible(shared, placement)
 
 
-def _counts(group: list[Work | Readers]) -> bool:
-    """Tell whether steps behind `group` know the numbers of their items, if seeded by them."""
-    placement = group[-1].placement
-    if not isinstance(placement.seeding, SampleSeeding):
-        return True
-    one_to_one = isinstance(group[-1], Map)
-    return one_to_one and placement.on_error is None
-
-
-def _group(works: list[Work | Readers], placement: Placement, first: int) -> Node:
-    if placement.inline and not isinstance(works[0], Readers):
-        return InlineNode(tuple(work for work in works if isinstance(work, Work)), placement, first)
-    return WorkerNode(tuple(works), placement, first)
+def _group(works: list[Operator], placement: Placement, first: int) -> Node:
+    inline = placement.inline and works[0].step().kind != "read"
+    return (InlineNode if inline else WorkerNode)(tuple(works), placement, first)
 
 
 def _fusible(one: Placement, other: Placement) -> bool:
@@ -309,20 +279,16 @@ def _state(nodes: Sequence[Node]) -> str:
 
 def passes_on(node: Node) -> bool:
     """Tell whether items come out of a node in the very memory that they had before it."""
-    return isinstance(node, RelayNode) or (
-        isinstance(node, OperatorNode) and isinstance(node.operator, _CHEAP)
-    )
+    return isinstance(node, RelayNode) or (isinstance(node, OperatorNode) and node.operator.cheap)
 
 
 def _is_quick(node: Node) -> bool:
     if isinstance(node, InlineNode):
-        first = node.works[0]
-        plain = isinstance(first, Lookup) and isinstance(first.function.dataset, _PLAIN)
-        return len(node.works) == 1 and plain and not first.function.batched
+        return all(work.cheap for work in node.works)
     assert isinstance(node, OperatorNode)
     if node.branches:
         return all(branch.quick for branch in node.branches)
-    return isinstance(node.operator, _CHEAP)
+    return node.operator.cheap
 
 
 def _needs_relay_at_end(nodes: list[Node]) -> bool:
@@ -332,7 +298,7 @@ def _needs_relay_at_end(nodes: list[Node]) -> bool:
     device are for the thread that takes them.
     """
     state = _state(nodes)
-    if any(isinstance(node, RelayNode) and node.moves for node in nodes):
+    if any(isinstance(node, RelayNode) and node.options.moves for node in nodes):
         return False
     if state == "slow":
         return any(isinstance(node, (WorkerNode, RelayNode)) for node in nodes) or _has_live_branch(
@@ -358,7 +324,7 @@ def _forwarded(nodes: list[Node]) -> Iterator[Node]:
     for node, relay, behind in zip(
         nodes, [*nodes[1:], None], [*nodes[2:], None, None], strict=False
     ):
-        plain = isinstance(relay, RelayNode) and relay.operator is None
+        plain = isinstance(relay, RelayNode) and not relay.pins
         direct = plain and isinstance(behind, WorkerNode)
         if direct and isinstance(node, WorkerNode) and not node.reads:
             assert isinstance(behind, WorkerNode)

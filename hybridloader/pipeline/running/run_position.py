@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hybridloader._support.errors import StateError, repr_of
 from hybridloader._support.state_copies import copied
-from hybridloader.pipeline.operators.base import Mark, Operator, UpstreamPart
-from hybridloader.pipeline.operators.sources import Indices, Items
-from hybridloader.pipeline.operators.work import Lookup
+from hybridloader.fetching.fetch import MapFetch
+from hybridloader.pipeline.operators.base import Mark, UpstreamPart
 from hybridloader.pipeline.running.plan import (
     ChainPlan,
     InlineNode,
@@ -143,11 +142,9 @@ class RunPosition:
         """Return the marks that the next epoch begins with: of sources that go on by themselves."""
         found = {}
         for node in self._plan.all_nodes:
-            if isinstance(node, OperatorNode) and isinstance(node.operator, Indices):
-                value = node.operator.upcoming()
-                if value is not None:
-                    place = place_of(node.path[:-1], node.number)
-                    found[place] = Mark(at=0, value=value, epoch=self.epoch + 1)
+            if isinstance(node, OperatorNode) and (value := node.operator.upcoming()) is not None:
+                place = place_of(node.path[:-1], node.number)
+                found[place] = Mark(at=0, value=value, epoch=self.epoch + 1)
         return found
 
     def _back(self, counts: Counts) -> Iterator[_Stop]:
@@ -164,15 +161,14 @@ class RunPosition:
                 if n and not passes_one_by_one(node, raised):
                     n, replayed = 0, True
                 continue
-            operator, number = node.operator, node.number
-            stop = self._stop(plan.path, number, n, epoch, replayed)
+            stop = self._stop(plan.path, node.number, n, epoch, replayed)
             mark = None if stop is None else stop.mark
-            parts = before(operator, n, epoch, mark, raised)
+            parts = before(node, n, epoch, mark, raised)
             if parts is None:
                 n, replayed = 0, True
-                stop = self._stop(plan.path, number, 0, epoch, replayed)
+                stop = self._stop(plan.path, node.number, 0, epoch, replayed)
                 mark = None if stop is None else stop.mark
-                parts = before(operator, 0, epoch, mark, raised) or ()
+                parts = before(node, 0, epoch, mark, raised) or ()
             if stop is not None:
                 yield stop
             for part in parts:
@@ -238,16 +234,16 @@ def passes_one_by_one(node: InlineNode | WorkerNode | RelayNode, raised: bool) -
     """
     if isinstance(node, RelayNode):
         return True
-    by_number = any(not isinstance(work, Lookup) for work in node.works)
-    if raised and by_number and isinstance(node.placement.seeding, SampleSeeding):
+    seeded = raised and isinstance(node.placement.seeding, SampleSeeding)
+    if seeded and not all(isinstance(work.step().function, MapFetch) for work in node.works):
         return False
     return all(work.seek(1) == 1 for work in node.works)
 
 
 def before(
-    operator: Operator, n: int, epoch: int, mark: Mark | None, raised: bool
+    node: OperatorNode, n: int, epoch: int, mark: Mark | None, raised: bool
 ) -> Sequence[UpstreamPart] | None:
-    """Call `Operator.before`; only for sources, errors in the places of items are items too."""
-    if n and raised and not isinstance(operator, (Indices, Items)):
+    """Call `Operator.before`; errors in the places of items are items only where nothing is before."""
+    if n and raised and (node.branches or node.path[-1]):
         return None
-    return operator.before(n, epoch, mark)
+    return node.operator.before(n, epoch, mark)

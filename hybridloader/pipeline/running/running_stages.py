@@ -30,7 +30,6 @@ from hybridloader.observe.stage_measures import StageMeasures, metering_of
 from hybridloader.observe.stage_metrics import StageMetrics
 from hybridloader.observe.stage_trace import StageTrace, skipped_in, traced_metering
 from hybridloader.observe.tracing import Trace, TracedWaits
-from hybridloader.pipeline.operators.work import Lookup, Readers, Work
 from hybridloader.pipeline.running.flow import ReaderItems, RelayDepth, StageItems
 from hybridloader.pipeline.running.plan import InlineNode, Node, Path, RelayNode, WorkerNode
 from hybridloader.seeding.sample_seeds import Origin, SampleSeeding, origin_of
@@ -123,6 +122,7 @@ class RunningStages(dict[Path, RunningStage]):
 
         counter, spec = ItemCounter(items=not node.reads), self._spec(node)
         try:
+            spec = self._spec(node)
             stage = Stage(
                 node.backend,
                 spec,
@@ -147,8 +147,7 @@ class RunningStages(dict[Path, RunningStage]):
             )
         except ShippingError as error:
             raise ShippingError(f"stage {node.name!r}: {error}") from error
-        lookup = next((work for work in node.works if isinstance(work, Lookup)), None)
-        dataset = None if node.backend.in_process or lookup is None else lookup.function.dataset
+        dataset = None if node.backend.in_process or node.reads else spec.fetch.dataset
         if isinstance(measures, StageTrace):
             measures.follow(stage)
         running = self[path] = RunningStage(node, stage, metrics, measures, dataset, counter)
@@ -178,12 +177,12 @@ class RunningStages(dict[Path, RunningStage]):
 
     def _spec(self, node: WorkerNode) -> WorkerSpec:
         placement = node.placement
-        first = node.works[0]
-        if isinstance(first, Readers):
-            warn_of_few_shards(first.source, placement.num_workers, node.name)
-            fetch: Any = ReadersFetch(first.source, placement.on_error)
+        steps = tuple(work.step() for work in node.works)
+        if node.reads:
+            source = steps[0].function
+            warn_of_few_shards(source, placement.num_workers, node.name)
+            fetch: Any = ReadersFetch(source, placement.on_error)
         else:
-            steps = tuple(work.step() for work in node.works if isinstance(work, Work))
             fetch = WorkFetch(steps, placement.threads_per_worker, placement.on_error)
         generator = random.Random(f"{self._seed}/workers/{node.path}")
         threads = node.backend.in_process and not node.backend.in_caller
@@ -205,7 +204,7 @@ class RunningStages(dict[Path, RunningStage]):
         """Return the origin of the seeds of some of the `works`: the same, wherever these run."""
         placement = node.placement
         if not isinstance(placement.seeding, SampleSeeding) and any(
-            isinstance(work, Work) and work.step().concurrency for work in node.works
+            work.step().concurrency for work in node.works
         ):
             return None  # coroutines take turns on one thread
         return origin_of(

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from hybridloader._support.attributes import attribute
 from hybridloader._support.errors import StateError
 from hybridloader._support.state_schema import (
     COUNT,
@@ -22,11 +21,7 @@ from hybridloader._support.state_schema import (
     dict_of,
     list_of,
 )
-from hybridloader.pipeline.operators.base import INFINITE, Chain, Mark, Operator
-from hybridloader.pipeline.operators.order import ShardByRank
-from hybridloader.pipeline.operators.pin import PinMemory
-from hybridloader.pipeline.operators.sources import Indices
-from hybridloader.pipeline.operators.work import Placed, Prefetch, Readers
+from hybridloader.pipeline.operators.base import INFINITE, Chain, Mark
 
 VERSION = 1
 """Version of states; it changes with the meaning of a field, and with the order that a seed gives."""
@@ -41,9 +36,6 @@ _MARK = Rule(
         and type(mark["at"]) is type(mark["epoch"]) is int
     ),
 )
-
-_LONGEST = 80
-"""Characters of a description."""
 
 
 @dataclass(frozen=True)
@@ -96,45 +88,16 @@ def descriptions(pipeline: Chain) -> list[str]:
 
 def _described(pipeline: Chain, indent: str, forks: dict[int, int]) -> Iterator[str]:
     for operator in pipeline.operators:
-        if isinstance(operator, (Prefetch, PinMemory)):
+        told, place = operator.identity(), operator.fork_place
+        if told is None:
             continue
-        fork: Any = getattr(operator, "fork", None)
-        told = _description(operator)
-        if fork is not None:
-            known = id(fork) in forks
-            told = f"{told} of fork {forks.setdefault(id(fork), len(forks))}"
-            if known:
-                yield f"{indent}{told}"
-                continue
+        branches = operator.branches()
+        if place is not None:
+            branches = () if id(place[0]) in forks else branches
+            told = f"{told} of fork {forks.setdefault(id(place[0]), len(forks))}"
         yield f"{indent}{told}"
-        for branch in operator.branches():
+        for branch in branches:
             yield from _described(branch, indent + "| ", forks)
-
-
-def _description(operator: Operator) -> str:
-    if isinstance(operator, ShardByRank):
-        num_replicas, rank = operator.resolved()
-        return f"shard(num_replicas={num_replicas}, rank={rank})"
-    told = operator.describe()
-    if isinstance(operator, Placed):
-        policy = operator.placement.on_error
-        if isinstance(operator, Readers):
-            told = f"{operator.placement.num_workers} x {told}"
-        if policy is not None:
-            told = f"{told} with on_error={policy!r}"
-    told = told if len(told) <= _LONGEST else told[: _LONGEST - 3] + "..."
-    ranks = _ranks_of(operator) if isinstance(operator, Indices) else None
-    return told if ranks is None else f"{told} for {ranks} ranks"
-
-
-def _ranks_of(source: Indices) -> int | None:
-    """Return how many ranks its sampler shares the indices among, if it tells: ours, torch's."""
-    order = source.sampler if source.batch_sampler is None else source.batch_sampler
-    for sampler in (order, attribute(order, "sampler")):
-        ranks = attribute(sampler, "num_replicas")
-        if type(ranks) is int:
-            return ranks
-    return None
 
 
 # -- checks ------------------------------------------------------------------------------------------
@@ -175,11 +138,8 @@ def _counted(pipeline: Chain) -> bool:
 
     A sampler's may be that of the epoch that it is told of, and that of an iterable a guess.
     """
-    source = pipeline.operators[0]
-    branches = source.branches()
-    if branches:
-        return all(map(_counted, branches))
-    return isinstance(source, Indices) and source.sampler is None and source.batch_sampler is None
+    branches = pipeline.operators[0].branches()
+    return all(map(_counted, branches)) if branches else pipeline.operators[0].counted
 
 
 def _same_operators(theirs: list[str], ours: list[str]) -> None:

@@ -11,7 +11,6 @@ from hybridloader.engine.diagnosis import workers_table
 from hybridloader.observe.recording import Faults, Recording, StageRecord
 from hybridloader.observe.stats import Stats, stats_of
 from hybridloader.observe.thread_records import record_of_caller, record_of_relay
-from hybridloader.pipeline.operators.base import Source
 from hybridloader.pipeline.running.plan import InlineNode, Node, OperatorNode, RelayNode, WorkerNode
 
 if TYPE_CHECKING:
@@ -64,7 +63,7 @@ def _rows(executor: Executor) -> Iterator[StageRecord]:
 def _row_of_relay(executor: Executor, running: RunningRelay) -> StageRecord | None:
     works = list(_pulled(running.before))
     names = [_name(node) for node in works]
-    if running.node.operator is not None:
+    if running.node.pins:
         names.append(running.node.name)
     if not names:
         return None
@@ -112,8 +111,9 @@ def _name(node: OperatorNode | InlineNode) -> str:
 
 def _is_source(nodes: Sequence[Node]) -> bool:
     """True if the nodes read a source and call no function of a step."""
-    operators = [node.operator for node in nodes if isinstance(node, OperatorNode)]
-    return len(operators) == len(nodes) and bool(operators) and isinstance(operators[0], Source)
+    return all(isinstance(node, OperatorNode) for node in nodes) and any(
+        n.path[-1] == 0 for n in nodes
+    )
 
 
 def _pulled(nodes: Sequence[Node]) -> Iterator[OperatorNode | InlineNode]:

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from hybridloader._support.errors import BackendUnavailable
-from hybridloader.pipeline.operators.base import Chain
-from hybridloader.pipeline.operators.join import Branch, ForkPoint, Zip
-from hybridloader.pipeline.operators.order import Repeat
+from hybridloader.pipeline.operators.base import Chain, steps_in
 from hybridloader.pipeline.running.plan import ChainPlan, OperatorNode, Path, RelayNode, WorkerNode
+
+_Repeats = tuple[int, ...]
 
 
 def check(plan: ChainPlan) -> None:
-    """Find what can't run, before anything is started: forks, devices and backends.
+    """Find what can't run, before anything is started: forks, devices, steps and backends.
 
-    Raises `ValueError`, or `BackendUnavailable` for a backend that can't serve here.
+    Raises `ValueError`, `BackendUnavailable` for a backend that can't serve here, or what a step raises.
     """
     _check_devices(plan)
-    met: dict[ForkPoint, set[int]] = {}
-    repeated: dict[ForkPoint, tuple[int, ...]] = {}
-    for branch, repeats in _all_branches(plan.chain, ()):
-        met.setdefault(branch.fork, set()).add(branch.number)
-        if repeated.setdefault(branch.fork, repeats) != repeats:
+    for operator in steps_in(plan.chain):
+        operator.check_run()
+    met: dict[Any, set[int]] = {}  # branches, by their fork
+    repeated: dict[Any, _Repeats] = {}
+    for fork, number, repeats in _fork_places(plan.chain, ()):
+        met.setdefault(fork, set()).add(number)
+        if repeated.setdefault(fork, repeats) != repeats:
             raise ValueError(
                 "a branch of a fork is repeated apart from the others, which take what it gives; "
                 "repeat() before the fork, or behind where its branches are joined"
@@ -43,25 +46,21 @@ def check(plan: ChainPlan) -> None:
 
 
 def _check_devices(plan: ChainPlan) -> None:
-    own = plan.nodes
-    for at, node in enumerate(own):
-        if not (isinstance(node, RelayNode) and node.moves):
+    for node in plan.all_nodes:
+        if not (isinstance(node, RelayNode) and node.options.moves):
             continue
-        behind = next((n for n in own[at + 1 :] if isinstance(n, (WorkerNode, RelayNode))), None)
+        if len(node.path) > 1:
+            raise ValueError(
+                f"{node.name} is in a part of a pipeline that is joined to others, so whoever joins "
+                "them would take what was moved; move the items behind that"
+            )
+        later = plan.nodes[node.path[0] + 1 :]
+        behind = next((n for n in later if isinstance(n, (WorkerNode, RelayNode))), None)
         if behind is not None:
             raise ValueError(
                 f"{behind.name} comes behind {node.name}, so another thread than your loop's would take "
                 "what was moved, and the stream of your loop would not wait for it; move it last"
             )
-    for node in plan.all_nodes:
-        if not isinstance(node, RelayNode) or node.operator is None:
-            continue
-        if node.moves and len(node.path) > 1:
-            raise ValueError(
-                f"{node.name} is in a part of a pipeline that is joined to others, so whoever joins "
-                "them would take what was moved; move the items behind that"
-            )
-        node.operator.check()
 
 
 def _listed(numbers: list[int]) -> str:
@@ -69,16 +68,14 @@ def _listed(numbers: list[int]) -> str:
     return f"number {shown} is" if len(numbers) == 1 else f"numbers {shown} are"
 
 
-def _all_branches(
-    pipeline: Chain, repeats: tuple[int, ...]
-) -> Iterator[tuple[Branch, tuple[int, ...]]]:
-    """Yield all branches of forks, each with the repetitions that it is in."""
-    inside = repeats + tuple(id(o) for o in pipeline.operators if isinstance(o, Repeat))
+def _fork_places(pipeline: Chain, repeats: _Repeats) -> Iterator[tuple[Any, int, _Repeats]]:
+    """Yield the fork and number of all branches, each with the repetitions that it is in."""
+    inside = repeats + tuple(id(o) for o in pipeline.operators if o.many_passes)
     source = pipeline.operators[0]
-    if isinstance(source, Branch):
-        yield source, inside
+    if source.fork_place is not None:
+        yield *source.fork_place, inside
     for inner in source.branches():
-        yield from _all_branches(inner, inside)
+        yield from _fork_places(inner, inside)
 
 
 def chains_in_rows(plan: ChainPlan) -> set[Path]:
@@ -90,6 +87,6 @@ def chains_in_rows(plan: ChainPlan) -> set[Path]:
         if (chain.path, rows) not in met:
             met.add((chain.path, rows))
             for node in chain.nodes:
-                inside = rows or (isinstance(node, OperatorNode) and isinstance(node.operator, Zip))
+                inside = rows or (isinstance(node, OperatorNode) and node.operator.joins_by_number)
                 todo.extend((branch, inside) for branch in node.branches)
     return {path for path, rows in met if rows}
