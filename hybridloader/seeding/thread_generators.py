@@ -193,12 +193,24 @@ def mode_class() -> Any:
     class Within(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Mode within a function that takes no generator: each operation that draws gets one.
 
-        If somebody looks for such functions, `moved` is told.
+        If somebody looks for such functions, `moved` is told. It is entered by way of C: torch's own
+        `__enter__` also notes the mode for the process, where `torch.compile` looks.
         """
 
         def __init__(self, mine: Any, moved: set[str] | None = None) -> None:
             super().__init__()  # type: ignore[no-untyped-call]
             self._mine, self._moved = mine, moved
+
+        @classmethod
+        def _should_skip_dynamo(cls) -> bool:
+            return False  # else the first operation imports torch.compile, which takes a second
+
+        def __enter__(self) -> Any:
+            torch._C._push_on_torch_dispatch_stack(self)
+            return self
+
+        def __exit__(self, *exc: object) -> None:
+            torch._C._pop_torch_dispatch_stack(None)
 
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -285,6 +286,7 @@ def test_a_state_resumes_with_the_same_numbers() -> None:
 
 
 def test_patches_go_with_the_last_loader_on_threads() -> None:
+    gc.collect()  # of loaders of other tests
     assert installation.count == 0
     iterator = iter(loader(2))
     next(iterator), next(iterator)
