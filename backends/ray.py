@@ -104,6 +104,11 @@ class _Result(engine.Payload):
         found: int = self._sent.nbytes
         return found
 
+    @property
+    def array_bytes(self) -> int:
+        found: int = self._sent.array_bytes
+        return found
+
     def open(self) -> Any:
         self.place = None
         return self._sent.open()

@@ -64,8 +64,16 @@ class ProcessResult(Payload):
 
     @property
     def nbytes(self) -> int:  # of the header and all buffers, wherever they lie; 0 once let go
-        slotted = sum(span.size for span in self.spans() if span is not None)
-        return len(self.header) + sum(buffer.nbytes for buffer in self.buffers) + slotted
+        return len(self.header) + sum(self._sizes)
+
+    @property
+    def array_bytes(self) -> int:
+        return sum(self._sizes if self.header else self._sizes[:-1])
+
+    @property
+    def _sizes(self) -> list[int]:  # of the buffers
+        stream = iter(self.buffers)
+        return [next(stream).nbytes if span is None else span.size for span in self.spans()]
 
     def open(self) -> Any:
         if self._state:

@@ -15,6 +15,7 @@ from hybridloader._support.errors import WorkerDied, mark
 
 if TYPE_CHECKING:
     from hybridloader.engine.dataset_state import DatasetStates, ShardStart
+    from hybridloader.engine.meter import TaskParts
     from hybridloader.engine.slices import Slices
     from hybridloader.seeding.sample_rng import Key, SampleRng
 
@@ -50,12 +51,15 @@ class TaskContext:
         Metadata of the task's value, for `Done.extras`. Set by the fetcher, taken by the worker.
     slices
         Slices of a trace, to which fetchers add; None if there is no trace.
+    parts
+        Seconds of parts of tasks, to which fetchers add; None if nobody observes.
     set_up
         Objects of a stage's functions whose `setup` this worker has called, by the function's number.
     """
 
     __slots__ = (
-        *("at", "cancelled", "extras", "retried", "rng", "set_up", "slices", "task", "tracked"),
+        *("at", "cancelled", "extras", "parts", "retried", "rng", "set_up", "slices", "task"),
+        "tracked",
     )
 
     def __init__(self, *, tracked: bool = False) -> None:
@@ -64,6 +68,7 @@ class TaskContext:
         self.rng: SampleRng | None = None
         self.extras: dict[str, Any] | None = None
         self.slices: Slices | None = None
+        self.parts: TaskParts | None = None
         self.set_up: dict[int, Any] = {}
         self.at = self.task = -1
         self.retried = 0
@@ -100,7 +105,7 @@ class FollowingContext(TaskContext):
     def __init__(self, other: TaskContext, rng: SampleRng | None) -> None:
         self._other = other
         super().__init__()
-        self.rng, self.slices = rng, other.slices
+        self.rng, self.slices, self.parts = rng, other.slices, other.parts
 
     @property
     def cancelled(self) -> bool:
@@ -245,6 +250,11 @@ class Fetch(ABC):
     @property
     def divisible(self) -> bool:
         """True if several workers that share the dataset may fetch the samples of one task."""
+        return False
+
+    @property
+    def spreads(self) -> bool:
+        """True if several threads of a worker may fetch the samples of a task."""
         return False
 
     @property

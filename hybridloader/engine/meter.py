@@ -11,8 +11,9 @@ from __future__ import annotations
 import os
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from threading import get_ident
 from time import perf_counter, sleep
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ EVERY = 0.01
 """Least seconds from one `Measures` of a worker to the next."""
 
 _LOOKS = 0.25
-"""Least seconds between two looks at the run queue, and at the GIL."""
+"""Least seconds between two looks at the GIL."""
 
 _NAP = 5e-5
 """Seconds that a look at the GIL sleeps. Whoever waits for it takes it meanwhile, and keeps it for the
@@ -67,7 +68,7 @@ class Measures(NamedTuple):
     cpu: float | None
     """CPU seconds."""
     wait_for_core: float | None
-    """Seconds that the worker could have run and had no core; None where it was not looked at."""
+    """Seconds that the worker could have run and had no core; None where that is not known."""
     wait_for_gil: float | None
     """Seconds that a thread which had let go of the GIL waited for it, 0.1 ms if nobody else wants it;
     None where that was not looked at."""
@@ -81,6 +82,16 @@ class Measures(NamedTuple):
     """What the worker did and when, for a trace."""
     others: tuple[Measures, ...] = ()
     """Measures of workers that only fetched samples of tasks which others answered."""
+    first: bool = False
+    """True if they are of the first task of the worker."""
+    collating: float = 0.0
+    """Share of the last task that went into `collate_fn`; 0 if the tasks are too short."""
+    idle: float = 0.0
+    """Seconds that an event loop waited for something that a coroutine awaits."""
+    held: float = 0.0
+    """Seconds that coroutines kept it from that."""
+    coroutines: int = 0
+    """Number of these."""
 
     def moved(self, seconds: float) -> Measures:
         """Return these with all times so many seconds later."""
@@ -101,6 +112,51 @@ class Measures(NamedTuple):
             return self._replace(others=tuple(taken))
 
 
+class TaskParts:
+    """Parts of tasks, as a fetcher sees them: its collation, and the turns of an event loop."""
+
+    def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
+        self._clock = clock
+        # All the mutable state:
+        self.looks = True  # tasks are long enough for `gathered`
+        self.gathered = 0.0  # time at which the samples of the last task were there, to be collated
+        self.idle = self.held = 0.0  # seconds
+        self.coroutines = 0  # that were begun
+        self._since = 0.0  # when a coroutine got its turn
+
+    def turn(self) -> None:
+        """Note that an event loop runs, and that the coroutines have their turn."""
+        self._since = self._clock()
+
+    def turned(self) -> None:
+        """Note that the turn of the coroutines has ended."""
+        self.held += self._clock() - self._since
+
+    def select(self, select: Callable[[Any], Any], timeout: Any) -> Any:
+        """Call `select`, by which an event loop waits."""
+        began = self._clock()
+        self.held += began - self._since
+        try:
+            return select(timeout)
+        finally:
+            self._since = self._clock()
+            self.idle += self._since - began
+
+    def pull(self, items: Iterator[Any]) -> Any:
+        """Return the next of `items`; a coroutine's turn does not count meanwhile."""
+        began = self._clock()
+        try:
+            return next(items)
+        finally:
+            self._since += self._clock() - began
+
+    def take(self) -> tuple[float, float, int]:
+        """Return seconds and number of coroutines, for `Measures`, and count from 0 again."""
+        found = self.idle, self.held, self.coroutines
+        self.idle, self.held, self.coroutines = 0.0, 0.0, 0
+        return found
+
+
 class Meter:
     """Adds up what a worker measures.
 
@@ -111,7 +167,7 @@ class Meter:
         self._clock, self._alone = clock, metering.alone
         self._cpu_clock, self._by_pass = metering.cpu_clock, metering.by_pass
         self._gil = metering.gil
-        self._run_queue: RunQueue | None = None
+        self.parts = TaskParts(clock)
         self.slices = Slices(metering.slices, alone=self._alone) if metering.slices else None
         # All the mutable state:
         self.busy = 0.0
@@ -122,7 +178,9 @@ class Meter:
         self.reports = False
         """True if the report of the next event is to be made by `report`."""
         self._parts: deque[tuple[float, float, float]] = deque(maxlen=_PARTS)
-        self._look = float("-inf")  # time of the next look at the run queue
+        self._run_queue: RunQueue | None = None
+        self._thread = 0  # that has this run queue
+        self._look = float("-inf")  # time of the next look at the GIL
         self._cpu = 0.0  # clock when it told, or when the task began
         self._reporting = 0.0
 
@@ -143,14 +201,24 @@ class Meter:
             return
         self.busy = self._reporting = 0.0
         self._parts.clear()
-        self.due = float("-inf")
+        self.parts.take()
+        self.due = self._told = float("-inf")
         if self._cpu_clock is not None and self._alone:
             self._cpu = self._cpu_clock()
+            if self._run_queue is not None:
+                self._run_queue.since()
 
     def begin(self) -> None:
         """Note that a task begins."""
-        if self._cpu_clock is not None and not self._alone:
-            self._cpu = self._cpu_clock()
+        self.parts.gathered = 0.0
+        if self._cpu_clock is None or self._alone:
+            return
+        self._cpu = self._cpu_clock()
+        if self._thread != get_ident():  # whoever pulls a loader may be another thread each time
+            self.close()
+            self._thread, self._run_queue = get_ident(), RunQueue.here()
+        elif self._run_queue is not None:
+            self._run_queue.since()
 
     def part(self, began: float, ended: float, *, here: bool = True) -> None:
         """Note samples of a task that several workers share; it may be another that answers it.
@@ -173,21 +241,31 @@ class Meter:
         last, told, busy = ended - began, self._told, self.busy
         spans = [*self._parts, (began, ended, last)]
         before = busy - sum(seconds for _, _, seconds in spans)
-        if before > 1e-9 and told < began:
+        first = told == float("-inf")
+        if before > 1e-9 and first:
+            spans.insert(0, (began - before, began, before))
+        elif before > 1e-9 and told < began:
             # They had not to be told yet, so they ended within that time.
             spans.insert(0, (told, max(told + before, min(began, told + EVERY)), before))
         found = Measures(
             tuple(spans),
             busy,
             self._cpu_spent(busy, last),
-            *self._waits(ended),
+            self._core_waited(busy, last),
+            self._gil_waited(ended),
             (ended - fetched) / (last + spent) if self.looks and last > 0 else 0.0,
             self._reporting,
             retried,
             None if self.slices is None else self.slices.tell(ended + EVERY),
+            (),
+            first,
+            (fetched - self.parts.gathered) / (last + spent)
+            if self.looks and self.parts.gathered and last > 0
+            else 0.0,
+            *self.parts.take(),
         )
         self._told, self.due = ended, ended + EVERY
-        self.looks = last >= _SHORT
+        self.looks = self.parts.looks = last >= _SHORT
         if self.slices is not None and last >= _LONG:
             self.due = float("-inf")  # what the next one does is to be known soon
         self.busy = self._reporting = 0.0
@@ -209,31 +287,34 @@ class Meter:
         report(event)
         ended = self._clock()
         self._reporting = ended - began
+        if ended - began >= _LONG:
+            self.due = float("-inf")  # it may be all that the next one takes, too
         if self.slices is not None:
             self.slices.span("send", began, ended)
 
     def close(self) -> None:
         if self._run_queue is not None:
             self._run_queue.close()
-            self._run_queue = None
+            self._run_queue, self._thread = None, 0
 
-    def _waits(self, now: float) -> tuple[float | None, float | None]:
-        """Return the seconds without a core since the last look, and those of a wait for the GIL."""
-        if now < self._look:
-            return None, None
-        self._look = now + _LOOKS
+    def _core_waited(self, busy: float, last: float) -> float | None:
+        """Return the seconds without a core since the last measures."""
         queue = self._run_queue
-        for_core = None if queue is None else queue.since()
-        if not self._gil:
-            return for_core, None
-        began = self._clock()
+        if queue is None or not (self._alone or (self.looks and last > 0)):
+            return None
+        waited = queue.since()
+        return waited if self._alone else busy * min(1.0, waited / last)  # as for the CPU time
+
+    def _gil_waited(self, now: float) -> float | None:
+        """Return the seconds that a look at the GIL waited for it, if it was time for one."""
+        if not self._gil or now < self._look:
+            return None
+        self._look = now + _LOOKS
+        queue, began = self._run_queue, self._clock()
         sleep(_NAP)
         waited = self._clock() - began - _NAP
-        if queue is not None and for_core is not None:
-            # Who wakes up waits for a core first, where others use them all.
-            woken = queue.since()
-            waited, for_core = waited - woken, for_core + woken
-        return for_core, max(0.0, waited)
+        # Who wakes up waits for a core first, where others use them all.
+        return max(0.0, waited if queue is None else waited - queue.since())
 
     def _cpu_spent(self, busy: float, last: float) -> float | None:
         if self._cpu_clock is None:

@@ -23,6 +23,11 @@ class Payload:
         """Size in bytes, as far as it is known without opening it."""
         return 0
 
+    @property
+    def array_bytes(self) -> int:
+        """Bytes of these that are of tensors and arrays, and are not pickled."""
+        return 0
+
     def open(self) -> Any:
         """Return the value. An exception is reported as the failure of that task alone."""
         raise NotImplementedError

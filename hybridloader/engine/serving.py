@@ -153,7 +153,11 @@ class Pickled(Payload):
 
     @property
     def nbytes(self) -> int:
-        return len(self._header) + sum(memoryview(buffer).nbytes for buffer in self._buffers)
+        return len(self._header) + self.array_bytes
+
+    @property
+    def array_bytes(self) -> int:
+        return sum(memoryview(buffer).nbytes for buffer in self._buffers)
 
     def open(self) -> Any:
         buffers, self._buffers = [own(buffer, self.slots) for buffer in self._buffers], []

@@ -75,9 +75,10 @@ class Worker:
             self._seeds = seeds_by_sample(seeds, any_thread=spec.seeding.any_thread)
         self.info = self._describe()
         self.meter = None if spec.metering is None else Meter(spec.metering)
-        if self.meter is not None and self.meter.slices is not None:
-            self.meter.slices.worker = worker
-            context.slices = self.meter.slices
+        if self.meter is not None:
+            context.parts, context.slices = self.meter.parts, self.meter.slices
+            if context.slices is not None:
+                context.slices.worker = worker
         self._modes = TakenModes()
         self._fetcher: Fetcher | None = None
         self._initialised = False

@@ -39,6 +39,11 @@ class Loop:
         self._context: TaskContext | None = None  # of the wait in hand
         self.in_use = threading.Lock()  # by whoever runs it, or ends it
         self._wakeable = False
+        # asyncio's loops, of any system, wait in this one method; those of others may not.
+        selector = getattr(self._loop, "_selector", None)
+        self._timed = selector is not None
+        if selector is not None:
+            selector.select = partial(self._select, selector.select)
         self._loop.call_soon(self._look)
 
     @property
@@ -73,12 +78,20 @@ class Loop:
             self._wakeable = False
 
     def _run(self, context: TaskContext) -> None:
-        self._context = context
+        self._context, parts = context, context.parts if self._timed else None
         try:
             with self.in_use, _beside_the_callers():
+                if parts is not None:
+                    parts.turn()
                 self._loop.run_forever()
         finally:
             self._context = None
+            if parts is not None:
+                parts.turned()
+
+    def _select(self, select: Callable[[Any], Any], timeout: Any = None) -> Any:
+        parts = None if self._context is None else self._context.parts
+        return select(timeout) if parts is None else parts.select(select, timeout)
 
     def wake(self) -> None:
         """End `run`, on another thread; what is not waiting there goes on."""
@@ -243,13 +256,13 @@ class Coroutines:
 
     def _fill(self) -> None:
         """Begin items, up to one that can't be had."""
-        begun, items = self._begun, self._items
+        begun, items, parts = self._begun, self._items, self._context.parts
         assert items is not None
         while self._in_work < self._limit and len(begun) < _HELD * self._limit:
             if begun and isinstance(begun[-1][1], Exception):
                 return
             try:
-                item = next(items)
+                item = next(items) if parts is None else parts.pull(items)
             except Exception as error:  # it is raised in its place
                 begun.append((None, error))
                 return
@@ -258,6 +271,8 @@ class Coroutines:
     def _begin(self, item: Any) -> asyncio.Task[Any]:
         if self._loop is None:
             self._loop, self._is_workers = _loop_of_worker() if self._of_worker else (Loop(), False)
+        if self._context.parts is not None:
+            self._context.parts.coroutines += 1
         task = self._loop.begin(self._function(item))
         self._in_work += 1
         task.add_done_callback(self._end)

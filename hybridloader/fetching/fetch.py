@@ -63,9 +63,12 @@ class MapFetch(Fetch):
 
     @property
     def divisible(self) -> bool:
+        return self.spreads and not (self.private or self.sends_states)
+
+    @property
+    def spreads(self) -> bool:
         return (
             self.batched
-            and not (self.private or self.sends_states)
             and one_by_one(self.dataset)
             and gatherer(self.dataset, self.collate_fn) is None
         )

@@ -134,6 +134,10 @@ class WorkFetch(Fetch):
         return self.steps[0].concurrency
 
     @property
+    def spreads(self) -> bool:
+        return not self.coroutines
+
+    @property
     def overlaps(self) -> bool:
         return self.threads > 1 or self.coroutines > 1
 

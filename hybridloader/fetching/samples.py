@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from time import perf_counter
 from typing import Any, Protocol
 
 from hybridloader._support.attributes import attribute
@@ -85,7 +86,7 @@ class BatchFetcher(Fetcher):
         dataset, context, spread = self._in_turn, self._context, self._spread
         if spread is not None:
             sample = context.timed("sample", self.sample, SEEN)
-            return self._collate_fn(spread(sample, indices))
+            return self.assemble(spread(sample, indices), indices)
         try:
             many = getattr(dataset, "__getitems__", None)
         except Exception:  # of a foreign `__getattr__`
@@ -104,6 +105,8 @@ class BatchFetcher(Fetcher):
         finally:
             if rng is not None:
                 rng.leave()
+        if context.parts is not None and context.parts.looks:
+            context.parts.gathered = perf_counter()
         return self._collate_fn(samples)
 
     def sample(self, index: Any) -> Any:
@@ -114,6 +117,8 @@ class BatchFetcher(Fetcher):
         return self._spread.begin(self._context.timed("sample", self.sample, SEEN), index, ring)
 
     def assemble(self, samples: list[Any], index: Any) -> Any:
+        if self._context.parts is not None and self._context.parts.looks:
+            self._context.parts.gathered = perf_counter()
         return self._collate_fn(samples)
 
     def key(self, index: Any) -> Key:

@@ -119,10 +119,10 @@ class LoaderIterator(_BaseDataLoaderIter):
         trace, watch = running_trace(), running_watch()
         if trace is None and watch is None and not self._plan.options.observe:
             return None
-        window = self._prefetch_factor * self._num_workers
+        window, options = self._prefetch_factor * self._num_workers, self._plan.advisable(fetch)
         key = self._plan.record.number  # the same for all iterators of a loader
         made = Observation(
-            "DataLoader", self._backend, fetch, self._num_workers, window, trace, key
+            "DataLoader", self._backend, fetch, self._num_workers, window, options, trace, key
         )
         made.of(self, self._plan.batch_size)
         if watch is not None:

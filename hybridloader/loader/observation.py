@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -34,7 +34,10 @@ SAMPLER = "sampler"
 
 
 class Observation:
-    """Measurements of one iterator, whose stage has `workers` and a `window` of tasks."""
+    """Measurements of one iterator, whose stage has `workers` and a `window` of tasks.
+
+    Its loader may change `options`; see `StageRecord`.
+    """
 
     def __init__(
         self,
@@ -43,16 +46,17 @@ class Observation:
         fetch: Fetch,
         workers: int,
         window: int,
+        options: Mapping[str, Any],
         trace: Trace | None = None,
         key: int = 0,  # tells its loader from others in the trace
     ) -> None:
         self._name, self._trace = stage, trace
         self.metering = replace(metering_of(backend, fetch), by_pass=True)
         if trace is None:
-            self.measures = StageMeasures(backend, workers, window)
+            self.measures = StageMeasures(backend, fetch, workers, window, options)
         else:
             self.metering = traced_metering(self.metering)
-            self.measures = StageTrace(trace, stage, key, backend, workers, window)
+            self.measures = StageTrace(trace, stage, key, backend, fetch, workers, window, options)
         self._batch_size: int | None = None
         # All the other mutable state, of the pass that runs:
         self._stage: weakref.ref[Stage] | None = None

@@ -22,12 +22,14 @@ from hybridloader._support.attributes import attribute, has
 from hybridloader._support.caller import warn_once
 from hybridloader.backends.fallback import usable
 from hybridloader.engine.contract import Backend
+from hybridloader.engine.fetcher import Fetch
 from hybridloader.engine.registry import get_backend
 from hybridloader.engine.reorder import ReorderLimit
 from hybridloader.loader.options import Options
 from hybridloader.loader.record import LoaderRecord, record_of, upcoming
 from hybridloader.loader.samplers import Samplers
 from hybridloader.memory.limits import DEFAULT_MEMORY
+from hybridloader.observe.stage_measures import options_of
 from hybridloader.seeding.sample_seeds import SampleSeeding, parse_seeding
 
 
@@ -223,6 +225,15 @@ class LoaderPlan:
                 "shard_remainders='join' joins the last samples of each worker's part of an iterable "
                 "dataset; leave it out for a map-style dataset, and with batch_size=None"
             )
+        return found
+
+    def advisable(self, fetch: Fetch) -> dict[str, Any]:
+        """Return the options that may be changed so that it changes something, and their values."""
+        found = options_of(self.backend, fetch, int(self.num_workers))
+        if self.multiprocessing_context is not None:  # which no other backend may contradict
+            del found["backend"]
+        if self.num_workers:
+            found["persistent_workers"] = bool(self.persistent_workers)
         return found
 
     # -- backend -------------------------------------------------------------------------------------

@@ -67,13 +67,21 @@ def between(began: float, ended: float, pauses: Iterable[tuple[float, float]]) -
     return spans
 
 
+def overlap(waits: Iterable[Wait], times: Sequence[Wait | Span]) -> float:
+    """Return the seconds of `waits` that are in any of the `times`."""
+    last = max((time.ended for time in times), default=-math.inf)
+    early = [wait for wait in waits if wait.began < last]
+    pauses = [time[:2] for time in times]
+    return length(early) - math.fsum(length(between(*wait, pauses)) for wait in early)
+
+
 def within(waits: Iterable[Wait], began: float, ended: float) -> list[Wait]:
     """Return what of `waits` is between two times."""
     cut = (Wait(max(wait.began, began), min(wait.ended, ended)) for wait in waits)
     return [wait for wait in cut if wait.ended > wait.began]
 
 
-def length(waits: Iterable[Wait]) -> float:
+def length(waits: Iterable[Wait | Span]) -> float:
     """Return the seconds of all `waits`."""
     return math.fsum(wait.ended - wait.began for wait in waits)
 

@@ -5,11 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hybridloader.observe.attribution import length, percentile, stall_by_stage, within
-from hybridloader.observe.recording import Recording, StageRecord
+from hybridloader.observe.attribution import (
+    between,
+    length,
+    overlap,
+    percentile,
+    stall_by_stage,
+    within,
+)
+from hybridloader.observe.recording import Recording, StageRecord, Wait
 
 LOOP = "your loop"
 """Name of the row of the loop that takes the items."""
+
+FIRST = 3
+"""Multiple of any other task that the first of a worker takes, from which the start of the worker, such
+as a file that it opens, is the larger part of it."""
+
+NOTHING = 0.25
+"""Part of the work of the worker that has most, below which another has next to nothing."""
 
 REST = "none of them"
 """Name of the stall in which no stage was busy."""
@@ -36,6 +50,10 @@ class Figures:
     p99: float
     by_stage: tuple[float, ...]
     """Seconds of the stall that belong to each stage."""
+    late: float
+    """Seconds of all waits until the first task began, and no source was busy."""
+    opening: float
+    """Seconds of all waits in which workers did slow first tasks."""
 
     @property
     def share(self) -> float:
@@ -46,12 +64,6 @@ class Figures:
     def rest(self) -> float:
         """Seconds of the stall that belong to no stage."""
         return max(0.0, self.stall - sum(self.by_stage))
-
-    @property
-    def started(self) -> float | None:
-        """Time at which the first task began; None if none has."""
-        firsts = [stage.first for stage in self.recording.stages if stage.first is not None]
-        return min(firsts, default=None)
 
     @classmethod
     def of(cls, recording: Recording) -> Figures:
@@ -74,6 +86,11 @@ class Figures:
         if not seen and stall > 0:  # only short calls: each stage as often as it was busy
             shares = _by_load(recording.stages)
         measured = length(seen) if seen else 1.0
+        stages = recording.stages
+        firsts = [stage.first for stage in stages if stage.first is not None]
+        sources = [span[:2] for stage in stages if stage.source for span in stage.spans]
+        idle = between(loop.began, min(firsts, default=loop.began), sources)
+        opening = [wait for stage in stages for wait in slow_firsts(stage)]
         return cls(
             recording=recording,
             names=_names(recording.stages),
@@ -85,7 +102,23 @@ class Figures:
             p50=percentile(loop, later, 0.5),
             p99=percentile(loop, later, 0.99),
             by_stage=tuple(stall * share / measured for share in shares),
+            late=overlap(loop.waits, idle),
+            opening=overlap(loop.waits, opening),
         )
+
+
+def slow_firsts(stage: StageRecord) -> list[Wait]:
+    """Return the times in which workers did first tasks that took a multiple of any other."""
+    if stage.later is None:
+        return []
+    least = FIRST * stage.later
+    return [wait for wait in stage.firsts if wait.ended - wait.began >= least]
+
+
+def without_data(stage: StageRecord) -> int:
+    """Return how many workers had next to nothing to do, as others read all of the data."""
+    most = max(stage.parts, default=0.0)
+    return sum(busy < NOTHING * most for busy in stage.parts)
 
 
 def _full(recording: Recording) -> float | None:

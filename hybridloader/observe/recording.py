@@ -6,8 +6,9 @@ are functions of these, without a clock or a thread.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Span(NamedTuple):
@@ -27,6 +28,19 @@ class Wait(NamedTuple):
 
     began: float
     ended: float
+
+
+class CoroutineUse(NamedTuple):
+    """Use of the event loops that a step with an ``async def`` function has."""
+
+    step: str
+    concurrency: int
+    begun: int
+    """Number of coroutines."""
+    idle: float
+    """Seconds that they waited for something that a coroutine awaits."""
+    held: float
+    """Seconds that coroutines kept them from that."""
 
 
 @dataclass(frozen=True)
@@ -82,11 +96,15 @@ class StageRecord:
     """Seconds that its workers could have run and had no core."""
     gil_waits: tuple[float, ...] = ()
     """Seconds that its threads waited for the GIL when they had let go of it, at some moments."""
+    collating: float = 0.0
+    """Seconds of `busy` that `collate_fn` took."""
     packing: float = 0.0
     """Seconds of `busy` that went into packing results."""
     sending: float = 0.0
     """Seconds besides, that went into sending results, and into opening them."""
     bytes: int | None = None
+    arrays: float = 0.0
+    """Share of these that is of tensors and arrays, and not pickled."""
     queued: int = 0
     faults: Faults = field(default=Faults())
     spans: tuple[Span, ...] = ()
@@ -96,12 +114,22 @@ class StageRecord:
     """Time before which `spans` has nothing, because it was dropped."""
     first: float | None = None
     """Time at which its first task began."""
+    firsts: tuple[Wait, ...] = ()
+    """Times in which each of its workers did its first task."""
+    later: float | None = None
+    """Seconds of any other task, on average; None if there were no others."""
+    parts: tuple[float, ...] = ()
+    """Busy seconds of each worker, if each reads a part of the data of its own."""
+    coroutines: CoroutineUse | None = None
+    """Use of event loops, if its function, or the slowest of its functions, is an ``async def``."""
     full: float | None = None
     """Time at which as many tasks had come back as its window holds."""
     in_process: bool = True
     """True if its workers share the GIL with the loop."""
     source: bool = False
     """True for a sampler, and for whatever reads a source."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Options that whoever made it may change so that it changes something, and their values."""
 
 
 @dataclass(frozen=True)

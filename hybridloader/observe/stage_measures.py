@@ -9,6 +9,7 @@ import itertools
 import math
 import time
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 from hybridloader._support.attributes import attribute
@@ -19,7 +20,8 @@ from hybridloader.engine.messages import Done, Result
 from hybridloader.engine.meter import MEASURES, Measures, Metering
 from hybridloader.engine.payload import ByReference, Payload
 from hybridloader.engine.relay import REMEMBERED
-from hybridloader.observe.recording import Faults, Span, StageRecord
+from hybridloader.observe.attribution import length
+from hybridloader.observe.recording import CoroutineUse, Faults, Span, StageRecord, Wait
 
 _SLOW = 1e-4
 """Seconds of opening a result from which the next ones are timed, too."""
@@ -39,11 +41,31 @@ def metering_of(backend: Backend, fetch: Fetch) -> Metering:
     return Metering(thread_time, alone=alone, gil=alone)
 
 
-class StageMeasures:
-    """Measures of one stage, and its `Observer`. It is full once `window` tasks have come back."""
+def options_of(backend: Backend, fetch: Fetch, workers: int) -> dict[str, Any]:
+    """Return what may be changed of a stage, and change something: options and their values."""
+    found: dict[str, Any] = {"backend": backend.name, "num_workers": workers}
+    if fetch.spreads:
+        found["threads_per_worker"] = fetch.threads
+    return found
 
-    def __init__(self, backend: Backend, workers: int, window: int) -> None:
+
+class StageMeasures:
+    """Measures of one stage, and its `Observer`. It is full once `window` tasks have come back.
+
+    `options` are those of `StageRecord`.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        fetch: Fetch,
+        workers: int,
+        window: int,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
         self.backend, self.workers, self._window = backend, max(1, workers), max(1, window)
+        self._options = options_of(backend, fetch, workers) if options is None else options
+        self._in_turn, self._concurrency = fetch.in_turn, fetch.coroutines
         self.begin_again()
 
     def begin_again(self) -> None:
@@ -58,9 +80,14 @@ class StageMeasures:
         self.full: float | None = None  # when the stage was full for the first time
         self.sending = 0.0
         self._cpu = self._packing = self._for_core = 0.0
+        self._collating = self._idle = self._held = 0.0
+        self._coroutines = 0
+        self._firsts: list[Wait] = []
+        self._busy_of = [0.0] * self.workers
         self._cpu_known = self._for_core_known = False
         self._retried = 0
         self._weight = self._weighed = 0  # bytes of some results, and their number
+        self._array_weight = 0  # bytes of these that are of arrays
         self._scale = 1  # tasks for each one that told measures
         self._spans: deque[Span] = deque(maxlen=REMEMBERED)
         self._dropped: float | None = None  # end of the last span that was dropped
@@ -82,8 +109,10 @@ class StageMeasures:
         self._note(measures, since, now)
         for others in measures.others:
             self._note(others, math.inf, now)  # nobody waits for these
+        self._busy_of[event.worker] += measures.busy
         size = size_told(event.payload)
         if size is not None:
+            self._array_weight += event.payload.array_bytes
             self._weight += size
             self._weighed += 1
 
@@ -112,14 +141,22 @@ class StageMeasures:
             self._for_core_known = True
         if measures.wait_for_gil is not None:
             self._gil_waits.append(measures.wait_for_gil)
+        if measures.first:
+            self._firsts.append(Wait(measures.spans[0][0], measures.spans[-1][1]))
+        self._collating += measures.collating * measures.busy
+        self._idle += measures.idle
+        self._held += measures.held
+        self._coroutines += measures.coroutines
         self._packing += measures.packing * measures.busy
         self.sending += self._scale * measures.reporting
         self._retried += measures.retried
         ended = measures.spans[-1][1]
         if since < ended < now:
             self._latencies.append(now - ended)
-            self.sending += now - ended
-            self._add(ended, now, 1.0)
+        sent = max(since, ended)  # from when on it was waited for
+        if sent < now:
+            self.sending += now - sent
+            self._add(sent, now, 1.0)
 
     def _add(self, began: float, ended: float, density: float) -> None:
         if len(self._spans) == REMEMBERED:
@@ -144,9 +181,15 @@ class StageMeasures:
         source: bool = False,
     ) -> StageRecord:
         """Return the record of the stage, with what others have counted of it."""
-        weight = None
+        weight, coroutines = None, None
         if self._weighed:
             weight = self._weight * self._tasks // self._weighed
+        if self._concurrency:
+            coroutines = CoroutineUse(
+                name, self._concurrency, self._coroutines, self._idle, self._held
+            )
+        firsts = tuple(self._firsts)
+        others = self._tasks - len(firsts)
         return StageRecord(
             name=name,
             backend=self.backend.name,
@@ -159,18 +202,25 @@ class StageMeasures:
             cpu=self._cpu if self._cpu_known else None,
             wait_for_core=self._for_core if self._for_core_known else None,
             gil_waits=snapshot(self._gil_waits),
+            collating=self._collating,
             packing=self._packing,
             sending=self.sending,
             bytes=weight,
+            arrays=self._array_weight / self._weight if self._weight else 0.0,
             queued=queued,
             faults=Faults(skipped, replaced, self._retried, self.restarted),
             spans=snapshot(self._spans),
             latencies=snapshot(self._latencies),
             since=self._dropped,
             first=self.first,
+            firsts=firsts,
+            later=(self.busy - length(firsts)) / others if firsts and others > 0 else None,
+            parts=tuple(self._busy_of) if self._in_turn else (),
+            coroutines=coroutines,
             full=self.full,
             in_process=self.backend.in_process,
             source=source,
+            options=self._options,
         )
 
 

@@ -6,9 +6,9 @@ import time
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import replace
+from typing import Any
 
 from hybridloader._support.errors import described, repr_of
-from hybridloader.engine.contract import Backend
 from hybridloader.engine.messages import Done, Result
 from hybridloader.engine.meter import MEASURES, Metering
 from hybridloader.engine.relay import RelayQueue
@@ -32,9 +32,7 @@ def traced_metering(metering: Metering) -> Metering:
 class StageTrace(StageMeasures):
     """Measures of one stage which also go into a trace. `key` tells it from others of its name."""
 
-    def __init__(
-        self, trace: Trace, name: str, key: Hashable, backend: Backend, workers: int, window: int
-    ) -> None:
+    def __init__(self, trace: Trace, name: str, key: Hashable, *of_the_stage: Any) -> None:
         self._trace, self._name = trace, trace.name_of(name, key)
         # All the other mutable state:
         self.loop: LoopWaits | None = None
@@ -42,7 +40,7 @@ class StageTrace(StageMeasures):
         self._long = True  # each task has slices of its own
         self._stage: weakref.ref[Stage] | None = None
         self._counter = Throttled(self._count)
-        super().__init__(backend, workers, window)
+        super().__init__(*of_the_stage)
 
     def follow(self, stage: Stage) -> None:
         """Count the tasks of a stage that has started."""

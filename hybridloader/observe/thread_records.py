@@ -11,7 +11,7 @@ from hybridloader._support.snapshots import snapshot
 from hybridloader.engine.relay import REMEMBERED, RelayQueue
 from hybridloader.observe.attribution import between
 from hybridloader.observe.loop_waits import BRIEF, LoopWaits
-from hybridloader.observe.recording import Faults, StageRecord
+from hybridloader.observe.recording import StageRecord
 
 Pause = tuple[float, float]
 """Begin and end of a time in which a thread slept."""
@@ -52,8 +52,7 @@ def record_of_relay(
     *,
     waited: float,  # seconds that its thread waited for what it pulls
     waits: Sequence[Pause] = (),  # begin and end of these
-    faults: Faults = Faults(),  # noqa: B008  # frozen
-    source: bool = False,
+    **others: Any,  # of the record
 ) -> StageRecord:
     """Return the record of a relay's thread, which is busy when it does not sleep."""
     blocks: tuple[Pause, ...] = snapshot(queue.blocks)
@@ -68,10 +67,9 @@ def record_of_relay(
         starved=waited,
         blocked=queue.blocked,
         queued=len(queue.items),
-        faults=faults,
         spans=tuple(between(since, ended, [*blocks, *waits])),
         since=None if since == began else since,
-        source=source,
+        **others,
     )
 
 
@@ -81,8 +79,7 @@ def record_of_caller(
     *,
     waited: float,  # seconds that it waited for what it pulls
     waits: Iterable[Pause] = (),  # begin and end of these
-    faults: Faults = Faults(),  # noqa: B008  # frozen
-    source: bool = False,
+    **others: Any,  # of the record
 ) -> StageRecord:
     """Return the record of what the loop's own thread does in `next()`, when it does not wait there."""
     made = loop.record()
@@ -95,7 +92,6 @@ def record_of_caller(
         busy=max(0.0, made.waited - waited),
         starved=waited,
         other=max(0.0, made.ended - made.began - made.waited),
-        faults=faults,
         spans=tuple(between(made.began, made.ended, pauses)),
-        source=source,
+        **others,
     )

@@ -94,6 +94,107 @@ def test_what_a_thread_does_between_its_tasks_is_not_theirs() -> None:
     measures = metered(meter, clock, 1e-5)
     assert measures is not None
     assert not meter.looks, "too short to be worth it"
+    meter.close()
+
+
+class FakeRunQueue:
+    """Run queue of a thread that had no core for the seconds that the test says."""
+
+    without_core = 0.0
+
+    def since(self) -> float:
+        waited, FakeRunQueue.without_core = self.without_core, 0.0
+        return waited
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_wait_for_a_core_is_known_of_the_callers_own_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a task that is looked at, and of the others as of this one; not of what is between them."""
+    monkeypatch.setattr(RunQueue, "here", FakeRunQueue)
+    clock, cpu = FakeClock(1.0), FakeClock()
+    meter = Meter(Metering(cpu, alone=False), clock)
+    assert metered(meter, clock, 0.001) is not None
+    for _ in range(3):
+        FakeRunQueue.without_core = 5.0  # in the training step
+        clock.now += 5.0
+        meter.begin()
+        began = clock.now
+        FakeRunQueue.without_core = 0.06
+        clock.now, meter.busy = clock.now + 0.1, meter.busy + 0.1 + 0.1  # another, not looked at
+        told = meter.tell(began, clock.now, clock.now, 0)
+        assert told.wait_for_core == pytest.approx(0.12)
+    meter.close()
+
+
+def test_a_wait_for_a_core_is_told_with_the_measures_of_its_tasks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However short the run is: with each measures, and not of the time between two passes."""
+    monkeypatch.setattr(RunQueue, "here", FakeRunQueue)
+    clock = FakeClock(1.0)
+    meter = Meter(Metering(FakeClock(), by_pass=True), clock)
+    meter.open()
+    for _ in range(2):
+        FakeRunQueue.without_core = 1.0
+        meter.begin_pass()
+        for _ in range(3):
+            FakeRunQueue.without_core += 0.01
+            told = metered(meter, clock, 0.02)
+            assert told is not None
+            assert told.wait_for_core == pytest.approx(0.01)
+    meter.close()
+
+
+@pytest.mark.parametrize("by_pass", [False, True])
+def test_the_first_task_of_a_worker_is_told_as_such(by_pass: bool) -> None:
+    clock = FakeClock(1.0)
+    meter = Meter(Metering(None, by_pass=by_pass), clock)
+    meter.open()
+    for number in range(2):
+        meter.begin_pass()
+        meter.part(clock.now, clock.now + 1e-4)  # a sample of a task that others answer, too
+        told = [metered(meter, clock, 0.5), metered(meter, clock, 0.02)]
+        assert [one.first for one in told if one] == [by_pass or not number, False]
+        spans = [span for one in told if one for span in one.spans]
+        assert all(clock.now - 1 < began <= ended <= clock.now for began, ended, _ in spans)
+
+
+def test_collation_is_a_share_of_a_task_that_is_looked_at() -> None:
+    clock = FakeClock(1.0)
+    meter = Meter(Metering(None), clock)
+    for _ in range(2):
+        meter.begin()
+        began, meter.parts.gathered = clock.now, clock.now + 0.01
+        clock.now += 0.04
+        assert meter.tell(began, clock.now, clock.now, 0).collating == pytest.approx(0.75)
+        told = metered(meter, clock, 0.04)  # a batch that the dataset makes in one call
+        assert told is not None
+        assert told.collating == 0
+
+
+def test_turns_of_coroutines_are_what_the_event_loop_does_not_wait() -> None:
+    clock = FakeClock(1.0)
+    meter = Meter(Metering(None), clock)
+    parts = meter.parts
+
+    def takes(seconds: float) -> float:
+        clock.now += seconds
+        return seconds
+
+    parts.turn()
+    takes(0.01)
+    assert parts.select(takes, 0.5) == 0.5
+    takes(0.02)
+    assert parts.pull(iter(map(takes, [7.0]))) == 7.0  # from a slow source
+    parts.turned()
+    takes(9.0)
+    told = meter.tell(clock.now, clock.now, clock.now, 0)
+    assert (told.idle, told.held) == (pytest.approx(0.5), pytest.approx(0.03))
+    assert meter.tell(clock.now, clock.now, clock.now, 0)[-3:] == (0.0, 0.0, 0)
 
 
 @pytest.mark.parametrize("by_pass", [False, True])
@@ -166,7 +267,7 @@ def test_a_wait_for_a_core_is_no_wait_for_the_gil(monkeypatch: pytest.MonkeyPatc
     meter.open()
     told = metered(meter, clock, 1.0)
     assert told is not None
-    assert told.wait_for_core == pytest.approx(0.504)
+    assert told.wait_for_core == pytest.approx(0.5), "the look is no part of a task"
     assert told.wait_for_gil == pytest.approx(3e-3)
 
 

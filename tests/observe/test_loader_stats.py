@@ -18,6 +18,7 @@ import torch.utils.data
 import hybridloader
 from hybridloader import DataLoader, Skip, StatefulDataLoader, Stats
 from hybridloader.observe.stats import LOOP
+from hybridloader.sources import PerWorker
 
 NAP = 0.004
 
@@ -142,6 +143,140 @@ class SlowSampler(torch.utils.data.Sampler[int]):
 def test_a_slow_sampler_is_named(backend: str, workers: int) -> None:
     stats = loaded("", backend, workers, sampler=SlowSampler())[1]
     assert (stats.verdict.cause, stats.verdict.stage) == ("source", "sampler"), str(stats)
+
+
+class Opening(Work):
+    """Samples before the first of which each worker opens a file for a long time, and then keeps it."""
+
+    def __init__(self) -> None:
+        super().__init__("sleep", NAP / 4)
+        self.open = PerWorker(Opened)
+
+    def __getitem__(self, index: int) -> Any:
+        self.open()
+        return super().__getitem__(index)
+
+
+class Opened:
+    def __init__(self) -> None:
+        time.sleep(100 * NAP)
+
+
+@EVERYWHERE
+def test_a_file_that_workers_open_with_their_first_sample_is_their_start(
+    backend: str, workers: int
+) -> None:
+    """Once the prefetch is full loading keeps up, yet most of the time was waited for."""
+    loader = DataLoader(
+        Opening(),  # type: ignore[arg-type]
+        num_workers=workers,
+        backend=backend,
+        observe=True,
+        persistent_workers=backend == "threads",
+    )
+    for _ in loader:
+        time.sleep(NAP)
+    stats = loader.stats()
+    verdict = stats.verdict
+    assert verdict.cause == "start", str(stats)
+    slow_start = backend == "spawn" and "until the first began" in verdict.evidence
+    assert slow_start or "for their first tasks" in verdict.evidence
+    if workers:
+        kept = loader.persistent_workers
+        assert ("Keep it from one" if kept else "persistent_workers=True") in verdict.advice
+    if loader.persistent_workers:
+        for _ in loader:
+            time.sleep(NAP)
+        assert loader.stats().verdict.cause != "start", str(loader.stats())
+        loader._iterator.close()  # type: ignore[union-attr]
+
+
+class Parts(torch.utils.data.IterableDataset[int]):
+    """Samples of which each worker reads a part; or the first worker all of them."""
+
+    def __init__(self, count: int | None) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[int]:
+        info = torch.utils.data.get_worker_info()
+        assert info is not None
+        count = info.num_workers if self.count is None else self.count
+        for index in range(info.id, 60 if info.id < count else 0, count):
+            time.sleep(NAP)
+            yield index
+
+
+@pytest.mark.parametrize("backend", ["threads", "fork"])
+@pytest.mark.parametrize("count", [None, 1])
+def test_workers_without_a_part_of_the_data_are_named(backend: str, count: int | None) -> None:
+    loader = DataLoader(Parts(count), 2, num_workers=2, backend=backend, observe=True)
+    for _ in loader:
+        pass
+    verdict = loader.stats().verdict
+    assert (verdict.cause, verdict.kind) == ("stage", "waits"), str(loader.stats())
+    assert ("1 of its 2 workers had next to nothing" in verdict.evidence) == (count == 1)
+    assert ("more workers will not help" in verdict.advice) == (count == 1)
+    assert ("num_workers=" in verdict.advice) == (count != 1)
+    assert "threads_per_worker" not in verdict.advice
+
+
+def sleeping_collate(samples: list[Any]) -> Any:
+    time.sleep(2 * NAP)
+    return samples
+
+
+@pytest.mark.parametrize("backend", ["threads", "fork"])
+@pytest.mark.parametrize("options", [{}, {"on_error": "skip"}, {"threads_per_worker": 2}])
+def test_a_collation_that_waits_is_named(backend: str, options: dict[str, Any]) -> None:
+    loader = DataLoader(
+        range(60),  # type: ignore[arg-type]
+        2,
+        num_workers=2,
+        backend=backend,
+        collate_fn=sleeping_collate,
+        observe=True,
+        **options,
+    )
+    for _ in loader:
+        pass
+    verdict = loader.stats().verdict
+    assert verdict.stage == "DataLoader", str(loader.stats())
+    assert "collate_fn" in verdict.evidence
+    assert "threads_per_worker" not in verdict.advice
+
+
+class Kept:
+    """A large tensor, which takes no time to make."""
+
+    def __init__(self) -> None:
+        self.tensor = torch.ones(32 << 20, dtype=torch.uint8)
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> Any:
+        return self.tensor
+
+
+@pytest.mark.parametrize("context", [None, "fork"])
+def test_tensors_that_are_dear_to_send_are_known_as_tensors(context: str | None) -> None:
+    loader = DataLoader(
+        Kept(),  # type: ignore[arg-type]
+        None,
+        num_workers=1,
+        multiprocessing_context=context,
+        backend=None if context else "fork",
+        persistent_workers=True,
+        observe=True,
+    )
+    for _ in range(2):
+        for _ in loader:
+            pass
+    verdict = loader.stats().verdict
+    assert (verdict.cause, verdict.kind) == ("stage", "transport"), str(loader.stats())
+    assert "tensors or arrays already" in verdict.advice
+    assert ("threads" in verdict.advice) == (context is None), "the context is for processes"
+    loader._iterator.close()  # type: ignore[union-attr]
 
 
 def test_workers_that_share_a_batch_are_measured() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import tempfile
 import time
@@ -35,6 +36,27 @@ def quick(item: Any) -> Any:
 
 def dear(item: int) -> Any:
     return [[item + number] for number in range(20_000)]
+
+
+async def awaiting(item: int) -> int:
+    await asyncio.sleep(NAP)
+    return item
+
+
+async def blocking(item: int) -> int:
+    await asyncio.sleep(0)
+    time.sleep(NAP)
+    return item
+
+
+async def computing(item: int) -> int:
+    await asyncio.sleep(0)
+    return spinning(item)
+
+
+async def quickly(item: int) -> int:
+    await asyncio.sleep(0)
+    return item
 
 
 def slowly() -> Iterator[int]:
@@ -102,6 +124,43 @@ CASES: dict[str, Case] = {
         *(0, "stage", "map(sleeping) + batch(2)", None),
     ),
 }
+
+
+ASYNC: dict[str, Case] = {
+    f"{function.__name__} {where.get('backend', 'inline')}, {concurrency}": (
+        lambda function=function, where=where, concurrency=concurrency: (
+            FEW if concurrency == 1 else MORE
+        ).map(function, concurrency=concurrency, **where),
+        *(0, "stage", None, kind),
+    )
+    for function, kind in ((awaiting, "waits"), (blocking, "blocks-loop"))
+    for where in ({}, THREADS, PROCESSES)
+    for concurrency in (1, 4)
+}
+
+
+@pytest.mark.parametrize("case", ASYNC)
+def test_coroutines_that_keep_their_event_loop_are_told_from_those_that_wait(case: str) -> None:
+    make, step, cause, _, kind = ASYNC[case]
+    stats = run_of(make(), step)
+    verdict = stats.verdict
+    assert (verdict.cause, verdict.kind) == (cause, kind), str(stats)
+    concurrency = int(case[-1])
+    more = f"({concurrency} now) of map(awaiting)" in verdict.advice
+    assert (more and "concurrency=" in verdict.advice) == (kind == "waits")
+    if kind == "blocks-loop":
+        assert "coroutine of map(blocking) kept the event loop for" in verdict.evidence
+        assert "await that" in verdict.advice
+
+
+def test_coroutines_that_compute_are_named_beside_the_kind_of_their_work() -> None:
+    stats = run_of(FEW.map(computing, concurrency=4, backend="fork", num_workers=1))
+    assert "coroutine of map(computing) kept the event loop for" in stats.verdict.evidence, stats
+
+
+def test_a_source_does_not_count_as_a_turn_of_coroutines() -> None:
+    stats = run_of(Pipeline.from_iterable(slowly).map(quickly, concurrency=4))
+    assert stats.verdict.kind != "blocks-loop", stats
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from support.recordings import IDLE, recording, slept, stage
 
 from hybridloader.observe.comparing import compare
+from hybridloader.observe.kinds import kind_of
 from hybridloader.observe.recording import (
     CoreUse,
     LoopRecord,
@@ -20,7 +21,6 @@ from hybridloader.observe.recording import (
     Wait,
 )
 from hybridloader.observe.stats import LOOP, Stats, stats_of
-from hybridloader.observe.verdict import kind_of
 
 FULL_OF_OTHERS = CoreUse(2.0, 2.0, 0.6)
 FULL_OF_OURS = CoreUse(2.0, 2.0, 1.9)
@@ -97,7 +97,7 @@ TRUTHS: dict[str, tuple[Recording, str, str | None, str | None, str]] = {
         recording(replace(stage(), wait_for_core=9.0, cpu=9.0), cores=FULL_OF_OTHERS),
         "cores",
         "map(f)",
-        "waits",
+        "computes",
         "Other programs kept 1.4 of the 2 cores busy",
     ),
     "cores that are all used": (
@@ -120,6 +120,48 @@ TRUTHS: dict[str, tuple[Recording, str, str | None, str | None, str]] = {
         "map(f)",
         "waits",
         "num_workers",
+    ),
+    "sleep, a part of it for a core": (
+        recording(replace(slept(stage()), wait_for_core=8.0), cores=FULL_OF_OTHERS),
+        "stage",
+        "map(f)",
+        "waits",
+        "num_workers",
+    ),
+    "sleep, most of it for a core": (
+        recording(replace(slept(stage()), wait_for_core=12.0), cores=FULL_OF_OTHERS),
+        "cores",
+        "map(f)",
+        "waits",
+        "or take more workers",
+    ),
+    "spin on busy cores of a system that does not count waits for them": (
+        recording(replace(stage(), wait_for_core=None, cpu=5.0), cores=CoreUse(2.0)),
+        "stage",
+        "map(f)",
+        None,
+        "If other programs keep the cores busy, end them",
+    ),
+    "sleep on cores that are free, on such a system": (
+        recording(replace(slept(stage()), wait_for_core=None)),
+        "stage",
+        "map(f)",
+        "waits",
+        "num_workers",
+    ),
+    "threads with the GIL on busy cores": (
+        recording(
+            replace(
+                stage(cpu=1.2, wait_for_core=16.0),
+                latencies=(0.05,) * 4,
+                gil_waits=(5e-3,) * 4,
+            ),
+            cores=FULL_OF_OTHERS,
+        ),
+        "cores",
+        "map(f)",
+        "holds-gil",
+        "Other programs",
     ),
     "the second of three": (
         recording(stage("a", load=0.3), slept(stage("b")), stage("c", 8, load=0.3)),
@@ -199,7 +241,7 @@ def test_the_verdict_names_what_is_known_to_be_so(truth: str) -> None:
 
 SECONDS = (
     *("busy", "starved", "blocked", "other", "cpu", "wait_for_core", "packing", "sending"),
-    *("since", "first", "full"),
+    *("since", "first", "full", "later"),
 )
 """Fields of a stage's record that are times."""
 
@@ -215,6 +257,7 @@ def scaled(made: Recording, by: float) -> Recording:
             one,
             **{name: times(getattr(one, name)) for name in SECONDS},
             spans=tuple(replace_times(span, by) for span in one.spans),
+            firsts=tuple(replace_times(wait, by) for wait in one.firsts),
             latencies=tuple(by * late for late in one.latencies),
             gil_waits=tuple(by * waited for waited in one.gil_waits),
         )
@@ -260,6 +303,66 @@ def test_workers_that_start_late_are_the_start() -> None:
     assert "persistent_workers" in verdict.advice
 
 
+def opening(firsts: tuple[Wait, ...], later: float, *waits: Wait) -> Recording:
+    """A run of 10 seconds, of 40 batches, whose workers took so long for their first tasks."""
+    made = stage(
+        firsts=firsts,
+        later=later,
+        full=firsts[0].ended,
+        spans=tuple(Span(*wait) for wait in firsts),
+    )
+    waited = sum(wait.ended - wait.began for wait in waits)
+    loop = LoopRecord(0.0, 10.0, 40, waited, waits, brief=40 - len(waits))
+    return Recording((made,), loop, IDLE)
+
+
+LATER = Wait(8.5, 8.6)
+SLOW = {
+    "at once": ((Wait(0.1, 8.0), Wait(0.1, 7.0)), 0.02, Wait(0.0, 8.0)),
+    "one after the other": ((Wait(0.1, 4.0), Wait(0.1, 8.0)), 0.02, Wait(0, 4.0), Wait(4.1, 8.0)),
+    "one of two": ((Wait(0.1, 0.2), Wait(0.1, 8.0)), 0.1, Wait(0.0, 8.0)),
+    "a worker that was started again": ((Wait(0.1, 0.2), Wait(2, 8.0)), 0.1, Wait(3, 8.0)),
+}
+
+
+@pytest.mark.parametrize("how", SLOW)
+def test_slow_first_tasks_of_workers_are_the_start(how: str) -> None:
+    firsts, later, *waits = SLOW[how]
+    made = opening(firsts, later, *waits, LATER)
+    for by in (0.1, 1.0, 10.0):
+        verdict = stats_of(scaled(made, by)).verdict
+        assert (verdict.cause, verdict.stage, verdict.kind) == ("start", None, None), str(verdict)
+        assert "for their first tasks" in verdict.evidence
+        assert "persistent_workers" in verdict.advice
+
+
+@pytest.mark.parametrize(
+    ("firsts", "later", "waits"),
+    [
+        ((Wait(0.1, 8.0),), 4.0, (Wait(0.0, 8.0),)),
+        ((Wait(0.1, 8.0),), None, (Wait(0.0, 8.0),)),
+        ((Wait(0.1, 0.5),), 0.01, (Wait(0.0, 0.5), Wait(2.0, 8.0))),
+        ((Wait(0.1, 0.5),), 0.01, (Wait(0.0, 0.5),)),
+    ],
+    ids=["as slow as all", "the only ones", "little of the waits", "little of the time"],
+)
+def test_first_tasks_that_explain_nothing_are_not_the_start(
+    firsts: tuple[Wait, ...], later: Any, waits: tuple[Wait, ...]
+) -> None:
+    verdict = stats_of(opening(firsts, later, *waits, LATER)).verdict
+    assert "for their first tasks" not in verdict.evidence
+
+
+def test_a_source_that_begins_late_is_no_late_worker() -> None:
+    source = StageRecord("read", "thread", spans=(Span(0.0, 6.0),), source=True)
+    late = stage(first=6.0, full=6.5, load=0.1, spans=(Span(6.0, 6.5, 0.5),))
+    loop = LoopRecord(0.0, 10.0, 40, 6.1, (Wait(0.0, 6.1),), brief=39)
+    verdict = stats_of(Recording((source, late), loop, IDLE)).verdict
+    assert verdict.cause == "start"
+    assert "most of it for read" in verdict.evidence
+    assert "fast enough since" in verdict.advice
+
+
 def test_a_slow_first_batch_is_not_the_start() -> None:
     """Workers that begin at once, and take long for what fills the prefetch."""
     slow = stage(first=0.1, full=8.0)
@@ -302,6 +405,7 @@ def recordings(draw: st.DrawFn) -> Recording:
         }
         known["load"] = draw(st.floats(0, 1))
         known["since"] = draw(st.none() | st.floats(0, 10))
+        known["cpu"], known["wait_for_core"] = draw(st.tuples(*[st.none() | st.floats(0, 30)] * 2))
         stages.append(stage(**known))
     waits, at = [], 0.0
     for pause, took in draw(st.lists(st.tuples(st.floats(0, 3), st.floats(0, 3)), max_size=6)):
@@ -333,6 +437,8 @@ def test_figures_of_any_recording_add_up(made: Recording) -> None:
     assert 0 <= stall.p50 <= stall.p99
     assert stall.seconds + stall.warmup == pytest.approx(made.loop.waited, abs=1e-6)
     assert stats.verdict.cause in ("loop", "stage", "cores", "source", "start", "unknown")
+    if made.loop.waited > stats.seconds / 2:
+        assert stats.verdict.cause != "loop", "it waited for most of the time"
     names = [row.name for row in stats.stages]
     assert len(set(names)) == len(names)
     assert names[-1] == LOOP

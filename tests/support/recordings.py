@@ -32,6 +32,7 @@ def stage(name: str = "map(f)", workers: int = 2, load: float = 1.0, **others: A
         "spans": tuple(Span(0.0, 10.0, load / workers) for _ in range(workers)),
         "first": 0.0,
         "full": 0.5,
+        "options": {"backend": "threads", "num_workers": workers, "persistent_workers": False},
     }
     return StageRecord(name, workers=workers, **{**known, **others})
 

@@ -119,7 +119,7 @@ class TolerantBatchFetcher(BatchFetcher):
         if failures:
             attempted += sum(not failed.replaced for failed in failures)
         try:
-            return self._collate_fn(samples), Outcome(attempted, failures)
+            return super().assemble(samples, indices), Outcome(attempted, failures)
         except Exception as error:
             if not self._skips:
                 raise

@@ -43,6 +43,7 @@ from hybridloader.pipeline.running.state import Position, descriptions
 from hybridloader.pipeline.running.validation import chains_in_rows, check
 
 if TYPE_CHECKING:
+    from hybridloader.engine.meter import TaskParts
     from hybridloader.memory.page_locks import PageLocks
 
 
@@ -114,16 +115,22 @@ class Executor:
         return running
 
     def add_inline(self, path: Path, number: int, context: TaskContext) -> None:
-        """Go on counting what a function without workers, one of those at `path`, has retried."""
+        """Go on counting for a function without workers, one of those at `path`."""
         before = self._inline.get((path, number))
         if before is not None:
             context.retried += before.retried
+            context.parts = before.parts
         self._inline[path, number] = context
 
     def retried(self, path: Path) -> int:
         """Return the number of calls that functions without workers have made again."""
         contexts = list(self._inline.items())  # a copy: other threads open passes, too
         return sum(context.retried for (at, _), context in contexts if at == path)
+
+    def parts_of(self, path: Path, number: int) -> TaskParts | None:
+        """Return the parts of the tasks of such a function, if it is an ``async def``."""
+        context = self._inline.get((path, number))
+        return None if context is None else context.parts
 
     def add_coroutines(self, coroutines: Any) -> None:
         """Take charge of coroutines without workers: they are cancelled when the pass is left."""

@@ -13,6 +13,7 @@ from typing import Any
 from hybridloader._support.attributes import close
 from hybridloader._support.errors import IteratorClosed, no_answer
 from hybridloader.engine.fetcher import Abandoned, FollowingContext, TaskContext
+from hybridloader.engine.meter import TaskParts
 from hybridloader.fetching.item_steps import Step
 from hybridloader.fetching.on_error.error_budget import ErrorBudget
 from hybridloader.fetching.on_error.error_handler import ErrorHandler, seeded
@@ -51,6 +52,8 @@ class InlineItems(OperatorIterator):
             pairs = zip(items, count(rng.take(0)), strict=False)
             self._pull = map(numbered_item, pairs).__next__
             policy = seeded(policy, rng, item_key)
+        if step.concurrency:
+            context.parts = TaskParts()
         handler = ErrorHandler(policy, context)
         opened = step.open(context, policy, of_worker=False)
         self._loop = ItemLoop([opened], handler, left)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybridloader._support.errors import IteratorClosed, ShippingError, no_answer
 from hybridloader._support.hf_streams import warn_of_few_shards
-from hybridloader.engine.fetcher import TaskContext
+from hybridloader.engine.fetcher import Fetch, TaskContext
 from hybridloader.engine.messages import WorkerSpec
 from hybridloader.engine.numbering import ItemCounter
 from hybridloader.engine.refresh import DatasetChanges
@@ -114,15 +114,15 @@ class RunningStages(dict[Path, RunningStage]):
                 buffer_bytes=placement.buffer_bytes,
             )
         )
-        measures = self._measures(node, metrics) if found is None else found.measures
+        fetch = _fetch(node)
+        measures = self._measures(node, fetch, metrics) if found is None else found.measures
 
         def fewest_at_hand(scheduler: Scheduler) -> int | None:
             readers = self[path].readers
             return None if readers is None else readers.fewest_at_hand(scheduler)
 
-        counter, spec = ItemCounter(items=not node.reads), self._spec(node)
+        counter, spec = ItemCounter(items=not node.reads), self._spec(node, fetch)
         try:
-            spec = self._spec(node)
             stage = Stage(
                 node.backend,
                 spec,
@@ -161,29 +161,19 @@ class RunningStages(dict[Path, RunningStage]):
                 stage.close()
             raise no_answer(IteratorClosed("the pipeline was closed"))
 
-    def _measures(self, node: WorkerNode, metrics: StageMetrics) -> StageMeasures:
+    def _measures(self, node: WorkerNode, fetch: Fetch, metrics: StageMetrics) -> StageMeasures:
         workers, trace = node.placement.num_workers, self._trace
+        of_the_stage = node.backend, fetch, workers, node.placement.at_hand * workers
         if trace is None:
-            return StageMeasures(node.backend, workers, node.placement.at_hand * workers)
+            return StageMeasures(*of_the_stage)
         metrics.waits = TracedWaits(trace, "wait", metrics.waits)
-        return StageTrace(
-            trace,
-            node.name,
-            (self.number, node.path),
-            node.backend,
-            workers,
-            node.placement.at_hand * workers,
-        )
+        return StageTrace(trace, node.name, (self.number, node.path), *of_the_stage)
 
-    def _spec(self, node: WorkerNode) -> WorkerSpec:
+    def _spec(self, node: WorkerNode, fetch: Fetch) -> WorkerSpec:
         placement = node.placement
-        steps = tuple(work.step() for work in node.works)
         if node.reads:
-            source = steps[0].function
+            source = node.works[0].step().function
             warn_of_few_shards(source, placement.num_workers, node.name)
-            fetch: Any = ReadersFetch(source, placement.on_error)
-        else:
-            fetch = WorkFetch(steps, placement.threads_per_worker, placement.on_error)
         generator = random.Random(f"{self._seed}/workers/{node.path}")
         threads = node.backend.in_process and not node.backend.in_caller
         seeding = self._origin(node, range(len(node.works)), threads=threads)
@@ -246,3 +236,10 @@ class RunningStages(dict[Path, RunningStage]):
         if self._trace is not None:
             budget.told = functools.partial(skipped_in, self._trace)
         return budget
+
+
+def _fetch(node: WorkerNode) -> Fetch:
+    placement, steps = node.placement, tuple(work.step() for work in node.works)
+    if node.reads:
+        return ReadersFetch(steps[0].function, placement.on_error)
+    return WorkFetch(steps, placement.threads_per_worker, placement.on_error)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hybridloader.engine.diagnosis import workers_table
-from hybridloader.observe.recording import Faults, Recording, StageRecord
+from hybridloader.observe.recording import CoroutineUse, Faults, Recording, StageRecord
 from hybridloader.observe.stats import Stats, stats_of
 from hybridloader.observe.thread_records import record_of_caller, record_of_relay
 from hybridloader.pipeline.running.plan import InlineNode, Node, OperatorNode, RelayNode, WorkerNode
@@ -75,8 +75,7 @@ def _row_of_relay(executor: Executor, running: RunningRelay) -> StageRecord | No
         time.perf_counter() if running.ended is None else running.ended,
         waited=waited,
         waits=waits,
-        faults=_faults(executor, works),
-        source=_is_source(works),
+        **_of_works(executor, works),
     )
 
 
@@ -93,9 +92,25 @@ def _row_of_caller(executor: Executor) -> Iterator[StageRecord]:
         executor.loop,
         waited=waited,
         waits=waits,
-        faults=_faults(executor, works),
-        source=_is_source(works),
+        **_of_works(executor, works),
     )
+
+
+def _of_works(executor: Executor, nodes: Sequence[OperatorNode | InlineNode]) -> dict[str, Any]:
+    """Return what a record has of the operators and functions that a thread runs."""
+    functions = [node for node in nodes if isinstance(node, InlineNode)]
+    uses = [
+        CoroutineUse(work.name, work.step().concurrency, parts.coroutines, parts.idle, parts.held)
+        for node in functions
+        for number, work in enumerate(node.works)
+        if (parts := executor.parts_of(node.path, number)) is not None
+    ]
+    return {
+        "faults": _faults(executor, nodes),
+        "source": _is_source(nodes),
+        "options": {"backend": None} if functions else {},
+        "coroutines": max(uses, key=lambda use: use.idle + use.held, default=None),
+    }
 
 
 def _faults(executor: Executor, nodes: Sequence[Node]) -> Faults:
