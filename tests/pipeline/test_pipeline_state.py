@@ -36,12 +36,15 @@ many = settings(deadline=None, max_examples=150)
 
 def resumed_exactly(recipe: Recipe, stops: list[int], seeds: list[int], epoch: int = 0) -> None:
     """Stop after each of `stops` items in turn; the last run goes on to its end."""
+    closed = ("closed", "")  # not an item; every `next` from there on raises it again
     with recipe.make(Settings(seeds[0])).run(epoch=epoch) as whole:
         found = events(whole, stops[0])
         state = saved(whole)
-        expected = found + events(whole, 500)
+        expected = found if closed in found else found + events(whole, 500)
         assert saved(whole) == saved(whole)
     for number, seed in enumerate(seeds[1:], 1):
+        if closed in found:
+            break
         with recipe.make(Settings(seed)).run(state=state) as run:
             assert saved(run)["given"] == len(found)
             most = stops[number] if number < len(stops) else 500 + stops[0] - len(found)
