@@ -16,7 +16,6 @@ import enum
 import fractions
 import functools
 import hashlib
-import mmap
 import pathlib
 import random
 import re
@@ -60,7 +59,12 @@ _PLAIN = {
 }
 """Types whose repr tells the whole value."""
 
-_TOLD_BY_KIND = (types.ModuleType, types.GeneratorType, types.CoroutineType)
+_PARTS = {
+    functools.partial: ("func", "args", "keywords"),
+    re.Pattern: ("pattern", "flags"),
+    types.MethodType: ("__func__", "__self__"),
+}
+"""Attributes that tell the whole value, by type."""
 
 
 def fingerprint(value: Any) -> str:
@@ -153,13 +157,12 @@ class _Look:
         elif isinstance(value, (float, complex)):
             base: Any = float if isinstance(value, float) else complex
             yield base.__repr__(value).encode()
-        elif isinstance(value, str):
-            yield from _text(str.encode(value, errors="surrogatepass"))
-        elif isinstance(value, (bytes, bytearray, memoryview, mmap.mmap)):
-            yield from _bytes(value)
-        elif isinstance(value, pathlib.PurePath):
-            yield str(value).encode(errors="surrogatepass")
-        elif isinstance(value, type):
+        elif isinstance(value, (bytes, bytearray)):
+            yield from _text(memoryview(value))
+        elif isinstance(value, (str, pathlib.PurePath)):
+            text = value if isinstance(value, str) else str(value)
+            yield from _text(memoryview(str.encode(text, errors="surrogatepass")))
+        elif isinstance(value, (type, types.BuiltinFunctionType)):
             yield f"{value.__module__}.{value.__qualname__}".encode()
         elif id(value) in self._met:
             yield b"again %d" % self._met[id(value)]
@@ -172,25 +175,20 @@ class _Look:
         numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
         if isinstance(value, (list, tuple, deque, dict, set, frozenset)):
             yield from self._container(value, depth)
-        elif isinstance(value, re.Pattern):
-            yield from self._several(2, (value.pattern, value.flags), depth)
-        elif isinstance(value, functools.partial):
-            yield from self._several(3, (value.func, value.args, value.keywords), depth)
-        elif isinstance(value, types.MethodType):
-            yield from self._several(2, (value.__func__, value.__self__), depth)
         elif isinstance(value, types.FunctionType):
             yield f"{value.__module__}.{value.__qualname__}".encode()
             cells = [*map(_of_cell, value.__closure__ or ())]
             yield from self._several(3, (value.__defaults__, value.__kwdefaults__, cells), depth)
-        elif isinstance(value, types.BuiltinFunctionType):
-            yield str(value.__qualname__).encode()
+        elif parts := _PARTS.get(type(value)):
+            yield from self._several(len(parts), (getattr(value, part) for part in parts), depth)
         elif numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
             yield from self._array(numpy.asarray(value), depth)
         elif torch is not None and isinstance(value, torch.Tensor):
             yield from _tensor(torch, value)
-        elif type(value).__module__.startswith("hybridloader.records"):
-            yield from self._several(len(value), _of_records(value), depth)
-        elif not isinstance(value, _TOLD_BY_KIND):
+        elif type(value).__module__ == "hybridloader.records.shared_list":  # attributes: its memory
+            items = (value[place] for place in drawn(len(value)))
+            yield from self._several(len(value), items, depth)
+        elif not isinstance(value, types.ModuleType):
             yield from self._attributes(value, depth)
 
     def _several(self, count: int, values: Iterable[Any], depth: int) -> Iterator[bytes]:
@@ -254,29 +252,10 @@ def _tensor(torch: Any, tensor: Any) -> Iterator[bytes]:
     yield told.encode()
 
 
-def _text(text: bytes, size: int | None = None) -> Iterator[bytes]:
-    yield b"%d" % (len(text) if size is None else size)
+def _text(text: memoryview) -> Iterator[bytes]:
     most = _ALL * 1024
-    yield text if len(text) <= 2 * most else text[:most] + text[-most:]
-
-
-def _bytes(buffer: Any) -> Iterator[bytes]:
-    try:
-        with memoryview(buffer) as view, view.cast("B") as flat:
-            most = _ALL * 1024
-            yield from _text(bytes(flat[:most]) + bytes(flat[most:][-most:]), len(flat))
-    except (BufferError, TypeError, ValueError):  # closed, or not in one piece
-        return
-
-
-def _of_records(records: Any) -> Iterator[Any]:
-    """Yield some items of a `SharedList` or `SharedDict`: its attributes are names of memory."""
-    if hasattr(type(records), "keys"):
-        for key in islice(records, _ALL):
-            yield key
-            yield records[key]
-    else:
-        yield from (records[place] for place in drawn(len(records)))
+    yield b"%d" % len(text)
+    yield bytes(text[:most]) + bytes(text[most:][-most:])
 
 
 def _of_cell(cell: Any) -> Any:
