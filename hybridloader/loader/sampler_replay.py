@@ -21,7 +21,7 @@ from torch.utils.data import BatchSampler, SequentialSampler
 from hybridloader._support.attributes import attribute
 from hybridloader._support.errors import StateError, described
 from hybridloader._support.state_copies import Given, copied, kept
-from hybridloader.loader.samplers import Begun, Samplers, SamplerState, is_ours
+from hybridloader.loader.samplers import PeekedIndices, Samplers, SamplerState, is_ours
 from hybridloader.loader.torchdata_order import is_plain
 
 IndicesAndSeed = tuple[Iterator[Any], int | None]
@@ -178,7 +178,7 @@ def _begun(samplers: Samplers, indices: Iterator[Any], *, eager: bool) -> Iterat
         return indices
     first = list(islice(indices, 1))
     if first:
-        return Begun(first[0], indices)
+        return PeekedIndices(first[0], indices)
     return iter(samplers.outer) if ends else iter(())
 
 

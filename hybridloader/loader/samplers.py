@@ -188,7 +188,7 @@ class Samplers(NamedTuple):
         None if there is no state. A cadence of None takes it after every item.
         """
         stateful = self.stateful
-        iterator: Any = indices.rest if isinstance(indices, Begun) else indices
+        iterator: Any = indices.rest if isinstance(indices, PeekedIndices) else indices
         if not is_stateful(iterator):
             iterator = None
         if stateful is None and iterator is None:
@@ -208,7 +208,7 @@ class Samplers(NamedTuple):
         return take, Cadence()
 
 
-class Begun(Iterator[Any]):
+class PeekedIndices(Iterator[Any]):
     """Iterator of which the first item was drawn, to see whether there is one."""
 
     def __init__(self, first: Any, rest: Iterator[Any]) -> None:
