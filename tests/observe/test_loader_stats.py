@@ -191,6 +191,17 @@ def test_a_file_that_workers_open_with_their_first_sample_is_their_start(
         loader._iterator.close()  # type: ignore[union-attr]
 
 
+def twice(dataset: Any, batch_size: int | None, **options: Any) -> Stats:
+    """Statistics of the second epoch of workers that stay: the first has their start."""
+    loader = DataLoader(dataset, batch_size, persistent_workers=True, observe=True, **options)
+    for _ in range(2):
+        for _ in loader:
+            pass
+    stats = loader.stats()
+    loader._iterator.close()  # type: ignore[union-attr]
+    return stats
+
+
 class Parts(torch.utils.data.IterableDataset[int]):
     """Samples of which each worker reads a part; or the first worker all of them."""
 
@@ -209,11 +220,9 @@ class Parts(torch.utils.data.IterableDataset[int]):
 @pytest.mark.parametrize("backend", ["threads", "fork"])
 @pytest.mark.parametrize("count", [None, 1])
 def test_workers_without_a_part_of_the_data_are_named(backend: str, count: int | None) -> None:
-    loader = DataLoader(Parts(count), 2, num_workers=2, backend=backend, observe=True)
-    for _ in loader:
-        pass
-    verdict = loader.stats().verdict
-    assert (verdict.cause, verdict.kind) == ("stage", "waits"), str(loader.stats())
+    stats = twice(Parts(count), 2, num_workers=2, backend=backend)
+    verdict = stats.verdict
+    assert (verdict.cause, verdict.kind) == ("stage", "waits"), str(stats)
     assert ("1 of its 2 workers had next to nothing" in verdict.evidence) == (count == 1)
     assert ("more workers will not help" in verdict.advice) == (count == 1)
     assert ("num_workers=" in verdict.advice) == (count != 1)
@@ -228,19 +237,10 @@ def sleeping_collate(samples: list[Any]) -> Any:
 @pytest.mark.parametrize("backend", ["threads", "fork"])
 @pytest.mark.parametrize("options", [{}, {"on_error": "skip"}, {"threads_per_worker": 2}])
 def test_a_collation_that_waits_is_named(backend: str, options: dict[str, Any]) -> None:
-    loader = DataLoader(
-        range(60),  # type: ignore[arg-type]
-        2,
-        num_workers=2,
-        backend=backend,
-        collate_fn=sleeping_collate,
-        observe=True,
-        **options,
-    )
-    for _ in loader:
-        pass
-    verdict = loader.stats().verdict
-    assert verdict.stage == "DataLoader", str(loader.stats())
+    how = {"backend": backend, "num_workers": 2, **options}
+    stats = twice(range(60), 2, collate_fn=sleeping_collate, **how)
+    verdict = stats.verdict
+    assert verdict.stage == "DataLoader", str(stats)
     assert "collate_fn" in verdict.evidence
     assert "threads_per_worker" not in verdict.advice
 
@@ -260,23 +260,12 @@ class Kept:
 
 @pytest.mark.parametrize("context", [None, "fork"])
 def test_tensors_that_are_dear_to_send_are_known_as_tensors(context: str | None) -> None:
-    loader = DataLoader(
-        Kept(),  # type: ignore[arg-type]
-        None,
-        num_workers=1,
-        multiprocessing_context=context,
-        backend=None if context else "fork",
-        persistent_workers=True,
-        observe=True,
-    )
-    for _ in range(2):
-        for _ in loader:
-            pass
-    verdict = loader.stats().verdict
-    assert (verdict.cause, verdict.kind) == ("stage", "transport"), str(loader.stats())
+    how = {"multiprocessing_context": context} if context else {"backend": "fork"}
+    stats = twice(Kept(), None, num_workers=1, **how)
+    verdict = stats.verdict
+    assert (verdict.cause, verdict.kind) == ("stage", "transport"), str(stats)
     assert "tensors or arrays already" in verdict.advice
     assert ("threads" in verdict.advice) == (context is None), "the context is for processes"
-    loader._iterator.close()  # type: ignore[union-attr]
 
 
 def test_workers_that_share_a_batch_are_measured() -> None:
