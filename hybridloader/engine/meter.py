@@ -342,7 +342,7 @@ class RunQueue:
         if sys.platform != "linux":
             return None
         try:
-            descriptor = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = cls._open()
         except OSError:
             return None
         try:
@@ -351,9 +351,20 @@ class RunQueue:
             os.close(descriptor)
             return None
 
+    @staticmethod
+    def _open() -> int:
+        return os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+
     def since(self) -> float:
         """Return the seconds since the last call."""
-        now = int(os.pread(self._descriptor, 128, 0).split()[1]) * 1e-9
+        try:
+            read = os.pread(self._descriptor, 128, 0)
+        except ProcessLookupError:  # that thread has ended, and this one has got its identity
+            self.close()
+            self._descriptor = self._open()
+            self._before = int(os.pread(self._descriptor, 128, 0).split()[1]) * 1e-9
+            return 0.0
+        now = int(read.split()[1]) * 1e-9
         before, self._before = self._before, now
         return now - before
 

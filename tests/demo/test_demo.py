@@ -205,7 +205,7 @@ def test_the_same_seed_gives_the_same_batches_with_every_backend(cut: Path, back
     def batches(name: str) -> list[torch.Tensor]:
         torch.manual_seed(3)
         loader = hybridloader.DataLoader(
-            dataset, batch_size=10, shuffle=True, num_workers=2, backend=name
+            dataset, batch_size=10, shuffle=True, num_workers=2, backend=name, seeding="worker"
         )
         return [images for images, _ in loader]
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections import deque
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -290,3 +292,17 @@ def test_parts_of_tasks_that_others_answer_are_told_with_theirs() -> None:
     assert joined._replace(others=()) == told
     assert sum(others.busy for others in joined.others) == pytest.approx(6 * EVERY)
     assert [others.retried for others in joined.others] == [1, 1, 1]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counted by Linux alone")
+def test_a_run_queue_of_a_thread_that_has_ended_is_that_of_the_next_one() -> None:
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(RunQueue.here()))
+    thread.start()
+    thread.join()
+    queue = found[0]
+    try:
+        assert queue.since() == 0.0
+        assert queue.since() >= 0.0
+    finally:
+        queue.close()
