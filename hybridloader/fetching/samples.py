@@ -91,10 +91,11 @@ class BatchFetcher(Fetcher):
             many = getattr(dataset, "__getitems__", None)
         except Exception:  # of a foreign `__getattr__`
             many = attribute(dataset, "__getitems__")
-        if many and (self._whole or not context.tracked):
+        rng = self._rng
+        # One that only passes the call on is asked for each sample by itself if that is to be known.
+        if many and (self._whole or (rng is None and not context.tracked)):
             return self._collate_fn(many(indices))
         samples: list[Any] = []
-        rng = self._rng
         if rng is not None:
             indices = rng.enter(indices)
         try:

@@ -50,9 +50,8 @@ class ThreadGenerators:
     def __init__(self) -> None:
         # Libraries that code has seeded, or given a state, by itself:
         self.reseeded: set[str] = set()
-        self.mode: Any = (
-            None  # in which torch's functions use `tensor`; None: torch is not imported
-        )
+        # Mode in which torch's functions use `tensor`; None: torch is not imported.
+        self.mode: Any = None
         self._made: dict[str, Any] = {}  # generators, by library
         # All the other mutable state: the generators in whose place these are, ...
         self.outer: Any = GLOBALS
@@ -60,7 +59,7 @@ class ThreadGenerators:
         self.rng: ThreadSampleRng | None = None
         self.kind = b""
         self.key: Any = (
-            None  # of one sample; with `walk`, a function of a place, or None for the items
+            None  # of one sample; with `walk`, a function of a place, or None: the items
         )
         self.walk: Any = None  # iterator over `items`, each of which is a sample
         self.items: Any = ()

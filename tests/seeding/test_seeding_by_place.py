@@ -12,7 +12,7 @@ import pytest
 import torch
 from support.ways_to_draw import OTHERS, WAYS
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, Subset
 
 from hybridloader import DataLoader, Pipeline, SampleSeeding, rng
 from hybridloader.seeding.thread_generators import installation
@@ -241,7 +241,7 @@ class Whole(Ways):
         return [(index, random.random()) for index in indices]
 
 
-@pytest.mark.parametrize("dataset", [Stream(), Whole()])
+@pytest.mark.parametrize("dataset", [Stream(), Whole(), Subset(Ways(), range(7))])
 @pytest.mark.parametrize("options", [{}, {"on_error": "skip"}, {"persistent_workers": True}])
 def test_every_kind_of_dataset_draws_the_same_in_each_run(
     dataset: Any, options: dict[str, Any]
@@ -256,6 +256,23 @@ def test_every_kind_of_dataset_draws_the_same_in_each_run(
     first = run()
     assert first == run()
     assert first[0] != first[2]  # the next epoch draws other numbers
+
+
+class Cheap(Dataset[Any]):
+    def __getitem__(self, index: int) -> Any:
+        return random.random()
+
+
+def test_samples_of_a_subset_are_seeded_each_though_it_makes_batches() -> None:
+    """Its `__getitems__` only passes the call on. There are enough for tasks that are not shared."""
+    seed_all(16)
+    before = random.getstate()
+    loaded = DataLoader(
+        Subset(Cheap(), range(800)), 4, num_workers=2, backend="threads", collate_fn=list
+    )
+    found = [number for batch in loaded for number in batch]
+    assert random.getstate() == before
+    assert len({*found}) == 800
 
 
 def test_collate_draws_by_the_first_sample_of_its_batch() -> None:
