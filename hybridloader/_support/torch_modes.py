@@ -19,7 +19,7 @@ class Modes(NamedTuple):
     autocast: tuple[tuple[str, Any], ...]
     """Each type of device for which autocast is on, with its dtype."""
     cache: bool
-    """Whether autocast keeps the weights that it has cast."""
+    """True if autocast keeps the weights that it has cast."""
     device: str
     """Default device of new tensors."""
 

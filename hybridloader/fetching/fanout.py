@@ -6,8 +6,8 @@ object of the user, and they end when the `Fanout` is collected. They are daemon
 `concurrent.futures`, which Python joins at exit, so an item that is stuck would hold up the exit.
 
 An item finds the thread-local state of the calling thread: `get_worker_info`, the slots that collation
-writes into, context variables, torch's modes (`Modes`) and its number of native threads. Random
-generators are shared: with several threads, the number that an item draws depends on timing.
+writes into, context variables, torch's modes (`Modes`) and its number of native threads. With
+``seeding="shared"`` random generators are shared, and the number that an item draws depends on timing.
 """
 
 from __future__ import annotations

@@ -306,9 +306,10 @@ _awaited: set[tuple[int, str]] = set()
 
 
 def _seed_imported(name: str) -> None:
-    if now.digest is not None:  # in the middle of a sample
+    # In the middle of a sample. A thread's own generators are seeded at their first draw.
+    if now.digest is not None and now.generators is GLOBALS:
         found = seeds(now.digest)
         if name == NUMPY:
-            now.generators.seed_numpy(found.numpy)
+            GLOBALS.seed_numpy(found.numpy)
         else:
-            now.generators.seed_torch(found.torch)
+            GLOBALS.seed_torch(found.torch)
