@@ -1,10 +1,13 @@
 """Machine of these tests: its cores look free, whatever else runs on it.
 
-What depends on free cores is judged by recordings, in `test_verdict`.
+A real verdict depends on the clock, and another process can take the cores for a moment: such a test
+(the fixture `free_cores` marks it) may fail twice. The exact rules are held by recorded workloads, in
+`test_recorded_workloads`, which no clock changes.
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,6 +16,25 @@ import pytest
 
 from hybridloader.observe import cores, plot, stage_measures
 from hybridloader.observe.recording import CoreUse, StageRecord
+
+ATTEMPTS = 3
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Call a test of real workers again if the machine was too busy for its verdict."""
+    if "free_cores" not in pyfuncitem.fixturenames:
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    for _ in range(ATTEMPTS - 1):
+        try:
+            pyfuncitem.obj(**arguments)
+        except AssertionError:
+            gc.collect()
+        else:
+            return True
+    pyfuncitem.obj(**arguments)
+    return True
 
 
 @pytest.fixture(scope="module")
