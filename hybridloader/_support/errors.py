@@ -193,6 +193,9 @@ _PLACE = "_hybridloader_place"
 ENDS = (IteratorClosed, WorkerDied, StateError)
 """Errors of an iterator of ours after which nothing more will come."""
 
+NO_ITEM = (NotReady, WorkerTimeout)
+"""Errors of an iterator of ours that are not raised in the place of an item, and end nothing."""
+
 
 def mark(error: BaseException, place: str | None) -> None:
     """Mark where in a stream of items an error stands; None: in the place of one item."""
@@ -218,6 +221,11 @@ def no_answer(error: E) -> E:
 def takes_a_place(error: BaseException) -> bool:
     """Return True if `error` was raised where an item would have been returned."""
     return place_of(error) != "beside"
+
+
+def counts_as_item(error: BaseException) -> bool:
+    """Return True if whoever numbers items gives a number to `error`."""
+    return not is_ours(error, (*ENDS, *NO_ITEM))
 
 
 def is_ours(error: BaseException, kinds: type[E] | tuple[type[E], ...]) -> TypeGuard[E]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from hybridloader._support.attributes import attribute
-from hybridloader._support.errors import ENDS, NotReady, is_ours
+from hybridloader._support.errors import ENDS, NotReady, counts_as_item, is_a, is_ours
 from hybridloader.engine.messages import Result
 from hybridloader.engine.payload import Payload
 
@@ -133,6 +133,8 @@ class TaskBatching(Feed):
         self._items = self._seconds = 0.0  # of the tasks before, the older the less
         self._put_back: deque[Any] = deque()  # to be drawn before anything else
         self._error: Exception | None = None  # that came behind items
+        self.drawn: deque[int] | None = None
+        """Numbers of items of the tasks, in their order, if somebody sets a deque and empties it."""
 
     def learn(self, items: int, seconds: float) -> None:
         """Learn from a task of `items` items that took `seconds`."""
@@ -147,6 +149,18 @@ class TaskBatching(Feed):
         self._others.append(other)
 
     def draw(self, most: int | None) -> Any:
+        if self.drawn is None:
+            return self._draw(most)
+        try:
+            found = self._draw(most)
+        except Exception as error:
+            if counts_as_item(error) and not is_a(error, StopIteration):
+                self.drawn.append(1)
+            raise
+        self.drawn.append(items_in(found))
+        return found
+
+    def _draw(self, most: int | None) -> Any:
         if self._put_back:
             return self._put_back.popleft()
         if self._error is not None:
@@ -173,6 +187,8 @@ class TaskBatching(Feed):
         if type(index) is not list or len(index) < 2:
             return False
         self._put_back.extendleft([item] for item in reversed(index))
+        if self.drawn is not None:
+            self.drawn[-1] = 0
         return True
 
     def _gather(self, found: list[Any], size: int) -> None:

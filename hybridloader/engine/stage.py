@@ -328,7 +328,7 @@ class Stage(Lifecycle, Iterator[Any]):
                 self._observer.raised(result.worker, result.seq, result.failure.exception)
             Raised(result.failure.to_exception(place)).throw()
         payload = result.payload
-        if self._forwards and payload.count is not None and not result.extras:
+        if self._forwards and payload.count is not None and "notes" not in (result.extras or ()):
             return payload
         try:
             observer = self._observer

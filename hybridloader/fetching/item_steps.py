@@ -221,7 +221,9 @@ class ItemsFetcher(Fetcher):
         return self._rng.call(SAMPLE, b"%d" % number, self._loop.alone, item)
 
     def _handed_over(self, results: TaskResults) -> Any:
-        return results.hand_over(self._context) if results.notes else results.values
+        if results.notes or results.uneven:
+            return results.hand_over(self._context)
+        return results.values
 
     def begin(self, items: Any, ring: Callable[[], None]) -> Begun:
         begun: Begun

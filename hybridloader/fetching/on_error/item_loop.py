@@ -66,6 +66,7 @@ class ItemLoop:
             through = self._begin if spared else self._through
             for item in items:
                 through(item, results)
+                results.end_item()
                 if context.cancelled:
                     raise Abandoned
             return results
@@ -84,10 +85,12 @@ class ItemLoop:
                 if context.cancelled:
                     raise Abandoned
                 continue
+            results.end_items()
             try:  # outside of the clause above, so that further errors have no context
                 self.failed(item, error, results, at)
             finally:
                 del error
+            results.end_item()
             if context.cancelled:
                 raise Abandoned
         return results
@@ -97,6 +100,7 @@ class ItemLoop:
         results = self.new_results()
         for part in parts:
             results.extend(part)
+            results.end_item()
         return results
 
     def alone(self, item: Any) -> TaskResults:

@@ -36,6 +36,16 @@ class ResultQueue(Iterator[Any]):
             note.item is not None and not self._may_skip(note) for note in notes
         )
 
+    def gone_of(self, notes: Sequence[Note]) -> list[int]:
+        """Return the numbers, among the values and notes of a task, of the notes that take no place."""
+        return [
+            note.position + number for number, note in enumerate(notes) if not self._takes_place(note)
+        ]
+
+    def _takes_place(self, note: Note) -> bool:
+        kept = self._budget is not None and self._budget.gaps
+        return note.item is not None and (kept or not self._may_skip(note))
+
     def fail(self, error: Exception) -> None:
         """Add an error that is raised in the place of one result, behind all others."""
         self.between.append((self._added, Raised(error), None))
@@ -48,8 +58,7 @@ class ResultQueue(Iterator[Any]):
         note = self.between[0][1]
         if isinstance(note, Raised):
             return False
-        kept = self._budget is not None and self._budget.gaps
-        return note.item is None or (self._may_skip(note) and not kept)
+        return not self._takes_place(note)
 
     @property
     def _due(self) -> bool:

@@ -21,7 +21,7 @@ class TaskResults:
     to be raised or left out in its place when the values are handed out.
     """
 
-    __slots__ = ("_batch", "_handler", "_what", "notes", "values")
+    __slots__ = ("_batch", "_handler", "_ended", "_surplus", "_what", "notes", "uneven", "values")
 
     def __init__(
         self,
@@ -33,6 +33,22 @@ class TaskResults:
         self._handler, self._batch, self._what = handler, batch, what
         self.values: list[Any] = []
         self.notes: list[Note] = []
+        self.uneven: list[tuple[int, int]] = []
+        """Numbers of those items of the task that have other than one value or note, and how many."""
+        self._ended = self._surplus = 0  # values and notes of items that are through; see `end_item`
+
+    def end_item(self) -> None:
+        """Note that all values and notes of one more item of the task are there."""
+        units = len(self.values) + len(self.notes)
+        own = units - self._ended
+        if own != 1:
+            self.uneven.append((self._ended - self._surplus, own))
+            self._surplus += own - 1
+        self._ended = units
+
+    def end_items(self) -> None:
+        """Note that all items whose values and notes are there had one of these each."""
+        self._ended = len(self.values) + len(self.notes)
 
     @property
     def failures(self) -> list[FailureRecord]:
@@ -101,6 +117,8 @@ class TaskResults:
         """Return the value of the task, and put the notes beside it."""
         if self.notes:
             context.add("notes", self.notes)
+        if self.uneven:
+            context.add("uneven", self.uneven)
         return self.values
 
 
@@ -108,8 +126,8 @@ def sendable_items(
     handler: ErrorHandler, context: TaskContext, items: list[Any], check: Callable[[Any], Any]
 ) -> list[Any]:
     """Return those of a task's `items` that `check` lets be sent, with notes on the others."""
-    results = TaskResults(handler)
-    notes = deque((context.take_extras() or {}).get("notes", ()))
+    results, extras = TaskResults(handler), context.take_extras() or {}
+    notes, results.uneven = deque(extras.get("notes", ())), extras.get("uneven", [])
     for place, item in enumerate(items):
         while notes and notes[0].position <= place:
             results.notes.append(notes.popleft()._replace(position=len(results.values)))

@@ -83,6 +83,9 @@ class UpstreamPart(NamedTuple):
     """Number of items that are not wanted any more."""
     epoch: int
     """Number of the pass."""
+    given: int | None = None
+    """Number of its own items with which the operator begins; None: those that are asked for. It gives
+    the others again, and they are dropped."""
 
 
 class RelayOptions(NamedTuple):
@@ -110,8 +113,10 @@ class Context(Protocol):
     start: int
     """Number of its items that were given before: the first that it gives has that number.
 
-    Above 0 only where `Operator.seek` has said that this can be done.
+    Above 0 only where `Operator.before` has said that this can be done.
     """
+    first: int
+    """Number of the first item before it that it gets: those before that are not needed any more."""
     saved: Mark | None
     """Last mark of this operator in the run that this one goes on from."""
     locks: PageLocks | None
@@ -170,6 +175,11 @@ class Operator(ABC):
     """False if it forgets the places of items that ``on_error="skip"`` left out before it."""
     counted: bool = False
     """True for a source that has the same length in every epoch."""
+    marks_inputs: ClassVar[bool] = False
+    """True if it calls ``context.mark(n, k)`` wherever its items from number `n` on need the items before
+    it only from number `k` on, as when nothing is in its buffer. Errors count as items."""
+    counts_errors: ClassVar[bool] = False
+    """True if `before` holds also where some of the items were errors."""
 
     @property
     def name(self) -> str:
@@ -248,6 +258,8 @@ class Operator(ABC):
                 UpstreamPart(None, 0, epoch),
                 *(UpstreamPart(k, 0, epoch) for k in range(len(self.branches()))),
             ]
+        if self.marks_inputs and mark is not None:
+            return [UpstreamPart(None, mark.value, epoch, mark.at)]
         k = self.seek(n)
         return None if k is None else [UpstreamPart(None, k, epoch)]
 
@@ -289,6 +301,8 @@ class Operator(ABC):
 
 class OneForOne(Operator):
     """One output for each input, in its place."""
+
+    counts_errors = True
 
     def seek(self, n: int) -> int | None:
         return n

@@ -17,7 +17,7 @@ from hybridloader._support import arguments
 from hybridloader._support.arguments import is_number
 from hybridloader._support.attributes import attribute
 from hybridloader._support.caller import warn
-from hybridloader._support.errors import Raised, foreign
+from hybridloader._support.errors import Raised, counts_as_item, foreign, is_a
 from hybridloader._support.text import short
 from hybridloader.memory.limits import DEFAULT_MEMORY, Memory
 from hybridloader.pipeline.operators.base import (
@@ -193,6 +193,8 @@ class BatchBy(Operator):
     oversize: str = "raise"
     memory: Memory = DEFAULT_MEMORY
 
+    marks_inputs = counts_errors = True
+
     def __post_init__(self) -> None:
         what = "a function from an item to a number (len, say)"
         arguments.function(f"{self.name}: cost", self.cost, what)
@@ -210,7 +212,7 @@ class BatchBy(Operator):
 
     def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
         collate = Collating(self.collate_fn, self.memory, context.locks)
-        return BatchByIterator(items, self, collate, context.left_out)
+        return BatchByIterator(items, self, collate, context)
 
     def length(self, upstream: Length) -> Length:
         return upstream if upstream in (0, INFINITE) else None
@@ -224,19 +226,40 @@ class BatchByIterator(OperatorIterator):
         items: Iterator[Any],
         rules: BatchBy,
         collate: Callable[[list[Any]], Any],
-        left_out: Callable[[Any, Exception], None],
+        context: Context,
     ) -> None:
         super().__init__(items)
-        self._rules, self._collate, self._left_out = rules, collate, left_out
+        self._rules, self._collate, self._left_out = rules, collate, context.left_out
+        self._mark = context.mark
         # All the mutable state:
         self._warned = False  # of what is skipped
         self._batch: list[Any] = []
         self._spent: Any = 0  # the sum of its costs, or the largest of them if it will be padded
         self._ended = False
+        self._given, self._taken = context.start, context.first  # batches and errors; items
+        self._oldest = self._taken  # number of the first item of the batch
 
     def __next__(self) -> Any:
         if self._ended:
             raise StopIteration
+        try:
+            batch = self._next_batch()
+        except Exception as error:
+            if counts_as_item(error) and not is_a(error, StopIteration):
+                self._note_given()
+            raise
+        self._note_given()
+        return self._collate(batch)
+
+    def _note_given(self) -> None:
+        self._given += 1
+        if not self._batch:
+            self._oldest = self._taken
+        # Behind an error, a batch that was begun before it would come twice with it.
+        if len(self._batch) <= 1 and self._taken - self._oldest <= 1:
+            self._mark(self._given, self._oldest)
+
+    def _next_batch(self) -> list[Any]:
         rules, batch, pull = self._rules, self._batch, self._pull
         budget, padded, price = rules.budget, rules.padded, rules.cost
         while True:
@@ -246,7 +269,11 @@ class BatchByIterator(OperatorIterator):
                 self._ended, self._batch = True, []
                 if not batch or rules.drop_last:
                     raise
-                return self._collate(batch)
+                return batch
+            except Exception as error:
+                self._taken += counts_as_item(error)
+                raise
+            self._taken += 1
             try:
                 cost = price(item)
             except Exception as error:
@@ -262,13 +289,15 @@ class BatchByIterator(OperatorIterator):
                 spent = self._spent + cost
                 fits = spent <= budget
             if batch and not fits:
-                self._batch, self._spent = [item], cost
-                return self._collate(batch)
+                self._batch, self._spent, self._oldest = [item], cost, self._taken - 1
+                return batch
+            if not batch:
+                self._oldest = self._taken - 1
             batch.append(item)
             self._spent = spent
             if len(batch) == rules.max_size:
                 self._batch, self._spent = [], 0
-                return self._collate(batch)
+                return batch
 
     def _takes(self, item: Any, cost: Any) -> bool:
         """Tell whether an item that no batch has room for is taken all the same."""

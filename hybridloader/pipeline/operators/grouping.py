@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any
 
 from hybridloader._support import arguments
-from hybridloader._support.errors import Raised, foreign
+from hybridloader._support.errors import Raised, counts_as_item, foreign, is_a
 from hybridloader.memory.limits import DEFAULT_MEMORY, Memory, check_memory
 from hybridloader.pipeline.operators.base import (
     INFINITE,
@@ -33,6 +33,8 @@ class _OfSize(Operator):
 
     batch_size: int
     drop_last: bool
+
+    marks_inputs = counts_errors = True  # marks where errors have shifted what `seek` says
 
     def seek(self, n: int) -> int:
         return n * self.batch_size
@@ -74,7 +76,7 @@ class Batch(_OfSize):
 
     def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
         collate = Collating(self.collate_fn, self.memory, context.locks)
-        return BatchIterator(items, self.batch_size, self.drop_last, collate)
+        return BatchIterator(items, self.batch_size, self.drop_last, collate, context)
 
 
 @dataclass(frozen=True)
@@ -109,33 +111,57 @@ class PaddedBatch(_OfSize):
 
     def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
         collate = Collating(Pad(self.padding_value, self.lengths), self.memory, context.locks)
-        return BatchIterator(items, self.batch_size, self.drop_last, collate)
+        return BatchIterator(items, self.batch_size, self.drop_last, collate, context)
 
 
 class BatchIterator(OperatorIterator):
     """Iterator of `Batch` and `PaddedBatch`."""
 
     def __init__(
-        self, items: Iterator[Any], size: int, drop_last: bool, collate: Callable[[list[Any]], Any]
+        self,
+        items: Iterator[Any],
+        size: int,
+        drop_last: bool,
+        collate: Callable[[list[Any]], Any],
+        context: Context,
     ) -> None:
         super().__init__(items)
         self._size, self._drop_last, self._collate = size, drop_last, collate
+        self._mark = context.mark
         # All the mutable state:
         self._batch: list[Any] = []
         self._ended = False
+        self._given, self._taken = context.start, context.first  # batches and errors; items
+        self._shifted = context.saved is not None  # an error has come, so a batch is marked
 
     def __next__(self) -> Any:
         if self._ended:
             raise StopIteration
         batch = self._batch
         # What came before an exception stays in the list: `extend` takes items one by one.
-        batch.extend(islice(self._items, self._size - len(batch)))
+        try:
+            batch.extend(islice(self._items, self._size - len(batch)))
+        except Exception as error:
+            self._shift(error)
+            raise
         self._batch = []
+        self._given += 1
+        self._taken += len(batch)
+        if self._shifted:
+            self._mark(self._given, self._taken)
         if len(batch) < self._size:
             self._ended = True
             if not batch or self._drop_last:
                 raise StopIteration
         return self._collate(batch)
+
+    def _shift(self, error: Exception) -> None:
+        if counts_as_item(error):
+            if not self._shifted:
+                self._shifted = True
+                self._mark(self._given, self._taken)
+            self._given += 1
+            self._taken += 1
 
     def close(self) -> None:
         self._ended = True
@@ -167,6 +193,8 @@ class Unbatch(Operator):
     _: KW_ONLY
     split: Callable[[Any], Any] | None = None
 
+    marks_inputs = counts_errors = True
+
     def __post_init__(self) -> None:
         if self.columns is not None:
             check_flags(self, "columns")
@@ -180,7 +208,7 @@ class Unbatch(Operator):
                 )
 
     def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
-        return UnbatchIterator(items, self.columns, self.split)
+        return UnbatchIterator(items, self.columns, self.split, context)
 
     def length(self, upstream: Length) -> Length:
         return 0 if upstream == 0 else None
@@ -194,24 +222,41 @@ class UnbatchIterator(OperatorIterator):
         items: Iterator[Any],
         columns: bool | None,
         split: Callable[[Any], Any] | None,
+        context: Context,
     ) -> None:
         super().__init__(items)
-        self._columns, self._split = columns, split
+        self._columns, self._split, self._mark = columns, split, context.mark
         # All the mutable state:
         self._samples: Iterator[Any] = iter(())  # what is left of the batch
+        self._given, self._taken = context.start, context.first  # samples and errors; batches
 
     def __next__(self) -> Any:
-        while True:
-            for sample in self._samples:
-                return sample
+        try:
+            while True:
+                for sample in self._samples:
+                    self._given += 1
+                    return sample
+                self._mark(self._given, self._taken)
+                batch = self._next_batch()
+                if self._split is None:
+                    self._samples = iter(samples_of(batch, self._columns))
+                else:
+                    try:
+                        self._samples = iter(self._split(batch))
+                    except Exception as error:
+                        Raised(foreign(error, "unbatch: split")).throw()
+        except Exception as error:
+            self._given += counts_as_item(error) and not is_a(error, StopIteration)
+            raise
+
+    def _next_batch(self) -> Any:
+        try:
             batch = super().__next__()
-            if self._split is None:
-                self._samples = iter(samples_of(batch, self._columns))
-            else:
-                try:
-                    self._samples = iter(self._split(batch))
-                except Exception as error:
-                    Raised(foreign(error, "unbatch: split")).throw()
+        except Exception as error:
+            self._taken += counts_as_item(error)
+            raise
+        self._taken += 1
+        return batch
 
     def close(self) -> None:
         self._samples = iter(())

@@ -11,20 +11,14 @@ from typing import Any
 
 from hybridloader._support.attributes import attribute, close
 from hybridloader._support.errors import (
-    ENDS,
     IteratorClosed,
-    NotReady,
     StateError,
-    WorkerTimeout,
-    is_ours,
+    counts_as_item,
     no_answer,
 )
 from hybridloader.engine.feed import is_forwarded
 from hybridloader.engine.fetcher import TaskContext
 from hybridloader.pipeline.operators.base import OperatorIterator
-
-NO_ITEM = (NotReady, WorkerTimeout)
-"""Errors of an iterator that are not raised in the place of an item."""
 
 
 class Dropping(OperatorIterator):
@@ -78,7 +72,7 @@ class Dropping(OperatorIterator):
                     )
                 ) from None
             except Exception as error:
-                if is_ours(error, (*ENDS, *NO_ITEM)):
+                if not counts_as_item(error):
                     raise
                 # It was raised before, in the same place.
                 self.done += 1

@@ -37,7 +37,7 @@ from hybridloader.pipeline.running.plan import (
     lay_out,
     passes_on,
 )
-from hybridloader.pipeline.running.run_position import Counts
+from hybridloader.pipeline.running.run_position import Counts, cuts_of
 from hybridloader.pipeline.running.running_stages import RunningRelay, RunningStages
 from hybridloader.pipeline.running.state import Position, descriptions
 from hybridloader.pipeline.running.validation import chains_in_rows, check
@@ -64,7 +64,8 @@ class Executor:
         first: int = 0,
         idle: bool = False,
     ) -> None:
-        self.chain, self.plan = chain, lay_out(chain)
+        self.chain = chain
+        self.plan = lay_out(chain, None if resumed is None else cuts_of(resumed.marks))
         check(self.plan)
         self._drawn: dict[str, int] = {}  # seeds, by the path of a source's chain: see `draw`
         if resumed is None:

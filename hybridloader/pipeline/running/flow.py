@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from hybridloader._support.attributes import close
-from hybridloader._support.errors import IteratorClosed, add_note, no_answer, takes_a_place
+from hybridloader._support.errors import (
+    IteratorClosed,
+    add_note,
+    counts_as_item,
+    no_answer,
+    takes_a_place,
+)
 from hybridloader.devices.pinning import Pinner, Sent
 from hybridloader.engine.diagnosis import name_of
 from hybridloader.engine.feed import Feed, TaskBatching, is_forwarded
@@ -23,6 +30,7 @@ from hybridloader.fetching.on_error.result_queue import ResultQueue
 from hybridloader.fetching.outcome import Note
 from hybridloader.observe.stage_metrics import StageMetrics
 from hybridloader.pipeline.operators.base import OperatorIterator
+from hybridloader.pipeline.running.ledger import Ledger
 
 
 class RelayDepth:
@@ -45,6 +53,9 @@ class RelayDepth:
         """Take the task sizes as they are now."""
         size = min(batching.size for batching in self._beside)
         self._relay.queue.depth = max(self._least, 2 * size)
+
+
+_NONE: Mapping[str, Any] = {}
 
 
 class StageIterator(Iterator[Any]):
@@ -77,10 +88,10 @@ class StageIterator(Iterator[Any]):
         finally:
             self.metrics.turned_away()
 
-    def _notes(self) -> Sequence[Note] | None:
-        """Return the notes on the last results, None if there are none. They are kept nowhere else."""
+    def _extras(self) -> Mapping[str, Any]:
+        """Return the metadata of the last results. They are kept nowhere else."""
         extras, self._stage.last.extras = self._stage.last.extras, None
-        return None if extras is None else extras.get("notes")
+        return extras or _NONE
 
     def close(self) -> None:
         """Leave the pass; the workers stay for the next."""
@@ -90,7 +101,8 @@ class StageIterator(Iterator[Any]):
 class StageItems(StageIterator):
     """Results of a stage, one by one. `items`, which `batching` cuts into tasks, is closed with this.
 
-    If `forwarded`, results may go on to the next stage unopened.
+    If `forwarded`, results may go on to the next stage unopened. `ledger` says which items are made of
+    which; None where each is made of one.
     """
 
     def __init__(
@@ -100,10 +112,14 @@ class StageItems(StageIterator):
         items: Iterator[Any],
         batching: TaskBatching,
         budget: ErrorBudget | None = None,
+        ledger: Ledger | None = None,
         *,
         forwarded: bool = False,
     ) -> None:
         super().__init__(stage, metrics, budget)
+        self._ledger, self._sizes = ledger, deque[int]()
+        if ledger is not None:
+            batching.drawn = self._sizes
         self._items, self.batching, self.forwarded = items, batching, forwarded
         self.depths: list[RelayDepth] = []  # of the relays before and behind
         metrics.learn = self._learn
@@ -127,6 +143,8 @@ class StageItems(StageIterator):
             except StopIteration:
                 raise
             except Exception as error:
+                if self._ledger is not None and counts_as_item(error):
+                    self._ledger.one_each(self._sizes.popleft())
                 if not takes_a_place(error):
                     raise
                 # Of every item of the task, each in its place.
@@ -135,7 +153,10 @@ class StageItems(StageIterator):
                 self._results = self._queue
                 raise
             forwarded = self.forwarded and is_forwarded(results)
-            notes = None if forwarded else self._notes()
+            extras = self._extras()
+            notes = extras.get("notes")
+            if self._ledger is not None:
+                self._note(self._ledger, results, notes or (), extras.get("uneven"))
             if notes is not None:
                 worker = self._stage.last.worker
                 self.metrics.items_out += self._queue.add(results, notes, worker)
@@ -151,6 +172,32 @@ class StageItems(StageIterator):
                 return results
             else:
                 results.discard()
+
+    def _note(
+        self,
+        ledger: Ledger,
+        results: Any,
+        notes: Sequence[Note],
+        uneven: Sequence[tuple[int, int]] | None,
+    ) -> None:
+        """Write in the ledger which of the results were made of which items of their task."""
+        size = self._sizes.popleft()
+        gone = self._queue.gone_of(notes) if notes else ()
+        if uneven is None and not gone:
+            ledger.one_each(size)
+            return
+        counts = [1] * size
+        for item, units in uneven or ():
+            counts[item] = units
+        # Take off the notes that come out neither as an item nor as an error, each from its item.
+        item, before = 0, 0  # the item, and the values and notes of those before it
+        for unit in gone:
+            while before + counts[item] <= unit:
+                before += counts[item]
+                item += 1
+            counts[item] -= 1
+            before += 1
+        ledger.several(counts)
 
     def close(self) -> None:
         super().close()
@@ -223,7 +270,8 @@ class ReaderItems(StageIterator):
             self.metrics.items_out += 1
             return
         worker = self._stage.last.worker
-        self.metrics.items_out += self._waiting[worker].add(results, self._notes() or (), worker)
+        notes = self._extras().get("notes", ())
+        self.metrics.items_out += self._waiting[worker].add(results, notes, worker)
 
 
 class ReaderTaskSizes(Feed):

@@ -11,7 +11,7 @@ from itertools import count
 from typing import Any
 
 from hybridloader._support.attributes import close
-from hybridloader._support.errors import IteratorClosed, no_answer
+from hybridloader._support.errors import IteratorClosed, counts_as_item, is_a, no_answer
 from hybridloader.engine.fetcher import Abandoned, FollowingContext, TaskContext
 from hybridloader.engine.meter import TaskParts
 from hybridloader.fetching.item_steps import Step
@@ -22,6 +22,7 @@ from hybridloader.fetching.on_error.policies import Policy
 from hybridloader.fetching.on_error.result_queue import ResultQueue
 from hybridloader.fetching.on_error.task_results import TaskResults
 from hybridloader.pipeline.operators.base import OperatorIterator
+from hybridloader.pipeline.running.ledger import ONE_EACH, Counts, Ledger
 from hybridloader.seeding.sample_rng import SampleRng, item_key, numbered_item
 
 
@@ -126,6 +127,22 @@ class InlineItems(OperatorIterator):
             finally:
                 del error
 
+    def log(self, ledger: Ledger, counts: Counts) -> None:
+        """Note in `ledger` each item that is taken, and what may come of it."""
+        pull = self._pull
+
+        def logged() -> Any:
+            try:
+                item = pull()
+            except Exception as error:
+                if counts_as_item(error) and not is_a(error, StopIteration):
+                    ledger.pulled(ONE_EACH)
+                raise
+            ledger.pulled(counts)
+            return item
+
+        self._pull = logged
+
     def _hand_out(self, results: TaskResults) -> None:
         self._queue.add(results.values, results.notes)
         self._told = True
@@ -133,6 +150,26 @@ class InlineItems(OperatorIterator):
     def close(self) -> None:
         if self.coroutines is not None:
             self.coroutines.close()
+        close(self._items)
+
+
+class LoggedItems(OperatorIterator):
+    """Items of functions that may give none or several for one, counted in a ledger."""
+
+    def __init__(self, items: Iterator[Any], ledger: Ledger) -> None:
+        super().__init__(items)
+        self._ledger = ledger
+
+    def __next__(self) -> Any:
+        try:
+            found = self._pull()
+        except Exception as error:
+            self._ledger.given += counts_as_item(error) and not is_a(error, StopIteration)
+            raise
+        self._ledger.given += 1
+        return found
+
+    def close(self) -> None:
         close(self._items)
 
 

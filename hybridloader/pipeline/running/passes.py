@@ -34,7 +34,8 @@ from hybridloader.pipeline.running.flow import (
     StageItems,
     Taking,
 )
-from hybridloader.pipeline.running.inline_items import InlineItems
+from hybridloader.pipeline.running.inline_items import InlineItems, LoggedItems
+from hybridloader.pipeline.running.ledger import ONE_EACH, SEVERAL, Ledger, Point
 from hybridloader.pipeline.running.plan import (
     ChainPlan,
     InlineNode,
@@ -43,7 +44,7 @@ from hybridloader.pipeline.running.plan import (
     RelayNode,
     WorkerNode,
 )
-from hybridloader.pipeline.running.run_position import RunPosition, before, passes_one_by_one
+from hybridloader.pipeline.running.run_position import RunPosition, before, one_by_one
 
 if TYPE_CHECKING:
     from hybridloader.engine.refresh import Change
@@ -142,34 +143,44 @@ class ChainPass:
         node = self.plan.nodes[at]
         if isinstance(node, OperatorNode):
             return (yield from self._open_operator(node, at, start))
-        raised = bool(self.position.start.raised)
-        if not start.items or passes_one_by_one(node, raised):
-            return (yield from self._open_node(at, start))
-        items = yield from self._open_node(at, Offset())
-        return self.drop(items, start, node.name)
-
-    def _open_node(self, at: int, start: Offset) -> NodeOpener:
-        """Open a node that gives one item for each it takes, the nodes before it at `start`, too."""
-        node = self.plan.nodes[at]
+        if isinstance(node, RelayNode):
+            items = yield at - 1, start
+            return self._open_relay(node, at, items)
+        point = self.position.point(node, start.items, self.epoch) if start.items else Point(0, 0)
         if isinstance(node, WorkerNode) and node.reads:
-            return self._open_readers(node)
+            return self.drop(self._open_readers(node), start, node.name)
+        begins = point or Point(0, 0)
+        # What is sure to be there behind the node was sure to be there before it.
+        before = Offset(begins.taken, start.slack if begins.given == start.items else 0)
         if isinstance(node, WorkerNode):
-            return (yield from self._open_stage(node, at, start))
-        items = yield at - 1, start
-        if isinstance(node, InlineNode):
-            return self._open_inline(node, items, start)
-        assert isinstance(node, RelayNode)
-        return self._open_relay(node, at, items)
+            items = yield from self._open_stage(node, at, begins, before)
+        else:
+            items = yield at - 1, before
+            items = self._open_inline(node, items, begins)
+        return self.drop(items, Offset(start.items - begins.given, start.slack), node.name)
+
+    def _ledger(self, node: InlineNode | WorkerNode, begins: Point) -> Ledger | None:
+        """Return the ledger of a node; None if it gives one item for each that it takes."""
+        if one_by_one(node, raised=False):
+            return None
+        ledger = Ledger(self.epoch, begins)
+        self.position.keep(node, ledger)
+        return ledger
 
     def _open_operator(self, node: OperatorNode, at: int, start: Offset) -> NodeOpener:
         operator = node.operator
-        saved = self.position.saved(self.plan.path, node.number, self.epoch)
+        saved = self.position.saved(node, self.epoch)
         raised = bool(self.position.start.raised)
         parts = before(node, start.items, self.epoch, saved, raised)
         # Where it can't begin behind the first items, they are made again and dropped here.
         dropped, begins = (start, Offset()) if parts is None else (Offset(), start)
-        context = OperatorContext(self, node, begins, saved)
-        begins = _offset_before(operator, begins)
+        marked = parts[0] if parts and parts[0].given is not None else None
+        if marked is not None and marked.given is not None:
+            begins = Offset(marked.given)
+            dropped = Offset(start.items - marked.given, start.slack)
+        first = Offset(marked.start) if marked is not None else _offset_before(operator, begins)
+        context = OperatorContext(self, node, begins, saved if parts is not None else None, first)
+        begins = first
         if operator.begins_itself:
             items = operator.begin(self._upstream(at, begins), context)
         else:
@@ -200,28 +211,33 @@ class ChainPass:
 
         return upstream
 
-    def _open_inline(self, node: InlineNode, items: Iterator[Any], start: Offset) -> Iterator[Any]:
+    def _open_inline(self, node: InlineNode, items: Iterator[Any], begins: Point) -> Iterator[Any]:
         stages, policy = self.executor.stages, node.placement.on_error
         init_fn = node.placement.worker_init_fn
         if init_fn is not None and node.path not in self.executor.initialised:
             init_fn(0)  # once for all passes, as in a worker
             self.executor.initialised.add(node.path)
+        ledger = self._ledger(node, begins)
         for number, work in enumerate(node.works):
             sample_rng = stages.sample_rng_of(
-                node, number, self.epoch, start.items, relayed=self.relayed(node)
+                node, number, self.epoch, begins.taken, relayed=self.relayed(node)
             )
             budget = stages.error_budget(node, work.name, self.epoch, gaps=self._in_rows)
             try:
-                items = InlineItems(
+                found = InlineItems(
                     items, work.step(), work.name, self.left, sample_rng, policy, budget
                 )
-                self.executor.add_inline(node.path, number, items.context)
-                if items.coroutines is not None:
-                    self.executor.add_coroutines(items.coroutines)
+                self.executor.add_inline(node.path, number, found.context)
+                if found.coroutines is not None:
+                    self.executor.add_coroutines(found.coroutines)
+                if ledger is not None and number == 0:
+                    kinds = {work.step().kind for work in node.works}
+                    found.log(ledger, SEVERAL if "flat_map" in kinds else ONE_EACH)
+                items = found
             except Exception as error:
                 add_note(error, f"In stage {work.name!r}, setting it up.")
                 raise
-        return items
+        return items if ledger is None else LoggedItems(items, ledger)
 
     def _open_relay(self, node: RelayNode, at: int, items: Iterator[Any]) -> Iterator[Any]:
         executor = self.executor
@@ -265,10 +281,10 @@ class ChainPass:
         stage.readers.begin(ReaderTaskSizes(), changes)
         return stage.readers
 
-    def _open_stage(self, node: WorkerNode, at: int, start: Offset) -> NodeOpener:
+    def _open_stage(self, node: WorkerNode, at: int, begins: Point, before: Offset) -> NodeOpener:
         placement = node.placement
         stage, changes, budget = self._stage(node)
-        items = yield at - 1, start
+        items = yield at - 1, before
         stage_before = self.plan.nodes[at - 2] if at > 1 else None
         batching = TaskBatching(
             items,
@@ -278,23 +294,32 @@ class ChainPass:
             most=1 if placement.buffer_bytes else placement.prefetch,
         )
         found = StageItems(
-            stage.stage, stage.metrics, items, batching, budget, forwarded=node.forwarded
+            stage.stage,
+            stage.metrics,
+            items,
+            batching,
+            budget,
+            self._ledger(node, begins),
+            forwarded=node.forwarded,
         )
         relay = self.executor.relays.get((*self.plan.path, at - 1))
         if relay is not None and relay.depth is not None:
             relay.depth.couple(found)
         if relay is not None and relay.stage is not None and relay.stage.forwarded:
             relay.stage.batching.no_larger_than(batching)  # its results can't be divided here
-        stage.counter.begin(self.epoch, start.items)
+        stage.counter.begin(self.epoch, begins.taken)
         found.begin(batching, changes)
         return found
 
 
 class OperatorContext:
-    """The `Context` of the operator of `node` in the pass `of`; see there. It goes on at `begins`."""
+    """The `Context` of the operator of `node` in the pass `of`; see there.
+
+    It goes on at `begins`, and the items before it at `first`.
+    """
 
     def __init__(
-        self, of: ChainPass, node: OperatorNode, begins: Offset, saved: Mark | None
+        self, of: ChainPass, node: OperatorNode, begins: Offset, saved: Mark | None, first: Offset
     ) -> None:
         if saved is not None and saved.at > begins.items:
             raise no_answer(
@@ -305,6 +330,7 @@ class OperatorContext:
             )
         self._pass, self._node, self._begins = of, node, begins
         self.epoch, self.shared, self.start, self.saved = of.epoch, of.shared, begins.items, saved
+        self.first = first.items
         executor = of.executor
         self.seed = executor.seed if executor.seeded else None
         self.run_seed = executor.seed
@@ -335,8 +361,7 @@ class OperatorContext:
         return inner.open(Offset(start, self._begins.slack))
 
     def mark(self, at: int, value: Any) -> None:
-        path, number = self._pass.plan.path, self._node.number
-        self._pass.position.mark(path, number, Mark(self.epoch, at, value))
+        self._pass.position.mark(self._node, Mark(self.epoch, at, value))
 
     def left_out(self, item: Any, error: Exception) -> None:
         node, log = self._node, self._pass.executor.stages.failure_log

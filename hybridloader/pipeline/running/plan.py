@@ -9,7 +9,7 @@ something else. What only counts and reorders is pulled by whoever needs it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -83,11 +83,18 @@ class OperatorNode(_Node):
 
 
 @dataclass(frozen=True)
-class _FunctionsNode(_Node):
+class FunctionsNode(_Node):
+    """Functions that share a node."""
+
     works: tuple[Operator, ...]
     placement: Placement
     first: int
     """Number of the first of these functions in the chain."""
+
+    @property
+    def last(self) -> int:
+        """Number of the last of them."""
+        return self.first + len(self.works) - 1
 
     @property
     def name(self) -> str:
@@ -95,12 +102,12 @@ class _FunctionsNode(_Node):
 
 
 @dataclass(frozen=True)
-class InlineNode(_FunctionsNode):
+class InlineNode(FunctionsNode):
     """Functions that are called by whoever pulls them."""
 
 
 @dataclass(frozen=True)
-class WorkerNode(_FunctionsNode):
+class WorkerNode(FunctionsNode):
     """Functions, or readers, that run on workers of their own; `forwarded` says that its results go
     straight to another stage of processes."""
 
@@ -143,33 +150,42 @@ class RelayNode(_Node):
 Node = OperatorNode | InlineNode | WorkerNode | RelayNode
 
 
-_Forks = dict[int, ChainPlan | None]
-"""Trunks of the forks that were met, by the identity of the fork; None while one is laid out."""
+Cuts = Mapping[Path, Set[int]]
+"""Numbers of functions that begin a node, by the path of their chain, so that a state holds for nodes."""
 
 
-def lay_out(chain: Chain) -> ChainPlan:
+@dataclass
+class _Layout:
+    """What all chains of one plan share while it is made."""
+
+    cuts: Cuts
+    forks: dict[int, ChainPlan | None] = field(default_factory=dict)
+    """Trunks of the forks that were met, by the identity of the fork; None while one is laid out."""
+
+
+def lay_out(chain: Chain, cuts: Cuts | None = None) -> ChainPlan:
     """Return the plan of one pipeline, and in it those of the chains that it is joined of."""
-    return _laid(chain, (), {})
+    return _laid(chain, (), _Layout(cuts or {}))
 
 
-def _branches(operator: Operator, where: Path, forks: _Forks) -> Iterator[ChainPlan]:
+def _branches(operator: Operator, where: Path, layout: _Layout) -> Iterator[ChainPlan]:
     place = operator.fork_place
     for number, branch in enumerate(operator.branches()):
         if place is None:
-            yield _laid(branch, (*where, number), forks)
+            yield _laid(branch, (*where, number), layout)
             continue
-        fork = id(place[0])
+        fork, forks = id(place[0]), layout.forks
         if fork not in forks:
             forks[fork] = None
-            forks[fork] = _laid(branch, (-len(forks),), forks)
+            forks[fork] = _laid(branch, (-len(forks),), layout)
         found = forks[fork]
         assert found is not None  # no fork is within itself
         yield found
 
 
-def _laid(chain: Chain, path: Path, forks: _Forks) -> ChainPlan:
+def _laid(chain: Chain, path: Path, layout: _Layout) -> ChainPlan:
     nodes: list[Node] = []
-    for node in _grouped(_with_shards_first(chain.operators)):
+    for node in _grouped(_with_shards_first(chain.operators), layout.cuts.get(path, frozenset())):
         state = _state(nodes)
         if isinstance(node, WorkerNode) and not node.reads and state in ("slow", "stage"):
             nodes.append(_relay_behind(nodes[-1]))
@@ -182,7 +198,7 @@ def _laid(chain: Chain, path: Path, forks: _Forks) -> ChainPlan:
         if isinstance(node, WorkerNode):
             node = replace(node, placement=replace(node.placement, backend=usable(node.backend)))
         if isinstance(node, OperatorNode):
-            found = tuple(_branches(node.operator, (*path, len(nodes)), forks))
+            found = tuple(_branches(node.operator, (*path, len(nodes)), layout))
             node = replace(node, branches=found)
         nodes.append(node)
     if _needs_relay_at_end(nodes):
@@ -212,14 +228,15 @@ def _is_one_to_one_work(operator: Operator) -> bool:
     return (operator.placement or operator.relay) is not None and operator.length(1) == 1
 
 
-def _grouped(operators: list[Operator]) -> Iterator[Node]:
-    """Yield nodes, neighbours that may share workers as one."""
+def _grouped(operators: list[Operator], cuts: Set[int]) -> Iterator[Node]:
+    """Yield nodes, neighbours that may share workers as one; the functions of `cuts` begin one."""
     group: list[Operator] = []
     shared = Placement()
     functions = others = 0  # before this one
     for operator in operators:
         placement, relay = operator.placement, operator.relay
-        if group and placement is not None and _may_join(group, shared, operator, placement):
+        may_join = group and placement is not None and functions + len(group) not in cuts
+        if may_join and placement is not None and _may_join(group, shared, operator, placement):
             group.append(operator)
             shared = replace(shared, in_order=shared.in_order and placement.in_order)
             continue

@@ -12,7 +12,14 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from hybridloader._support.errors import ENDS, IteratorClosed, StateError, is_ours, no_answer
+from hybridloader._support.errors import (
+    ENDS,
+    NO_ITEM,
+    IteratorClosed,
+    StateError,
+    is_ours,
+    no_answer,
+)
 from hybridloader.engine.crews import close_once, closed_with, park_at_exit
 from hybridloader.engine.relay import Relay, RelayQueue
 from hybridloader.fetching.on_error.error_budget import Skipped
@@ -20,7 +27,6 @@ from hybridloader.observe.reporting import Observe, Reporter
 from hybridloader.observe.stats import Stats
 from hybridloader.observe.watching import SameObject, running_watch
 from hybridloader.pipeline.operators.base import Chain
-from hybridloader.pipeline.running.dropping import NO_ITEM
 from hybridloader.pipeline.running.executor import Executor
 from hybridloader.pipeline.running.passes import open_run
 from hybridloader.pipeline.running.run_position import Counts, RunPosition

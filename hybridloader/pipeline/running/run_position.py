@@ -8,21 +8,23 @@ matter. Whoever pulls makes marks; any thread may read them.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from hybridloader._support.errors import StateError, repr_of
 from hybridloader._support.state_copies import copied
 from hybridloader.fetching.fetch import MapFetch
 from hybridloader.pipeline.operators.base import Mark, UpstreamPart
+from hybridloader.pipeline.running.ledger import Ledger, Point
 from hybridloader.pipeline.running.plan import (
     ChainPlan,
-    InlineNode,
+    FunctionsNode,
+    Node,
     OperatorNode,
     Path,
     RelayNode,
-    WorkerNode,
 )
 from hybridloader.pipeline.running.state import Position
 from hybridloader.seeding.sample_seeds import SampleSeeding
@@ -32,10 +34,6 @@ if TYPE_CHECKING:
 
 _MOST = 256
 """Marks that are kept at least before those are looked for that nobody will want any more."""
-
-Place = tuple[Path, int]
-"""Path of a chain, and the number of an operator in it."""
-
 
 class Counts(NamedTuple):
     """Numbers of items that your loop was given."""
@@ -55,18 +53,33 @@ class _Marks:
         self.epoch, self.number = epoch, number  # the number tells which came first
         self.marks: deque[Mark] = deque()
 
+    def __len__(self) -> int:
+        return len(self.marks)
+
     def last_before(self, n: int) -> Mark | None:
         return next((mark for mark in reversed(self.marks) if mark.at <= n), None)
 
+    def forget(self, n: int) -> None:
+        while len(self.marks) > 1 and self.marks[1].at <= n:
+            self.marks.popleft()
+
+    def forget_later(self) -> None:
+        while len(self.marks) > 1:
+            self.marks.pop()
+
 
 class _Stop(NamedTuple):
-    """An operator on the way back from the last item."""
+    """A node on the way back from the last item."""
 
-    path: Path
-    number: int
-    marks: _Marks | None
+    node: Node
+    marks: _Marks | Ledger | None
     mark: Mark
     replayed: bool  # what is behind it can't say what it has had
+
+    @property
+    def name(self) -> str:
+        """Name of its place in states."""
+        return _name_of(self.node)
 
 
 class RunPosition:
@@ -75,6 +88,7 @@ class RunPosition:
     def __init__(self, plan: ChainPlan, epoch: int, resumed: Position | None = None) -> None:
         self._plan, self.epoch = plan, epoch
         self._saved = {} if resumed is None else resumed.marks
+        self._spans = spans_of(self._saved)
         self.start = Counts() if resumed is None else Counts(resumed.given, resumed.raised)
         self.opened = False
         # All the mutable state. One thread counts, errors first:
@@ -83,29 +97,52 @@ class RunPosition:
         self.droppings: list[Dropping] = []
         # And under the lock, which the handler of a signal may take again to save a state:
         self._lock = threading.RLock()
-        self._places: dict[Place, list[_Marks]] = {}  # and each pass, in the order of these
+        # By the path of the node, and each pass, in the order of these:
+        self._places: dict[Path, list[_Marks | Ledger]] = {}
         self._made, self._kept, self._limit = 0, 0, _MOST
 
     # -- marks -----------------------------------------------------------------------------------------
 
-    def mark(self, path: Path, number: int, mark: Mark) -> None:
+    def mark(self, node: Node, mark: Mark) -> None:
         """Note that an operator could go on behind ``mark.at`` items of that pass."""
         with self._lock:
-            passes = self._places.setdefault((path, number), [])
+            passes = self._places.setdefault(node.path, [])
             if not passes or passes[-1].epoch != mark.epoch:
                 passes.append(_Marks(mark.epoch, self._made))
-            passes[-1].marks.append(mark)
+            marks = passes[-1]
+            assert isinstance(marks, _Marks)
+            marks.marks.append(mark)
             self._made += 1
             self._kept += 1
             if self._kept > self._limit:
-                self._forget()
-                self._kept = sum(len(m.marks) for found in self._places.values() for m in found)
-                self._limit = max(_MOST, 2 * self._kept)
+                self.forget()
 
-    def saved(self, path: Path, number: int, epoch: int) -> Mark | None:
+    def keep(self, node: Node, ledger: Ledger) -> None:
+        """Keep the ledger of a node, which asks for `forget` now and then."""
+        with self._lock:
+            # Weak: the position has iterators, which have the ledger.
+            ledger.number, ledger.forgets = self._made, weakref.WeakMethod(self.forget)
+            self._made += 1
+            self._places.setdefault(node.path, []).append(ledger)
+
+    def saved(self, node: OperatorNode, epoch: int) -> Mark | None:
         """Return the mark of an operator in the run before, if it was in this pass."""
-        saved = self._saved.get(place_of(path, number))
+        saved = self._saved.get(_name_of(node))
         return saved if saved is not None and saved.epoch == epoch else None
+
+    def point(self, node: FunctionsNode, n: int, epoch: int) -> Point | None:
+        """Return the last place in a node, not behind its output `n`, that the run before has saved.
+
+        A function that shared its node then and has one of its own now is asked for as many items as
+        those functions were: nobody numbers the items between them.
+        """
+        if one_by_one(node, raised=bool(self.start.raised)):
+            return Point(n, n)
+        for first, last, mark in self._spans.get(node.path[:-1], ()):
+            if mark.epoch == epoch and first <= node.first and node.last <= last:
+                whole = node.last == last
+                return Point(mark.at if whole else n, mark.value if whole else n)
+        return None
 
     @property
     def counts(self) -> Counts:
@@ -135,7 +172,7 @@ class RunPosition:
                     raise StateError(
                         f"a source could not tell its state behind item {mark.at}: {repr_of(mark.value)}"
                     ) from mark.value
-                found[place_of(stop.path, stop.number)] = mark
+                found[stop.name] = mark
         return counts, copied(found)
 
     def upcoming(self) -> dict[str, Mark]:
@@ -143,8 +180,7 @@ class RunPosition:
         found = {}
         for node in self._plan.all_nodes:
             if isinstance(node, OperatorNode) and (value := node.operator.upcoming()) is not None:
-                place = place_of(node.path[:-1], node.number)
-                found[place] = Mark(at=0, value=value, epoch=self.epoch + 1)
+                found[_name_of(node)] = Mark(at=0, value=value, epoch=self.epoch + 1)
         return found
 
     def _back(self, counts: Counts) -> Iterator[_Stop]:
@@ -158,15 +194,24 @@ class RunPosition:
         """Yield the operators of a chain that have marks, from its end on, behind `n` of its items."""
         for node in reversed(plan.nodes):
             if not isinstance(node, OperatorNode):
-                if n and not passes_one_by_one(node, raised):
-                    n, replayed = 0, True
+                if n and not one_by_one(node, raised=raised):
+                    stop = self._stop(node, n, epoch, replayed)
+                    if stop is None or seeds_by_number(node, raised=raised):
+                        n, replayed = 0, True
+                    else:
+                        yield stop
+                        n = stop.mark.value
+                elif node.path in self._places and not n:
+                    stop = self._stop(node, n, epoch, replayed)
+                    if stop is not None:
+                        yield stop
                 continue
-            stop = self._stop(plan.path, node.number, n, epoch, replayed)
+            stop = self._stop(node, n, epoch, replayed)
             mark = None if stop is None else stop.mark
             parts = before(node, n, epoch, mark, raised)
             if parts is None:
                 n, replayed = 0, True
-                stop = self._stop(plan.path, node.number, 0, epoch, replayed)
+                stop = self._stop(node, 0, epoch, replayed)
                 mark = None if stop is None else stop.mark
                 parts = before(node, 0, epoch, mark, raised) or ()
             if stop is not None:
@@ -180,33 +225,41 @@ class RunPosition:
                 return
             n, epoch = own[0].start, own[0].epoch
 
-    def _stop(self, path: Path, number: int, n: int, epoch: int, replayed: bool) -> _Stop | None:
-        """Return the last mark of an operator that is not behind item `n`."""
-        for marks in self._places.get((path, number), ()):
+    def _stop(self, node: Node, n: int, epoch: int, replayed: bool) -> _Stop | None:
+        """Return the last mark of a node that is not behind item `n`."""
+        for marks in self._places.get(node.path, ()):
             if marks.epoch == epoch:
                 mark = marks.last_before(n)
                 if mark is not None:
-                    return _Stop(path, number, marks, mark, replayed)
+                    return _Stop(node, marks, mark, replayed)
+        if not isinstance(node, OperatorNode):
+            point = None if isinstance(node, RelayNode) else self.point(node, n, epoch)
+            return None if point is None else _Stop(node, None, Mark(epoch, *point), replayed)
         # It may not have been opened again yet.
-        saved = self.saved(path, number, epoch)
+        saved = self.saved(node, epoch)
         if saved is None or saved.at > n:
             return None
-        return _Stop(path, number, None, saved, replayed)
+        return _Stop(node, None, saved, replayed)
+
+    def forget(self) -> None:
+        """Drop the marks that no state from now on can need."""
+        with self._lock:
+            self._forget()
+            self._kept = sum(len(m) for found in self._places.values() for m in found)
+            self._limit = max(_MOST, 2 * self._kept)
 
     def _forget(self) -> None:
-        """Drop the marks that no state from now on can need."""
         stops = [stop for stop in self._back(self.counts) if stop.marks is not None]
         needed = {id(stop.marks) for stop in stops}
         for stop in stops:
-            marks = stop.marks
+            marks, own = stop.marks, stop.node.path
             assert marks is not None
-            while marks.marks[0].at < stop.mark.at:
-                marks.marks.popleft()
-            while stop.replayed and len(marks.marks) > 1:
-                marks.marks.pop()
+            marks.forget(stop.mark.at)
+            if stop.replayed:
+                marks.forget_later()
             for place, passes in self._places.items():
-                same = place == (stop.path, stop.number)
-                if same or is_before(place, (stop.path, stop.number)):
+                same = place == own
+                if same or is_before(place, own):
                     passes[:] = [
                         other
                         for other in passes
@@ -215,35 +268,77 @@ class RunPosition:
                     ]
 
 
-def is_before(place: Place, other: Place) -> bool:
-    """Tell whether items from `place` go through `other`: it is earlier, or on a branch."""
-    (path, number), (chain, behind) = place, other
-    return (path == chain and number < behind) or path[: len(chain) + 1] == (*chain, 0)
+def is_before(place: Path, other: Path) -> bool:
+    """Tell whether items from the node `place` go through `other`: it is earlier, or on a branch."""
+    chain, behind = other[:-1], other[-1]
+    if place[:-1] == chain:
+        return place[-1] < behind
+    return place[: len(chain) + 1] == (*chain, 0)
 
 
-def place_of(path: Path, number: int) -> str:
-    """Return the name of an operator in states: the path of its chain, and its number there."""
-    return f"{'.'.join(map(str, path))}:{number}"
+def _name_of(node: Node) -> str:
+    """Return the name of a node in states: the path of its chain, and its number there.
 
-
-def passes_one_by_one(node: InlineNode | WorkerNode | RelayNode, raised: bool) -> bool:
-    """Tell whether a node gives one item, or one error, for each that it takes.
-
-    Not where errors were `raised` and it seeds items by their numbers: those are of what came through to
-    it, and nobody knows which of the errors did not.
+    Functions are numbered apart from other operators: those of the node, from the first to the last.
     """
+    number: int | str = ""
+    if isinstance(node, OperatorNode):
+        number = node.number
+    elif not isinstance(node, RelayNode):
+        number = f"{node.first}-{node.last}"
+    return f"{'.'.join(map(str, node.path[:-1]))}:{number}"
+
+
+Spans = dict[Path, list[tuple[int, int, Mark]]]
+"""Numbers of the first and last function of nodes, by the path of their chain, with their marks."""
+
+
+def spans_of(marks: Mapping[str, Mark]) -> Spans:
+    """Return the marks that a state has of functions."""
+    found: Spans = {}
+    for name, mark in marks.items():
+        path, _, number = name.rpartition(":")
+        first, dash, last = number.partition("-")
+        if dash:
+            place = tuple(int(part) for part in path.split(".") if part)
+            found.setdefault(place, []).append((int(first), int(last), mark))
+    return found
+
+
+def cuts_of(marks: Mapping[str, Mark]) -> dict[Path, set[int]]:
+    """Return where the nodes of a run that goes on from these marks must begin."""
+    return {
+        path: {number for first, last, _ in spans for number in (first, last + 1)}
+        for path, spans in spans_of(marks).items()
+    }
+
+
+def one_by_one(node: FunctionsNode | RelayNode, *, raised: bool) -> bool:
+    """Tell whether a node gives one item, or one error, for each that it takes; see `seeds_by_number`."""
     if isinstance(node, RelayNode):
         return True
-    seeded = raised and isinstance(node.placement.seeding, SampleSeeding)
-    if seeded and not all(isinstance(work.step().function, MapFetch) for work in node.works):
+    return not seeds_by_number(node, raised=raised) and all(
+        work.seek(1) == 1 for work in node.works
+    )
+
+
+def seeds_by_number(node: FunctionsNode | RelayNode, *, raised: bool) -> bool:
+    """Tell whether a node seeds items by numbers that nobody knows any more.
+
+    Where errors were `raised`, these are the numbers of the items that came through to it, and nobody
+    knows which of the errors did not.
+    """
+    if not raised or isinstance(node, RelayNode):
         return False
-    return all(work.seek(1) == 1 for work in node.works)
+    return isinstance(node.placement.seeding, SampleSeeding) and not all(
+        isinstance(work.step().function, MapFetch) for work in node.works
+    )
 
 
 def before(
     node: OperatorNode, n: int, epoch: int, mark: Mark | None, raised: bool
 ) -> Sequence[UpstreamPart] | None:
-    """Call `Operator.before`; errors in the places of items are items only where nothing is before."""
-    if n and raised and (node.branches or node.path[-1]):
+    """Call `Operator.before`; for most operators errors in the places of items are no items."""
+    if n and raised and not node.operator.counts_errors and (node.branches or node.path[-1]):
         return None
     return node.operator.before(n, epoch, mark)

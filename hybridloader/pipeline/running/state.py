@@ -23,7 +23,7 @@ from hybridloader._support.state_schema import (
 )
 from hybridloader.pipeline.operators.base import INFINITE, Chain, Mark
 
-VERSION = 1
+VERSION = 2
 """Version of states; it changes with the meaning of a field, and with the order that a seed gives."""
 
 KIND = "pipeline"

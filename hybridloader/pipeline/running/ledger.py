@@ -1,0 +1,123 @@
+"""Ledger of a node: which of its inputs made which of its outputs, in one pass.
+
+A node that gives one output for each input needs none. The thread that pulls the node writes the ledger
+before it gives an output; any thread may read it.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+from hybridloader.pipeline.operators.base import Mark
+
+Counts = Sequence[float]
+"""Outputs of each input."""
+
+ONE_EACH: Counts = ()
+"""Stands for at most one output of each input, of any number of inputs."""
+
+SEVERAL: Counts = (math.inf,)
+"""Stands for any number of outputs of one input."""
+
+
+class Point(NamedTuple):
+    """Place in a node where no input is half used: outputs from `given` on are made of inputs from
+    `taken` on alone."""
+
+    given: int
+    taken: int
+
+
+_Entry = tuple[int, int, Counts]
+"""Place from which on the inputs have these numbers of outputs."""
+
+_given = itemgetter(0)
+
+_MOST = 256
+"""Entries that are kept at least before those are looked for that nobody will want any more."""
+
+
+def _nothing() -> None:
+    return None
+
+
+class Ledger:
+    """Ledger of one node in pass `epoch`, which begins at a point. An error counts as an output."""
+
+    __slots__ = ("_entries", "_limit", "epoch", "forgets", "given", "number", "taken")
+
+    def __init__(self, epoch: int, begins: Point) -> None:
+        self.epoch = epoch
+        # Set by the position that keeps it:
+        self.number = 0  # tells which of its marks and ledgers came first
+        self.forgets: Callable[[], Any] = _nothing  # returns what drops all that no state can need
+        # All the mutable state:
+        self.given, self.taken = begins
+        self._entries: list[_Entry] = [(*begins, ONE_EACH)]
+        self._limit = _MOST
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def one_each(self, inputs: int) -> None:
+        """Note inputs that have one output each, from here on."""
+        if self._entries[-1][2]:
+            self._add((self.given, self.taken, ONE_EACH))
+        self.given += inputs
+        self.taken += inputs
+
+    def several(self, counts: Counts) -> None:
+        """Note inputs that have these numbers of outputs."""
+        if not counts:
+            return
+        self._add((self.given, self.taken, counts))
+        self.given += int(sum(counts))
+        self.taken += len(counts)
+
+    def pulled(self, counts: Counts) -> None:
+        """Note that all outputs before come of the inputs before the one that was pulled now.
+
+        It will have `ONE_EACH`, or `SEVERAL` outputs; whoever gives them counts them in `given`.
+        """
+        given, taken, before = self._entries[-1]
+        if counts or before or self.given - given != self.taken - taken:
+            here = self.given, self.taken, counts
+            if given == self.given:
+                self._entries[-1] = here
+            else:
+                self._add(here)
+        self.taken += 1
+
+    def _add(self, entry: _Entry) -> None:
+        self._entries.append(entry)
+        if len(self._entries) > self._limit:
+            forget = self.forgets()
+            if forget is not None:
+                forget()
+            self._limit = max(_MOST, 2 * len(self._entries))
+
+    def last_before(self, n: int) -> Mark:
+        """Return the last place up to which there are at most `n` outputs, as a mark."""
+        entries = self._entries.copy()
+        given, taken, counts = entries[max(0, bisect_right(entries, n, key=_given) - 1)]
+        if not counts:
+            more = max(0, min(n, self.given) - given)
+            return Mark(self.epoch, given + more, taken + more)
+        for count in counts:
+            if given + count > n:
+                break
+            given += int(count)
+            taken += 1
+        return Mark(self.epoch, given, taken)
+
+    def forget(self, n: int) -> None:
+        """Forget all that only a place before output `n` needs."""
+        del self._entries[: max(0, bisect_right(self._entries, n, key=_given) - 1)]
+
+    def forget_later(self) -> None:
+        """Forget all but the first place."""
+        del self._entries[1:]
