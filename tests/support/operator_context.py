@@ -10,6 +10,7 @@ from typing import Any
 from hypothesis import settings
 
 from hybridloader.pipeline.operators.base import Chain, Context, Length, Operator
+from hybridloader.pipeline.running.ledger import MarkLog
 
 no_deadline = settings(deadline=None, max_examples=60)
 """Settings of property tests: no deadline, because a machine may be busy."""
@@ -71,16 +72,19 @@ class ScriptedContext:
         self.epoch, self.seed = epoch, seed
         self.shared: dict[Any, Any] = {}
         self.opened: list[Script] = []
-        self.start, self.saved, self.run_seed, self.locks = 0, None, 0, None
+        self.start, self.first, self.saved, self.run_seed, self.locks = 0, 0, None, 0, None
         self.without: list[Any] = []  # the items that were left out
+
+    def mark(self, at: int, value: Any) -> None:
+        pass
+
+    def log(self, first: Any, value_of: Callable[[int, Any], Any]) -> MarkLog:
+        return MarkLog(self.epoch, self.start, first, value_of)
 
     def draw(self) -> int:
         import torch
 
         return int(torch.empty((), dtype=torch.int64).random_().item())
-
-    def mark(self, at: int, value: Any) -> None:
-        """Nobody resumes here."""
 
     def drop(self, items: Iterator[Any], at: int) -> Iterator[Any]:
         return items

@@ -99,6 +99,13 @@ class RelayOptions(NamedTuple):
     """True if they are moved to a device."""
 
 
+class Log(Protocol):
+    """Log of what an operator did for each of its items; see `Context.log`."""
+
+    def add(self, entry: Any) -> None:
+        """Add the entry of one more item, before it is given; an error counts as one."""
+
+
 class Context(Protocol):
     """Values and services for an operator in one pass."""
 
@@ -136,6 +143,13 @@ class Context(Protocol):
 
     def mark(self, at: int, value: Any) -> None:
         """Note that this operator could go on behind its first `at` items if it were told `value`."""
+
+    def log(self, first: Any, value_of: Callable[[int, Any], Any]) -> Log:
+        """Return a log for an operator that could go on behind each of its items, as `mark` would note.
+
+        Its entries are `first`, and one for each item. ``value_of(n, entry)``, called only when a state
+        is taken, makes the value of the mark behind `n` items.
+        """
 
     def drop(self, items: Iterator[Any], at: int) -> Iterator[Any]:
         """Return `items`, which are those from number `at` on, from number `start` on."""

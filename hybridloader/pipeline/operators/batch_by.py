@@ -6,10 +6,12 @@ computed once for each item, in the thread that pulls.
 
 from __future__ import annotations
 
+import base64
 import math
 import sys
+import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -24,8 +26,10 @@ from hybridloader.pipeline.operators.base import (
     INFINITE,
     Context,
     Length,
+    Mark,
     Operator,
     OperatorIterator,
+    UpstreamPart,
 )
 from hybridloader.pipeline.operators.collating import SIZE, CollateFn, Collating, check_collation
 from hybridloader.pipeline.operators.parameters import check_flags, settle_whole
@@ -58,6 +62,8 @@ class BucketBy(Operator):
     collate_fn: CollateFn | None = None
     memory: Memory = DEFAULT_MEMORY
 
+    counts_errors = True
+
     def __post_init__(self) -> None:
         arguments.function(
             f"{self.name}: key", self.key, "a function from an item to something hashable"
@@ -73,7 +79,15 @@ class BucketBy(Operator):
         check_collation(self, self.collate_fn, self.memory)
 
     def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
-        return BucketByIterator(items, self, Collating(self.collate_fn, self.memory, context.locks))
+        collate = Collating(self.collate_fn, self.memory, context.locks)
+        return BucketByIterator(items, self, collate, context)
+
+    def before(self, n: int, epoch: int, mark: Mark | None) -> Sequence[UpstreamPart] | None:
+        if not n:
+            return super().before(n, epoch, mark)
+        if mark is None or mark.value is None:
+            return None
+        return [UpstreamPart(None, mark.value[0], epoch, mark.at)]
 
     def length(self, upstream: Length) -> Length:
         return upstream if upstream in (0, INFINITE) else None
@@ -96,29 +110,84 @@ class BucketBy(Operator):
         return arguments.whole(f"{self.name}: batch_size({key!r})", size, 1, instead=SIZE)
 
 
+_LONGEST = 50_000
+"""Items that a state can tell apart behind the oldest one in a bucket: one bit each, 8 kB of text at most.
+If more come before that bucket is full, the steps before are run again from the beginning."""
+
+
 class BucketByIterator(OperatorIterator):
     """Iterator of `BucketBy`."""
 
     def __init__(
-        self, items: Iterator[Any], rules: BucketBy, collate: Callable[[list[Any]], Any]
+        self,
+        items: Iterator[Any],
+        rules: BucketBy,
+        collate: Callable[[list[Any]], Any],
+        context: Context,
     ) -> None:
         super().__init__(items)
         self._rules, self._collate = rules, collate
         # All the mutable state:
-        self._buckets: dict[Any, tuple[int, list[Any]]] = {}  # by key: size and items
-        self._left: deque[list[Any]] | None = None  # after the end: what is still to be given
+        self._buckets: dict[Any, tuple[int, list[tuple[int, Any]]]] = {}
+        """Size, and the items with their numbers, of each key."""
+        self._left: deque[list[tuple[int, Any]]] | None = None
+        """What is still to be given, once the items before have ended."""
+        self._taken = self._oldest = 0  # items; the number of the first one that is held, or of the next
+        self._held = 0  # bit k: whether item `_oldest` + k is held
+        self._again = 0  # number of the first item that did not come before the state was taken
+        self._wanted = 0, 0  # of those before it: number of the first, and a bit for each that was held
+        saved = context.saved if context.start else None
+        if saved is not None:
+            self._oldest, self._again, text = saved.value
+            self._held = int.from_bytes(zlib.decompress(base64.b64decode(text)), "little")
+            self._taken, self._wanted = self._oldest, (self._oldest, self._held)
+        self._log = context.log(self._entry(), lambda _, entry: _told(*entry))
+
+    def _entry(self) -> tuple[int, int, int | None]:
+        short = self._taken - self._oldest <= _LONGEST
+        return self._oldest, max(self._taken, self._again), self._held if short else None
 
     def __next__(self) -> Any:
+        try:
+            batch = self._next_batch()
+        except Exception as error:
+            if counts_as_item(error) and not is_a(error, StopIteration):
+                self._note(())
+            raise
+        self._note(batch)
+        return self._collate([item for _, item in batch])
+
+    def _note(self, given: Sequence[tuple[int, Any]]) -> None:
+        for number, _ in given:
+            self._held &= ~(1 << (number - self._oldest))
+        held = self._held
+        past = (held & -held).bit_length() - 1 if held else self._taken - self._oldest
+        self._held >>= past
+        self._oldest += past
+        self._log.add(self._entry())
+
+    def _next_batch(self) -> list[tuple[int, Any]]:
         if self._left is not None:
             return self._leftover(self._left)
-        rules, buckets, pull = self._rules, self._buckets, self._pull
+        rules, buckets = self._rules, self._buckets
         while True:
+            number = self._taken
             try:
-                item = pull()
+                item = self._pull()
             except StopIteration:
                 self._left = deque(() if rules.drop_last else (b for _, b in buckets.values()))
                 buckets.clear()
                 return self._leftover(self._left)
+            except Exception as error:
+                self._taken += counts_as_item(error)
+                if number < self._again and counts_as_item(error):
+                    continue  # it was raised before
+                raise
+            self._taken += 1
+            if number < self._again:
+                first, wanted = self._wanted
+                if not wanted >> (number - first) & 1:
+                    continue
             try:
                 key = rules.key(item)
             except Exception as error:
@@ -133,20 +202,29 @@ class BucketByIterator(OperatorIterator):
                     raise _unhashable(key, item)  # it has a hash, but one for each object
                 bucket = buckets[key] = rules.size_of(key), []
             size, batch = bucket
-            batch.append(item)
+            self._held |= 1 << (number - self._oldest)
+            batch.append((number, item))
             if len(batch) == size:
                 del buckets[key]
-                return self._collate(batch)
+                return batch
 
-    def _leftover(self, left: deque[list[Any]]) -> Any:
+    def _leftover(self, left: deque[list[tuple[int, Any]]]) -> list[tuple[int, Any]]:
         if not left:
             raise StopIteration
-        return self._collate(left.popleft())
+        return left.popleft()
 
     def close(self) -> None:
         self._buckets.clear()
         self._left = deque()
         super().close()
+
+
+def _told(oldest: int, taken: int, held: int | None) -> list[Any] | None:
+    """Return the value of a mark: which items of those before number `taken` are held."""
+    if held is None:
+        return None
+    bits = held.to_bytes((held.bit_length() + 7) // 8, "little")
+    return [oldest, taken, base64.b64encode(zlib.compress(bits)).decode()]
 
 
 def _unhashable(key: Any, item: Any) -> TypeError:

@@ -16,7 +16,7 @@ from itertools import accumulate
 from typing import Any
 
 from hybridloader._support.arguments import is_number, one_of
-from hybridloader._support.errors import Raised, takes_a_place
+from hybridloader._support.errors import Raised, counts_as_item, takes_a_place
 from hybridloader._support.text import short
 from hybridloader.fetching.on_error.places import astray
 from hybridloader.pipeline.operators.base import (
@@ -28,6 +28,7 @@ from hybridloader.pipeline.operators.base import (
     Mark,
     PassesIterator,
     UpstreamPart,
+    close_all,
 )
 from hybridloader.pipeline.operators.parameters import SEED, settle, settle_whole, sum_of
 from hybridloader.pipeline.operators.rows import Join
@@ -72,8 +73,64 @@ class ConcatIterator(PassesIterator):
         return failed.throw()
 
 
+class _InTurn(Join):
+    """Base of the joins that take from all pipelines, in an order that their parameters decide."""
+
+    counts_errors = True
+
+    def before(self, n: int, epoch: int, mark: Mark | None) -> Sequence[UpstreamPart] | None:
+        if not n:
+            return super().before(n, epoch, mark)
+        # Branches of a fork would have to begin at one place.
+        if mark is None or any(map(reaches_out, self.pipelines)):
+            return None
+        counts, over = mark.value[:2]
+        branches = [number for number in range(len(counts)) if number not in over]
+        return [UpstreamPart(number, counts[number], epoch, mark.at) for number in branches] or [
+            UpstreamPart(0, counts[0], epoch, mark.at)
+        ]
+
+
+class _TurnIterator(JoinIterator):
+    """Base of the iterators over pipelines in turn; notes whose items were given."""
+
+    def __init__(self, pipelines: Sequence[Chain], context: Context) -> None:
+        count, saved = len(pipelines), context.saved if context.start else None
+        # All the mutable state:
+        self._counts = [0] * count  # items, and errors in their places, of each
+        self._over: list[int] = []  # those that have ended, in that order
+        self._last = self._in_a_row = 0  # the one that has given last, and how many items since
+        if saved is not None:
+            self._counts, self._over, self._last, self._in_a_row = saved.value
+        self._alive = [number for number in range(count) if number not in self._over]
+        opened: list[Iterator[Any]] = []
+        try:
+            for number in self._alive:
+                opened.append(context.open(pipelines[number], self._counts[number], number))
+        except BaseException:
+            close_all(opened)
+            raise
+        super().__init__(opened)
+        self._log = context.log(self._entry(), lambda _, entry: [*map(list, entry[:2]), *entry[2:]])
+
+    def _entry(self) -> tuple[Any, ...]:
+        return tuple(self._counts), tuple(self._over), self._last, self._in_a_row
+
+    def _note(self, place: int) -> None:
+        """Note an item, or an error in its place, of number `place` of those that are left."""
+        number = self._alive[place]
+        self._counts[number] += 1
+        self._in_a_row = self._in_a_row + 1 if number == self._last else 1
+        self._last = number
+        self._log.add(self._entry())
+
+    def _note_end(self, place: int) -> None:
+        self._over.append(self._alive.pop(place))
+        self._in_a_row = 0
+
+
 @dataclass(frozen=True)
-class Mix(Join):
+class Mix(_InTurn):
     """Items of several pipelines, each drawn at random from one of them, errors in their places.
 
     The order is a function of the seed, the pass and the lengths of the pipelines.
@@ -127,8 +184,7 @@ class Mix(Join):
     def start(self, context: Context) -> Iterator[Any]:
         weights = tuple(self.weights or (1.0,) * len(self.pipelines))
         generator = context.random(self.seed)
-        branches = self.opened(context)
-        return MixIterator(branches, weights, generator, self.stop == "first")
+        return MixIterator(self.pipelines, context, weights, generator, self.stop == "first")
 
     def length(self, upstream: Length) -> Length:
         lengths = self.lengths
@@ -137,21 +193,25 @@ class Mix(Join):
         return INFINITE if set(lengths) == {INFINITE} else None
 
 
-class MixIterator(JoinIterator):
+class MixIterator(_TurnIterator):
     """Iterator of `Mix`."""
 
     def __init__(
         self,
-        branches: list[Iterator[Any]],
+        pipelines: Sequence[Chain],
+        context: Context,
         weights: tuple[float, ...],
         generator: random.Random,
         first: bool,
     ) -> None:
-        super().__init__(branches)
+        super().__init__(pipelines, context)
         self._first = first
         self._draw = generator.random  # see `ShuffleIterator`
+        for _ in range(sum(self._counts) + len(self._over)):  # each item, and each end, was drawn
+            self._draw()
         # All the mutable state:
-        self._left = [(b.__next__, w) for b, w in zip(branches, weights, strict=True)]
+        alive = zip(self._opened, self._alive, strict=True)
+        self._left = [(branch.__next__, weights[number]) for branch, number in alive]
         self._edges = self._edges_now()
         self._place: int | None = None  # of the one that was drawn, and has given nothing yet
 
@@ -170,11 +230,15 @@ class MixIterator(JoinIterator):
                 else:
                     del self._left[place]
                     self._edges = self._edges_now()
+                    self._note_end(place)
             except Exception as error:
                 self._place = None if takes_a_place(error) else place
+                if counts_as_item(error):
+                    self._note(place)
                 raise
             else:
                 self._place = None
+                self._note(place)
                 return item
         raise StopIteration
 
@@ -188,7 +252,7 @@ class MixIterator(JoinIterator):
 
 
 @dataclass(frozen=True)
-class Interleave(Join):
+class Interleave(_InTurn):
     """`block` items of each pipeline in turn, until all have ended.
 
     Parameters
@@ -207,22 +271,25 @@ class Interleave(Join):
         super().__post_init__()
 
     def start(self, context: Context) -> Iterator[Any]:
-        return InterleaveIterator(self.opened(context), self.block)
+        return InterleaveIterator(self.pipelines, context, self.block)
 
     def length(self, upstream: Length) -> Length:
         return sum_of(self.lengths)
 
 
-class InterleaveIterator(JoinIterator):
+class InterleaveIterator(_TurnIterator):
     """Iterator of `Interleave`."""
 
-    def __init__(self, branches: list[Iterator[Any]], block: int) -> None:
-        super().__init__(branches)
+    def __init__(self, pipelines: Sequence[Chain], context: Context, block: int) -> None:
+        super().__init__(pipelines, context)
         self._block = block
         # All the mutable state:
-        self._left = [branch.__next__ for branch in branches]
-        self._turn = 0  # whose it is
+        self._left = [branch.__next__ for branch in self._opened]
+        self._turn = 0  # whose it is, of those that are left
         self._given = 0  # items, in this turn
+        if self._in_a_row:
+            self._turn = self._alive.index(self._last)
+            self._given = (self._in_a_row - 1) % block + 1
 
     def __next__(self) -> Any:
         while self._left:
@@ -236,11 +303,15 @@ class InterleaveIterator(JoinIterator):
             except StopIteration:
                 del self._left[self._turn]
                 self._given = 0
+                self._note_end(self._turn)
                 continue
             except Exception as error:
                 self._given += takes_a_place(error)
+                if counts_as_item(error):
+                    self._note(self._turn)
                 raise
             self._given += 1
+            self._note(self._turn)
             return item
         raise StopIteration
 

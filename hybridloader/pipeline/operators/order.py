@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 import sys
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
-from hybridloader._support.errors import Raised, takes_a_place
+from hybridloader._support.errors import Raised, counts_as_item, is_a, takes_a_place
 from hybridloader.fetching.on_error.places import LeftOut, beside
 from hybridloader.pipeline.operators.base import (
     INFINITE,
@@ -46,7 +48,7 @@ class Shuffle(Operator):
     buffer_size: int
     seed: int | None = None
 
-    cheap = True
+    cheap = counts_errors = True
 
     def __post_init__(self) -> None:
         instead = "give how many items may be held; the more, the better they are shuffled"
@@ -54,40 +56,120 @@ class Shuffle(Operator):
         settle_whole(self, "seed", 0, SEED, optional=True)
 
     def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
-        return ShuffleIterator(items, self.buffer_size, context.random(self.seed))
+        return ShuffleIterator(items, self.buffer_size, context.random(self.seed), context)
+
+    def before(self, n: int, epoch: int, mark: Mark | None) -> Sequence[UpstreamPart] | None:
+        if not n:
+            return super().before(n, epoch, mark)
+        return None if mark is None else [UpstreamPart(None, mark.value[0], epoch, mark.at)]
 
     def length(self, upstream: Length) -> Length:
         return upstream
 
 
 class ShuffleIterator(OperatorIterator):
-    """Iterator of `Shuffle`."""
+    """Iterator of `Shuffle`.
 
-    def __init__(self, items: Iterator[Any], size: int, generator: random.Random) -> None:
+    Which items are in its buffer, and where, follows from the numbers of the items that came and of those
+    that were given. So a state has these numbers alone, and they are drawn again.
+    """
+
+    def __init__(
+        self, items: Iterator[Any], size: int, generator: random.Random, context: Context
+    ) -> None:
         super().__init__(items)
         self._size = size
         # `random()` alone is promised to give the same numbers in every version of Python.
         self._draw = generator.random
         # All the mutable state:
-        self._buffer: list[Any] = []
+        self._buffer: list[tuple[int, Any]] = []  # items with their numbers
         self._ended = False
+        self._taken = 0  # items, and errors in their places
+        self._errors: list[int] = []  # numbers of the errors
+        self._gone: deque[bool] = deque()  # from number `_oldest` on, whether it has left the buffer
+        self._oldest = 0  # number of the first item in the buffer, or of the next that comes
+        self._again = 0  # number of the first item that did not come before the state was taken
+        self._missing: dict[int, int] = {}  # places in the buffer of items that are to come again
+        saved = context.saved if context.start else None
+        if saved is not None:
+            self._restore(saved)
+        self._log = context.log(self._entry(), lambda _, entry: [*entry[:2], self._errors[: entry[2]]])
+
+    def _entry(self) -> tuple[int, int, int]:
+        return self._oldest, max(self._taken, self._again), len(self._errors)
+
+    def _restore(self, saved: Mark) -> None:
+        """Draw again all that was given, and note which items of those to come have which place."""
+        oldest, taken, self._errors = saved.value
+        size, draw, numbers = self._size, self._draw, list[int]()
+        coming = iter(sorted({*range(taken)}.difference(self._errors)))
+        for _ in range(saved.at - len(self._errors)):
+            numbers += islice(coming, size - len(numbers))
+            place = int(draw() * len(numbers))
+            last = numbers.pop()
+            if place < len(numbers):
+                numbers[place] = last
+        numbers += coming  # where an error came before the buffer was full
+        self._missing = {number: place for place, number in enumerate(numbers)}
+        self._buffer = [(number, None) for number in numbers]
+        self._gone.extend(number not in self._missing for number in range(oldest, taken))
+        self._oldest = self._taken = oldest
+        self._again = taken
+
+    def _take_again(self) -> None:
+        """Take the items that were in the buffer when the state was taken."""
+        while self._taken < self._again:
+            number = self._taken
+            try:
+                item = self._pull()
+            except Exception as error:
+                if is_a(error, StopIteration) or not counts_as_item(error):
+                    raise
+                item = None  # it was raised before
+            self._taken += 1
+            place = self._missing.pop(number, None)
+            if place is not None:
+                self._buffer[place] = number, item
 
     def __next__(self) -> Any:
+        if self._taken < self._again:
+            self._take_again()
         buffer = self._buffer
         if not self._ended:
             try:
                 while len(buffer) < self._size:
-                    buffer.append(self._pull())
+                    buffer.append((self._taken, self._pull()))
+                    self._taken += 1
+                    self._gone.append(False)
             except StopIteration:
                 self._ended = True
+            except Exception as error:
+                if counts_as_item(error):
+                    self._errors.append(self._taken)
+                    self._taken += 1
+                    self._note(self._taken - 1, new=True)
+                raise
         if not buffer:
             raise StopIteration
         place = int(self._draw() * len(buffer))
-        last = buffer.pop()
-        if place == len(buffer):
-            return last
-        item, buffer[place] = buffer[place], last
+        found = last = buffer.pop()
+        if place < len(buffer):
+            found, buffer[place] = buffer[place], last
+        number, item = found
+        self._note(number)
         return item
+
+    def _note(self, number: int, *, new: bool = False) -> None:
+        """Note that the item of this number is given."""
+        gone = self._gone
+        if new:
+            gone.append(True)
+        else:
+            gone[number - self._oldest] = True
+        while gone and gone[0]:
+            gone.popleft()
+            self._oldest += 1
+        self._log.add(self._entry())
 
     def close(self) -> None:
         self._ended = True
@@ -104,7 +186,7 @@ class Take(Operator):
 
     count: int
 
-    cheap = keeps_count = True
+    cheap = keeps_count = counts_errors = True
 
     def __post_init__(self) -> None:
         settle_whole(self, "count", 0, "give a number of items")

@@ -45,28 +45,81 @@ def _nothing() -> None:
     return None
 
 
-class Ledger:
-    """Ledger of one node in pass `epoch`, which begins at a point. An error counts as an output."""
+class _Log:
+    """Base of the logs from which a position makes marks."""
 
-    __slots__ = ("_entries", "_limit", "epoch", "forgets", "given", "number", "taken")
+    __slots__ = ("_entries", "_limit", "epoch", "forgets", "number")
 
-    def __init__(self, epoch: int, begins: Point) -> None:
+    def __init__(self, epoch: int, first: Any) -> None:
         self.epoch = epoch
         # Set by the position that keeps it:
-        self.number = 0  # tells which of its marks and ledgers came first
+        self.number = 0  # tells which of its marks and logs came first
         self.forgets: Callable[[], Any] = _nothing  # returns what drops all that no state can need
         # All the mutable state:
-        self.given, self.taken = begins
-        self._entries: list[_Entry] = [(*begins, ONE_EACH)]
+        self._entries = [first]
         self._limit = _MOST
 
     def __len__(self) -> int:
         return len(self._entries)
 
+    def add(self, entry: Any) -> None:
+        """Add an entry."""
+        self._entries.append(entry)
+        if len(self._entries) > self._limit:
+            forget = self.forgets()
+            if forget is not None:
+                forget()
+            self._limit = max(_MOST, 2 * len(self._entries))
+
+    def forget_later(self) -> None:
+        """Forget all but the first place."""
+        del self._entries[1:]
+
+
+class MarkLog(_Log):
+    """Entries of an operator, one behind each of its items, that a state makes marks of.
+
+    `value_of` makes the value of the mark behind `at` items of the entry there.
+    """
+
+    __slots__ = ("_at", "_value_of")
+
+    def __init__(
+        self, epoch: int, at: int, first: Any, value_of: Callable[[int, Any], Any]
+    ) -> None:
+        super().__init__(epoch, first)
+        self._at, self._value_of = at, value_of  # `_at` is the number of items before the first entry
+
+    def last_before(self, n: int) -> Mark | None:
+        """Return the mark behind item `n`, or behind the last item before it."""
+        place = min(n - self._at, len(self._entries) - 1)
+        if place < 0:
+            return None
+        at = self._at + place
+        return Mark(self.epoch, at, self._value_of(at, self._entries[place]))
+
+    def forget(self, n: int) -> None:
+        """Forget all that only a place before item `n` needs."""
+        more = max(0, min(n - self._at, len(self._entries) - 1))
+        del self._entries[:more]
+        self._at += more
+
+
+class Ledger(_Log):
+    """Ledger of one node in pass `epoch`, which begins at a point. An error counts as an output."""
+
+    __slots__ = ("given", "taken")
+
+    _entries: list[_Entry]
+
+    def __init__(self, epoch: int, begins: Point) -> None:
+        super().__init__(epoch, (*begins, ONE_EACH))
+        self.given, self.taken = begins
+
     def one_each(self, inputs: int) -> None:
         """Note inputs that have one output each, from here on."""
         if self._entries[-1][2]:
-            self._add((self.given, self.taken, ONE_EACH))
+            self.add((self.given, self.taken, ONE_EACH))
         self.given += inputs
         self.taken += inputs
 
@@ -74,7 +127,7 @@ class Ledger:
         """Note inputs that have these numbers of outputs."""
         if not counts:
             return
-        self._add((self.given, self.taken, counts))
+        self.add((self.given, self.taken, counts))
         self.given += int(sum(counts))
         self.taken += len(counts)
 
@@ -89,16 +142,8 @@ class Ledger:
             if given == self.given:
                 self._entries[-1] = here
             else:
-                self._add(here)
+                self.add(here)
         self.taken += 1
-
-    def _add(self, entry: _Entry) -> None:
-        self._entries.append(entry)
-        if len(self._entries) > self._limit:
-            forget = self.forgets()
-            if forget is not None:
-                forget()
-            self._limit = max(_MOST, 2 * len(self._entries))
 
     def last_before(self, n: int) -> Mark:
         """Return the last place up to which there are at most `n` outputs, as a mark."""
@@ -117,7 +162,3 @@ class Ledger:
     def forget(self, n: int) -> None:
         """Forget all that only a place before output `n` needs."""
         del self._entries[: max(0, bisect_right(self._entries, n, key=_given) - 1)]
-
-    def forget_later(self) -> None:
-        """Forget all but the first place."""
-        del self._entries[1:]

@@ -7,7 +7,7 @@ nothing for the next pass.
 from __future__ import annotations
 
 import random
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from types import GeneratorType
@@ -35,7 +35,7 @@ from hybridloader.pipeline.running.flow import (
     Taking,
 )
 from hybridloader.pipeline.running.inline_items import InlineItems, LoggedItems
-from hybridloader.pipeline.running.ledger import ONE_EACH, SEVERAL, Ledger, Point
+from hybridloader.pipeline.running.ledger import ONE_EACH, SEVERAL, Ledger, MarkLog, Point
 from hybridloader.pipeline.running.plan import (
     ChainPlan,
     InlineNode,
@@ -362,6 +362,11 @@ class OperatorContext:
 
     def mark(self, at: int, value: Any) -> None:
         self._pass.position.mark(self._node, Mark(self.epoch, at, value))
+
+    def log(self, first: Any, value_of: Callable[[int, Any], Any]) -> MarkLog:
+        made = MarkLog(self.epoch, self.start, first, value_of)
+        self._pass.position.keep(self._node, made)
+        return made
 
     def left_out(self, item: Any, error: Exception) -> None:
         node, log = self._node, self._pass.executor.stages.failure_log

@@ -17,7 +17,7 @@ from hybridloader._support.errors import StateError, repr_of
 from hybridloader._support.state_copies import copied
 from hybridloader.fetching.fetch import MapFetch
 from hybridloader.pipeline.operators.base import Mark, UpstreamPart
-from hybridloader.pipeline.running.ledger import Ledger, Point
+from hybridloader.pipeline.running.ledger import Ledger, MarkLog, Point
 from hybridloader.pipeline.running.plan import (
     ChainPlan,
     FunctionsNode,
@@ -72,7 +72,7 @@ class _Stop(NamedTuple):
     """A node on the way back from the last item."""
 
     node: Node
-    marks: _Marks | Ledger | None
+    marks: _Marks | MarkLog | Ledger | None
     mark: Mark
     replayed: bool  # what is behind it can't say what it has had
 
@@ -98,7 +98,7 @@ class RunPosition:
         # And under the lock, which the handler of a signal may take again to save a state:
         self._lock = threading.RLock()
         # By the path of the node, and each pass, in the order of these:
-        self._places: dict[Path, list[_Marks | Ledger]] = {}
+        self._places: dict[Path, list[_Marks | MarkLog | Ledger]] = {}
         self._made, self._kept, self._limit = 0, 0, _MOST
 
     # -- marks -----------------------------------------------------------------------------------------
@@ -117,8 +117,8 @@ class RunPosition:
             if self._kept > self._limit:
                 self.forget()
 
-    def keep(self, node: Node, ledger: Ledger) -> None:
-        """Keep the ledger of a node, which asks for `forget` now and then."""
+    def keep(self, node: Node, ledger: MarkLog | Ledger) -> None:
+        """Keep the log of a node, which asks for `forget` now and then."""
         with self._lock:
             # Weak: the position has iterators, which have the ledger.
             ledger.number, ledger.forgets = self._made, weakref.WeakMethod(self.forget)
