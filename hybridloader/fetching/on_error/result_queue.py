@@ -39,7 +39,9 @@ class ResultQueue(Iterator[Any]):
     def gone_of(self, notes: Sequence[Note]) -> list[int]:
         """Return the numbers, among the values and notes of a task, of the notes that take no place."""
         return [
-            note.position + number for number, note in enumerate(notes) if not self._takes_place(note)
+            note.position + number
+            for number, note in enumerate(notes)
+            if not self._takes_place(note)
         ]
 
     def _takes_place(self, note: Note) -> bool:

@@ -132,10 +132,15 @@ class BucketByIterator(OperatorIterator):
         """Size, and the items with their numbers, of each key."""
         self._left: deque[list[tuple[int, Any]]] | None = None
         """What is still to be given, once the items before have ended."""
-        self._taken = self._oldest = 0  # items; the number of the first one that is held, or of the next
+        self._taken = self._oldest = (
+            0  # items; the number of the first one that is held, or of the next
+        )
         self._held = 0  # bit k: whether item `_oldest` + k is held
         self._again = 0  # number of the first item that did not come before the state was taken
-        self._wanted = 0, 0  # of those before it: number of the first, and a bit for each that was held
+        self._wanted = (
+            0,
+            0,
+        )  # of those before it: number of the first, and a bit for each that was held
         saved = context.saved if context.start else None
         if saved is not None:
             self._oldest, self._again, text = saved.value

@@ -86,14 +86,18 @@ class ShuffleIterator(OperatorIterator):
         self._ended = False
         self._taken = 0  # items, and errors in their places
         self._errors: list[int] = []  # numbers of the errors
-        self._gone: deque[bool] = deque()  # from number `_oldest` on, whether it has left the buffer
+        self._gone: deque[bool] = (
+            deque()
+        )  # from number `_oldest` on, whether it has left the buffer
         self._oldest = 0  # number of the first item in the buffer, or of the next that comes
         self._again = 0  # number of the first item that did not come before the state was taken
         self._missing: dict[int, int] = {}  # places in the buffer of items that are to come again
         saved = context.saved if context.start else None
         if saved is not None:
             self._restore(saved)
-        self._log = context.log(self._entry(), lambda _, entry: [*entry[:2], self._errors[: entry[2]]])
+        self._log = context.log(
+            self._entry(), lambda _, entry: [*entry[:2], self._errors[: entry[2]]]
+        )
 
     def _entry(self) -> tuple[int, int, int]:
         return self._oldest, max(self._taken, self._again), len(self._errors)

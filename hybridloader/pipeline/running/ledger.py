@@ -88,7 +88,10 @@ class MarkLog(_Log):
         self, epoch: int, at: int, first: Any, value_of: Callable[[int, Any], Any]
     ) -> None:
         super().__init__(epoch, first)
-        self._at, self._value_of = at, value_of  # `_at` is the number of items before the first entry
+        self._at, self._value_of = (
+            at,
+            value_of,
+        )  # `_at` is the number of items before the first entry
 
     def last_before(self, n: int) -> Mark | None:
         """Return the mark behind item `n`, or behind the last item before it."""

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 _MOST = 256
 """Marks that are kept at least before those are looked for that nobody will want any more."""
 
+
 class Counts(NamedTuple):
     """Numbers of items that your loop was given."""
 
