@@ -172,6 +172,19 @@ class ResumableSampler(Sampler[T_co]):
         """
         return self._state_at(self._place or self._upcoming())
 
+    def state_after(self, state: Mapping[str, Any], items: int) -> dict[str, Any] | None:
+        """State of an iterator `items` items behind the one that has `state`, without drawing these.
+
+        Returns
+        -------
+        dict or None
+            None behind the last item of the epoch.
+        """
+        position = state["position"] + items * self._step
+        if items and not self._left(state["epoch"], position):
+            return None
+        return {**state, "position": position}
+
     def upcoming_state_dict(self) -> dict[str, Any]:
         """The start of the next iteration. It differs from `state_dict` within an iteration."""
         return self._state_at(self._upcoming())

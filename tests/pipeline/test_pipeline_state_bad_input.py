@@ -135,11 +135,11 @@ def test_branches_forks_readers_and_shards_must_agree() -> None:
 
     def ranked(replicas: int) -> Pipeline:
         sampler = DistributedShuffleSampler(9, 0, num_replicas=replicas, rank=0)
-        return Pipeline.from_dataset(range(9), sampler=sampler)
+        return Pipeline.from_dataset(range(9), sampler=sampler).filter(float)
 
     line = Pipeline.from_dataset(range(9))
     for one, other, message in (
-        (ranked(2), ranked(3), r"for 2 ranks' in the state and .* for 3 ranks'"),
+        (ranked(2), ranked(3), r"the state is of \[2\] ranks and this pipeline is for \[3\]"),
         (line.zip(line), line.zip(line.map(abs)), r"nothing more.*\| map\(abs\)"),
         (readers(2), readers(3), r"'2 x read\(read\)' in the state and '3 x read"),
         (line.shard(2, 0), line.shard(2, 1), r"num_replicas=2, rank=0.*num_replicas=2, rank=1"),

@@ -446,3 +446,38 @@ def test_a_cache_in_a_file_is_gone_on_with_by_another_process(tmp_path: Any) -> 
     (tmp_path / "kept").unlink()
     with pytest.raises(StateError, match=r"cache file .*kept.* gone"):
         cached(path).run(state=state)
+
+
+# -- other numbers of ranks --------------------------------------------------------------------------
+
+
+def of_rank(rank: int, ranks: int, place: dict[str, Any], count: int = 103) -> Pipeline:
+    sampler = DistributedShuffleSampler(
+        count, 5, num_replicas=ranks, rank=rank, uneven="exact", epoch=0
+    )
+    pipe = Pipeline.from_dataset(range(count), sampler=sampler).map(abs, **place)
+    return pipe.batch(3, collate_fn=list).map(list, **place)
+
+
+@pytest.mark.parametrize("before", [1, 2, 4])
+@pytest.mark.parametrize("after", [1, 2, 3, 5])
+@pytest.mark.parametrize("place", [{}, {"backend": "threads", "num_workers": 2}])
+def test_another_number_of_ranks_goes_on(before: int, after: int, place: dict[str, Any]) -> None:
+    for steps in (0, 1, 4, 8):
+        given, states = list[int](), list[Any]()
+        for rank in range(before):
+            with of_rank(rank, before, place).run(seed=1) as run:
+                given += [item for _, batch in events(run, steps) for item in batch]
+                states.append(saved(run))
+        for rank in range(after):
+            with of_rank(rank, after, place).run(state=states[0]) as run:
+                given += [item for _, batch in events(run) for item in batch]
+        assert sorted(given) == list(range(103))
+
+
+def test_a_pass_that_all_ranks_have_ended_goes_on_with_nothing_on_others() -> None:
+    with of_rank(0, 2, {}, 12).run(seed=1) as run:
+        events(run, 2)
+        state = saved(run)
+    for rank in range(3):
+        assert list(of_rank(rank, 3, {}, 12).run(state=state)) == []

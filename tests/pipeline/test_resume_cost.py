@@ -92,10 +92,9 @@ def test_nothing_is_made_again_but_what_is_needed(step: str, place: Place) -> No
         with make().run(state=state) as run:
             assert events(run) == whole[stop:]
         needed = [item for item in items_of(whole[stop:]) if item < COUNT]
-        last = COUNT if step != "take" else max(needed) + 64  # those that workers had ahead
-        # One more, and those that `filter` has dropped before it: the item that came before has given what
-        # it gave, and nobody knows that it is all.
-        most = last - min(needed) + _between(step, whole[:stop], min(needed)) + 3
+        # One more, and those that `filter` has dropped before it: the item that came before has given
+        # what it gave, and nobody knows that it is all.
+        most = COUNT - min(needed) + _between(step, whole[:stop], min(needed)) + 3
         assert work.calls <= most
 
 

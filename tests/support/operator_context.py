@@ -78,6 +78,9 @@ class ScriptedContext:
     def mark(self, at: int, value: Any) -> None:
         pass
 
+    def mark_all(self, value_of: Callable[[int], Any]) -> None:
+        """Nobody resumes here."""
+
     def log(self, first: Any, value_of: Callable[[int, Any], Any]) -> MarkLog:
         return MarkLog(self.epoch, self.start, first, value_of)
 

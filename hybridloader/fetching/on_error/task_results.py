@@ -21,7 +21,7 @@ class TaskResults:
     to be raised or left out in its place when the values are handed out.
     """
 
-    __slots__ = ("_batch", "_handler", "_ended", "_surplus", "_what", "notes", "uneven", "values")
+    __slots__ = ("_batch", "_ended", "_handler", "_surplus", "_what", "notes", "uneven", "values")
 
     def __init__(
         self,

@@ -144,6 +144,12 @@ class Context(Protocol):
     def mark(self, at: int, value: Any) -> None:
         """Note that this operator could go on behind its first `at` items if it were told `value`."""
 
+    def mark_all(self, value_of: Callable[[int], Any]) -> None:
+        """Note that this operator could go on behind any number of its items.
+
+        ``value_of(n)``, called only when a state is taken, makes the value of the mark behind `n` items.
+        """
+
     def log(self, first: Any, value_of: Callable[[int, Any], Any]) -> Log:
         """Return a log for an operator that could go on behind each of its items, as `mark` would note.
 
@@ -190,8 +196,8 @@ class Operator(ABC):
     counted: bool = False
     """True for a source that has the same length in every epoch."""
     marks_inputs: ClassVar[bool] = False
-    """True if it calls ``context.mark(n, k)`` wherever its items from number `n` on need the items before
-    it only from number `k` on, as when nothing is in its buffer. Errors count as items."""
+    """True if it calls ``context.mark(n, k)`` wherever its items from number `n` on are made only of the
+    items before it from number `k` on, as when nothing is in its buffer. Errors count as items."""
     counts_errors: ClassVar[bool] = False
     """True if `before` holds also where some of the items were errors."""
 
@@ -213,6 +219,11 @@ class Operator(ABC):
     @property
     def relay(self) -> RelayOptions | None:
         """Options of the relay that it is, if it is one and nothing else."""
+        return None
+
+    @property
+    def shared_among(self) -> int | None:
+        """Number of ranks among which a source shares its items, if it does."""
         return None
 
     @property

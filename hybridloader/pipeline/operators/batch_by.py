@@ -111,8 +111,8 @@ class BucketBy(Operator):
 
 
 _LONGEST = 50_000
-"""Items that a state can tell apart behind the oldest one in a bucket: one bit each, 8 kB of text at most.
-If more come before that bucket is full, the steps before are run again from the beginning."""
+"""Items that a state can tell apart behind the oldest one in a bucket: one bit each, 8 kB at most. If
+more come before that bucket is full, the steps before are run again from the beginning."""
 
 
 class BucketByIterator(OperatorIterator):

@@ -70,8 +70,8 @@ class Shuffle(Operator):
 class ShuffleIterator(OperatorIterator):
     """Iterator of `Shuffle`.
 
-    Which items are in its buffer, and where, follows from the numbers of the items that came and of those
-    that were given. So a state has these numbers alone, and they are drawn again.
+    Which items are in its buffer, and where, follows from how many items came and were given. So a state
+    has these numbers alone, and they are drawn again.
     """
 
     def __init__(

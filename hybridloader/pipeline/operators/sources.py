@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from hybridloader._support.attributes import attribute, length_of
+from hybridloader._support.attributes import attribute, has, length_of
 from hybridloader._support.errors import foreign
 from hybridloader._support.state_copies import is_stateful
 from hybridloader._support.text import short
@@ -136,13 +136,20 @@ class Indices(Source):
     def describe(self, longest: int | None = 40) -> str:
         return _described(super().describe(longest), self.dataset)
 
-    def identity(self) -> str | None:
-        # The ranks that its sampler shares the indices among, if it tells: ours, torch's.
+    @property
+    def shared_among(self) -> int | None:
+        # If its sampler tells: ours, torch's, also in torch's `BatchSampler`.
         for sampler in (self._order, attribute(self._order, "sampler")):
             ranks = attribute(sampler, "num_replicas")
             if type(ranks) is int:
-                return f"{super().identity()} for {ranks} ranks"
-        return super().identity()
+                return ranks
+        return None
+
+    def identity(self) -> str | None:
+        # Only of samplers with a place that all ranks share may the number of ranks change.
+        if self.shared_among is None or has(self._order, "state_after"):
+            return super().identity()
+        return f"{super().identity()} for {self.shared_among} ranks"
 
     def length(self, upstream: Length) -> Length:
         order = self._order

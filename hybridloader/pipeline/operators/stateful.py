@@ -43,15 +43,19 @@ class Opened:
             mark = None
         self.iterator: Iterator[Any] = iter(iterable)
         self._told: Any = None
+        self._computes = False  # its state behind any number of items, at any time
         if is_stateful(self.iterator):  # as in torchdata, this comes first
             self._told = self.iterator
             if mark is not None:
                 self._load(mark, name)
         elif is_stateful(iterable):
             self._told = iterable
-            if mark is not None:
+            if mark is not None and mark.value is None:  # behind the last item
+                self.at, self.iterator, self._told = mark.at, iter(()), None
+            elif mark is not None:
                 self._load(mark, name)
                 self.iterator = iter(iterable)
+            self._computes = has(self._told, "state_after")
 
     def _load(self, mark: Mark, name: str) -> None:
         try:
@@ -79,6 +83,10 @@ class Opened:
 
     def items(self, context: Context, every: int) -> OperatorIterator:
         """Return the rest of the pass, marked every so many items."""
+        if self._computes:
+            told, at, begun = self._told, self.at, copied(self._told.state_dict())
+            context.mark_all(lambda n: told.state_after(begun, n - at))
+            return OperatorIterator(self.iterator)
         if self._told is not None:
             return MarkedIterator(self.iterator, self.at, self._told, context, every)
         if self._generator is not None:  # all of the order follows from how it is now

@@ -39,7 +39,7 @@ from hybridloader.pipeline.running.plan import (
 )
 from hybridloader.pipeline.running.run_position import Counts, cuts_of
 from hybridloader.pipeline.running.running_stages import RunningRelay, RunningStages
-from hybridloader.pipeline.running.state import Position, descriptions
+from hybridloader.pipeline.running.state import Position, descriptions, ranks_of
 from hybridloader.pipeline.running.validation import chains_in_rows, check
 
 if TYPE_CHECKING:
@@ -197,7 +197,8 @@ class Executor:
     ) -> dict[str, Any]:
         """Return the state of a run in an epoch."""
         drawn = dict(self._drawn)
-        position = Position(self.seed, self.seeded, epoch, *counts, finished, drawn, saved)
+        ranks = ranks_of(self.chain)
+        position = Position(self.seed, self.seeded, epoch, *counts, finished, drawn, saved, ranks)
         return position.as_dict(self.descriptions)
 
     @functools.cached_property

@@ -7,6 +7,7 @@ before it gives an output; any thread may read it.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from operator import itemgetter
@@ -45,7 +46,7 @@ def _nothing() -> None:
     return None
 
 
-class _Log:
+class Log(ABC):
     """Base of the logs from which a position makes marks."""
 
     __slots__ = ("_entries", "_limit", "epoch", "forgets", "number")
@@ -71,12 +72,20 @@ class _Log:
                 forget()
             self._limit = max(_MOST, 2 * len(self._entries))
 
+    @abstractmethod
+    def last_before(self, n: int) -> Mark | None:
+        """Return the mark of the last place that is not behind item `n`."""
+
+    @abstractmethod
+    def forget(self, n: int) -> None:
+        """Forget all that only a place before item `n` needs."""
+
     def forget_later(self) -> None:
         """Forget all but the first place."""
         del self._entries[1:]
 
 
-class MarkLog(_Log):
+class MarkLog(Log):
     """Entries of an operator, one behind each of its items, that a state makes marks of.
 
     `value_of` makes the value of the mark behind `at` items of the entry there.
@@ -94,7 +103,6 @@ class MarkLog(_Log):
         )  # `_at` is the number of items before the first entry
 
     def last_before(self, n: int) -> Mark | None:
-        """Return the mark behind item `n`, or behind the last item before it."""
         place = min(n - self._at, len(self._entries) - 1)
         if place < 0:
             return None
@@ -102,13 +110,28 @@ class MarkLog(_Log):
         return Mark(self.epoch, at, self._value_of(at, self._entries[place]))
 
     def forget(self, n: int) -> None:
-        """Forget all that only a place before item `n` needs."""
         more = max(0, min(n - self._at, len(self._entries) - 1))
         del self._entries[:more]
         self._at += more
 
 
-class Ledger(_Log):
+class Computed(Log):
+    """Marks that can be computed behind any number of items, from `start` on."""
+
+    __slots__ = ("_start", "_value_of")
+
+    def __init__(self, epoch: int, start: int, value_of: Callable[[int], Any]) -> None:
+        super().__init__(epoch, None)
+        self._start, self._value_of = start, value_of
+
+    def last_before(self, n: int) -> Mark | None:
+        return None if n < self._start else Mark(self.epoch, n, self._value_of(n))
+
+    def forget(self, n: int) -> None:
+        """Do nothing: it holds nothing for a place."""
+
+
+class Ledger(Log):
     """Ledger of one node in pass `epoch`, which begins at a point. An error counts as an output."""
 
     __slots__ = ("given", "taken")
@@ -148,10 +171,12 @@ class Ledger(_Log):
                 self.add(here)
         self.taken += 1
 
-    def last_before(self, n: int) -> Mark:
-        """Return the last place up to which there are at most `n` outputs, as a mark."""
+    def last_before(self, n: int) -> Mark | None:
         entries = self._entries.copy()
-        given, taken, counts = entries[max(0, bisect_right(entries, n, key=_given) - 1)]
+        place = bisect_right(entries, n, key=_given) - 1
+        if place < 0:
+            return None
+        given, taken, counts = entries[place]
         if not counts:
             more = max(0, min(n, self.given) - given)
             return Mark(self.epoch, given + more, taken + more)
@@ -163,5 +188,4 @@ class Ledger(_Log):
         return Mark(self.epoch, given, taken)
 
     def forget(self, n: int) -> None:
-        """Forget all that only a place before output `n` needs."""
         del self._entries[: max(0, bisect_right(self._entries, n, key=_given) - 1)]

@@ -35,7 +35,7 @@ from hybridloader.pipeline.running.flow import (
     Taking,
 )
 from hybridloader.pipeline.running.inline_items import InlineItems, LoggedItems
-from hybridloader.pipeline.running.ledger import ONE_EACH, SEVERAL, Ledger, MarkLog, Point
+from hybridloader.pipeline.running.ledger import ONE_EACH, SEVERAL, Computed, Ledger, MarkLog, Point
 from hybridloader.pipeline.running.plan import (
     ChainPlan,
     InlineNode,
@@ -161,7 +161,8 @@ class ChainPass:
 
     def _ledger(self, node: InlineNode | WorkerNode, begins: Point) -> Ledger | None:
         """Return the ledger of a node; None if it gives one item for each that it takes."""
-        if one_by_one(node, raised=False):
+        unordered = not node.placement.in_order and node.placement.num_workers > 1
+        if unordered or one_by_one(node, raised=False):
             return None
         ledger = Ledger(self.epoch, begins)
         self.position.keep(node, ledger)
@@ -169,7 +170,7 @@ class ChainPass:
 
     def _open_operator(self, node: OperatorNode, at: int, start: Offset) -> NodeOpener:
         operator = node.operator
-        saved = self.position.saved(node, self.epoch)
+        saved = self.position.saved(node, self.epoch, opens=True)
         raised = bool(self.position.start.raised)
         parts = before(node, start.items, self.epoch, saved, raised)
         # Where it can't begin behind the first items, they are made again and dropped here.
@@ -362,6 +363,9 @@ class OperatorContext:
 
     def mark(self, at: int, value: Any) -> None:
         self._pass.position.mark(self._node, Mark(self.epoch, at, value))
+
+    def mark_all(self, value_of: Callable[[int], Any]) -> None:
+        self._pass.position.keep(self._node, Computed(self.epoch, self.start, value_of))
 
     def log(self, first: Any, value_of: Callable[[int, Any], Any]) -> MarkLog:
         made = MarkLog(self.epoch, self.start, first, value_of)

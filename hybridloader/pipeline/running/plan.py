@@ -151,7 +151,7 @@ Node = OperatorNode | InlineNode | WorkerNode | RelayNode
 
 
 Cuts = Mapping[Path, Set[int]]
-"""Numbers of functions that begin a node, by the path of their chain, so that a state holds for nodes."""
+"""Numbers of functions that begin a node, by the path of their chain."""
 
 
 @dataclass

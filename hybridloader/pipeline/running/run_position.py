@@ -17,7 +17,7 @@ from hybridloader._support.errors import StateError, repr_of
 from hybridloader._support.state_copies import copied
 from hybridloader.fetching.fetch import MapFetch
 from hybridloader.pipeline.operators.base import Mark, UpstreamPart
-from hybridloader.pipeline.running.ledger import Ledger, MarkLog, Point
+from hybridloader.pipeline.running.ledger import Log, Point
 from hybridloader.pipeline.running.plan import (
     ChainPlan,
     FunctionsNode,
@@ -73,7 +73,7 @@ class _Stop(NamedTuple):
     """A node on the way back from the last item."""
 
     node: Node
-    marks: _Marks | MarkLog | Ledger | None
+    marks: _Marks | Log | None
     mark: Mark
     replayed: bool  # what is behind it can't say what it has had
 
@@ -90,6 +90,7 @@ class RunPosition:
         self._plan, self.epoch = plan, epoch
         self._saved = {} if resumed is None else resumed.marks
         self._spans = spans_of(self._saved)
+        self._used: set[str] = set()  # marks that operators were opened with
         self.start = Counts() if resumed is None else Counts(resumed.given, resumed.raised)
         self.opened = False
         # All the mutable state. One thread counts, errors first:
@@ -99,7 +100,7 @@ class RunPosition:
         # And under the lock, which the handler of a signal may take again to save a state:
         self._lock = threading.RLock()
         # By the path of the node, and each pass, in the order of these:
-        self._places: dict[Path, list[_Marks | MarkLog | Ledger]] = {}
+        self._places: dict[Path, list[_Marks | Log]] = {}
         self._made, self._kept, self._limit = 0, 0, _MOST
 
     # -- marks -----------------------------------------------------------------------------------------
@@ -113,23 +114,35 @@ class RunPosition:
             marks = passes[-1]
             assert isinstance(marks, _Marks)
             marks.marks.append(mark)
-            self._made += 1
-            self._kept += 1
-            if self._kept > self._limit:
-                self.forget()
+            self._note_made()
 
-    def keep(self, node: Node, ledger: MarkLog | Ledger) -> None:
+    def keep(self, node: Node, ledger: Log) -> None:
         """Keep the log of a node, which asks for `forget` now and then."""
         with self._lock:
             # Weak: the position has iterators, which have the ledger.
             ledger.number, ledger.forgets = self._made, weakref.WeakMethod(self.forget)
-            self._made += 1
             self._places.setdefault(node.path, []).append(ledger)
+            self._note_made()
 
-    def saved(self, node: OperatorNode, epoch: int) -> Mark | None:
-        """Return the mark of an operator in the run before, if it was in this pass."""
-        saved = self._saved.get(_name_of(node))
-        return saved if saved is not None and saved.epoch == epoch else None
+    def _note_made(self) -> None:
+        self._made += 1
+        self._kept += 1
+        if self._kept > self._limit:
+            self.forget()
+
+    def saved(self, node: OperatorNode, epoch: int, *, opens: bool = False) -> Mark | None:
+        """Return the mark of an operator in the run before, if it was in this pass.
+
+        It is opened with that once: a later pass may have the number of this one, as that of a
+        repetition within another.
+        """
+        name = _name_of(node)
+        saved = self._saved.get(name)
+        if saved is None or saved.epoch != epoch or (opens and name in self._used):
+            return None
+        if opens:
+            self._used.add(name)
+        return saved
 
     def point(self, node: FunctionsNode, n: int, epoch: int) -> Point | None:
         """Return the last place in a node, not behind its output `n`, that the run before has saved.
@@ -141,8 +154,10 @@ class RunPosition:
             return Point(n, n)
         for first, last, mark in self._spans.get(node.path[:-1], ()):
             if mark.epoch == epoch and first <= node.first and node.last <= last:
-                whole = node.last == last
-                return Point(mark.at if whole else n, mark.value if whole else n)
+                if node.last < last:
+                    return Point(n, n)
+                if mark.at <= n:
+                    return Point(mark.at, mark.value)
         return None
 
     @property
@@ -315,7 +330,7 @@ def cuts_of(marks: Mapping[str, Mark]) -> dict[Path, set[int]]:
 
 
 def one_by_one(node: FunctionsNode | RelayNode, *, raised: bool) -> bool:
-    """Tell whether a node gives one item, or one error, for each that it takes; see `seeds_by_number`."""
+    """Tell whether a node gives one item or error for each that it takes; see `seeds_by_number`."""
     if isinstance(node, RelayNode):
         return True
     return not seeds_by_number(node, raised=raised) and all(

@@ -13,6 +13,7 @@ from typing import Any
 from hybridloader._support.errors import StateError
 from hybridloader._support.state_schema import (
     COUNT,
+    LIST,
     TEXT,
     TRUTH,
     WHOLE,
@@ -21,7 +22,7 @@ from hybridloader._support.state_schema import (
     dict_of,
     list_of,
 )
-from hybridloader.pipeline.operators.base import INFINITE, Chain, Mark
+from hybridloader.pipeline.operators.base import INFINITE, Chain, Mark, steps_in
 
 VERSION = 2
 """Version of states; it changes with the meaning of a field, and with the order that a seed gives."""
@@ -56,11 +57,13 @@ class Position:
     """Seeds of sources, by path; see `Executor.draw`."""
     marks: Mapping[str, Mark] = field(default_factory=dict)
     """Marks, by place."""
+    ranks: list[int] = field(default_factory=list)
+    """Numbers of ranks among which sources share their items."""
 
     def as_dict(self, operators: list[str]) -> dict[str, Any]:
         """Return the state."""
         marks = {place: mark._asdict() for place, mark in self.marks.items()}
-        own = {**vars(self), "draws": dict(self.draws), "marks": marks}
+        own = {**vars(self), "draws": dict(self.draws), "marks": marks, "ranks": list(self.ranks)}
         return {"version": VERSION, "kind": KIND, **own, "operators": list(operators)}
 
 
@@ -70,12 +73,19 @@ _FIELDS = Schema(
     (TRUTH, "seeded finished"),
     (COUNT, "epoch given raised"),
     (list_of(TEXT, "a list of texts"), "operators"),
+    (LIST, "ranks"),
     (dict_of(WHOLE, "a dict of whole numbers"), "draws"),
     (dict_of(_MARK, "a dict of marks, each with its epoch, place and value"), "marks"),
     version=VERSION,
     kind=("kind", KIND),
     exact=True,
 )
+
+
+def ranks_of(pipeline: Chain) -> list[int]:
+    """Return the numbers of ranks among which its sources share their items."""
+    found = (step.shared_among for step in steps_in(pipeline))
+    return [ranks for ranks in found if ranks is not None]
 
 
 def descriptions(pipeline: Chain) -> list[str]:
@@ -121,6 +131,7 @@ def checked(
                 f"{name}: the state is of {name} {meant}, and the run is to have {name} {said}; leave "
                 f"{name}= out to go on"
             )
+    _same_ranks(position, ranks_of(pipeline))
     given, raised = position.given, position.raised
     if raised > given:
         raise StateError(f"raised: {raised} errors among given={given} items; the state is damaged")
@@ -140,6 +151,26 @@ def _counted(pipeline: Chain) -> bool:
     """
     branches = pipeline.operators[0].branches()
     return all(map(_counted, branches)) if branches else pipeline.operators[0].counted
+
+
+def _same_ranks(position: Position, ours: list[int]) -> None:
+    """Raise `StateError` for another number of ranks, unless all ranks have come to the same place.
+
+    They have where each step makes one item of one, or of as many as the others: where nothing but the
+    sources has left a mark.
+    """
+    if position.ranks == ours or position.finished or not position.given:
+        return
+    if all(
+        place.endswith(":0") and (mark.value is None or isinstance(mark.value, dict)) and mark.at
+        for place, mark in position.marks.items()
+    ):
+        return
+    raise StateError(
+        f"ranks: the state is of {position.ranks} ranks and this pipeline is for {ours}; its steps do "
+        "not make one item of one, or an error was raised, so each rank has come to another place of "
+        "the data. Resume on as many ranks, or at the end of an epoch"
+    )
 
 
 def _same_operators(theirs: list[str], ours: list[str]) -> None:
