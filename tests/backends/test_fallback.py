@@ -127,17 +127,11 @@ def forking_loader(backend: Any) -> Any:
     return DataLoader(data, num_workers=1, collate_fn=list, backend=backend)
 
 
-def of_ours(caught: Any) -> list[Any]:
-    """Return the warnings of ours: from 3.12 on Python warns of each fork, too."""
-    return [warning for warning in caught if warning.category is not DeprecationWarning]
-
-
 FORKS = [pytest.param(Fork(), id="fork"), pytest.param(SharedMemory("fork"), id="shared-memory")]
 
 
 @needs_fork
 @pytest.mark.parametrize("backend", FORKS)
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_fork_beside_other_threads_is_warned_of_once(
     backend: Any, fresh_fork_warning: None
 ) -> None:
@@ -146,19 +140,18 @@ def test_a_fork_beside_other_threads_is_warned_of_once(
     with Running("the user's reader"), pytest.warns(UserWarning, match="threads") as caught:
         found = [list(loader), list(pipe), list(loader), list(pipe)]
     assert found == [[[0], [1], [2]], [0, 1, 2]] * 2
-    (warning,) = of_ours(caught)
+    (warning,) = caught
     for part in (backend.name, "the user's reader", "spawn", "before these threads start"):
         assert part in str(warning.message)
     assert warning.filename == __file__
 
 
 @needs_fork
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_pipeline_is_warned_of_where_it_is_run(fresh_fork_warning: None) -> None:
     pipe = Pipeline.from_dataset(range(3), backend="fork", num_workers=1)
     with Running("another"), pytest.warns(UserWarning, match="another") as caught:
         assert list(pipe) == [0, 1, 2]
-    assert [warning.filename for warning in of_ours(caught)] == [__file__]
+    assert [warning.filename for warning in caught] == [__file__]
 
 
 @needs_fork
