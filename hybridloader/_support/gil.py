@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 
 
@@ -11,4 +12,9 @@ def gil_enabled() -> bool:
     That is so in a free-threaded Python, until an extension is imported that needs the lock.
     """
     known = getattr(sys, "_is_gil_enabled", None)  # from Python 3.13 on
-    return known is None or known()
+    return known is None or bool(known())
+
+
+def turn_at_gil() -> float:
+    """Return the seconds after which a thread that waits for the lock asks for it; or infinity."""
+    return sys.getswitchinterval() if gil_enabled() else math.inf

@@ -27,10 +27,10 @@ from support.failing_datasets import (
     start,
 )
 from support.forking import in_a_fork
+from support.references import merge_references
 from support.short_waits import shorten_waits
 
 from hybridloader import IteratorClosed
-from hybridloader._support.gil import gil_enabled
 from hybridloader.engine import crews
 from hybridloader.testing import Gate
 
@@ -162,8 +162,7 @@ def test_an_error_does_not_keep_the_iterator_alive(backend: str) -> None:
             while True:
                 next(iterator)
         del iterator
-        if not gil_enabled():
-            gc.collect()  # else the thread that made the error frees it, once it runs again
+        merge_references()
         assert not any(worker.is_alive() for worker in workers)
     finally:
         gc.enable()

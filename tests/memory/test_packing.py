@@ -31,6 +31,7 @@ from support.packed_values import (
 )
 
 from hybridloader._support.errors import ResultNotSendable
+from hybridloader._support.gil import gil_enabled
 from hybridloader.backends.process.codec import decode_message, encode_done, encode_message
 from hybridloader.backends.process.frames import Decoder, encode
 from hybridloader.engine.messages import Begin, Stop, Task
