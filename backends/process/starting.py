@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -19,7 +20,8 @@ from hybridloader.memory.forks import forks
 @contextmanager
 def starting(method: str) -> Iterator[None]:
     """Start one process within the block, by start method `method`, and note it in the same block."""
-    with handles.reaping, _signals_held_back(method), _streams_to_flush(method), forks.of_ours():
+    held_back, flushed = _signals_held_back(method), _streams_to_flush(method)
+    with handles.reaping, held_back, flushed, _warned_by_us(method), forks.of_ours():
         yield
 
 
@@ -66,6 +68,20 @@ def _signals_held_back(method: str) -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _warned_by_us(method: str) -> Iterator[None]:
+    """Leave out the warning of Python 3.12 that a fork beside other threads may hang.
+
+    Ours (`Fork.check`) names these threads, and not those that a fork can do without.
+    """
+    if method != "fork":
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+        yield
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -34,9 +35,12 @@ from hybridloader.seeding.sample_rng import SAMPLE, SampleRng, item_key, numbere
 
 def is_async(function: Any) -> bool:
     """Tell whether `function` is an ``async def``, or an object whose call is one."""
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-        attribute(type(function), "__call__")
-    )
+    for callee in (function, attribute(type(function), "__call__")):
+        # From Python 3.12 on it asks `__getattr__` of the object, which may raise anything.
+        with suppress(Exception):
+            if inspect.iscoroutinefunction(callee):
+                return True
+    return False
 
 
 @dataclass(frozen=True)

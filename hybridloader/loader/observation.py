@@ -6,13 +6,13 @@ sampler, no batch and no worker.
 
 from __future__ import annotations
 
-import sys
 import time
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from hybridloader._support.gil import turn_at_gil
 from hybridloader._support.snapshots import snapshot
 from hybridloader.engine.contract import Backend
 from hybridloader.engine.fetcher import Fetch
@@ -131,8 +131,7 @@ class Observation:
         if pin is not None:
             stages.append(self._row_of_pin(*pin, loop.ended))
         cores = self.loop.cores.use(workers)
-        interval = sys.getswitchinterval()
-        return stats_of(Recording(tuple(stages), loop, cores, interval, self._batch_size))
+        return stats_of(Recording(tuple(stages), loop, cores, turn_at_gil(), self._batch_size))
 
     def _row_of_pin(
         self, name: str, queue: RelayQueue, pulls: TimedPulls, ended: float

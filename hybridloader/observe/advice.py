@@ -147,7 +147,10 @@ def _more_workers(figures: Figures, stage: StageRecord, kind: str | None) -> str
         most = cores.cores if cores.share is None else cores.share
         wanted = min(wanted, max(workers, math.floor(most)))
     if wanted > workers:
-        which = " and a backend" if inline else f" ({workers} now)"
+        which = f" ({workers} now)"
+        if inline:
+            threads = math.isinf(figures.recording.switch_interval)  # they share no GIL
+            which = " with backend='threads'" if threads else " and a backend"
         return f"Give it more workers: try num_workers={wanted}{which}; or make its work cheaper."
     return "It has a worker for each core: make its work cheaper, or use more cores."
 

@@ -32,6 +32,9 @@ AT_ONCE, LATE = 1.2, 0.1
 """Threads that are busy at once, and part of the switch interval by which their results are late, or
 they wait for the GIL, if they take turns: more than one, and more than it takes to wake a thread."""
 
+OWN_WORK = 5e-4
+"""Seconds for which a coroutine keeps the event loop, below which that is the loop's own work."""
+
 LOOKS = 3
 """Looks at the GIL from which they tell something."""
 
@@ -59,7 +62,7 @@ def kind_of(
     if use is None or use.held < MOST * stage.busy or stage.busy <= 0:
         return kind, why
     turn = use.held / max(1, use.begun)
-    if turn < LATE * switch_interval:  # it is the event loop's own work
+    if turn < OWN_WORK:  # it is the event loop's
         return kind, why
     held = (
         f"each coroutine of {use.step} kept the event loop for {time(turn)}, and the loop waited for "

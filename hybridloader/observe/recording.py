@@ -183,6 +183,6 @@ class Recording:
     loop: LoopRecord
     cores: CoreUse | None = None
     switch_interval: float = 0.005
-    """Seconds after which the interpreter asks for the GIL, of `sys.getswitchinterval`."""
+    """Seconds after which a thread that waits for the GIL asks for it; infinite where there is none."""
     batch_size: int | None = None
     """Samples of each item; None if that is not known."""

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hybridloader._support.attributes import attribute
+from hybridloader._support.gil import gil_enabled
 from hybridloader._support.snapshots import snapshot
 from hybridloader.engine.contract import Backend
 from hybridloader.engine.fetcher import Fetch
@@ -38,7 +39,7 @@ def metering_of(backend: Backend, fetch: Fetch) -> Metering:
     # Of threads that work for a thread nobody knows the CPU time.
     thread_time = None if fetch.threads > 1 else getattr(time, "thread_time", None)
     alone = not backend.in_caller
-    return Metering(thread_time, alone=alone, gil=alone)
+    return Metering(thread_time, alone=alone, gil=alone and gil_enabled())
 
 
 def options_of(backend: Backend, fetch: Fetch, workers: int) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from support.failing_datasets import (
     start,
 )
 from support.forking import in_a_fork
+from support.references import merge_references
 from support.short_waits import shorten_waits
 
 from hybridloader import IteratorClosed
@@ -161,6 +162,7 @@ def test_an_error_does_not_keep_the_iterator_alive(backend: str) -> None:
             while True:
                 next(iterator)
         del iterator
+        merge_references()
         assert not any(worker.is_alive() for worker in workers)
     finally:
         gc.enable()
@@ -258,9 +260,10 @@ def test_a_fork_in_the_middle_does_not_take_what_is_the_parents(backend: str) ->
 
 
 FORKING_SCRIPT = """
-    import os, sys
+    import os, sys, warnings
     from hybridloader import DataLoader
 
+    warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
     for backend in sys.argv[1:]:
         found = []
         loader = DataLoader(range(20), num_workers=1, collate_fn=list, backend=backend)

@@ -132,7 +132,6 @@ FORKS = [pytest.param(Fork(), id="fork"), pytest.param(SharedMemory("fork"), id=
 
 @needs_fork
 @pytest.mark.parametrize("backend", FORKS)
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_fork_beside_other_threads_is_warned_of_once(
     backend: Any, fresh_fork_warning: None
 ) -> None:
@@ -148,7 +147,6 @@ def test_a_fork_beside_other_threads_is_warned_of_once(
 
 
 @needs_fork
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_pipeline_is_warned_of_where_it_is_run(fresh_fork_warning: None) -> None:
     pipe = Pipeline.from_dataset(range(3), backend="fork", num_workers=1)
     with Running("another"), pytest.warns(UserWarning, match="another") as caught:

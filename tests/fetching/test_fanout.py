@@ -20,6 +20,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.references import merge_references
 from torch.utils.data import get_worker_info as imported_earlier
 
 import hybridloader
@@ -270,6 +271,7 @@ def test_threads_at_rest_hold_nothing_of_the_users(monkeypatch: pytest.MonkeyPat
     del items, info, slots, results
     for _ in range(4):  # two threads come to it, and come back
         assert resting.waiting.acquire(timeout=LONG)
+    merge_references()
     assert [ref() for ref in refs] == [None] * 8
 
 

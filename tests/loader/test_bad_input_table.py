@@ -213,7 +213,7 @@ UNSENDABLE: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: {(1, 2): threading.Lock()},
         r"inner\[\(1, 2\)\] \(a lo",
     ),
-    "thread": (threading.Thread, r"dataset\.inner\.[\w.]+ \(a .*lock\)"),
+    "thread": (threading.Thread, r"dataset\.inner\.[\w.]+ \(a (.*lock|_ThreadHandle)\)"),
     "local": (threading.local, r"dataset\.inner \(a _local\)"),
 }
 

@@ -31,6 +31,7 @@ from support.packed_values import (
 )
 
 from hybridloader._support.errors import ResultNotSendable
+from hybridloader._support.gil import gil_enabled
 from hybridloader.backends.process.codec import decode_message, encode_done, encode_message
 from hybridloader.backends.process.frames import Decoder, encode
 from hybridloader.engine.messages import Begin, Stop, Task
@@ -328,6 +329,10 @@ def test_a_way_that_is_registered_later_counts_from_then_on() -> None:
     assert unpack(*pack([Colour.RED])) == [Colour.RED]
 
 
+@pytest.mark.skipif(
+    not gil_enabled() and sys.version_info < (3, 14),
+    reason="free-threaded Python 3.13 frees no class of a process that has started a thread",
+)
 def test_classes_that_are_made_on_the_way_are_not_kept_for_ever() -> None:
     def made() -> Any:
         return type("Made", (), {"__reduce_ex__": lambda self, protocol: (str, ("made",))})

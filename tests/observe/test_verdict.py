@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -292,6 +293,22 @@ def test_lateness_is_held_against_the_switch_interval() -> None:
     for interval, kind in ((5e-3, "holds-gil"), (50e-3, "computes")):
         made = replace(recording(late), switch_interval=interval)
         assert stats_of(made).verdict.kind == kind
+
+
+@pytest.mark.parametrize("name", TRUTHS)
+def test_without_a_gil_nobody_holds_it(name: str) -> None:
+    made, cause, _, kind, _ = TRUTHS[name]
+    free = stats_of(replace(made, switch_interval=math.inf)).verdict
+    assert free.kind != "holds-gil"
+    if kind != "holds-gil":
+        assert (free.cause, free.kind) == (cause, kind)
+
+
+def test_without_a_gil_threads_are_advised_to_what_computes_in_your_loop() -> None:
+    inline = replace(stage(workers=1), backend="inline", options={"backend": "inline"})
+    for interval, advised in ((5e-3, " and a backend"), (math.inf, " with backend='threads'")):
+        made = replace(recording(inline), switch_interval=interval)
+        assert advised in stats_of(made).verdict.advice
 
 
 def test_workers_that_start_late_are_the_start() -> None:

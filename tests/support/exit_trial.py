@@ -338,11 +338,17 @@ def in_a_subprocess(method: str, *, daemon: bool = False) -> None:
     sys.exit(process.exitcode)
 
 
+def forget_trackers() -> None:
+    for name in ("multiprocessing.resource_tracker", "loky.backend.resource_tracker"):
+        if name in sys.modules:
+            sys.modules[name]._resource_tracker._pid = None
+
+
 def subprocess_main(given: Trial, where: Path) -> None:
     global trial, folder
     trial, folder = given, where
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+        warnings.simplefilter("always", UserWarning)
         begin_and_take()
         take(begin())
     wanted = 1 if trial.cause == "in-a-daemonic-process" and trial.backend in PROCESSES else 0
@@ -379,4 +385,8 @@ if __name__ == "__main__":
         trial, folder = now
         # A loader that is used from a thread forks beside the main thread, which is warned of.
         warnings.filterwarnings("ignore", ".* forks this process while other threads")
+        # From 3.12 on Python warns of each fork of a program's own, too; ...
+        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+        # ... and from 3.13.4 on such a fork waits, at its end, for the tracker that its parent started.
+        os.register_at_fork(after_in_child=forget_trackers)
         CAUSES[trial.cause]()

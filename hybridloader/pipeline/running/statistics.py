@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from hybridloader._support.gil import turn_at_gil
 from hybridloader.engine.diagnosis import workers_table
 from hybridloader.observe.recording import CoroutineUse, Faults, Recording, StageRecord
 from hybridloader.observe.stats import Stats, stats_of
@@ -23,7 +23,7 @@ def collect(executor: Executor) -> Stats:
     stages = (*_rows(executor), *_row_of_caller(executor))
     processes = [stage.cpu for stage in stages if not stage.in_process and stage.cpu is not None]
     cores = executor.loop.cores.use(sum(processes))
-    return stats_of(Recording(stages, executor.loop.record(), cores, sys.getswitchinterval()))
+    return stats_of(Recording(stages, executor.loop.record(), cores, turn_at_gil()))
 
 
 def report(executor: Executor) -> str:
