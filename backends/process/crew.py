@@ -16,7 +16,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from hybridloader._support.errors import BackendUnavailable, DamagedMessage
 from hybridloader.backends.process import codec
 from hybridloader.backends.process.frames import Frame
-from hybridloader.backends.process.handles import ProcessHandle, bury, join_all
+from hybridloader.backends.process.handles import (
+    ProcessHandle,
+    bury,
+    join_all,
+    occupy_standard_descriptors,
+)
 from hybridloader.backends.process.memory_report import OomWatch
 from hybridloader.backends.process.pipe_transport import PipeEndpoint, PipeTransport
 from hybridloader.backends.process.postmortem import PostmortemRecord
@@ -28,9 +33,9 @@ from hybridloader.backends.process.starters import (
     ContextStarter,
     Starter,
     WorkerStart,
+    ZygoteStarter,
     duplicates,
 )
-from hybridloader.backends.process.starting import occupy_standard_descriptors
 from hybridloader.engine.contract import GRACE, Crew
 from hybridloader.engine.messages import (
     Begin,
@@ -115,8 +120,6 @@ class ProcessCrew(Crew):
         if sockets:
             self.transport = SocketTransport()
             if zygote:
-                from hybridloader.backends.process.zygote_starter import ZygoteStarter
-
                 self._starter = ZygoteStarter(context, self.transport, self._starter)
         else:
             self.transport = PipeTransport()
