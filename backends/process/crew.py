@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 _DYING = 1.0
 """Seconds that the kernel gets to remove a killed process. It needs some milliseconds, and more
 than a tenth of a second where many end at once on few cores. A process that takes longer is reaped
-when the next crew of processes is made or closed (`handles.bury`)."""
+when the next crew is made or closed (`handles.bury`)."""
 
 
 def slot_kind(memory: Memory, *, sockets: bool) -> str:
@@ -112,7 +112,6 @@ class ProcessCrew(Crew):
         self._kind = slot_kind(memory, sockets=sockets)
         self._limit = memory.bytes()
         self._sockets = sockets
-        bury()
         occupy_standard_descriptors()
         self.transport: SocketTransport | PipeTransport
         self._starter: Starter = ContextStarter(

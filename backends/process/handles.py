@@ -24,6 +24,7 @@ from typing import Any
 
 from hybridloader.backends.process.parent_watch import LEFT_TO_PARENT, alive
 from hybridloader.engine.contract import GRACE, WorkerHandle
+from hybridloader.engine.crews import before_each
 from hybridloader.memory.descriptors import ours
 from hybridloader.memory.forks import forks
 
@@ -251,6 +252,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forked)
 
 
+@before_each
 def bury() -> None:
     """Reap processes that were still dying when their crew was closed, lest they stay zombies."""
     for handle in list(dying):
