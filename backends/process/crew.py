@@ -249,7 +249,6 @@ class ProcessCrew(Crew):
 
     def close(self) -> None:
         self.leave()
-        self.transport.close()
         assert self._left is not None
         join_all(self._handles, self._left + GRACE)
         running = [handle for handle in self._handles if handle.is_alive()]
@@ -260,8 +259,7 @@ class ProcessCrew(Crew):
         for handle in self._handles:
             handle.release()
         bury()
-        if isinstance(self.transport, PipeTransport):
-            self.transport.join()
+        self.transport.close()
         for channel in self.channels:
             channel.close()
         for number in list(self._shipments):
