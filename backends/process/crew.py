@@ -30,7 +30,6 @@ from hybridloader.backends.process.slot_channel import SlotChannel
 from hybridloader.backends.process.socket_transport import SocketEndpoint, SocketTransport
 from hybridloader.backends.process.starters import (
     ZYGOTE,
-    ContextStarter,
     Starter,
     WorkerStart,
     ZygoteStarter,
@@ -114,15 +113,10 @@ class ProcessCrew(Crew):
         self._sockets = sockets
         occupy_standard_descriptors()
         self.transport: SocketTransport | PipeTransport
-        self._starter: Starter = ContextStarter(
-            context, SocketEndpoint if sockets else PipeEndpoint
-        )
-        if sockets:
-            self.transport = SocketTransport()
-            if zygote:
-                self._starter = ZygoteStarter(context, self.transport, self._starter)
-        else:
-            self.transport = PipeTransport()
+        self.transport = SocketTransport() if sockets else PipeTransport()
+        self._starter = Starter(context, SocketEndpoint if sockets else PipeEndpoint)
+        if zygote and isinstance(self.transport, SocketTransport):
+            self._starter = ZygoteStarter(context, self.transport)
         # All the mutable state:
         self._handles = cast("list[ProcessHandle]", self.handles())  # the list that `place` changes
         self._workers: list[_ProcessWorker] = []

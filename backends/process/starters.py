@@ -1,4 +1,4 @@
-"""Starters: the ways to start a worker process, each with the same interface for the crew.
+"""Starters: the ways to start a worker process.
 
 One has a context of multiprocessing or loky start each worker. The other has a zygote fork them, of
 which this is the parent's side. The zygote's connection is one more of the crew's transport, under the
@@ -18,7 +18,6 @@ import signal
 import socket
 import time
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from multiprocessing.connection import Connection
@@ -30,7 +29,12 @@ from hybridloader.backends.process.child import FirstFrame, main
 from hybridloader.backends.process.frames import Frame
 from hybridloader.backends.process.handles import ProcessHandle, starting
 from hybridloader.backends.process.postmortem import PostmortemRecord
-from hybridloader.backends.process.socket_transport import CLOSE_ON_EXEC, ROOM, SocketTransport
+from hybridloader.backends.process.socket_transport import (
+    CLOSE_ON_EXEC,
+    ROOM,
+    SocketEndpoint,
+    SocketTransport,
+)
 from hybridloader.backends.process.zygote import (
     ENDED,
     FORKED,
@@ -69,66 +73,23 @@ class WorkerStart(NamedTuple):
         return f"hybridloader-{self.spec.stage}-{self.worker}"
 
 
-class Starter(ABC):
-    """Way to start the workers of one crew."""
+class Starter:
+    """Starter that has a context of multiprocessing, or loky's, start each worker of one crew."""
 
-    forks: bool = False  # workers are forks of this process, which have the work already
+    def __init__(self, context: Any, endpoint_class: Any) -> None:
+        self._context, self._endpoint_class = context, endpoint_class
+        self._method = context.get_start_method()
+        self.forks = self._method == "fork"  # of this process, which have the work already
 
     def ships(self, spec: WorkerSpec) -> bool:  # the first frame to a new worker must bring `spec`
         return not self.forks
 
-    @abstractmethod
     def start(self, start: WorkerStart, note: Note) -> None:
         """Start a worker, without waiting for it.
 
         `note` gets its handle, before a signal is acted on; and another handle if later the worker must
         be started another way.
         """
-
-    def hear(self, frame: Frame | None) -> Callable[[], None] | None:
-        """Take in what `ZYGOTE` says; None: it is gone. May return what the next `wait` is to call."""
-        return None
-
-    def change(self, changes: tuple[Change, ...]) -> None:  # noqa: B027  # most keep no dataset
-        """Apply changes, of which the workers were told, to the dataset for workers yet to start."""
-
-    def evidence(self) -> str:
-        """Return the stack at which the process that starts workers has crashed; "" if there is none."""
-        return ""
-
-    def stack(self) -> str:
-        """Return the stack of the process that starts workers; "" if there is none."""
-        return ""
-
-    def close(self) -> None:  # noqa: B027
-        """End what starts workers, once the crew has hung up. Idempotent."""
-
-    def disown(self) -> None:  # noqa: B027
-        """Leave what starts workers, in a fork that the user's own code made, to the parent."""
-
-
-def duplicates(fds: Sequence[int]) -> list[int]:
-    """Duplicate descriptors, all or none."""
-    found: list[int] = []
-    try:
-        for fd in fds:
-            found.append(os.dup(fd))
-    except OSError:
-        for fd in found:
-            os.close(fd)
-        raise
-    return found
-
-
-class ContextStarter(Starter):
-    """Starter that has a context of multiprocessing, or loky's, start each worker."""
-
-    def __init__(self, context: Any, endpoint_class: Any) -> None:
-        self._context, self._endpoint_class = context, endpoint_class
-        self._method = context.get_start_method()
-        self.forks = self._method == "fork"
-
-    def start(self, start: WorkerStart, note: Note) -> None:
         work: WorkerSpec | FirstFrame = start.spec
         record, strays = start.record, ours - {start.record}
         if not self.forks:
@@ -153,6 +114,40 @@ class ContextStarter(Starter):
         with starting(self._method):
             process.start()
             note(ProcessHandle(process))
+
+    def hear(self, frame: Frame | None) -> Callable[[], None] | None:
+        """Take in what `ZYGOTE` says; None: it is gone. May return what the next `wait` is to call."""
+        return None
+
+    def change(self, changes: tuple[Change, ...]) -> None:
+        """Apply changes, of which the workers were told, to the dataset for workers yet to start."""
+
+    def evidence(self) -> str:
+        """Return the stack at which the process that starts workers has crashed; "" if there is none."""
+        return ""
+
+    def stack(self) -> str:
+        """Return the stack of the process that starts workers; "" if there is none."""
+        return ""
+
+    def close(self) -> None:
+        """End what starts workers, once the crew has hung up. Idempotent."""
+
+    def disown(self) -> None:
+        """Leave what starts workers, in a fork that the user's own code made, to the parent."""
+
+
+def duplicates(fds: Sequence[int]) -> list[int]:
+    """Duplicate descriptors, all or none."""
+    found: list[int] = []
+    try:
+        for fd in fds:
+            found.append(os.dup(fd))
+    except OSError:
+        for fd in found:
+            os.close(fd)
+        raise
+    return found
 
 
 class _Zygote:
@@ -184,7 +179,7 @@ class _Zygote:
 
 
 class ZygoteStarter(Starter):
-    """Starter that has one process, which has loaded the work, fork the workers.
+    """Starter that has one process, which has loaded the work, fork the workers, if it can.
 
     If that process ends, so do its workers, and the next start begins another.
     """
@@ -193,9 +188,9 @@ class ZygoteStarter(Starter):
         self,
         context: Any,  # loky's, which starts the zygote
         transport: SocketTransport,  # that of the crew
-        fallback: Starter,  # starts workers where none can be forked
     ) -> None:
-        self._context, self._transport, self._fallback = context, transport, fallback
+        super().__init__(context, SocketEndpoint)
+        self._transport = transport
         # All the mutable state:
         self._zygote: _Zygote | None = None
         self._refused = False
@@ -215,7 +210,7 @@ class ZygoteStarter(Starter):
             or zygote.handle is None
             or not zygote.serves(start.spec)
         ):
-            self._fallback.start(start, note)
+            super().start(start, note)
             return
         status, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         handle = ForkedHandle(zygote.handle, status)
@@ -254,7 +249,7 @@ class ZygoteStarter(Starter):
             daemon=True,
         )
         try:
-            with starting(self._context.get_start_method()):
+            with starting(self._method):
                 process.start()
                 zygote.handle = ProcessHandle(process)
         finally:
@@ -301,7 +296,7 @@ class ZygoteStarter(Starter):
         frame.fds.pop(0)
         os.close(frame.fds.pop())
         try:
-            self._fallback.start(start._replace(connection=connection), note)
+            super().start(start._replace(connection=connection), note)
         except Exception as error:  # no process can be had any more, for instance
             handle.failed(f"could not be started: {error}")
         finally:
