@@ -8,16 +8,22 @@ used again, so the store is free as soon as a batch is opened.
 
 from __future__ import annotations
 
+import os
+import re
 import time
 import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from typing import Any, ClassVar
 
 from hybridloader import engine
-from hybridloader.backends import ray_cluster
+
+_SHUT_DOWN = "is gone: Ray was shut down"
+"""Cause of an end: this process left the cluster while it had workers there."""
 
 _LATE = 30.0
 """Seconds after which a worker that Ray has not started is warned of. Starting one takes 1 to 5 s."""
@@ -63,14 +69,14 @@ class Ray(engine.Backend):
         return True
 
     def check(self) -> None:
-        ray_cluster.check(self.address, start=self.start)
+        _check(self.address, start=self.start)
         try:
             self._actor_type()
         except (TypeError, ValueError) as error:
             raise ValueError(f"{self}: Ray does not take these options: {error}") from error
 
     def open(self) -> engine.Crew:
-        ray_cluster.connect(self.address)
+        _connect(self.address)
         wanted = ", ".join(f"{name}={value}" for name, value in self._options().items())
         return _RayCrew(self._actor_type(), self.memory.bytes(), wanted)
 
@@ -84,9 +90,7 @@ class Ray(engine.Backend):
 
 @cache
 def _actor_class() -> Any:
-    return ray_cluster.package().remote(concurrency_groups={"life": 1, "aside": 1})(
-        engine.CalledWorker
-    )
+    return _package().remote(concurrency_groups={"life": 1, "aside": 1})(engine.CalledWorker)
 
 
 class _Result(engine.Payload):
@@ -125,7 +129,7 @@ class _RayCrew(engine.Crew):
     def __init__(self, actor: Any, memory: int, wanted: str) -> None:
         self.actor, self.memory, self.wanted = actor, memory, wanted
         self.slots = engine.PrivateSlots(memory)
-        self.connection = ray_cluster.connection()
+        self.connection = _connection()
         # All the mutable state:
         self.closed = False
         self.late = self.next_look = 0.0  # time from which a worker is late; 0: none is waited for
@@ -150,12 +154,12 @@ class _RayCrew(engine.Crew):
         self.slots.page_lock(locks)
 
     def start(self, worker: int, spec: engine.WorkerSpec) -> None:
-        if ray_cluster.connection() != self.connection:  # or Ray would start a cluster unasked
+        if _connection() != self.connection:  # or Ray would start a cluster unasked
             raise engine.BackendUnavailable("Ray was shut down while the loader had workers there")
         starting = (actor.work for actor in self.actors if not actor.ready)
         work = next((work for sent, work in starting if sent is spec), None)
         if work is None:  # else those that start together share it
-            work = ray_cluster.package().put(engine.work_of(spec))
+            work = _package().put(engine.work_of(spec))
         share = max(1, self.memory // max(1, spec.workers))
         actor = self.actor.remote(worker, work, share)
         self.place(worker, _Actor(self, worker, actor, (spec, work)))
@@ -180,10 +184,10 @@ class _RayCrew(engine.Crew):
         self.slots.close()
 
     def _lost(self) -> bool:
-        if ray_cluster.connection() == self.connection:
+        if _connection() == self.connection:
             return False
         for actor in self.actors:
-            actor.lost(ray_cluster.SHUT_DOWN)
+            actor.lost(_SHUT_DOWN)
         return True
 
     @property
@@ -224,13 +228,13 @@ class _Actor(engine.CallingHandle):
         return future
 
     def is_alive(self) -> bool:
-        return super().is_alive() and ray_cluster.package().is_initialized()
+        return super().is_alive() and _package().is_initialized()
 
     def end(self) -> None:
-        ray_cluster.package().kill(self.actor)
+        _package().kill(self.actor)
 
     def stack(self, timeout: float = 1.0) -> str:
-        ray = ray_cluster.package()
+        ray = _package()
         if self.placed is not None or not ray.is_initialized():
             return super().stack(timeout)
         has, free = ray.cluster_resources(), ray.available_resources()
@@ -247,7 +251,91 @@ class _Actor(engine.CallingHandle):
         return done._replace(payload=result)
 
     def died(self, error: Exception) -> engine.Exited:
-        return ray_cluster.exited(self._number, error)
+        return exited(self._number, error)
 
     def over(self) -> None:
         self.actor, self.work = None, (None, None)  # Ray ends an actor that nobody refers to
+
+
+def _package() -> Any:
+    """Import Ray. It is not typed throughout, and only there if it is used."""
+    return import_module("ray")
+
+
+def _check(address: str | None, *, start: bool) -> None:
+    """Raise `BackendUnavailable` if Ray is not installed, or there is no cluster to connect to."""
+    try:
+        ray = _package()
+        ray.init  # noqa: B018  # a folder named `ray` beside the script, as Ray's own in /tmp, has none
+    except (ImportError, AttributeError) as error:
+        raise engine.BackendUnavailable(
+            f"backend 'ray' needs Ray: pip install 'hybridloader[ray]' ({error})"
+        ) from error
+    wanted = _wanted(address)
+    if (wanted or "").startswith("ray://") or ray.util.client.ray.is_connected():
+        raise engine.BackendUnavailable(
+            "backend 'ray' does not run behind Ray Client (ray://): Ray would keep all batches at "
+            "the other end of the connection. Run the script on a machine of the cluster, such as "
+            "by `ray job submit`."
+        )
+    if not (ray.is_initialized() or wanted or start):
+        raise engine.BackendUnavailable(
+            "backend 'ray' starts no cluster unasked, and this process is connected to none. Call "
+            "ray.init() first, or say Ray(address='auto') for one that runs on this machine, "
+            "Ray(address='HOST:6379') for another, or Ray(start=True) to start one here."
+        )
+
+
+def _connect(address: str | None) -> None:
+    """Connect this process to a cluster, if it is not: to that which runs here, or else a new one.
+
+    With an address it is that cluster or an error.
+    """
+    ray = _package()
+    if ray.is_initialized():
+        return
+    if wanted := _wanted(address):
+        ray.init(address=wanted)
+    else:
+        ray.init(include_dashboard=False)
+
+
+def _connection() -> Any:
+    """Return what tells this connection to a cluster from any other; None if there is none."""
+    ray = _package()
+    if ray.is_initialized():
+        with suppress(Exception):  # another thread shuts it down
+            context = ray.get_runtime_context()
+            return context.get_job_id(), context.get_node_id()  # a new cluster counts jobs from 1
+    return None
+
+
+def exited(number: int, error: Exception) -> engine.Exited:
+    """Return the end of a worker, by the error of the call in which it was.
+
+    Ray's text has a headline, indented lines on the actor, the cause, and then advice. That of an
+    error in the actor's own code ends with that error.
+    """
+    text = str(error).strip()
+    lines = text.splitlines() or [repr(error)]
+    at = 1
+    while at < len(lines) and lines[at].startswith("\t"):
+        at += 1
+    at = at if 1 < at < len(lines) else len(lines) - 1
+    why, common, causes = lines[at].partition("Some common causes")
+    if "its owner has died" in why:  # that is this process, which has only left the cluster
+        return engine.Exited(number, _SHUT_DOWN)
+    # No sample is to blame for a machine that has gone.
+    blameless = -1 if "its node has died" in text else None
+    node = re.search(r"Node Id: (\w+)", text) if blameless else None
+    return engine.Exited(
+        number,
+        f"is gone: {why.strip().rstrip('. ')}",
+        at=blameless,
+        evidence="\n".join([common + causes, *lines[at + 1 :]]).strip(),
+        with_it=None if node is None else f"node {node[1]}",
+    )
+
+
+def _wanted(address: str | None) -> str | None:
+    return address or os.environ.get("RAY_ADDRESS")

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from hybridloader._support.errors import TooManyErrors as TooManyErrors
     from hybridloader._support.errors import WorkerDied as WorkerDied
     from hybridloader._support.errors import WorkerTimeout as WorkerTimeout
-    from hybridloader.backends.fork import Fork as Fork
     from hybridloader.backends.inline import Inline as Inline
+    from hybridloader.backends.process.backend import Fork as Fork
+    from hybridloader.backends.process.backend import SharedMemory as SharedMemory
+    from hybridloader.backends.process.backend import Spawn as Spawn
     from hybridloader.backends.ray import Ray as Ray
-    from hybridloader.backends.shared_memory import SharedMemory as SharedMemory
-    from hybridloader.backends.spawn import Spawn as Spawn
     from hybridloader.backends.threads import Threads as Threads
     from hybridloader.compat.from_torch import from_torch as from_torch
     from hybridloader.compat.install import install as install
@@ -75,11 +75,9 @@ __getattr__, __dir__, __all__ = lazily(
         "_support.errors": "BackendUnavailable CacheError DamagedMessage HybridLoaderError "
         "IteratorClosed NotReady ResultNotSendable ShardLost ShippingError SourceError StateError "
         "StoreError TaskTimeout TooManyErrors WorkerDied WorkerTimeout",
-        "backends.fork": "Fork",
         "backends.inline": "Inline",
+        "backends.process.backend": "Fork SharedMemory Spawn",
         "backends.ray": "Ray",
-        "backends.shared_memory": "SharedMemory",
-        "backends.spawn": "Spawn",
         "backends.threads": "Threads",
         "compat.from_torch": "from_torch",
         "compat.install": "install uninstall",

@@ -1,6 +1,7 @@
-"""Base of the backends whose workers are processes, and the checks before one starts.
+"""Backends whose workers are processes: one, by several names, and the checks before a process starts.
 
-A backend of this kind adds only its name, its options and the method that starts its processes.
+`fork`, `spawn`, `shared-memory` and the way of torch's own loader differ by their options and by the
+method that starts the processes.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import functools
 import multiprocessing
 import threading
 from abc import abstractmethod
-from collections.abc import Collection
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from hybridloader._support.caller import warn, warn_once
@@ -17,8 +18,9 @@ from hybridloader._support.devices_in_use import device_in_use
 from hybridloader._support.errors import BackendUnavailable, ForkUnsafe
 from hybridloader.backends.process import fork_safety, socket_transport
 from hybridloader.backends.process.crew import ProcessCrew, slot_kind
-from hybridloader.backends.process.fork_hazards import fork_hazard
+from hybridloader.backends.process.fork_safety import fork_hazard
 from hybridloader.engine.contract import Backend, Crew
+from hybridloader.memory.limits import DEFAULT_MEMORY, Memory
 
 _OURS = "hybridloader"
 """Prefix of the names of this package's threads; a pipeline forks before it starts them."""
@@ -26,19 +28,23 @@ _OURS = "hybridloader"
 _REMADE = "QueueFeederThread"
 """Threads of multiprocessing's queues, such as torch's loader has: a fork makes their locks anew."""
 
+_METHODS = ("fork", "spawn", "forkserver", "loky")
+
 _warned = threading.Event()
 
 
 class ProcessBackend(Backend):
+    """Backend of processes, whatever starts them; those below are its names and its options."""
+
     children: ClassVar[bool] = True
     forwards: ClassVar[str] = "process"
+
+    zygote: bool = True
+    """False: no zygote forks the workers, where one could."""
 
     @abstractmethod
     def _method(self) -> str:
         """Give the method that starts the processes: one of multiprocessing's, or ``"loky"``."""
-
-    def _from_zygote(self) -> Collection[str]:  # methods for which a zygote forks the workers
-        return ("loky", "forkserver")
 
     @property
     def fresh(self) -> bool:
@@ -68,7 +74,8 @@ class ProcessBackend(Backend):
 
     def open(self) -> Crew:
         method, sockets = self._method(), socket_transport.available()
-        zygote = sockets and method in self._from_zygote() and fork_safety.available()
+        forked = self.zygote and method in ("loky", "forkserver")  # from a zygote
+        zygote = sockets and forked and fork_safety.available()
         context: Any
         if zygote or method == "loky":  # its processes do not import the main module
             from loky.backend import get_context
@@ -78,6 +85,125 @@ class ProcessBackend(Backend):
             context = multiprocessing.get_context(method)
         check = functools.partial(self.check_start, method)
         return ProcessCrew(context, self.memory, check, sockets=sockets, zygote=zygote)
+
+
+@dataclass(frozen=True)
+class Fork(ProcessBackend):
+    """Do the work in forked processes: started in milliseconds, and nothing needs to be pickled.
+
+    Parameters
+    ----------
+    memory
+        Limit and kind of the slots through which large tensors and arrays come back.
+    """
+
+    memory: Memory = DEFAULT_MEMORY
+    name: ClassVar[str] = "fork"
+
+    def _method(self) -> str:
+        return "fork"
+
+
+@dataclass(frozen=True)
+class Spawn(ProcessBackend):
+    """Do the work in fresh processes, started by loky: everywhere, and without a ``__main__`` guard.
+
+    The dataset and its functions travel by cloudpickle, so lambdas, classes defined in a function or in
+    a notebook cell, and whatever lives in ``__main__`` arrive. The main script is not run again.
+
+    Parameters
+    ----------
+    memory
+        Limit and kind of the slots through which large tensors and arrays come back.
+    zygote
+        True: one process is started afresh and loads the dataset, with all that it imports, and the
+        workers are forked from that (on Linux, unless what it loads has started threads or opened
+        files). False: each worker is started afresh, and loads for itself.
+    """
+
+    memory: Memory = DEFAULT_MEMORY
+    zygote: bool = True
+    name: ClassVar[str] = "spawn"
+
+    def _method(self) -> str:
+        return "loky"
+
+
+@dataclass(frozen=True)
+class SharedMemory(ProcessBackend):
+    """Do the work in processes; large tensors and arrays come back through shared memory.
+
+    Parameters
+    ----------
+    start_method
+        ``"fork"``, ``"loky"`` (as the `spawn` backend), ``"spawn"`` or ``"forkserver"``. These two are
+        multiprocessing's own, which run the main script again and so need a ``__main__`` guard; but
+        on Linux ``"forkserver"`` is ``"loky"``, which forks workers from one process as well.
+        None takes fork where that is multiprocessing's default and safe, that is on Linux before
+        Python 3.14 while no device such as CUDA is initialised and no library runs threads that a
+        fork would harm (polars, lance, PyAV, fsspec; a warning says so), else loky.
+    memory
+        Limit and kind of the slots through which large tensors and arrays come back.
+
+    Raises
+    ------
+    BackendUnavailable
+        The start method is unknown, or this platform does not have it.
+    """
+
+    start_method: str | None = None
+    memory: Memory = DEFAULT_MEMORY
+    name: ClassVar[str] = "shared-memory"
+    _called: ClassVar[str] = "backend 'shared-memory'"
+
+    def started_by(self, method: str) -> Backend | None:
+        if self.start_method is None:
+            return replace(self, start_method=method)
+        return self if self.start_method == method else None
+
+    def __post_init__(self) -> None:
+        if self.start_method not in (None, *_METHODS):
+            raise BackendUnavailable(
+                f"unknown start method {self.start_method!r}; there are: {', '.join(_METHODS)}"
+            )
+
+    def _method(self) -> str:
+        if self.start_method is not None:
+            return self.start_method
+        return "fork" if method_for_workers() == "fork" and device_in_use() is None else "loky"
+
+    def check(self) -> None:
+        super().check()
+        if self.start_method is None and multiprocessing.get_start_method() == "fork":
+            hazard = fork_hazard()
+            if hazard is not None:
+                warn_once(
+                    f"{self._called} starts fresh workers and does not fork: {hazard.runs}. They take "
+                    "longer to start, and the dataset is sent to them by cloudpickle. backend='spawn' "
+                    "says so, backend='threads' has no such limits"
+                )
+
+
+@dataclass(frozen=True)
+class AsTorch(SharedMemory):
+    """Backend of a loader without `backend=`: processes started as torch would start them.
+
+    This includes forking after a device was initialised, which every training script does that makes
+    a new iterator for its second epoch. Workers that leave the device alone are not harmed by it, and
+    torch itself raises in those that do not. Where a library is in use that does not survive a fork,
+    workers are fresh.
+    """
+
+    _called: ClassVar[str] = "this loader"
+
+    def check_start(self, method: str) -> None:
+        check_children_allowed("the default")
+        if method == "fork":
+            asked = "" if self.start_method is None else ", with multiprocessing_context='fork'"
+            check_libraries(f"the default{asked}")
+
+    def _method(self) -> str:
+        return self.start_method or method_for_workers()
 
 
 def check_children_allowed(name: str) -> None:
@@ -122,17 +248,6 @@ def method_for_workers() -> str:
     """Return multiprocessing's start method, or ``"loky"`` where a fork would harm a library in use."""
     method = multiprocessing.get_start_method()
     return "loky" if method == "fork" and fork_hazard() is not None else method
-
-
-def tell_fresh(name: str) -> None:
-    """Warn, once per process, if workers are fresh because of a library."""
-    hazard = fork_hazard() if multiprocessing.get_start_method() == "fork" else None
-    if hazard is not None:
-        warn_once(
-            f"{name} starts fresh workers and does not fork: {hazard.runs}. They take longer to start, "
-            "and the dataset is sent to them by cloudpickle. backend='spawn' says so, "
-            "backend='threads' has no such limits"
-        )
 
 
 def check_threads(name: str) -> None:

@@ -32,13 +32,11 @@ from hybridloader.engine.messages import (
     Task,
     WorkerSpec,
 )
-from hybridloader.engine.payload import Payload
-from hybridloader.engine.serving import received
-from hybridloader.engine.worker import Worker
+from hybridloader.engine.serving import Pickled, received
+from hybridloader.engine.worker import Worker, run
 from hybridloader.engine.worker_info import set_process_info
-from hybridloader.engine.worker_loop import run
 from hybridloader.fetching.collate import teach_torch
-from hybridloader.memory.packing import Packed, pack, pack_in_band, unpack
+from hybridloader.memory.packing import pack_in_band
 from hybridloader.memory.shared_slots import SlotReader, SlotWriter, both_ways, task_names
 from hybridloader.memory.thread_slots import set_slots
 from hybridloader.seeding.worker_seeds import ProcessSeeds
@@ -46,20 +44,6 @@ from hybridloader.seeding.worker_seeds import ProcessSeeds
 _LARGE = 64 * 1024
 """Bytes from which a frame is written by a thread of its own: it may not fit into the socket, and
 the worker should make the next batch meanwhile."""
-
-
-class _Result(Payload):
-    """Packed result on its way to the stream."""
-
-    def __init__(self, value: Any) -> None:
-        self.packed: Packed = pack(value)
-        self.count = len(value) if type(value) is list else None
-
-    def open(self) -> Any:
-        return unpack(*self.packed)
-
-    def discard(self) -> None:
-        return None
 
 
 class FirstFrame(NamedTuple):
@@ -122,7 +106,7 @@ def main(
             connection.postmortem = postmortem
             if spec.tracked:
                 watch.change(postmortem.context())
-        worker = Worker(number, spec, ProcessSeeds(), _Result, watch.context)
+        worker = Worker(number, spec, ProcessSeeds(), Pickled, watch.context)
         set_process_info(worker.info)
         listen = partial(connection.read_ahead, worker.wake if worker.wakes else None)
         run(worker, connection.get, connection.report, listen)
@@ -240,7 +224,7 @@ class _WorkerConnection:
                 event = Failed(event.worker, event.seq, Failure(error), event.position)
         returned = self._tasks.returned()
         if isinstance(event, Done):
-            assert isinstance(event.payload, _Result)
+            assert isinstance(event.payload, Pickled)
             parts, fds = codec.encode_done(
                 event.seq,
                 event.payload.packed,

@@ -16,7 +16,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from hybridloader._support.errors import BackendUnavailable, DamagedMessage
 from hybridloader.backends.process import codec
 from hybridloader.backends.process.frames import Frame
-from hybridloader.backends.process.handles import ProcessHandle, bury, join_all
+from hybridloader.backends.process.handles import (
+    ProcessHandle,
+    bury,
+    join_all,
+    occupy_standard_descriptors,
+)
 from hybridloader.backends.process.memory_report import OomWatch
 from hybridloader.backends.process.pipe_transport import PipeEndpoint, PipeTransport
 from hybridloader.backends.process.postmortem import PostmortemRecord
@@ -25,12 +30,11 @@ from hybridloader.backends.process.slot_channel import SlotChannel
 from hybridloader.backends.process.socket_transport import SocketEndpoint, SocketTransport
 from hybridloader.backends.process.starters import (
     ZYGOTE,
-    ContextStarter,
     Starter,
     WorkerStart,
+    ZygoteStarter,
     duplicates,
 )
-from hybridloader.backends.process.starting import occupy_standard_descriptors
 from hybridloader.engine.contract import GRACE, Crew
 from hybridloader.engine.messages import (
     Begin,
@@ -109,17 +113,10 @@ class ProcessCrew(Crew):
         self._sockets = sockets
         occupy_standard_descriptors()
         self.transport: SocketTransport | PipeTransport
-        self._starter: Starter = ContextStarter(
-            context, SocketEndpoint if sockets else PipeEndpoint
-        )
-        if sockets:
-            self.transport = SocketTransport()
-            if zygote:
-                from hybridloader.backends.process.zygote_starter import ZygoteStarter
-
-                self._starter = ZygoteStarter(context, self.transport, self._starter)
-        else:
-            self.transport = PipeTransport()
+        self.transport = SocketTransport() if sockets else PipeTransport()
+        self._starter = Starter(context, SocketEndpoint if sockets else PipeEndpoint)
+        if zygote and isinstance(self.transport, SocketTransport):
+            self._starter = ZygoteStarter(context, self.transport)
         # All the mutable state:
         self._handles = cast("list[ProcessHandle]", self.handles())  # the list that `place` changes
         self._workers: list[_ProcessWorker] = []
@@ -246,7 +243,6 @@ class ProcessCrew(Crew):
 
     def close(self) -> None:
         self.leave()
-        self.transport.close()
         assert self._left is not None
         join_all(self._handles, self._left + GRACE)
         running = [handle for handle in self._handles if handle.is_alive()]
@@ -257,8 +253,7 @@ class ProcessCrew(Crew):
         for handle in self._handles:
             handle.release()
         bury()
-        if isinstance(self.transport, PipeTransport):
-            self.transport.join()
+        self.transport.close()
         for channel in self.channels:
             channel.close()
         for number in list(self._shipments):

@@ -1,4 +1,4 @@
-"""Handles of worker processes in the parent: ask how they are, end them, wait for them.
+"""Worker processes in the parent: start them, ask how they are, end them, wait for them.
 
 Where there are pidfds, a pidfd tells a worker's end and carries signals to it. A process number
 would not do: if other code waits for the children of this process, or SIGCHLD is ignored, the
@@ -14,17 +14,20 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import signal
+import sys
 import threading
 import time
+import warnings
 import weakref
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
-from hybridloader.backends.process.parent_watch import alive
+from hybridloader.backends.process.parent_watch import LEFT_TO_PARENT, alive
 from hybridloader.engine.contract import GRACE, WorkerHandle
 from hybridloader.engine.crews import before_each
 from hybridloader.memory.descriptors import ours
+from hybridloader.memory.forks import forks
 
 UNKNOWN = 255
 """Exit code of a process whose own is not known, as asyncio and the fork server have it."""
@@ -260,3 +263,86 @@ def bury() -> None:
 def join_all(handles: Sequence[ProcessHandle], deadline: float) -> None:  # by `time.monotonic`
     for handle in handles:
         handle.join(max(0.0, deadline - time.monotonic()))
+
+
+@contextmanager
+def starting(method: str) -> Iterator[None]:
+    """Start one process within the block, by start method `method`, and note it in the same block."""
+    held_back, flushed = _signals_held_back(method), _streams_to_flush(method)
+    with reaping, held_back, flushed, _warned_by_us(method), forks.of_ours():
+        yield
+
+
+def occupy_standard_descriptors() -> None:
+    """Open os.devnull for stdin, stdout and stderr where they are closed, as in some daemons.
+
+    Otherwise a descriptor of ours gets such a number, here or in a worker, and native code writes
+    its messages to it.
+    """
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened == fd:
+                os.set_inheritable(fd, True)
+            else:  # another thread was faster
+                os.close(opened)
+
+
+@contextmanager
+def _signals_held_back(method: str) -> Iterator[None]:
+    """Hold SIGINT and SIGTERM back, also from a process that starts within the block.
+
+    The new process inherits the mask. Until it has its own handlers, Ctrl-C would end it with a
+    traceback of its own, and SIGTERM to all processes of a job would end it before this process
+    could act on the signal.
+    """
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    if method != "fork":
+        from multiprocessing import resource_tracker
+
+        resource_tracker.ensure_running()  # else `start` does it, and that lifts the mask
+    if method == "forkserver":
+        from multiprocessing import forkserver
+
+        forkserver.ensure_running()  # else it would have the mask, and all that it ever forks
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    try:
+        # Within the block: it runs the handlers of signals that have come, which may raise.
+        signal.pthread_sigmask(signal.SIG_BLOCK, LEFT_TO_PARENT)
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _warned_by_us(method: str) -> Iterator[None]:
+    """Leave out the warning of Python 3.12 that a fork beside other threads may hang.
+
+    Ours (`Fork.check`) names these threads, and not those that a fork can do without.
+    """
+    if method != "fork":
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+        yield
+
+
+@contextmanager
+def _streams_to_flush(method: str) -> Iterator[None]:
+    """Give loky a usable `sys.stdout` and `sys.stderr` to flush when it starts a process."""
+    before = sys.stdout, sys.stderr
+    usable = [s is not None and not getattr(s, "closed", False) for s in before]
+    if method != "loky" or all(usable):
+        yield
+        return
+    with open(os.devnull, "w") as nowhere:
+        sys.stdout, sys.stderr = (s if u else nowhere for s, u in zip(before, usable, strict=True))
+        try:
+            yield
+        finally:
+            sys.stdout, sys.stderr = before

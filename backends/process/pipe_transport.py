@@ -126,9 +126,8 @@ class PipeTransport:
         for worker in list(self._connections):
             self.drop(worker)
 
-    close = hang_up
-
-    def join(self) -> None:
+    def close(self) -> None:
+        self.hang_up()
         for thread in self._threads:
             thread.join(1.0)
 

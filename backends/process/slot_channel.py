@@ -37,10 +37,9 @@ from hybridloader.backends.process.codec import TASK, encode_fields, encode_mess
 from hybridloader.backends.process.result import ProcessResult, SlotReference
 from hybridloader.engine.messages import Message, Task
 from hybridloader.memory import shared_slots
-from hybridloader.memory.mapped_segment import MappedSegment
 from hybridloader.memory.packing import pack, reads_the_same_everywhere
 from hybridloader.memory.segments import Ticket
-from hybridloader.memory.shared_slots import BufferPlace, Notice, SlotMap
+from hybridloader.memory.shared_slots import BufferPlace, MappedSegment, Notice, SlotMap
 from hybridloader.memory.slots import OWN, number_of, place_of
 
 if TYPE_CHECKING:

@@ -1,19 +1,54 @@
-"""Starters: the ways to start a worker process, each with the same interface for the crew."""
+"""Starters: the ways to start a worker process.
+
+One has a context of multiprocessing or loky start each worker. The other has a zygote fork them, of
+which this is the parent's side. The zygote's connection is one more of the crew's transport, under the
+number `ZYGOTE`. So a request never blocks, and answers and the end of the zygote are noticed as those
+of a worker are.
+"""
 
 from __future__ import annotations
 
+import array
+import errno
+import functools
+import multiprocessing.connection
 import os
-from abc import ABC, abstractmethod
+import pickle
+import signal
+import socket
+import time
+import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import fields
+from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
+from hybridloader._support.caller import warn_once
+from hybridloader.backends.process import handles
 from hybridloader.backends.process.child import FirstFrame, main
 from hybridloader.backends.process.frames import Frame
-from hybridloader.backends.process.handles import ProcessHandle
-from hybridloader.backends.process.starting import starting
+from hybridloader.backends.process.handles import ProcessHandle, starting
+from hybridloader.backends.process.postmortem import PostmortemRecord
+from hybridloader.backends.process.socket_transport import (
+    CLOSE_ON_EXEC,
+    ROOM,
+    SocketEndpoint,
+    SocketTransport,
+)
+from hybridloader.backends.process.zygote import (
+    ENDED,
+    FORKED,
+    STATUS,
+    Changed,
+    Loaded,
+    Refused,
+    Request,
+    serve,
+)
+from hybridloader.engine.contract import GRACE, SLICE
 from hybridloader.engine.messages import WorkerSpec
-from hybridloader.engine.refresh import Change
-from hybridloader.memory import descriptors
+from hybridloader.engine.refresh import Change, plain
+from hybridloader.memory.descriptors import ours
 from hybridloader.memory.shipping import Shipment
 
 ZYGOTE = -1
@@ -38,68 +73,25 @@ class WorkerStart(NamedTuple):
         return f"hybridloader-{self.spec.stage}-{self.worker}"
 
 
-class Starter(ABC):
-    """Way to start the workers of one crew."""
+class Starter:
+    """Starter that has a context of multiprocessing, or loky's, start each worker of one crew."""
 
-    forks: bool = False  # workers are forks of this process, which have the work already
+    def __init__(self, context: Any, endpoint_class: Any) -> None:
+        self._context, self._endpoint_class = context, endpoint_class
+        self._method = context.get_start_method()
+        self.forks = self._method == "fork"  # of this process, which have the work already
 
     def ships(self, spec: WorkerSpec) -> bool:  # the first frame to a new worker must bring `spec`
         return not self.forks
 
-    @abstractmethod
     def start(self, start: WorkerStart, note: Note) -> None:
         """Start a worker, without waiting for it.
 
         `note` gets its handle, before a signal is acted on; and another handle if later the worker must
         be started another way.
         """
-
-    def hear(self, frame: Frame | None) -> Callable[[], None] | None:
-        """Take in what `ZYGOTE` says; None: it is gone. May return what the next `wait` is to call."""
-        return None
-
-    def change(self, changes: tuple[Change, ...]) -> None:  # noqa: B027  # most keep no dataset
-        """Apply changes, of which the workers were told, to the dataset for workers yet to start."""
-
-    def evidence(self) -> str:
-        """Return the stack at which the process that starts workers has crashed; "" if there is none."""
-        return ""
-
-    def stack(self) -> str:
-        """Return the stack of the process that starts workers; "" if there is none."""
-        return ""
-
-    def close(self) -> None:  # noqa: B027
-        """End what starts workers, once the crew has hung up. Idempotent."""
-
-    def disown(self) -> None:  # noqa: B027
-        """Leave what starts workers, in a fork that the user's own code made, to the parent."""
-
-
-def duplicates(fds: Sequence[int]) -> list[int]:
-    """Duplicate descriptors, all or none."""
-    found: list[int] = []
-    try:
-        for fd in fds:
-            found.append(os.dup(fd))
-    except OSError:
-        for fd in found:
-            os.close(fd)
-        raise
-    return found
-
-
-class ContextStarter(Starter):
-    """Starter that has a context of multiprocessing, or loky's, start each worker."""
-
-    def __init__(self, context: Any, endpoint_class: Any) -> None:
-        self._context, self._endpoint_class = context, endpoint_class
-        self._method = context.get_start_method()
-        self.forks = self._method == "fork"
-
-    def start(self, start: WorkerStart, note: Note) -> None:
         work: WorkerSpec | FirstFrame = start.spec
-        record, strays = start.record, descriptors.ours - {start.record}
+        record, strays = start.record, ours - {start.record}
         if not self.forks:
             work = FirstFrame(None if start.shipment is None else start.shipment.inherited)
             strays = set()
@@ -122,3 +114,365 @@ class ContextStarter(Starter):
         with starting(self._method):
             process.start()
             note(ProcessHandle(process))
+
+    def hear(self, frame: Frame | None) -> Callable[[], None] | None:
+        """Take in what `ZYGOTE` says; None: it is gone. May return what the next `wait` is to call."""
+        return None
+
+    def change(self, changes: tuple[Change, ...]) -> None:
+        """Apply changes, of which the workers were told, to the dataset for workers yet to start."""
+
+    def evidence(self) -> str:
+        """Return the stack at which the process that starts workers has crashed; "" if there is none."""
+        return ""
+
+    def stack(self) -> str:
+        """Return the stack of the process that starts workers; "" if there is none."""
+        return ""
+
+    def close(self) -> None:
+        """End what starts workers, once the crew has hung up. Idempotent."""
+
+    def disown(self) -> None:
+        """Leave what starts workers, in a fork that the user's own code made, to the parent."""
+
+
+def duplicates(fds: Sequence[int]) -> list[int]:
+    """Duplicate descriptors, all or none."""
+    found: list[int] = []
+    try:
+        for fd in fds:
+            found.append(os.dup(fd))
+    except OSError:
+        for fd in found:
+            os.close(fd)
+        raise
+    return found
+
+
+class _Zygote:
+    def __init__(self, spec: WorkerSpec, record: PostmortemRecord | None) -> None:
+        self.record = record
+        # All the mutable state:
+        self.handle: ProcessHandle | None = None  # once it is started
+        self.spec: WorkerSpec | None = spec  # that it loads; None once the dataset is another
+        self.loaded = False
+        self.asked: dict[int, tuple[WorkerStart, Note, ForkedHandle]] = {}  # until it has loaded
+
+    @property
+    def alive(self) -> bool:
+        return self.handle is not None and self.handle.is_alive()
+
+    def serves(self, spec: WorkerSpec) -> bool:
+        """True if it has, or will have, the work of `spec`."""
+        had = self.spec
+        return had is not None and spec.fetch is had.fetch and spec.init_fn is had.init_fn
+
+    def close(self) -> None:
+        if self.handle is not None:
+            self.handle.join(GRACE)
+            self.handle.kill()
+            self.handle.join(GRACE)
+            self.handle.release()
+        if self.record is not None:
+            self.record.close()
+
+
+class ZygoteStarter(Starter):
+    """Starter that has one process, which has loaded the work, fork the workers, if it can.
+
+    If that process ends, so do its workers, and the next start begins another.
+    """
+
+    def __init__(
+        self,
+        context: Any,  # loky's, which starts the zygote
+        transport: SocketTransport,  # that of the crew
+    ) -> None:
+        super().__init__(context, SocketEndpoint)
+        self._transport = transport
+        # All the mutable state:
+        self._zygote: _Zygote | None = None
+        self._refused = False
+
+    def ships(self, spec: WorkerSpec) -> bool:
+        zygote = self._zygote
+        return zygote is None or not (zygote.loaded and zygote.alive and zygote.serves(spec))
+
+    def start(self, start: WorkerStart, note: Note) -> None:
+        zygote = self._zygote
+        ended = zygote is None or not zygote.alive
+        if ended and not self._refused and start.shipment is not None:
+            zygote = self._begin(start)
+        if (
+            self._refused
+            or zygote is None
+            or zygote.handle is None
+            or not zygote.serves(start.spec)
+        ):
+            super().start(start, note)
+            return
+        status, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        handle = ForkedHandle(zygote.handle, status)
+        try:
+            assert zygote.spec is not None
+            request = Request(
+                start.worker,
+                start.name,
+                start.slots,
+                start.record is not None,
+                _changes(zygote.spec, start.spec),
+            )
+            message = pickle.dumps(request)
+            connection = os.dup(start.connection.fileno())
+            self._transport.send(ZYGOTE, [message], [connection, theirs.detach()])
+        finally:
+            theirs.close()
+        if not zygote.loaded:
+            zygote.asked[start.worker] = start, note, handle
+        note(handle)
+
+    def _begin(self, start: WorkerStart) -> _Zygote:
+        """Start a zygote for the work that `start` ships."""
+        shipment = start.shipment
+        assert shipment is not None
+        self.close()
+        self._zygote = zygote = _Zygote(start.spec, PostmortemRecord.make())
+        connection, theirs = self._context.Pipe(duplex=True)
+        self._transport.drop(ZYGOTE)
+        self._transport.connect(ZYGOTE, connection)
+        recorded = zygote.record is not None
+        process = self._context.Process(
+            target=serve,
+            args=(theirs, os.getpid(), recorded, shipment.inherited),
+            name=f"hybridloader-{start.spec.stage}-zygote",
+            daemon=True,
+        )
+        try:
+            with starting(self._method):
+                process.start()
+                zygote.handle = ProcessHandle(process)
+        finally:
+            theirs.close()
+        self._transport.watch(ZYGOTE, zygote.handle)
+        fds = shipment.fds if zygote.record is None else [*shipment.fds, zygote.record.fd]
+        self._transport.send(ZYGOTE, shipment.parts, duplicates(fds))
+        return zygote
+
+    def hear(self, frame: Frame | None) -> Callable[[], None] | None:
+        zygote = self._zygote
+        if zygote is None or frame is None:
+            return None
+        message = pickle.loads(frame.parts[0])
+        if isinstance(message, Refused):
+            self._start_afresh(*zygote.asked.pop(message.worker), frame)
+            if not zygote.asked:
+                self._transport.drop(ZYGOTE)  # which ends it
+                self.close()
+            return None
+        assert isinstance(message, Loaded)
+        if not message.refusal:
+            zygote.loaded = True
+            zygote.asked.clear()
+            return None
+        self._refused = True
+        stage = None if zygote.spec is None else zygote.spec.stage
+        return functools.partial(
+            warn_once,
+            f"the workers of stage {stage!r} are started one by one, which takes longer and more memory "
+            f"than to fork them from one process that has loaded the dataset: it {message.refusal}. Do "
+            "that in worker_init_fn, or when the first sample is read; or say Spawn(zygote=False)",
+        )
+
+    def _start_afresh(
+        self, start: WorkerStart, note: Note, handle: ForkedHandle, frame: Frame
+    ) -> None:
+        """Start a worker that the zygote has refused; `frame` brings its descriptors back."""
+        handle.failed("was refused")  # now: the zygote may close its end of the socket later
+        if len(frame.fds) < 2:
+            handle.failed("could not be started: no descriptor is left (ulimit -n)")
+            return
+        connection = Connection(frame.fds[0])
+        frame.fds.pop(0)
+        os.close(frame.fds.pop())
+        try:
+            super().start(start._replace(connection=connection), note)
+        except Exception as error:  # no process can be had any more, for instance
+            handle.failed(f"could not be started: {error}")
+        finally:
+            connection.close()
+
+    def change(self, changes: tuple[Change, ...]) -> None:
+        zygote = self._zygote
+        if zygote is None:
+            return
+        if all(plain(value) for _, value in changes):
+            self._transport.send(ZYGOTE, [pickle.dumps(Changed(changes))])
+        else:  # to load other values could import modules, which may start threads
+            zygote.spec = None
+
+    def evidence(self) -> str:
+        record = None if self._zygote is None else self._zygote.record
+        return "" if record is None else record.crash()
+
+    def stack(self) -> str:
+        zygote = self._zygote
+        if zygote is None or zygote.record is None or zygote.handle is None:
+            return ""
+        pid = zygote.handle.pid
+        if pid is None:
+            return ""
+        stack = zygote.record.stack(pid, send=zygote.handle.send_signal)
+        return f"The process that is to fork it has yet to load the work:\n{stack}" if stack else ""
+
+    def close(self) -> None:
+        zygote, self._zygote = self._zygote, None
+        if zygote is not None:
+            zygote.close()
+
+    def disown(self) -> None:
+        if self._zygote is not None and self._zygote.handle is not None:
+            self._zygote.handle.disown()
+
+
+def _changes(loaded: WorkerSpec, spec: WorkerSpec) -> dict[str, Any]:
+    """Return the fields of `spec` that differ from those of the one that was loaded."""
+    pairs = {field.name: getattr(spec, field.name) for field in fields(spec)}
+    return {name: value for name, value in pairs.items() if value is not getattr(loaded, name)}
+
+
+class ForkedHandle(ProcessHandle):
+    """Handle of a worker that was asked for, is forked, or has ended."""
+
+    def __init__(
+        self,
+        zygote: ProcessHandle,  # the process that forks it
+        status: socket.socket,  # on which that process tells of it; owned by the handle
+    ) -> None:
+        self._zygote = zygote
+        status.setblocking(False)
+        self._status = status.detach()  # a socket object would warn at exit that it is open
+        # All the mutable state:
+        self.pidfd: int | None = None  # once it is forked, until `release`
+        self._pid: int | None = None
+        self._failure = ""  # why it could not be started
+        self._ended = self._terminated = False
+        self._code: int | None = None
+        ours.add(self._status)
+        # Not at `release`: as that of `multiprocessing.Process`, the sentinel outlives the worker.
+        weakref.finalize(self, handles.close_ours, self._status).atexit = False
+
+    @property
+    def pid(self) -> int | None:
+        """Process id; waits until the worker is forked. None if it never was.
+
+        Not None before, because a caller may take that for its own process, as `psutil.Process` does.
+        """
+        while self.known_pid is None and self.is_alive():
+            self._await_status(SLICE)
+        return self._pid
+
+    @property
+    def known_pid(self) -> int | None:
+        self.is_alive()
+        return self._pid
+
+    @property
+    def sentinel(self) -> int:
+        return self._status
+
+    @property
+    def ended_with(self) -> str | None:
+        if self.is_alive() or self._code is not None or self._failure:
+            return None
+        return f"process {self._zygote.pid}"  # the zygote, which reports the codes of all others
+
+    def told_end(self) -> bool:
+        return not self.is_alive()
+
+    def is_alive(self) -> bool:
+        with handles.reaping:
+            while not self._ended:
+                status = socket.socket(fileno=self._status)
+                try:
+                    data, extra, _, _ = status.recvmsg(STATUS.size, ROOM, CLOSE_ON_EXEC)
+                except BlockingIOError:
+                    return True
+                except OSError:  # the other end was closed with something unread
+                    data, extra = b"", []
+                finally:
+                    status.detach()
+                self._take_in(data, [fd for _, _, body in extra for fd in array.array("i", body)])
+            return False
+
+    def _take_in(self, data: bytes, fds: list[int]) -> None:
+        if not data:  # the zygote is gone, and the kernel ends those that it has forked
+            self._ended = True
+            if self.pidfd is not None:
+                multiprocessing.connection.wait([self.pidfd], GRACE)
+            return
+        kind, number = STATUS.unpack(data)
+        if kind == FORKED:
+            self._pid = number
+            for self.pidfd in fds:  # none, if this process may have no more descriptors
+                ours.add(self.pidfd)
+                self._releasing = weakref.finalize(self, handles.close_ours, self.pidfd)
+                self._releasing.atexit = False
+        elif kind == ENDED:
+            self._code, self._ended = number, True
+        else:
+            self.failed(f"could not be forked: {os.strerror(number)}")
+
+    def failed(self, why: str) -> None:  # to start
+        self._failure, self._ended = why, True
+
+    def send_signal(self, signum: int) -> None:
+        with handles.reaping:
+            if not self.is_alive() or self.pidfd is None:
+                raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH))
+            signal.pidfd_send_signal(self.pidfd, signum)
+
+    def kill(self) -> None:
+        if self.is_alive() and self.pidfd is None:
+            self._zygote.kill()  # it would fork it yet
+        super().kill()
+
+    def join(self, timeout: float | None = None) -> None:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self.is_alive():
+            left = SLICE if deadline is None else min(SLICE, deadline - time.monotonic())
+            if left <= 0:
+                return
+            self._await_status(left)
+
+    def _await_status(self, seconds: float) -> None:
+        """Wait for news; in slices, because another thread may take in those that have come."""
+        with handles.reaping:
+            if self._ended:
+                return
+            try:
+                status = os.dup(self._status)  # another thread may release the original
+            except OSError:  # no descriptor left: as long as news may take
+                status = -1
+        if status < 0:
+            time.sleep(min(seconds, SLICE / 10))
+            return
+        try:
+            multiprocessing.connection.wait([status], seconds)
+        finally:
+            os.close(status)
+
+    def disown(self) -> None:
+        """Do nothing: the workers are the zygote's children, and that is disowned itself."""
+
+    def unknown(self) -> str:
+        if self._failure:
+            return self._failure
+        self._zygote.join(GRACE)
+        if self._zygote.is_alive():
+            return (
+                "was not forked: the process that forks the workers can't have more descriptors; raise "
+                "the limit (ulimit -n)"
+            )
+        how = "was not forked by" if self._pid is None else "ended with"
+        return f"{how} the process that forks the workers, which {self._zygote.cause()}"

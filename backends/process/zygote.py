@@ -34,11 +34,10 @@ from hybridloader._support.native_threads import one_thread_in_this_process
 from hybridloader.backends.process import fork_safety
 from hybridloader.backends.process.child import FirstFrame, main
 from hybridloader.backends.process.frames import Frame
-from hybridloader.backends.process.handles import UNKNOWN
+from hybridloader.backends.process.handles import UNKNOWN, starting
 from hybridloader.backends.process.parent_watch import leave_signals
 from hybridloader.backends.process.postmortem import PostmortemWriter
 from hybridloader.backends.process.socket_transport import SocketEndpoint
-from hybridloader.backends.process.starting import starting
 from hybridloader.engine.contract import GRACE
 from hybridloader.engine.messages import WorkerSpec
 from hybridloader.engine.refresh import Change, apply

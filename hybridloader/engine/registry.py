@@ -33,10 +33,10 @@ _HOME, _INCLUDED = "hybridloader.backends", "comes with hybridloader"
 _OURS = {
     "inline": Entry(f"{_HOME}.inline:Inline", _INCLUDED),
     "threads": Entry(f"{_HOME}.threads:Threads", _INCLUDED),
-    "fork": Entry(f"{_HOME}.fork:Fork", _INCLUDED),
-    "spawn": Entry(f"{_HOME}.spawn:Spawn", "pip install loky cloudpickle"),
+    "fork": Entry(f"{_HOME}.process.backend:Fork", _INCLUDED),
+    "spawn": Entry(f"{_HOME}.process.backend:Spawn", "pip install loky cloudpickle"),
     "ray": Entry(f"{_HOME}.ray:Ray", "pip install 'hybridloader[ray]'"),
-    "shared-memory": Entry(f"{_HOME}.shared_memory:SharedMemory", _INCLUDED),
+    "shared-memory": Entry(f"{_HOME}.process.backend:SharedMemory", _INCLUDED),
 }
 
 

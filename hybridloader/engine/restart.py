@@ -1,8 +1,7 @@
-"""Limits of replacing workers that died, and of trying a task that kills its workers."""
+"""Policy for workers that die: how often they are replaced, and a sample that kills them is tried."""
 
 from __future__ import annotations
 
-from collections import Counter, deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,36 +47,3 @@ class RestartPolicy:
             return None
         told = '"raise", "restart" or a RestartPolicy'
         return policy(name, value, {"raise": None, "restart": cls}, (cls,), told)
-
-
-class Deaths:
-    """Deaths and restarts of the workers of one stage until now, for its policy."""
-
-    def __init__(self, policy: RestartPolicy) -> None:
-        self.policy = policy
-        # All the mutable state:
-        self._restarts: deque[float] = deque()
-        self._at: Counter[tuple[int, int | None]] = Counter()  # by task and sample in it
-        self._together: set[str] = set()  # what workers have ended with
-
-    def may_restart(self, now: float, with_it: str | None = None) -> bool:
-        """Count another restart, unless there were too many of late; see `Exited.with_it`."""
-        if with_it in self._together:
-            return True
-        while self._restarts and self._restarts[0] <= now - self.policy.window_seconds:
-            self._restarts.popleft()
-        if len(self._restarts) >= self.policy.max_restarts:
-            return False
-        self._restarts.append(now)
-        if with_it is not None:
-            self._together.add(with_it)
-        return True
-
-    def count(self, seq: int, at: int | None) -> int:
-        """Count a death at sample `at` of task `seq`; return the number of its deaths."""
-        self._at[seq, at] += 1
-        return self._at[seq, at]
-
-    def forget(self) -> None:
-        """Forget the deaths of an epoch: the tasks of the next have other numbers."""
-        self._at.clear()

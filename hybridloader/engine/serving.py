@@ -28,10 +28,9 @@ from hybridloader._support.native_threads import (
 from hybridloader.engine.fetcher import Fetch, Fetcher, TaskContext
 from hybridloader.engine.messages import Done, Event, Exited, Failed, Message, Task, WorkerSpec
 from hybridloader.engine.payload import ByReference, Payload
-from hybridloader.engine.worker import Incoming, Worker
+from hybridloader.engine.worker import Incoming, Worker, run
 from hybridloader.engine.worker_info import set_process_info, set_worker_info
-from hybridloader.engine.worker_loop import run
-from hybridloader.memory.packing import pack, pack_in_band, unpack
+from hybridloader.memory.packing import Packed, pack, pack_in_band, unpack
 from hybridloader.memory.shipping import receive, replicate, ship
 from hybridloader.memory.slots import OWN
 from hybridloader.memory.thread_slots import Slots, collate_into
@@ -140,40 +139,43 @@ class Pickled(Payload):
     Making one raises `ResultNotSendable` if the result can't be pickled.
     """
 
-    __slots__ = ("_buffers", "_header", "count", "slots")
+    __slots__ = ("count", "packed", "slots")
 
     def __init__(self, value: Any) -> None:
-        self._header, self._buffers = pack(value)
+        self.packed: Packed = pack(value)
         self.count = len(value) if type(value) is list else None
         self.slots: Slots | None = None
         """Source of memory for copies, set by the crew that delivers the result."""
 
     def __reduce__(self) -> Any:
-        return _pickled, (self._header, self.count, *map(pickle.PickleBuffer, self._buffers))
+        header, buffers = self.packed
+        return _pickled, (header, self.count, *map(pickle.PickleBuffer, buffers))
 
     @property
     def nbytes(self) -> int:
-        return len(self._header) + self.array_bytes
+        return len(self.packed[0]) + self.array_bytes
 
     @property
     def array_bytes(self) -> int:
-        return sum(memoryview(buffer).nbytes for buffer in self._buffers)
+        return sum(memoryview(buffer).nbytes for buffer in self.packed[1])
 
     def open(self) -> Any:
-        buffers, self._buffers = [own(buffer, self.slots) for buffer in self._buffers], []
-        return unpack(self._header, buffers)
+        buffers = [own(buffer, self.slots) for buffer in self.packed[1]]
+        self.discard()
+        return unpack(self.packed[0], buffers)
 
     def peek(self) -> Any:
         """Load the value without taking it, over memory of its own."""
-        return unpack(self._header, [own(bytes(buffer)) for buffer in self._buffers])
+        header, buffers = self.packed
+        return unpack(header, [own(bytes(buffer)) for buffer in buffers])
 
     def discard(self) -> None:
-        self._buffers = []
+        self.packed = self.packed[0], []
 
 
 def _pickled(header: bytes, count: int | None, *buffers: Any) -> Pickled:
     made = Pickled.__new__(Pickled)
-    made._header, made._buffers, made.count, made.slots = header, list(buffers), count, None
+    made.packed, made.count, made.slots = (header, list(buffers)), count, None
     return made
 
 

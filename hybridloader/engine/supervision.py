@@ -8,6 +8,7 @@ raised. Supervision never decides what becomes of an error.
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,7 +20,7 @@ from hybridloader.engine.feed import is_forwarded
 from hybridloader.engine.fetcher import GivenUp, Spared
 from hybridloader.engine.messages import Begin, Exited, Task
 from hybridloader.engine.numbering import NumberedSending
-from hybridloader.engine.restart import Deaths, RestartPolicy
+from hybridloader.engine.restart import RestartPolicy
 from hybridloader.engine.states import WorkerState
 from hybridloader.engine.worker_table import START, WorkerTable
 
@@ -46,14 +47,16 @@ class Supervisor:
         table: WorkerTable,  # a sample that is given up is replaced in its indices
         sender: Crew | NumberedSending,  # starts workers and sends them messages
     ) -> None:
-        self._deaths = None if policy is None else Deaths(policy)
-        self._timeout, self._threads = task_timeout, threads
+        self._policy, self._timeout, self._threads = policy, task_timeout, threads
         self._table, self._scheduler = table, table.scheduler
         self._crew, self._sender = table.crew, sender
         # All the other mutable state:
         self._spec = table.spec
         self._killed: dict[int, tuple[str, str]] = {}
         """Reason and stack of each worker that was killed and has not exited yet."""
+        self._restarts: deque[float] = deque()  # their times
+        self._deaths: Counter[tuple[int | None, int | None]] = Counter()  # by task and sample in it
+        self._together: set[str] = set()  # what workers have ended with, see `Exited.with_it`
         self.refusal = ""  # reason why the last worker that died was not replaced
 
     def begin(self, message: Begin, absent: Sequence[int], *, first: bool) -> None:
@@ -64,8 +67,7 @@ class Supervisor:
             starts=self._spec.starts if first else (),  # for the first epoch alone
             modes=message.modes,
         )
-        if self._deaths is not None:
-            self._deaths.forget()
+        self._deaths.clear()  # the tasks of the next epoch have other numbers
         for worker in absent:
             self._start(worker)
 
@@ -76,9 +78,9 @@ class Supervisor:
         why, stack = self._killed.pop(death.worker, (death.cause, death.evidence))
         if death.cause is not None and why != death.cause:
             death = replace(death, cause=why, evidence=stack, memory="", slots=None)
-        if death.cause is None or self._deaths is None:
+        if death.cause is None or self._policy is None:
             return death
-        return None if self._replace(death, self._deaths) else death
+        return None if self._replace(death, self._policy) else death
 
     def _start(self, worker: int) -> None:
         """Start a new worker in a place, where the one before had got to."""
@@ -87,15 +89,17 @@ class Supervisor:
         self._sender.start(worker, spec)
         self._crew.settle()
 
-    def _replace(self, death: Exited, deaths: Deaths) -> bool:
+    def _replace(self, death: Exited, policy: RestartPolicy) -> bool:
         """Replace the worker; False if its death is to be raised."""
         worker, scheduler = death.worker, self._scheduler
         if scheduler.workers[worker] is WorkerState.STOPPING:
             return False
         blamed = self._blamed(death, scheduler.held(worker))
-        count = 0 if blamed is None else deaths.count(blamed, death.at)
-        deadly = count >= deaths.policy.deaths_per_sample
-        self.refusal = self._refusal(deaths, death, deadly)
+        if blamed is not None:
+            self._deaths[blamed, death.at] += 1
+        count = self._deaths[blamed, death.at]
+        deadly = count >= policy.deaths_per_sample
+        self.refusal = self._refusal(policy, death, deadly)
         if self.refusal:
             return False
         again = scheduler.replace(worker)
@@ -118,21 +122,34 @@ class Supervisor:
         self._crew.flush()
         return True
 
-    def _refusal(self, deaths: Deaths, death: Exited, deadly: bool) -> str:
+    def _refusal(self, policy: RestartPolicy, death: Exited, deadly: bool) -> str:
         """Return the reason why the worker can't be replaced; empty if it can."""
-        policy = deaths.policy
         if deadly and self._spec.fetch.in_turn:
             return (
                 f"{policy.deaths_per_sample} workers died at this place of their shard, which can't be "
                 "read past it, so no other was put in its place."
             )
-        if not deaths.may_restart(self._table.clock(), death.with_it):
+        if not self._may_restart(policy, death.with_it):
             return (
                 f"{policy.max_restarts} workers of this stage were replaced within "
                 f"{policy.window_seconds:g} seconds, and RestartPolicy allows no more."
                 + ("" if self._table.proven else _NEVER_READY)
             )
         return ""
+
+    def _may_restart(self, policy: RestartPolicy, with_it: str | None) -> bool:
+        """Count another restart, unless there were too many of late."""
+        if with_it in self._together:
+            return True
+        now, restarts = self._table.clock(), self._restarts
+        while restarts and restarts[0] <= now - policy.window_seconds:
+            restarts.popleft()
+        if len(restarts) >= policy.max_restarts:
+            return False
+        restarts.append(now)
+        if with_it is not None:
+            self._together.add(with_it)
+        return True
 
     def _blamed(self, death: Exited, held: Sequence[int]) -> int | None:
         """Return the task that the worker died of, as far as one can tell."""
@@ -175,7 +192,7 @@ class Supervisor:
             return
         seconds, worker = longest
         stack = self._crew.stack(worker)
-        if self._threads or self._deaths is None:
+        if self._threads or self._policy is None:
             told = self._table.overrun(worker, seconds, self._timeout, stack, thread=self._threads)
             raise no_answer(TaskTimeout(told))
         what = "its task ran over"

@@ -1,4 +1,4 @@
-"""Worker: the steps of every worker of every backend.
+"""Worker: the steps of every worker of every backend, and the loop of threads and processes.
 
 A backend gives it messages and takes its events. It seeds itself, runs the user's `init_fn`, opens
 a fetcher for each epoch and answers tasks. It does not know whether it lives in a thread, in a
@@ -7,8 +7,9 @@ process or in the caller, nor how its messages travel.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+import pickle
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from threading import get_ident
@@ -18,9 +19,10 @@ from typing import Any
 from hybridloader._support.datapipes import seed_datapipe
 from hybridloader._support.errors import ResultNotSendable, foreign, show
 from hybridloader._support.failure import Failure, twin
+from hybridloader._support.state_copies import load_into
 from hybridloader._support.torch_modes import TakenModes
 from hybridloader.engine.dataset_state import ShardStart
-from hybridloader.engine.fetcher import Abandoned, Begun, EndOfShard, Fetcher, TaskContext
+from hybridloader.engine.fetcher import Abandoned, Begun, EndOfShard, Fetch, Fetcher, TaskContext
 from hybridloader.engine.messages import (
     Begin,
     Done,
@@ -30,18 +32,17 @@ from hybridloader.engine.messages import (
     First,
     Message,
     Ready,
+    Stop,
     Task,
     WorkerSpec,
 )
 from hybridloader.engine.meter import MEASURES, Meter
 from hybridloader.engine.payload import Payload
 from hybridloader.engine.refresh import apply
-from hybridloader.engine.resumed_fetcher import resumed_fetcher
 from hybridloader.engine.shared_items import Alone, SharedTask
 from hybridloader.engine.slices import ALWAYS, LONG
-from hybridloader.engine.under_way import Fetched
-from hybridloader.engine.worker_end import end_worker
-from hybridloader.engine.worker_info import describe
+from hybridloader.engine.under_way import Fetched, TasksUnderWay
+from hybridloader.engine.worker_info import describe, end_worker
 from hybridloader.seeding.sample_rng import GLOBALS, SampleRng, now
 from hybridloader.seeding.worker_seeds import (
     ProcessSeeds,
@@ -115,9 +116,7 @@ class Worker:
                     self._seeds.keep_for(self._rng, spec.base_seed, self.worker)
                 self._initialised = True
                 if spec.starts:
-                    self._fetcher = resumed_fetcher(
-                        spec.fetch, spec.starts[self.worker], self.context
-                    )
+                    self._fetcher = _resumed(spec.fetch, spec.starts[self.worker], self.context)
                 else:
                     self._fetcher = spec.fetch.open(None, self.context)
                 if spec.skip:
@@ -410,6 +409,78 @@ def _sample_rng_of(spec: WorkerSpec, worker: int, seeds: WorkerSeeds) -> SampleR
     from hybridloader.seeding.thread_sample_rng import ThreadSampleRng
 
     return ThreadSampleRng(origin, worker, stage=spec.stage)
+
+
+def _resumed(fetch: Fetch, start: ShardStart, context: TaskContext) -> Fetcher:
+    """Return the fetcher of a worker that begins at `start`.
+
+    The dataset gets its state before the fetcher is opened, as in torchdata.
+    """
+    if start.dataset is not None:
+        load_into(fetch.dataset, pickle.loads(start.dataset.kept), "the dataset")
+    fetcher = fetch.open(None, context)
+    if start.behind and start.iterator is not None:
+        fetcher.resume(start)
+        fetcher = fetch.open(None, context)
+    fetcher.resume(start._replace(iterator=None, ended=False) if start.behind else start)
+    _do_again(fetcher, start.again, context)
+    if fetcher.states is not None and start.stateful and not start.behind:
+        fetcher.states.go_on(start.results_since)
+    return fetcher
+
+
+def _do_again(fetcher: Fetcher, tasks: Sequence[Any], context: TaskContext) -> None:
+    """Repeat the tasks since the state was taken, to bring the dataset to the same place."""
+    for task in tasks:
+        if context.cancelled:
+            return
+        with suppress(Exception):  # it was a result then, and what raises now does so when asked
+            if context.rng is None:
+                fetcher.fetch(task)
+            else:
+                context.rng.task(fetcher.key, fetcher.fetch, task)
+        context.extras = None
+
+
+def run(
+    worker: Worker,
+    get: Callable[[], Any],  # waits for an `Incoming`
+    report: Callable[[Event], None],
+    # Gives a function by which any thread has `get` return None; None: one task at a time.
+    listen: Callable[[], Callable[[], None]] | None = None,
+) -> None:
+    """Answer messages until `Stop`, or until nobody waits: the worker loop of threads and processes."""
+    under_way = None
+    if listen is not None and worker.overlaps:
+        under_way = TasksUnderWay(
+            worker.begin, worker.context, get, report, listen, early=worker.wakes
+        )
+        get, report = under_way.next, under_way.report
+    meter = worker.meter
+    if meter is not None:
+        meter.open()
+    try:
+        began = perf_counter()
+        ready = worker.open()
+        if meter is not None:
+            meter.opened(began)
+        report(ready)
+        while True:
+            message = get()
+            if isinstance(message, Stop) or worker.context.cancelled:
+                return
+            event = worker.step(message)
+            del message  # slots of what it held go back with the event
+            if event is not None:
+                if meter is None or not meter.reports:
+                    report(event)
+                else:
+                    meter.report(report, event)
+            del event  # a batch must not outlive its sending
+    finally:
+        if under_way is not None:
+            under_way.close()
+        worker.close()
 
 
 Incoming = Message | SharedTask | Alone | Fetched

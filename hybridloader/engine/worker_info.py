@@ -1,4 +1,4 @@
-"""`get_worker_info` for workers of every kind.
+"""`get_worker_info` for workers of every kind, and functions to be called at the end of a worker.
 
 torch keeps the answer in one global of the process, which is wrong for a worker thread. Ours is kept
 per thread, and the code of torch's function is replaced, so that it asks the thread first, however it
@@ -19,11 +19,12 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from hybridloader._support.errors import show
 from hybridloader._support.import_hooks import when_imported
 
 if TYPE_CHECKING:
@@ -36,10 +37,17 @@ class _Current(threading.local):
 
 _current = _Current()
 
+_at_end: dict[int, list[Callable[[], Any]]] = {}
+"""By the identity of the worker's info. In a process there is one worker, whose info may be replaced."""
+
 
 def _forget_thread() -> None:
-    """Forget what the thread that forked was: the child is no worker, or a worker of another loader."""
+    """Forget what the thread that forked was: the child is no worker, or a worker of another loader.
+
+    The functions that workers of the parent registered are the parent's, too.
+    """
     vars(_current).pop("info", None)
+    _at_end.clear()
 
 
 if hasattr(os, "register_at_fork"):
@@ -141,3 +149,26 @@ def _teach_torch() -> None:
         _hybridloader_collate=collate.default_collate.__code__.co_filename,
     )
     original.__code__ = body.__code__
+
+
+def at_end_of_worker(function: Callable[[], Any]) -> bool:
+    """Have `function` called when the worker that runs this code ends; False if there is none.
+
+    What the function raises is printed. It may be called on another thread of the worker.
+    """
+    info = get_worker_info()
+    if info is None:
+        return False
+    _at_end.setdefault(id(info), []).append(function)
+    return True
+
+
+def end_worker(info: Any) -> None:
+    """Call the functions that were registered in the worker with this info, the last one first."""
+    keys = [*_at_end] if info.worker_method == "multiprocessing" else [id(info)]
+    for key in keys:
+        for function in reversed(_at_end.pop(key, ())):
+            try:
+                function()
+            except Exception as error:  # a worker ends whatever it had open does
+                show(error)

@@ -18,7 +18,7 @@ from typing import Any
 
 from hybridloader._support.errors import is_a
 from hybridloader.engine.fetcher import Abandoned, GivenUp, TaskContext
-from hybridloader.engine.worker_end import at_end_of_worker
+from hybridloader.engine.worker_info import at_end_of_worker
 
 _SLICE = 0.05
 """Seconds between two looks at the context while a loop runs."""

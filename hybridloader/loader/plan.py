@@ -247,7 +247,7 @@ class LoaderPlan:
     def backend(self) -> Backend:
         """Backend that runs the pass. Starts nothing."""
         from hybridloader.backends.inline import Inline
-        from hybridloader.backends.shared_memory import AsTorch
+        from hybridloader.backends.process.backend import AsTorch
 
         backend, method = self.asked, self.start_method
         if self.num_workers == 0:

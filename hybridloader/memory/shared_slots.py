@@ -3,25 +3,25 @@
 A batch's place in slots travels as a `SlotMap`, which has numbers and places; the memory itself never
 moves. The reader returns a number when the last array over that slot has died there. Nothing here
 waits: a buffer without a slot goes through the stream, and a reader that keeps too much copies out.
-Results go from a worker to its parent, large tasks the other way. What else a third process needs in
-order to map a slot is in `MappedSegment` (`memory/mapped_segment.py`); this module tells nobody.
+Results go from a worker to its parent, large tasks the other way. A
+`MappedSegment` has what a third process needs in order to map a slot; this module tells nobody.
 """
 
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hybridloader.memory import segments
 from hybridloader.memory.descriptors import KeptDescriptor, keep_descriptor
 from hybridloader.memory.forks import forks
-from hybridloader.memory.mapped_segment import MappedSegment
 from hybridloader.memory.segments import Mapping, Ticket
 from hybridloader.memory.slots import IDLE, KEPT, OWN, Made, Pool, place_of
 
@@ -34,6 +34,10 @@ ALIGN = 64
 MOST_NEW = 48
 """Segments that one batch may announce: their descriptors go in one message, and 253 is the kernel's
 limit (SCM_MAX_FD)."""
+
+
+_aliases = itertools.count(-1, -1)
+_lendings = itertools.count()
 
 
 def both_ways(share: int) -> tuple[int, int]:
@@ -191,6 +195,84 @@ class SlotWriter:
         retired, pool.retired = tuple(pool.retired), []
         refusal, pool.refusal = pool.refusal, None
         return SlotMap(tuple(where), tuple(new), retired, refusal), fds
+
+
+class MappedSegment:
+    """A segment as its reader sees it: slots of `capacity` bytes, one after the other.
+
+    It counts nothing that the writer has to know: that is `SlotReader`'s. Its pages may be locked for a
+    device, from the first batch that is opened over it until its end.
+
+    `alias` is its number for processes other than reader and writer: below 0, and no other segment that
+    this process knows has it. `listeners` are called with it when the segment is gone, from any thread:
+    their processes know it, too.
+    """
+
+    def __init__(
+        self,
+        mapping: Mapping | OSError,  # the memory, or the error why it could not be mapped
+        kept: KeptDescriptor | None,  # the descriptor, if it was kept
+        capacity: int,
+    ) -> None:
+        self.mapping, self.kept, self.capacity = mapping, kept, capacity
+        self.alias = next(_aliases)
+        self.listeners: set[Callable[[int], None]] = set()
+        self.locks: PageLocks | None = None  # None: its pages are not locked
+        self._lock_asked = self._ended = False
+        self._lent: set[int] = set()  # batches over it that are open; finalizers take them out
+
+    def mapped(self) -> Mapping:
+        """The memory. Raises `MemoryError` if it could not be mapped."""
+        if isinstance(self.mapping, OSError):
+            raise MemoryError(f"a slot of shared memory can't be mapped here: {self.mapping}")
+        return self.mapping
+
+    def slot(self, place: int) -> Any:
+        """Return one slot, whole. The mapping must outlive it."""
+        mapping, start = self.mapped(), place * self.capacity
+        if start + self.capacity > mapping.size:
+            raise IndexError(f"a segment of {mapping.size:,} bytes has no slot {place}")
+        return mapping.view(start, self.capacity)
+
+    def view(self, place: int, start: int, size: int) -> memoryview:
+        """Return a part of one slot. The caller must keep the slot in use in another way."""
+        return self.mapped().lasting_view(place * self.capacity + start, size)
+
+    def lend(self) -> int:
+        """Note that a batch over it is open; the number is for `give_back`."""
+        lent = next(_lendings)
+        self._lent.add(lent)
+        return lent
+
+    def give_back(self, lent: int) -> None:
+        """Note that neither that batch nor the device looks at it any more. From any thread."""
+        self._lent.discard(lent)
+        if self._ended:
+            self.unlock_soon()
+
+    def lock(self, locks: PageLocks) -> None:
+        """Lock the pages. The driver is asked once; a second call does nothing."""
+        if not self._lock_asked:
+            self._lock_asked = True
+            if locks.lock(self.mapped()):
+                self.locks = locks
+
+    def unlock_soon(self) -> None:
+        self._ended = True  # first this: a finalizer on another thread does it the other way round
+        if self.locks is not None and not self._lent:
+            self.locks.unlock(self.mapped().address)
+
+    def unkeep(self) -> None:
+        if self.kept is not None:
+            self.kept.close()
+            self.kept = None
+
+    def end(self) -> None:
+        """Tell all listeners that it is gone, or that nobody will forward it any more."""
+        self.unkeep()
+        for listener in list(self.listeners):
+            listener(self.alias)
+        self.listeners.clear()
 
 
 class SlotReader:

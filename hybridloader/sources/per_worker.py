@@ -14,8 +14,7 @@ from typing import Any, Generic, Literal, TypeVar, cast
 from hybridloader._support.arguments import function, one_of
 from hybridloader._support.attributes import close as close_if_it_can
 from hybridloader._support.text import brief
-from hybridloader.engine.worker_end import at_end_of_worker
-from hybridloader.engine.worker_info import get_worker_info
+from hybridloader.engine.worker_info import at_end_of_worker, get_worker_info
 
 T = TypeVar("T")
 

@@ -68,7 +68,6 @@ class Wire:
         self.theirs.close()
         self.transport.close()
         if isinstance(self.transport, PipeTransport):
-            self.transport.join()
             os.close(self._life)
             os.close(self._end)
 

@@ -24,7 +24,7 @@ from hybridloader import (
 from hybridloader._support.caller import warn, warn_once
 from hybridloader.backends.fallback import usable
 from hybridloader.backends.process import backend as process_backend
-from hybridloader.backends.shared_memory import AsTorch
+from hybridloader.backends.process.backend import AsTorch
 from hybridloader.engine.contract import Backend, Crew
 
 needs_fork = pytest.mark.skipif(

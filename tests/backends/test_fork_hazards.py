@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader as TorchLoader
 import hybridloader
 from hybridloader import BackendUnavailable, DataLoader, Pipeline, SharedMemory
 from hybridloader._support.caller import warn_once
-from hybridloader.backends.process.fork_hazards import HAZARDS, Hazard, fork_hazard
+from hybridloader.backends.process.fork_safety import HAZARDS, Hazard, fork_hazard
 
 pytestmark = pytest.mark.skipif(
     multiprocessing.get_start_method() != "fork", reason="nothing forks here unless asked to"

@@ -25,8 +25,7 @@ from support.plain_datasets import told
 from support.process_probes import PROBES, Asked
 
 from hybridloader.backends.process import fork_safety
-from hybridloader.backends.shared_memory import SharedMemory
-from hybridloader.backends.spawn import Spawn
+from hybridloader.backends.process.backend import SharedMemory, Spawn
 from hybridloader.engine.worker_info import get_worker_info
 
 pytestmark = [

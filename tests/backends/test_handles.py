@@ -19,8 +19,7 @@ from support.forking import in_a_fork
 
 from hybridloader import WorkerDied
 from hybridloader.backends.process import fork_safety, handles
-from hybridloader.backends.process.handles import UNKNOWN, ProcessHandle
-from hybridloader.backends.process.starting import starting
+from hybridloader.backends.process.handles import UNKNOWN, ProcessHandle, starting
 from hybridloader.testing.tools import DEADLINE
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="signals of POSIX")

@@ -16,15 +16,14 @@ from typing import Any
 import pytest
 from support.postmortem import PATIENCE, Child, child, crash_in_native_code
 
-from hybridloader.backends.fork import Fork
 from hybridloader.backends.process import postmortem
+from hybridloader.backends.process.backend import Fork, Spawn
 from hybridloader.backends.process.postmortem import (
     PostmortemContext,
     PostmortemRecord,
     PostmortemWriter,
     ours,
 )
-from hybridloader.backends.spawn import Spawn
 from hybridloader.engine.contract import Backend, Crew
 from hybridloader.engine.fetcher import Fetcher, FunctionFetcher, TaskContext
 from hybridloader.engine.messages import Done, Event, Exited, Ready, Task, WorkerSpec

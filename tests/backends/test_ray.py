@@ -31,7 +31,7 @@ from hybridloader import (
     engine,
     get_worker_info,
 )
-from hybridloader.backends.ray_cluster import exited
+from hybridloader.backends.ray import exited
 from hybridloader.testing import BackendContract, Gate
 from hybridloader.testing.work import Call, echo
 

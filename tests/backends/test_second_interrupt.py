@@ -15,7 +15,6 @@ SCRIPT = textwrap.dedent(
     """
     import sys, threading
     from hybridloader import DataLoader, Pipeline
-    from hybridloader.engine.lifecycle import Lifecycle
 
     class Endless:
         def __len__(self):

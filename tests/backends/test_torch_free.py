@@ -20,7 +20,7 @@ from support.plain_datasets import as_is, told
 from torch.utils.data import default_collate, default_convert
 
 from hybridloader import DataLoader
-from hybridloader.backends.spawn import Spawn
+from hybridloader.backends.process.backend import Spawn
 from hybridloader.fetching.collate import (
     WithoutTorch,
     _collate,

@@ -22,11 +22,10 @@ from support.forking import in_a_fork
 from hybridloader import RestartPolicy, WorkerDied
 from hybridloader._support.caller import warn_once
 from hybridloader.backends.process import fork_safety
-from hybridloader.backends.process.forked_handle import ForkedHandle
+from hybridloader.backends.process.backend import SharedMemory, Spawn
 from hybridloader.backends.process.handles import ProcessHandle
+from hybridloader.backends.process.starters import ForkedHandle
 from hybridloader.backends.process.zygote import ENDED, FORKED, STATUS
-from hybridloader.backends.shared_memory import SharedMemory
-from hybridloader.backends.spawn import Spawn
 from hybridloader.testing import Gate
 from hybridloader.testing.tools import DEADLINE
 

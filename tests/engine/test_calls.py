@@ -15,8 +15,7 @@ import pytest
 from hybridloader import engine
 from hybridloader.engine import called_worker
 from hybridloader.engine.called_worker import Parts, parts_of, work_of
-from hybridloader.engine.calls import BUNDLE_BYTES, BUNDLE_SECONDS, Place
-from hybridloader.engine.far_clock import EVERY, TRIPS, FarClock
+from hybridloader.engine.calls import BUNDLE_BYTES, BUNDLE_SECONDS, EVERY, TRIPS, FarClock, Place
 from hybridloader.engine.meter import MEASURES, Measures
 from hybridloader.engine.serving import Pickled
 from hybridloader.engine.slices import Told

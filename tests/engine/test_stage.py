@@ -377,7 +377,7 @@ def test_a_close_by_a_signals_handler_or_a_finalizer_is_done_when_the_wait_is_ov
 def test_a_close_that_could_not_wait_for_the_sampler_is_done_behind_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("hybridloader.engine.lifecycle.CLOSING", 0.0)
+    monkeypatch.setattr("hybridloader.engine.stage.CLOSING", 0.0)
 
     def closed_meanwhile() -> Iterator[int]:
         yield 0

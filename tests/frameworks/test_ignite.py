@@ -18,7 +18,7 @@ from support.seeded_training import (
 from torch.utils.data import BatchSampler
 
 from hybridloader import DataLoader, install
-from hybridloader.backends.shared_memory import SharedMemory
+from hybridloader.backends.process.backend import SharedMemory
 from hybridloader.loader.iterator import LoaderIterator
 
 pytest.importorskip("ignite")

@@ -162,7 +162,7 @@ def kill_all() -> list[str]:
 def warm_up(*, torch: bool) -> None:
     """Import what trials need, once for all; nothing here starts a thread."""
     needed = ["loky.backend", "psutil", "hybridloader.pipeline.running.run"]
-    needed += [f"hybridloader.backends.{name}" for name in ("fork", "spawn", "shared_memory")]
+    needed.append("hybridloader.backends.process.backend")
     if torch:
         needed += [
             "torch.utils.data",

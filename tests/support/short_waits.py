@@ -6,7 +6,7 @@ import pytest
 
 _WAITS = (
     "hybridloader.engine.contract.PATIENCE",
-    "hybridloader.engine.lifecycle.CLOSING",
+    "hybridloader.engine.stage.CLOSING",
     "hybridloader.pipeline.running.executor.CLOSING",
     "hybridloader.backends.process.crew.GRACE",
 )
