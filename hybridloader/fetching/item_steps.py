@@ -24,11 +24,9 @@ from hybridloader.engine.fetcher import (
 )
 from hybridloader.engine.slices import SEEN
 from hybridloader.fetching.fanout import spread_over
-from hybridloader.fetching.fetch import MapFetch
-from hybridloader.fetching.on_error.error_handler import ErrorHandler, seeded
-from hybridloader.fetching.on_error.item_loop import ItemLoop, Opened
+from hybridloader.fetching.on_error.item_loop import ItemLoop, Opened, TaskResults, seeded
 from hybridloader.fetching.on_error.policies import Policy
-from hybridloader.fetching.on_error.task_results import TaskResults, sendable_items
+from hybridloader.fetching.readers import MapFetch
 from hybridloader.seeding.sample_rng import SAMPLE, SampleRng, item_key, numbered_item
 
 
@@ -98,12 +96,10 @@ class Step:
         kind = self.kind
         if fetch.batched and on_error is not None:  # a single sample of an item fails
             fetch = replace(fetch, on_error=on_error, fill=False)
-            fetcher: Any = fetch.open(None, context)
-            kind, function = "batch", fetcher.attempt
-        else:
-            fetcher = fetch.open(None, context)
-            function = fetcher.fetch
-        function = context.timed(self.name, function, SEEN)
+            kind = "batch"
+        fetcher = fetch.open(None, context)
+        fetched: Callable[[Any], Any] = fetcher.attempt if kind == "batch" else fetcher.fetch
+        function = context.timed(self.name, fetched, SEEN)
         if rng is None:
             return kind, function
         return kind, lambda item: rng.task(fetcher.key, function, item)
@@ -159,7 +155,7 @@ class WorkFetch(Fetch):
             policy = seeded(policy, rng, item_key)
         return ItemsFetcher(
             opened,
-            ErrorHandler(policy, context),
+            policy,
             context,
             self.threads,
             coroutines=self.steps[0].concurrency > 0,
@@ -176,18 +172,18 @@ class ItemsFetcher(Fetcher):
     def __init__(
         self,
         opened: Opened,
-        handler: ErrorHandler,
+        policy: Policy | None,
         context: TaskContext,
         threads: int,
         *,
         coroutines: bool = False,  # the first step is an `async def`
     ) -> None:
-        self._handler, self._context, self._rng = handler, context, context.rng
+        self._context, self._rng = context, context.rng
         by_function = self._rng is not None and self._rng.by_function
         self._by_item = self._rng is not None and not by_function
         self._spread = spread_over(threads, context) if threads > 1 else None
         enter = numbered_item if by_function else None
-        self._loop = ItemLoop(opened, handler, context, self._spread, enter=enter)
+        self._loop = ItemLoop(opened, policy, context, self._spread, enter=enter)
         self._alone = self._alone_by_item if self._by_item else self._loop.alone
         self._coroutines: Any = opened[0][1] if coroutines else None
 
@@ -245,4 +241,4 @@ class ItemsFetcher(Fetcher):
             self._coroutines.close()
 
     def mend(self, value: Any, error: Exception, check: Callable[[Any], Any]) -> Any:
-        return sendable_items(self._handler, self._context, value, check)
+        return self._loop.sendable(value, check)
