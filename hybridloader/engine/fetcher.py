@@ -252,6 +252,10 @@ class Fetch(ABC):
         """True if several workers that share the dataset may fetch the samples of one task."""
         return False
 
+    def samples_of(self, index: Any) -> Any:
+        """Return the indices of a task's samples, which several workers may fetch, if `divisible`."""
+        return index
+
     @property
     def spreads(self) -> bool:
         """True if several threads of a worker may fetch the samples of a task."""

@@ -219,6 +219,8 @@ class Worker:
             me = get_ident()
             context.task = task.seq
             context.at = next((at for at, by in task.begun.copy().items() if by == me), -1)
+            if task.items is not task.task.index:
+                context.at = 0  # all are samples of one item
             raise
         finally:
             self.shared = None
@@ -291,7 +293,7 @@ class Worker:
         assemble = partial(self._fetcher.assemble, task.results)
         if task.measures and self.meter is not None:
             self.meter.due = float("-inf")  # they go with its own
-        event = self._answer(Task(task.seq, task.items), assemble, sum(task.seconds))
+        event = self._answer(task.task, assemble, sum(task.seconds))
         if isinstance(event, Done) and event.extras is not None and MEASURES in event.extras:
             event.extras[MEASURES] = event.extras[MEASURES].joined(task.measures)
         return event._replace(worker=task.worker) if isinstance(event, (Done, Failed)) else None

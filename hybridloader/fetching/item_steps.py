@@ -10,6 +10,7 @@ import copy
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -26,7 +27,7 @@ from hybridloader.engine.slices import SEEN
 from hybridloader.fetching.fanout import spread_over
 from hybridloader.fetching.on_error.item_loop import ItemLoop, Opened, TaskResults, seeded
 from hybridloader.fetching.on_error.policies import Policy
-from hybridloader.fetching.readers import MapFetch
+from hybridloader.fetching.readers import IndexedFetcher, MapFetch
 from hybridloader.seeding.sample_rng import SAMPLE, SampleRng, item_key, numbered_item
 
 
@@ -65,7 +66,7 @@ class Step:
         function = self.function
         rng = None if context.rng is None else context.rng.for_function(number)
         if isinstance(function, MapFetch):
-            return self._open_fetch(function, context, rng, on_error)
+            return self._open_fetch(context, rng, on_error)
         setup, aclose = attribute(function, "setup"), None
         if callable(setup) and not isinstance(function, type):
             made = context.set_up.get(number)
@@ -84,22 +85,25 @@ class Step:
             return self.kind, Coroutines(function, limit, context, aclose, of_worker=of_worker)
         return self.kind, context.timed(self.name, function, SEEN)
 
-    def _open_fetch(
-        self,
-        fetch: MapFetch,
-        context: TaskContext,
-        rng: SampleRng | None,
-        on_error: Policy | None,
-    ) -> tuple[str, Callable[[Any], Any]]:
+    def fetcher(
+        self, context: TaskContext, rng: SampleRng | None, on_error: Policy | None
+    ) -> IndexedFetcher:
+        """Return the fetcher of a `MapFetch`, under a policy where a single sample of an item fails."""
+        fetch: MapFetch = self.function
         if context.tracked or rng is not None:
             context = FollowingContext(context, rng)  # `at` is the number of the item
-        kind = self.kind
-        if fetch.batched and on_error is not None:  # a single sample of an item fails
+        if fetch.batched and on_error is not None:
             fetch = replace(fetch, on_error=on_error, fill=False)
-            kind = "batch"
-        fetcher = fetch.open(None, context)
-        fetched: Callable[[Any], Any] = fetcher.attempt if kind == "batch" else fetcher.fetch
-        function = context.timed(self.name, fetched, SEEN)
+        return fetch.open(None, context)
+
+    def _open_fetch(
+        self, context: TaskContext, rng: SampleRng | None, on_error: Policy | None
+    ) -> tuple[str, Callable[[Any], Any]]:
+        fetcher = self.fetcher(context, rng, on_error)
+        kind, fetch = self.kind, fetcher.fetch
+        if fetcher.tolerant:
+            kind, fetch = "batch", fetcher.attempt
+        function = context.timed(self.name, fetch, SEEN)
         if rng is None:
             return kind, function
         return kind, lambda item: rng.task(fetcher.key, function, item)
@@ -134,6 +138,15 @@ class WorkFetch(Fetch):
         return not self.coroutines
 
     @property
+    def divisible(self) -> bool:
+        """True if it only makes batches of a dataset's samples."""
+        first = self.steps[0].function
+        return len(self.steps) == 1 and isinstance(first, MapFetch) and first.divisible
+
+    def samples_of(self, index: Any) -> Any:
+        return index[0] if type(index) is list and len(index) == 1 else None
+
+    @property
     def overlaps(self) -> bool:
         return self.threads > 1 or self.coroutines > 1
 
@@ -153,13 +166,17 @@ class WorkFetch(Fetch):
         policy, rng = self.on_error, context.rng
         if rng is not None and rng.by_function:
             policy = seeded(policy, rng, item_key)
-        return ItemsFetcher(
+        fetcher = ItemsFetcher(
             opened,
             policy,
             context,
             self.threads,
             coroutines=self.steps[0].concurrency > 0,
         )
+        if self.divisible:
+            part = None if rng is None else rng.for_function(0)
+            fetcher.batches = self.steps[0].fetcher(context, part, self.on_error)
+        return fetcher
 
 
 class ItemsFetcher(Fetcher):
@@ -168,6 +185,9 @@ class ItemsFetcher(Fetcher):
     Where items are seeded, the number of an item in the stage's input seeds its steps: each of them
     (`SampleRng.seeded_by_item`), or all of them together.
     """
+
+    batches: IndexedFetcher | None = None
+    """Fetcher of the samples of a task, which is one batch, if the work is divisible."""
 
     def __init__(
         self,
@@ -231,10 +251,22 @@ class ItemsFetcher(Fetcher):
         if self._coroutines is not None:
             self._coroutines.wake()
 
+    def sample(self, index: Any) -> Any:
+        assert self.batches is not None
+        return self.batches.sample(index)
+
     def assemble(self, samples: list[Any], index: Any) -> Any:
         if self._spread is not None:
             return self._handed_over(self._loop.joined(samples))
-        return self._handed_over(self._loop.run(self._coroutines.ended(index, samples)))
+        if self._coroutines is not None:
+            return self._handed_over(self._loop.run(self._coroutines.ended(index, samples)))
+        batches = self.batches
+        assert batches is not None
+        make: Callable[[Any], Any] = partial(batches.made_of, samples)
+        if batches.rng is not None:
+            make = partial(batches.rng.task, batches.key, make)
+        step = ("batch" if batches.tolerant else "map", make)
+        return self._handed_over(ItemLoop([step], None, self._context).alone(index[0]))
 
     def close(self) -> None:
         if self._coroutines is not None:

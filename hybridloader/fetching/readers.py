@@ -179,15 +179,20 @@ class LoaderFetcher(Fetcher):
         fill: bool,  # a batch that comes short is sent uncollated
         spread: FanoutSpread | None = None,
     ) -> None:
-        self._context, self._rng = context, context.rng
+        self._context, self.rng = context, context.rng
         self._batched, self._fill = batched, fill
         self._collate_fn = context.timed("collate", seeded_collate(collate_fn, context))
         self._loop: ItemLoop | None = None
         if policy is not None:
-            policy = seeded(policy, self._rng)
+            policy = seeded(policy, self.rng)
             self._loop = ItemLoop([("map", read)], policy, context, spread, batch=True)
         # All the mutable state: the indices of the last task, under a policy.
         self._asked: Sequence[Any] = ()
+
+    @property
+    def tolerant(self) -> bool:
+        """True if it has a policy."""
+        return self._loop is not None
 
     def _answer(self, asked: Sequence[Any], attempt: Attempt) -> Any:
         self._asked = asked
@@ -296,7 +301,7 @@ class IndexedFetcher(LoaderFetcher):
                 return self._gather(index)
             except Odd:
                 pass
-        dataset, context, spread, rng = self._in_turn, self._context, self._spread, self._rng
+        dataset, context, spread, rng = self._in_turn, self._context, self._spread, self.rng
         if not self._batched:
             if type(index) is GivenUp:
                 raise index.error()
@@ -366,9 +371,14 @@ class IndexedFetcher(LoaderFetcher):
         return self._spread.begin(self._context.timed("sample", self.sample, SEEN), index, ring)
 
     def assemble(self, samples: list[Any], index: Any) -> Any:
-        if self._loop is not None:
-            return self._answer(index, self._joined(index, self._loop.joined(samples), len(index)))
-        return self._collate(samples)
+        made = self.made_of(samples, index)
+        return made if self._loop is None else self._answer(index, made)
+
+    def made_of(self, samples: list[Any], index: Any) -> Any:
+        """Return the batch of fetched samples, under a policy an `Attempt`. On any thread."""
+        if self._loop is None:
+            return self._collate(samples)
+        return self._joined(index, self._loop.joined(samples), len(index))
 
     def _collate(self, samples: Any) -> Any:
         if self._context.parts is not None and self._context.parts.looks:
@@ -434,8 +444,8 @@ class ShardReader(Fetcher):
     unit = "sample"
     """Name of a sample in errors."""
 
-    def __init__(self, samples: Iterator[Any], context: TaskContext, *, tolerant: bool) -> None:
-        self._samples, self._context, self._tolerant = samples, context, tolerant
+    def __init__(self, samples: Iterator[Any], context: TaskContext, *, under_policy: bool) -> None:
+        self._samples, self._context, self._under_policy = samples, context, under_policy
         # All the mutable state:
         self.position = 0  # calls of next() that gave a sample or raised; the end does not count
         self.ended = False
@@ -455,7 +465,7 @@ class ShardReader(Fetcher):
             if isinstance(innermost(self._samples), GeneratorType):
                 self._lost = rest_is_lost(f"{self.unit} {number} of this worker's shard", error)
                 self._lost.__cause__ = error
-                if self._tolerant:
+                if self._under_policy:
                     self.ended = True
                     raise NoItem from None
             raise
@@ -514,7 +524,7 @@ class ShardFetcher(ShardReader, LoaderFetcher):
     """Fetcher of an iterable dataset. The index of a sample is its number in the shard."""
 
     def __init__(self, work: IterableFetch, samples: Iterator[Any], context: TaskContext) -> None:
-        ShardReader.__init__(self, samples, context, tolerant=work.on_error is not None)
+        ShardReader.__init__(self, samples, context, under_policy=work.on_error is not None)
         LoaderFetcher.__init__(
             self,
             work.collate_fn,
@@ -541,7 +551,7 @@ class ShardFetcher(ShardReader, LoaderFetcher):
         if self.ended:
             raise EndOfShard
         batch: list[Any] = []
-        samples, context, rng = self._samples, self._context, self._rng
+        samples, context, rng = self._samples, self._context, self.rng
         places: Iterable[Any] = range(wanted)
         if rng is not None:
             first = self.position
@@ -569,7 +579,7 @@ class ShardFetcher(ShardReader, LoaderFetcher):
         return self._collate_fn(batch if self._batched else batch[0])
 
     def key(self, index: Any) -> bytes:
-        return b"" if self._rng is None else self._rng.shard_key(self.position)
+        return b"" if self.rng is None else self.rng.shard_key(self.position)
 
     def resume(self, start: ShardStart) -> None:
         if start.iterator is not None:
@@ -587,7 +597,7 @@ class SourceFetcher(ShardReader):
     unit = "item"
 
     def __init__(self, items: Iterator[Any], on_error: Policy | None, context: TaskContext) -> None:
-        super().__init__(items, context, tolerant=on_error is not None)
+        super().__init__(items, context, under_policy=on_error is not None)
         policy = seeded(on_error, context.rng)
         self._loop = ItemLoop([("map", self._next)], policy, context, what="the next item")
         self._closed = isinstance(items, SeededIterator)  # it has yet to be opened
