@@ -144,6 +144,13 @@ class Worker:
     def close(self) -> None:
         """End the work and close what the worker was reading, or had opened."""
         self._let_go()
+        context = self.context
+        loop, context.loop, context.helpers = context.loop, None, None
+        if loop is not None:
+            try:
+                loop.close()
+            except Exception as error:
+                show(error)
         if self.info is not None:
             end_worker(self.info)
         if self._rng is not None:
@@ -178,7 +185,6 @@ class Worker:
         self._exhausted = self._told = False
         if self.meter is not None:
             self.meter.begin_pass()
-        before = self._fetcher  # kept until the next one has taken over its threads
         self._let_go()
         self._modes.take(message.modes)
         if self._rng is not None and self._spec.seeding is not None:
@@ -192,7 +198,6 @@ class Worker:
             self._fetcher = self._spec.fetch.open(message.shared_seed, self.context)
         except Exception as error:
             self._broken = foreign(error)
-        del before
 
     def _let_go(self) -> None:
         fetcher, self._fetcher = self._fetcher, None

@@ -24,7 +24,7 @@ from hybridloader.engine.fetcher import (
     TaskContext,
 )
 from hybridloader.engine.slices import SEEN
-from hybridloader.fetching.fanout import spread_over
+from hybridloader.fetching.fanout import helpers_of
 from hybridloader.fetching.on_error.item_loop import ItemLoop, Opened, TaskResults, seeded
 from hybridloader.fetching.on_error.policies import Policy
 from hybridloader.fetching.readers import IndexedFetcher, MapFetch
@@ -201,19 +201,18 @@ class ItemsFetcher(Fetcher):
         self._context, self._rng = context, context.rng
         by_function = self._rng is not None and self._rng.by_function
         self._by_item = self._rng is not None and not by_function
-        self._spread = spread_over(threads, context) if threads > 1 else None
+        self._helpers = helpers_of(context, threads) if threads > 1 else None
         enter = numbered_item if by_function else None
-        self._loop = ItemLoop(opened, policy, context, self._spread, enter=enter)
+        self._loop = ItemLoop(opened, policy, context, self._helpers, enter=enter)
         self._alone = self._alone_by_item if self._by_item else self._loop.alone
         self._coroutines: Any = opened[0][1] if coroutines else None
 
     def fetch(self, items: list[Any]) -> Any:
         spared, rng = type(items) is Spared, self._rng
         if rng is not None and self._by_item:
-            if self._spread is not None:
-                return self._handed_over(
-                    self._loop.joined(self._spread(self._alone, self._numbered(items)))
-                )
+            if self._helpers is not None:
+                parts = self._helpers.map(self._alone, self._numbered(items), self._context)
+                return self._handed_over(self._loop.joined(parts))
             first = rng.take(len(items))
             walk = rng.enter(items, lambda place: b"%d" % (first + place))
             try:
@@ -241,10 +240,12 @@ class ItemsFetcher(Fetcher):
 
     def begin(self, items: Any, ring: Callable[[], None]) -> Begun:
         begun: Begun
-        if self._spread is None:
+        if self._helpers is None:
             begun = self._coroutines.begin(items)
         else:
-            begun = self._spread.begin(self._alone, self._numbered(items), ring)
+            begun = self._helpers.begin(
+                self._alone, self._numbered(items), self._context, "item", ring
+            )
         return begun
 
     def wake(self) -> None:
@@ -256,7 +257,7 @@ class ItemsFetcher(Fetcher):
         return self.batches.sample(index)
 
     def assemble(self, samples: list[Any], index: Any) -> Any:
-        if self._spread is not None:
+        if self._helpers is not None:
             return self._handed_over(self._loop.joined(samples))
         if self._coroutines is not None:
             return self._handed_over(self._loop.run(self._coroutines.ended(index, samples)))

@@ -53,7 +53,7 @@ from hybridloader.fetching.outcome import Attempt, FailureRecord, Outcome, all_f
 from hybridloader.seeding.sample_rng import Key, SeededDataset, SeededIterator, innermost
 
 if TYPE_CHECKING:
-    from hybridloader.fetching.fanout import FanoutSpread
+    from hybridloader.fetching.fanout import Fanout
 
 _READING = 0.01
 """Seconds after which a reader returns what it has, if that is less than it was asked for."""
@@ -177,7 +177,7 @@ class LoaderFetcher(Fetcher):
         *,
         batched: bool,
         fill: bool,  # a batch that comes short is sent uncollated
-        spread: FanoutSpread | None = None,
+        helpers: Fanout | None = None,
     ) -> None:
         self._context, self.rng = context, context.rng
         self._batched, self._fill = batched, fill
@@ -185,7 +185,7 @@ class LoaderFetcher(Fetcher):
         self._loop: ItemLoop | None = None
         if policy is not None:
             policy = seeded(policy, self.rng)
-            self._loop = ItemLoop([("map", read)], policy, context, spread, batch=True)
+            self._loop = ItemLoop([("map", read)], policy, context, helpers, batch=True)
         # All the mutable state: the indices of the last task, under a policy.
         self._asked: Sequence[Any] = ()
 
@@ -272,11 +272,11 @@ class IndexedFetcher(LoaderFetcher):
     def __init__(self, work: MapFetch, context: TaskContext) -> None:
         dataset, rng, batched = work.dataset, context.rng, work.batched
         self._whole = batched and not one_by_one(dataset)
-        self._spread: FanoutSpread | None = None
+        self._helpers: Fanout | None = None
         if batched and work.threads > 1 and not self._whole:
-            from hybridloader.fetching.fanout import spread_over
+            from hybridloader.fetching.fanout import helpers_of
 
-            self._spread = spread_over(work.threads, context, "sample")
+            self._helpers = helpers_of(context, work.threads)
         one = _one_of(dataset)
         super().__init__(
             work.collate_fn,
@@ -285,7 +285,7 @@ class IndexedFetcher(LoaderFetcher):
             one if rng is None else rng.seeded(one),
             batched=batched,
             fill=work.fill,
-            spread=self._spread,
+            helpers=self._helpers,
         )
         self._gather = gatherer(dataset, work.collate_fn) if batched else None
         self._dataset = self._in_turn = dataset
@@ -301,7 +301,7 @@ class IndexedFetcher(LoaderFetcher):
                 return self._gather(index)
             except Odd:
                 pass
-        dataset, context, spread, rng = self._in_turn, self._context, self._spread, self.rng
+        dataset, context, rng = self._in_turn, self._context, self.rng
         if not self._batched:
             if type(index) is GivenUp:
                 raise index.error()
@@ -310,9 +310,9 @@ class IndexedFetcher(LoaderFetcher):
             return self._collate_fn(self._dataset[index])
         if type(index) is Spared:
             raise next(one for one in index if type(one) is GivenUp).error()
-        if spread is not None:
+        if self._helpers is not None:
             sample = context.timed("sample", self.sample, SEEN)
-            return self.assemble(spread(sample, index), index)
+            return self.assemble(self._helpers.map(sample, index, context, "sample"), index)
         try:
             many = getattr(dataset, "__getitems__", None)
         except Exception:  # of a foreign `__getattr__`
@@ -367,8 +367,9 @@ class IndexedFetcher(LoaderFetcher):
         return self._dataset[index] if self._loop is None else self._loop.alone(index)
 
     def begin(self, index: Any, ring: Callable[[], None]) -> Begun:
-        assert self._spread is not None
-        return self._spread.begin(self._context.timed("sample", self.sample, SEEN), index, ring)
+        assert self._helpers is not None
+        sample = self._context.timed("sample", self.sample, SEEN)
+        return self._helpers.begin(sample, index, self._context, "sample", ring)
 
     def assemble(self, samples: list[Any], index: Any) -> Any:
         made = self.made_of(samples, index)

@@ -25,7 +25,7 @@ from hybridloader.fetching.outcome import FailureRecord, Note
 from hybridloader.seeding.sample_rng import SampleRng
 
 if TYPE_CHECKING:
-    from hybridloader.fetching.fanout import FanoutSpread
+    from hybridloader.fetching.fanout import Fanout
 
 _SLICE = 0.02  # seconds between two looks at the context while waiting for a retry
 
@@ -97,7 +97,7 @@ class ItemLoop:
         opened: Opened,
         policy: Policy | None,  # None: no error is retried, replaced or skipped
         context: TaskContext,  # its `cancelled` is looked at after every item, and ends a wait
-        spread: FanoutSpread | None = None,  # None: items are taken one after the other
+        helpers: Fanout | None = None,  # None: items are taken one after the other
         *,
         # Called first with each element of a task, on the thread that works on it; returns the item:
         enter: Callable[[Any], Any] | None = None,
@@ -107,7 +107,7 @@ class ItemLoop:
         what: str | None = None,  # name of every item, for errors; None: the item itself, in short
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._context, self._spread, self._enter = context, spread, enter
+        self._context, self._helpers, self._enter = context, helpers, enter
         self._batch, self._what, self._sleep = batch, what, sleep
         self._retry = policy if isinstance(policy, Retry) else None
         last = final(policy)
@@ -134,8 +134,9 @@ class ItemLoop:
         results: TaskResults | None = None,
     ) -> TaskResults:
         """Take the items of a task through the steps, and add to `results`."""
-        if self._spread is not None:
-            return self.joined(self._spread(self.alone, items))
+        if self._helpers is not None:
+            name = "sample" if self._batch else "item"
+            return self.joined(self._helpers.map(self.alone, items, self._context, name))
         context, maps = self._context, self._maps
         if results is None:
             results = TaskResults()
