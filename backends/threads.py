@@ -183,7 +183,7 @@ class _ThreadCrew(Crew):
         seeding = spec.seeding
         shares = spec.sharable and (seeding is None or seeding.kind is not Kind.WORKER)
         if worker == 0 and shares and not self._copies:
-            self._sharing = TaskSharing(spec.workers)
+            self._sharing = TaskSharing(spec.workers, spec.fetch.samples_of)
         if self._sharing is not None:
             self._sharing.join(made, thread.messages)
         self.place(worker, thread)

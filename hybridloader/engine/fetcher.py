@@ -55,11 +55,14 @@ class TaskContext:
         Seconds of parts of tasks, to which fetchers add; None if nobody observes.
     set_up
         Objects of a stage's functions whose `setup` this worker has called, by the function's number.
+    helpers, loop
+        Threads (`Fanout`) and event loop (`Loop`) of this worker, from the first fetcher that needs them
+        to the end of the worker.
     """
 
     __slots__ = (
-        *("at", "cancelled", "extras", "parts", "retried", "rng", "set_up", "slices", "task"),
-        "tracked",
+        *("at", "cancelled", "extras", "helpers", "loop", "parts", "retried", "rng", "set_up"),
+        *("slices", "task", "tracked"),
     )
 
     def __init__(self, *, tracked: bool = False) -> None:
@@ -70,6 +73,8 @@ class TaskContext:
         self.slices: Slices | None = None
         self.parts: TaskParts | None = None
         self.set_up: dict[int, Any] = {}
+        self.helpers: Any = None
+        self.loop: Any = None
         self.at = self.task = -1
         self.retried = 0
 
@@ -251,6 +256,10 @@ class Fetch(ABC):
     def divisible(self) -> bool:
         """True if several workers that share the dataset may fetch the samples of one task."""
         return False
+
+    def samples_of(self, index: Any) -> Any:
+        """Return the indices of a task's samples, which several workers may fetch, if `divisible`."""
+        return index
 
     @property
     def spreads(self) -> bool:

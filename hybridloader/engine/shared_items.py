@@ -14,6 +14,7 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 from hybridloader.engine.fetcher import TaskContext
+from hybridloader.engine.messages import Task
 
 
 class SharedItems:
@@ -101,11 +102,21 @@ class SharedItems:
 class SharedTask(SharedItems):
     """Task of one worker, whose samples several workers fetch. A message to each of them."""
 
-    def __init__(self, worker: int, seq: int, index: Any, measures: deque[Any]) -> None:
-        super().__init__(index)
-        self.worker, self.seq = worker, seq
+    def __init__(
+        self,
+        worker: int,
+        task: Task,
+        samples: Any,  # their indices
+        measures: deque[Any],
+    ) -> None:
+        super().__init__(samples)
+        self.worker, self.seq, self.task = worker, task.seq, task
         self.measures = measures
         """Measures of workers that fetched samples of this pass's tasks, and have not answered one."""
+
+    def forget(self) -> None:
+        super().forget()
+        self.task = self.task._replace(index=None)
 
 
 class Alone(NamedTuple):

@@ -47,7 +47,8 @@ class TaskSharing:
     note is no harm.
     """
 
-    def __init__(self, workers: int) -> None:
+    def __init__(self, workers: int, samples_of: Callable[[Any], Any]) -> None:
+        self._samples_of = samples_of
         self._worth = max(_LEAST, workers * _EACH)
         # All the mutable state:
         self.whole = False  # tasks go to their workers as ever
@@ -72,9 +73,10 @@ class TaskSharing:
 
     def send(self, worker: int, task: Task, queued: list[tuple[Inbox, Any]]) -> bool:
         """Send a task, now or `queued`; False if it is to go to its worker as ever."""
-        if type(task.index) not in (list, tuple) or len(task.index) < 2:
+        samples = self._samples_of(task.index)
+        if type(samples) not in (list, tuple) or len(samples) < 2:
             return False
-        shared = SharedTask(worker, task.seq, task.index, self._measures)
+        shared = SharedTask(worker, task, samples, self._measures)
         if not self._known:
             with self._lock:
                 if not self._known:

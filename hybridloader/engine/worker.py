@@ -143,6 +143,13 @@ class Worker:
     def close(self) -> None:
         """End the work and close what the worker was reading, or had opened."""
         self._let_go()
+        context = self.context
+        loop, context.loop, context.helpers = context.loop, None, None
+        if loop is not None:
+            try:
+                loop.close()
+            except Exception as error:
+                show(error)
         if self.info is not None:
             end_worker(self.info)
         if self._rng is not None:
@@ -177,7 +184,6 @@ class Worker:
         self._exhausted = self._told = False
         if self.meter is not None:
             self.meter.begin_pass()
-        before = self._fetcher  # kept until the next one has taken over its threads
         self._let_go()
         self._modes.take(message.modes)
         if self._rng is not None and self._spec.seeding is not None:
@@ -191,7 +197,6 @@ class Worker:
             self._fetcher = self._spec.fetch.open(message.shared_seed, self.context)
         except Exception as error:
             self._broken = foreign(error)
-        del before
 
     def _let_go(self) -> None:
         fetcher, self._fetcher = self._fetcher, None
@@ -218,6 +223,8 @@ class Worker:
             me = get_ident()
             context.task = task.seq
             context.at = next((at for at, by in task.begun.copy().items() if by == me), -1)
+            if task.items is not task.task.index:
+                context.at = 0  # all are samples of one item
             raise
         finally:
             self.shared = None
@@ -290,7 +297,7 @@ class Worker:
         assemble = partial(self._fetcher.assemble, task.results)
         if task.measures and self.meter is not None:
             self.meter.due = float("-inf")  # they go with its own
-        event = self._answer(Task(task.seq, task.items), assemble, sum(task.seconds))
+        event = self._answer(task.task, assemble, sum(task.seconds))
         if isinstance(event, Done) and event.extras is not None and MEASURES in event.extras:
             event.extras[MEASURES] = event.extras[MEASURES].joined(task.measures)
         return event._replace(worker=task.worker) if isinstance(event, (Done, Failed)) else None

@@ -18,7 +18,6 @@ from typing import Any
 
 from hybridloader._support.errors import is_a
 from hybridloader.engine.fetcher import Abandoned, GivenUp, TaskContext
-from hybridloader.engine.worker_info import at_end_of_worker
 
 _SLICE = 0.05
 """Seconds between two looks at the context while a loop runs."""
@@ -49,11 +48,6 @@ class Loop:
     @property
     def closed(self) -> bool:
         return self._loop.is_closed()
-
-    @property
-    def usable(self) -> bool:
-        """True if a step may share this loop: it is open, and not run by a caller of the step."""
-        return not self.closed and not self.in_use.locked()
 
     def begin(self, coroutine: Any) -> asyncio.Task[Any]:
         return self._loop.create_task(coroutine)
@@ -164,25 +158,6 @@ def _beside_the_callers() -> Iterator[None]:
             swap(before, task)
 
 
-class _OnThisThread(threading.local):
-    loop: Loop | None = None  # of the worker that this thread is
-
-
-_on_this_thread = _OnThisThread()
-
-
-def _loop_of_worker() -> tuple[Loop, bool]:
-    """Return the loop, and whether it is the worker's: a new one where there is no worker."""
-    loop = _on_this_thread.loop
-    if loop is not None and loop.usable:
-        return loop, True
-    own = Loop()
-    if (loop is not None and not loop.closed) or not at_end_of_worker(own.close):
-        return own, False
-    _on_this_thread.loop = own
-    return own, True
-
-
 class Coroutines:
     """An ``async def`` function as a step calls it: `through` items, then once for each of them.
 
@@ -203,11 +178,10 @@ class Coroutines:
         of_worker: bool = True,
     ) -> None:
         self._function, self._limit, self._context = function, limit, context
-        self._aclose, self._of_worker = aclose, of_worker
+        self._aclose, self._is_workers = aclose, of_worker
         # All the mutable state:
         self.is_open = True
         self._loop: Loop | None = None  # made in the thread that first needs it
-        self._is_workers = False
         self._items: Iterator[Any] | None = None  # that `next` is at; None behind the last
         self._begun: deque[tuple[Any, asyncio.Task[Any] | Exception | None]] = deque()
         self._in_work = 0
@@ -270,7 +244,11 @@ class Coroutines:
 
     def _begin(self, item: Any) -> asyncio.Task[Any]:
         if self._loop is None:
-            self._loop, self._is_workers = _loop_of_worker() if self._of_worker else (Loop(), False)
+            self._loop = self._context.loop if self._is_workers else None
+            if self._loop is None:
+                self._loop = Loop()
+                if self._is_workers:
+                    self._context.loop = self._loop
         if self._context.parts is not None:
             self._context.parts.coroutines += 1
         task = self._loop.begin(self._function(item))

@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from contextvars import copy_context
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any
 
 from hybridloader._support.caller import warn
 from hybridloader._support.errors import Raised, add_note
@@ -132,39 +132,16 @@ class Fanout:
             self._started += 1
 
 
-class _OnThisThread(threading.local):
-    def __init__(self) -> None:
-        self.fanouts: weakref.WeakValueDictionary[int, Fanout] = weakref.WeakValueDictionary()
+def helpers_of(context: TaskContext, threads: int) -> Fanout:
+    """Return the `Fanout` of a worker.
 
-
-_on_this_thread = _OnThisThread()
-
-
-class FanoutSpread(NamedTuple):
-    """`Fanout` for the samples, or items, of one fetcher."""
-
-    fanout: Fanout
-    context: TaskContext
-    what: str
-
-    def __call__(self, function: Callable[[Any], Any], items: Any) -> list[Any]:
-        return self.fanout.map(function, items, self.context, self.what)
-
-    def begin(self, function: Callable[[Any], Any], items: Any, ring: Callable[[], None]) -> _Job:
-        return self.fanout.begin(function, items, self.context, self.what, ring)
-
-
-def spread_over(threads: int, context: TaskContext, what: str = "item") -> FanoutSpread:
-    """Return a function that calls another one for each of several items, as `Fanout.map` does.
-
-    The calling thread gets the same `Fanout` for as long as that is in use. So a worker that opens a
-    fetcher for every epoch keeps its threads, and a dataset finds again the files and connections that
-    it keeps in a `threading.local`.
+    The worker keeps its threads from one epoch to the next, so a dataset finds again the files and
+    connections that it keeps in a `threading.local`.
     """
-    fanout = _on_this_thread.fanouts.get(threads)
-    if fanout is None:
-        fanout = _on_this_thread.fanouts[threads] = Fanout(threads)
-    return FanoutSpread(fanout, context, what)
+    if context.helpers is None:
+        context.helpers = Fanout(threads)
+    helpers: Fanout = context.helpers
+    return helpers
 
 
 class _Job(SharedItems):

@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -24,12 +25,10 @@ from hybridloader.engine.fetcher import (
     TaskContext,
 )
 from hybridloader.engine.slices import SEEN
-from hybridloader.fetching.fanout import spread_over
-from hybridloader.fetching.fetch import MapFetch
-from hybridloader.fetching.on_error.error_handler import ErrorHandler, seeded
-from hybridloader.fetching.on_error.item_loop import ItemLoop, Opened
+from hybridloader.fetching.fanout import helpers_of
+from hybridloader.fetching.on_error.item_loop import ItemLoop, Opened, TaskResults, seeded
 from hybridloader.fetching.on_error.policies import Policy
-from hybridloader.fetching.on_error.task_results import TaskResults, sendable_items
+from hybridloader.fetching.readers import IndexedFetcher, MapFetch
 from hybridloader.seeding.sample_rng import SAMPLE, SampleRng, item_key, numbered_item
 
 
@@ -71,7 +70,7 @@ class Step:
         function = self.function
         rng = None if context.rng is None else context.rng.for_function(number)
         if isinstance(function, MapFetch):
-            return self._open_fetch(function, context, rng, on_error)
+            return self._open_fetch(context, rng, on_error)
         setup, aclose = attribute(function, "setup"), None
         if callable(setup) and not isinstance(function, type):
             made = context.set_up.get(number)
@@ -90,24 +89,25 @@ class Step:
             return self.kind, Coroutines(function, limit, context, aclose, of_worker=of_worker)
         return self.kind, context.timed(self.name, function, SEEN)
 
-    def _open_fetch(
-        self,
-        fetch: MapFetch,
-        context: TaskContext,
-        rng: SampleRng | None,
-        on_error: Policy | None,
-    ) -> tuple[str, Callable[[Any], Any]]:
+    def fetcher(
+        self, context: TaskContext, rng: SampleRng | None, on_error: Policy | None
+    ) -> IndexedFetcher:
+        """Return the fetcher of a `MapFetch`, under a policy where a single sample of an item fails."""
+        fetch: MapFetch = self.function
         if context.tracked or rng is not None:
             context = FollowingContext(context, rng)  # `at` is the number of the item
-        kind = self.kind
-        if fetch.batched and on_error is not None:  # a single sample of an item fails
+        if fetch.batched and on_error is not None:
             fetch = replace(fetch, on_error=on_error, fill=False)
-            fetcher: Any = fetch.open(None, context)
-            kind, function = "batch", fetcher.attempt
-        else:
-            fetcher = fetch.open(None, context)
-            function = fetcher.fetch
-        function = context.timed(self.name, function, SEEN)
+        return fetch.open(None, context)
+
+    def _open_fetch(
+        self, context: TaskContext, rng: SampleRng | None, on_error: Policy | None
+    ) -> tuple[str, Callable[[Any], Any]]:
+        fetcher = self.fetcher(context, rng, on_error)
+        kind, fetch = self.kind, fetcher.fetch
+        if fetcher.tolerant:
+            kind, fetch = "batch", fetcher.attempt
+        function = context.timed(self.name, fetch, SEEN)
         if rng is None:
             return kind, function
         return kind, lambda item: rng.task(fetcher.key, function, item)
@@ -142,6 +142,15 @@ class WorkFetch(Fetch):
         return not self.coroutines
 
     @property
+    def divisible(self) -> bool:
+        """True if it only makes batches of a dataset's samples."""
+        first = self.steps[0].function
+        return len(self.steps) == 1 and isinstance(first, MapFetch) and first.divisible
+
+    def samples_of(self, index: Any) -> Any:
+        return index[0] if type(index) is list and len(index) == 1 else None
+
+    @property
     def overlaps(self) -> bool:
         return self.threads > 1 or self.coroutines > 1
 
@@ -161,13 +170,17 @@ class WorkFetch(Fetch):
         policy, rng = self.on_error, context.rng
         if rng is not None and rng.by_function:
             policy = seeded(policy, rng, item_key)
-        return ItemsFetcher(
+        fetcher = ItemsFetcher(
             opened,
-            ErrorHandler(policy, context),
+            policy,
             context,
             self.threads,
             coroutines=self.steps[0].concurrency > 0,
         )
+        if self.divisible:
+            part = None if rng is None else rng.for_function(0)
+            fetcher.batches = self.steps[0].fetcher(context, part, self.on_error)
+        return fetcher
 
 
 class ItemsFetcher(Fetcher):
@@ -177,31 +190,33 @@ class ItemsFetcher(Fetcher):
     (`SampleRng.seeded_by_item`), or all of them together.
     """
 
+    batches: IndexedFetcher | None = None
+    """Fetcher of the samples of a task, which is one batch, if the work is divisible."""
+
     def __init__(
         self,
         opened: Opened,
-        handler: ErrorHandler,
+        policy: Policy | None,
         context: TaskContext,
         threads: int,
         *,
         coroutines: bool = False,  # the first step is an `async def`
     ) -> None:
-        self._handler, self._context, self._rng = handler, context, context.rng
+        self._context, self._rng = context, context.rng
         by_function = self._rng is not None and self._rng.by_function
         self._by_item = self._rng is not None and not by_function
-        self._spread = spread_over(threads, context) if threads > 1 else None
+        self._helpers = helpers_of(context, threads) if threads > 1 else None
         enter = numbered_item if by_function else None
-        self._loop = ItemLoop(opened, handler, context, self._spread, enter=enter)
+        self._loop = ItemLoop(opened, policy, context, self._helpers, enter=enter)
         self._alone = self._alone_by_item if self._by_item else self._loop.alone
         self._coroutines: Any = opened[0][1] if coroutines else None
 
     def fetch(self, items: list[Any]) -> Any:
         spared, rng = type(items) is Spared, self._rng
         if rng is not None and self._by_item:
-            if self._spread is not None:
-                return self._handed_over(
-                    self._loop.joined(self._spread(self._alone, self._numbered(items)))
-                )
+            if self._helpers is not None:
+                parts = self._helpers.map(self._alone, self._numbered(items), self._context)
+                return self._handed_over(self._loop.joined(parts))
             first = rng.take(len(items))
             walk = rng.enter(items, lambda place: b"%d" % (first + place))
             try:
@@ -231,24 +246,38 @@ class ItemsFetcher(Fetcher):
 
     def begin(self, items: Any, ring: Callable[[], None]) -> Begun:
         begun: Begun
-        if self._spread is None:
+        if self._helpers is None:
             begun = self._coroutines.begin(items)
         else:
-            begun = self._spread.begin(self._alone, self._numbered(items), ring)
+            begun = self._helpers.begin(
+                self._alone, self._numbered(items), self._context, "item", ring
+            )
         return begun
 
     def wake(self) -> None:
         if self._coroutines is not None:
             self._coroutines.wake()
 
+    def sample(self, index: Any) -> Any:
+        assert self.batches is not None
+        return self.batches.sample(index)
+
     def assemble(self, samples: list[Any], index: Any) -> Any:
-        if self._spread is not None:
+        if self._helpers is not None:
             return self._handed_over(self._loop.joined(samples))
-        return self._handed_over(self._loop.run(self._coroutines.ended(index, samples)))
+        if self._coroutines is not None:
+            return self._handed_over(self._loop.run(self._coroutines.ended(index, samples)))
+        batches = self.batches
+        assert batches is not None
+        make: Callable[[Any], Any] = partial(batches.made_of, samples)
+        if batches.rng is not None:
+            make = partial(batches.rng.task, batches.key, make)
+        step = ("batch" if batches.tolerant else "map", make)
+        return self._handed_over(ItemLoop([step], None, self._context).alone(index[0]))
 
     def close(self) -> None:
         if self._coroutines is not None:
             self._coroutines.close()
 
     def mend(self, value: Any, error: Exception, check: Callable[[Any], Any]) -> Any:
-        return sendable_items(self._handler, self._context, value, check)
+        return self._loop.sendable(value, check)

@@ -13,8 +13,8 @@ from hybridloader._support.caller import warn_once
 from hybridloader.engine.contract import Backend
 from hybridloader.engine.fetcher import Abandoned, Fetch
 from hybridloader.fetching.collate import without_torch
-from hybridloader.fetching.fetch import IterableFetch, MapFetch
 from hybridloader.fetching.on_error.policies import Policy
+from hybridloader.fetching.readers import IterableFetch, MapFetch
 from hybridloader.loader.plan import LoaderPlan
 
 

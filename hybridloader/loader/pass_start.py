@@ -21,7 +21,7 @@ from hybridloader._support.state_copies import copied, load_into
 from hybridloader.engine.dataset_state import ShardStart
 from hybridloader.engine.scheduler import Dispatch, Scheduler, round_robin
 from hybridloader.engine.states import ACTIVE
-from hybridloader.fetching.samples import Apart
+from hybridloader.fetching.readers import Apart
 from hybridloader.loader.plan import LoaderPlan
 from hybridloader.loader.progress import UNKNOWN, Progress, SamplerCheckpoint
 from hybridloader.loader.sampler_replay import (

@@ -20,7 +20,7 @@ from hybridloader._support.state_copies import Latest
 from hybridloader.engine.dataset_state import ShardStart
 from hybridloader.engine.messages import Exhausted, Last
 from hybridloader.fetching.outcome import Outcome
-from hybridloader.fetching.samples import Apart
+from hybridloader.fetching.readers import Apart
 from hybridloader.loader.refill import WaitingSamples
 from hybridloader.loader.sampler_replay import SamplerReplay
 from hybridloader.loader.samplers import SamplerState

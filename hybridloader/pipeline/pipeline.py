@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from hybridloader._support.arguments import whole
 from hybridloader.fetching.collate import WithoutTorch
-from hybridloader.fetching.fetch import MapFetch
+from hybridloader.fetching.readers import MapFetch
 from hybridloader.pipeline.operators.base import INFINITE, Length, Operator, Source, steps_in
 from hybridloader.pipeline.operators.placement import Placement
 from hybridloader.pipeline.operators.sources import Indices, Items

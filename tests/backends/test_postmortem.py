@@ -27,7 +27,7 @@ from hybridloader.backends.process.postmortem import (
 from hybridloader.engine.contract import Backend, Crew
 from hybridloader.engine.fetcher import Fetcher, FunctionFetcher, TaskContext
 from hybridloader.engine.messages import Done, Event, Exited, Ready, Task, WorkerSpec
-from hybridloader.fetching.fetch import MapFetch
+from hybridloader.fetching.readers import MapFetch
 
 # -- numbers -----------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader as TorchLoader
 
 import hybridloader
-from hybridloader import DataLoader, Threads, WorkerDied, WorkerTimeout
+from hybridloader import DataLoader, Pipeline, Threads, WorkerDied, WorkerTimeout
 from hybridloader.engine import task_sharing
 from hybridloader.engine.messages import Task
 from hybridloader.engine.shared_items import Alone, SharedItems, SharedTask
@@ -32,6 +32,7 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every task be worth sharing, as soon as one has an answer."""
     monkeypatch.setattr(task_sharing, "_LEAST", 0.0)
     monkeypatch.setattr(task_sharing, "_EACH", 0.0)
+    monkeypatch.setattr("hybridloader.engine.feed.TASK_SECONDS", 0.0)  # one item a task
 
 
 class Numbers:
@@ -257,6 +258,94 @@ def test_a_timeout_shows_the_thread_that_is_stuck_and_its_sample() -> None:
     assert lists(iterator) == [list(range(i, i + 4)) for i in range(12, 40, 4)]
 
 
+# -- batches of a pipeline -------------------------------------------------------------------------
+
+
+def batches_of(dataset: Any, size: int, backend: str = "threads", **options: Any) -> Pipeline:
+    sampler = [list(range(i, i + size)) for i in range(0, len(dataset), size)]
+    options = {"num_workers": 3, "prefetch": 8, **options}
+    return Pipeline.from_dataset(dataset, batch_sampler=sampler, backend=backend, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"on_error": "skip"}])
+def test_all_other_samples_of_a_pipelines_batches_are_fetched_while_one_is_stuck(
+    options: dict[str, Any],
+) -> None:
+    dataset = Stuck({13}, 39)
+    with batches_of(dataset, 4, **options).run() as run:
+        got = [next(run) for _ in range(3)]
+        assert dataset.arrived.wait(LONG)
+        assert dataset.rest.wait(LONG), "another worker fetches 14 and 15"
+        dataset.gate.set()
+        assert lists([*got, *run]) == [list(range(i, i + 4)) for i in range(0, 40, 4)]
+    assert sorted([*dataset.fetched, 13]) == list(range(40))
+
+
+@pytest.mark.parametrize("seeding", [None, "sample"])
+def test_samples_and_collation_of_a_pipeline_draw_what_they_draw_in_one_worker(
+    seeding: str | None,
+) -> None:
+    def batches(workers: int) -> list[Any]:
+        pipe = batches_of(Drawing(60), 4, collate_fn=Mixing(), num_workers=workers, seeding=seeding)
+        return list(pipe.run(seed=3))
+
+    assert batches(3) == batches(1)
+
+
+def test_errors_of_a_pipelines_samples_cost_one_batch_each() -> None:
+    results: list[Any] = []
+    with batches_of(Fragile(60), 4).run() as run:
+        for _ in range(15):
+            try:
+                results.append(next(run).tolist())
+            except KeyError as error:
+                results.append(error.args)
+            except RuntimeError as error:
+                results.append("stop" if "StopIteration" in str(error) else error)
+        assert next(run, None) is None
+    expected: list[Any] = [list(range(i, i + 4)) for i in range(0, 60, 4)]
+    expected[1], expected[6], expected[11], expected[12] = (5,), (25,), (45,), "stop"
+    assert results == expected
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "skip",
+        hybridloader.Replace(lambda index, error: -index),
+        hybridloader.Retry(1, 0, then="skip"),
+    ],
+)
+def test_policies_for_errors_give_the_same_batches_of_a_pipeline(policy: Any) -> None:
+    def found(workers: int) -> tuple[list[Any], list[Any]]:
+        with batches_of(Fragile(60), 4, on_error=policy, num_workers=workers).run() as run:
+            batches = lists(run)
+            return batches, [(record.index, record.replaced) for record in run.skipped]
+
+    assert found(3) == found(1)
+
+
+def test_a_collation_that_fails_takes_the_place_of_its_batch() -> None:
+    def collate(samples: list[int]) -> list[int]:
+        if 9 in samples:
+            raise TypeError("odd")
+        return samples
+
+    with batches_of(Numbers(16), 4, collate_fn=collate).run() as run:
+        assert [next(run), next(run)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        with pytest.raises(TypeError, match="odd"):
+            next(run)
+        assert next(run) == [12, 13, 14, 15]
+
+
+def test_a_worker_of_a_pipeline_that_ends_says_at_which_batch() -> None:
+    with (
+        batches_of(Leaving(80), 8).run() as run,
+        pytest.raises(WorkerDied, match=r"ended by SystemExit: 3.*\[24, 25, 26"),
+    ):
+        lists(run)
+
+
 # -- where tasks stay whole ------------------------------------------------------------------------
 
 
@@ -313,7 +402,7 @@ class Sharing(TaskSharing):
     """Sharing between two workers that do nothing."""
 
     def __init__(self) -> None:
-        super().__init__(2)
+        super().__init__(2, lambda index: index)
         self.inboxes: list[SimpleQueue[Any]] = [SimpleQueue(), SimpleQueue()]
         self._inboxes = self.inboxes
 

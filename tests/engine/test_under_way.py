@@ -12,7 +12,7 @@ from hybridloader.engine.fetcher import TaskContext
 from hybridloader.engine.messages import Begin, Done, Event, First, Stop, Task, WorkerSpec
 from hybridloader.engine.payload import ByReference
 from hybridloader.engine.under_way import Fetched, TasksUnderWay
-from hybridloader.fetching.fetch import MapFetch
+from hybridloader.fetching.readers import MapFetch
 
 
 class Samples:

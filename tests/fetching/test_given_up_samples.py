@@ -12,7 +12,7 @@ from torch.utils.data import Subset, TensorDataset
 from hybridloader import Replace, Skip
 from hybridloader._support.errors import WorkerDied
 from hybridloader.engine.fetcher import Abandoned, GivenUp, Spared, TaskContext
-from hybridloader.fetching.fetch import MapFetch
+from hybridloader.fetching.readers import MapFetch
 
 
 class Answer(NamedTuple):

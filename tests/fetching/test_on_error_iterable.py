@@ -15,8 +15,7 @@ from hybridloader._support.errors import ShardLost
 from hybridloader.engine.fetcher import Abandoned, EndOfShard, TaskContext
 from hybridloader.engine.messages import Task, WorkerSpec
 from hybridloader.engine.worker import Worker
-from hybridloader.fetching.fetch import IterableFetch
-from hybridloader.fetching.source_reader import ReadersFetch
+from hybridloader.fetching.readers import IterableFetch, ReadersFetch
 from hybridloader.seeding.worker_seeds import CallerSeeds
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")

@@ -1,4 +1,4 @@
-"""The policies themselves, the handler around one call, the budget, and how batches are filled up."""
+"""The policies themselves, the loop around one call, the budget, and how batches are filled up."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridloader import Replace, Retry, Skip, TooManyErrors
-from hybridloader._support.errors import ShardLost, WorkerDied, foreign
+from hybridloader._support.errors import ShardLost, WorkerDied
 from hybridloader._support.failure import Failure
 from hybridloader.engine.fetcher import Abandoned, GivenUp, Spared, TaskContext
 from hybridloader.fetching.on_error.error_budget import ErrorBudget, FailureLog, bare
-from hybridloader.fetching.on_error.error_handler import ErrorHandler
+from hybridloader.fetching.on_error.item_loop import ItemLoop
 from hybridloader.fetching.on_error.places import rest_is_lost
 from hybridloader.fetching.on_error.policies import final, parse_on_error
 from hybridloader.fetching.outcome import Attempt, FailureRecord, Outcome, short_batch
@@ -102,35 +102,32 @@ class Scripted:
         return found
 
 
-def called(handler: ErrorHandler, function: Callable[[Any], Any], argument: Any) -> Any:
-    """``function(argument)``, as the loop over items calls it."""
-    index = argument
-    try:
-        if isinstance(argument, GivenUp):
-            index = argument.index
-            raise argument.error()
-        return function(argument)
-    except Exception as raised:
-        error = foreign(raised)
-    try:
-        return handler.rescue(function, argument, index, error)[0]
-    finally:
-        del error
+def called(
+    policy: Any,
+    function: Callable[[Any], Any],
+    argument: Any,
+    context: TaskContext | None = None,
+    **options: Any,
+) -> Any:
+    """Return ``function(argument)``, as the loop over the items of a batch calls it."""
+    loop = ItemLoop([("map", function)], policy, context or TaskContext(), batch=True, **options)
+    (found,) = loop.run([argument], spared=isinstance(argument, GivenUp)).values
+    return found
 
 
 def test_waits_are_doubled_up_to_the_longest_and_cut_into_slices() -> None:
     slept: list[float] = []
-    handler = ErrorHandler(Retry(5, backoff=0.05, longest=0.3), TaskContext(), slept.append)
+    policy = Retry(5, backoff=0.05, longest=0.3)
     function = Scripted(*[OSError(n) for n in range(5)], "good")
-    assert called(handler, function, 7) == "good"
+    assert called(policy, function, 7, sleep=slept.append) == "good"
     assert function.calls == [7] * 6
     assert sum(slept) == pytest.approx(0.05 + 0.1 + 0.2 + 0.3 + 0.3)
     assert max(slept) <= 0.02
 
 
 def test_without_backoff_nobody_sleeps() -> None:
-    handler = ErrorHandler(Retry(1, backoff=0), TaskContext(), lambda seconds: pytest.fail("slept"))
-    assert called(handler, Scripted(OSError(), 1), 0) == 1
+    policy, function = Retry(1, backoff=0), Scripted(OSError(), 1)
+    assert called(policy, function, 0, sleep=lambda seconds: pytest.fail("slept")) == 1
 
 
 def test_a_wait_ends_when_nobody_waits_any_more() -> None:
@@ -143,23 +140,23 @@ def test_a_wait_ends_when_nobody_waits_any_more() -> None:
 
     function = Scripted(OSError(), "never")
     with pytest.raises(Abandoned):
-        called(ErrorHandler(Retry(1, backoff=60), flag, sleep), function, 0)
+        called(Retry(1, backoff=60), function, 0, flag, sleep=sleep)
     assert len(slept) == 3
     assert len(function.calls) == 1
 
 
 def test_only_what_is_worth_it_is_tried_again() -> None:
-    handler = ErrorHandler(Retry(3, 0, OSError), TaskContext())
+    policy = Retry(3, 0, OSError)
     function = Scripted(OSError("passes"), ValueError("stays"), "never")
     with pytest.raises(ValueError, match="stays"):
-        called(handler, function, 0)
+        called(policy, function, 0)
     assert len(function.calls) == 2
 
 
 def test_times_counts_the_repetitions_and_the_last_error_is_raised() -> None:
     function = Scripted(OSError(0), OSError(1), OSError(2), "never")
     with pytest.raises(OSError, match="2") as caught:
-        called(ErrorHandler(Retry(2, 0), TaskContext()), function, 0)
+        called(Retry(2, 0), function, 0)
     assert len(function.calls) == 3
     assert caught.value.__context__ is None
 
@@ -171,9 +168,12 @@ def test_a_replacement_is_told_what_failed() -> None:
         seen.append((index, repr(error)))
         return "other"
 
-    handler = ErrorHandler(Retry(1, 0, then=Replace(instead)), TaskContext())
-    found, reason = handler.rescue(Scripted(OSError(1)), 7, 7, OSError(0))
-    assert (found, repr(reason)) == ("other", "OSError(1)")
+    policy = Retry(1, 0, then=Replace(instead))
+    loop = ItemLoop([("map", Scripted(OSError(0), OSError(1)))], policy, TaskContext(), batch=True)
+    results = loop.run([7])
+    assert results.values == ["other"]
+    (failed,) = results.failures
+    assert (repr(failed.failure.exception), failed.replaced) == ("OSError(1)", True)
     assert seen == [(7, "OSError(1)")]
 
 
@@ -182,7 +182,7 @@ def test_what_a_replacement_raises_is_raised_and_says_why_it_was_called() -> Non
         raise KeyError(index)
 
     with pytest.raises(KeyError) as caught:
-        called(ErrorHandler(Replace(instead), TaskContext()), Scripted(OSError("first")), 7)
+        called(Replace(instead), Scripted(OSError("first")), 7)
     assert repr(caught.value.__cause__) == "OSError('first')"
     assert "function of Replace" in caught.value.__notes__[0]
 
@@ -190,7 +190,7 @@ def test_what_a_replacement_raises_is_raised_and_says_why_it_was_called() -> Non
         raise error
 
     with pytest.raises(OSError, match="first") as second:
-        called(ErrorHandler(Replace(again), TaskContext()), Scripted(OSError("first")), 7)
+        called(Replace(again), Scripted(OSError("first")), 7)
     assert second.value.__cause__ is None
 
 
@@ -199,40 +199,40 @@ def test_what_is_no_exception_passes(policy: Any) -> None:
     for error in (KeyboardInterrupt(), SystemExit(), Abandoned()):
         function = Scripted(error, "never")
         with pytest.raises(type(error)):
-            called(ErrorHandler(policy, TaskContext()), function, 0)
+            called(policy, function, 0)
         assert len(function.calls) == 1
 
 
 def test_a_stop_iteration_is_a_runtime_error() -> None:
-    handler = ErrorHandler(Retry(1, 0, on=RuntimeError), TaskContext())
-    assert called(handler, Scripted(StopIteration(3), "good"), 0) == "good"
+    policy = Retry(1, 0, on=RuntimeError)
+    assert called(policy, Scripted(StopIteration(3), "good"), 0) == "good"
     with pytest.raises(RuntimeError, match="raised StopIteration"):
-        called(ErrorHandler(Skip(), TaskContext()), Scripted(StopIteration()), 0)
+        called(Retry(1, 0, on=OSError), Scripted(StopIteration()), 0)
 
 
 def test_what_was_given_up_is_not_tried_but_may_be_replaced() -> None:
     function = Scripted("never")
     lost = GivenUp(7, "it kills")
     with pytest.raises(WorkerDied, match="it kills"):
-        called(ErrorHandler(Retry(5, 0), TaskContext()), function, lost)
-    handler = ErrorHandler(Retry(5, 0, then=Replace(lambda i, e: (i, str(e)))), TaskContext())
-    assert called(handler, function, lost) == (7, "it kills")
+        called(Retry(5, 0), function, lost)
+    policy = Retry(5, 0, then=Replace(lambda i, e: (i, str(e))))
+    assert called(policy, function, lost) == (7, "it kills")
     assert function.calls == []
     spared = pickle.loads(pickle.dumps(Spared([1, lost])))
     assert type(spared) is Spared
     assert (spared[0], spared[1].index, spared[1].text) == (1, 7, "it kills")
 
 
-def test_a_guard_leaves_no_cycle() -> None:
+def test_an_error_that_is_raised_leaves_no_cycle() -> None:
     import gc
 
     gc.collect()
     gc.disable()
     try:
-        for policy in (Skip(), Retry(2, 0), Replace(lambda i, e: 1), Replace(lambda i, e: 1 / 0)):
+        for policy in (Retry(2, 0), Replace(lambda i, e: 1 / 0)):
             try:
-                called(ErrorHandler(policy, TaskContext()), lambda n: {}[n], 0)
-            except Exception:
+                called(policy, lambda n: {}[n], 0)
+            except (ArithmeticError, LookupError):
                 pass
         assert gc.collect() == 0
     finally:

@@ -16,8 +16,8 @@ from hybridloader import Pipeline, Replace, Retry, Skip, TooManyErrors
 from hybridloader._support.errors import IteratorClosed, WorkerDied
 from hybridloader.engine.fetcher import GivenUp, Spared, TaskContext
 from hybridloader.engine.restart import RestartPolicy
-from hybridloader.fetching.fetch import MapFetch
 from hybridloader.fetching.item_steps import Step, WorkFetch
+from hybridloader.fetching.readers import MapFetch
 from hybridloader.pipeline.operators.placement import Placement
 from hybridloader.pipeline.running.plan import InlineNode, WorkerNode, lay_out
 

@@ -206,7 +206,7 @@ def test_readers_are_read_in_turn_whatever_comes_at_once(
             lambda self, most: next(sizes),
         )
         if isinstance(patience, float):
-            patch.setattr("hybridloader.fetching.source_reader._READING", patience)
+            patch.setattr("hybridloader.fetching.readers._READING", patience)
         pipe = Pipeline.from_iterable(Shards(lengths), backend=backend, num_workers=len(lengths))
         assert list(pipe) == expected
         assert list(pipe.enumerate().map(list)) == [[*pair] for pair in enumerate(expected)]
@@ -228,7 +228,7 @@ def test_what_readers_had_at_hand_does_not_show_in_the_next_epoch(
     monkeypatch.setattr(
         "hybridloader.pipeline.running.flow.ReaderTaskSizes.draw", lambda self, most: 5
     )
-    monkeypatch.setattr("hybridloader.fetching.source_reader._READING", 1e9)
+    monkeypatch.setattr("hybridloader.fetching.readers._READING", 1e9)
     pipe = Pipeline.from_iterable(range(100), backend="threads", num_workers=1)
     with pipe.epochs(2) as epochs:
         first = next(epochs)
@@ -271,7 +271,7 @@ def test_a_reader_that_was_held_up_before_its_first_item_has_not_ended(
 
         monotonic = staticmethod(itertools.count().__next__)
 
-    monkeypatch.setattr("hybridloader.fetching.source_reader.time", Stalling)
+    monkeypatch.setattr("hybridloader.fetching.readers.time", Stalling)
     assert list(Pipeline.from_iterable(range(9), backend="threads", num_workers=1)) == list(
         range(9)
     )

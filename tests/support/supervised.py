@@ -16,7 +16,7 @@ from hybridloader.engine.messages import (
 from hybridloader.engine.payload import ByReference
 from hybridloader.engine.restart import RestartPolicy
 from hybridloader.engine.stage import Stage
-from hybridloader.fetching.fetch import MapFetch
+from hybridloader.fetching.readers import MapFetch
 from hybridloader.testing import FakeClock, ScriptedBackend, ScriptedCrew
 
 KILLED = "was killed by signal SIGKILL (9)"

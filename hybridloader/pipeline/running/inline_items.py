@@ -16,11 +16,9 @@ from hybridloader.engine.fetcher import Abandoned, FollowingContext, TaskContext
 from hybridloader.engine.meter import TaskParts
 from hybridloader.fetching.item_steps import Step
 from hybridloader.fetching.on_error.error_budget import ErrorBudget
-from hybridloader.fetching.on_error.error_handler import ErrorHandler, seeded
-from hybridloader.fetching.on_error.item_loop import ItemLoop
+from hybridloader.fetching.on_error.item_loop import ItemLoop, TaskResults, seeded
 from hybridloader.fetching.on_error.policies import Policy
 from hybridloader.fetching.on_error.result_queue import ResultQueue
-from hybridloader.fetching.on_error.task_results import TaskResults
 from hybridloader.pipeline.operators.base import OperatorIterator
 from hybridloader.pipeline.running.ledger import ONE_EACH, Counts, Ledger
 from hybridloader.seeding.sample_rng import SampleRng, item_key, numbered_item
@@ -55,15 +53,14 @@ class InlineItems(OperatorIterator):
             policy = seeded(policy, rng, item_key)
         if step.concurrency:
             context.parts = TaskParts()
-        handler = ErrorHandler(policy, context)
         opened = step.open(context, policy, of_worker=False)
-        self._loop = ItemLoop([opened], handler, left)
+        self._loop = ItemLoop([opened], policy, context)
         self._kind, self._function = opened
         if step.concurrency:
             self.coroutines: Any = opened[1]
             self._pull = partial(_next_ended, self.coroutines.through(items), stage)
         # An iterable of a function may be long, or endless, so it is not read before it is asked for.
-        if self._kind == "batch" or (self._kind == "flat_map" and handler.acts):
+        if self._kind == "batch" or (self._kind == "flat_map" and self._loop.acts):
             self._kind, self._function = "results", self._loop.alone
         self._plain = self._kind == "map" and budget is None
         # All the mutable state: what there is more of the last item.
@@ -85,8 +82,8 @@ class InlineItems(OperatorIterator):
                 except StopIteration:
                     self._several = None
                 except Exception as raised:
-                    self._several, results = None, self._loop.new_results()
-                    results.add_failure(self._item, raised)
+                    self._several, results = None, TaskResults()
+                    self._loop.note(self._item, raised, results)
                     self._hand_out(results)
             if self._told:
                 for found in self._queue:
@@ -119,7 +116,7 @@ class InlineItems(OperatorIterator):
                     self._budget.count(1, (), None)
                 return found
             try:
-                results = self._loop.new_results()
+                results = TaskResults()
                 self._loop.failed(item, error, results)
                 self._hand_out(results)
             except Abandoned:

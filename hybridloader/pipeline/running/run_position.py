@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hybridloader._support.errors import StateError, repr_of
 from hybridloader._support.state_copies import copied
-from hybridloader.fetching.fetch import MapFetch
+from hybridloader.fetching.readers import MapFetch
 from hybridloader.pipeline.operators.base import Mark, UpstreamPart
 from hybridloader.pipeline.running.ledger import Log, Point
 from hybridloader.pipeline.running.plan import (

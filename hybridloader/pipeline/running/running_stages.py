@@ -25,7 +25,7 @@ from hybridloader.engine.scheduler import Scheduler, least_busy
 from hybridloader.engine.stage import Stage
 from hybridloader.fetching.item_steps import WorkFetch
 from hybridloader.fetching.on_error.error_budget import ErrorBudget, FailureLog
-from hybridloader.fetching.source_reader import ReadersFetch
+from hybridloader.fetching.readers import ReadersFetch
 from hybridloader.observe.stage_measures import StageMeasures, metering_of
 from hybridloader.observe.stage_metrics import StageMetrics
 from hybridloader.observe.stage_trace import StageTrace, skipped_in, traced_metering

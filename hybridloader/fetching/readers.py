@@ -1,0 +1,623 @@
+"""Readers of samples: by index, or the next ones of a worker's shard; for batches, or as items.
+
+A description of the work (`MapFetch`, `IterableFetch`, `ReadersFetch`) is sent to workers, and opens
+there the fetcher that reads. The rules are those of torch's fetchers
+(torch/utils/data/_utils/fetch.py, 2.13). Ours exist because a fetcher here can be abandoned between two
+samples when its iterator is closed, and because a worker that needs no torch should import none.
+
+Without a policy an error that a sample raises is the answer to its task. Under one, samples are read by
+an `ItemLoop`, and an `Outcome` goes beside each batch.
+"""
+
+from __future__ import annotations
+
+import operator
+import pickle
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from time import perf_counter
+from types import GeneratorType
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from hybridloader._support.attributes import attribute
+from hybridloader._support.datapipes import seed_datapipe
+from hybridloader._support.errors import ShardLost, foreign
+from hybridloader._support.state_copies import load_into
+from hybridloader.engine.dataset_state import ShardStart, states_of
+from hybridloader.engine.fetcher import (
+    Abandoned,
+    Begun,
+    EndOfShard,
+    Fetch,
+    Fetcher,
+    GivenUp,
+    Spared,
+    TaskContext,
+)
+from hybridloader.engine.slices import SEEN
+from hybridloader.fetching.collate import is_default_collate
+from hybridloader.fetching.gather import Odd, gatherer
+from hybridloader.fetching.on_error.item_loop import (
+    ItemLoop,
+    NoItem,
+    TaskResults,
+    numbered,
+    seeded,
+)
+from hybridloader.fetching.on_error.places import rest_is_lost
+from hybridloader.fetching.on_error.policies import Policy
+from hybridloader.fetching.outcome import Attempt, FailureRecord, Outcome, all_failed, short_batch
+from hybridloader.seeding.sample_rng import Key, SeededDataset, SeededIterator, innermost
+
+if TYPE_CHECKING:
+    from hybridloader.fetching.fanout import Fanout
+
+_READING = 0.01
+"""Seconds after which a reader returns what it has, if that is less than it was asked for."""
+
+
+# -- descriptions ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MapFetch(Fetch):
+    """Samples by index, from a dataset with ``[]``, collated."""
+
+    dataset: Any
+    collate_fn: Callable[[Any], Any]
+    batched: bool  # an index is a list of indices that make one batch, not the key of one sample
+    private: bool = False
+    threads: int = 1  # see `Fanout`; without effect where the dataset makes a batch in one call
+    on_error: Policy | None = None  # with a policy, an `Outcome` goes beside each result
+    fill: bool = True  # a batch that came short is sent uncollated, to be filled up from others
+    sends_states: bool = False  # the dataset has a state that goes with results
+    state_every: int = 0  # results between two with a state, at least; 0: as often as is cheap
+
+    def open(self, shared_seed: int | None, context: TaskContext) -> IndexedFetcher:
+        fetcher = IndexedFetcher(self, context)
+        if self.sends_states:
+            fetcher.states = states_of(self.dataset, every=self.state_every)
+        return fetcher
+
+    @property
+    def divisible(self) -> bool:
+        return self.spreads and not (self.private or self.sends_states)
+
+    @property
+    def spreads(self) -> bool:
+        return (
+            self.batched
+            and one_by_one(self.dataset)
+            and gatherer(self.dataset, self.collate_fn) is None
+        )
+
+    @property
+    def idle_threads(self) -> bool:
+        """True if several threads were asked for, but the dataset makes a batch in one call."""
+        return self.threads > 1 and self.batched and not one_by_one(self.dataset)
+
+
+@dataclass(frozen=True)
+class IterableFetch(Fetch):
+    """Next samples of the worker's own iterator over the dataset, collated. See `MapFetch`."""
+
+    dataset: Any
+    collate_fn: Callable[[Any], Any]
+    batched: bool
+    drop_last: bool = False  # drop samples at the end of the shard that are no full batch
+    datapipe: bool = False
+    on_error: Policy | None = None
+    join: bool = False  # send these samples uncollated, to be joined to those of other shards
+    state_every: int = 0
+
+    in_turn: ClassVar[bool] = True
+
+    @property
+    def private(self) -> bool:
+        return True
+
+    def open(self, shared_seed: int | None, context: TaskContext) -> Fetcher:
+        dataset = self.dataset
+        if self.datapipe and shared_seed is not None:
+            dataset = seed_datapipe(dataset, shared_seed)
+        samples: Any
+        if context.rng is None:
+            samples = wrapped = iter(dataset)
+        else:
+            entered = self.on_error is None
+            samples = context.rng.seeded_shard(lambda: iter(dataset), entered=entered)
+            wrapped = innermost(samples)
+        shard = ShardFetcher(self, samples, context)
+        shard.states = states_of(dataset, wrapped, every=self.state_every)
+        return shard
+
+
+@dataclass(frozen=True)
+class ReadersFetch(Fetch):
+    """Next items of the worker's own iterator, as many as the task asks for.
+
+    The `dataset` is an iterable, of which every worker has a copy of its own; or a function that makes
+    one, called in the worker. For `on_error` see `WorkFetch`.
+    """
+
+    dataset: Any
+    on_error: Policy | None = None
+
+    in_turn: ClassVar[bool] = True
+    batched = False
+
+    @property
+    def private(self) -> bool:
+        return hasattr(type(self.dataset), "__iter__")  # a class has it too, and is called
+
+    def open(self, shared_seed: int | None, context: TaskContext) -> Fetcher:
+        def make() -> Iterator[Any]:
+            return iter(self.dataset if self.private else self.dataset())
+
+        rng = context.rng
+        items = make() if rng is None else rng.seeded_shard(make, later=True)
+        return SourceFetcher(items, self.on_error, context)
+
+
+# -- what a loader's fetchers have in common -------------------------------------------------------
+
+
+class LoaderFetcher(Fetcher):
+    """Base of the fetchers of a loader, which collate samples."""
+
+    def __init__(
+        self,
+        collate_fn: Callable[[Any], Any],
+        context: TaskContext,
+        policy: Policy | None,
+        read: Callable[[Any], Any],  # one sample
+        *,
+        batched: bool,
+        fill: bool,  # a batch that comes short is sent uncollated
+        helpers: Fanout | None = None,
+    ) -> None:
+        self._context, self.rng = context, context.rng
+        self._batched, self._fill = batched, fill
+        self._collate_fn = context.timed("collate", seeded_collate(collate_fn, context))
+        self._loop: ItemLoop | None = None
+        if policy is not None:
+            policy = seeded(policy, self.rng)
+            self._loop = ItemLoop([("map", read)], policy, context, helpers, batch=True)
+        # All the mutable state: the indices of the last task, under a policy.
+        self._asked: Sequence[Any] = ()
+
+    @property
+    def tolerant(self) -> bool:
+        """True if it has a policy."""
+        return self._loop is not None
+
+    def _answer(self, asked: Sequence[Any], attempt: Attempt) -> Any:
+        self._asked = asked
+        self._context.add("outcome", attempt[1])
+        return attempt[0]
+
+    def _joined(self, asked: Sequence[Any], results: TaskResults, wanted: int) -> Attempt:
+        """Return the good samples as a batch, or uncollated if they are to be filled up."""
+        indices, samples, failures = asked, results.values, results.failures
+        if failures:
+            indices = _left(asked, results)
+        if len(samples) < wanted and (self._fill or not samples):
+            return short_batch(indices, samples, failures, wanted)
+        return self._collated(indices, samples, failures)
+
+    def _collated(
+        self, indices: Sequence[Any], samples: Any, failures: list[FailureRecord]
+    ) -> Attempt:
+        """Return `samples` as a batch; if they can't be collated, all of them have failed."""
+        attempted = len(indices)
+        if failures:
+            attempted += sum(not failed.replaced for failed in failures)
+        try:
+            return self._collate(samples), Outcome(attempted, failures)
+        except Exception as error:
+            if self._loop is None or not self._loop.skips:
+                raise
+            return all_failed(indices, foreign(error), failures, attempted)
+
+    def _collate(self, samples: Any) -> Any:
+        return self._collate_fn(samples if self._batched else samples[0])
+
+    def mend(self, value: Any, error: Exception, check: Callable[[Any], Any]) -> Any:
+        loop = self._loop
+        if loop is None or not loop.skips:
+            return super().mend(value, error, check)
+        assert self._context.extras is not None
+        outcome: Outcome = self._context.extras["outcome"]
+        if outcome.short is None:
+            attempt = all_failed(self._asked, error, outcome.failures, len(self._asked))
+        else:
+            results = TaskResults()
+            loop.add_sendable(zip(outcome.short, value, strict=True), check, results)
+            failures = [*outcome.failures, *results.failures]
+            indices = _left(outcome.short, results)
+            attempt = short_batch(indices, results.values, failures, outcome.wanted)
+        return self._answer(self._asked, attempt)
+
+
+def seeded_collate(collate_fn: Callable[[Any], Any], context: TaskContext) -> Callable[[Any], Any]:
+    """Return `collate_fn`, seeded for each batch if samples are; default collation draws nothing."""
+    rng = context.rng
+    if rng is None or is_default_collate(collate_fn):
+        return collate_fn
+    return rng.seeded_collate(collate_fn)
+
+
+def _left(asked: Sequence[Any], results: TaskResults) -> list[Any]:
+    """Return the indices of the good samples."""
+    failed = [failed.position for failed in results.failures if not failed.replaced]
+    gone = {place + before for before, place in enumerate(failed)}
+    return [index for place, index in enumerate(asked) if place not in gone]
+
+
+# -- by index --------------------------------------------------------------------------------------
+
+
+class Apart(list[Any]):
+    """Indices of samples to be sent uncollated: part of a batch that should have `wanted` samples."""
+
+    wanted = 0
+
+
+class IndexedFetcher(LoaderFetcher):
+    """Fetcher of batches, or single samples, of a map-style dataset."""
+
+    def __init__(self, work: MapFetch, context: TaskContext) -> None:
+        dataset, rng, batched = work.dataset, context.rng, work.batched
+        self._whole = batched and not one_by_one(dataset)
+        self._helpers: Fanout | None = None
+        if batched and work.threads > 1 and not self._whole:
+            from hybridloader.fetching.fanout import helpers_of
+
+            self._helpers = helpers_of(context, work.threads)
+        one = _one_of(dataset)
+        super().__init__(
+            work.collate_fn,
+            context,
+            work.on_error,
+            one if rng is None else rng.seeded(one),
+            batched=batched,
+            fill=work.fill,
+            helpers=self._helpers,
+        )
+        self._gather = gatherer(dataset, work.collate_fn) if batched else None
+        self._dataset = self._in_turn = dataset
+        if rng is not None:
+            self._dataset = SeededDataset(rng, dataset, whole=self._whole)
+            self._in_turn = self._dataset if self._whole else rng.seeded_in_turn(dataset)
+
+    def fetch(self, index: Any) -> Any:
+        if self._loop is not None:
+            return self._answer(index if self._batched else [index], self.attempt(index))
+        if self._gather is not None:
+            try:
+                return self._gather(index)
+            except Odd:
+                pass
+        dataset, context, rng = self._in_turn, self._context, self.rng
+        if not self._batched:
+            if type(index) is GivenUp:
+                raise index.error()
+            if context.tracked:
+                context.at = 0
+            return self._collate_fn(self._dataset[index])
+        if type(index) is Spared:
+            raise next(one for one in index if type(one) is GivenUp).error()
+        if self._helpers is not None:
+            sample = context.timed("sample", self.sample, SEEN)
+            return self.assemble(self._helpers.map(sample, index, context, "sample"), index)
+        try:
+            many = getattr(dataset, "__getitems__", None)
+        except Exception:  # of a foreign `__getattr__`
+            many = attribute(dataset, "__getitems__")
+        # One that only passes the call on is asked for each sample by itself if that is to be known.
+        if many and (self._whole or (rng is None and not context.tracked)):
+            return self._collate_fn(many(index))
+        samples: list[Any] = []
+        indices = index if rng is None else rng.enter(index)
+        try:
+            for one in numbered(indices, context) if context.tracked else indices:
+                samples.append(dataset[one])
+                if context.cancelled:
+                    raise Abandoned
+        finally:
+            if rng is not None:
+                rng.leave()
+        if context.parts is not None and context.parts.looks:
+            context.parts.gathered = perf_counter()
+        return self._collate_fn(samples)
+
+    def attempt(self, index: Any) -> Attempt:
+        """Return the value of a task and the outcome of its samples. On any thread."""
+        assert self._loop is not None
+        asked = index if self._batched else [index]
+        if type(asked) is Apart:  # not numbered: if one kills, none is known to be it
+            results = self._loop.run(asked, spared=True, numbers=False)
+            left = _left(asked, results)
+            return short_batch(left, results.values, results.failures, asked.wanted)
+        spared = type(index) in (Spared, GivenUp)
+        whole = None if spared or not self._batched else self._as_a_whole(index)
+        if whole is not None:
+            return whole
+        return self._joined(asked, self._loop.run(asked, spared=spared), len(asked))
+
+    def _as_a_whole(self, indices: Any) -> Attempt | None:
+        """Return the batch made in one call; None where that can't be done, or has failed."""
+        if self._gather is not None:
+            try:
+                return self._gather(indices), Outcome(len(indices))
+            except Odd:
+                pass
+        if not self._whole:
+            return None
+        try:
+            samples = self._dataset.__getitems__(indices)
+        except Exception:  # which sample it was shows when each is asked for alone
+            return None
+        return self._collated(indices, samples, [])
+
+    def sample(self, index: Any) -> Any:
+        return self._dataset[index] if self._loop is None else self._loop.alone(index)
+
+    def begin(self, index: Any, ring: Callable[[], None]) -> Begun:
+        assert self._helpers is not None
+        sample = self._context.timed("sample", self.sample, SEEN)
+        return self._helpers.begin(sample, index, self._context, "sample", ring)
+
+    def assemble(self, samples: list[Any], index: Any) -> Any:
+        made = self.made_of(samples, index)
+        return made if self._loop is None else self._answer(index, made)
+
+    def made_of(self, samples: list[Any], index: Any) -> Any:
+        """Return the batch of fetched samples, under a policy an `Attempt`. On any thread."""
+        if self._loop is None:
+            return self._collate(samples)
+        return self._joined(index, self._loop.joined(samples), len(index))
+
+    def _collate(self, samples: Any) -> Any:
+        if self._context.parts is not None and self._context.parts.looks:
+            self._context.parts.gathered = perf_counter()
+        return super()._collate(samples)
+
+    def key(self, index: Any) -> Key:
+        return partial(_key_of_batch, index if self._batched else [index], self._context)
+
+
+def _key_of_batch(indices: Any, context: TaskContext) -> bytes:
+    """Return the key that seeds the collation of a batch: the key of its first sample."""
+    assert context.rng is not None
+    for index in indices:
+        return context.rng.key_of(index.index if type(index) is GivenUp else index)
+    return b""
+
+
+def one_by_one(dataset: Any) -> bool:
+    """Return True if a batch of `dataset` is nothing but ``[dataset[i] for i in indices]``.
+
+    torch's `Subset` and `StackDataset` have a `__getitems__` that is just this if those below have none.
+    """
+    if not attribute(dataset, "__getitems__"):
+        return True
+    if "torch" not in sys.modules:
+        return False
+    from torch.utils.data import StackDataset, Subset
+
+    kind = type(dataset)
+    if kind is Subset:
+        return one_by_one(dataset.dataset)
+    if kind is StackDataset:
+        parts = dataset.datasets
+        return all(map(one_by_one, parts.values() if isinstance(parts, dict) else parts))
+    return False
+
+
+def _one_of(dataset: Any) -> Callable[[Any], Any]:
+    """Return the function of a single sample: ``dataset[index]``, or, without that, a batch of one."""
+    own = getattr(type(dataset), "__getitem__", None)
+    if own is not None and "torch" in sys.modules:
+        from torch.utils.data import Dataset
+
+        if own is Dataset.__getitem__:  # it is there only to raise NotImplementedError
+            own = None
+    if own is None and attribute(dataset, "__getitems__"):
+        return lambda index: next(iter(dataset.__getitems__([index])))
+    return partial(operator.getitem, dataset)
+
+
+# -- of a shard ------------------------------------------------------------------------------------
+
+
+class ShardReader(Fetcher):
+    """Base of the fetchers that read a worker's own iterator, its shard, for one epoch.
+
+    It can start after samples that others have delivered, by reading them once more or from a state,
+    and never decides where that is. An iterator may raise and be asked again. A generator may not, and
+    its error is never taken for the end of its shard.
+    """
+
+    unit = "sample"
+    """Name of a sample in errors."""
+
+    def __init__(self, samples: Iterator[Any], context: TaskContext, *, under_policy: bool) -> None:
+        self._samples, self._context, self._under_policy = samples, context, under_policy
+        # All the mutable state:
+        self.position = 0  # calls of next() that gave a sample or raised; the end does not count
+        self.ended = False
+        self._lost: ShardLost | None = None  # to be raised where the next sample would have been
+
+    def _next(self, number: int) -> Any:
+        """Return the next sample, number `number` unless that has failed; raise `NoItem` at the end."""
+        if self.ended:
+            raise NoItem
+        try:
+            sample = next(self._samples)
+        except StopIteration:
+            self.ended = True
+            raise NoItem from None
+        except Exception as error:
+            self.position += 1
+            if isinstance(innermost(self._samples), GeneratorType):
+                self._lost = rest_is_lost(f"{self.unit} {number} of this worker's shard", error)
+                self._lost.__cause__ = error
+                if self._under_policy:
+                    self.ended = True
+                    raise NoItem from None
+            raise
+        self.position += 1
+        return sample
+
+    def _read(
+        self, loop: ItemLoop, most: int, seconds: float | None = None
+    ) -> tuple[list[int], TaskResults]:
+        """Read up to `most` samples; return the numbers of those that were read, and the results.
+
+        With `seconds`, stop after that time, if there is any, and at the first one that can't be had.
+        """
+        asked, results = list[int](), TaskResults()
+        values, notes = results.values, results.notes
+        until = None if seconds is None else time.monotonic() + seconds
+
+        def numbers() -> Iterator[int]:
+            while len(values) < most:
+                if until is not None and (
+                    (values and time.monotonic() > until) or (notes and notes[-1].item is not None)
+                ):
+                    return
+                asked.append(self.position)
+                yield self.position
+
+        if not self.ended:
+            try:
+                loop.run(numbers(), numbers=False, results=results)
+            except NoItem:
+                asked.pop()
+        return asked, results
+
+    def skip(self, count: int) -> None:
+        """Drop samples up to number `count`. Errors are dropped too: their first reader raised them."""
+        while self.position < count and not (self.ended or self._context.cancelled):
+            try:
+                next(self._samples)
+            except StopIteration:
+                self.ended = True
+                return
+            except Exception:
+                pass
+            self.position += 1
+
+    def close(self) -> None:
+        """Let the iterator go, as torch's fetcher does.
+
+        A generator that nobody else holds ends at this, its `finally` and `with` blocks too. One that
+        the dataset keeps goes on with the next pass: `iter()` of a generator is that generator.
+        """
+        self._samples, self.ended = iter(()), True
+
+
+class ShardFetcher(ShardReader, LoaderFetcher):
+    """Fetcher of an iterable dataset. The index of a sample is its number in the shard."""
+
+    def __init__(self, work: IterableFetch, samples: Iterator[Any], context: TaskContext) -> None:
+        ShardReader.__init__(self, samples, context, under_policy=work.on_error is not None)
+        LoaderFetcher.__init__(
+            self,
+            work.collate_fn,
+            context,
+            work.on_error,
+            self._next,
+            batched=work.batched,
+            fill=work.join and work.batched,
+        )
+        self._drop_last = work.drop_last and not work.join
+
+    def fetch(self, indices: Any) -> Any:
+        wanted = len(indices) if self._batched else 1
+        if self._loop is not None:
+            asked, results = self._read(self._loop, wanted)
+            if results.values and not (self._drop_last and len(results.values) < wanted):
+                return self._answer(asked, self._joined(asked, results, wanted))
+            if results.notes:
+                return self._answer([], short_batch([], [], results.failures, 0))
+            if self._lost is not None:
+                error, self._lost = self._lost, None
+                raise error
+            raise EndOfShard
+        if self.ended:
+            raise EndOfShard
+        batch: list[Any] = []
+        samples, context, rng = self._samples, self._context, self.rng
+        places: Iterable[Any] = range(wanted)
+        if rng is not None:
+            first = self.position
+            places = rng.enter(list(places), lambda place: rng.shard_key(first + place))
+        try:
+            for _ in places:
+                batch.append(next(samples))
+                if context.cancelled:
+                    raise Abandoned
+        except StopIteration:
+            self.ended = True
+        except Exception:
+            self.position += 1
+            raise
+        finally:
+            self.position += len(batch)
+            if rng is not None:
+                rng.leave()
+            del samples  # an error of `collate_fn` holds this frame, and must not hold the iterator
+        if not batch or (self._drop_last and len(batch) < wanted):
+            raise EndOfShard
+        if self._fill and len(batch) < wanted:
+            numbers = list(range(self.position - len(batch), self.position))
+            return self._answer(numbers, short_batch(numbers, batch, [], wanted))
+        return self._collate_fn(batch if self._batched else batch[0])
+
+    def key(self, index: Any) -> bytes:
+        return b"" if self.rng is None else self.rng.shard_key(self.position)
+
+    def resume(self, start: ShardStart) -> None:
+        if start.iterator is not None:
+            users = innermost(self._samples)
+            load_into(users, pickle.loads(start.iterator.kept), "the iterator over the dataset")
+        self.position, self.ended = start.position, start.ended
+        if isinstance(self._samples, SeededIterator):
+            self._samples.number = start.position
+        self.skip(start.skip)
+
+
+class SourceFetcher(ShardReader):
+    """Fetcher of lists of items from one worker's iterator, of a pipeline's source."""
+
+    unit = "item"
+
+    def __init__(self, items: Iterator[Any], on_error: Policy | None, context: TaskContext) -> None:
+        super().__init__(items, context, under_policy=on_error is not None)
+        policy = seeded(on_error, context.rng)
+        self._loop = ItemLoop([("map", self._next)], policy, context, what="the next item")
+        self._closed = isinstance(items, SeededIterator)  # it has yet to be opened
+
+    def fetch(self, most: int) -> Any:
+        if self._closed and isinstance(self._samples, SeededIterator):
+            self._closed, self.ended = False, True
+            self._samples.open()  # if it raises, that answers this task, and is the end
+            self.ended = False
+        if self._lost is None:
+            results = self._read(self._loop, most, _READING)[1]
+        else:  # the error before it was handed out
+            results, self.ended = TaskResults(), True
+        if self._lost is not None and self.ended:
+            lost, self._lost = self._lost, None
+            self._loop.note(self.position, lost, results)
+        if not (results.values or results.notes):
+            raise EndOfShard
+        return results.hand_over(self._context)
+
+    def mend(self, value: Any, error: Exception, check: Callable[[Any], Any]) -> Any:
+        return self._loop.sendable(value, check)
