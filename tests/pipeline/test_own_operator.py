@@ -336,3 +336,53 @@ def test_a_state_is_refused_where_a_step_is_another(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(sys.modules[__name__], "RANKS", 3)
     with pytest.raises(StateError, match=r"'ranked.* of 2 ranks' in the state and .* of 3 ranks'"):
         pipe.run(state=state)
+
+
+@dataclass(frozen=True)
+class Sentences(Operator):
+    """Lists of items up to one that ends in zero; it marks where it holds nothing."""
+
+    marks_inputs = True
+
+    def open(self, items: Iterator[Any], context: Any) -> Iterator[Any]:
+        return SentencesIterator(items, context)
+
+
+class SentencesIterator(OwnIterator):
+    def __init__(self, items: Iterator[Any], context: Any) -> None:
+        super().__init__(items, context.start)
+        self.taken, self.mark = context.first, context.mark
+
+    def __next__(self) -> Any:
+        try:
+            while not self.kept or self.kept[-1] % 10:
+                self.kept.append(next(self.items))
+                self.taken += 1
+        except StopIteration:
+            if not self.kept:
+                raise
+        found, self.kept = self.kept, []
+        self.given += 1
+        self.mark(self.given, self.taken)
+        return found
+
+
+@pytest.mark.parametrize("place", [{}, {"backend": "threads", "num_workers": 2}])
+def test_a_step_that_marks_its_inputs_is_resumed_there(place: dict[str, Any]) -> None:
+    calls: list[int] = []
+
+    def work(item: int) -> int:
+        calls.append(item)
+        return item
+
+    pipe = Pipeline.from_dataset(range(200)).map(work, **place).apply(Sentences())
+    whole = list(pipe)
+    for stop in range(len(whole) + 1):
+        with pipe.run() as run:
+            for _ in range(stop):
+                next(run)
+            state = json.loads(json.dumps(run.state_dict()))
+        calls.clear()
+        with pipe.run(state=state) as run:
+            assert list(run) == whole[stop:]
+        assert sorted(calls) == [item for sentence in whole[stop:] for item in sentence]

@@ -66,7 +66,9 @@ class TaskResults:
         self.notes: list[Note] = []
         self.uneven: list[tuple[int, int]] = []
         """Numbers of those items of the task that have other than one value or note, and how many."""
-        self._ended = self._surplus = 0  # values and notes of items that are through; see `end_item`
+        self._ended = self._surplus = (
+            0  # values and notes of items that are through; see `end_item`
+        )
 
     def end_item(self) -> None:
         """Note that all values and notes of one more item of the task are there."""
