@@ -7,8 +7,9 @@ process or in the caller, nor how its messages travel.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from threading import get_ident
@@ -18,6 +19,7 @@ from typing import Any
 from hybridloader._support.datapipes import seed_datapipe
 from hybridloader._support.errors import ResultNotSendable, foreign, show
 from hybridloader._support.failure import Failure, twin
+from hybridloader._support.state_copies import load_into
 from hybridloader._support.torch_modes import TakenModes
 from hybridloader.engine.dataset_state import ShardStart
 from hybridloader.engine.fetcher import Abandoned, Begun, EndOfShard, Fetcher, TaskContext
@@ -36,7 +38,6 @@ from hybridloader.engine.messages import (
 from hybridloader.engine.meter import MEASURES, Meter
 from hybridloader.engine.payload import Payload
 from hybridloader.engine.refresh import apply
-from hybridloader.engine.resumed_fetcher import resumed_fetcher
 from hybridloader.engine.shared_items import Alone, SharedTask
 from hybridloader.engine.slices import ALWAYS, LONG
 from hybridloader.engine.under_way import Fetched
@@ -115,9 +116,7 @@ class Worker:
                     self._seeds.keep_for(self._rng, spec.base_seed, self.worker)
                 self._initialised = True
                 if spec.starts:
-                    self._fetcher = resumed_fetcher(
-                        spec.fetch, spec.starts[self.worker], self.context
-                    )
+                    self._fetcher = self._resumed(spec.starts[self.worker])
                 else:
                     self._fetcher = spec.fetch.open(None, self.context)
                 if spec.skip:
@@ -127,6 +126,34 @@ class Worker:
                     raise
                 self._broken = foreign(error)
             return Ready(self.worker, self._first_state() if spec.tells else None)
+
+    def _resumed(self, start: ShardStart) -> Fetcher:
+        """Return the fetcher that begins at `start`: its dataset is brought to where it was then.
+
+        The dataset gets its state before the fetcher is opened, as in torchdata.
+        """
+        fetch, context = self._spec.fetch, self.context
+        if start.dataset is not None:
+            load_into(fetch.dataset, pickle.loads(start.dataset.kept), "the dataset")
+        fetcher = fetch.open(None, context)
+        if start.behind and start.iterator is not None:
+            fetcher.resume(start)
+            fetcher = fetch.open(None, context)
+        fetcher.resume(start._replace(iterator=None, ended=False) if start.behind else start)
+        for task in start.again:  # tasks since the state was taken, which bring the dataset on
+            if context.cancelled:
+                break
+            with suppress(
+                Exception
+            ):  # it was a result then, and what raises now does so when asked
+                if self._rng is None:
+                    fetcher.fetch(task)
+                else:
+                    self._rng.task(fetcher.key, fetcher.fetch, task)
+            context.extras = None
+        if fetcher.states is not None and start.stateful and not start.behind:
+            fetcher.states.go_on(start.results_since)
+        return fetcher
 
     def _first_state(self) -> ShardStart | Failure | None:
         if self._broken is not None:
