@@ -16,16 +16,18 @@ class _OfThisThread(threading.local):
 
 
 class Forks:
-    """Count of forks. Two equal counts mean that there was no fork between them."""
+    """Mark of the latest fork. Two equal marks mean that there was no fork between them."""
 
     def __init__(self) -> None:
-        self.count = 0
+        self.latest = (
+            object()
+        )  # no count: of two threads that fork at once, one would not be counted
         self._thread = _OfThisThread()
 
     def note(self) -> None:
-        """Count a fork by the user's code."""
+        """Mark a fork by the user's code."""
         if not self._thread.ours:
-            self.count += 1
+            self.latest = object()
 
     @contextmanager
     def of_ours(self) -> Iterator[None]:

@@ -435,7 +435,7 @@ class SlotReader:
         self.lent += size
         if self.locks is not None:
             segment.lock(self.locks)
-        back = partial(_hand_in, self._returned, number, segment, segment.lend(), forks.count)
+        back = partial(_hand_in, self._returned, number, segment, segment.lend(), forks.latest)
         # It also keeps the mapping alive for as long as there is a view of it.
         after = (back,) if segment.locks is None else (segment.locks.after_device, back)
         weakref.finalize(array, *after).atexit = False
@@ -447,9 +447,9 @@ def slots_of(slot_map: SlotMap) -> list[int]:
 
 
 def _hand_in(
-    returned: deque[tuple[int, int]], number: int, segment: MappedSegment, lent: int, before: int
+    returned: deque[tuple[int, int]], number: int, segment: MappedSegment, lent: int, before: object
 ) -> None:
     segment.give_back(lent)
-    if forks.count != before:
+    if forks.latest != before:
         number |= KEPT
     returned.append((number, segment.capacity))

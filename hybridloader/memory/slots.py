@@ -150,7 +150,7 @@ class Pool:
             return None
         segment, buffer = self.segment_of(number), self.view(number, size)
         # It also keeps the mapping alive for as long as there is a view of it.
-        shared = None if self.locks is None else forks.count  # pages that forks share are locked
+        shared = None if self.locks is None else forks.latest  # pages that forks share are locked
         gone = partial(_drop, self._dropped, number, segment.mapping, shared)
         after = (gone,) if segment.locks is None else (segment.locks.after_device, gone)
         weakref.finalize(buffer, *after).atexit = False
@@ -320,8 +320,8 @@ class Pool:
         segment.close()
 
 
-def _drop(dropped: deque[int], number: int, mapping: Mapping, before: int | None) -> None:
-    dropped.append(number if before in (None, forks.count) else number | KEPT)
+def _drop(dropped: deque[int], number: int, mapping: Mapping, before: object) -> None:
+    dropped.append(number if before in (None, forks.latest) else number | KEPT)
 
 
 class PrivateSlots:

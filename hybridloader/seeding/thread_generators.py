@@ -280,12 +280,13 @@ def _on_cpu(args: Any, kwargs: Any) -> bool:
     return device is None or str(device).partition(":")[0] == "cpu"
 
 
+def _asking(*args: Any, _act: Any, **kwargs: Any) -> Any:
+    return _act(*args, **kwargs)
+
+
 def _install_torch(patch: Patch) -> None:
     """Exchange the code of functions, not the names: the functions may have been imported alone."""
     import torch
-
-    def asking(*args: Any, _act: Any, **kwargs: Any) -> Any:
-        return _act(*args, **kwargs)
 
     def shim(before: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
         def act(*args: Any, **kwargs: Any) -> Any:
@@ -310,9 +311,11 @@ def _install_torch(patch: Patch) -> None:
         "set_rng_state": set_state,
     }.items():
         function = getattr(torch.random, name)
-        before = types.FunctionType(function.__code__, function.__globals__, name)
-        patch(function, "__kwdefaults__", {"_act": shim(before, instead)})
-        patch(function, "__code__", asking.__code__)
+        if "_act" not in (function.__kwdefaults__ or ()):
+            before = types.FunctionType(function.__code__, function.__globals__, name)
+            # For good: a call on another thread must not find one of the two without the other.
+            function.__kwdefaults__ = {"_act": shim(before, instead)}
+        patch(function, "__code__", _asking.__code__)
 
 
 # -- installation -------------------------------------------------------------------------------------

@@ -118,15 +118,30 @@ class PerWorker(Generic[T]):
 _known: weakref.WeakValueDictionary[bytes, PerWorker[Any]] = weakref.WeakValueDictionary()
 """All that there are in this process, by key."""
 
+_receiving = threading.Lock()
+
+
+def _fresh_lock() -> None:
+    global _receiving
+    _receiving = threading.Lock()  # the one that a fork has copied may be held for ever
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_fresh_lock)
+
 
 def _received(key: bytes, open: Callable[[], T], options: dict[str, Any]) -> PerWorker[T]:
     """Return the object with this key, made anew if it is not in this process."""
     found = _known.get(key)
-    if found is None:
-        found = PerWorker(open, **options)
-        del _known[found._key]
-        found._key = key
-        _known[key] = found
+    if found is not None:
+        return found
+    made = PerWorker(open, **options)
+    del _known[made._key]
+    made._key = key
+    with _receiving:  # another thread may receive it as well
+        found = _known.get(key)
+        if found is None:
+            _known[key] = found = made
     return found
 
 

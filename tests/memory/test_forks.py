@@ -69,9 +69,9 @@ def test_a_batch_that_a_fork_keeps_stays_as_it_is(backend: str) -> None:
 
 
 def test_forks_of_workers_do_not_count() -> None:
-    before = forks.count
+    before = forks.latest
     assert len(list(DataLoader(Filled(), num_workers=2, backend="fork"))) == 64
-    assert forks.count == before
+    assert forks.latest == before
 
 
 def test_a_segment_of_which_nothing_can_be_filled_again_is_given_back() -> None:

@@ -1,0 +1,39 @@
+"""Sessions of the tests: ``nox -s tests`` for each Python, ``nox -s free_threaded`` without a GIL.
+
+CONTRIBUTING.md says how to get the interpreters. ``nox -s tests-3.13 -- tests/engine`` runs a part.
+"""
+
+from __future__ import annotations
+
+import nox
+
+nox.options.error_on_missing_interpreters = False
+
+TORCH = {"3.10": "2.11.0", "3.11": "2.13.0", "3.12": "2.13.0", "3.13": "2.13.0", "3.14": "2.13.0"}
+"""torch for each Python: the oldest of both, and the one of constraints.txt."""
+
+# Not the extra [test]: its newest hypothesis has no wheel for Python 3.13t, and builds with Rust.
+WITHOUT_GIL = """
+    torch==2.12.0 numpy loky cloudpickle aiohttp fsspec hypothesis<6.150 matplotlib pillow psutil pyarrow
+    pytest pytest-timeout pytest-xdist rich scikit-image scipy setuptools<82
+"""
+"""Packages for a free-threaded Python. torch 2.12 is the last with wheels for 3.13t."""
+
+
+@nox.session(python=[*TORCH])
+def tests(session: nox.Session) -> None:
+    """Run the tests."""
+    session.install("-e", ".[test]", f"torch=={TORCH[str(session.python)]}")
+    session.run("pytest", "-n", "logical", *session.posargs)
+
+
+@nox.session(python="3.13t")
+def free_threaded(session: nox.Session) -> None:
+    """Run the tests and the stress of many threads without a GIL."""
+    session.install("--only-binary", ":all:", *WITHOUT_GIL.split())
+    session.install("--no-deps", "-e", ".")
+    check = "import sys, torch, hybridloader; assert not sys._is_gil_enabled()"
+    session.run("python", "-c", check)
+    session.run("pytest", "-n", "logical", *session.posargs)
+    if not session.posargs:
+        session.run("pytest", "-m", "full", "tests/stress")
