@@ -20,7 +20,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 from hybridloader.backends.process.parent_watch import LEFT_TO_PARENT, alive
@@ -247,6 +247,14 @@ def _forked() -> None:
     global reaping
     reaping = threading.RLock()
     dying.clear()
+    _hiding.stack.close()
+
+
+class _Hiding(threading.local):
+    stack = ExitStack()  # undone in a fork, too: a worker has its parent's warning filters
+
+
+_hiding = _Hiding()
 
 
 if hasattr(os, "register_at_fork"):
@@ -324,10 +332,11 @@ def _warned_by_us(method: str) -> Iterator[None]:
 
     Ours (`Fork.check`) names these threads, and not those that a fork can do without.
     """
-    if method != "fork":
+    if method != "fork" or sys.version_info < (3, 12):
         yield
         return
-    with warnings.catch_warnings():
+    with ExitStack() as _hiding.stack:
+        _hiding.stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
         yield
 
