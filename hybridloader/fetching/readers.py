@@ -201,9 +201,10 @@ class LoaderFetcher(Fetcher):
 
     def _joined(self, asked: Sequence[Any], results: TaskResults, wanted: int) -> Attempt:
         """Return the good samples as a batch, or uncollated if they are to be filled up."""
-        indices, samples, failures = asked, results.values, results.failures
-        if failures:
-            indices = _left(asked, results)
+        indices, samples = asked, results.values
+        failures: list[FailureRecord] = []
+        if results.notes:
+            indices, failures = _left(asked, results), results.failures
         if len(samples) < wanted and (self._fill or not samples):
             return short_batch(indices, samples, failures, wanted)
         return self._collated(indices, samples, failures)
@@ -296,18 +297,18 @@ class IndexedFetcher(LoaderFetcher):
     def fetch(self, index: Any) -> Any:
         if self._loop is not None:
             return self._answer(index if self._batched else [index], self.attempt(index))
+        if not self._batched:
+            if type(index) is GivenUp:
+                raise index.error()
+            if self._context.tracked:
+                self._context.at = 0
+            return self._collate_fn(self._dataset[index])
         if self._gather is not None:
             try:
                 return self._gather(index)
             except Odd:
                 pass
         dataset, context, rng = self._in_turn, self._context, self.rng
-        if not self._batched:
-            if type(index) is GivenUp:
-                raise index.error()
-            if context.tracked:
-                context.at = 0
-            return self._collate_fn(self._dataset[index])
         if type(index) is Spared:
             raise next(one for one in index if type(one) is GivenUp).error()
         if self._helpers is not None:
