@@ -460,7 +460,9 @@ def of_rank(rank: int, ranks: int, place: dict[str, Any], count: int = 103) -> P
 
 
 @pytest.mark.parametrize("before", [1, 2, 4])
-@pytest.mark.parametrize("after", [1, 2, 3, 5])
+@pytest.mark.parametrize(
+    "after", [1, 3, *(pytest.param(k, marks=pytest.mark.full) for k in (2, 5))]
+)
 @pytest.mark.parametrize("place", [{}, {"backend": "threads", "num_workers": 2}])
 def test_another_number_of_ranks_goes_on(before: int, after: int, place: dict[str, Any]) -> None:
     for steps in (0, 1, 4, 8):

@@ -74,7 +74,11 @@ def items_of(found: list[Any]) -> list[int]:
     [
         pytest.param({}, id="inline"),
         pytest.param({"backend": "threads", "num_workers": 2}, id="threads"),
-        pytest.param({"backend": "threads", "num_workers": 2, "threads_per_worker": 2}, id="4"),
+        pytest.param(
+            {"backend": "threads", "num_workers": 2, "threads_per_worker": 2},
+            id="4",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_nothing_is_made_again_but_what_is_needed(step: str, place: Place) -> None:

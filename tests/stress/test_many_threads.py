@@ -23,7 +23,7 @@ from support.ways_to_draw import WAYS
 
 from hybridloader import DataLoader, Pipeline
 from hybridloader._support.snapshots import snapshot
-from hybridloader.engine import crews, worker_end
+from hybridloader.engine import crews, worker_info
 from hybridloader.engine.shared_items import SharedItems
 from hybridloader.engine.worker_info import get_worker_info, worker_info_set
 from hybridloader.loader.record import LoaderRecord, record_of
@@ -206,9 +206,9 @@ def ends_of_workers_are_kept_apart() -> None:
         info: Any = Info()
         with worker_info_set(info):
             for _ in range(20):
-                assert worker_end.at_end_of_worker(functools.partial(ended.append, number))
+                assert worker_info.at_end_of_worker(functools.partial(ended.append, number))
             assert get_worker_info() is info
-        worker_end.end_worker(info)
+        worker_info.end_worker(info)
 
     at_once(*(functools.partial(use, number) for number in range(THREADS)))
     assert sorted(ended) == sorted([*range(THREADS)] * 20)
