@@ -326,13 +326,17 @@ def _signals_held_back(method: str) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+_PYTHON_WARNS = sys.version_info >= (3, 12)
+"""True if Python warns of a fork beside other threads itself."""
+
+
 @contextmanager
 def _warned_by_us(method: str) -> Iterator[None]:
     """Leave out the warning of Python 3.12 that a fork beside other threads may hang.
 
     Ours (`Fork.check`) names these threads, and not those that a fork can do without.
     """
-    if method != "fork" or sys.version_info < (3, 12):
+    if method != "fork" or not _PYTHON_WARNS:
         yield
         return
     with ExitStack() as _hiding.stack:
