@@ -131,7 +131,7 @@ class BucketByIterator(OperatorIterator):
         self._buckets: dict[Any, tuple[int, list[tuple[int, Any]]]] = {}
         """Size, and the items with their numbers, of each key."""
         self._left: deque[list[tuple[int, Any]]] | None = None
-        """What is still to be given, once the items before have ended."""
+        """Batches that are left, once the items before have ended."""
         self._taken = self._oldest = (
             0  # items; the number of the first one that is held, or of the next
         )

@@ -86,9 +86,8 @@ class ShuffleIterator(OperatorIterator):
         self._ended = False
         self._taken = 0  # items, and errors in their places
         self._errors: list[int] = []  # numbers of the errors
-        self._gone: deque[bool] = (
-            deque()
-        )  # from number `_oldest` on, whether it has left the buffer
+        # From number `_oldest` on, whether the item has left the buffer:
+        self._gone: deque[bool] = deque()
         self._oldest = 0  # number of the first item in the buffer, or of the next that comes
         self._again = 0  # number of the first item that did not come before the state was taken
         self._missing: dict[int, int] = {}  # places in the buffer of items that are to come again
@@ -106,7 +105,8 @@ class ShuffleIterator(OperatorIterator):
         """Draw again all that was given, and note which items of those to come have which place."""
         oldest, taken, self._errors = saved.value
         size, draw, numbers = self._size, self._draw, list[int]()
-        coming = iter(sorted({*range(taken)}.difference(self._errors)))
+        errors = set(self._errors)
+        coming = (number for number in range(taken) if number not in errors)
         for _ in range(saved.at - len(self._errors)):
             numbers += islice(coming, size - len(numbers))
             place = int(draw() * len(numbers))

@@ -80,9 +80,9 @@ class Log(ABC):
     def forget(self, n: int) -> None:
         """Forget all that only a place before item `n` needs."""
 
+    @abstractmethod
     def forget_later(self) -> None:
-        """Forget all but the first place."""
-        del self._entries[1:]
+        """Forget the places between the first and those to come, which no state can use now."""
 
 
 class MarkLog(Log):
@@ -97,10 +97,8 @@ class MarkLog(Log):
         self, epoch: int, at: int, first: Any, value_of: Callable[[int, Any], Any]
     ) -> None:
         super().__init__(epoch, first)
-        self._at, self._value_of = (
-            at,
-            value_of,
-        )  # `_at` is the number of items before the first entry
+        self._at = at  # number of items before the first entry
+        self._value_of = value_of
 
     def last_before(self, n: int) -> Mark | None:
         place = min(n - self._at, len(self._entries) - 1)
@@ -113,6 +111,9 @@ class MarkLog(Log):
         more = max(0, min(n - self._at, len(self._entries) - 1))
         del self._entries[:more]
         self._at += more
+
+    def forget_later(self) -> None:
+        self.forget(self._at + len(self._entries) - 1)  # entries are found by their number
 
 
 class Computed(Log):
@@ -129,6 +130,9 @@ class Computed(Log):
 
     def forget(self, n: int) -> None:
         """Do nothing: it holds nothing for a place."""
+
+    def forget_later(self) -> None:
+        """Do nothing, for the same reason."""
 
 
 class Ledger(Log):
@@ -189,3 +193,9 @@ class Ledger(Log):
 
     def forget(self, n: int) -> None:
         del self._entries[: max(0, bisect_right(self._entries, n, key=_given) - 1)]
+
+    def forget_later(self) -> None:
+        given, taken, _ = self._entries[0]
+        self._entries[:] = [
+            (given, taken, SEVERAL)
+        ]  # up to the next entry, only this place is known

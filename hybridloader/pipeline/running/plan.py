@@ -156,7 +156,7 @@ Cuts = Mapping[Path, Set[int]]
 
 @dataclass
 class _Layout:
-    """What all chains of one plan share while it is made."""
+    """Cuts and forks that all chains of one plan share while it is made."""
 
     cuts: Cuts
     forks: dict[int, ChainPlan | None] = field(default_factory=dict)
