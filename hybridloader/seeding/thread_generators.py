@@ -193,8 +193,10 @@ def mode_class() -> Any:
     class Within(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Mode within a function that takes no generator: each operation that draws gets one.
 
-        If somebody looks for such functions, `moved` is told. It is entered by way of C: torch's own
-        `__enter__` also notes the mode for the process, where `torch.compile` looks.
+        If `moved` is given, the mode adds "torch" to it when an operation draws. The mode is entered by
+        way of C: torch's own `__enter__` also notes it for the process, where `torch.compile` looks. One
+        thread at a time is in the mode: torch fails if two threads are the first to run an operator in
+        one (an assertion in ``PyHandleCache.h``; met on Python 3.13t, 2 runs of 8).
         """
 
         def __init__(self, mine: Any, moved: set[str] | None = None) -> None:
@@ -206,11 +208,14 @@ def mode_class() -> Any:
             return False  # else the first operation imports torch.compile, which takes a second
 
         def __enter__(self) -> Any:
+            self._lock = installation.dispatching
+            self._lock.acquire()
             torch._C._push_on_torch_dispatch_stack(self)
             return self
 
         def __exit__(self, *exc: object) -> None:
             torch._C._pop_torch_dispatch_stack(None)
+            self._lock.release()
 
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -329,6 +334,7 @@ class _Installation:
     def __init__(self) -> None:
         # All the mutable state:
         self._lock = threading.RLock()
+        self.dispatching = threading.RLock()  # held by the thread that is in torch's mode `Within`
         self.count = 0
         self._replaced: list[tuple[Any, str, Any, Any]] = []  # object, name, value before and now
         self.done: set[str] = set()
@@ -368,8 +374,8 @@ class _Installation:
                 _INSTALL[name](self._patch)
 
     def forked(self) -> None:
-        """Forget, in the child of a fork, threads of the parent that held the lock or were drawing."""
-        self._lock = threading.RLock()
+        """Forget, in the child of a fork, threads of the parent that held a lock or were drawing."""
+        self._lock, self.dispatching = threading.RLock(), threading.RLock()
         others.drawing.clear()
 
 

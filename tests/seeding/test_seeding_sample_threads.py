@@ -8,6 +8,7 @@ import random
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from random import getrandbits as taken_bits
 from random import random as taken
 from typing import Any
@@ -201,6 +202,27 @@ def test_what_draws_nothing_is_not_reported(threads: ThreadSampleRng) -> None:
         threads.call(b"", b"i1", lambda: random.Random(3).random())
         threads.call(b"", b"i1", lambda: np.random.default_rng(3).random())
         threads.call(b"", b"i1", lambda: torch.rand(1, generator=torch.Generator()))
+
+
+class Dispatched(torch.Tensor):
+    """Tensor that notes, within a function of torch's, whether another thread could be in a mode."""
+
+    free: bool | None = None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with ThreadPoolExecutor(1) as other:
+            cls.free = other.submit(installation.dispatching.acquire, False).result()
+        return torch.ones(9)
+
+
+def test_one_thread_at_a_time_dispatches_in_a_mode(threads: ThreadSampleRng) -> None:
+    """torch fills its table of operators for such modes without a lock of its own."""
+    tensor = torch.ones(9).as_subclass(Dispatched)
+    threads.call(b"", b"i1", lambda: torch.nn.functional.dropout(tensor))
+    assert Dispatched.free is False
+    assert installation.dispatching.acquire(blocking=False)
+    installation.dispatching.release()
 
 
 def test_what_the_loop_draws_meanwhile_is_its_own_and_is_not_reported() -> None:
