@@ -124,6 +124,7 @@ def test_fifty_epochs_of_persistent_workers_take_no_more_than_the_first(
 
 @linux
 @needs_fork
+@pytest.mark.full
 def test_five_hundred_loaders_leave_nothing() -> None:
     def use(backend: str, number: int) -> None:
         loader = DataLoader(rows(6), batch_size=2, num_workers=1, backend=backend)
@@ -204,6 +205,7 @@ FEW_DESCRIPTORS = """
 
 @linux
 @needs_fork
+@pytest.mark.full
 def test_256_descriptors_do_for_eight_workers_and_hundreds_of_batches_that_are_kept() -> None:
     assert run_script(FEW_DESCRIPTORS) == [
         f"{backend} {use} 300"

@@ -54,8 +54,18 @@ SCRIPT = textwrap.dedent(
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs signals of POSIX")
-@pytest.mark.parametrize("kind", ["loader", "pipeline"])
-@pytest.mark.parametrize("backend", ["threads", "fork", "spawn"])
+@pytest.mark.parametrize(
+    ("backend", "kind"),
+    [
+        ("fork", "loader"),
+        ("threads", "pipeline"),
+        *(
+            pytest.param(*where, marks=pytest.mark.full)
+            for where in (("threads", "loader"), ("fork", "pipeline"))
+        ),
+        *(pytest.param("spawn", kind, marks=pytest.mark.full) for kind in ("loader", "pipeline")),
+    ],
+)
 def test_a_second_interrupt_adds_no_traceback(backend: str, kind: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

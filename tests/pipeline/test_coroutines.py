@@ -15,15 +15,19 @@ import pytest
 from hybridloader import Pipeline, Replace, Retry, Skip, WorkerTimeout, get_worker_info
 from hybridloader.fetching.coroutines import Coroutines, Loop
 
-WHERE: list[Any] = [
-    {},
-    {"backend": "inline"},
-    {"backend": "threads", "num_workers": 2},
-    {"backend": "fork", "num_workers": 2},
-    {"backend": "spawn", "num_workers": 1},
-]
+WHERE: dict[str, Any] = {
+    "nowhere": {},
+    "inline": {"backend": "inline"},
+    "threads": {"backend": "threads", "num_workers": 2},
+    "fork": {"backend": "fork", "num_workers": 2},
+    "spawn": {"backend": "spawn", "num_workers": 1},
+}
 everywhere = pytest.mark.parametrize(
-    "where", WHERE, ids=lambda where: str(where.get("backend", "nowhere"))
+    "where",
+    [
+        pytest.param(where, id=name, marks=pytest.mark.full if name == "spawn" else ())
+        for name, where in WHERE.items()
+    ],
 )
 
 

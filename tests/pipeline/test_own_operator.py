@@ -203,7 +203,8 @@ def test_it_gives_what_steps_of_ours_give(name: str, place: str) -> None:
 @each
 def test_it_is_resumed_after_any_item(name: str, place: str) -> None:
     items = list(with_own(name, place).run())
-    for stop in range(len(items) + 1):
+    every = 4 if "processes" in place else 1  # starting them twice for each stop takes long
+    for stop in range(0, len(items) + 1, every):
         with with_own(name, place).run() as run:
             assert [next(run) for _ in range(stop)] == items[:stop]
             state = json.loads(json.dumps(run.state_dict()))

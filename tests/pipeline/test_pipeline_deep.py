@@ -33,7 +33,10 @@ def longest(step: Callable[[Pipeline], Pipeline]) -> tuple[Pipeline, str]:
             return pipe, str(error)
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.full if name == "map" else ()) for name in STEPS],
+)
 def test_the_longest_that_is_not_refused_runs(name: str) -> None:
     pipe, refusal = longest(STEPS[name])
     assert "too many steps within one another: up to 6" in refusal
