@@ -85,7 +85,7 @@ def test_fit_resumes_after_a_checkpoint_in_the_middle_of_an_epoch(
 
 
 def test_after_a_checkpoint_of_an_epochs_end_the_hook_names_the_epoch(tmp_path: Path) -> None:
-    """Lightning gives the loader no state then, and its `current_epoch` is not that of the checkpoint yet."""
+    """Lightning gives the loader no state then, and its `current_epoch` is still 0."""
 
     class Hooked(Model):
         def train_dataloader(self) -> PipelineLoader:
