@@ -62,9 +62,18 @@ def test_without_a_length_the_engine_learns_it_in_the_first_epoch() -> None:
     assert seen == whole(uncounted(), EPOCHS)
 
 
-def test_a_deterministic_engine_leaves_a_loader_that_is_not_torchs_as_it_is() -> None:
-    """It neither seeds it nor skips in it, so the loader's state has to be loaded there, too."""
+def test_a_deterministic_engine_needs_a_length_and_fetches_again_what_was_seen() -> None:
+    """So a pipeline, which is deterministic without it, runs in a plain engine."""
+    with uncounted("inline") as loader, pytest.raises(TypeError, match="filter"):
+        engine_of(DeterministicEngine, []).run(loader, max_epochs=EPOCHS)
     seen: list[Any] = []
-    with counted() as loader:
+    with counted("inline") as loader:
         engine_of(DeterministicEngine, seen).run(loader, max_epochs=EPOCHS)
     assert seen == whole(counted(), EPOCHS)
+    with counted("inline") as loader:
+        engine = engine_of(DeterministicEngine, seen)
+        engine.load_state_dict(
+            {"iteration": 7, "epoch_length": 5, "max_epochs": EPOCHS, "rng_states": None}
+        )
+        engine.run(loader)
+    assert seen[15:18] == seen[2:5]  # of epoch 0, where the engine was in epoch 1
