@@ -176,7 +176,7 @@ def resume_pipeline(options: Options) -> Case:
     variants = tuple(
         Variant(
             f"{step}, 90 % of {length:,} items",
-            {"step": step, "length": length, "parts": (0.1, 0.9), "repeats": 5},
+            {"step": step, "length": length, "parts": [0.1, 0.9], "repeats": 5},
             ("inline", *rivals),
             most_rounds=options.most(3, quick=1),
         )
