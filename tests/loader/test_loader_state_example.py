@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from hybridloader import PipelineLoader
+
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "resume.py"
 
@@ -37,5 +39,8 @@ def test_the_examples_of_the_page_hold() -> None:
     for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
         found = {"__name__": "__page__"}
         exec(block, found)  # it asserts
+        for one in found.values():  # which functions of the page, with its names, would keep
+            if isinstance(one, PipelineLoader):
+                one.close()
     assert found["batch"].shape == (8,)
     found["batches"].close()
