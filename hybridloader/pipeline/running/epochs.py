@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hybridloader._support.arguments import whole
 from hybridloader._support.caller import warn
@@ -22,9 +22,6 @@ from hybridloader.pipeline.running.executor import Executor
 from hybridloader.pipeline.running.run import Run, state_of
 from hybridloader.pipeline.running.run_position import Counts, RunPosition
 from hybridloader.pipeline.running.state import Position, checked, descriptions
-
-if TYPE_CHECKING:
-    from hybridloader.pipeline.pipeline import Pipeline
 
 
 class PipelineLoader:
@@ -69,7 +66,7 @@ class PipelineLoader:
     """
 
     def __init__(
-        self, pipeline: Pipeline, *, seed: int | None = None, observe: Observe | None = None
+        self, pipeline: Chain, *, seed: int | None = None, observe: Observe | None = None
     ) -> None:
         if not isinstance(pipeline, Chain):
             raise TypeError(
@@ -135,7 +132,8 @@ class PipelineLoader:
         TypeError
             It is not known before the pipeline has run; the message names the step.
         """
-        return len(self.pipeline)
+        pipeline: Any = self.pipeline  # of which this layer knows no more than that it is a chain
+        return len(pipeline)
 
     def __bool__(self) -> bool:
         return True
