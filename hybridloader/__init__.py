@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from hybridloader.pipeline.operators.base import Operator as Operator
     from hybridloader.pipeline.operators.padding import Pad as Pad
     from hybridloader.pipeline.pipeline import Pipeline as Pipeline
+    from hybridloader.pipeline.running.epochs import PipelineLoader as PipelineLoader
     from hybridloader.records.shared_dict import SharedDict as SharedDict
     from hybridloader.records.shared_list import SharedList as SharedList
     from hybridloader.sampling import BlockShuffleSampler as BlockShuffleSampler
@@ -99,6 +100,7 @@ __getattr__, __dir__, __all__ = lazily(
         "pipeline.operators.base": "Operator",
         "pipeline.operators.padding": "Pad",
         "pipeline.pipeline": "Pipeline",
+        "pipeline.running.epochs": "PipelineLoader",
         "records.shared_dict": "SharedDict",
         "records.shared_list": "SharedList",
         "seeding.sample_generators": "rng",

@@ -50,6 +50,14 @@ def dict_of(rule: Rule, words: str) -> Rule:
     return Rule(words, fits)
 
 
+def place_dropped(epoch: int, place: int) -> str:
+    """Word the warning that `set_epoch` drops the place of a state, which is in epoch `place`."""
+    return (
+        f"set_epoch({epoch}) drops the place that was loaded, which is in epoch {place}; load the state "
+        "after set_epoch(), or start with that epoch"
+    )
+
+
 class Schema:
     """Fields of a state."""
 

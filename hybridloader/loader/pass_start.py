@@ -18,6 +18,7 @@ from hybridloader._support.attributes import attribute, has
 from hybridloader._support.caller import warn, warn_once
 from hybridloader._support.datapipes import is_datapipe, seed_datapipe
 from hybridloader._support.state_copies import copied, load_into
+from hybridloader._support.state_schema import place_dropped
 from hybridloader.engine.dataset_state import ShardStart
 from hybridloader.engine.scheduler import Dispatch, Scheduler, round_robin
 from hybridloader.engine.states import ACTIVE
@@ -314,7 +315,4 @@ def leave_for_epoch(plan: LoaderPlan, epoch: int) -> None:
     if state is None or (place := read(plan, state).next_epoch) == epoch:
         return
     plan.record.loaded = None
-    warn(
-        f"set_epoch({epoch}) drops the place that was loaded, which is in epoch {place}; load the state "
-        "after set_epoch(), or start with that epoch",
-    )
+    warn(place_dropped(epoch, place))

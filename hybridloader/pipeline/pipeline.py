@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
     from hybridloader.observe.reporting import Observe
     from hybridloader.pipeline.operators.placement import Where
-    from hybridloader.pipeline.running.run import Epochs, Run
+    from hybridloader.pipeline.running.epochs import Epochs
+    from hybridloader.pipeline.running.run import Run
 
 
 class Pipeline(Steps):
@@ -247,16 +248,12 @@ class Pipeline(Steps):
         observe
             See `run`.
         """
-        from hybridloader.observe.reporting import check_observe
-        from hybridloader.pipeline.running.run import Epochs
-        from hybridloader.pipeline.running.state import checked
+        from hybridloader.pipeline.running.epochs import Epochs, PipelineLoader
 
         count = None if count is None else whole("count", count, 0)
         first = whole("first", first, 0)
-        seed = None if seed is None else whole("seed", seed)
-        check_observe(observe)
-        resumed = None if state is None else checked(state, self, seed=seed)
-        return Epochs(self, count, seed, first, resumed, observe)
+        loader = PipelineLoader(self, seed=seed, observe=observe)
+        return Epochs(loader, count, first, state)
 
     # -- what it is ----------------------------------------------------------------------------------
 

@@ -27,7 +27,14 @@ import psutil
 
 from benchmarks import harness, measurements, registry, report, timing
 from benchmarks.case import CannotDo, Case, Measure, Options, Variant
-from benchmarks.cases import hybrid, observing, resuming, stages, training_loop
+from benchmarks.cases import (
+    hybrid,
+    observing,
+    resuming,
+    resuming_pipelines,
+    stages,
+    training_loop,
+)
 from benchmarks.datasets.catalogue import remote as remote_dataset
 from benchmarks.datasets.remote import POOL, SIDE, Remote, close_servers, files, server_of
 from benchmarks.names import HYBRIDS, PIPELINE
@@ -369,6 +376,31 @@ def test_a_state_leads_to_the_middle_of_the_samples(loader: str) -> None:
     if loader == resuming.TORCHDATA:
         pytest.importorskip("torchdata")
     assert resuming.go_on_in_the_middle(loader, {"length": 10_000})["value"] > 0
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("step", resuming_pipelines.STEPS)
+@pytest.mark.parametrize(
+    ("loader", "package", "lacks"),
+    [
+        ("inline", "hybridloader", ()),
+        (resuming_pipelines.TORCHDATA, "torchdata", ("filter", "batch_by", "shuffle")),
+        (resuming_pipelines.GRAIN, "grain", ("batch_by",)),
+    ],
+)
+def test_a_state_of_a_pipeline_leads_to_the_item_after_it(
+    loader: str, package: str, lacks: tuple[str, ...], step: str
+) -> None:
+    pytest.importorskip(package)
+    spec = {"step": step, "length": 2_000, "parts": (0.1, 0.9), "repeats": 1}
+    if step in lacks:
+        with pytest.raises(CannotDo):
+            resuming_pipelines.next_item_after_a_state(loader, spec)
+        return
+    found = resuming_pipelines.next_item_after_a_state(loader, spec)
+    assert found["value"] > 0
+    if step != "shuffle":
+        assert found["details"]["calls"] <= resuming_pipelines.MOST
 
 
 @pytest.mark.full

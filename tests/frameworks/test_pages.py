@@ -32,41 +32,54 @@ FRAMEWORKS = {
 NAMES = sorted(page.stem for page in PAGES.glob("*.md") if page.name != "README.md")
 
 
-def example_of(page: str) -> Path:
-    return EXAMPLES / f"train_with_{page}.py"
+PIPELINES = ("accelerate", "ignite", "lightning", "trainer")
+"""Pages of frameworks that hold a loader: these have a second example, with a pipeline."""
+
+SHOWN = [("train", name) for name in NAMES] + [("pipeline", name) for name in PIPELINES]
+
+
+def example_of(page: str, kind: str = "train") -> Path:
+    return EXAMPLES / f"{kind}_with_{page}.py"
 
 
 def test_every_page_has_its_example_and_every_example_its_page() -> None:
-    assert {example_of(name).name for name in NAMES} == {
+    assert {example_of(name, kind).name for kind, name in SHOWN} == {
         path.name for path in EXAMPLES.glob("*.py")
     }
     assert set(NAMES) <= set(FRAMEWORKS)
 
 
-@pytest.mark.parametrize("page", NAMES)
-def test_the_first_block_of_the_page_is_the_example(page: str) -> None:
+@pytest.mark.parametrize(("kind", "page"), SHOWN)
+def test_the_page_shows_the_example_first_and_that_of_pipelines_in_its_section(
+    kind: str, page: str
+) -> None:
     text = (PAGES / f"{page}.md").read_text()
+    if kind == "pipeline":
+        _, heading, text = text.partition("\n## Pipelines\n")
+        assert heading, "the page has no section for pipelines"
     block = re.search(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     assert block is not None, "the page shows no code"
-    assert block[1] == example_of(page).read_text()
-    assert f"examples/frameworks/{example_of(page).name}" in text
+    assert block[1] == example_of(page, kind).read_text()
+    assert f"examples/frameworks/{example_of(page, kind).name}" in text
 
 
 @pytest.mark.parametrize(
-    "page",
+    ("kind", "page"),
     [
-        pytest.param(name, marks=() if FRAMEWORKS[name] == "torch" else pytest.mark.frameworks)
-        for name in NAMES
+        pytest.param(
+            kind, name, marks=() if FRAMEWORKS[name] == "torch" else pytest.mark.frameworks
+        )
+        for kind, name in SHOWN
     ],
 )
-def test_the_example_runs_as_a_script(page: str, tmp_path: Path) -> None:
+def test_the_example_runs_as_a_script(kind: str, page: str, tmp_path: Path) -> None:
     """Run it in an empty folder without a network; no warning is raised."""
     module = FRAMEWORKS[page]
     if importlib.util.find_spec(module) is None:
         pytest.skip(f"needs {module}: pip install -c constraints.txt -e '.[frameworks]'")
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, str(example_of(page))],
+        [sys.executable, str(example_of(page, kind))],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)},
         capture_output=True,
@@ -76,7 +89,7 @@ def test_the_example_runs_as_a_script(page: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
     assert "Traceback" not in done.stderr, done.stderr
-    ours = rf"(hybridloader/\S+|{example_of(page).name}):\d+: \w*Warning"
+    ours = rf"(hybridloader/\S+|{example_of(page, kind).name}):\d+: \w*Warning"
     assert not re.search(ours, done.stderr), done.stderr
 
 

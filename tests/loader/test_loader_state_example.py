@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from hybridloader import PipelineLoader
+
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "resume.py"
 
@@ -31,10 +33,14 @@ def test_a_killed_run_goes_on_to_the_last_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
-def test_a_sampler_and_a_dataset_of_ones_own_go_on_as_the_page_says() -> None:
+def test_the_examples_of_the_page_hold() -> None:
     page = (ROOT / "docs" / "resuming.md").read_text()
-    _, block = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    found: dict[str, Any] = {"__name__": "__page__"}
-    exec(block, found)  # it asserts
+    found: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        found = {"__name__": "__page__"}
+        exec(block, found)  # it asserts
+        for one in found.values():  # which functions of the page, with its names, would keep
+            if isinstance(one, PipelineLoader):
+                one.close()
     assert found["batch"].shape == (8,)
     found["batches"].close()

@@ -15,7 +15,7 @@ from support.short_waits import shorten_waits
 
 from hybridloader import IteratorClosed, Pipeline, Threads
 from hybridloader.engine.contract import Crew
-from hybridloader.pipeline.running.run import Epochs
+from hybridloader.pipeline.running.epochs import Epochs
 from hybridloader.testing import Gate
 
 WORKERS = ("threads", "fork", "shared-memory")
@@ -305,7 +305,7 @@ def still_reads(operators: Callable[[Pipeline], Pipeline], leave: Callable[[Epoc
     pipe = operators(Pipeline.from_iterable(source)).map(abs, backend="threads", num_workers=1)
     with pipe.epochs() as epochs:
         next(epochs)
-        relays = epochs._executor.relays
+        relays = epochs._loader._executor.relays
         relay = relays[min(relays)].relay
         leave(epochs)
         found = relay.alive
@@ -315,10 +315,14 @@ def still_reads(operators: Callable[[Pipeline], Pipeline], leave: Callable[[Epoc
 
 
 def test_a_pass_of_which_nothing_is_kept_can_be_left() -> None:
-    assert not still_reads(lambda pipe: pipe.filter(none_of), lambda e: e._executor.break_off())
+    assert not still_reads(
+        lambda pipe: pipe.filter(none_of), lambda e: e._loader._executor.break_off()
+    )
 
 
-@pytest.mark.parametrize("leave", [Epochs.close, lambda epochs: epochs._executor.break_off()])
+@pytest.mark.parametrize(
+    "leave", [Epochs.close, lambda epochs: epochs._loader._executor.break_off()]
+)
 def test_an_operator_that_gives_nothing_can_be_ended(leave: Callable[[Epochs], None]) -> None:
     assert not still_reads(lambda pipe: pipe.skip(10**12), leave)
 

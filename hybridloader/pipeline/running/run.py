@@ -9,7 +9,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 from hybridloader._support.errors import (
@@ -26,10 +25,9 @@ from hybridloader.fetching.on_error.error_budget import Skipped
 from hybridloader.observe.reporting import Observe, Reporter
 from hybridloader.observe.stats import Stats
 from hybridloader.observe.watching import SameObject, running_watch
-from hybridloader.pipeline.operators.base import Chain
 from hybridloader.pipeline.running.executor import Executor
 from hybridloader.pipeline.running.passes import open_run
-from hybridloader.pipeline.running.run_position import Counts, RunPosition
+from hybridloader.pipeline.running.run_position import RunPosition
 from hybridloader.pipeline.running.state import Position, checked
 from hybridloader.pipeline.running.statistics import collect, report
 
@@ -49,12 +47,12 @@ class Run(Iterator[Any]):
         self,
         executor: Executor,
         epoch: int,
-        epochs: Epochs | None = None,
+        owner: object | None = None,
         resumed: Position | None = None,
         observe: Observe | None = None,
     ) -> None:
         self._observe = observe
-        self._epochs = epochs  # whose workers these are; none: its own
+        self._owner = owner  # of the workers, which lives as long as this; None: they are its own
         # All the mutable state:
         self._asking = threading.RLock()
         self._asked = False
@@ -67,7 +65,7 @@ class Run(Iterator[Any]):
         self._reporter = None
         if self._observe is not None:
             self._reporter = Reporter(self._observe, functools.partial(collect, executor))
-        if self._epochs is None:
+        if self._owner is None:
             self._finalizer = closed_with(self, executor)
         self._watch = running_watch()
         if self._watch is not None:
@@ -160,7 +158,7 @@ class Run(Iterator[Any]):
         self._over = why if isinstance(why, StopIteration) else type(why)(*why.args)
         self._position.finished = isinstance(why, StopIteration)
         self._tell_watch()
-        if self._epochs is None:
+        if self._owner is None:
             self.close()
 
     def _tell_watch(self) -> None:
@@ -183,7 +181,9 @@ class Run(Iterator[Any]):
             ) from self._over
         raise no_answer(
             IteratorClosed(
-                "this iterator is closed" if self._over is _CLOSED else "a later epoch has begun"
+                "this iterator is closed"
+                if self._over is _CLOSED
+                else "a later epoch has begun, or a state was loaded"
             )
         )
 
@@ -220,7 +220,7 @@ class Run(Iterator[Any]):
             The order of the items is left to chance, by ``in_order=False``; or a source can't tell
             its state.
         """
-        return _state(self._executor, self._position)
+        return state_of(self._executor, self._position)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where another run was; only before the first item. See `Pipeline.run`.
@@ -230,9 +230,10 @@ class Run(Iterator[Any]):
         StateError
             This run can't go on from there, or has begun; it is what it was.
         """
-        if self._epochs is not None:
+        if self._owner is not None:
             raise StateError(
-                "one epoch of several can't be sent elsewhere; give the state to epochs(..., state=...)"
+                "one epoch of several can't be sent elsewhere; load the state into the epochs, or into "
+                "the PipelineLoader, that it is one of"
             )
         with self._asking:
             if self._asked or self._over is not None:
@@ -292,7 +293,7 @@ def _stats_while_there(executor: Executor) -> Callable[[], Stats | None]:
     return stats
 
 
-def _state(executor: Executor, position: RunPosition) -> dict[str, Any]:
+def state_of(executor: Executor, position: RunPosition) -> dict[str, Any]:
     finished = position.finished
     counts, saved = (position.counts, position.upcoming()) if finished else position.position()
     for stage in executor.stages.values() if counts.given and not finished else ():
@@ -303,80 +304,3 @@ def _state(executor: Executor, position: RunPosition) -> dict[str, Any]:
                 "no state can say which are left; leave in_order out, or take it between epochs"
             )
     return executor.state(position.epoch, counts, saved, finished=finished)
-
-
-class Epochs(Iterator[Run]):
-    """Several passes over a pipeline, one after the other, on the same workers.
-
-    An iterator of `Run`s, and a context manager. Beginning the next pass breaks the last one off.
-    """
-
-    def __init__(
-        self,
-        pipeline: Chain,
-        count: int | None,
-        seed: int | None,
-        first: int,
-        resumed: Position | None = None,
-        observe: Observe | None = None,
-    ) -> None:
-        self._first, self._observe = first, observe
-        # All the mutable state:
-        self._left, self._next, self._resumed = count, first, resumed
-        # Of the run, which is not kept here: whoever has it may let it go.
-        self._position: RunPosition | None = None
-        if resumed is not None:
-            self._skip_to(resumed)
-        self._executor = Executor(pipeline, seed, resumed, first=first, idle=self._left == 0)
-        self._finalizer = closed_with(self, self._executor)
-
-    def _skip_to(self, resumed: Position) -> None:
-        """Begin in the epoch of a state, or behind it."""
-        done = resumed.epoch + resumed.finished - self._first
-        if resumed.epoch < self._first:
-            raise StateError(
-                f"epoch: the state is of epoch {resumed.epoch}, and these begin with first={self._first}"
-            )
-        if self._left is not None:
-            if done > self._left or (done == self._left and not resumed.finished):
-                raise StateError(
-                    f"epoch: the state is of epoch {resumed.epoch}, and these end before epoch "
-                    f"{self._first + self._left}"
-                )
-            self._left -= done
-        self._next += done
-
-    def __next__(self) -> Run:
-        if self._executor.closed.cancelled:
-            raise no_answer(IteratorClosed("these epochs are closed"))
-        if self._left is not None:
-            if self._left == 0:
-                self.close()
-                raise StopIteration
-            self._left -= 1
-        epoch, self._next = self._next, self._next + 1
-        resumed, self._resumed = self._resumed, None
-        if resumed is not None and resumed.finished:  # its marks are those of this epoch
-            resumed = replace(resumed, epoch=epoch, given=0, raised=0, finished=False)
-        run = Run(self._executor, epoch, self, resumed, self._observe)
-        self._position = run._position
-        return run
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position of the epoch that began last, or of the first; see `Run.state_dict`."""
-        executor = self._executor
-        if self._position is not None:
-            return _state(executor, self._position)
-        if self._resumed is not None:
-            return self._resumed.as_dict(executor.descriptions)
-        return executor.state(self._next, Counts(), {}, finished=False)
-
-    def close(self) -> None:
-        """End all workers and threads."""
-        close_once(self, self._executor)
-
-    def __enter__(self) -> Epochs:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()

@@ -60,6 +60,11 @@ class Position:
     ranks: list[int] = field(default_factory=list)
     """Numbers of ranks among which sources share their items."""
 
+    @property
+    def next_epoch(self) -> int:
+        """Epoch in which a run resumes: that of the state, or the one after it."""
+        return self.epoch + self.finished
+
     def as_dict(self, operators: list[str]) -> dict[str, Any]:
         """Return the state."""
         marks = {place: mark._asdict() for place, mark in self.marks.items()}
