@@ -44,9 +44,11 @@ from hybridloader.pipeline.running.plan import (
     RelayNode,
     WorkerNode,
 )
+from hybridloader.pipeline.running.reader_log import ReaderLog, Turn, starts_of
 from hybridloader.pipeline.running.run_position import RunPosition, before, one_by_one
 
 if TYPE_CHECKING:
+    from hybridloader.engine.dataset_state import ShardStart
     from hybridloader.engine.refresh import Change
     from hybridloader.fetching.on_error.error_budget import ErrorBudget
     from hybridloader.pipeline.running.running_stages import RunningStage
@@ -155,9 +157,11 @@ class ChainPass:
         if isinstance(node, RelayNode):
             items = yield at - 1, start
             return self._open_relay(node, at, items)
-        point = self.position.point(node, start.items, self.epoch) if start.items else Point(0, 0)
         if isinstance(node, WorkerNode) and node.reads:
-            return self._begun(self._open_readers(node), start, start, node.name)
+            items, begins_at = self._open_readers(node, start.items)
+            first = Offset(start.items - begins_at, start.slack)
+            return self._begun(items, first, start, node.name)
+        point = self.position.point(node, start.items, self.epoch) if start.items else Point(0, 0)
         begins = point or Point(0, 0)
         # What is sure to be there behind the node was sure to be there before it.
         before = Offset(begins.taken, start.slack if begins.given == start.items else 0)
@@ -304,12 +308,32 @@ class ChainPass:
         budget = stages.error_budget(node, node.name, self.epoch, gaps=self._in_rows)
         return stage, changes, budget
 
-    def _open_readers(self, node: WorkerNode) -> Iterator[Any]:
+    def _open_readers(self, node: WorkerNode, count: int) -> tuple[Iterator[Any], int]:
+        """Begin the readers to go on after `count` items; return how many of these they leave out."""
         stage, changes, budget = self._stage(node)
+        mark, stage.resumes = stage.resumes, None
+        begins = Turn((0,) * node.placement.num_workers)
+        starts: tuple[ShardStart, ...] = ()
+        if mark is not None:
+            if mark.epoch != self.epoch or mark.at > count:
+                raise no_answer(
+                    StateError(
+                        f"stage {node.name!r}: the state is behind item {mark.at} of pass {mark.epoch}, "
+                        f"and item {count} of pass {self.epoch} is wanted; begin the epoch anew"
+                    )
+                )
+            begins, starts = starts_of(mark, node.name)
+        log = None
+        if budget is None:  # else readers leave out items, which have no numbers
+            log = ReaderLog(self.epoch, begins, starts)
+            self.position.keep(node, log)
         stage.counter.begin(self.epoch)
-        stage.readers = ReaderItems(stage.stage, stage.metrics, budget)
-        stage.readers.begin(ReaderTaskSizes(), changes)
-        return stage.readers
+        readers = ReaderItems(stage.stage, stage.metrics, budget, log, begins, starts)
+        stage.readers = readers
+        if readers.count:
+            self.position.droppings.append(readers)
+        readers.begin(ReaderTaskSizes(), changes)
+        return readers, sum(begins.given)
 
     def _open_stage(self, node: WorkerNode, at: int, begins: Point, before: Offset) -> NodeOpener:
         placement = node.placement
