@@ -208,6 +208,14 @@ def place_of(error: BaseException) -> str | None:
     return place
 
 
+def keeps_number(error: BaseException) -> bool:
+    """Return True if functions that are seeded by the numbers of their items give one to `error`.
+
+    It is raised in the place of an item that a resumed run does not make again. Other errors get none.
+    """
+    return place_of(error) == "not needed"
+
+
 def no_answer(error: E) -> E:
     """Mark `error`, a new one of ours, as raised instead of an answer; return it.
 

@@ -36,6 +36,7 @@ from hybridloader._support.errors import (
     add_note,
     foreign,
     is_ours,
+    keeps_number,
     no_answer,
 )
 from hybridloader._support.failure import Failure
@@ -368,6 +369,8 @@ class Stage(Iterator[Any]):
                     self._hungry = starved = True
                     break
                 if feed is not None and not feed.ended_by(error):
+                    if self._counter is not None and keeps_number(error):
+                        self._counter.next += 1
                     seq = scheduler.assign(worker)  # it comes out in its turn
                     scheduler.take_in([Failed(worker, seq, Failure(error))])
                     continue

@@ -159,7 +159,8 @@ class ReadersFetch(Fetch):
 
         rng = context.rng
         items = make() if rng is None else rng.seeded_shard(make, later=True)
-        return SourceFetcher(items, self.on_error, context)
+        dataset = self.dataset if self.private else None
+        return SourceFetcher(items, self.on_error, context, dataset)
 
 
 # -- what a loader's fetchers have in common -------------------------------------------------------
@@ -501,6 +502,15 @@ class ShardReader(Fetcher):
                 asked.pop()
         return asked, results
 
+    def resume(self, start: ShardStart) -> None:
+        if start.iterator is not None:
+            users = innermost(self._samples)
+            load_into(users, pickle.loads(start.iterator.kept), "the iterator over the dataset")
+        self.position, self.ended = start.position, start.ended
+        if isinstance(self._samples, SeededIterator):
+            self._samples.number = start.position
+        self.skip(start.skip)
+
     def skip(self, count: int) -> None:
         """Drop samples up to number `count`. Errors are dropped too: their first reader raised them."""
         while self.position < count and not (self.ended or self._context.cancelled):
@@ -583,32 +593,46 @@ class ShardFetcher(ShardReader, LoaderFetcher):
     def key(self, index: Any) -> bytes:
         return b"" if self.rng is None else self.rng.shard_key(self.position)
 
-    def resume(self, start: ShardStart) -> None:
-        if start.iterator is not None:
-            users = innermost(self._samples)
-            load_into(users, pickle.loads(start.iterator.kept), "the iterator over the dataset")
-        self.position, self.ended = start.position, start.ended
-        if isinstance(self._samples, SeededIterator):
-            self._samples.number = start.position
-        self.skip(start.skip)
-
 
 class SourceFetcher(ShardReader):
     """Fetcher of lists of items from one worker's iterator, of a pipeline's source."""
 
     unit = "item"
 
-    def __init__(self, items: Iterator[Any], on_error: Policy | None, context: TaskContext) -> None:
+    def __init__(
+        self, items: Iterator[Any], on_error: Policy | None, context: TaskContext, dataset: Any
+    ) -> None:
         super().__init__(items, context, under_policy=on_error is not None)
+        self._dataset = dataset  # None if a function makes it
         policy = seeded(on_error, context.rng)
         self._loop = ItemLoop([("map", self._next)], policy, context, what="the next item")
+        # All the mutable state:
         self._closed = isinstance(items, SeededIterator)  # it has yet to be opened
+        self._start: ShardStart | None = None  # from which it goes on then
+        if not self._closed:
+            self._take_states()
+
+    def _take_states(self) -> None:
+        if not self._under_policy:
+            self.states = states_of(self._dataset, innermost(self._samples))
+
+    def resume(self, start: ShardStart) -> None:
+        if self._closed:
+            self._start = start
+        else:
+            super().resume(start)
 
     def fetch(self, most: int) -> Any:
         if self._closed and isinstance(self._samples, SeededIterator):
             self._closed, self.ended = False, True
             self._samples.open()  # if it raises, that answers this task, and is the end
             self.ended = False
+            self._take_states()
+            start, self._start = self._start, None
+            if start is not None:
+                super().resume(start)
+                if self.states is not None and start.stateful:
+                    self.states.go_on(start.results_since)
         if self._lost is None:
             results = self._read(self._loop, most, _READING)[1]
         else:  # the error before it was handed out

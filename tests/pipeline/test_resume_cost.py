@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -96,16 +98,17 @@ def test_nothing_is_made_again_but_what_is_needed(step: str, place: Place) -> No
         with make().run(state=state) as run:
             assert events(run) == whole[stop:]
         needed = [item for item in items_of(whole[stop:]) if item < COUNT]
+        if step in ("shuffle", "bucket_by"):  # only the items in the buffer, whatever came between
+            assert work.calls == len(needed)
+            continue
         # One more, and those that `filter` has dropped before it: the item that came before has given
         # what it gave, and nobody knows that it is all.
-        most = COUNT - min(needed) + _between(step, whole[:stop], min(needed)) + 3
+        most = COUNT - min(needed) + _between(whole[:stop], min(needed)) + 3
         assert work.calls <= most
 
 
-def _between(step: str, given: list[Any], oldest: int) -> int:
+def _between(given: list[Any], oldest: int) -> int:
     """Return how many items came between the last one that was given and the oldest that is needed."""
-    if step in ("shuffle", "bucket_by"):
-        return 0  # all from the oldest one on
     had = [item for item in items_of(given) if item < COUNT]
     return max(0, oldest - max(had, default=-1) - 1)
 
@@ -140,3 +143,99 @@ def test_steps_may_share_a_node_in_one_run_and_not_in_the_other(fused: bool, lat
             again = saved(run)
         with make(fused).run(state=again) as run:
             assert [item for _, item in half + events(run)] == whole[stop:]
+
+
+BUFFERS: dict[str, Callable[[Pipeline], Pipeline]] = {
+    "shuffle": lambda pipe: pipe.shuffle(10),
+    "bucket_by": lambda pipe: pipe.bucket_by(_kind_of, 3, collate_fn=list),
+}
+
+
+def _kind_of(item: Any) -> int:
+    return zlib.crc32(repr(item).encode()) % 5
+
+
+def drawn(item: Any) -> Any:
+    return item, random.random()
+
+
+def fails_at_times(item: int) -> int:
+    if item % 29 == 5:
+        raise ArithmeticError(item)
+    return item
+
+
+@pytest.mark.parametrize("buffer", BUFFERS)
+@pytest.mark.parametrize(
+    "places",
+    [
+        [{}, {}],
+        [
+            {"backend": "threads", "num_workers": 2, "prefetch": 5},
+            {"backend": "fork", "num_workers": 2, "fuse": False},
+        ],
+    ],
+    ids=["inline", "workers"],
+)
+def test_the_buffered_items_alone_come_again_and_have_the_numbers_that_they_had(
+    buffer: str, places: list[Place]
+) -> None:
+    """Through functions that are seeded by number, `enumerate`, `skip`, `take` and threads."""
+    calls = Counting()
+
+    def make(place: Place) -> Pipeline:
+        pipe = Pipeline.from_dataset(range(256), seeding="sample", **place).skip(3)
+        pipe = pipe.map(calls, **_seeded(place)).map(drawn, **_seeded(place)).enumerate()
+        pipe = pipe.skip(2).take(250).prefetch(2).map(drawn, **_seeded(place))
+        return BUFFERS[buffer](pipe)
+
+    whole = list(make({}).run(seed=3))
+    for number, stop in enumerate((4, 11, 30)):
+        with make(places[number % 2]).run(seed=3) as run:
+            assert [item for _, item in events(run, stop)] == whole[:stop]
+            state = saved(run)
+        calls.calls = 0
+        with make(places[(number + 1) % 2]).run(state=state) as run:
+            found = [item for _, item in events(run, 3)]
+            again = saved(run)
+        assert found == whole[stop : stop + 3]
+        calls.calls = 0
+        with make(places[0]).run(state=again) as run:
+            assert list(run) == whole[stop + 3 :]
+        if places[0] == {} or places[0]["backend"] == "threads":
+            left = sum(len(b) if isinstance(b, list) else 1 for b in whole[stop + 3 :])
+            assert calls.calls <= left + 1
+
+
+def _seeded(place: Place) -> Place:
+    return {"seeding": "sample", **place}
+
+
+@pytest.mark.parametrize("place", [{}, {"backend": "threads", "num_workers": 2}])
+def test_errors_before_a_buffer_are_neither_raised_nor_made_again(place: Place) -> None:
+    calls = Counting()
+    pipe = Pipeline.from_dataset(range(300)).map(calls, **place).map(fails_at_times, **place)
+    pipe = pipe.shuffle(10)
+    whole = events(pipe.run(seed=1))
+    for stop in (3, 50, 200):
+        with pipe.run(seed=1) as run:
+            events(run, stop)
+            state = saved(run)
+        calls.calls = 0
+        with pipe.run(state=state) as run:
+            assert events(run) == whole[stop:]
+        assert calls.calls == len(whole) - stop
+
+
+def always_fails(item: int) -> int:
+    if item % 5:
+        raise ArithmeticError(item)
+    return item
+
+
+def test_a_state_stays_small_behind_thousands_of_errors_and_with_a_large_buffer() -> None:
+    pipe = Pipeline.from_dataset(range(30_000)).map(always_fails).shuffle(2_000)
+    with pipe.run(seed=1) as run:
+        events(run, 25_000)
+        state, rest = saved(run), events(run)
+    assert events(pipe.run(state=state)) == rest

@@ -73,6 +73,7 @@ class ScriptedContext:
         self.shared: dict[Any, Any] = {}
         self.opened: list[Script] = []
         self.start, self.first, self.saved, self.run_seed, self.locks = 0, 0, None, 0, None
+        self.needed = None
         self.without: list[Any] = []  # the items that were left out
 
     def mark(self, at: int, value: Any) -> None:

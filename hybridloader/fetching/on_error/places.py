@@ -20,9 +20,9 @@ from hybridloader._support.failure import twin
 
 
 class LeftOut(HybridLoaderError):
-    """Place of an item that `on_error` left out, for the `zip` that drops its row.
+    """Place of an item that left out by `on_error`, for the `zip` that drops its row, or `not_needed`.
 
-    The failure has been recorded. No user ever gets this error.
+    A failure has been recorded. No user ever gets this error.
     """
 
 
@@ -39,6 +39,13 @@ def beside(error: Exception) -> Exception:
 def astray(error: Exception) -> Exception:
     """Return another exception like `error`, after which items can't be numbered any more."""
     return _marked(error, "astray")
+
+
+def not_needed() -> LeftOut:
+    """Return the place of an item that a resumed run does not make again: see `Operator.needed`."""
+    place = LeftOut()
+    mark(place, "not needed")
+    return place
 
 
 def rest_is_lost(which: str, error: Exception) -> ShardLost:

@@ -12,7 +12,7 @@ import math
 import random
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, Protocol
 
@@ -88,6 +88,15 @@ class UpstreamPart(NamedTuple):
     the others again, and they are dropped."""
 
 
+class Needed(NamedTuple):
+    """Items before an operator that it needs again when a run is resumed."""
+
+    numbers: Collection[int]
+    """Numbers of those before number `until`."""
+    until: int
+    """Number from which on all are needed."""
+
+
 class RelayOptions(NamedTuple):
     """Options of a relay: a thread that pulls the items before it, and keeps them ready."""
 
@@ -126,6 +135,8 @@ class Context(Protocol):
     """Number of the first item before it that it gets: those before that are not needed any more."""
     saved: Mark | None
     """Last mark of this operator in the run that this one goes on from."""
+    needed: Needed | None
+    """What `Operator.needed` returned, if it was asked."""
     locks: PageLocks | None
     """Page locks for memory that this operator makes, if a device is going to read it there."""
 
@@ -287,6 +298,15 @@ class Operator(ABC):
             return [UpstreamPart(None, mark.value, epoch, mark.at)]
         k = self.seek(n)
         return None if k is None else [UpstreamPart(None, k, epoch)]
+
+    def needed(self, context: Context) -> Needed | None:
+        """Return which items before it this operator needs again; None: all from `Context.first` on.
+
+        It is asked before it is opened, if it goes on from a mark. In the place of each item that it
+        does not need, an error is raised. Where the steps before make one item of one, their functions
+        are not called for such an item.
+        """
+        return None
 
     def branches(self) -> tuple[Chain, ...]:
         """Return other pipelines that run as a part of this operator."""

@@ -6,10 +6,8 @@ computed once for each item, in the thread that pulls.
 
 from __future__ import annotations
 
-import base64
 import math
 import sys
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -27,11 +25,13 @@ from hybridloader.pipeline.operators.base import (
     Context,
     Length,
     Mark,
+    Needed,
     Operator,
     OperatorIterator,
     UpstreamPart,
 )
 from hybridloader.pipeline.operators.collating import SIZE, CollateFn, Collating, check_collation
+from hybridloader.pipeline.operators.packed_numbers import numbers_in, packed, unpacked
 from hybridloader.pipeline.operators.parameters import check_flags, settle_whole
 
 
@@ -89,6 +89,15 @@ class BucketBy(Operator):
             return None
         return [UpstreamPart(None, mark.value[0], epoch, mark.at)]
 
+    def needed(self, context: Context) -> Needed | None:
+        """Return the items that were in a bucket."""
+        saved = context.saved
+        if saved is None or not context.start:
+            return None
+        oldest, taken, text = saved.value
+        held = numbers_in(unpacked(text, self.name))
+        return Needed([oldest + number for number in held], taken)
+
     def length(self, upstream: Length) -> Length:
         return upstream if upstream in (0, INFINITE) else None
 
@@ -137,15 +146,11 @@ class BucketByIterator(OperatorIterator):
         )
         self._held = 0  # bit k: whether item `_oldest` + k is held
         self._again = 0  # number of the first item that did not come before the state was taken
-        self._wanted = (
-            0,
-            0,
-        )  # of those before it: number of the first, and a bit for each that was held
-        saved = context.saved if context.start else None
-        if saved is not None:
-            self._oldest, self._again, text = saved.value
-            self._held = int.from_bytes(zlib.decompress(base64.b64decode(text)), "little")
-            self._taken, self._wanted = self._oldest, (self._oldest, self._held)
+        self._wanted = frozenset[int]()  # numbers of those before it that were held
+        if context.saved is not None and context.needed is not None:
+            self._oldest, self._again, text = context.saved.value
+            self._held = unpacked(text, rules.name)
+            self._taken, self._wanted = self._oldest, frozenset(context.needed.numbers)
         self._log = context.log(self._entry(), lambda _, entry: _told(*entry))
 
     def _entry(self) -> tuple[int, int, int | None]:
@@ -189,10 +194,8 @@ class BucketByIterator(OperatorIterator):
                     continue  # it was raised before
                 raise
             self._taken += 1
-            if number < self._again:
-                first, wanted = self._wanted
-                if not wanted >> (number - first) & 1:
-                    continue
+            if number < self._again and number not in self._wanted:
+                continue
             try:
                 key = rules.key(item)
             except Exception as error:
@@ -226,10 +229,8 @@ class BucketByIterator(OperatorIterator):
 
 def _told(oldest: int, taken: int, held: int | None) -> list[Any] | None:
     """Return the value of a mark: which items of those before number `taken` are held."""
-    if held is None:
-        return None
-    bits = held.to_bytes((held.bit_length() + 7) // 8, "little")
-    return [oldest, taken, base64.b64encode(zlib.compress(bits)).decode()]
+    text = None if held is None else packed(held)
+    return None if text is None else [oldest, taken, text]
 
 
 def _unhashable(key: Any, item: Any) -> TypeError:

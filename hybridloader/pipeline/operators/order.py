@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 import sys
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -17,6 +18,7 @@ from hybridloader.pipeline.operators.base import (
     Context,
     Length,
     Mark,
+    Needed,
     OneForOne,
     Operator,
     OperatorIterator,
@@ -24,6 +26,7 @@ from hybridloader.pipeline.operators.base import (
     Upstream,
     UpstreamPart,
 )
+from hybridloader.pipeline.operators.packed_numbers import bits_of, numbers_in, packed, unpacked
 from hybridloader.pipeline.operators.parameters import SEED, settle_whole
 
 
@@ -61,7 +64,29 @@ class Shuffle(Operator):
     def before(self, n: int, epoch: int, mark: Mark | None) -> Sequence[UpstreamPart] | None:
         if not n:
             return super().before(n, epoch, mark)
-        return None if mark is None else [UpstreamPart(None, mark.value[0], epoch, mark.at)]
+        if mark is None or mark.value is None:
+            return None
+        return [UpstreamPart(None, mark.value[0], epoch, mark.at)]
+
+    def needed(self, context: Context) -> Needed | None:
+        """Return the items that were in the buffer, each at its place there: they are drawn again."""
+        saved = context.saved
+        if saved is None or not context.start:
+            return None
+        oldest, taken, errors, text = saved.value
+        raised = {oldest + number for number in numbers_in(unpacked(text, self.name))}
+        came = [number for number in range(oldest, taken) if number not in raised]
+        first = oldest - errors  # items that came before number `oldest`
+        draw, size, buffer = context.random(self.seed).random, self.buffer_size, list[int]()
+        coming = iter(range(first + len(came)))
+        for _ in range(saved.at - errors - len(raised)):
+            buffer += islice(coming, size - len(buffer))
+            place = int(draw() * len(buffer))
+            last = buffer.pop()
+            if place < len(buffer):
+                buffer[place] = last
+        buffer += coming  # where an error came before the buffer was full
+        return Needed([came[item - first] for item in buffer], taken)
 
     def length(self, upstream: Length) -> Length:
         return upstream
@@ -85,37 +110,34 @@ class ShuffleIterator(OperatorIterator):
         self._buffer: list[tuple[int, Any]] = []  # items with their numbers
         self._ended = False
         self._taken = 0  # items, and errors in their places
-        self._errors: list[int] = []  # numbers of the errors
+        self._errors: list[int] = []  # numbers of the errors, but for the first ones
+        self._errors_before = 0  # number of these
         # From number `_oldest` on, whether the item has left the buffer:
         self._gone: deque[bool] = deque()
         self._oldest = 0  # number of the first item in the buffer, or of the next that comes
         self._again = 0  # number of the first item that did not come before the state was taken
         self._missing: dict[int, int] = {}  # places in the buffer of items that are to come again
-        saved = context.saved if context.start else None
-        if saved is not None:
-            self._restore(saved)
-        self._log = context.log(
-            self._entry(), lambda _, entry: [*entry[:2], self._errors[: entry[2]]]
-        )
+        if context.saved is not None and context.needed is not None:
+            self._restore(context.saved, context.needed.numbers)
+        self._log = context.log(self._entry(), lambda _, entry: self._value(*entry))
 
     def _entry(self) -> tuple[int, int, int]:
         return self._oldest, max(self._taken, self._again), len(self._errors)
 
-    def _restore(self, saved: Mark) -> None:
-        """Draw again all that was given, and note which items of those to come have which place."""
-        oldest, taken, self._errors = saved.value
-        size, draw, numbers = self._size, self._draw, list[int]()
-        errors = set(self._errors)
-        coming = (number for number in range(taken) if number not in errors)
-        for _ in range(saved.at - len(self._errors)):
-            numbers += islice(coming, size - len(numbers))
-            place = int(draw() * len(numbers))
-            last = numbers.pop()
-            if place < len(numbers):
-                numbers[place] = last
-        numbers += coming  # where an error came before the buffer was full
-        self._missing = {number: place for place, number in enumerate(numbers)}
-        self._buffer = [(number, None) for number in numbers]
+    def _value(self, oldest: int, taken: int, count: int) -> list[Any] | None:
+        """Return the value of a mark after the first `count` of the errors in the list."""
+        first = bisect_left(self._errors, oldest, 0, count)
+        text = packed(bits_of(number - oldest for number in self._errors[first:count]))
+        return None if text is None else [oldest, taken, self._errors_before + first, text]
+
+    def _restore(self, saved: Mark, buffer: Collection[int]) -> None:
+        """Note which items of those to come have which place in the buffer."""
+        oldest, taken, self._errors_before, text = saved.value
+        self._errors = [oldest + number for number in numbers_in(unpacked(text, "shuffle"))]
+        for _ in range(saved.at - self._errors_before - len(self._errors)):
+            self._draw()  # as `Shuffle.needed` did
+        self._missing = {number: place for place, number in enumerate(buffer)}
+        self._buffer = [(number, None) for number in buffer]
         self._gone.extend(number not in self._missing for number in range(oldest, taken))
         self._oldest = self._taken = oldest
         self._again = taken

@@ -1,5 +1,6 @@
 """Dropping of items that come a second time when a run is resumed; whoever pulls drops them.
 
+Where only some of the next items are needed again, those between them are left out with their places.
 An error counts as an item, since it was raised in the place of one. Less to drop than was said is an
 error.
 """
@@ -14,11 +15,13 @@ from hybridloader._support.errors import (
     IteratorClosed,
     StateError,
     counts_as_item,
+    is_a,
     no_answer,
 )
 from hybridloader.engine.feed import is_forwarded
 from hybridloader.engine.fetcher import TaskContext
-from hybridloader.pipeline.operators.base import OperatorIterator
+from hybridloader.fetching.on_error.places import not_needed
+from hybridloader.pipeline.operators.base import Needed, OperatorIterator
 
 
 class Dropping(OperatorIterator):
@@ -94,3 +97,39 @@ class Dropping(OperatorIterator):
     def close(self) -> None:
         self._opened = iter(())
         close(self.items)
+
+
+class LeavingOut(OperatorIterator):
+    """Items from number `at` on; errors in the places of those that are not `needed`."""
+
+    def __init__(self, items: Iterator[Any], at: int, needed: Needed) -> None:
+        super().__init__(items)
+        self.items, self._numbers, self._until = items, frozenset(needed.numbers), needed.until
+        # All the mutable state:
+        self._at = at
+        self._opened: Iterator[Any] = iter(())  # what is left of several that came unopened
+
+    def __next__(self) -> Any:
+        if self._at >= self._until:
+            for item in self._opened:
+                return item
+            return self._pull()
+        number = self._at
+        try:
+            item = self._next()
+        except Exception as error:
+            self._at += counts_as_item(error) and not is_a(error, StopIteration)
+            raise
+        self._at += 1
+        if number not in self._numbers:
+            raise not_needed()
+        return item
+
+    def _next(self) -> Any:
+        while True:
+            for item in self._opened:
+                return item
+            item = self._pull()
+            if not is_forwarded(item):
+                return item
+            self._opened = iter(item.open())

@@ -37,7 +37,7 @@ from hybridloader.pipeline.running.plan import (
     lay_out,
     passes_on,
 )
-from hybridloader.pipeline.running.run_position import Counts, cuts_of
+from hybridloader.pipeline.running.run_position import Counts, cuts_of, reader_marks
 from hybridloader.pipeline.running.running_stages import RunningRelay, RunningStages
 from hybridloader.pipeline.running.state import Position, descriptions, ranks_of
 from hybridloader.pipeline.running.validation import chains_in_rows, check
@@ -92,6 +92,8 @@ class Executor:
             self._draw_for(self.plan, first)
         try:
             needed = [] if idle else list(self._needed(self.plan))
+            if resumed is not None:
+                self.stages.resumed = reader_marks(self.plan, resumed.marks)
             for node in sorted(needed, key=_start_order):
                 self.stages.of(node)
         except BaseException:

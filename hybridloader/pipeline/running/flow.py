@@ -10,12 +10,15 @@ from typing import Any
 from hybridloader._support.attributes import close
 from hybridloader._support.errors import (
     IteratorClosed,
+    StateError,
     add_note,
     counts_as_item,
+    described,
     no_answer,
     takes_a_place,
 )
 from hybridloader.devices.pinning import Pinner, Sent
+from hybridloader.engine.dataset_state import ShardStart
 from hybridloader.engine.diagnosis import name_of
 from hybridloader.engine.feed import Feed, TaskBatching, is_forwarded
 from hybridloader.engine.fetcher import TaskContext
@@ -31,6 +34,7 @@ from hybridloader.fetching.outcome import Note
 from hybridloader.observe.stage_metrics import StageMetrics
 from hybridloader.pipeline.operators.base import OperatorIterator
 from hybridloader.pipeline.running.ledger import Ledger
+from hybridloader.pipeline.running.reader_log import ReaderLog, Turn
 
 
 class RelayDepth:
@@ -216,14 +220,36 @@ class ReaderItems(StageIterator):
     """Tasks of one reader that may be under way or wait."""
 
     def __init__(
-        self, stage: Stage, metrics: StageMetrics, budget: ErrorBudget | None = None
+        self,
+        stage: Stage,
+        metrics: StageMetrics,
+        budget: ErrorBudget | None = None,
+        log: ReaderLog | None = None,
+        begins: Turn | None = None,
+        starts: Sequence[ShardStart] = (),
     ) -> None:
         super().__init__(stage, metrics, budget)
+        self._log = log
+        begins = begins or Turn((0,) * metrics.workers)
         # All the mutable state:
         where = _places_of(stage, "reading")
         self._waiting = [ResultQueue(budget, where) for _ in range(metrics.workers)]
-        self._turn = 0
+        self._turn = begins.turn
         self._over = False
+        self._came = list(begins.given)  # items and errors of each reader
+        self._passed = set(begins.ended)  # readers that had ended at their turn
+        self._starts = dict(enumerate(starts))  # of those from which nothing has come yet
+        self.count = self._rereading
+
+    @property
+    def _rereading(self) -> int:
+        """Number of items that readers have yet to read again."""
+        return sum(start.skip - start.position for start in self._starts.copy().values())
+
+    @property
+    def done(self) -> int:
+        """Number of items, of `count`, that were read again."""
+        return self.count - self._rereading
 
     def fewest_at_hand(self, scheduler: Scheduler) -> int | None:
         """Return the reader with the least at hand, None if all have enough."""
@@ -253,9 +279,22 @@ class ReaderItems(StageIterator):
                 raise StopIteration
             others = any(self._waiting) or self._stage.active
             if self._over or (others and self._stage.has_ended(self._turn)):
+                if self._turn not in self._passed:
+                    self._pass_over(self._turn)
                 self._turn = (self._turn + 1) % len(self._waiting)
             else:
                 self._take(wait)
+
+    def _pass_over(self, reader: int) -> None:
+        """Note that a reader had ended at its turn."""
+        self._passed.add(reader)
+        self._starts.pop(reader, None)
+        if self._log is not None:
+            # Without a budget, each entry of these is an item or an error.
+            waiting = [len(each.results) + len(each.between) for each in self._waiting]
+            given = (came - left for came, left in zip(self._came, waiting, strict=True))
+            following = (reader + 1) % len(self._came)
+            self._log.add(Turn(tuple(given), following, frozenset(self._passed)))
 
     def _take(self, wait: bool) -> None:
         try:
@@ -266,12 +305,26 @@ class ReaderItems(StageIterator):
         except Exception as error:
             if not takes_a_place(error):
                 raise
-            self._waiting[self._stage.last.worker].fail(error)
+            worker = self._stage.last.worker
+            start = self._starts.pop(worker, None)
+            if start is not None and start.stateful:  # it is the error that it was opened with
+                raise no_answer(
+                    StateError(
+                        f"stage {self._stage.spec.stage!r}: reader {worker} could not go on from the "
+                        f"state that was saved behind its item {start.position}: {described(error)}"
+                    )
+                ) from error
+            self._waiting[worker].fail(error)
+            self._came[worker] += 1
             self.metrics.items_out += 1
             return
-        worker = self._stage.last.worker
-        notes = self._extras().get("notes", ())
-        self.metrics.items_out += self._waiting[worker].add(results, notes, worker)
+        worker, extras = self._stage.last.worker, self._extras()
+        self._starts.pop(worker, None)
+        came = self._waiting[worker].add(results, extras.get("notes", ()), worker)
+        self._came[worker] += came
+        self.metrics.items_out += came
+        if self._log is not None and "state" in extras:
+            self._log.add_state(worker, self._came[worker], extras["state"])
 
 
 class ReaderTaskSizes(Feed):

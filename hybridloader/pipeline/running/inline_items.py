@@ -11,7 +11,13 @@ from itertools import count
 from typing import Any
 
 from hybridloader._support.attributes import close
-from hybridloader._support.errors import IteratorClosed, counts_as_item, is_a, no_answer
+from hybridloader._support.errors import (
+    IteratorClosed,
+    counts_as_item,
+    is_a,
+    keeps_number,
+    no_answer,
+)
 from hybridloader.engine.fetcher import Abandoned, FollowingContext, TaskContext
 from hybridloader.engine.meter import TaskParts
 from hybridloader.fetching.item_steps import Step
@@ -41,6 +47,8 @@ class InlineItems(OperatorIterator):
         rng: SampleRng | None = None,
         policy: Policy | None = None,
         budget: ErrorBudget | None = None,
+        *,
+        numbered: bool = False,  # items that are not needed again come as errors that have a number
     ) -> None:
         super().__init__(items)
         self._stage, self._left, self._budget = stage, left, budget
@@ -48,7 +56,10 @@ class InlineItems(OperatorIterator):
         self.context = context = FollowingContext(left, rng)  # counts what was retried
         if rng is not None:
             # The item first: where there is none, no number is used up.
-            pairs = zip(items, count(rng.take(0)), strict=False)
+            numbers = count(rng.take(0))
+            pairs: Iterator[Any] = zip(items, numbers, strict=False)
+            if numbered:
+                pairs = _Pairs(items, numbers)
             self._pull = map(numbered_item, pairs).__next__
             policy = seeded(policy, rng, item_key)
         if step.concurrency:
@@ -148,6 +159,21 @@ class InlineItems(OperatorIterator):
         if self.coroutines is not None:
             self.coroutines.close()
         close(self._items)
+
+
+class _Pairs(Iterator[Any]):
+    """Pairs of an item and its number, which an item that is not needed again has, too."""
+
+    def __init__(self, items: Iterator[Any], numbers: Iterator[int]) -> None:
+        self._items, self._numbers = items, numbers
+
+    def __next__(self) -> tuple[Any, int]:
+        try:
+            return next(self._items), next(self._numbers)
+        except Exception as error:
+            if keeps_number(error):
+                next(self._numbers)
+            raise
 
 
 class LoggedItems(OperatorIterator):

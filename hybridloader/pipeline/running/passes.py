@@ -21,8 +21,8 @@ from hybridloader.engine.fetcher import TaskContext
 from hybridloader.engine.relay import Relay
 from hybridloader.fetching.on_error.error_budget import Skipped
 from hybridloader.observe.stage_trace import LocalSlices
-from hybridloader.pipeline.operators.base import Chain, Mark, Operator, Upstream
-from hybridloader.pipeline.running.dropping import Dropping
+from hybridloader.pipeline.operators.base import Chain, Mark, Needed, Operator, Upstream
+from hybridloader.pipeline.running.dropping import Dropping, LeavingOut
 from hybridloader.pipeline.running.executor import Executor
 from hybridloader.pipeline.running.flow import (
     GeneratorItems,
@@ -44,9 +44,11 @@ from hybridloader.pipeline.running.plan import (
     RelayNode,
     WorkerNode,
 )
+from hybridloader.pipeline.running.reader_log import ReaderLog, Turn, starts_of
 from hybridloader.pipeline.running.run_position import RunPosition, before, one_by_one
 
 if TYPE_CHECKING:
+    from hybridloader.engine.dataset_state import ShardStart
     from hybridloader.engine.refresh import Change
     from hybridloader.fetching.on_error.error_budget import ErrorBudget
     from hybridloader.pipeline.running.running_stages import RunningStage
@@ -59,6 +61,8 @@ class Offset(NamedTuple):
     """Items before that place."""
     slack: int = 0
     """Number of these that need not be there; see `Dropping`."""
+    needed: Needed | None = None
+    """Items from that place on that a resumed run needs; None: all."""
 
 
 NodeOpener = Generator[tuple[int, Offset], Iterator[Any], Iterator[Any]]
@@ -118,6 +122,13 @@ class ChainPass:
         self.position.droppings.append(dropping)
         return dropping
 
+    def _begun(
+        self, items: Iterator[Any], first: Offset, start: Offset, name: str
+    ) -> Iterator[Any]:
+        """Return `items` from `start` on, without the `first` ones and those that are not needed."""
+        items = self.drop(items, first, name)
+        return items if start.needed is None else LeavingOut(items, start.items, start.needed)
+
     def _open(self, at: int, start: Offset) -> Iterator[Any]:
         """Open the nodes up to number `at`, to go on after the first items.
 
@@ -146,18 +157,23 @@ class ChainPass:
         if isinstance(node, RelayNode):
             items = yield at - 1, start
             return self._open_relay(node, at, items)
-        point = self.position.point(node, start.items, self.epoch) if start.items else Point(0, 0)
         if isinstance(node, WorkerNode) and node.reads:
-            return self.drop(self._open_readers(node), start, node.name)
+            items, begins_at = self._open_readers(node, start.items)
+            first = Offset(start.items - begins_at, start.slack)
+            return self._begun(items, first, start, node.name)
+        point = self.position.point(node, start.items, self.epoch) if start.items else Point(0, 0)
         begins = point or Point(0, 0)
         # What is sure to be there behind the node was sure to be there before it.
         before = Offset(begins.taken, start.slack if begins.given == start.items else 0)
+        if one_by_one(node, raised=bool(self.position.start.raised)):
+            before, start = before._replace(needed=start.needed), start._replace(needed=None)
         if isinstance(node, WorkerNode):
             items = yield from self._open_stage(node, at, begins, before)
         else:
             items = yield at - 1, before
-            items = self._open_inline(node, items, begins)
-        return self.drop(items, Offset(start.items - begins.given, start.slack), node.name)
+            items = self._open_inline(node, items, begins, numbered=before.needed is not None)
+        first = Offset(start.items - begins.given, start.slack)
+        return self._begun(items, first, start, node.name)
 
     def _ledger(self, node: InlineNode | WorkerNode, begins: Point) -> Ledger | None:
         """Return the ledger of a node; None if it gives one item for each that it takes."""
@@ -181,6 +197,12 @@ class ChainPass:
             dropped = Offset(start.items - marked.given, start.slack)
         first = Offset(marked.start) if marked is not None else _offset_before(operator, begins)
         context = OperatorContext(self, node, begins, saved if parts is not None else None, first)
+        if marked is not None:
+            context.needed = operator.needed(context)
+            first = first._replace(needed=context.needed)
+        elif start.needed is not None and at and parts is not None and _selects(operator):
+            first = first._replace(needed=_needed_before(operator, start.needed))
+            start = start._replace(needed=None)
         begins = first
         if operator.begins_itself:
             items = operator.begin(self._upstream(at, begins), context)
@@ -195,7 +217,7 @@ class ChainPass:
             items = SourceItems(items, self.left, rows=self._in_rows)
         elif isinstance(items, GeneratorType):
             items = GeneratorItems(items, node.name)
-        return self.drop(items, dropped, node.name)
+        return self._begun(items, dropped, start, node.name)
 
     def _upstream(self, at: int, begins: Offset) -> Upstream:
         """Return what gives the operator at number `at` its passes over the nodes before it."""
@@ -212,7 +234,9 @@ class ChainPass:
 
         return upstream
 
-    def _open_inline(self, node: InlineNode, items: Iterator[Any], begins: Point) -> Iterator[Any]:
+    def _open_inline(
+        self, node: InlineNode, items: Iterator[Any], begins: Point, *, numbered: bool
+    ) -> Iterator[Any]:
         stages, policy = self.executor.stages, node.placement.on_error
         init_fn = node.placement.worker_init_fn
         if init_fn is not None and node.path not in self.executor.initialised:
@@ -226,7 +250,14 @@ class ChainPass:
             budget = stages.error_budget(node, work.name, self.epoch, gaps=self._in_rows)
             try:
                 found = InlineItems(
-                    items, work.step(), work.name, self.left, sample_rng, policy, budget
+                    items,
+                    work.step(),
+                    work.name,
+                    self.left,
+                    sample_rng,
+                    policy,
+                    budget,
+                    numbered=numbered,
                 )
                 self.executor.add_inline(node.path, number, found.context)
                 if found.coroutines is not None:
@@ -253,7 +284,9 @@ class ChainPass:
             prepare=one_thread_on_this_thread if pinner is None else pinner.prepare,
             start=False,
         )
-        stage = items.items if isinstance(items, Dropping) else items
+        stage = items
+        while isinstance(stage, (Dropping, LeavingOut)):
+            stage = stage.items
         if isinstance(stage, (StageItems, ReaderItems)):
             stage.metrics.behind = relay.queue
         running = executor.add_relay(node, self.plan.nodes[:at], relay)
@@ -275,12 +308,32 @@ class ChainPass:
         budget = stages.error_budget(node, node.name, self.epoch, gaps=self._in_rows)
         return stage, changes, budget
 
-    def _open_readers(self, node: WorkerNode) -> Iterator[Any]:
+    def _open_readers(self, node: WorkerNode, count: int) -> tuple[Iterator[Any], int]:
+        """Begin the readers to go on after `count` items; return how many of these they leave out."""
         stage, changes, budget = self._stage(node)
+        mark, stage.resumes = stage.resumes, None
+        begins = Turn((0,) * node.placement.num_workers)
+        starts: tuple[ShardStart, ...] = ()
+        if mark is not None:
+            if mark.epoch != self.epoch or mark.at > count:
+                raise no_answer(
+                    StateError(
+                        f"stage {node.name!r}: the state is behind item {mark.at} of pass {mark.epoch}, "
+                        f"and item {count} of pass {self.epoch} is wanted; begin the epoch anew"
+                    )
+                )
+            begins, starts = starts_of(mark, node.name)
+        log = None
+        if budget is None:  # else readers leave out items, which have no numbers
+            log = ReaderLog(self.epoch, begins, starts)
+            self.position.keep(node, log)
         stage.counter.begin(self.epoch)
-        stage.readers = ReaderItems(stage.stage, stage.metrics, budget)
-        stage.readers.begin(ReaderTaskSizes(), changes)
-        return stage.readers
+        readers = ReaderItems(stage.stage, stage.metrics, budget, log, begins, starts)
+        stage.readers = readers
+        if readers.count:
+            self.position.droppings.append(readers)
+        readers.begin(ReaderTaskSizes(), changes)
+        return readers, sum(begins.given)
 
     def _open_stage(self, node: WorkerNode, at: int, begins: Point, before: Offset) -> NodeOpener:
         placement = node.placement
@@ -332,6 +385,7 @@ class OperatorContext:
         self._pass, self._node, self._begins = of, node, begins
         self.epoch, self.shared, self.start, self.saved = of.epoch, of.shared, begins.items, saved
         self.first = first.items
+        self.needed: Needed | None = None
         executor = of.executor
         self.seed = executor.seed if executor.seeded else None
         self.run_seed = executor.seed
@@ -378,16 +432,34 @@ class OperatorContext:
         log.add(Skipped(shown, error, "", None, node.name, self.epoch), node.path, self._skipped)
 
     def drop(self, items: Iterator[Any], at: int) -> Iterator[Any]:
-        start, slack = self._begins
+        start, slack = self._begins.items, self._begins.slack
         return self._pass.drop(items, Offset(start - at, slack), self._node.name)
 
 
 def _offset_before(operator: Operator, begins: Offset) -> Offset:
     """Return the offset of what is before `operator` if that begins at `begins`."""
-    items, slack = begins
+    items, slack = begins.items, begins.slack
     start = operator.seek(items) if items else 0
     if not start:
         return Offset(0, slack)  # it may have several passes, and begin them itself
     certain = items - slack  # items that are there for sure
     least = (operator.seek(certain - 1) or 0) + 1 if certain > 1 else min(certain, 1)
     return Offset(start, start - least)
+
+
+def _selects(operator: Operator) -> bool:
+    """Tell whether each item of `operator` is one of those before it, and `seek` says which."""
+    return (
+        operator.keeps_count
+        and not operator.branches()
+        and not operator.begins_itself
+        and type(operator).before is Operator.before
+        and operator.seek(1) is not None
+    )
+
+
+def _needed_before(operator: Operator, needed: Needed) -> Needed:
+    """Return which items an operator that selects needs, to give those that are needed of it."""
+    numbers = (operator.seek(number + 1) for number in needed.numbers)
+    until = operator.seek(needed.until) or 0
+    return Needed({number - 1 for number in numbers if number is not None}, until)

@@ -25,12 +25,14 @@ from hybridloader.pipeline.running.plan import (
     OperatorNode,
     Path,
     RelayNode,
+    WorkerNode,
 )
 from hybridloader.pipeline.running.state import Position
 from hybridloader.seeding.sample_seeds import SampleSeeding
 
 if TYPE_CHECKING:
     from hybridloader.pipeline.running.dropping import Dropping
+    from hybridloader.pipeline.running.flow import ReaderItems
 
 _MOST = 256
 """Marks that are kept at least before those are looked for that nobody will want any more."""
@@ -96,7 +98,7 @@ class RunPosition:
         # All the mutable state. One thread counts, errors first:
         self.given, self.raised = self.start
         self.finished = False  # that it ended was told
-        self.droppings: list[Dropping] = []
+        self.droppings: list[Dropping | ReaderItems] = []
         # And under the lock, which the handler of a signal may take again to save a state:
         self._lock = threading.RLock()
         # By the path of the node, and each pass, in the order of these:
@@ -210,7 +212,11 @@ class RunPosition:
         """Yield the operators of a chain that have marks, from its end on, behind `n` of its items."""
         for node in reversed(plan.nodes):
             if not isinstance(node, OperatorNode):
-                if n and not one_by_one(node, raised=raised):
+                if isinstance(node, WorkerNode) and node.reads:
+                    stop = self._stop(node, n, epoch, replayed)
+                    if stop is not None:
+                        yield stop
+                elif n and not one_by_one(node, raised=raised):
                     stop = self._stop(node, n, epoch, replayed)
                     if stop is None or seeds_by_number(node, raised=raised):
                         n, replayed = 0, True
@@ -319,6 +325,16 @@ def spans_of(marks: Mapping[str, Mark]) -> Spans:
             place = tuple(int(part) for part in path.split(".") if part)
             found.setdefault(place, []).append((int(first), int(last), mark))
     return found
+
+
+def reader_marks(plan: ChainPlan, marks: Mapping[str, Mark]) -> dict[Path, Mark]:
+    """Return the marks of readers, by the path of their node, where there is something to resume."""
+    return {
+        node.path: marks[name]
+        for node in plan.all_nodes
+        if isinstance(node, WorkerNode) and node.reads and (name := _name_of(node)) in marks
+        if marks[name].at
+    }
 
 
 def cuts_of(marks: Mapping[str, Mark]) -> dict[Path, set[int]]:

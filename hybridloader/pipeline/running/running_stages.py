@@ -30,8 +30,10 @@ from hybridloader.observe.stage_measures import StageMeasures, metering_of
 from hybridloader.observe.stage_metrics import StageMetrics
 from hybridloader.observe.stage_trace import StageTrace, skipped_in, traced_metering
 from hybridloader.observe.tracing import Trace, TracedWaits
+from hybridloader.pipeline.operators.base import Mark
 from hybridloader.pipeline.running.flow import ReaderItems, RelayDepth, StageItems
 from hybridloader.pipeline.running.plan import InlineNode, Node, Path, RelayNode, WorkerNode
+from hybridloader.pipeline.running.reader_log import starts_of
 from hybridloader.seeding.sample_seeds import Origin, SampleSeeding, origin_of
 
 if TYPE_CHECKING:
@@ -56,6 +58,8 @@ class RunningStage:
         self.watch = None if dataset is None else DatasetChanges(dataset)
         self.readers: ReaderItems | None = None
         self.begun = False
+        self.resumes: Mark | None = None
+        """Mark from which the readers of the first pass begin."""
 
 
 class RunningRelay:
@@ -97,6 +101,8 @@ class RunningStages(dict[Path, RunningStage]):
         # All the other mutable state:
         self.failure_log = FailureLog()  # of what was skipped
         self.locks: dict[Path, PageLocks] = {}  # where a device reads what a node gives, as it is
+        # Marks of readers from which their stage begins its first pass:
+        self.resumed: dict[Path, Mark] = {}
 
     def of(self, node: WorkerNode) -> RunningStage:
         """Return the stage of `node`, started if it does not run."""
@@ -151,6 +157,7 @@ class RunningStages(dict[Path, RunningStage]):
         if isinstance(measures, StageTrace):
             measures.follow(stage)
         running = self[path] = RunningStage(node, stage, metrics, measures, dataset, counter)
+        running.resumes = self.resumed.pop(path, None)
         self._check_open(stage)  # whoever closed it meanwhile may not have seen this one
         return running
 
@@ -174,6 +181,7 @@ class RunningStages(dict[Path, RunningStage]):
         if node.reads:
             source = node.works[0].step().function
             warn_of_few_shards(source, placement.num_workers, node.name)
+        mark = self.resumed.get(node.path)
         generator = random.Random(f"{self._seed}/workers/{node.path}")
         threads = node.backend.in_process and not node.backend.in_caller
         seeding = self._origin(node, range(len(node.works)), threads=threads)
@@ -185,6 +193,7 @@ class RunningStages(dict[Path, RunningStage]):
             base_seed=generator.getrandbits(62),
             init_fn=placement.worker_init_fn,
             seeding=seeding,
+            starts=() if mark is None else starts_of(mark, node.name)[1],
             metering=metering if self._trace is None else traced_metering(metering),
         )
 

@@ -24,7 +24,7 @@ from hybridloader._support.state_schema import (
 )
 from hybridloader.pipeline.operators.base import INFINITE, Chain, Mark, steps_in
 
-VERSION = 2
+VERSION = 3
 """Version of states; it changes with the meaning of a field, and with the order that a seed gives."""
 
 KIND = "pipeline"

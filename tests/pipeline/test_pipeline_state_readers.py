@@ -1,0 +1,189 @@
+"""Several readers go on where each of them was: from the state of what it reads, or by reading again."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.random_pipelines import events, saved
+
+from hybridloader import Pipeline, get_worker_info
+from hybridloader._support.errors import StateError
+
+reads = 0
+lock = threading.Lock()
+
+
+def counted(item: Any) -> Any:
+    global reads
+    with lock:
+        reads += 1
+    if item % 100 == 13:
+        raise ArithmeticError(str(item))
+    return item
+
+
+class Part:
+    """Iterator over the part of this reader; its state is how far it is."""
+
+    def __init__(self, sizes: list[int], at: int = 0) -> None:
+        info: Any = get_worker_info()
+        self.first, self.size, self.at = 1000 * info.id, sizes[info.id % len(sizes)], at
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self.at >= self.size:
+            raise StopIteration
+        self.at += 1
+        return counted(self.first + self.at)
+
+
+class StatefulPart(Part):
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+class Source:
+    """Iterable whose iterator has a state, or none."""
+
+    def __init__(self, sizes: list[int], kind: Any) -> None:
+        self.sizes, self.kind = sizes, kind
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.kind(self.sizes))
+
+
+class StatefulSource:
+    """Iterable with a state of its own."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.sizes, self.at = sizes, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        part = Part(self.sizes, self.at)
+        for item in _items(part):
+            self.at = part.at
+            yield item
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+def _items(part: Part) -> Iterator[Any]:
+    while True:
+        try:
+            yield next(part)
+        except StopIteration:
+            return
+        except ArithmeticError:
+            yield -part.at
+
+
+KINDS: dict[str, Any] = {
+    "no state": lambda sizes: Source(sizes, Part),
+    "on the iterator": lambda sizes: Source(sizes, StatefulPart),
+    "on the object": StatefulSource,
+    "of a function": lambda sizes: lambda: StatefulPart(sizes),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(deadline=None, max_examples=12)
+@given(
+    st.lists(st.integers(0, 40), min_size=3, max_size=3),
+    st.lists(st.integers(0, 60), min_size=2, max_size=2),
+    st.sampled_from(["threads", "inline"]),
+    st.sampled_from([{}, {"seeding": "sample"}]),
+    st.booleans(),
+)
+def test_readers_go_on_at_every_place(
+    kind: str, sizes: list[int], stops: list[int], backend: str, seeding: Any, more: bool
+) -> None:
+    global reads
+
+    def make(backend: str) -> Pipeline:
+        source = KINDS[kind](sizes)
+        pipe = Pipeline.from_iterable(
+            source, backend=backend, num_workers=3, name="read", **seeding
+        )
+        return (
+            pipe.filter(lambda item: item % 7 != 0).repeat(2).batch(2, collate_fn=list)
+            if more
+            else pipe
+        )
+
+    whole = events(make("threads").run(seed=1))
+    found, state = [], None
+    for stop in stops:
+        with make(backend).run(**({"seed": 1} if state is None else {"state": state})) as run:
+            found += events(run, stop)
+            state = saved(run)
+    reads = 0
+    with make("threads").run(state=state) as run:
+        found += events(run)
+    assert found == whole
+    if kind != "no state" and not more:
+        # A reader reads some items at a time, up to 16 of which were not given.
+        assert reads <= len(whole) - min(len(whole), sum(stops)) + 3 * 32
+
+
+@pytest.mark.parametrize("backend", ["fork", pytest.param("spawn", marks=pytest.mark.full)])
+def test_readers_in_processes_go_on(backend: str) -> None:
+    def make() -> Pipeline:
+        return Pipeline.from_iterable(
+            Source([30, 5, 20], StatefulPart), backend=backend, num_workers=3
+        )
+
+    with make().run() as run:
+        events(run, 25)
+        state, rest = saved(run), events(run)
+    assert state["marks"][":0-0"]["value"]["readers"][1] == [5, True, None]
+    with make().run(state=state) as run:
+        assert events(run) == rest
+
+
+class Refusing(StatefulPart):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise KeyError("at")
+
+
+def test_a_state_that_is_refused_ends_the_run() -> None:
+    def make(kind: Any) -> Pipeline:
+        return Pipeline.from_iterable(
+            Source([30, 30], kind), backend="threads", num_workers=2, name="read"
+        )
+
+    with make(StatefulPart).run() as run:
+        events(run, 40)
+        state = saved(run)
+    with (
+        make(Refusing).run(state=state) as run,
+        pytest.raises(StateError, match="reader 0 could not"),
+    ):
+        next(run)
+
+
+def test_reading_again_is_told() -> None:
+    pipe = Pipeline.from_iterable(Source([30, 30], Part), backend="threads", num_workers=2)
+    with pipe.run() as run:
+        events(run, 21)
+        state = saved(run)
+    with pipe.run(state=state) as run:
+        told = run.resuming
+        assert told is not None
+        assert told[1] == 21
+        events(run)
+        assert run.resuming is None
