@@ -21,7 +21,7 @@ from hybridloader.engine.messages import Done, Event, Ready, Task, WorkerSpec
 from hybridloader.engine.payload import ByReference
 from hybridloader.engine.reorder import TASKS
 from hybridloader.engine.stage import Stage
-from hybridloader.observe.stage_metrics import StageMetrics
+from hybridloader.engine.stage_flow import StageFlow
 from hybridloader.testing import Call, FakeClock, Gate, ScriptedBackend, ScriptedCrew
 
 
@@ -181,7 +181,7 @@ def test_buffer_bytes_is_never_passed_by_more_than_the_first_results(
 ) -> None:
     sizes.insert(0, max(sizes))  # so that what is under way is never underestimated
     limit = data.draw(st.integers(1, 6000))
-    metrics = StageMetrics(workers, buffer_bytes=limit)
+    metrics = StageFlow(workers, buffer_bytes=limit)
     todo, under_way, waiting = list(enumerate(sizes)), list[int](), list[int]()
     while todo or under_way or waiting:
         moves = []
@@ -214,7 +214,7 @@ class Sized:
 
 
 def test_a_large_item_among_small_ones_counts_as_large() -> None:
-    metrics = StageMetrics(1, buffer_bytes=4000)
+    metrics = StageFlow(1, buffer_bytes=4000)
     metrics.sent(0, ["item"] * 4)
     metrics.came(Done(0, 0, ByReference([Sized(1000), Sized(0), Sized(0), Sized(0)])))
     metrics.left(0)

@@ -20,7 +20,7 @@ from hybridloader.engine.contract import Crew
 from hybridloader.engine.feed import MOST, TASK_SECONDS, TaskBatching
 from hybridloader.engine.messages import Done, Failed, Task
 from hybridloader.engine.payload import ByReference
-from hybridloader.observe.stage_metrics import StageMetrics
+from hybridloader.engine.stage_flow import StageFlow
 from hybridloader.testing import FakeClock, Gate
 
 KINDS = ("inline", "threads", "fork", "shared-memory")
@@ -320,7 +320,7 @@ def test_seconds_without_work_are_starved_or_blocked(
     moves: list[tuple[float, int, bool]],
 ) -> None:
     clock = FakeClock(100.0)
-    metrics = StageMetrics(3, clock=clock)
+    metrics = StageFlow(3, clock=clock)
     busy = starved = elapsed = 0.0
     idle, starving = 3, True
     metrics.idle(3, starved=True)
@@ -344,7 +344,7 @@ def test_seconds_without_work_are_starved_or_blocked(
 
 
 def test_room_of_a_prefetch_alone() -> None:
-    metrics = StageMetrics(4, prefetch=3)
+    metrics = StageFlow(4, prefetch=3)
     assert metrics.room() == 3
     metrics.sent(0, ["a", "b"])
     assert metrics.room() == 1
@@ -357,7 +357,7 @@ def test_room_of_a_prefetch_alone() -> None:
 
 
 def test_room_counts_items_and_bytes_and_what_failed() -> None:
-    metrics = StageMetrics(2, prefetch=10, buffer_bytes=1000)
+    metrics = StageFlow(2, prefetch=10, buffer_bytes=1000)
     assert metrics.room() == 2  # for each worker one, until a size is known
     metrics.sent(0, ["a"])
     assert metrics.room() == 1

@@ -28,7 +28,7 @@ from hybridloader.fetching.on_error.error_budget import ErrorBudget
 from hybridloader.fetching.on_error.places import LeftOut, alike
 from hybridloader.fetching.on_error.result_queue import ResultQueue
 from hybridloader.fetching.outcome import Note
-from hybridloader.observe.stage_metrics import StageMetrics
+from hybridloader.engine.stage_flow import StageFlow
 from hybridloader.pipeline.operators.base import OperatorIterator
 from hybridloader.pipeline.running.ledger import Ledger
 
@@ -61,7 +61,7 @@ _NONE: Mapping[str, Any] = {}
 class StageIterator(Iterator[Any]):
     """Base of the iterators over the results of one stage in one pass."""
 
-    def __init__(self, stage: Stage, metrics: StageMetrics, budget: ErrorBudget | None) -> None:
+    def __init__(self, stage: Stage, metrics: StageFlow, budget: ErrorBudget | None) -> None:
         self._stage, self.metrics, self._budget = stage, metrics, budget
         self._epoch = 0
 
@@ -108,7 +108,7 @@ class StageItems(StageIterator):
     def __init__(
         self,
         stage: Stage,
-        metrics: StageMetrics,
+        metrics: StageFlow,
         items: Iterator[Any],
         batching: TaskBatching,
         budget: ErrorBudget | None = None,
@@ -216,7 +216,7 @@ class ReaderItems(StageIterator):
     """Tasks of one reader that may be under way or wait."""
 
     def __init__(
-        self, stage: Stage, metrics: StageMetrics, budget: ErrorBudget | None = None
+        self, stage: Stage, metrics: StageFlow, budget: ErrorBudget | None = None
     ) -> None:
         super().__init__(stage, metrics, budget)
         # All the mutable state:

@@ -27,7 +27,7 @@ from hybridloader.fetching.item_steps import WorkFetch
 from hybridloader.fetching.on_error.error_budget import ErrorBudget, FailureLog
 from hybridloader.fetching.readers import ReadersFetch
 from hybridloader.observe.stage_measures import StageMeasures, metering_of
-from hybridloader.observe.stage_metrics import StageMetrics
+from hybridloader.engine.stage_flow import StageFlow
 from hybridloader.observe.stage_trace import StageTrace, skipped_in, traced_metering
 from hybridloader.observe.tracing import Trace, TracedWaits
 from hybridloader.pipeline.running.flow import ReaderItems, RelayDepth, StageItems
@@ -46,7 +46,7 @@ class RunningStage:
         self,
         node: WorkerNode,
         stage: Stage,
-        metrics: StageMetrics,
+        metrics: StageFlow,
         measures: StageMeasures,
         dataset: Any,
         counter: ItemCounter,
@@ -108,7 +108,7 @@ class RunningStages(dict[Path, RunningStage]):
         metrics = (
             found.metrics
             if found is not None
-            else StageMetrics(
+            else StageFlow(
                 placement.num_workers,
                 prefetch=placement.prefetch,
                 buffer_bytes=placement.buffer_bytes,
@@ -161,7 +161,7 @@ class RunningStages(dict[Path, RunningStage]):
                 stage.close()
             raise no_answer(IteratorClosed("the pipeline was closed"))
 
-    def _measures(self, node: WorkerNode, fetch: Fetch, metrics: StageMetrics) -> StageMeasures:
+    def _measures(self, node: WorkerNode, fetch: Fetch, metrics: StageFlow) -> StageMeasures:
         workers, trace = node.placement.num_workers, self._trace
         of_the_stage = node.backend, fetch, workers, node.placement.at_hand * workers
         if trace is None:

@@ -18,7 +18,7 @@ from hybridloader.engine.payload import ByReference, Payload
 from hybridloader.engine.relay import REMEMBERED, RelayQueue
 
 
-class StageMetrics:
+class StageFlow:
     """Metrics of one stage, and its `FlowControl`; for `prefetch` and `buffer_bytes` see `Placement`.
 
     Each item under way counts as many bytes as the largest result until then; until there is one, only
