@@ -54,8 +54,8 @@ from hybridloader.loader.pin_thread import PinThread
 from hybridloader.loader.plan import LoaderPlan
 from hybridloader.loader.progress import Progress, Results
 from hybridloader.loader.refill import FullBatches
-from hybridloader.observe.loop_waits import LoopWaits
 from hybridloader.observe.stats import Stats
+from hybridloader.observe.thread_times import LoopWaits
 from hybridloader.observe.tracing import running_trace
 from hybridloader.observe.watching import running_watch
 from hybridloader.records.large import hint_at_large_container

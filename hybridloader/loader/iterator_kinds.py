@@ -8,8 +8,8 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from hybridloader.loader.iterator import LoaderIterator
 from hybridloader.loader.plan import LoaderPlan
+from hybridloader.observe.headroom import running_reuse
 from hybridloader.observe.reporting import Observe
-from hybridloader.observe.reuse import running_reuse
 
 
 def iterator_of(loader: Any, plan: LoaderPlan) -> _BaseDataLoaderIter:

@@ -20,13 +20,11 @@ from hybridloader.engine.relay import RelayQueue
 from hybridloader.engine.stage import Stage
 from hybridloader.fetching.on_error.error_budget import ErrorBudget
 from hybridloader.loader.progress import Progress
-from hybridloader.observe.loop_waits import LoopWaits
 from hybridloader.observe.recording import LoopRecord, Recording, StageRecord
-from hybridloader.observe.source_times import SourceTimes
 from hybridloader.observe.stage_measures import StageMeasures, metering_of
 from hybridloader.observe.stage_trace import StageTrace, trace_loop, trace_relay, traced_metering
 from hybridloader.observe.stats import Stats, stats_of
-from hybridloader.observe.thread_records import TimedPulls, record_of_relay
+from hybridloader.observe.thread_times import LoopWaits, SourceTimes, TimedPulls, record_of_relay
 from hybridloader.observe.tracing import Trace, TracedWaits
 
 SAMPLER = "sampler"

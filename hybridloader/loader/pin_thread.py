@@ -37,7 +37,7 @@ from hybridloader.engine.refresh import Change
 from hybridloader.engine.relay import Relay
 from hybridloader.engine.stage import Stage
 from hybridloader.loader.observation import Observation
-from hybridloader.observe.thread_records import TimedPulls
+from hybridloader.observe.thread_times import TimedPulls
 
 
 class _QueuedResult(NamedTuple):

@@ -21,7 +21,7 @@ from hybridloader.engine.messages import Done, Result
 from hybridloader.engine.meter import MEASURES, Measures, Metering
 from hybridloader.engine.payload import ByReference, Payload
 from hybridloader.engine.relay import REMEMBERED
-from hybridloader.observe.attribution import length
+from hybridloader.observe.figures import length
 from hybridloader.observe.recording import CoroutineUse, Faults, Span, StageRecord, Wait
 
 _SLOW = 1e-4

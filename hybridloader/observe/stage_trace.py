@@ -15,9 +15,9 @@ from hybridloader.engine.relay import RelayQueue
 from hybridloader.engine.slices import LONG, SEEN, TASK, TASKS, Slices, Told
 from hybridloader.engine.stage import Stage
 from hybridloader.fetching.on_error.error_budget import Skipped
-from hybridloader.observe.loop_waits import BRIEF, LoopWaits
 from hybridloader.observe.stage_measures import StageMeasures
-from hybridloader.observe.trace_format import LOOP, TAKEN, Track
+from hybridloader.observe.thread_times import BRIEF, LoopWaits
+from hybridloader.observe.trace_files import LOOP, TAKEN, Track
 from hybridloader.observe.tracing import SLICES, Trace, TracedWaits
 
 _COUNTED = 1e-3

@@ -25,7 +25,7 @@ from hybridloader.loader.record import record_of
 
 OURS = tuple(str(Path(str(package.__file__)).parent) for package in (hybridloader, backends))
 SIZE, FIRST, BATCHES = 4, 100, 200
-OBSERVERS = ("meter.", "stage_measures.", "source_times.", "observation.", "cores.")
+OBSERVERS = ("meter.", "stage_measures.", "thread_times.", "observation.", "cores.")
 """Modules that only observe."""
 
 
@@ -154,7 +154,7 @@ def test_a_batch_of_a_pipeline_costs_no_call_for_being_observed(where: dict[str,
                 next(run)
         finally:
             sys.setprofile(before)
-    assert not [name for name in calls if name.startswith((*OBSERVERS, "loop_waits."))], str(calls)
+    assert not [name for name in calls if name.startswith(OBSERVERS)], str(calls)
     if not where:  # all is done on this thread
         assert calls.a_batch() <= 6 * SIZE + 8, str(calls)
 

@@ -23,8 +23,8 @@ from hybridloader.devices.pinning import Pinner
 from hybridloader.engine.contract import CLOSING
 from hybridloader.engine.fetcher import TaskContext
 from hybridloader.engine.relay import Relay
-from hybridloader.observe.loop_waits import LoopWaits
 from hybridloader.observe.stage_trace import trace_loop, trace_relay
+from hybridloader.observe.thread_times import LoopWaits
 from hybridloader.observe.tracing import running_trace
 from hybridloader.pipeline.operators.base import Chain, Mark
 from hybridloader.pipeline.running.plan import (

@@ -23,12 +23,12 @@ from hybridloader.engine.refresh import Change
 from hybridloader.engine.relay import Relay
 from hybridloader.engine.scheduler import Scheduler
 from hybridloader.engine.stage import Stage
+from hybridloader.engine.stage_flow import StageFlow
 from hybridloader.engine.states import ACTIVE
 from hybridloader.fetching.on_error.error_budget import ErrorBudget
 from hybridloader.fetching.on_error.places import LeftOut, alike
 from hybridloader.fetching.on_error.result_queue import ResultQueue
 from hybridloader.fetching.outcome import Note
-from hybridloader.engine.stage_flow import StageFlow
 from hybridloader.pipeline.operators.base import OperatorIterator
 from hybridloader.pipeline.running.ledger import Ledger
 
@@ -215,9 +215,7 @@ class ReaderItems(StageIterator):
     AT_HAND = 2
     """Tasks of one reader that may be under way or wait."""
 
-    def __init__(
-        self, stage: Stage, metrics: StageFlow, budget: ErrorBudget | None = None
-    ) -> None:
+    def __init__(self, stage: Stage, metrics: StageFlow, budget: ErrorBudget | None = None) -> None:
         super().__init__(stage, metrics, budget)
         # All the mutable state:
         where = _places_of(stage, "reading")

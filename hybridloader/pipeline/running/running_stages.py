@@ -23,11 +23,11 @@ from hybridloader.engine.relay import Relay
 from hybridloader.engine.reorder import ReorderLimit
 from hybridloader.engine.scheduler import Scheduler, least_busy
 from hybridloader.engine.stage import Stage
+from hybridloader.engine.stage_flow import StageFlow
 from hybridloader.fetching.item_steps import WorkFetch
 from hybridloader.fetching.on_error.error_budget import ErrorBudget, FailureLog
 from hybridloader.fetching.readers import ReadersFetch
 from hybridloader.observe.stage_measures import StageMeasures, metering_of
-from hybridloader.engine.stage_flow import StageFlow
 from hybridloader.observe.stage_trace import StageTrace, skipped_in, traced_metering
 from hybridloader.observe.tracing import Trace, TracedWaits
 from hybridloader.pipeline.running.flow import ReaderItems, RelayDepth, StageItems

@@ -10,7 +10,7 @@ from hybridloader._support.gil import turn_at_gil
 from hybridloader.engine.diagnosis import workers_table
 from hybridloader.observe.recording import CoroutineUse, Faults, Recording, StageRecord
 from hybridloader.observe.stats import Stats, stats_of
-from hybridloader.observe.thread_records import record_of_caller, record_of_relay
+from hybridloader.observe.thread_times import record_of_caller, record_of_relay
 from hybridloader.pipeline.running.plan import InlineNode, Node, OperatorNode, RelayNode, WorkerNode
 
 if TYPE_CHECKING:
