@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,6 +33,7 @@ class LoopWaits:
         self.brief_seconds = self.longer_seconds = 0.0
         self.waits: deque[tuple[float, float]] = deque(maxlen=REMEMBERED)
         self.brief = BRIEF  # seconds below which a call is only added up
+        self.due = math.inf  # time from which a report is due, before the next call
 
     def note(self, began: float, ended: float) -> None:
         """Note a call of `next()`."""
@@ -156,7 +158,7 @@ class TimedPulls:
 
 def record_of_relay(
     name: str,
-    queue: RelayQueue,
+    queue: RelayQueue,  # whose sleeps are noted
     began: float,
     ended: float,
     *,
@@ -165,17 +167,19 @@ def record_of_relay(
     **others: Any,  # of the record
 ) -> StageRecord:
     """Return the record of a relay's thread, which is busy when it does not sleep."""
-    blocks: tuple[Pause, ...] = snapshot(queue.blocks)
-    if queue.ended_at is not None:
-        ended = min(ended, queue.ended_at)
+    sleeps = queue.sleeps
+    assert sleeps is not None
+    blocks: tuple[Pause, ...] = snapshot(sleeps.blocks)
+    if sleeps.ended is not None:
+        ended = min(ended, sleeps.ended)
     since = max((ring[0][0] for ring in (blocks, waits) if len(ring) >= REMEMBERED), default=began)
     return StageRecord(
         name=name,
         backend="thread",
         items=queue.count,
-        busy=max(0.0, ended - began - queue.blocked - waited),
+        busy=max(0.0, ended - began - sleeps.blocked - waited),
         starved=waited,
-        blocked=queue.blocked,
+        blocked=sleeps.blocked,
         queued=len(queue.items),
         spans=tuple(between(since, ended, [*blocks, *waits])),
         since=None if since == began else since,

@@ -99,7 +99,7 @@ def recorded(made: Any, monkeypatch: pytest.MonkeyPatch) -> Figures:
         stats_module, "judge", lambda figures: found.append(figures) or judge(figures)
     )
     if isinstance(made, Pipeline):
-        with made.run() as run:
+        with made.run(observe=True) as run:
             list(run)
             run.stats()
     else:

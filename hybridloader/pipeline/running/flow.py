@@ -29,6 +29,7 @@ from hybridloader.fetching.on_error.error_budget import ErrorBudget
 from hybridloader.fetching.on_error.places import LeftOut, alike
 from hybridloader.fetching.on_error.result_queue import ResultQueue
 from hybridloader.fetching.outcome import Note
+from hybridloader.observe.stage_measures import StageMeasures
 from hybridloader.pipeline.operators.base import OperatorIterator
 from hybridloader.pipeline.running.ledger import Ledger
 
@@ -61,8 +62,14 @@ _NONE: Mapping[str, Any] = {}
 class StageIterator(Iterator[Any]):
     """Base of the iterators over the results of one stage in one pass."""
 
-    def __init__(self, stage: Stage, metrics: StageFlow, budget: ErrorBudget | None) -> None:
-        self._stage, self.metrics, self._budget = stage, metrics, budget
+    def __init__(
+        self,
+        stage: Stage,
+        flow: StageFlow,
+        measures: StageMeasures | None,  # None: nobody observes
+        budget: ErrorBudget | None,
+    ) -> None:
+        self._stage, self.flow, self._measures, self._budget = stage, flow, measures, budget
         self._epoch = 0
 
     def begin(self, feed: Feed, changes: tuple[Change, ...]) -> None:
@@ -82,11 +89,14 @@ class StageIterator(Iterator[Any]):
 
     def _pull(self, wait: bool) -> Any:
         """Return the results of a task."""
-        self.metrics.pulled()
+        measures = self._measures
+        if measures is None:
+            return self._stage.pull(self._epoch, wait=wait)
+        measures.pulled()
         try:
             return self._stage.pull(self._epoch, wait=wait)
         finally:
-            self.metrics.turned_away()
+            measures.turned_away()
 
     def _extras(self) -> Mapping[str, Any]:
         """Return the metadata of the last results. They are kept nowhere else."""
@@ -108,7 +118,8 @@ class StageItems(StageIterator):
     def __init__(
         self,
         stage: Stage,
-        metrics: StageFlow,
+        flow: StageFlow,
+        measures: StageMeasures | None,
         items: Iterator[Any],
         batching: TaskBatching,
         budget: ErrorBudget | None = None,
@@ -116,13 +127,13 @@ class StageItems(StageIterator):
         *,
         forwarded: bool = False,
     ) -> None:
-        super().__init__(stage, metrics, budget)
+        super().__init__(stage, flow, measures, budget)
         self._ledger, self._sizes = ledger, deque[int]()
         if ledger is not None:
             batching.drawn = self._sizes
         self._items, self.batching, self.forwarded = items, batching, forwarded
         self.depths: list[RelayDepth] = []  # of the relays before and behind
-        metrics.learn = self._learn
+        flow.learn = self._learn
         # All the mutable state:
         self._results: Iterator[Any] = iter(())
         self._queue = ResultQueue(budget, _places_of(stage, "working on"))
@@ -159,11 +170,11 @@ class StageItems(StageIterator):
                 self._note(self._ledger, results, notes or (), extras.get("uneven"))
             if notes is not None:
                 worker = self._stage.last.worker
-                self.metrics.items_out += self._queue.add(results, notes, worker)
+                self.flow.items_out += self._queue.add(results, notes, worker)
                 self._results = self._queue
                 continue
             count = results.count if forwarded else len(results)
-            self.metrics.items_out += count
+            self.flow.items_out += count
             if self._budget is not None:
                 self._budget.count(count, (), None)
             if not forwarded:
@@ -215,11 +226,17 @@ class ReaderItems(StageIterator):
     AT_HAND = 2
     """Tasks of one reader that may be under way or wait."""
 
-    def __init__(self, stage: Stage, metrics: StageFlow, budget: ErrorBudget | None = None) -> None:
-        super().__init__(stage, metrics, budget)
+    def __init__(
+        self,
+        stage: Stage,
+        flow: StageFlow,
+        measures: StageMeasures | None,
+        budget: ErrorBudget | None = None,
+    ) -> None:
+        super().__init__(stage, flow, measures, budget)
         # All the mutable state:
         where = _places_of(stage, "reading")
-        self._waiting = [ResultQueue(budget, where) for _ in range(metrics.workers)]
+        self._waiting = [ResultQueue(budget, where) for _ in range(flow.workers)]
         self._turn = 0
         self._over = False
 
@@ -265,11 +282,11 @@ class ReaderItems(StageIterator):
             if not takes_a_place(error):
                 raise
             self._waiting[self._stage.last.worker].fail(error)
-            self.metrics.items_out += 1
+            self.flow.items_out += 1
             return
         worker = self._stage.last.worker
         notes = self._extras().get("notes", ())
-        self.metrics.items_out += self._waiting[worker].add(results, notes, worker)
+        self.flow.items_out += self._waiting[worker].add(results, notes, worker)
 
 
 class ReaderTaskSizes(Feed):
