@@ -193,6 +193,33 @@ def test_a_run_that_was_never_asked_has_statistics() -> None:
     assert str(run.stats())
 
 
+def test_nothing_is_made_for_a_run_that_nobody_asked_to_observe() -> None:
+    pipe = FEW.map(quick, **THREADS).map(awaiting, concurrency=2).prefetch(2)
+    with pipe.run() as run:
+        assert next(run) == 0
+        executor = run._executor
+        (stage,), relays = executor.stages.values(), executor.relays.values()
+        assert (stage.stage._observer, stage.stage.spec.metering, stage.measures) == (None,) * 3
+        assert [running.relay.queue.sleeps for running in relays] == [None] * len(relays)
+        assert {context.parts for context in executor._inline.values()} == {None}
+        assert run._loop is executor.observation is None
+        with pytest.raises(RuntimeError, match=r"pipe\.run\(observe=True\)"):
+            run.stats()
+    with FEW.epochs(1) as epochs, pytest.raises(RuntimeError, match=r"epochs\(n, observe=True\)"):
+        next(epochs).stats()
+
+
+def test_a_run_that_begins_from_a_state_is_observed_as_before() -> None:
+    pipe = FEW.map(quick, **THREADS)
+    with pipe.run(observe=True) as run:
+        next(run)
+        state = run.state_dict()
+    with pipe.run(observe=True) as run:
+        run.load_state_dict(state)
+        assert next(run) == 1
+        assert run.stats().items == 1
+
+
 def test_a_restart_is_counted() -> None:
     def die_once(item: int) -> int:
         if item == 7 and not os.path.exists(marker):
