@@ -69,7 +69,7 @@ def main(folder, images=None, mermaid=False):
     print(pipe.to_mermaid() if mermaid else pipe, end="\n\n")
 
     count, total, start = 0, 0.0, time.perf_counter()
-    with iter(pipe) as run:
+    with pipe.run(observe=True) as run:
         for pixels, labels in run:
             count += len(labels)
             total += pixels.float().mean(dim=(1, 2)).sum(dim=0)

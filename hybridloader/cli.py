@@ -171,11 +171,11 @@ def _run(arguments: argparse.Namespace) -> str | None:
             except (ValueError, OSError) as error:
                 return str(error)
         if arguments.headroom:
-            from hybridloader.observe.reuse import Reuse
+            from hybridloader.observe.headroom import Reuse
 
             around.enter_context(Reuse())
         if arguments.watch:
-            from hybridloader.observe.watch_display import watch
+            from hybridloader.observe.watching import watch
 
             try:
                 around.enter_context(watch())

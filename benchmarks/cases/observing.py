@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
-from unittest import mock
 
 from benchmarks import measurements, timing
 from benchmarks.case import Answer, Case, Options, Spec, Variant
@@ -65,28 +63,7 @@ def running(backend: str, spec: Spec, name: str) -> Any:
 
     pipeline = Pipeline.from_dataset(range(ENDLESS))
     pipeline = pipeline.map(dataset.__getitem__, backend=backend, num_workers=workers)
-    with contextlib.nullcontext() if name == ON else unobserved():
-        return iter(pipeline.batch(spec["batch"]))
-
-
-@contextlib.contextmanager
-def unobserved() -> Iterator[None]:
-    """Pipelines that are started meanwhile have workers without meters, and stages without observers.
-
-    Outside of this benchmark every pipeline is observed.
-    """
-    from hybridloader.pipeline.running import running_stages
-
-    make = running_stages.Stage
-
-    def stage(*args: Any, **options: Any) -> Any:
-        return make(*args, **(options | {"observer": None}))
-
-    with (
-        mock.patch.object(running_stages, "metering_of", return_value=None),
-        mock.patch.object(running_stages, "Stage", stage),
-    ):
-        yield
+    return pipeline.batch(spec["batch"]).run(observe=name == ON)
 
 
 def metrics(options: Options) -> Case:

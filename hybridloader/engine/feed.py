@@ -1,4 +1,4 @@
-"""Input of a pipeline's stage: its feed, batched into tasks, and the control of its flow.
+"""Input of a pipeline's stage: its feed, batched into tasks; and who observes a stage.
 
 A feed gives several items at a time where each takes so little work that handing it to a worker
 alone would cost more than the work. It learns their number from the seconds of the tasks before. It
@@ -50,16 +50,27 @@ class Feed(ABC):
 
 
 class Observer(Protocol):
-    """Observer of a stage whose workers have meters."""
+    """Observer of a stage: statistics, and a trace. A stage has one only if somebody asked for it.
 
+    Its workers have meters then. All methods are called on the thread that pulls the stage.
+    """
+
+    each: bool
+    """True if it follows each task: results, waits and idle workers, not only what meters measured."""
     opens_slowly: bool
-    """True if it is to be told of the opening of every result, as the last one took a while."""
+    """True if it follows the opening of every result, as the last one took a while."""
 
-    def told(self, event: Result, since: float, came: int) -> None:
-        """Take the `Measures` out of the extras of a result.
+    def idle(self, workers: int, *, starved: bool) -> None:
+        """Note that `workers` are idle from now on: nothing came in (`starved`), or nothing went out."""
 
-        Somebody has waited for a result `since` then; infinity if nobody waits. It is the last of the
-        `came` results that came since the one before of which this told.
+    def waited_for(self, began: float, ended: float) -> None:
+        """Note that the thread that pulls the stage waited for events."""
+
+    def came(self, event: Result, since: float, count: int) -> None:
+        """Note a result, and take the `Measures` out of its extras.
+
+        Somebody has waited for a result `since` then; infinity if nobody waits. It is the last of
+        `count` results since the one before that was noted.
         """
 
     def opened(self, seq: int, began: float, ended: float) -> None:
@@ -70,31 +81,6 @@ class Observer(Protocol):
 
     def raised(self, worker: int, seq: int, error: BaseException) -> None:
         """Note that the error of a task is raised."""
-
-
-class FlowControl(Protocol):
-    """Observer of a stage that may hold tasks back."""
-
-    limited: bool
-    """True if it may hold tasks back, so that `room` is to be asked."""
-
-    def room(self) -> int | None:
-        """Return how many more items may be under way; None: any number."""
-
-    def sent(self, seq: int, index: Any) -> None:
-        """Note that task `seq` was sent."""
-
-    def came(self, event: Result) -> None:
-        """Note that a task was done, or has failed."""
-
-    def left(self, seq: int) -> None:
-        """Note that the result of task `seq` was handed out, or will never be."""
-
-    def listening(self, began: float, ended: float) -> None:
-        """Note that the thread that pulls the stage waited for events."""
-
-    def idle(self, workers: int, *, starved: bool) -> None:
-        """Note that `workers` are idle from now on: nothing came in (`starved`), or nothing went out."""
 
 
 def is_forwarded(item: Any) -> bool:

@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from contextvars import copy_context
 from typing import Any
 
@@ -32,6 +32,28 @@ from hybridloader.engine.contract import CLOSING, SLICE
 
 REMEMBERED = 4096
 """Number of sleeps that a queue remembers of each side."""
+
+
+class RelaySleeps:
+    """Sleeps at the queues of one place: of relays that follow one another there. Made only if asked."""
+
+    def __init__(self, items: Sized) -> None:
+        # All the mutable state:
+        self.items = items  # of the queue that is there now
+        self.blocked = self.waited = 0.0  # seconds that the thread, and the consumer, slept
+        # Begin and end of these sleeps, by `time.perf_counter`:
+        self.blocks: deque[tuple[float, float]] = deque(maxlen=REMEMBERED)
+        self.waits: deque[tuple[float, float]] = deque(maxlen=REMEMBERED)
+        self.ended: float | None = None  # time at which the thread gave no more
+
+    def begin_again(self, items: Sized) -> None:
+        """Begin with another relay: there was no thread since the one before ended."""
+        self.items = items
+        if self.ended is not None:
+            now = time.perf_counter()
+            self.blocked += now - self.ended
+            self.blocks.extend([(self.ended, now)])  # `append` is for the thread's own sleeps
+            self.ended = None
 
 
 class RelayQueue:
@@ -53,16 +75,12 @@ class RelayQueue:
         self.weight = 0  # of all items
         self.closed = False  # nobody wants items any more
         self.ended = False  # the thread gives no more items
-        self.ended_at: float | None = None  # time of that, by `time.perf_counter`
         self._failed = False  # it ended with an error, and not because all had come
         self._sleepers = 0  # consumers that sleep until something comes
         self.full = False  # the thread sleeps until an item leaves
         self._wake: Callable[[], None] | None = None  # a consumer that does not sleep here
         self.count = 0  # items that have come out, or were about to when an interrupt came
-        self.blocked = self.waited = 0.0  # seconds that the thread, and the consumer, slept
-        # Begin and end of these sleeps, by `time.perf_counter`:
-        self.blocks: deque[tuple[float, float]] = deque(maxlen=REMEMBERED)
-        self.waits: deque[tuple[float, float]] = deque(maxlen=REMEMBERED)
+        self.sleeps: RelaySleeps | None = None  # set before the thread starts, if anybody observes
 
     # -- for the thread ----------------------------------------------------------------------------
 
@@ -81,9 +99,10 @@ class RelayQueue:
                     # Not for ever: a finalizer on this very thread may have closed it just before.
                     self._left.wait(SLICE)
                 self.full = False
-                ended = time.perf_counter()
-                self.blocked += ended - began
-                self.blocks.append((began, ended))
+                if self.sleeps is not None:
+                    ended = time.perf_counter()
+                    self.sleeps.blocked += ended - began
+                    self.sleeps.blocks.append((began, ended))
             if self.closed:
                 return False
             self.items.append((item, weight))
@@ -106,7 +125,8 @@ class RelayQueue:
             if error is not None and not self.closed:
                 self.items.append((Raised(error), 0))
             self.ended, self._failed = True, error is not None
-            self.ended_at = time.perf_counter()
+            if self.sleeps is not None:
+                self.sleeps.ended = time.perf_counter()
             self._tell()
 
     def _tell(self) -> None:
@@ -155,9 +175,10 @@ class RelayQueue:
                 self.came.wait(SLICE if left is None else min(left, SLICE))
         finally:
             self._sleepers -= 1
-            ended = time.perf_counter()
-            self.waited += ended - began
-            self.waits.append((began, ended))
+            if self.sleeps is not None:
+                ended = time.perf_counter()
+                self.sleeps.waited += ended - began
+                self.sleeps.waits.append((began, ended))
 
     def _check(self) -> None:
         if self.closed:

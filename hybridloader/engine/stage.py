@@ -44,7 +44,7 @@ from hybridloader._support.torch_modes import Modes, modes_here
 from hybridloader.engine.contract import CLOSING, Backend, Crew, WorkerHandle
 from hybridloader.engine.crews import ended_with
 from hybridloader.engine.diagnosis import WorkerReport
-from hybridloader.engine.feed import Feed, FlowControl, Observer, is_forwarded, items_in
+from hybridloader.engine.feed import Feed, Observer, is_forwarded, items_in
 from hybridloader.engine.messages import (
     Begin,
     Done,
@@ -65,6 +65,7 @@ from hybridloader.engine.refresh import Change
 from hybridloader.engine.reorder import ReorderLimit
 from hybridloader.engine.restart import RestartPolicy
 from hybridloader.engine.scheduler import Dispatch, Fault, Scheduler, round_robin
+from hybridloader.engine.stage_flow import StageFlow
 from hybridloader.engine.states import WorkerState
 from hybridloader.engine.supervision import Supervisor
 from hybridloader.engine.worker_table import WorkerTable
@@ -102,8 +103,9 @@ class Stage(Iterator[Any]):
         # False: no epoch follows, so workers end with their shards, and all of them with the epoch.
         persistent: bool = False,
         dispatch: Dispatch = round_robin,  # chooses the worker of the next task
-        flow_control: FlowControl | None = None,  # is told of tasks, and may hold them back
-        observer: Observer | None = None,  # is told what the meters of workers have measured
+        flow_control: StageFlow | None = None,  # counts items under way, and may hold tasks back
+        observer: Observer
+        | None = None,  # notes what happens here and in workers; None: nobody asked
         forwards: bool = False,  # leave results unopened that go on to another process
         on_worker_death: RestartPolicy | None = None,  # None: a death is raised
         task_timeout: float = 0,  # seconds that a worker may take for one task; 0: any time
@@ -121,6 +123,7 @@ class Stage(Iterator[Any]):
         self._persistent, self._flow, self._forwards = persistent, flow_control, forwards
         self._reorder = reorder if ordered and lookahead > 1 else None
         self._observer = observer
+        self._each = observer if observer is not None and observer.each else None
         scheduler = Scheduler(
             max(1, spec.workers), max(1, lookahead), ordered=ordered, dispatch=dispatch
         )
@@ -134,7 +137,7 @@ class Stage(Iterator[Any]):
             observer is not None and not backend.in_caller
         )  # else no worker is waited for
         self._waits_since = math.inf  # when somebody began to wait for a result, if that is timed
-        self._untold = 0  # results that came since the observer was told of one
+        self._unnoted = 0  # results that came since the last one that the observer noted
         self._hungry = False  # the feed had nothing when it was asked last
         self.epoch = -1  # number of the one that runs
         self._broken_off = -1  # the epoch of which nobody wants more
@@ -392,8 +395,8 @@ class Stage(Iterator[Any]):
                 scheduler.take_in([result])
                 if flow is not None:
                     flow.came(result)
-        if flow is not None:
-            flow.idle(scheduler.busy.count(0), starved=starved)
+        if self._each is not None:
+            self._each.idle(scheduler.busy.count(0), starved=starved)
 
     # -- from the workers to the caller ------------------------------------------------------------
 
@@ -438,16 +441,16 @@ class Stage(Iterator[Any]):
 
     def _listen(self, timeout: float | None) -> None:
         """Take in the workers' events, and send more tasks."""
-        flow, supervisor, scheduler = self._flow, self._supervisor, self._scheduler
+        each, supervisor, scheduler = self._each, self._supervisor, self._scheduler
         known = scheduler.fault is not None  # heard of with results that had come before
         if known:
             pass
-        elif flow is None:
+        elif each is None:
             self._hear(self._crew.wait(timeout))
         else:
             began = self._clock()
             events = self._crew.wait(timeout)
-            flow.listening(began, self._clock())
+            each.waited_for(began, self._clock())
             self._hear(events)
         if supervisor is not None and not self._closing:
             try:
@@ -491,7 +494,7 @@ class Stage(Iterator[Any]):
         if self._numbered is not None:
             self._numbered.take_in(results)
         if self._observer is not None:
-            self._tell(self._observer, results, stale)
+            self._note(self._observer, results, stale)
         if self._flow is not None:
             for result in results:
                 if result.seq in self._scheduler.done:
@@ -499,16 +502,16 @@ class Stage(Iterator[Any]):
         if stale:
             _discard(stale)
 
-    def _tell(self, observer: Observer, results: list[Result], stale: list[Result]) -> None:
-        """Tell the observer of results, but not of stale ones, whose times are an earlier epoch's."""
+    def _note(self, observer: Observer, results: list[Result], stale: list[Result]) -> None:
+        """Have the observer note results, but no stale ones, whose times are an earlier epoch's."""
         passed_over = {id(result) for result in stale}
         for result in results:
             if id(result) in passed_over:
                 continue
-            self._untold += 1
-            if result.extras is not None:
-                observer.told(result, self._waits_since, self._untold)
-                self._untold = 0
+            self._unnoted += 1
+            if result.extras is not None or self._each is not None:
+                observer.came(result, self._waits_since, self._unnoted)
+                self._unnoted = 0
 
     def _hear_of(self, event: Ready | Exhausted | Exited) -> None:
         if isinstance(event, Exited):
@@ -654,7 +657,7 @@ class Stage(Iterator[Any]):
             self._closing = True
             raise
         self._error = None
-        self._untold = 0
+        self._unnoted = 0
         if isinstance(source, Iterator):
             self._source, self._feed = source, None
         else:

@@ -47,17 +47,16 @@ from hybridloader.fetching.on_error.error_budget import ErrorBudget, Skipped
 from hybridloader.fetching.on_error.policies import parse_on_error
 from hybridloader.fetching.outcome import Outcome
 from hybridloader.loader.loader_fetch import fetch_of, for_workers
-from hybridloader.loader.observation import Observation
+from hybridloader.loader.observation import LoaderObservation
 from hybridloader.loader.pass_seeds import PassSeeds
 from hybridloader.loader.pass_start import PassStart, ResumedDispatch
 from hybridloader.loader.pin_thread import PinThread
 from hybridloader.loader.plan import LoaderPlan
 from hybridloader.loader.progress import Progress, Results
 from hybridloader.loader.refill import FullBatches
-from hybridloader.observe.loop_waits import LoopWaits
+from hybridloader.observe.observation import asked
 from hybridloader.observe.stats import Stats
-from hybridloader.observe.tracing import running_trace
-from hybridloader.observe.watching import running_watch
+from hybridloader.observe.thread_times import LoopWaits
 from hybridloader.records.large import hint_at_large_container
 
 _TORCHS_NEXT = _BaseDataLoaderIter.__next__
@@ -115,18 +114,17 @@ class LoaderIterator(_BaseDataLoaderIter):
     def _new_fetch(self) -> Fetch:
         return fetch_of(self._plan, self._backend, self._on_error, sends_states=self._sends_states)
 
-    def _observe(self, fetch: Fetch) -> Observation | None:
-        trace, watch = running_trace(), running_watch()
-        if trace is None and watch is None and not self._plan.options.observe:
+    def _observe(self, fetch: Fetch) -> LoaderObservation | None:
+        who = asked(self._plan.options.observe)
+        if who is None:
             return None
         window, options = self._prefetch_factor * self._num_workers, self._plan.advisable(fetch)
-        key = self._plan.record.number  # the same for all iterators of a loader
-        made = Observation(
-            "DataLoader", self._backend, fetch, self._num_workers, window, options, trace, key
+        number = self._plan.record.number  # the same for all iterators of a loader
+        made = LoaderObservation(
+            who, number, self._backend, fetch, self._num_workers, window, options
         )
         made.of(self, self._plan.batch_size)
-        if watch is not None:
-            watch.see("DataLoader", key, made.stats)
+        made.see()
         return made
 
     def _note_begin(self) -> None:
@@ -164,7 +162,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             seeding=self._seeds.origin,
             starts=self._pass_start.starts,
             tells=self._plan.state_every > 0,
-            metering=None if self._observation is None else self._observation.metering,
+            metering=None if self._observation is None else self._observation.meters,
         )
         # A pinning thread's consumer has the time limit itself; an inline worker is the caller.
         waits = self._pin_thread is None and not self._backend.in_caller
@@ -181,7 +179,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             task_timeout=self._plan.options.task_timeout,
             locks=None if self._pinner is None else self._pinner.locks,
             counter=self._seeds.counter,
-            observer=None if self._observation is None else self._observation.measures,
+            observer=None if self._observation is None else self._observation.stage,
         )
 
     def _rule_of_dispatch(self) -> Dispatch:
@@ -356,8 +354,12 @@ class LoaderIterator(_BaseDataLoaderIter):
         return data
 
     def _next_data(self) -> Any:
-        loop = self._loop
-        began = 0.0 if loop is None else perf_counter()
+        loop, began = self._loop, 0.0
+        if loop is not None:
+            began = perf_counter()
+            if began >= loop.due:
+                self._observation.report()  # type: ignore[union-attr]
+                began = perf_counter()
         try:
             data = self._next_batch()
         except Exception as error:
@@ -365,8 +367,8 @@ class LoaderIterator(_BaseDataLoaderIter):
                 loop.note(began, perf_counter())
             if is_a(error, StopIteration):
                 self._progress.finished = True
-                if loop is not None:
-                    loop.end()
+                if self._observation is not None:
+                    self._observation.finished()
             park_at_exit()
             raise
         if self._pinner is not None and self._pin_thread is None:

@@ -8,8 +8,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from hybridloader.loader.iterator import LoaderIterator
 from hybridloader.loader.plan import LoaderPlan
-from hybridloader.observe.reporting import Observe
-from hybridloader.observe.reuse import running_reuse
+from hybridloader.observe.headroom import running_reuse
 
 
 def iterator_of(loader: Any, plan: LoaderPlan) -> _BaseDataLoaderIter:
@@ -21,8 +20,4 @@ def iterator_of(loader: Any, plan: LoaderPlan) -> _BaseDataLoaderIter:
         if plan.record.kept is None:
             plan.record.kept = reuse.batches_of(loader)
         return reusing_iterator(loader, plan, plan.record.kept)
-    if isinstance(plan.options.observe, Observe):
-        from hybridloader.loader.reporting_iterator import ReportingIterator
-
-        return ReportingIterator(loader, plan)
     return LoaderIterator(loader, plan)

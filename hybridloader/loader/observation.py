@@ -1,18 +1,12 @@
-"""Observation of a loader: what is measured of the latest pass of one iterator.
-
-It is made only if the loader is asked to `observe`. It outlives the iterator, and holds no loader, no
-sampler, no batch and no worker.
-"""
+"""Observation of a loader: what is measured of the latest pass of one iterator."""
 
 from __future__ import annotations
 
 import time
 import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
-from hybridloader._support.gil import turn_at_gil
 from hybridloader._support.snapshots import snapshot
 from hybridloader.engine.contract import Backend
 from hybridloader.engine.fetcher import Fetch
@@ -20,52 +14,44 @@ from hybridloader.engine.relay import RelayQueue
 from hybridloader.engine.stage import Stage
 from hybridloader.fetching.on_error.error_budget import ErrorBudget
 from hybridloader.loader.progress import Progress
-from hybridloader.observe.loop_waits import LoopWaits
+from hybridloader.observe.observation import Asked, Observation
 from hybridloader.observe.recording import LoopRecord, Recording, StageRecord
-from hybridloader.observe.source_times import SourceTimes
-from hybridloader.observe.stage_measures import StageMeasures, metering_of
-from hybridloader.observe.stage_trace import StageTrace, trace_loop, trace_relay, traced_metering
 from hybridloader.observe.stats import Stats, stats_of
-from hybridloader.observe.thread_records import TimedPulls, record_of_relay
-from hybridloader.observe.tracing import Trace, TracedWaits
+from hybridloader.observe.thread_times import SourceTimes, TimedPulls, record_of_relay
 
-SAMPLER = "sampler"
-"""Name of the row of the sampler."""
+STAGE, SAMPLER = "DataLoader", "sampler"
+"""Names of the rows of the stage and of the sampler."""
 
 
-class Observation:
-    """Measurements of one iterator, whose stage has `workers` and a `window` of tasks.
+class LoaderObservation(Observation):
+    """Observation of the latest epoch of an iterator, whose stage has `workers` and a `window` of tasks.
 
-    Its loader may change `options`; see `StageRecord`.
+    Its loader has this `number`, and may change `options`; see `StageRecord`. It outlives the iterator,
+    and holds no loader, no sampler, no batch and no worker.
     """
 
     def __init__(
         self,
-        stage: str,
+        asked: Asked,
+        number: int,
         backend: Backend,
         fetch: Fetch,
         workers: int,
         window: int,
         options: Mapping[str, Any],
-        trace: Trace | None = None,
-        key: int = 0,  # tells its loader from others in the trace
     ) -> None:
-        self._name, self._trace = stage, trace
-        self.metering = replace(metering_of(backend, fetch), by_pass=True)
-        if trace is None:
-            self.measures = StageMeasures(backend, fetch, workers, window, options)
-        else:
-            self.metering = traced_metering(self.metering)
-            self.measures = StageTrace(trace, stage, key, backend, fetch, workers, window, options)
+        super().__init__(asked, STAGE, number)
+        self.meters = self.metering(backend, fetch, by_pass=True)
+        self.stage = self.measures(STAGE, number, backend, fetch, workers, window, options)
         self._batch_size: int | None = None
         # All the other mutable state, of the pass that runs:
-        self._stage: weakref.ref[Stage] | None = None
-        self.loop = self._new_loop()
+        self._running: weakref.ref[Stage] | None = None
         self._sampler: SourceTimes | None = None
         self._progress: Progress | None = None
         self._before = 0  # batches of this pass that an earlier run has had
         self._budget: ErrorBudget | None = None
         self._pin: tuple[str, RelayQueue, TimedPulls] | None = None
+        self.stage.follow_loop(self.loop)
 
     def of(self, iterator: object, batch_size: int | None) -> None:
         """Count no further once `iterator`, of batches of so many samples, is gone."""
@@ -75,48 +61,38 @@ class Observation:
 
     def begin_again(self) -> None:
         """Begin another pass, of which nothing is known yet."""
-        self.measures.begin_again()
+        self.stage.begin_again()
         self.loop = self._new_loop()
+        self.stage.follow_loop(self.loop)
         self._sampler = self._progress = self._budget = self._pin = None
-
-    def _new_loop(self) -> LoopWaits:
-        loop = LoopWaits()
-        if self._trace is not None:
-            trace_loop(self._trace, loop)
-            if isinstance(self.measures, StageTrace):
-                self.measures.loop = loop
-        return loop
 
     def begun(self, stage: Stage, progress: Progress, budget: ErrorBudget | None) -> None:
         """Note that ``iter()`` returns: what it took is a wait of the loop's."""
-        self._stage, self._progress, self._budget = weakref.ref(stage), progress, budget
+        self._running, self._progress, self._budget = weakref.ref(stage), progress, budget
         self._before = progress.yielded
-        if isinstance(self.measures, StageTrace):
-            self.measures.follow(stage)
-            if budget is not None:
-                budget.told = self.measures.skipped
+        self.started(self.stage, stage)
+        if budget is not None:
+            self.budget(budget)
         self.loop.note(self.loop.began, time.perf_counter())
+        self.begin_reports()
 
     def pinned(self, stage: str, queue: RelayQueue, pulls: TimedPulls) -> None:
-        """Note that a thread pins, or copies to a device, what it pulls into `queue`."""
+        """Note that a thread will pin, or copy to a device, what it pulls into `queue`."""
         self._pin = stage, queue, pulls
-        if self._trace is not None:
-            trace_relay(self._trace, stage, queue)
-            pulls.waits = TracedWaits(self._trace, "wait", pulls.waits)
+        self.relay(stage, queue)
+        pulls.waits = self.waits("wait", pulls.waits)
 
     def drawn(self, source: Iterator[Any]) -> Iterator[Any]:
         """Return the indices of `source`, some of which are timed."""
         self._sampler = SourceTimes()
-        if self._trace is not None:
-            self._sampler.longer = TracedWaits(self._trace, SAMPLER, self._sampler.longer)
+        self._sampler.longer = self.waits(SAMPLER, self._sampler.longer)
         return self._sampler.timed(source)
 
-    def end(self) -> None:
-        """Note that the pass has ended, or the iterator was closed."""
-        self.loop.end()
+    def finished(self) -> None:
+        self.end()
+        super().finished()
 
     def stats(self) -> Stats:
-        """Return the statistics of the pass until now. From any thread."""
         # Another thread may be beginning a pass, in which these are None at first.
         progress, sampler, pin = self._progress, self._sampler, self._pin
         if progress is not None:
@@ -127,11 +103,9 @@ class Observation:
         if sampler is not None:
             stages.append(sampler.record(SAMPLER, loop.items + queued, loop))
         stages.append(self._row_of_stage(loop, queued, 0.0 if sampler is None else sampler.seconds))
-        workers = 0.0 if self.measures.backend.in_process else stages[-1].cpu or 0.0
         if pin is not None:
             stages.append(self._row_of_pin(*pin, loop.ended))
-        cores = self.loop.cores.use(workers)
-        return stats_of(Recording(tuple(stages), loop, cores, turn_at_gil(), self._batch_size))
+        return self._stats_of(tuple(stages), self._batch_size)
 
     def _row_of_pin(
         self, name: str, queue: RelayQueue, pulls: TimedPulls, ended: float
@@ -141,12 +115,12 @@ class Observation:
         return record_of_relay(name, queue, pulls.began, ended, waited=pulls.waited, waits=waits)
 
     def _queued(self) -> int:
-        stage = None if self._stage is None else self._stage()
+        stage = None if self._running is None else self._running()
         return 0 if stage is None or stage.closed else stage.queued
 
     def _row_of_stage(self, loop: LoopRecord, queued: int, asking: float) -> StageRecord:
         """Return the row of the stage; `asking` are the seconds that the sampler took."""
-        measures, budget = self.measures, self._budget
+        measures, budget = self.stage, self._budget
         records = () if budget is None else tuple(budget.records)
         replaced = sum(record.replaced for record in records)
         first = loop.ended if measures.first is None else measures.first
@@ -158,7 +132,7 @@ class Observation:
             idle = 0.0
         starved = min(idle, measures.workers * asking)
         return measures.record(
-            self._name,
+            STAGE,
             items=loop.items,
             busy=measures.busy,
             starved=starved,

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, TypedDict
 
-from hybridloader._support.arguments import flag, keywords, one_of, seconds, whole
+from hybridloader._support.arguments import keywords, one_of, seconds, whole
 from hybridloader.devices.pinning import check as check_device
 from hybridloader.engine.restart import RestartPolicy
 from hybridloader.fetching.on_error.policies import Replace, Retry, Skip, parse_on_error
-from hybridloader.observe.reporting import Observe
+from hybridloader.observe.reporting import Observe, check_observe
 from hybridloader.seeding.sample_seeds import SampleSeeding, parse_seeding
 
 
@@ -70,8 +70,7 @@ class Options(NamedTuple):
         seconds("task_timeout", self.task_timeout)
         one_of("shard_remainders", self.shard_remainders, ("keep", "join"))
         check_device(self.device)
-        if not isinstance(self.observe, Observe):
-            flag("observe", self.observe)
+        check_observe(self.observe)
 
 
 _DEFAULTS = tuple(Options._field_defaults.items())

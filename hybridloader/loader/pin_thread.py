@@ -36,8 +36,8 @@ from hybridloader.engine.messages import Last
 from hybridloader.engine.refresh import Change
 from hybridloader.engine.relay import Relay
 from hybridloader.engine.stage import Stage
-from hybridloader.loader.observation import Observation
-from hybridloader.observe.thread_records import TimedPulls
+from hybridloader.loader.observation import LoaderObservation
+from hybridloader.observe.thread_times import TimedPulls
 
 
 class _QueuedResult(NamedTuple):
@@ -248,7 +248,7 @@ class PinThread:
         *,
         window: int,
         first: int,
-        observation: Observation | None = None,
+        observation: LoaderObservation | None = None,
     ) -> PinnedResults:
         """Begin a pass, whose batches are numbered from `first`; `break_off` must have ended the last.
 
@@ -269,9 +269,11 @@ class PinThread:
             weigh=attrgetter("size"),
             limit=pinner.buffer_bytes,
             prepare=pinner.prepare,
+            start=False,
         )
         if observation is not None and pulls is not None:
             observation.pinned(pinner.stage, self._relay.queue, pulls)
+        self._relay.start()
         return PinnedResults(self, stage, self._relay, feed, left, self._timeout)
 
     @property

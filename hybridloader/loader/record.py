@@ -14,9 +14,9 @@ from typing import Any
 
 from hybridloader._support.attributes import attribute
 from hybridloader.fetching.on_error.error_budget import ErrorBudget
-from hybridloader.loader.observation import Observation
+from hybridloader.loader.observation import LoaderObservation
 from hybridloader.loader.progress import Progress
-from hybridloader.observe.reuse import KeptBatches
+from hybridloader.observe.headroom import KeptBatches
 
 _numbers = itertools.count()
 
@@ -40,7 +40,7 @@ class LoaderRecord:
         """State as `StatefulDataLoader` was given it; the error, if it could not be loaded."""
         self.budget: ErrorBudget | None = None
         """Error records of the latest pass that has an `on_error`."""
-        self.observation: Observation | None = None
+        self.observation: LoaderObservation | None = None
         """Observation of the latest iterator, if it is observed."""
         self.kept: KeptBatches | None = None
         """Batches that are given again, under ``hybridloader run --headroom``."""

@@ -8,7 +8,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from hybridloader.loader.iterator import LoaderIterator
 from hybridloader.loader.plan import LoaderPlan
-from hybridloader.observe.reuse import KeptBatches
+from hybridloader.observe.headroom import KeptBatches
 
 
 class ReusingIterator(LoaderIterator):

@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING
 from hybridloader._support.lazily import lazily
 
 if TYPE_CHECKING:
+    from hybridloader.observe.plot import plot_trace as plot_trace
     from hybridloader.observe.trace_files import merge as merge
-    from hybridloader.observe.trace_plot import plot_trace as plot_trace
 
-__getattr__, __dir__, __all__ = lazily(
-    __name__, {"trace_files": "merge", "trace_plot": "plot_trace"}
-)
+__getattr__, __dir__, __all__ = lazily(__name__, {"trace_files": "merge", "plot": "plot_trace"})

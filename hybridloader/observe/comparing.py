@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hybridloader._support.text import table
-from hybridloader.observe.display import html, time
+from hybridloader._support.text import html, table, time
 from hybridloader.observe.recording import Faults
 from hybridloader.observe.stats import StageStats, Stats
 

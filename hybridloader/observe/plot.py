@@ -1,13 +1,16 @@
-"""Picture of statistics: the time of each stage, and what the loop waited for."""
+"""Pictures: the time of each stage and what the loop waited for; and a part of a trace."""
 
 from __future__ import annotations
 
 import os
 import textwrap
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_COLOURS = ("#4c72b0", "#dddddd", "#dd8452", "#999999")
+from hybridloader.observe.trace_files import read
+
+_OF_CAUSES = ("#4c72b0", "#dddddd", "#dd8452", "#999999")
 _STALL, _WORST = "#e0a0a2", "#c44e52"
 
 
@@ -39,7 +42,7 @@ def draw(
     times, waits = figure.subplots(1, 2, sharey=True, width_ratios=(2, 1))
     wholes = [sum(seconds) or 1.0 for seconds in zip(*parts.values(), strict=True)]
     left = [0.0] * len(names)
-    for (cause, seconds), colour in zip(parts.items(), _COLOURS, strict=False):
+    for (cause, seconds), colour in zip(parts.items(), _OF_CAUSES, strict=False):
         shares = [100 * part / whole for part, whole in zip(seconds, wholes, strict=True)]
         times.barh(names, shares, left=left, color=colour, label=cause)
         left = [before + share for before, share in zip(left, shares, strict=True)]
@@ -50,3 +53,126 @@ def draw(
     waits.set_xlabel("s that your loop waited for it")
     figure.suptitle("\n".join(textwrap.wrap(title, 110)), fontsize=9)
     figure.savefig(path)
+
+
+_OF_SLICES = {
+    "next()": "#c44e52",
+    "iter()": "#c44e52",
+    "open": "#8172b3",
+    "task": "#c6d3e8",
+    "tasks": "#c6d3e8",
+    "samples": "#8fb08c",
+    "fetch": "#4c72b0",
+    "collate": "#dd8452",
+    "pack": "#937860",
+    "send": "#ccb974",
+    "sampler": "#da8bc3",
+    "start": "#999999",
+    "wait": "#e8e8e8",
+    "wait for room": "#d8d8d8",
+}
+_OTHERS = ("#55a868", "#64b5cd", "#4878a8", "#b47cc7", "#8fb08c")
+"""Colours of the steps of pipelines."""
+
+
+def plot_trace(
+    trace: str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    *,
+    begin: float = 0.0,
+    seconds: float | None = None,
+) -> None:
+    """Draw a part of a trace of `hybridloader.trace`.
+
+    Parameters
+    ----------
+    trace
+        File that `hybridloader.trace` has written.
+    path
+        Picture to write; its ending says of what kind, such as ``.png`` or ``.svg``.
+    begin, seconds
+        Part to draw, in seconds since the first slice; None is until the end. Some tenths of a second
+        are as much as a picture can show.
+
+    Raises
+    ------
+    ImportError
+        matplotlib is not installed; ``pip install 'hybridloader[plot]'`` does it.
+    ValueError
+        The file is no trace, or there is nothing in that part.
+    """
+    events = read(trace)["traceEvents"]
+    slices = [event for event in events if event["ph"] == "X"]
+    zero = min((event["ts"] for event in slices), default=0.0) + begin * 1e6
+    until = float("inf") if seconds is None else zero + seconds * 1e6
+    shown = [event for event in slices if event["ts"] < until and _end(event) > zero]
+    if not shown:
+        raise ValueError(f"{os.fspath(trace)}: no slices in that part of the trace")
+    until = min(until, max(map(_end, shown)))
+    names = {
+        (event["pid"], event["tid"]): event["args"]["name"]
+        for event in events
+        if event["ph"] == "M" and event["name"] == "thread_name"
+    }
+    present = {(event["pid"], event["tid"]) for event in shown}
+    processes = list(dict.fromkeys(pid for pid, _ in names))
+    places = sorted(present, key=lambda place: (processes.index(place[0]), place[1]))
+    rows = {place: at for at, place in enumerate(places)}
+    figure = new_figure("plot_trace()", (9, 1.1 + 0.5 * len(rows)))
+    axes = figure.subplots()
+    colours: dict[str, str] = {}
+    for event, depth in _with_depths(shown):
+        name, row = event["name"], rows[event["pid"], event["tid"]]
+        label = None if name in colours else name
+        if label is not None:
+            others = len(colours.keys() - _OF_SLICES.keys())
+            colours[name] = _OF_SLICES.get(name, _OTHERS[others % len(_OTHERS)])
+        left, right = max(zero, event["ts"]), min(until, _end(event))
+        height = max(0.2, 0.84 - 0.26 * depth)
+        axes.barh(
+            row,
+            (right - left) / 1e3,
+            left=(left - zero) / 1e3,
+            height=height,
+            color=colours[name],
+            label=label,
+            linewidth=0,
+        )
+    for start, finish in _arrows(events):
+        if zero <= start["ts"] and finish["ts"] <= until:
+            ends = [
+                ((event["ts"] - zero) / 1e3, rows[event["pid"], event["tid"]])
+                for event in (start, finish)
+            ]
+            arrow = {"arrowstyle": "->", "linewidth": 0.6, "color": "#444444"}
+            axes.annotate("", ends[1], ends[0], arrowprops=arrow)
+    axes.set_yticks(range(len(rows)), [names[place] for place in rows])
+    axes.invert_yaxis()
+    axes.set_xlim(0, (until - zero) / 1e3)
+    axes.set_xlabel("ms")
+    axes.legend(ncols=8, loc="lower center", bbox_to_anchor=(0.45, 1.0), frameon=False, fontsize=8)
+    figure.savefig(path, dpi=110)
+
+
+def _end(event: dict[str, Any]) -> float:
+    return float(round(event["ts"] + event["dur"], 3))
+
+
+def _with_depths(slices: list[dict[str, Any]]) -> list[tuple[dict[str, Any], int]]:
+    """Return slices, which are in their order, each with the number of those around it."""
+    found, around = [], defaultdict[Any, list[float]](list)
+    for event in slices:
+        ends = around[event["pid"], event["tid"]]
+        while ends and ends[-1] <= round(event["ts"], 3):
+            ends.pop()
+        found.append((event, len(ends)))
+        ends.append(_end(event))
+    return found
+
+
+def _arrows(events: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    ends: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
+    for event in events:
+        if event["ph"] in "sf":
+            ends[event["id"]][event["ph"]] = event
+    return [(pair["s"], pair["f"]) for pair in ends.values() if len(pair) == 2]

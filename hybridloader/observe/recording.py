@@ -1,6 +1,6 @@
 """Recording of one run: what was measured until now, as plain frozen data.
 
-All times are seconds of `time.perf_counter`. What is not known is None. `attribution` and `verdict`
+All times are seconds of `time.perf_counter`. What is not known is None. `figures` and `verdict`
 are functions of these, without a clock or a thread.
 """
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
 
-from hybridloader._support.arguments import function, seconds
+from hybridloader._support.arguments import flag, function, seconds
 from hybridloader._support.caller import warn
 from hybridloader._support.errors import described
-from hybridloader._support.text import short
 from hybridloader.observe.stats import Stats
+from hybridloader.observe.thread_times import LoopWaits
 
 
 @dataclass(frozen=True)
@@ -51,42 +52,39 @@ class Observe:
         seconds("every", self.every, above=True)
 
 
-def check_observe(value: Observe | None) -> None:
-    """Check the `observe` of a run of a pipeline, which is measured in any case."""
-    if value is not None and not isinstance(value, Observe):
-        raise TypeError(
-            f"observe must be Observe(on_stats, every=seconds) or None, not {short(value)}; a pipeline "
-            "is always measured: run.stats()"
-        )
+def check_observe(value: bool | Observe) -> None:
+    """Check the `observe` of a loader or a pipeline. Raises `TypeError`."""
+    if not isinstance(value, Observe):
+        flag("observe", value)
 
 
 class Reporter:
-    """Calls a function with the result of `stats` when it is due. One thread uses it."""
+    """Calls a function with statistics while the loop runs. The loop's thread uses it."""
 
-    def __init__(self, policy: Observe, stats: Callable[[], Stats]) -> None:
-        self._policy, self._stats = policy, stats
+    def __init__(self, policy: Observe) -> None:
+        self._policy = policy
         # All the mutable state:
         self._warned = False
-        self.begin()
+        self._loop: LoopWaits | None = None  # whose `due` says when; infinity after the end
 
-    def begin(self) -> None:
-        """Begin an epoch."""
-        self._ended, self._due = False, perf_counter() + self._policy.every
+    def begin(self, loop: LoopWaits) -> None:
+        """Begin an epoch of a loop."""
+        self._loop = loop
+        loop.due = perf_counter() + self._policy.every
 
-    def look(self) -> None:
-        """Call the function if it is due."""
-        if perf_counter() >= self._due:
-            self._call()
-
-    def end(self) -> None:
+    def end(self, stats: Callable[[], Stats]) -> None:
         """Call the function a last time in this epoch."""
-        if not self._ended:
-            self._ended = True
-            self._call()
+        loop = self._loop
+        if loop is not None and loop.due < math.inf:
+            try:
+                self.report(stats)
+            finally:
+                loop.due = math.inf
 
-    def _call(self) -> None:
+    def report(self, stats: Callable[[], Stats]) -> None:
+        """Call the function with the result of `stats`."""
         try:
-            self._policy.on_stats(self._stats())
+            self._policy.on_stats(stats())
         except Exception as error:
             if not self._warned:
                 self._warned = True
@@ -95,4 +93,5 @@ class Reporter:
                     f"again every {self._policy.every:g} s; this is not told again"
                 )
         finally:
-            self._due = perf_counter() + self._policy.every
+            if self._loop is not None:
+                self._loop.due = perf_counter() + self._policy.every

@@ -9,7 +9,7 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from hybridloader._support.attributes import attribute
@@ -21,8 +21,9 @@ from hybridloader.engine.messages import Done, Result
 from hybridloader.engine.meter import MEASURES, Measures, Metering
 from hybridloader.engine.payload import ByReference, Payload
 from hybridloader.engine.relay import REMEMBERED
-from hybridloader.observe.attribution import length
+from hybridloader.observe.figures import length
 from hybridloader.observe.recording import CoroutineUse, Faults, Span, StageRecord, Wait
+from hybridloader.observe.thread_times import LoopWaits
 
 _SLOW = 1e-4
 """Seconds of opening a result from which the next ones are timed, too."""
@@ -53,7 +54,9 @@ def options_of(backend: Backend, fetch: Fetch, workers: int) -> dict[str, Any]:
 class StageMeasures:
     """Measures of one stage, and its `Observer`. It is full once `window` tasks have come back.
 
-    `options` are those of `StageRecord`.
+    `options` are those of `StageRecord`. If it follows `each` task, as in a pipeline, the seconds of all
+    its tasks and waits are counted, and those of idle workers by cause. A loader, whose tasks may take
+    microseconds, has the measures of meters alone.
     """
 
     def __init__(
@@ -63,7 +66,11 @@ class StageMeasures:
         workers: int,
         window: int,
         options: Mapping[str, Any] | None = None,
+        *,
+        each: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        self.each, self._clock = each, clock
         self.backend, self.workers, self._window = backend, max(1, workers), max(1, window)
         self._options = options_of(backend, fetch, workers) if options is None else options
         self._in_turn, self._concurrency = fetch.in_turn, fetch.coroutines
@@ -94,12 +101,46 @@ class StageMeasures:
         self._dropped: float | None = None  # end of the last span that was dropped
         self._latencies: deque[float] = deque(maxlen=REMEMBERED)
         self._gil_waits: deque[float] = deque(maxlen=REMEMBERED)
+        # Of a stage that is followed task by task:
+        self.began: float | None = None
+        self.ended: float | None = None
+        self.worked = 0.0  # seconds that workers worked, together
+        self.waited = 0.0  # seconds that whoever pulls the stage waited for it
+        self.waits: deque[tuple[float, float]] = deque(maxlen=REMEMBERED)  # begin and end of each
+        self.starved = 0.0  # seconds that workers had nothing to do because nothing came, together
+        self._blocked = 0.0  # seconds that they had nothing to do because nothing went out, as seen
+        self._idle_workers, self._starved, self._since = 0, False, 0.0
+        self._away = 0.0  # seconds that nobody pulled the stage
+        self._away_since: float | None = None
+
+    def follow_loop(self, loop: LoopWaits) -> None:
+        """Have the loop that takes the results note more of its waits, if a trace wants to know."""
 
     # -- called by the stage -------------------------------------------------------------------------
 
-    def told(self, event: Result, since: float, came: int) -> None:
-        self._tasks += came
-        self._unmeasured += came
+    def idle(self, workers: int, *, starved: bool) -> None:
+        if not (workers or self._idle_workers) and self.began is not None:
+            return  # all were at work and are: no look at the clock, in most batches
+        now = self._clock()
+        if self._idle_workers:
+            passed = self._idle_workers * (now - self._since)
+            if self._starved:
+                self.starved += passed
+            else:
+                self._blocked += passed
+        self._idle_workers, self._starved, self._since = workers, starved, now
+        if self.began is None:
+            self.began = now
+
+    def waited_for(self, began: float, ended: float) -> None:
+        self.waited += ended - began
+        self.waits.append((began, ended))
+
+    def came(self, event: Result, since: float, count: int) -> None:
+        self._tasks += count
+        self._unmeasured += count
+        if self.each and isinstance(event, Done):
+            self.worked += event.seconds
         measures = None if event.extras is None else event.extras.pop(MEASURES, None)
         if measures is None or not isinstance(event, Done):
             return
@@ -165,7 +206,50 @@ class StageMeasures:
             self._dropped = max(self._dropped or 0.0, self._spans[0].ended)
         self._spans.append(Span(began, ended, density / self.workers, density))
 
+    # -- called by whoever pulls a stage that is followed task by task ---------------------------------
+
+    def pulled(self) -> None:
+        """Note that somebody asks for results."""
+        if self._away_since is not None:
+            self._away += self._clock() - self._away_since
+            self._away_since = None
+
+    def turned_away(self) -> None:
+        """Note that nobody asks for results any more."""
+        self._away_since = self._clock()
+
+    def close(self) -> None:
+        """Note that the stage has ended."""
+        if self.ended is None:
+            self.idle(0, starved=False)
+            self.ended = self._clock()
+
     # -- statistics ------------------------------------------------------------------------------------
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the first task, until the end."""
+        if self.began is None:
+            return 0.0
+        return (self._clock() if self.ended is None else self.ended) - self.began
+
+    @property
+    def blocked(self) -> float:
+        """Seconds that workers had nothing to do because nobody took results, together.
+
+        While nobody pulls the stage, nobody sees when its workers have done what they have; what they
+        did not work of that time is counted.
+        """
+        return min(self._rest, max(self._blocked, self.workers * self._away))
+
+    @property
+    def other(self) -> float:
+        """Seconds that workers started, were handed tasks, or waited for a CPU, together."""
+        return self._rest - self.blocked
+
+    @property
+    def _rest(self) -> float:
+        return max(0.0, self.workers * self.elapsed - self.worked - self.starved)
 
     def record(
         self,

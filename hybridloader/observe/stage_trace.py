@@ -5,50 +5,48 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Hashable
-from dataclasses import replace
 from typing import Any
 
 from hybridloader._support.errors import described, repr_of
 from hybridloader.engine.messages import Done, Result
-from hybridloader.engine.meter import MEASURES, Metering
-from hybridloader.engine.relay import RelayQueue
+from hybridloader.engine.meter import MEASURES
 from hybridloader.engine.slices import LONG, SEEN, TASK, TASKS, Slices, Told
 from hybridloader.engine.stage import Stage
 from hybridloader.fetching.on_error.error_budget import Skipped
-from hybridloader.observe.loop_waits import BRIEF, LoopWaits
 from hybridloader.observe.stage_measures import StageMeasures
-from hybridloader.observe.trace_format import LOOP, TAKEN, Track
-from hybridloader.observe.tracing import SLICES, Trace, TracedWaits
+from hybridloader.observe.thread_times import BRIEF, LoopWaits
+from hybridloader.observe.trace_files import TAKEN, Track
+from hybridloader.observe.tracing import Trace, TracedWaits
 
 _COUNTED = 1e-3
 """Least seconds between two looks at a counter."""
 
 
-def traced_metering(metering: Metering) -> Metering:
-    """Return the specification of meters that also keep slices."""
-    return replace(metering, slices=SLICES)
-
-
 class StageTrace(StageMeasures):
     """Measures of one stage which also go into a trace. `key` tells it from others of its name."""
 
-    def __init__(self, trace: Trace, name: str, key: Hashable, *of_the_stage: Any) -> None:
+    def __init__(
+        self, trace: Trace, name: str, key: Hashable, *of_the_stage: Any, each: bool
+    ) -> None:
         self._trace, self._name = trace, trace.name_of(name, key)
         # All the other mutable state:
-        self.loop: LoopWaits | None = None
-        """Loop that takes the results, if it is to note each of its waits where tasks are long."""
+        self._loop: LoopWaits | None = None  # that takes the results
         self._long = True  # each task has slices of its own
-        self._stage: weakref.ref[Stage] | None = None
+        self.stage: weakref.ref[Stage] | None = None
+        """Stage whose tasks are counted, once it has started."""
         self._counter = Throttled(self._count)
-        super().__init__(*of_the_stage)
+        super().__init__(*of_the_stage, each=each)
 
-    def follow(self, stage: Stage) -> None:
-        """Count the tasks of a stage that has started."""
-        self._stage = weakref.ref(stage)
+    def begin_again(self) -> None:
+        super().begin_again()
+        self.waits = TracedWaits(self._trace, "wait", self.waits)
 
-    def told(self, event: Result, since: float, came: int) -> None:
+    def follow_loop(self, loop: LoopWaits) -> None:
+        self._loop = loop
+
+    def came(self, event: Result, since: float, count: int) -> None:
         measures = None if event.extras is None else event.extras.get(MEASURES)
-        super().told(event, since, came)
+        super().came(event, since, count)
         if measures is None or not isinstance(event, Done):
             return
         for each in (measures, *measures.others):
@@ -58,8 +56,8 @@ class StageTrace(StageMeasures):
             if each.retried:
                 self._trace.instant("retried", track, stage=self._name, calls=each.retried)
         self._long = self.opens_slowly = event.seconds >= LONG
-        if self.loop is not None:
-            self.loop.brief = 0.0 if self._long else BRIEF
+        if self._loop is not None:  # it notes each of its waits where tasks are long
+            self._loop.brief = 0.0 if self._long else BRIEF
         self._counter()
 
     def opened(self, seq: int, began: float, ended: float) -> None:
@@ -76,10 +74,6 @@ class StageTrace(StageMeasures):
     def raised(self, worker: int, seq: int, error: BaseException) -> None:
         told = described(error)
         self._trace.instant("error", stage=self._name, worker=worker, task=seq, told=told)
-
-    def skipped(self, record: Skipped) -> None:
-        """Note a sample that was left out or replaced."""
-        skipped_in(self._trace, record)
 
     def _take_in(self, told: Told) -> Track:
         """Take in slices of a worker; return its track."""
@@ -102,7 +96,7 @@ class StageTrace(StageMeasures):
         return own
 
     def _count(self) -> None:
-        stage = None if self._stage is None else self._stage()
+        stage = None if self.stage is None else self.stage()
         if stage is None or stage.closed:
             return
         queued = stage.queued
@@ -136,23 +130,6 @@ class LocalSlices(Slices):
     def add(self, name: str, began: float, ended: float, number: int = -1) -> None:
         if ended - began >= SEEN:
             self._trace.slice(name, began, ended)
-
-
-def trace_loop(trace: Trace, loop: LoopWaits) -> None:
-    """Have the waits of a loop in the trace, too."""
-    first, then = LOOP
-    loop.waits = TracedWaits(trace, then, loop.waits, first)
-
-
-def trace_relay(trace: Trace, name: str, queue: RelayQueue) -> None:
-    """Have the sleeps at a relay's queue, and its depth, in the trace, too."""
-
-    def count() -> None:
-        trace.counter(f"{name}: items in the queue", len(queue.items))
-
-    counter = Throttled(count)
-    queue.blocks = TracedWaits(trace, "wait for room", queue.blocks, also=counter)
-    queue.waits = TracedWaits(trace, "wait", queue.waits, also=counter)
 
 
 def skipped_in(trace: Trace, record: Skipped) -> None:

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from hybridloader._support.text import table
-from hybridloader.observe.display import html, size, time
+from hybridloader._support.text import html, size, table, time
 from hybridloader.observe.figures import LOOP, REST, Figures
 from hybridloader.observe.recording import CoreUse, Faults, Recording, StageRecord
 from hybridloader.observe.verdict import Verdict, judge

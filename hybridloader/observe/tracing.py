@@ -17,8 +17,7 @@ from hybridloader._support.arguments import whole
 from hybridloader._support.caller import warn
 from hybridloader._support.text import brief
 from hybridloader.observe.program_block import ProgramBlock, numbered
-from hybridloader.observe.trace_files import check_path, write
-from hybridloader.observe.trace_format import Event, Recorded, Track, chrome_trace
+from hybridloader.observe.trace_files import Event, Recorded, Track, check_path, chrome_trace, write
 
 EVENTS = 250_000
 """Events that a trace keeps: 60 to 100 MB of memory, some MB of a compressed file, and two seconds in

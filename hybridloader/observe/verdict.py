@@ -1,33 +1,26 @@
 """Verdict on a recording: what holds the loop up, by what evidence, and what to change.
 
-Pure functions. The rules, and why they are in this order, are in decision 30.
+Pure functions: the verdict, the kind of a stage's work, and the advice. The rules, and why they are in
+this order, are in decision 30. `StageRecord.options` lists what a constructor takes, so that no advice
+is refused.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hybridloader._support.text import time
 from hybridloader.engine.meter import EVERY
-from hybridloader.observe.advice import (
-    LEAVE_THE_GIL,
-    MOST,
-    advice_on,
-    for_cores,
-    for_loop,
-    for_start,
-)
-from hybridloader.observe.attribution import length, stall_by_stage, within
-from hybridloader.observe.display import time
-from hybridloader.observe.figures import Figures, slow_firsts, without_data
-from hybridloader.observe.kinds import (
-    FULL,
-    HELD,
-    HELD_AT,
-    LOOKS,
-    ONE_CORE,
-    elapsed_of,
-    kind_of,
-    late_of,
+from hybridloader.observe.figures import (
+    Figures,
+    length,
+    load_of,
+    slow_firsts,
+    stall_by_stage,
+    within,
+    without_data,
 )
 from hybridloader.observe.recording import CoreUse, StageRecord
 
@@ -272,3 +265,304 @@ def _short_of_cores(stage: StageRecord, kind: str | None, cores: CoreUse | None)
     if kind == "computes" and cores.busy is not None and cores.busy >= FULL * cores.cores:
         return f"{cores.busy:.1f} of {cores.cores:g} cores were busy"
     return None
+
+
+FULL = 0.95
+"""Share of the cores that are busy, from which no worker more helps a stage that computes. The kernel
+counts ticks of 10 ms, and a core idles for a moment at each switch: all busy reads as 0.97 to 1."""
+
+COMPUTES = 0.5
+"""Share of CPU time in the busy time, less the waits for a core, from which a stage computes and does
+not wait: the larger part."""
+
+MENTIONED = 0.05
+"""Share of the busy time that a wait for a core takes, from which it is mentioned."""
+
+TURN = 0.5
+"""Least part of their turns for which threads compute if they hold the GIL. They take turns then, and
+the turns of all of them together last as long as they are busy, less their waits for a core."""
+
+HELD = 0.5
+"""Part of the interpreter's switch interval by which results of threads are late, if another holds the
+GIL: whoever waits for it asks after one interval. It may be asked for already, so it is half on average.
+What else makes a thread late (to wake it takes 0.1 ms) is no multiple of the interval."""
+
+AT_ONCE, LATE = 1.2, 0.1
+"""Threads that are busy at once, and part of the switch interval by which their results are late, or
+they wait for the GIL, if they take turns: more than one, and more than it takes to wake a thread."""
+
+OWN_WORK = 5e-4
+"""Seconds for which a coroutine keeps the event loop, below which that is the loop's own work."""
+
+LOOKS = 3
+"""Looks at the GIL from which they tell something."""
+
+HELD_AT = 0.125
+"""Share of the looks at which the GIL was held, from which it is in the way. Of two threads that compute
+in Python and a loop it was 0.24 to 0.68, of threads that wait for a disk 0."""
+
+ONE_CORE = (0.7, 1.2)
+"""CPU seconds a second of several threads that take turns at the GIL: 1, less what they leave it for and
+what passing it on costs, and more where a part of the work is done without it."""
+
+
+def kind_of(
+    stage: StageRecord, switch_interval: float = 0.005, cores: CoreUse | None = None
+) -> tuple[str | None, str]:
+    """Return the kind of a stage's work, and the figure that shows it."""
+    moved = stage.packing + stage.sending
+    working = max(0.0, stage.busy - stage.packing)
+    if moved > working and moved > 0 and not stage.in_process:
+        return "transport", (
+            f"packing, sending and opening its results took {time(moved)}, making them {time(working)}"
+        )
+    kind, why = _kind_by_times(stage, switch_interval, cores)
+    use = stage.coroutines
+    if use is None or use.held < MOST * stage.busy or stage.busy <= 0:
+        return kind, why
+    turn = use.held / max(1, use.begun)
+    if turn < OWN_WORK:  # it is the event loop's
+        return kind, why
+    held = (
+        f"each coroutine of {use.step} kept the event loop for {time(turn)}, and the loop waited for "
+        f"{min(1.0, use.idle / stage.busy):.0%} of the busy time"
+    )
+    return (kind, f"{why}; {held}") if kind in ("computes", "holds-gil") else ("blocks-loop", held)
+
+
+def _kind_by_times(
+    stage: StageRecord, switch_interval: float, cores: CoreUse | None
+) -> tuple[str | None, str]:
+    """Return the kind as the times of CPU, cores and GIL show it, and these."""
+    if _holds_gil(stage, switch_interval):
+        return (
+            "holds-gil",
+            f"of its results a quarter were heard {time(_late_by(stage))} late, as the GIL was held",
+        )
+    use = stage.coroutines
+    if stage.cpu is None or stage.busy <= 0:
+        if use is not None and use.idle >= MOST * stage.busy > 0:
+            return (
+                "waits",
+                f"its event loop waited for {use.idle / stage.busy:.0%} of its busy time",
+            )
+        return None, ""
+    spent = f"{min(1.0, stage.cpu / stage.busy):.0%} of its busy time was CPU time"
+    for_core = _without_core(stage)
+    if for_core >= MENTIONED * stage.busy:
+        spent += f", {for_core / stage.busy:.0%} a wait for a core"
+    # Of a thread that could run and had no core, it is not known what it would have done.
+    waited = max(0.0, stage.busy - stage.cpu - for_core)
+    computed = stage.cpu / (stage.cpu + waited) if stage.cpu else 0.0
+    elapsed = elapsed_of(stage)
+    if stage.in_process and stage.workers > 1 and elapsed > 0:
+        at_once, rate = stage.busy / elapsed, stage.cpu / elapsed
+        taking_turns = at_once >= AT_ONCE and ONE_CORE[0] <= rate <= ONE_CORE[1]
+        overdue = _late_by(stage) > LATE * switch_interval
+        if taking_turns and overdue and computed < 1 / ONE_CORE[1]:
+            return "holds-gil", f"{at_once:.1f} busy threads computed as much as {rate:.1f}"
+    if computed >= COMPUTES:
+        return "computes", spent
+    full = cores is None or cores.busy is None or cores.busy >= FULL * cores.cores
+    if stage.wait_for_core is None and full:
+        return None, f"{spent}, and it is not known here how long it waited for a core"
+    return "waits", spent
+
+
+def _holds_gil(stage: StageRecord, switch_interval: float) -> bool:
+    """Return True if threads take turns at the GIL: one computes, or waits for a core that has it."""
+    # Where all wait for a core at once, none of them holds the others up.
+    for_core, waits = _without_core(stage), stage.gil_waits
+    turn = stage.busy / stage.workers - for_core
+    if turn <= 0:
+        turn = (stage.busy - for_core) / stage.workers
+    # Late as cores were busy: whoever let go of the GIL has got it back at once.
+    free = (
+        stage.workers > 1
+        and len(waits) >= LOOKS
+        and len(late_of(waits, LATE * switch_interval)) < HELD_AT * len(waits)
+    )
+    return (
+        stage.in_process
+        and _late_by(stage) >= HELD * switch_interval
+        and not free
+        and (stage.cpu is None or stage.cpu >= TURN * turn > 0)
+    )
+
+
+def _without_core(stage: StageRecord) -> float:
+    """Return the busy seconds in which workers had no core: they wait for one between tasks, too."""
+    return min(stage.wait_for_core or 0.0, max(0.0, stage.busy - (stage.cpu or 0.0)))
+
+
+def _late_by(stage: StageRecord) -> float:
+    """Return the upper quartile of how late results were heard."""
+    known = sorted(stage.latencies)
+    return known[3 * len(known) // 4] if len(known) >= 3 else 0.0
+
+
+def late_of(waits: Sequence[float], seconds: float) -> list[float]:
+    return sorted(wait for wait in waits if wait >= seconds)
+
+
+def elapsed_of(stage: StageRecord) -> float:
+    """Return the seconds that a stage ran."""
+    whole = stage.busy + stage.starved + stage.blocked + stage.other
+    return whole / stage.workers
+
+
+OTHERS = 0.25
+"""Share of the cores that other programs keep busy, from which the advice is about them."""
+
+MORE = 8
+"""Multiple of the workers that is advised at most: the figures tell nothing of what is in the way then,
+such as a disk or the loop's own thread."""
+
+MOST = 0.5
+"""Share from which a part of the work is most of it."""
+
+SMALL = 16 * 1024
+"""Bytes of a result below which it is not its size that takes time to send."""
+
+LEAVE_THE_GIL = (
+    "Use processes (backend='shared-memory' or 'spawn'), or functions that release the GIL."
+)
+
+
+def advice_on(figures: Figures, stage: StageRecord, kind: str | None) -> str:
+    """Return what to change of the stage that most of the stall belongs to."""
+    if kind == "blocks-loop":
+        return (
+            "If it waits, await that: by an asynchronous library, or asyncio.to_thread. If it computes, "
+            "do that in a map() of an ordinary function, with workers."
+        )
+    coroutines = _more_coroutines(figures, stage) if kind == "waits" else None
+    if coroutines is not None:
+        return coroutines
+    if stage.backend in ("caller", "thread"):
+        if "backend" in stage.options:
+            return "It runs on one thread: make it cheaper, or give the step a backend and workers."
+        return (
+            "It runs on one thread: make it cheaper, or do its work in a map() that has a backend and "
+            "workers."
+        )
+    if kind == "holds-gil":
+        return LEAVE_THE_GIL
+    if kind == "transport":
+        return _smaller(stage)
+    if without_data(stage):
+        return (
+            "Split the data into as many parts of one size as there are workers, or more: until then "
+            "more workers will not help."
+        )
+    return _more_workers(figures, stage, kind)
+
+
+def for_loop(figures: Figures) -> str:
+    """Return what to change if loading is fast enough."""
+    workers = any(stage.workers > 1 for stage in figures.recording.stages)
+    fewer = ", or take workers away" if workers else ""
+    return f"Loading is fast enough; make the training step faster{fewer}."
+
+
+def for_start(stage: StageRecord, *, late: bool) -> str:
+    """Return what to change if workers start `late`, or are slow with their first tasks."""
+    less = "load less at their start" if late else "open or load less with the first sample"
+    if stage.backend == "inline" or stage.options.get("persistent_workers"):
+        kept = "Later epochs do not wait for it" if late else "Keep it from one epoch to the next"
+        return f"{kept}, or {less}."
+    how = "epochs() of a pipeline"
+    if "persistent_workers" in stage.options:
+        how = "persistent_workers=True"
+    found = [f"Keep workers from one epoch to the next ({how})", less]
+    if late and not stage.in_process and "backend" in stage.options:
+        found.append("use threads")
+    return f"{', '.join(found[:-1])}, or {found[-1]}."
+
+
+def for_cores(cores: CoreUse, kind: str | None) -> str:
+    """Return what to change if cores are too few."""
+    more = "more workers will not help"
+    if kind == "waits":
+        more = "or take more workers, which wait at the same time"
+    others = None if cores.busy is None or cores.own is None else cores.busy - cores.own
+    if others is not None and others >= OTHERS * cores.cores:
+        return (
+            f"Other programs kept {others:.1f} of the {cores.cores:g} cores busy: end them, or go where "
+            f"cores are free; {more}."
+        )
+    return (
+        f"This program needs more than the {cores.cores:g} cores that it may use: make the work cheaper "
+        f"or use more cores; {more}."
+    )
+
+
+def _more_coroutines(figures: Figures, stage: StageRecord) -> str | None:
+    use = stage.coroutines
+    if use is None or use.idle < MOST * stage.busy:
+        return None
+    wanted = math.ceil(use.concurrency * _workers_wanted(figures, stage) / stage.workers)
+    return (
+        f"More coroutines wait at the same time: try concurrency={wanted} ({use.concurrency} now) of "
+        f"{use.step}; read ahead, or from a nearer place."
+    )
+
+
+def _smaller(stage: StageRecord) -> str:
+    threads = ", or use threads" if "backend" in stage.options else ""
+    if stage.arrays >= MOST:
+        return (
+            "Its results are tensors or arrays already: make them smaller, with a smaller dtype or "
+            f"fewer of them{threads}."
+        )
+    if stage.bytes is not None and stage.items and stage.bytes < SMALL * stage.items:
+        return f"Its results are small, and so is the work: make batches larger{threads}."
+    return (
+        "Return tensors or arrays, which go through shared memory, and fewer of them; do the part "
+        f"that makes results large or slow to pickle after the workers{threads}."
+    )
+
+
+def _more_workers(figures: Figures, stage: StageRecord, kind: str | None) -> str:
+    inline, cores = stage.backend == "inline", figures.recording.cores
+    workers = 0 if inline else stage.workers
+    wanted = _workers_wanted(figures, stage)
+    if kind == "waits":
+        if inline:
+            each = ", each of which reads a part of the data" if stage.parts else ""
+            return f"Give it workers that wait: num_workers={wanted} with backend='threads'{each}."
+        more = f"try num_workers={wanted} ({workers} now)"
+        threads = stage.options.get("threads_per_worker")
+        if stage.parts:
+            more += ", if the data has as many parts"
+        elif threads and stage.collating < MOST * stage.busy:
+            wanted = math.ceil(threads * wanted / workers)
+            more += f", or threads_per_worker={wanted} ({threads} now)"
+        return f"More workers wait at the same time: {more}; read ahead, or from a nearer place."
+    if kind is None and stage.cpu is not None:
+        return (
+            f"If cores are free, more workers wait at the same time: try num_workers={wanted} "
+            f"({workers} now). If other programs keep the cores busy, end them."
+        )
+    if cores is not None:
+        most = cores.cores if cores.share is None else cores.share
+        wanted = min(wanted, max(workers, math.floor(most)))
+    if wanted > workers:
+        which = f" ({workers} now)"
+        if inline:
+            threads = math.isinf(figures.recording.switch_interval)  # they share no GIL
+            which = " with backend='threads'" if threads else " and a backend"
+        return f"Give it more workers: try num_workers={wanted}{which}; or make its work cheaper."
+    return "It has a worker for each core: make its work cheaper, or use more cores."
+
+
+def _workers_wanted(figures: Figures, stage: StageRecord) -> int:
+    """Return the number of workers that would keep up with the loop, if more of them were as fast."""
+    own = figures.seconds - figures.stall  # that the loop needs itself
+    # It was the bottleneck, so its workers were busy for most of the time, whatever was not told yet.
+    load = max(load_of(stage), 0.5) * stage.workers
+    if own <= 0:
+        return 2 * stage.workers
+    # A tenth of a worker is less than the figures are good for.
+    wanted = math.ceil(load * figures.seconds / own - 0.1)
+    return max(stage.workers + 1, min(wanted, MORE * stage.workers))

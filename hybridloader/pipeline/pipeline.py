@@ -178,7 +178,7 @@ class Pipeline(Steps):
         epoch: int | None = None,
         seed: int | None = None,
         state: Mapping[str, Any] | None = None,
-        observe: Observe | None = None,
+        observe: bool | Observe = False,
     ) -> Run:
         """Run one epoch.
 
@@ -194,7 +194,9 @@ class Pipeline(Steps):
             State of a run of such a pipeline, from `Run.state_dict`: go on behind the items that it
             gave. Backends and other options of where and how fast may differ.
         observe
-            Function to tell the statistics to while your loop runs. Without it they are measured, too.
+            True measures the run for `Run.stats`: where the time of your loop and of each step goes. An
+            `Observe` calls a function of yours with them now and then, too. See
+            docs/why-is-it-slow.md.
 
         Returns
         -------
@@ -209,19 +211,18 @@ class Pipeline(Steps):
             It can't go on from `state`.
         """
         from hybridloader.observe.reporting import check_observe
-        from hybridloader.pipeline.running.executor import Executor
-        from hybridloader.pipeline.running.run import Run
+        from hybridloader.pipeline.running.run import Run, executor_of
         from hybridloader.pipeline.running.state import checked
 
         epoch = None if epoch is None else whole("epoch", epoch, 0)
         seed = None if seed is None else whole("seed", seed)
         check_observe(observe)
         if state is None:
-            executor = Executor(self, seed, first=epoch or 0)
-            return Run(executor, epoch or 0, observe=observe)
+            executor = executor_of(self, seed, observe=observe, first=epoch or 0)
+            return Run(executor, epoch or 0)
         resumed = checked(state, self, epoch=epoch, seed=seed)
-        executor = Executor(self, None, resumed, idle=resumed.finished)
-        return Run(executor, resumed.epoch, None, resumed, observe)
+        executor = executor_of(self, None, resumed, observe=observe, idle=resumed.finished)
+        return Run(executor, resumed.epoch, None, resumed)
 
     def epochs(
         self,
@@ -230,7 +231,7 @@ class Pipeline(Steps):
         first: int = 0,
         seed: int | None = None,
         state: Mapping[str, Any] | None = None,
-        observe: Observe | None = None,
+        observe: bool | Observe = False,
     ) -> Epochs:
         """Run several epochs on the same workers: ``for epoch in pipe.epochs(3): for batch in epoch:``.
 

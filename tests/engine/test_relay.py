@@ -19,7 +19,7 @@ from hybridloader._support.errors import (
     WorkerTimeout,
     no_answer,
 )
-from hybridloader.engine.relay import Relay, RelayQueue
+from hybridloader.engine.relay import Relay, RelayQueue, RelaySleeps
 
 
 def test_items_come_in_order_from_the_named_thread() -> None:
@@ -320,11 +320,13 @@ def test_it_tells_what_came_out_and_who_waited() -> None:
         gate.wait(30)
         yield from range(3)
 
-    relay = Relay(source(), "r", depth=9)
+    relay = Relay(source(), "r", depth=9, start=False)
+    sleeps = relay.queue.sleeps = RelaySleeps(relay.queue.items)
+    relay.start()
     threading.Timer(0.01, gate.set).start()
     assert list(relay) == [0, 1, 2]
-    assert (relay.queue.count, len(relay.queue.items), relay.queue.blocked) == (3, 0, 0.0)
-    assert relay.queue.waited > 0
+    assert (relay.queue.count, len(relay.queue.items), sleeps.blocked) == (3, 0, 0.0)
+    assert sleeps.waited > 0
     relay.close()
 
 

@@ -198,13 +198,13 @@ def test_a_worker_rests_rather_than_fill_memory_that_takes_longer_to_make_than_t
 class Noting:
     """Observer that notes since when a result was waited for, and how many came."""
 
-    opens_slowly = False
+    each = opens_slowly = False
 
     def __init__(self) -> None:
         self.told_of: list[tuple[int, float, int]] = []
 
-    def told(self, event: Any, since: float, came: int) -> None:
-        self.told_of.append((event.seq, since, came))
+    def came(self, event: Any, since: float, count: int) -> None:
+        self.told_of.append((event.seq, since, count))
 
     def opened(self, seq: int, began: float, ended: float) -> None:
         pass

@@ -244,10 +244,10 @@ def test_an_observer_is_not_told_of_results_of_an_earlier_epoch() -> None:
     told_of = list[tuple[int, int]]()
 
     class Noting:
-        opens_slowly = False
+        each = opens_slowly = False
 
-        def told(self, event: Any, since: float, came: int) -> None:
-            told_of.append((event.seq, came))
+        def came(self, event: Any, since: float, count: int) -> None:
+            told_of.append((event.seq, count))
 
         def opened(self, seq: int, began: float, ended: float) -> None:
             pass

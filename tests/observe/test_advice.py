@@ -14,9 +14,9 @@ import torch.utils.data
 
 from hybridloader import DataLoader, Pipeline, StatefulDataLoader
 from hybridloader.observe import stats as stats_module
-from hybridloader.observe.advice import advice_on, for_start
 from hybridloader.observe.figures import Figures
 from hybridloader.observe.recording import CoroutineUse, StageRecord
+from hybridloader.observe.verdict import advice_on, for_start
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -99,7 +99,7 @@ def recorded(made: Any, monkeypatch: pytest.MonkeyPatch) -> Figures:
         stats_module, "judge", lambda figures: found.append(figures) or judge(figures)
     )
     if isinstance(made, Pipeline):
-        with made.run() as run:
+        with made.run(observe=True) as run:
             list(run)
             run.stats()
     else:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridloader.observe.attribution import between, length, percentile, stall_by_stage, within
+from hybridloader.observe.figures import between, length, percentile, stall_by_stage, within
 from hybridloader.observe.recording import LoopRecord, Span, Wait
 
 TIMES = st.floats(0, 100, allow_nan=False)

@@ -59,7 +59,7 @@ def test_both_count_the_same(where: dict[str, Any], policy: Any, wanted: tuple[i
     list(loader)
     assert faults_of(loader.stats()) == {"DataLoader": wanted}
     pipe = Pipeline.from_iterable(range(40)).map(flaky, on_error=policy, **where).batch(4)
-    with pipe.run() as run:
+    with pipe.run(observe=True) as run:
         list(run)
         stats = run.stats()
     ((name, counts),) = faults_of(stats).items()
@@ -80,7 +80,7 @@ def test_each_stage_has_its_own_and_all_forms_show_them() -> None:
             num_workers=1,
         )
     )
-    with pipe.run() as run:
+    with pipe.run(observe=True) as run:
         list(run)
         stats = run.stats()
     assert faults_of(stats) == {"first": (4, 0, 4, 0), "second": (4, 0, 0, 0)}
@@ -92,7 +92,9 @@ def test_each_stage_has_its_own_and_all_forms_show_them() -> None:
         assert "skipped" in text
         assert "retried" in text
         assert "restarted" not in text
-    with Pipeline.from_iterable(range(4)).map(abs, name="first", **THREADS).run() as run:
+    with (
+        Pipeline.from_iterable(range(4)).map(abs, name="first", **THREADS).run(observe=True) as run
+    ):
         list(run)
         comparison = compare(stats, run.stats())
     changes = {change.name: (change.before, change.after) for change in comparison.changes}
@@ -105,7 +107,7 @@ def test_each_stage_has_its_own_and_all_forms_show_them() -> None:
 
 def test_retries_without_workers_are_counted_on_over_epochs() -> None:
     pipe = Pipeline.from_iterable(range(40)).map(flaky, on_error=Retry(1, backoff=0.0, then=Skip()))
-    with pipe.epochs(3) as epochs:
+    with pipe.epochs(3, observe=True) as epochs:
         for number, run in enumerate(epochs, 1):
             list(run)
             assert run.stats().faults.counts == (4 * number, 0, 4 * number, 0)
@@ -146,7 +148,7 @@ def closed_early() -> Iterator[Stats]:
     iterator.close()
     yield loader.stats()
     yield iterator.stats()
-    run = Pipeline.from_iterable(range(40)).map(abs, **THREADS).run()
+    run = Pipeline.from_iterable(range(40)).map(abs, **THREADS).run(observe=True)
     run.close()
     yield run.stats()
     yield DataLoader(range(4), observe=True).stats()  # type: ignore[arg-type]
@@ -165,7 +167,7 @@ def test_without_a_batch_all_forms_say_so(place: int) -> None:
 
 
 def test_of_a_closed_run_the_figures_stay() -> None:
-    with Pipeline.from_iterable(range(40)).map(abs, **THREADS).run() as run:
+    with Pipeline.from_iterable(range(40)).map(abs, **THREADS).run(observe=True) as run:
         next(run)
     first = run.stats()
     assert first.items == 1

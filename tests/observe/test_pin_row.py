@@ -10,7 +10,7 @@ from support.manual_clock import Clock
 from support.pinning_datasets import BACKENDS, Rows
 
 from hybridloader import DataLoader
-from hybridloader.observe.thread_records import TimedPulls
+from hybridloader.observe.thread_times import TimedPulls
 from hybridloader.testing import FakeAccelerator
 
 NAP = 0.01

@@ -73,7 +73,7 @@ MORE = Pipeline.from_dataset(range(300))  # next to which the start of processes
 
 
 def run_of(pipe: Pipeline, step: float = 0.0) -> Stats:
-    with pipe.run() as run:
+    with pipe.run(observe=True) as run:
         for _ in run:
             if step:
                 time.sleep(step)
@@ -177,7 +177,7 @@ def test_the_verdict_names_what_is_known_to_be_so(case: str) -> None:
 
 
 def test_statistics_go_on_from_one_epoch_to_the_next() -> None:
-    with FEW.map(quick, **THREADS).batch(10).epochs(3) as epochs:
+    with FEW.map(quick, **THREADS).batch(10).epochs(3, observe=True) as epochs:
         for number, run in enumerate(epochs, 1):
             assert len(list(run)) == 10
             assert run.stats().items == 10 * number
@@ -186,11 +186,38 @@ def test_statistics_go_on_from_one_epoch_to_the_next() -> None:
 
 
 def test_a_run_that_was_never_asked_has_statistics() -> None:
-    run = FEW.map(quick, **THREADS).run()
+    run = FEW.map(quick, **THREADS).run(observe=True)
     assert run.stats().verdict.cause == "unknown"
     run.close()
     assert run.stats().items == 0
     assert str(run.stats())
+
+
+def test_nothing_is_made_for_a_run_that_nobody_asked_to_observe() -> None:
+    pipe = FEW.map(quick, **THREADS).map(awaiting, concurrency=2).prefetch(2)
+    with pipe.run() as run:
+        assert next(run) == 0
+        executor = run._executor
+        (stage,), relays = executor.stages.values(), executor.relays.values()
+        assert (stage.stage._observer, stage.stage.spec.metering, stage.measures) == (None,) * 3
+        assert [running.relay.queue.sleeps for running in relays] == [None] * len(relays)
+        assert {context.parts for context in executor._inline.values()} == {None}
+        assert run._loop is executor.observation is None
+        with pytest.raises(RuntimeError, match=r"pipe\.run\(observe=True\)"):
+            run.stats()
+    with FEW.epochs(1) as epochs, pytest.raises(RuntimeError, match=r"epochs\(n, observe=True\)"):
+        next(epochs).stats()
+
+
+def test_a_run_that_begins_from_a_state_is_observed_as_before() -> None:
+    pipe = FEW.map(quick, **THREADS)
+    with pipe.run(observe=True) as run:
+        next(run)
+        state = run.state_dict()
+    with pipe.run(observe=True) as run:
+        run.load_state_dict(state)
+        assert next(run) == 1
+        assert run.stats().items == 1
 
 
 def test_a_restart_is_counted() -> None:
@@ -202,7 +229,7 @@ def test_a_restart_is_counted() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         marker = f"{folder}/died"
-        with FEW.map(die_once, on_worker_death="restart", **PROCESSES).run() as run:
+        with FEW.map(die_once, on_worker_death="restart", **PROCESSES).run(observe=True) as run:
             assert len(list(run)) == 100
             assert run.stats().faults.restarted == 1
 
@@ -217,10 +244,10 @@ def test_whoever_joins_branches_waits_for_the_stages_at_their_ends(forked: bool)
         if forked
         else [Pipeline.from_dataset(range(50))] * 2
     )
-    with Pipeline.zip(stage(one), stage(two)).run() as run:
+    with Pipeline.zip(stage(one), stage(two)).run(observe=True) as run:
         assert len(list(run)) == 50
         executor = run._executor
         waited, waits = executor.waits_before(executor.plan.nodes[:1])
-        assert waited == pytest.approx(sum(s.metrics.waited for s in executor.stages.values()))
+        assert waited == pytest.approx(sum(s.measures.waited for s in executor.stages.values()))
         assert waited > 0
         assert len(waits) > 0

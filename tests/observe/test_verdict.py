@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from support.recordings import IDLE, recording, slept, stage
 
 from hybridloader.observe.comparing import compare
-from hybridloader.observe.kinds import kind_of
 from hybridloader.observe.recording import (
     CoreUse,
     LoopRecord,
@@ -22,6 +21,7 @@ from hybridloader.observe.recording import (
     Wait,
 )
 from hybridloader.observe.stats import LOOP, Stats, stats_of
+from hybridloader.observe.verdict import kind_of
 
 FULL_OF_OTHERS = CoreUse(2.0, 2.0, 0.6)
 FULL_OF_OURS = CoreUse(2.0, 2.0, 1.9)

@@ -17,10 +17,9 @@ from support.recordings import recording, stage
 from support.terminal import Terminal
 
 from hybridloader import DataLoader, Pipeline, Stats
-from hybridloader.observe import watch_display, watching
+from hybridloader.observe import watching
 from hybridloader.observe.stats import stats_of
-from hybridloader.observe.watch_display import Lines, LiveTable, watch
-from hybridloader.observe.watching import Watch, WatchedRow, running_watch
+from hybridloader.observe.watching import Lines, LiveTable, Watch, WatchedRow, running_watch, watch
 
 THREADS: dict[str, Any] = {"backend": "threads", "num_workers": 2}
 ROW = WatchedRow("DataLoader", "12.5/s", "74%", "sampler 0%, DataLoader 98% <", "It waits.", 100)
@@ -270,7 +269,7 @@ def test_lines_tell_what_has_gone_on() -> None:
 
 
 def test_without_rich_a_terminal_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch_display.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(watching.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"needs rich .* pip install 'hybridloader\[watch\]'"):
         watch(Terminal())
     assert isinstance(watch(io.StringIO())._display, Lines)

@@ -168,7 +168,7 @@ def test_each_pass_has_a_budget_of_its_own() -> None:
         with pipe.repeat(3).run() as run:
             assert len(list(run)) == 3 * 26
             assert [record.epoch for record in run.skipped] == [0] * 4 + [1] * 4 + [2] * 4
-        with pipe.epochs(2) as epochs:
+        with pipe.epochs(2, observe=True) as epochs:
             for epoch, run in enumerate(epochs):
                 assert len(list(run)) == 26
                 assert {record.epoch for record in run.skipped} == {epoch}
@@ -191,14 +191,14 @@ def test_the_table_has_a_column_only_if_something_was_skipped() -> None:
     for where in WHERE[:3]:
         for bad in (True, False):
             pipe = Pipeline.from_dataset(range(10) if bad else range(3))
-            with pipe.map(tenfold, on_error="skip", **where).run() as run:
+            with pipe.map(tenfold, on_error="skip", **where).run(observe=True) as run:
                 list(run)
                 table = str(run.stats())
                 assert ("skipped" in table) is bad
                 assert sum(stage.faults.skipped for stage in run.stats().stages) == bad
                 assert run.stats().stages[0].items == (9 if bad else 3)
     pipe = Pipeline.from_dataset(range(10)).map(tenfold, on_error="skip").prefetch(2)
-    with pipe.run() as run:
+    with pipe.run(observe=True) as run:
         list(run)
         (thread,) = (stage for stage in run.stats().stages if stage.backend == "thread")
         assert thread.faults.skipped == 1

@@ -159,7 +159,7 @@ def test_what_is_skipped_is_counted_and_told_once() -> None:
     costs = Pipeline.from_iterable([4, 11, 5, 12, 6])
     with (
         pytest.warns(UserWarning, match=r"skips items.*the first costs 11: 11") as told,
-        costs.apply(by_cost(oversize="skip")).run() as found,
+        costs.apply(by_cost(oversize="skip")).run(observe=True) as found,
     ):
         assert list(found) == [[4, 5], [6]]
     assert [(record.index, record.stage) for record in found.skipped] == [

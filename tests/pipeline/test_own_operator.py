@@ -217,7 +217,7 @@ def test_it_is_told_by_its_name(name: str, place: str) -> None:
     pipe = with_own(name, place)
     assert f"{name}()" in str(pipe)
     assert f"{name}()" in pipe.to_mermaid()
-    with pipe.run() as run:
+    with pipe.run(observe=True) as run:
         assert any(f"{name}()" in step for step in run.state_dict()["operators"])
         list(run)
         assert str(run.stats())
@@ -233,7 +233,7 @@ def test_a_state_is_of_the_same_parameters() -> None:
 
 def test_statistics_name_the_thread_that_runs_it() -> None:
     pipe = numbers().map(up, backend="threads", num_workers=1)
-    with pipe.apply(Couples()).run() as run:
+    with pipe.apply(Couples()).run(observe=True) as run:
         list(run)
         assert [row.name for row in run.stats().stages] == ["map(up)", "couples()", "your loop"]
 

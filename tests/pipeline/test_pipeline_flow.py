@@ -21,7 +21,7 @@ from hybridloader.engine.messages import Done, Event, Ready, Task, WorkerSpec
 from hybridloader.engine.payload import ByReference
 from hybridloader.engine.reorder import TASKS
 from hybridloader.engine.stage import Stage
-from hybridloader.observe.stage_metrics import StageMetrics
+from hybridloader.engine.stage_flow import StageFlow
 from hybridloader.testing import Call, FakeClock, Gate, ScriptedBackend, ScriptedCrew
 
 
@@ -181,29 +181,29 @@ def test_buffer_bytes_is_never_passed_by_more_than_the_first_results(
 ) -> None:
     sizes.insert(0, max(sizes))  # so that what is under way is never underestimated
     limit = data.draw(st.integers(1, 6000))
-    metrics = StageMetrics(workers, buffer_bytes=limit)
+    flow = StageFlow(workers, buffer_bytes=limit)
     todo, under_way, waiting = list(enumerate(sizes)), list[int](), list[int]()
     while todo or under_way or waiting:
         moves = []
-        if todo and metrics.room() != 0:
+        if todo and flow.room() != 0:
             moves.append("send")
         moves += ["come"] * bool(under_way) + ["leave"] * bool(waiting)
         assert moves, "one task is always let in"
         move = data.draw(st.sampled_from(moves))
         if move == "send":
             seq, _ = todo.pop(0)
-            metrics.sent(seq, ["item"])
+            flow.sent(seq, ["item"])
             under_way.append(seq)
         elif move == "come":
             seq = data.draw(st.sampled_from(under_way)) if 0 not in under_way else 0
             under_way.remove(seq)
-            metrics.came(Done(0, seq, ByReference(Sized(sizes[seq]))))
+            flow.came(Done(0, seq, ByReference(Sized(sizes[seq]))))
             waiting.append(seq)
         else:
             seq = waiting.pop(0)
-            metrics.left(seq)
-        assert metrics.queued == len(under_way) + len(waiting)
-        assert metrics.queued_bytes == sum(sizes[seq] for seq in waiting)
+            flow.left(seq)
+        assert flow.queued == len(under_way) + len(waiting)
+        assert flow.queued_bytes == sum(sizes[seq] for seq in waiting)
         least = max(workers * sizes[0] if len(sizes) else 0, sizes[0])
         assert sum(sizes[seq] for seq in (*under_way, *waiting)) <= max(limit, least)
 
@@ -214,11 +214,11 @@ class Sized:
 
 
 def test_a_large_item_among_small_ones_counts_as_large() -> None:
-    metrics = StageMetrics(1, buffer_bytes=4000)
-    metrics.sent(0, ["item"] * 4)
-    metrics.came(Done(0, 0, ByReference([Sized(1000), Sized(0), Sized(0), Sized(0)])))
-    metrics.left(0)
-    room = metrics.room()
+    flow = StageFlow(1, buffer_bytes=4000)
+    flow.sent(0, ["item"] * 4)
+    flow.came(Done(0, 0, ByReference([Sized(1000), Sized(0), Sized(0), Sized(0)])))
+    flow.left(0)
+    room = flow.room()
     assert room is not None
     assert room * 1000 <= 4000
 

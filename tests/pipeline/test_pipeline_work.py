@@ -1,8 +1,9 @@
-"""Work on its way to workers and back: task sizes, readers, threads in workers, metrics."""
+"""Work on its way to workers and back: task sizes, readers, threads in workers, flow."""
 
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import sys
 import threading
@@ -20,7 +21,9 @@ from hybridloader.engine.contract import Crew
 from hybridloader.engine.feed import MOST, TASK_SECONDS, TaskBatching
 from hybridloader.engine.messages import Done, Failed, Task
 from hybridloader.engine.payload import ByReference
-from hybridloader.observe.stage_metrics import StageMetrics
+from hybridloader.engine.stage_flow import StageFlow
+from hybridloader.fetching.item_steps import Step, WorkFetch
+from hybridloader.observe.stage_measures import StageMeasures
 from hybridloader.testing import FakeClock, Gate
 
 KINDS = ("inline", "threads", "fork", "shared-memory")
@@ -312,7 +315,7 @@ def test_a_slow_item_holds_up_one_thread_and_not_the_tasks_behind_it(backend: st
     assert list(Pipeline.from_dataset(range(12)).map(wait_for_later, **where)) == list(range(12))
 
 
-# -- the metrics -------------------------------------------------------------------------------------
+# -- measures and flow -----------------------------------------------------------------------------
 
 
 @given(st.lists(st.tuples(st.floats(0, 10), st.integers(0, 3), st.booleans()), max_size=20))
@@ -320,62 +323,63 @@ def test_seconds_without_work_are_starved_or_blocked(
     moves: list[tuple[float, int, bool]],
 ) -> None:
     clock = FakeClock(100.0)
-    metrics = StageMetrics(3, clock=clock)
+    measures = StageMeasures(
+        Threads(), WorkFetch((Step("map", abs),)), 3, 1, each=True, clock=clock
+    )
     busy = starved = elapsed = 0.0
     idle, starving = 3, True
-    metrics.idle(3, starved=True)
+    measures.idle(3, starved=True)
     for seq, (seconds, next_idle, next_starving) in enumerate(moves):
         clock.now += seconds
         elapsed += seconds
         starved += idle * seconds if starving else 0.0
-        metrics.sent(seq, ["item"])
-        metrics.came(Done(0, seq, ByReference([]), (3 - idle) * seconds))
+        measures.came(Done(0, seq, ByReference([]), (3 - idle) * seconds), math.inf, 1)
         busy += (3 - idle) * seconds
         idle, starving = next_idle, next_starving
-        metrics.idle(idle, starved=starving)
-    assert metrics.busy == pytest.approx(busy)
-    assert metrics.starved == pytest.approx(starved)
-    assert metrics.elapsed == pytest.approx(elapsed)
-    assert metrics.blocked == pytest.approx(3 * elapsed - busy - starved, abs=1e-6)
-    metrics.close()
+        measures.idle(idle, starved=starving)
+    assert measures.worked == pytest.approx(busy)
+    assert measures.starved == pytest.approx(starved)
+    assert measures.elapsed == pytest.approx(elapsed)
+    assert measures.blocked == pytest.approx(3 * elapsed - busy - starved, abs=1e-6)
+    measures.close()
     clock.now += 50
-    metrics.close()
-    assert metrics.elapsed == pytest.approx(elapsed)
+    measures.close()
+    assert measures.elapsed == pytest.approx(elapsed)
 
 
 def test_room_of_a_prefetch_alone() -> None:
-    metrics = StageMetrics(4, prefetch=3)
-    assert metrics.room() == 3
-    metrics.sent(0, ["a", "b"])
-    assert metrics.room() == 1
-    metrics.sent(1, ["c"])
-    assert metrics.room() == 0
-    metrics.came(Done(0, 0, ByReference(["a", "b"])))
-    assert metrics.room() == 0
-    metrics.left(0)
-    assert metrics.room() == 2
+    flow = StageFlow(4, prefetch=3)
+    assert flow.room() == 3
+    flow.sent(0, ["a", "b"])
+    assert flow.room() == 1
+    flow.sent(1, ["c"])
+    assert flow.room() == 0
+    flow.came(Done(0, 0, ByReference(["a", "b"])))
+    assert flow.room() == 0
+    flow.left(0)
+    assert flow.room() == 2
 
 
 def test_room_counts_items_and_bytes_and_what_failed() -> None:
-    metrics = StageMetrics(2, prefetch=10, buffer_bytes=1000)
-    assert metrics.room() == 2  # for each worker one, until a size is known
-    metrics.sent(0, ["a"])
-    assert metrics.room() == 1
-    metrics.sent(1, ["b"])
-    assert metrics.room() == 0
-    metrics.came(Failed(0, 0, Failure(ValueError())))
-    assert metrics.room() == 0  # it has not been handed out
-    metrics.left(0)
-    assert metrics.room() == 1
-    metrics.came(Done(1, 1, ByReference(Hundred())))
-    assert metrics.room() == 9
-    metrics.sent(2, ["c", "d"])
-    assert metrics.room() == 7
-    metrics.left(1)
-    assert metrics.room() == 8
-    metrics.left(2)
-    metrics.left(2)
-    assert (metrics.queued, metrics.queued_bytes, metrics.room()) == (0, 0, 10)
+    flow = StageFlow(2, prefetch=10, buffer_bytes=1000)
+    assert flow.room() == 2  # for each worker one, until a size is known
+    flow.sent(0, ["a"])
+    assert flow.room() == 1
+    flow.sent(1, ["b"])
+    assert flow.room() == 0
+    flow.came(Failed(0, 0, Failure(ValueError())))
+    assert flow.room() == 0  # it has not been handed out
+    flow.left(0)
+    assert flow.room() == 1
+    flow.came(Done(1, 1, ByReference(Hundred())))
+    assert flow.room() == 9
+    flow.sent(2, ["c", "d"])
+    assert flow.room() == 7
+    flow.left(1)
+    assert flow.room() == 8
+    flow.left(2)
+    flow.left(2)
+    assert (flow.queued, flow.queued_bytes, flow.room()) == (0, 0, 10)
 
 
 class Hundred:

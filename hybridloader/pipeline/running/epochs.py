@@ -19,7 +19,7 @@ from hybridloader.engine.crews import close_once, closed_with
 from hybridloader.observe.reporting import Observe, check_observe
 from hybridloader.pipeline.operators.base import Chain
 from hybridloader.pipeline.running.executor import Executor
-from hybridloader.pipeline.running.run import Run, state_of
+from hybridloader.pipeline.running.run import Run, executor_of, state_of
 from hybridloader.pipeline.running.run_position import Counts, RunPosition
 from hybridloader.pipeline.running.state import Position, checked, descriptions
 
@@ -66,7 +66,7 @@ class PipelineLoader:
     """
 
     def __init__(
-        self, pipeline: Chain, *, seed: int | None = None, observe: Observe | None = None
+        self, pipeline: Chain, *, seed: int | None = None, observe: bool | Observe = False
     ) -> None:
         if not isinstance(pipeline, Chain):
             raise TypeError(
@@ -107,7 +107,7 @@ class PipelineLoader:
         start = self._start
         if start is not None and start.finished:  # its marks are those of the epoch that begins
             start = replace(start, epoch=self._epoch, given=0, raised=0, finished=False)
-        run = Run(executor, self._epoch, self, start, self.observe)
+        run = Run(executor, self._epoch, self, start)
         self._latest, self._again = run._position, (self._epoch, self._start)
         self._epoch, self._start = self._epoch + 1, None
         return run
@@ -118,8 +118,13 @@ class PipelineLoader:
         if self._closed or (executor is not None and executor.closed.cancelled):
             raise no_answer(IteratorClosed("these epochs are closed"))
         if executor is None:
-            executor = self._executor = Executor(
-                self.pipeline, self.seed, self._start, first=self._epoch, idle=idle
+            executor = self._executor = executor_of(
+                self.pipeline,
+                self.seed,
+                self._start,
+                observe=self.observe,
+                first=self._epoch,
+                idle=idle,
             )
             self._finalizer = closed_with(self, executor)
         return executor

@@ -23,9 +23,7 @@ from hybridloader.devices.pinning import Pinner
 from hybridloader.engine.contract import CLOSING
 from hybridloader.engine.fetcher import TaskContext
 from hybridloader.engine.relay import Relay
-from hybridloader.observe.loop_waits import LoopWaits
-from hybridloader.observe.stage_trace import trace_loop, trace_relay
-from hybridloader.observe.tracing import running_trace
+from hybridloader.observe.observation import Observation
 from hybridloader.pipeline.operators.base import Chain, Mark
 from hybridloader.pipeline.running.plan import (
     ChainPlan,
@@ -45,6 +43,7 @@ from hybridloader.pipeline.running.validation import chains_in_rows, check
 if TYPE_CHECKING:
     from hybridloader.engine.meter import TaskParts
     from hybridloader.memory.page_locks import PageLocks
+    from hybridloader.observe.reporting import Observe
 
 
 class Executor:
@@ -63,8 +62,11 @@ class Executor:
         *,
         first: int = 0,
         idle: bool = False,
+        observation: Observation | None = None,  # None: nobody asked for one
     ) -> None:
         self.chain = chain
+        self.observation = observation
+        self.observe: bool | Observe = False  # as it was asked for
         self.plan = lay_out(chain, None if resumed is None else cuts_of(resumed.marks))
         check(self.plan)
         self._drawn: dict[str, int] = {}  # seeds, by the path of a source's chain: see `draw`
@@ -77,17 +79,13 @@ class Executor:
         self.closed = TaskContext()
         self.left = TaskContext()  # cancelled when the pass that runs is left
         # All the mutable state:
-        self.trace = running_trace()
-        self.stages = RunningStages(self.seed, self.closed, self.trace)
+        self.stages = RunningStages(self.seed, self.closed, observation)
         self._pinners: dict[Any, Pinner | None] = {}  # by the function that makes them
         self.relays: dict[Path, RunningRelay] = {}
         self.initialised: set[Path] = set()  # nodes without workers that had their `worker_init_fn`
         self._coroutines: list[Any] = []  # of functions without workers
         self._inline: dict[tuple[Path, int], TaskContext] = {}  # of these, too, in the latest pass
         self._ending = threading.RLock()
-        self.loop = LoopWaits()
-        if self.trace is not None:
-            trace_loop(self.trace, self.loop)
         if resumed is None:
             self._draw_for(self.plan, first)
         try:
@@ -108,10 +106,10 @@ class Executor:
             if self.closed.cancelled:
                 raise no_answer(IteratorClosed("the pipeline was closed"))
             running = self.relays.get(node.path)
-            if running is None and self.trace is not None:
-                name = self.trace.name_of(node.name, (self.stages.number, node.path))
-                trace_relay(self.trace, name, relay.queue)
             if running is None:
+                if self.observation is not None:
+                    key = self.stages.number, node.path
+                    self.observation.relay(self.observation.name_of(node.name, key), relay.queue)
                 running = self.relays[node.path] = RunningRelay(node, before, relay)
             else:
                 running.replace(relay)
@@ -219,11 +217,13 @@ class Executor:
         """Return the seconds that whoever pulls `nodes` has waited, and begin and end of these waits."""
         for node in reversed(nodes):
             if node.path in self.stages:
-                metrics = self.stages[node.path].metrics
-                return metrics.waited, snapshot(metrics.waits)
+                measures = self.stages[node.path].measures
+                assert measures is not None
+                return measures.waited, snapshot(measures.waits)
             if node.path in self.relays:
-                queue = self.relays[node.path].relay.queue
-                return queue.waited, snapshot(queue.waits)
+                sleeps = self.relays[node.path].relay.queue.sleeps
+                assert sleeps is not None
+                return sleeps.waited, snapshot(sleeps.waits)
         found = [self.waits_before(branch.nodes) for branch in nodes[0].branches]
         return sum(waited for waited, _ in found), [wait for _, waits in found for wait in waits]
 
@@ -254,7 +254,8 @@ class Executor:
             return
         with self._ending:  # no relay comes after this
             self.closed.cancelled = self.left.cancelled = True
-        self.loop.end()
+        if self.observation is not None:
+            self.observation.end()
         deadline = time.monotonic() + CLOSING
         relays = self._interrupt()
         stages = [running.stage for running in self.stages.values()]
@@ -263,9 +264,8 @@ class Executor:
         for stage in stages:
             stage.close()
         for running in self.stages.values():
-            running.metrics.close()
-        for place in self.relays.values():
-            place.ended = place.ended or time.perf_counter()
+            if running.measures is not None:
+                running.measures.close()
         for relay in relays:
             relay.close(deadline)
 

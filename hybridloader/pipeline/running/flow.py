@@ -26,12 +26,13 @@ from hybridloader.engine.refresh import Change
 from hybridloader.engine.relay import Relay
 from hybridloader.engine.scheduler import Scheduler
 from hybridloader.engine.stage import Stage
+from hybridloader.engine.stage_flow import StageFlow
 from hybridloader.engine.states import ACTIVE
 from hybridloader.fetching.on_error.error_budget import ErrorBudget
 from hybridloader.fetching.on_error.places import LeftOut, alike
 from hybridloader.fetching.on_error.result_queue import ResultQueue
 from hybridloader.fetching.outcome import Note
-from hybridloader.observe.stage_metrics import StageMetrics
+from hybridloader.observe.stage_measures import StageMeasures
 from hybridloader.pipeline.operators.base import OperatorIterator
 from hybridloader.pipeline.running.ledger import Ledger
 from hybridloader.pipeline.running.reader_log import ReaderLog, Turn
@@ -65,8 +66,14 @@ _NONE: Mapping[str, Any] = {}
 class StageIterator(Iterator[Any]):
     """Base of the iterators over the results of one stage in one pass."""
 
-    def __init__(self, stage: Stage, metrics: StageMetrics, budget: ErrorBudget | None) -> None:
-        self._stage, self.metrics, self._budget = stage, metrics, budget
+    def __init__(
+        self,
+        stage: Stage,
+        flow: StageFlow,
+        measures: StageMeasures | None,  # None: nobody observes
+        budget: ErrorBudget | None,
+    ) -> None:
+        self._stage, self.flow, self._measures, self._budget = stage, flow, measures, budget
         self._epoch = 0
 
     def begin(self, feed: Feed, changes: tuple[Change, ...]) -> None:
@@ -86,11 +93,14 @@ class StageIterator(Iterator[Any]):
 
     def _pull(self, wait: bool) -> Any:
         """Return the results of a task."""
-        self.metrics.pulled()
+        measures = self._measures
+        if measures is None:
+            return self._stage.pull(self._epoch, wait=wait)
+        measures.pulled()
         try:
             return self._stage.pull(self._epoch, wait=wait)
         finally:
-            self.metrics.turned_away()
+            measures.turned_away()
 
     def _extras(self) -> Mapping[str, Any]:
         """Return the metadata of the last results. They are kept nowhere else."""
@@ -112,7 +122,8 @@ class StageItems(StageIterator):
     def __init__(
         self,
         stage: Stage,
-        metrics: StageMetrics,
+        flow: StageFlow,
+        measures: StageMeasures | None,
         items: Iterator[Any],
         batching: TaskBatching,
         budget: ErrorBudget | None = None,
@@ -120,13 +131,13 @@ class StageItems(StageIterator):
         *,
         forwarded: bool = False,
     ) -> None:
-        super().__init__(stage, metrics, budget)
+        super().__init__(stage, flow, measures, budget)
         self._ledger, self._sizes = ledger, deque[int]()
         if ledger is not None:
             batching.drawn = self._sizes
         self._items, self.batching, self.forwarded = items, batching, forwarded
         self.depths: list[RelayDepth] = []  # of the relays before and behind
-        metrics.learn = self._learn
+        flow.learn = self._learn
         # All the mutable state:
         self._results: Iterator[Any] = iter(())
         self._queue = ResultQueue(budget, _places_of(stage, "working on"))
@@ -163,11 +174,11 @@ class StageItems(StageIterator):
                 self._note(self._ledger, results, notes or (), extras.get("uneven"))
             if notes is not None:
                 worker = self._stage.last.worker
-                self.metrics.items_out += self._queue.add(results, notes, worker)
+                self.flow.items_out += self._queue.add(results, notes, worker)
                 self._results = self._queue
                 continue
             count = results.count if forwarded else len(results)
-            self.metrics.items_out += count
+            self.flow.items_out += count
             if self._budget is not None:
                 self._budget.count(count, (), None)
             if not forwarded:
@@ -222,18 +233,19 @@ class ReaderItems(StageIterator):
     def __init__(
         self,
         stage: Stage,
-        metrics: StageMetrics,
+        flow: StageFlow,
+        measures: StageMeasures | None,
         budget: ErrorBudget | None = None,
         log: ReaderLog | None = None,
         begins: Turn | None = None,
         starts: Sequence[ShardStart] = (),
     ) -> None:
-        super().__init__(stage, metrics, budget)
+        super().__init__(stage, flow, measures, budget)
         self._log = log
-        begins = begins or Turn((0,) * metrics.workers)
+        begins = begins or Turn((0,) * flow.workers)
         # All the mutable state:
         where = _places_of(stage, "reading")
-        self._waiting = [ResultQueue(budget, where) for _ in range(metrics.workers)]
+        self._waiting = [ResultQueue(budget, where) for _ in range(flow.workers)]
         self._turn = begins.turn
         self._over = False
         self._came = list(begins.given)  # items and errors of each reader
@@ -316,13 +328,13 @@ class ReaderItems(StageIterator):
                 ) from error
             self._waiting[worker].fail(error)
             self._came[worker] += 1
-            self.metrics.items_out += 1
+            self.flow.items_out += 1
             return
         worker, extras = self._stage.last.worker, self._extras()
         self._starts.pop(worker, None)
         came = self._waiting[worker].add(results, extras.get("notes", ()), worker)
         self._came[worker] += came
-        self.metrics.items_out += came
+        self.flow.items_out += came
         if self._log is not None and "state" in extras:
             self._log.add_state(worker, self._came[worker], extras["state"])
 

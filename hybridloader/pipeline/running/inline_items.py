@@ -62,8 +62,8 @@ class InlineItems(OperatorIterator):
                 pairs = _Pairs(items, numbers)
             self._pull = map(numbered_item, pairs).__next__
             policy = seeded(policy, rng, item_key)
-        if step.concurrency:
-            context.parts = TaskParts()
+        if context.parts is not None:  # somebody observes: each function by itself
+            context.parts = TaskParts() if step.concurrency else None
         opened = step.open(context, policy, of_worker=False)
         self._loop = ItemLoop([opened], policy, context)
         self._kind, self._function = opened

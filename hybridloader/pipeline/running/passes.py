@@ -18,6 +18,7 @@ from hybridloader._support.native_threads import one_thread_on_this_thread
 from hybridloader._support.text import brief
 from hybridloader.engine.feed import TaskBatching
 from hybridloader.engine.fetcher import TaskContext
+from hybridloader.engine.meter import TaskParts
 from hybridloader.engine.relay import Relay
 from hybridloader.fetching.on_error.error_budget import Skipped
 from hybridloader.observe.stage_trace import LocalSlices
@@ -73,8 +74,11 @@ def open_run(executor: Executor, position: RunPosition) -> Iterator[Any]:
     """Make the iterators of one run, and start them. The run before is broken off."""
     executor.break_off()
     executor.left = TaskContext()
-    if executor.trace is not None:
-        executor.left.slices = LocalSlices(executor.trace)
+    observation = executor.observation
+    if observation is not None:
+        executor.left.parts = TaskParts()
+        if observation.trace is not None:
+            executor.left.slices = LocalSlices(observation.trace)
     executor.stages.failure_log.new_run()
     position.opened = True
     run = ChainPass(executor, position, executor.plan, position.epoch, {}, executor.left)
@@ -288,7 +292,7 @@ class ChainPass:
         while isinstance(stage, (Dropping, LeavingOut)):
             stage = stage.items
         if isinstance(stage, (StageItems, ReaderItems)):
-            stage.metrics.behind = relay.queue
+            stage.flow.behind = relay.queue
         running = executor.add_relay(node, self.plan.nodes[:at], relay)
         running.stage = stage if isinstance(stage, StageItems) else None
         running.depth = RelayDepth(relay, node.least) if node.options.depth is None else None
@@ -328,7 +332,7 @@ class ChainPass:
             log = ReaderLog(self.epoch, begins, starts)
             self.position.keep(node, log)
         stage.counter.begin(self.epoch)
-        readers = ReaderItems(stage.stage, stage.metrics, budget, log, begins, starts)
+        readers = ReaderItems(stage.stage, stage.flow, stage.measures, budget, log, begins, starts)
         stage.readers = readers
         if readers.count:
             self.position.droppings.append(readers)
@@ -349,7 +353,8 @@ class ChainPass:
         )
         found = StageItems(
             stage.stage,
-            stage.metrics,
+            stage.flow,
+            stage.measures,
             items,
             batching,
             budget,

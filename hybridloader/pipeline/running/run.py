@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
-import time
-import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from time import perf_counter
 from typing import Any
 
 from hybridloader._support.errors import (
@@ -22,14 +20,15 @@ from hybridloader._support.errors import (
 from hybridloader.engine.crews import close_once, closed_with, park_at_exit
 from hybridloader.engine.relay import Relay, RelayQueue
 from hybridloader.fetching.on_error.error_budget import Skipped
-from hybridloader.observe.reporting import Observe, Reporter
+from hybridloader.observe.observation import asked
+from hybridloader.observe.reporting import Observe
 from hybridloader.observe.stats import Stats
-from hybridloader.observe.watching import SameObject, running_watch
+from hybridloader.pipeline.operators.base import Chain
 from hybridloader.pipeline.running.executor import Executor
 from hybridloader.pipeline.running.passes import open_run
 from hybridloader.pipeline.running.run_position import RunPosition
 from hybridloader.pipeline.running.state import Position, checked
-from hybridloader.pipeline.running.statistics import collect, report
+from hybridloader.pipeline.running.statistics import RunObservation, report
 
 _CLOSED = IteratorClosed("closed")
 """Reason why a run is over that somebody closed."""
@@ -49,9 +48,7 @@ class Run(Iterator[Any]):
         epoch: int,
         owner: object | None = None,
         resumed: Position | None = None,
-        observe: Observe | None = None,
     ) -> None:
-        self._observe = observe
         self._owner = owner  # of the workers, which lives as long as this; None: they are its own
         # All the mutable state:
         self._asking = threading.RLock()
@@ -62,14 +59,12 @@ class Run(Iterator[Any]):
 
     def _begin(self, executor: Executor, epoch: int, resumed: Position | None) -> None:
         self._executor, self.epoch = executor, epoch
-        self._reporter = None
-        if self._observe is not None:
-            self._reporter = Reporter(self._observe, functools.partial(collect, executor))
         if self._owner is None:
             self._finalizer = closed_with(self, executor)
-        self._watch = running_watch()
-        if self._watch is not None:
-            self._watch.see("Pipeline", SameObject(executor.chain), _stats_while_there(executor))
+        self._observation = observation = executor.observation
+        self._loop = None if observation is None else observation.loop
+        if observation is not None:
+            observation.see()
         self._position = RunPosition(executor.plan, epoch, resumed)
         self._items: Iterator[Any] = iter(())
         self._queue: RelayQueue | None = None  # from which the items are taken
@@ -84,9 +79,11 @@ class Run(Iterator[Any]):
             raise
         self._queue = self._items.queue if isinstance(self._items, Relay) else None
         self._left, self._skipped = executor.left, executor.stages.failure_log.records
-        loop = executor.loop
-        if not (loop.items or loop.waits):  # starting the workers was waited for, too
-            loop.note(loop.began, time.perf_counter())
+        if observation is not None:
+            loop = observation.loop
+            if not (loop.items or loop.waits):  # starting the workers was waited for, too
+                loop.note(loop.began, perf_counter())
+            observation.begin_reports()
 
     def __next__(self) -> Any:
         return self._ask(self._items.__next__)
@@ -108,17 +105,18 @@ class Run(Iterator[Any]):
             os.getpid() != self._executor.owner
         ):  # and the lock may be one that nobody here will open
             self._refuse()
-        executor, position, queue = self._executor, self._position, self._queue
+        position, queue, loop = self._position, self._queue, self._loop
         given, taken = position.given, 0 if queue is None else queue.count
         try:
             with self._asking:
                 if self._over is not None or self._left.cancelled:
                     self._refuse()
                 self._asked = True
-                if self._reporter is not None:
-                    self._reporter.look()
-                loop = executor.loop
-                began = time.perf_counter()
+                if loop is not None:
+                    began = perf_counter()
+                    if began >= loop.due:
+                        self._observation.report()  # type: ignore[union-attr]
+                        began = perf_counter()
                 try:
                     item = get()
                 except StopIteration as end:
@@ -133,14 +131,16 @@ class Run(Iterator[Any]):
                         position.given += 1
                     raise
                 finally:
-                    seconds = time.perf_counter() - began
-                    if seconds < loop.brief:  # as `note` does, which would be a call more
-                        loop.brief_seconds += seconds
-                    else:
-                        loop.note(began, began + seconds)
-                    if self._reporter is not None and position.finished:
-                        self._reporter.end()
-                loop.items += 1
+                    if loop is not None:
+                        seconds = perf_counter() - began
+                        if seconds < loop.brief:  # as `note` does, which would be a call more
+                            loop.brief_seconds += seconds
+                        else:
+                            loop.note(began, began + seconds)
+                        if position.finished:
+                            self._observation.finished()  # type: ignore[union-attr]
+                if loop is not None:
+                    loop.items += 1
                 position.given += 1
             return item
         except Exception:
@@ -157,13 +157,13 @@ class Run(Iterator[Any]):
         # Not the error itself: its traceback holds this object.
         self._over = why if isinstance(why, StopIteration) else type(why)(*why.args)
         self._position.finished = isinstance(why, StopIteration)
-        self._tell_watch()
+        self._look()
         if self._owner is None:
             self.close()
 
-    def _tell_watch(self) -> None:
-        if self._watch is not None:
-            self._watch.look(SameObject(self._executor.chain))
+    def _look(self) -> None:
+        if self._observation is not None:
+            self._observation.look()
 
     def _refuse(self) -> None:
         if isinstance(self._over, StopIteration):
@@ -191,7 +191,7 @@ class Run(Iterator[Any]):
         """End all workers and threads: any number of times, from any thread; within some 2 seconds."""
         if self._over is None:
             self._over = _CLOSED
-            self._tell_watch()
+            self._look()
         if self._finalizer is not None:
             close_once(self, self._executor)
         elif not self._left.cancelled:
@@ -242,13 +242,12 @@ class Run(Iterator[Any]):
                     + ("is over" if self._over is not None else "has begun")
                     + "; make another, with run(state=...)"
                 )
-            pipeline = self._executor.chain
+            pipeline, observe = self._executor.chain, self._executor.observe
             resumed = checked(state, pipeline)
             self._finalizer()
             # Other workers, too: theirs are seeded.
-            self._begin(
-                Executor(pipeline, None, resumed, idle=resumed.finished), resumed.epoch, resumed
-            )
+            executor = executor_of(pipeline, None, resumed, observe=observe, idle=resumed.finished)
+            self._begin(executor, resumed.epoch, resumed)
 
     @property
     def resuming(self) -> tuple[int, int] | None:
@@ -271,8 +270,18 @@ class Run(Iterator[Any]):
         """Return the statistics of every stage until now, and what holds up your loop.
 
         From any thread, also when the run is closed. See docs/why-is-it-slow.md.
+
+        Raises
+        ------
+        RuntimeError
+            The run is not observed: it was not made with ``observe=True``.
         """
-        return collect(self._executor)
+        if self._observation is None:
+            raise RuntimeError(
+                "stats() needs a run that observes: pipe.run(observe=True), or "
+                "pipe.epochs(n, observe=True)"
+            )
+        return self._observation.stats()
 
     def __enter__(self) -> Run:
         if self.closed and not isinstance(self._over, StopIteration):
@@ -283,14 +292,23 @@ class Run(Iterator[Any]):
         self.close()
 
 
-def _stats_while_there(executor: Executor) -> Callable[[], Stats | None]:
-    there = weakref.ref(executor)
-
-    def stats() -> Stats | None:
-        executor = there()
-        return None if executor is None else collect(executor)
-
-    return stats
+def executor_of(
+    chain: Chain,
+    seed: int | None,
+    resumed: Position | None = None,
+    *,
+    observe: bool | Observe = False,
+    first: int = 0,
+    idle: bool = False,
+) -> Executor:
+    """Make the executor of a run, or of several; it is observed if somebody asks for that."""
+    who = asked(observe)
+    observation = None if who is None else RunObservation(who, chain)
+    executor = Executor(chain, seed, resumed, first=first, idle=idle, observation=observation)
+    executor.observe = observe
+    if observation is not None:
+        observation.of(executor)
+    return executor
 
 
 def state_of(executor: Executor, position: RunPosition) -> dict[str, Any]:

@@ -23,13 +23,12 @@ from hybridloader.engine.relay import Relay
 from hybridloader.engine.reorder import ReorderLimit
 from hybridloader.engine.scheduler import Scheduler, least_busy
 from hybridloader.engine.stage import Stage
+from hybridloader.engine.stage_flow import StageFlow
 from hybridloader.fetching.item_steps import WorkFetch
 from hybridloader.fetching.on_error.error_budget import ErrorBudget, FailureLog
 from hybridloader.fetching.readers import ReadersFetch
-from hybridloader.observe.stage_measures import StageMeasures, metering_of
-from hybridloader.observe.stage_metrics import StageMetrics
-from hybridloader.observe.stage_trace import StageTrace, skipped_in, traced_metering
-from hybridloader.observe.tracing import Trace, TracedWaits
+from hybridloader.observe.observation import Observation
+from hybridloader.observe.stage_measures import StageMeasures
 from hybridloader.pipeline.operators.base import Mark
 from hybridloader.pipeline.running.flow import ReaderItems, RelayDepth, StageItems
 from hybridloader.pipeline.running.plan import InlineNode, Node, Path, RelayNode, WorkerNode
@@ -42,19 +41,19 @@ if TYPE_CHECKING:
 
 
 class RunningStage:
-    """A stage that runs, with its metrics."""
+    """A stage that runs."""
 
     def __init__(
         self,
         node: WorkerNode,
         stage: Stage,
-        metrics: StageMetrics,
-        measures: StageMeasures,
+        flow: StageFlow,
+        measures: StageMeasures | None,
         dataset: Any,
         counter: ItemCounter,
     ) -> None:
-        self.node, self.stage, self.metrics, self.counter = node, stage, metrics, counter
-        self.measures = measures
+        self.node, self.stage, self.flow, self.counter = node, stage, flow, counter
+        self.measures = measures  # None: nobody observes
         self.watch = None if dataset is None else DatasetChanges(dataset)
         self.readers: ReaderItems | None = None
         self.begun = False
@@ -71,7 +70,6 @@ class RunningRelay:
     def __init__(self, node: RelayNode, before: tuple[Node, ...], relay: Relay) -> None:
         self.node, self.before, self.relay = node, before, relay
         self.began = time.perf_counter()
-        self.ended: float | None = None
         self.depth: RelayDepth | None = None
         self.stage: StageItems | None = None
 
@@ -79,12 +77,9 @@ class RunningRelay:
         """Put `relay` in the place of the one before it."""
         self.relay.shut()
         before, queue = self.relay.queue, relay.queue
-        queue.blocked, queue.waited, queue.count = before.blocked, before.waited, before.count
-        queue.blocks, queue.waits = before.blocks, before.waits
-        if before.ended_at is not None:  # between two passes there was no thread
-            now = time.perf_counter()
-            queue.blocked += now - before.ended_at
-            queue.blocks.extend([(before.ended_at, now)])  # `append` is for the thread's own sleeps
+        queue.count, queue.sleeps = before.count, before.sleeps
+        if queue.sleeps is not None:
+            queue.sleeps.begin_again(queue.items)
         self.relay = relay
 
 
@@ -94,9 +89,11 @@ _numbers = count()
 class RunningStages(dict[Path, RunningStage]):
     """The stages of one pipeline, by the paths of their nodes; `closed` is cancelled once they end."""
 
-    def __init__(self, seed: int, closed: TaskContext, trace: Trace | None = None) -> None:
+    def __init__(
+        self, seed: int, closed: TaskContext, observation: Observation | None = None
+    ) -> None:
         super().__init__()
-        self._seed, self._closed, self._trace = seed, closed, trace
+        self._seed, self._closed, self._observation = seed, closed, observation
         self.number = next(_numbers)  # by which a trace knows them
         # All the other mutable state:
         self.failure_log = FailureLog()  # of what was skipped
@@ -111,17 +108,17 @@ class RunningStages(dict[Path, RunningStage]):
         if found is not None and not found.stage.closed:
             return found
         self._check_open()
-        metrics = (
-            found.metrics
+        flow = (
+            found.flow
             if found is not None
-            else StageMetrics(
+            else StageFlow(
                 placement.num_workers,
                 prefetch=placement.prefetch,
                 buffer_bytes=placement.buffer_bytes,
             )
         )
         fetch = _fetch(node)
-        measures = self._measures(node, fetch, metrics) if found is None else found.measures
+        measures = self._measures(node, fetch) if found is None else found.measures
 
         def fewest_at_hand(scheduler: Scheduler) -> int | None:
             readers = self[path].readers
@@ -143,7 +140,7 @@ class RunningStages(dict[Path, RunningStage]):
                 dispatch=fewest_at_hand
                 if node.reads
                 else functools.partial(least_busy, at_hand=placement.at_hand),
-                flow_control=metrics,
+                flow_control=flow,
                 observer=measures,
                 forwards=node.forwarded,
                 on_worker_death=placement.on_worker_death,
@@ -154,9 +151,9 @@ class RunningStages(dict[Path, RunningStage]):
         except ShippingError as error:
             raise ShippingError(f"stage {node.name!r}: {error}") from error
         dataset = None if node.backend.in_process or node.reads else spec.fetch.dataset
-        if isinstance(measures, StageTrace):
-            measures.follow(stage)
-        running = self[path] = RunningStage(node, stage, metrics, measures, dataset, counter)
+        if self._observation is not None and measures is not None:
+            self._observation.started(measures, stage)
+        running = self[path] = RunningStage(node, stage, flow, measures, dataset, counter)
         running.resumes = self.resumed.pop(path, None)
         self._check_open(stage)  # whoever closed it meanwhile may not have seen this one
         return running
@@ -168,13 +165,14 @@ class RunningStages(dict[Path, RunningStage]):
                 stage.close()
             raise no_answer(IteratorClosed("the pipeline was closed"))
 
-    def _measures(self, node: WorkerNode, fetch: Fetch, metrics: StageMetrics) -> StageMeasures:
-        workers, trace = node.placement.num_workers, self._trace
-        of_the_stage = node.backend, fetch, workers, node.placement.at_hand * workers
-        if trace is None:
-            return StageMeasures(*of_the_stage)
-        metrics.waits = TracedWaits(trace, "wait", metrics.waits)
-        return StageTrace(trace, node.name, (self.number, node.path), *of_the_stage)
+    def _measures(self, node: WorkerNode, fetch: Fetch) -> StageMeasures | None:
+        if self._observation is None:
+            return None
+        workers, key = node.placement.num_workers, (self.number, node.path)
+        window = node.placement.at_hand * workers
+        return self._observation.measures(
+            node.name, key, node.backend, fetch, workers, window, each=True
+        )
 
     def _spec(self, node: WorkerNode, fetch: Fetch) -> WorkerSpec:
         placement = node.placement
@@ -185,7 +183,7 @@ class RunningStages(dict[Path, RunningStage]):
         generator = random.Random(f"{self._seed}/workers/{node.path}")
         threads = node.backend.in_process and not node.backend.in_caller
         seeding = self._origin(node, range(len(node.works)), threads=threads)
-        metering = metering_of(node.backend, fetch)
+        observation = self._observation
         return WorkerSpec(
             stage=node.name,
             workers=placement.num_workers,
@@ -194,7 +192,7 @@ class RunningStages(dict[Path, RunningStage]):
             init_fn=placement.worker_init_fn,
             seeding=seeding,
             starts=() if mark is None else starts_of(mark, node.name)[1],
-            metering=metering if self._trace is None else traced_metering(metering),
+            metering=None if observation is None else observation.metering(node.backend, fetch),
         )
 
     def _origin(
@@ -242,8 +240,8 @@ class RunningStages(dict[Path, RunningStage]):
         if policy is None:
             return None
         budget = ErrorBudget(policy, name, epoch, self.failure_log, node.path, gaps=gaps)
-        if self._trace is not None:
-            budget.told = functools.partial(skipped_in, self._trace)
+        if self._observation is not None:
+            self._observation.budget(budget)
         return budget
 
 

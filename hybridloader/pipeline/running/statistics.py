@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import time
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hybridloader._support.gil import turn_at_gil
 from hybridloader.engine.diagnosis import workers_table
-from hybridloader.observe.recording import CoroutineUse, Faults, Recording, StageRecord
-from hybridloader.observe.stats import Stats, stats_of
-from hybridloader.observe.thread_records import record_of_caller, record_of_relay
+from hybridloader.observe.observation import Asked, Observation
+from hybridloader.observe.recording import CoroutineUse, Faults, StageRecord
+from hybridloader.observe.stats import Stats
+from hybridloader.observe.thread_times import LoopWaits, record_of_caller, record_of_relay
+from hybridloader.observe.watching import SameObject
+from hybridloader.pipeline.operators.base import Chain
 from hybridloader.pipeline.running.plan import InlineNode, Node, OperatorNode, RelayNode, WorkerNode
 
 if TYPE_CHECKING:
@@ -18,12 +20,22 @@ if TYPE_CHECKING:
     from hybridloader.pipeline.running.running_stages import RunningRelay
 
 
-def collect(executor: Executor) -> Stats:
-    """Return the statistics of an executor, over all passes until now."""
-    stages = (*_rows(executor), *_row_of_caller(executor))
-    processes = [stage.cpu for stage in stages if not stage.in_process and stage.cpu is not None]
-    cores = executor.loop.cores.use(sum(processes))
-    return stats_of(Recording(stages, executor.loop.record(), cores, turn_at_gil()))
+class RunObservation(Observation):
+    """Observation of the runs of one executor, over all passes until now. It does not hold it."""
+
+    def __init__(self, asked: Asked, chain: Chain) -> None:
+        super().__init__(asked, "Pipeline", SameObject(chain))
+        self._executor: weakref.ref[Executor] | None = None
+
+    def of(self, executor: Executor) -> None:
+        """Observe `executor`."""
+        self._executor = weakref.ref(executor)
+
+    def stats(self) -> Stats:
+        executor = None if self._executor is None else self._executor()
+        if executor is None:
+            raise ReferenceError("the run is gone")
+        return self._stats_of((*_rows(executor, self.loop), *_row_of_caller(executor, self.loop)))
 
 
 def report(executor: Executor) -> str:
@@ -35,32 +47,33 @@ def report(executor: Executor) -> str:
     return "\n\n".join(tables)
 
 
-def _rows(executor: Executor) -> Iterator[StageRecord]:
+def _rows(executor: Executor, loop: LoopWaits) -> Iterator[StageRecord]:
     """Yield the stages and threads of a pipeline, those of its branches before them."""
     for where in sorted([*executor.stages, *executor.relays]):
         running = executor.stages.get(where)
         if running is not None:
             faults = _faults(executor, [running.node])
-            metrics = running.metrics
-            yield running.measures.record(
+            flow, measures = running.flow, running.measures
+            assert measures is not None
+            yield measures.record(
                 running.node.name,
-                items=metrics.items_out,
-                busy=metrics.busy,
-                starved=metrics.starved,
-                blocked=metrics.blocked,
-                other=metrics.other,
-                queued=metrics.queued,
+                items=flow.items_out,
+                busy=measures.worked,
+                starved=measures.starved,
+                blocked=measures.blocked,
+                other=measures.other,
+                queued=flow.queued,
                 skipped=faults.skipped,
                 replaced=faults.replaced,
                 source=running.node.reads,
             )
             continue
-        row = _row_of_relay(executor, executor.relays[where])
+        row = _row_of_relay(executor, executor.relays[where], loop)
         if row is not None:
             yield row
 
 
-def _row_of_relay(executor: Executor, running: RunningRelay) -> StageRecord | None:
+def _row_of_relay(executor: Executor, running: RunningRelay, loop: LoopWaits) -> StageRecord | None:
     works = list(_pulled(running.before))
     names = [_name(node) for node in works]
     if running.node.pins:
@@ -72,14 +85,14 @@ def _row_of_relay(executor: Executor, running: RunningRelay) -> StageRecord | No
         " + ".join(names),
         running.relay.queue,
         running.began,
-        time.perf_counter() if running.ended is None else running.ended,
+        max(running.began, loop.began + loop.seconds),
         waited=waited,
         waits=waits,
         **_of_works(executor, works),
     )
 
 
-def _row_of_caller(executor: Executor) -> Iterator[StageRecord]:
+def _row_of_caller(executor: Executor, loop: LoopWaits) -> Iterator[StageRecord]:
     """Yield what your loop's thread does in `next()`, if there are functions in it, or nothing else."""
     nodes = executor.plan.nodes
     works = list(_pulled(nodes))
@@ -89,7 +102,7 @@ def _row_of_caller(executor: Executor) -> Iterator[StageRecord]:
     waited, waits = executor.waits_before(nodes)
     yield record_of_caller(
         " + ".join(map(_name, works)),
-        executor.loop,
+        loop,
         waited=waited,
         waits=waits,
         **_of_works(executor, works),

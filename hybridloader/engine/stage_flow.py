@@ -1,0 +1,95 @@
+"""Flow control of a pipeline's stage: how many items, and bytes, are under way.
+
+It holds the stage back where more is under way than its `prefetch` or `buffer_bytes` allow, and passes
+the seconds of each task on to the sizes of the next ones. The thread that pulls the stage writes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hybridloader._support.sizes import size_of
+from hybridloader.engine.feed import items_in
+from hybridloader.engine.messages import Done, Result
+from hybridloader.engine.payload import ByReference, Payload
+from hybridloader.engine.relay import RelayQueue
+
+
+class StageFlow:
+    """Items and bytes under way in one stage; for `prefetch` and `buffer_bytes` see `Placement`.
+
+    Each item under way counts as many bytes as the largest result until then; until there is one, only
+    one item for each worker is let in. One task is always let in.
+    """
+
+    def __init__(
+        self, workers: int, *, prefetch: int | None = None, buffer_bytes: int | None = None
+    ) -> None:
+        self.workers = workers
+        self._prefetch, self._limit = prefetch, buffer_bytes
+        self.limited = prefetch is not None or buffer_bytes is not None
+        """True if it may hold tasks back, so that `room` is to be asked."""
+        self.learn: Callable[[int, float], None] | None = None
+        """Function of the items of a task and the seconds that it took."""
+        self.behind: RelayQueue | None = None  # where results wait once they were handed out
+        # All the mutable state:
+        self.items_out = 0  # counted by whoever takes the results apart
+        self.queued = 0  # items under way, or waiting to be handed out
+        self.queued_bytes = 0  # of results that wait
+        self._largest = 0  # bytes of one item, as far as is known
+        self._items: dict[int, int] = {}  # of each task under way or waiting
+        self._bytes: dict[int, int] = {}  # of each result that waits
+
+    def room(self) -> int | None:
+        """Return how many more items may be under way; None: any number."""
+        queued = self.queued
+        room = None
+        if self._prefetch is not None:
+            waiting = 0 if self.behind is None else len(self.behind.items)
+            room = max(0 if queued else 1, self._prefetch - queued - waiting)
+        if self._limit is not None and room != 0:
+            if not self._largest:
+                free = self.workers - queued
+            else:
+                coming = queued - sum(self._items[seq] for seq in self._bytes)
+                left = self._limit - self.queued_bytes - coming * self._largest
+                free = left // self._largest
+            free = max(free, 0 if queued else 1)
+            room = free if room is None else min(room, free)
+        return room
+
+    def sent(self, seq: int, index: Any) -> None:
+        """Note that task `seq` was sent."""
+        count = items_in(index)
+        self.queued += count
+        self._items[seq] = count
+
+    def came(self, event: Result) -> None:
+        """Note that a task was done, or has failed."""
+        if not isinstance(event, Done):
+            return
+        if self.learn is not None:
+            self.learn(self._items.get(event.seq, 1), event.seconds)
+        if self._limit is not None:
+            size, largest = _sizes_of(event.payload, self._items.get(event.seq, 1))
+            self.queued_bytes += size
+            self._bytes[event.seq] = size
+            self._largest = max(self._largest, largest, 1)
+
+    def left(self, seq: int) -> None:
+        """Note that the result of task `seq` was handed out, or will never be."""
+        self.queued -= self._items.pop(seq, 0)
+        if self._bytes:
+            self.queued_bytes -= self._bytes.pop(seq, 0)
+
+
+def _sizes_of(payload: Any, count: int) -> tuple[int, int]:
+    """Return the bytes of a result, and of the largest item in it as far as that can be seen."""
+    if isinstance(payload, ByReference):
+        value = payload.peek()
+        whole = size_of(value)
+        items = map(size_of, value) if isinstance(value, list) else ()
+        return whole, max(-(-whole // max(1, count)), max(items, default=0))
+    whole = payload.nbytes if isinstance(payload, Payload) else 0
+    return whole, -(-whole // max(1, count))

@@ -1,0 +1,168 @@
+"""Observation of one loader or pipeline: statistics, a trace, a watch and reports, by one way.
+
+It is made only if somebody asks for it when an iterator is made: by `observe`, or because a trace or a
+watch runs. Without one no clock is read, no worker has a meter, and a stage has no observer.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Hashable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from hybridloader._support.gil import turn_at_gil
+from hybridloader.engine.contract import Backend
+from hybridloader.engine.fetcher import Fetch
+from hybridloader.engine.meter import Metering
+from hybridloader.engine.relay import RelayQueue, RelaySleeps
+from hybridloader.engine.stage import Stage
+from hybridloader.fetching.on_error.error_budget import ErrorBudget
+from hybridloader.observe.recording import Recording, StageRecord
+from hybridloader.observe.reporting import Observe, Reporter
+from hybridloader.observe.stage_measures import StageMeasures, metering_of
+from hybridloader.observe.stage_trace import StageTrace, Throttled, skipped_in
+from hybridloader.observe.stats import Stats, stats_of
+from hybridloader.observe.thread_times import LoopWaits
+from hybridloader.observe.trace_files import LOOP
+from hybridloader.observe.tracing import SLICES, Trace, TracedWaits, running_trace
+from hybridloader.observe.watching import Watch, running_watch
+
+
+class Asked(NamedTuple):
+    """Who asks for an observation."""
+
+    policy: Observe | None
+    trace: Trace | None
+    watch: Watch | None
+
+
+def asked(observe: bool | Observe) -> Asked | None:
+    """Return who asks for an observation of an iterator that is made now; None if nobody does."""
+    trace, watch = running_trace(), running_watch()
+    if trace is None and watch is None and not observe:
+        return None
+    return Asked(observe if isinstance(observe, Observe) else None, trace, watch)
+
+
+class Observation(ABC):
+    """Observation of one iterator, or of one pipeline's epochs. `stats` is for any thread.
+
+    `name` and `key` are those by which a watch knows it. It holds no iterator and no worker.
+    """
+
+    def __init__(self, asked: Asked, name: str, key: Hashable) -> None:
+        self.trace, self._watch = asked.trace, asked.watch
+        self._name, self._key = name, key
+        self._reporter = None if asked.policy is None else Reporter(asked.policy)
+        # All the mutable state:
+        self.loop = self._new_loop()
+
+    @abstractmethod
+    def stats(self) -> Stats:
+        """Return the statistics until now."""
+
+    def _stats_of(self, stages: tuple[StageRecord, ...], batch_size: int | None = None) -> Stats:
+        processes = [
+            stage.cpu for stage in stages if not stage.in_process and stage.cpu is not None
+        ]
+        loop, cores = self.loop.record(), self.loop.cores.use(sum(processes))
+        return stats_of(Recording(stages, loop, cores, turn_at_gil(), batch_size))
+
+    # -- what is observed ----------------------------------------------------------------------------
+
+    def _new_loop(self) -> LoopWaits:
+        loop = LoopWaits()
+        if self.trace is not None:
+            first, then = LOOP
+            loop.waits = TracedWaits(self.trace, then, loop.waits, first)
+        return loop
+
+    def metering(self, backend: Backend, fetch: Fetch, *, by_pass: bool = False) -> Metering:
+        """Return the specification of the meters of a stage's workers."""
+        slices = 0 if self.trace is None else SLICES
+        return replace(metering_of(backend, fetch), by_pass=by_pass, slices=slices)
+
+    def measures(
+        self,
+        name: str,
+        key: Hashable,  # tells the stage from others of its name in a trace
+        backend: Backend,
+        fetch: Fetch,
+        workers: int,
+        window: int,
+        options: Mapping[str, Any] | None = None,
+        *,
+        each: bool = False,
+    ) -> StageMeasures:
+        """Return the observer of a stage; the arguments are those of `StageMeasures`."""
+        of_the_stage = backend, fetch, workers, window, options
+        if self.trace is None:
+            return StageMeasures(*of_the_stage, each=each)
+        return StageTrace(self.trace, name, key, *of_the_stage, each=each)
+
+    def started(self, measures: StageMeasures, stage: Stage) -> None:
+        """Note that a stage has started."""
+        if isinstance(measures, StageTrace):
+            measures.stage = weakref.ref(stage)
+
+    def name_of(self, name: str, key: Hashable) -> str:
+        """Return a name that no other thread or stage has in the trace, if one runs."""
+        return name if self.trace is None else self.trace.name_of(name, key)
+
+    def relay(self, name: str, queue: RelayQueue) -> RelaySleeps:
+        """Have the sleeps at the queue of a relay noted, before its thread starts."""
+        sleeps = queue.sleeps = RelaySleeps(queue.items)
+        trace = self.trace
+        if trace is not None:
+
+            def count() -> None:
+                trace.counter(f"{name}: items in the queue", len(sleeps.items))
+
+            counter = Throttled(count)
+            sleeps.blocks = TracedWaits(trace, "wait for room", sleeps.blocks, also=counter)
+            sleeps.waits = TracedWaits(trace, "wait", sleeps.waits, also=counter)
+        return sleeps
+
+    def waits(self, name: str, ring: deque[tuple[float, float]]) -> deque[tuple[float, float]]:
+        """Return a ring of waits whose entries are slices of a trace, too, if one runs."""
+        return ring if self.trace is None else TracedWaits(self.trace, name, ring)
+
+    def budget(self, budget: ErrorBudget) -> None:
+        """Have items that are left out or replaced in the trace, if one runs."""
+        if self.trace is not None:
+            budget.told = functools.partial(skipped_in, self.trace)
+
+    # -- begin and end of an epoch, on the thread of the loop ----------------------------------------
+
+    def see(self) -> None:
+        """Show this in the watch from now on, if one runs."""
+        if self._watch is not None:
+            self._watch.see(self._name, self._key, self.stats)
+
+    def look(self) -> None:
+        """Have the watch remember what is known now."""
+        if self._watch is not None:
+            self._watch.look(self._key)
+
+    def begin_reports(self) -> None:
+        """Begin to report an epoch: `report` is to be called from `loop.due` on, between two items."""
+        if self._reporter is not None:
+            self._reporter.begin(self.loop)
+
+    def report(self) -> None:
+        """Call the function of the user's `Observe`."""
+        if self._reporter is not None:
+            self._reporter.report(self.stats)
+
+    def finished(self) -> None:
+        """Note that all items of the epoch have come."""
+        if self._reporter is not None:
+            self._reporter.end(self.stats)
+
+    def end(self) -> None:
+        """Count no further."""
+        self.loop.end()
