@@ -112,7 +112,8 @@ def ship(thing: Any, what: str, *, share: bool) -> Shipment:
         else:
             whole = io.BytesIO()
             ((_, size), *buffers) = _write(thing, whole, None, inherited)
-            view = whole.getbuffer()
+            # Not `getbuffer`: from Python 3.13 on, a file that is collected before its view is reported.
+            view = memoryview(whole.getvalue())
             shipment.parts = [view[:size], *(view[at : at + n] for at, n in buffers)]
     except BaseException as error:
         shipment.close()
@@ -229,7 +230,7 @@ def replicate(thing: Any, what: str) -> Any:
         before, _local.kept = getattr(_local, "kept", None), kept
         try:
             Copier(out, protocol=5).dump(part)
-            return pickle.loads(out.getbuffer())
+            return pickle.loads(out.getvalue())
         finally:
             kept.clear()  # a class, as Copier, is garbage that holds on to it until it is collected
             _local.kept = before
