@@ -28,7 +28,7 @@ def usable(backend: Backend) -> Backend:
     warn_once(
         f"process {name!r} is daemonic, as a loader's workers are, and so may not have children: a "
         "loader in it uses threads instead of processes. They share a map-style dataset, and the GIL if "
-        "there is one. Say so with backend='threads' or num_workers=0 there; for processes, make the loader in a "
-        "process that is not daemonic, or give the outer one more workers",
+        "there is one. Say so with backend='threads' or num_workers=0 there; for processes, make the "
+        "loader in a process that is not daemonic, or give the outer one more workers",
     )
     return Threads(memory=backend.memory)
