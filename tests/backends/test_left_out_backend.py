@@ -1,4 +1,4 @@
-"""A left-out `backend` starts workers as multiprocessing would: by forkserver from Python 3.14 on Linux."""
+"""A left-out `backend` starts workers as multiprocessing would: from Python 3.14 on no fork."""
 
 from __future__ import annotations
 
