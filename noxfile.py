@@ -15,7 +15,7 @@ TORCH = {"3.10": "2.11.0", "3.11": "2.13.0", "3.12": "2.13.0", "3.13": "2.13.0",
 # Not the extra [test]: its newest hypothesis has no wheel for Python 3.13t, and builds with Rust.
 WITHOUT_GIL = """
     torch==2.12.0 numpy loky cloudpickle aiohttp fsspec hypothesis<6.150 matplotlib pillow psutil pyarrow
-    pytest pytest-timeout pytest-xdist rich scikit-image scipy setuptools<82
+    pytest pytest-timeout pytest-xdist rich scikit-image scikit-learn scipy setuptools<82
 """
 """Packages for a free-threaded Python. torch 2.12 is the last with wheels for 3.13t."""
 

@@ -27,8 +27,8 @@ def usable(backend: Backend) -> Backend:
     name = multiprocessing.current_process().name
     warn_once(
         f"process {name!r} is daemonic, as a loader's workers are, and so may not have children: a "
-        "loader in it uses threads instead of processes. They share the GIL, and a map-style dataset. "
-        "Say so with backend='threads' or num_workers=0 there; for processes, make the loader in a "
-        "process that is not daemonic, or give the outer one more workers",
+        "loader in it uses threads instead of processes. They share a map-style dataset, and the GIL if "
+        "there is one. Say so with backend='threads' or num_workers=0 there; for processes, make the "
+        "loader in a process that is not daemonic, or give the outer one more workers",
     )
     return Threads(memory=backend.memory)

@@ -69,10 +69,10 @@ def integer(index: int) -> int:
 
 
 WORK: dict[str, tuple[Callable[[int], Any], int, int]] = {
-    "Python": (in_python, 192, 16),
-    "JPEG": (decoded, 320, 16),
-    "hybrid": (hybrid, 192, 16),
-    "64 integers": (integer, 64 * 500, 64),
+    "Python": (in_python, 16 * 60, 16),
+    "JPEG": (decoded, 16 * 60, 16),
+    "hybrid": (hybrid, 16 * 30, 16),
+    "64 integers": (integer, 64 * 2000, 64),
 }
 """Function of a sample, samples of an epoch, and of a batch."""
 
@@ -96,19 +96,25 @@ def memory() -> float:
     return found / 1e6
 
 
-def epoch(loader: Any) -> tuple[float, float]:
-    """Return the seconds of a batch, from the third on, and the MB in the middle of the epoch."""
+def epoch(loader: Any) -> float:
+    """Return the seconds of a batch, from the first to the last.
+
+    No pause within it, in which workers would make batches that are not timed. Up to a batch of each
+    worker is begun before the first has come, so an epoch must have many more batches than workers.
+    """
     batches = iter(loader)
-    next(batches), next(batches)
-    count = len(loader) - 2
+    next(batches)
     began = time.perf_counter()
-    for _ in range(count // 2):
+    count = sum(1 for _ in batches)
+    return (time.perf_counter() - began) / count
+
+
+def memory_within(loader: Any) -> float:
+    """Return the MB after some batches of an epoch of its own."""
+    batches = iter(loader)
+    for _ in range(8):
         next(batches)
-    half = time.perf_counter() - began
-    used = memory()
-    began = time.perf_counter()
-    rest = sum(1 for _ in batches)
-    return (half + time.perf_counter() - began) / (count // 2 + rest), used
+    return memory()
 
 
 def main() -> None:
@@ -124,7 +130,8 @@ def main() -> None:
         for _ in range(options.rounds):
             for loader, make in LOADERS.items():
                 made = make(Work(sample, length), batch, workers=options.workers)
-                best[loader] = tuple(map(min, best[loader], epoch(made)))  # type: ignore[assignment]
+                found = epoch(made), memory_within(made)
+                best[loader] = tuple(map(min, best[loader], found))  # type: ignore[assignment]
         alone = best["no workers"][0]
         for loader, (seconds, used) in best.items():
             print(

@@ -22,6 +22,7 @@ from hybridloader._support.errors import (
     text_of,
     traceback_of,
 )
+from hybridloader._support.reducing_pickler import reducing_pickler
 
 
 class WorkerTraceback(Exception):
@@ -154,18 +155,13 @@ class _Freezer:
             return self._dump(thing, cloudpickle.Pickler)
 
     def _dump(self, thing: Any, base: Any) -> bytes:
-        otherwise = getattr(base, "reducer_override", lambda pickler, obj: NotImplemented)
-
-        class Pickler(base):  # type: ignore[misc]
-            def reducer_override(pickler, obj: Any) -> Any:
-                if not issubclass(type(obj), BaseException) or any(
-                    obj is e for e in self._under_way
-                ):
-                    return otherwise(pickler, obj)
-                return _thaw, (self.freeze(obj), id(type(obj)))
+        def reduce(obj: Any) -> Any:
+            if not issubclass(type(obj), BaseException) or any(obj is e for e in self._under_way):
+                return None
+            return _thaw, (self.freeze(obj), id(type(obj)))
 
         out = io.BytesIO()
-        Pickler(out).dump(thing)
+        reducing_pickler(base)(out, reduce).dump(thing)
         return out.getvalue()
 
 

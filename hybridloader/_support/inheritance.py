@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from hybridloader._support.reducing_pickler import reducing_pickler
+
 _SHARED = frozenset(
     [f"multiprocessing.{name}" for name in ("connection", "heap", "managers", "queues")]
     + [f"multiprocessing.{name}" for name in ("shared_memory", "sharedctypes", "synchronize")]
@@ -104,13 +106,12 @@ def _dumps(objects: list[Any]) -> bytes:
     """Pickle `objects` while a process is being started."""
     import cloudpickle
 
-    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-        def reducer_override(self, obj: Any) -> Any:
-            reduce = reducer(obj)
-            return super().reducer_override(obj) if reduce is None else reduce(obj)
+    def reduce(obj: Any) -> Any:
+        way = reducer(obj)
+        return None if way is None else way(obj)
 
     out = io.BytesIO()
-    Pickler(out, protocol=5).dump(objects)
+    reducing_pickler(cloudpickle.Pickler)(out, reduce, protocol=5).dump(objects)
     return out.getvalue()
 
 

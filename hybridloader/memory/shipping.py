@@ -25,6 +25,7 @@ from hybridloader._support.inheritance import (
     reduce_structure,
     reducer,
 )
+from hybridloader._support.reducing_pickler import reducing_pickler
 from hybridloader.memory.culprit import culprit
 from hybridloader.memory.packing import keep_small
 from hybridloader.memory.segments import map_descriptor, nameless_file
@@ -112,7 +113,8 @@ def ship(thing: Any, what: str, *, share: bool) -> Shipment:
         else:
             whole = io.BytesIO()
             ((_, size), *buffers) = _write(thing, whole, None, inherited)
-            view = whole.getbuffer()
+            # Not `getbuffer`: from Python 3.13 on, a file that is collected before its view is reported.
+            view = memoryview(whole.getvalue())
             shipment.parts = [view[:size], *(view[at : at + n] for at, n in buffers)]
     except BaseException as error:
         shipment.close()
@@ -213,25 +215,22 @@ def replicate(thing: Any, what: str) -> Any:
         kept.append(obj)
         return _kept, (len(kept) - 1,)
 
-    class Copier(cloudpickle.Pickler):  # type: ignore[misc]
-        def reducer_override(self, obj: Any) -> Any:
-            if obj is _kept:  # the unpickler itself needs it, by its name
-                return super().reducer_override(obj)
-            if isinstance(obj, _NEVER_COPIED) or obj in shared or _is_shared(obj):
-                return keep(obj)
-            found = _reduce_storage(obj, lambda storage: keep(storage.clone()))
-            if found is None and _is_tensor(obj):
-                found = reduce_sparse(obj)
-            return super().reducer_override(obj) if found is None else found
+    def reduce(obj: Any) -> Any:
+        if obj is _kept:  # the unpickler itself needs it, by its name
+            return None
+        if isinstance(obj, _NEVER_COPIED) or obj in shared or _is_shared(obj):
+            return keep(obj)
+        found = _reduce_storage(obj, lambda storage: keep(storage.clone()))
+        return reduce_sparse(obj) if found is None and _is_tensor(obj) else found
 
     def copy(part: Any) -> Any:
         out = io.BytesIO()
         before, _local.kept = getattr(_local, "kept", None), kept
         try:
-            Copier(out, protocol=5).dump(part)
-            return pickle.loads(out.getbuffer())
+            reducing_pickler(cloudpickle.Pickler)(out, reduce, protocol=5).dump(part)
+            return pickle.loads(out.getvalue())
         finally:
-            kept.clear()  # a class, as Copier, is garbage that holds on to it until it is collected
+            kept.clear()
             _local.kept = before
 
     try:
@@ -315,25 +314,24 @@ def _pickler(
 
     _take_main_along()
 
-    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-        def reducer_override(self, obj: Any) -> Any:
-            if _is_tensor(obj):
-                if fds is not None and len(fds) < MOST_FDS and _is_shared(obj):
-                    return _reduce_shared(obj, fds)
-                return tensors.reduce(obj)
-            found = _reduce_storage(obj, _as_bytes)
-            if found is not None:
-                return found
-            number = inherited.take(obj)
-            if number is not None:
-                return _inherited, (number,)
-            reduce = reducer(obj) or tensors.way_of(type(obj))
-            if reduce is not None:
-                return reduce(obj)
-            found = reduce_structure(obj) if isinstance(obj, type) else None
-            return super().reducer_override(obj) if found is None else found
+    def reduce(obj: Any) -> Any:
+        if _is_tensor(obj):
+            if fds is not None and len(fds) < MOST_FDS and _is_shared(obj):
+                return _reduce_shared(obj, fds)
+            return tensors.reduce(obj)
+        found = _reduce_storage(obj, _as_bytes)
+        if found is not None:
+            return found
+        number = inherited.take(obj)
+        if number is not None:
+            return _inherited, (number,)
+        way = reducer(obj) or tensors.way_of(type(obj))
+        if way is not None:
+            return way(obj)
+        return reduce_structure(obj) if isinstance(obj, type) else None
 
-    return Pickler(file, protocol=5, buffer_callback=keep_small(buffers))
+    made = reducing_pickler(cloudpickle.Pickler)
+    return made(file, reduce, protocol=5, buffer_callback=keep_small(buffers))
 
 
 def _reduce_shared(tensor: Any, fds: list[int]) -> Any:

@@ -84,7 +84,9 @@ def test_a_loader_that_ours_refuses_is_left_to_torchs_and_told_once(case: str) -
     with install(backend):
         with pytest.warns(UserWarning, match=reason) as caught:
             assert drawn_of(refused()[case][0]) == wanted
-        assert [w.filename for w in caught] == [__file__]
+        # Not those of Python 3.12 and later, that torch's loader forks beside threads.
+        told = [w for w in caught if w.category is not DeprecationWarning]
+        assert [w.filename for w in told] == [__file__]
         assert drawn_of(refused()[case][0]) == wanted
 
 

@@ -352,6 +352,8 @@ def test_without_an_accelerator_pin_memory_warns_as_torch_does_and_all_comes(wor
     def told(loader: Any) -> list[str]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
+            # From Python 3.12 on, as torch's loader forks beside threads.
+            warnings.filterwarnings("ignore", ".*use of fork", DeprecationWarning)
             assert [first_of(batch) for batch in loader] == [[0, 1], [2, 3]]
         return [str(w.message) for w in caught]
 

@@ -10,7 +10,6 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -243,9 +242,10 @@ def test_few_remote_files_stay_open(store: HttpStore, folder: Path) -> None:
         rows[index]
     held = rows._cache()
     assert [one.number for one in held._idle] == list(range(8, 40))
-    before = len(store.requests)
+    before, kept = len(store.requests), held._idle[0]
     rows[80]  # it is open
-    assert store.requests[before:] == [("/8.parquet", ANY)]
+    assert held._idle[-1] is kept
+    assert {path for path, _ in store.requests[before:]} == {"/8.parquet"}  # pyarrow 24: 6 requests
     rows.close()
     assert held._idle == []
 
