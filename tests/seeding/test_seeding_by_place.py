@@ -307,7 +307,10 @@ def test_patches_go_with_the_last_loader_on_threads() -> None:
     assert installation.count == 0
     iterator = iter(loader(2))
     next(iterator), next(iterator)
-    assert installation.count in (1, 2)  # one worker may make both batches before the other has begun
+    assert installation.count in (
+        1,
+        2,
+    )  # one worker may make both batches before the other has begun
     iterator.close()
     assert installation.count == 0
 
