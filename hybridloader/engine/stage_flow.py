@@ -34,7 +34,7 @@ class StageFlow:
         """Function of the items of a task and the seconds that it took."""
         self.behind: RelayQueue | None = None  # where results wait once they were handed out
         # All the mutable state:
-        self.items_out = 0  # counted by whoever takes the results apart
+        self.items_out = 0  # counted by the thread that takes the results apart
         self.queued = 0  # items under way, or waiting to be handed out
         self.queued_bytes = 0  # of results that wait
         self._largest = 0  # bytes of one item, as far as is known

@@ -77,7 +77,7 @@ class LoopWaits:
 
 
 SAMPLED = 16
-"""Of so many indices that take microseconds, one is timed: the others are passed on by C code."""
+"""Number of quick indices of which one is timed: the others are passed on by C code."""
 
 
 class SourceTimes:

@@ -136,7 +136,7 @@ class Context(Protocol):
     saved: Mark | None
     """Last mark of this operator in the run that this one goes on from."""
     needed: Needed | None
-    """What `Operator.needed` returned, if it was asked."""
+    """Result of `Operator.needed`, if it was asked."""
     locks: PageLocks | None
     """Page locks for memory that this operator makes, if a device is going to read it there."""
 

@@ -152,7 +152,7 @@ class PipelineLoader:
         self._epoch, self._again, start = whole("epoch", epoch, 0), None, self._start
         if start is None or start.next_epoch == epoch:
             return
-        # A framework that knows the length saves behind the last item and begins the next epoch.
+        # A framework that knows the length saves after the last item and begins the next epoch.
         length = self.pipeline.length
         ended = length is not None and start.given - start.raised + 1 > length
         ended = ended and epoch == start.epoch + 1

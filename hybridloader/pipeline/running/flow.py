@@ -323,7 +323,7 @@ class ReaderItems(StageIterator):
                 raise no_answer(
                     StateError(
                         f"stage {self._stage.spec.stage!r}: reader {worker} could not go on from the "
-                        f"state that was saved behind its item {start.position}: {described(error)}"
+                        f"state that was saved after its item {start.position}: {described(error)}"
                     )
                 ) from error
             self._waiting[worker].fail(error)

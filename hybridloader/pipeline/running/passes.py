@@ -322,7 +322,7 @@ class ChainPass:
             if mark.epoch != self.epoch or mark.at > count:
                 raise no_answer(
                     StateError(
-                        f"stage {node.name!r}: the state is behind item {mark.at} of pass {mark.epoch}, "
+                        f"stage {node.name!r}: the state is after item {mark.at} of pass {mark.epoch}, "
                         f"and item {count} of pass {self.epoch} is wanted; begin the epoch anew"
                     )
                 )

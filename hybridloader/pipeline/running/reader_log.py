@@ -50,7 +50,7 @@ class ReaderLog(Log):
 
     def __init__(self, epoch: int, begins: Turn, starts: Sequence[ShardStart] = ()) -> None:
         super().__init__(epoch, begins)
-        # Numbers of items with the states behind them, of each reader:
+        # Numbers of items with the states after them, of each reader:
         self._states: list[list[tuple[int, ShardStart]]] = [[] for _ in begins.given]
         for found, start in zip(self._states, starts, strict=False):
             if start.stateful:
@@ -60,7 +60,7 @@ class ReaderLog(Log):
         return len(self._entries) + sum(map(len, self._states))
 
     def add_state(self, reader: int, given: int, state: ShardStart) -> None:
-        """Note the state of what a reader reads, behind its first `given` items."""
+        """Note the state of the source of a reader, after its first `given` items."""
         self._states[reader].append((given, state))
         if len(self._states[reader]) > self._limit:
             forget = self.forgets()
