@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.random_pipelines import events, saved
 
@@ -102,6 +102,7 @@ KINDS: dict[str, Any] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @settings(deadline=None, max_examples=12)
+@example([0, 0, 29], [0, 29], "threads", {}, False)  # the second stop is the end of the last reader
 @given(
     st.lists(st.integers(0, 40), min_size=3, max_size=3),
     st.lists(st.integers(0, 60), min_size=2, max_size=2),

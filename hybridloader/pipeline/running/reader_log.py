@@ -82,8 +82,10 @@ class ReaderLog(Log):
         readers = []
         try:
             for reader, given in enumerate(place.given):
-                ended, state = reader in place.ended, None
                 at, start = self._state_of(reader, given)
+                # A source may begin anew from the state that it had at its end.
+                at_end = start is not None and start.ended and at == given
+                ended, state = at_end or reader in place.ended, None
                 if start is not None and not ended:
                     state = [at, _told(start.dataset), _told(start.iterator)]
                 readers.append([given, ended, state])
