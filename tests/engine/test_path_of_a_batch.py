@@ -19,7 +19,6 @@ import torch.utils.data
 
 import hybridloader
 from hybridloader import DataLoader, Pipeline, backends
-from hybridloader._support.gil import gil_enabled
 from hybridloader.engine.reorder import TASKS
 from hybridloader.loader.record import record_of
 
@@ -191,7 +190,7 @@ def test_the_path_of_a_batch_is_as_the_page_tells_it(backend: str, side: str) ->
         each, marked = told(f"`{backend}`, {where}")
     usual = {name for name, count in calls.items() if count > BATCHES / 20}
     # Threads that run at once overtake each other, and the page leaves results that wait out.
-    late = set() if gil_enabled() else {"scheduler._narrow", "scheduler._count_free"}
+    late = {"scheduler._narrow", "scheduler._count_free"}
     assert usual <= each | marked | late, "the page does not tell all"
     assert each | marked <= set(calls), "the page tells what is not so"
     # What had come before the first batch that counts, or comes behind the last, is a window at most.
