@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.data import DataLoader as TorchLoader
 
 import hybridloader
@@ -142,3 +143,37 @@ def test_a_version_that_survives_forks_is_no_hazard(running: Running) -> None:
     assert fork_hazard() is None
     sys.modules["zarr"].__version__ = "3.0.2.dev1"  # type: ignore[attr-defined]
     assert fork_hazard() is not None
+
+
+class Engine:
+    """Autograd engine of torch that notes who uses it."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.uses: list[tuple[int, list[str]]] = []  # process, and its threads that make samples
+
+    def is_checkpoint_valid(self) -> Any:
+        names = [thread.name for thread in threading.enumerate()]
+        self.uses.append((os.getpid(), [name for name in names if "fanout" in name]))
+        return self._engine.is_checkpoint_valid()
+
+
+def test_a_forked_worker_uses_torchs_engine_before_it_has_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch makes it anew at its first use after a fork, and crashes if two threads are the first."""
+    engine = Engine(torch.autograd.Variable._execution_engine)
+    monkeypatch.setattr(torch.autograd.Variable, "_execution_engine", engine)
+
+    class Uses(Pids):
+        def __getitem__(self, index: int) -> Any:
+            names = [thread.name for thread in threading.enumerate()]
+            return os.getpid(), engine.uses, any("fanout" in name for name in names)
+
+    loader = DataLoader(
+        Uses(), 2, num_workers=1, backend="fork", threads_per_worker=2, collate_fn=list
+    )
+    for batch in loader:
+        for pid, uses, threads in batch:
+            assert threads
+            assert uses == [(pid, [])]
