@@ -21,6 +21,7 @@ from torch.utils.data.dataloader import (
     _share_dist_seed,
 )
 
+from hybridloader._support.datapipes import seed_datapipe
 from hybridloader._support.errors import (
     ENDS,
     IteratorClosed,
@@ -49,7 +50,7 @@ from hybridloader.fetching.outcome import Outcome
 from hybridloader.loader.loader_fetch import fetch_of, for_workers
 from hybridloader.loader.observation import LoaderObservation
 from hybridloader.loader.pass_seeds import PassSeeds
-from hybridloader.loader.pass_start import PassStart, ResumedDispatch
+from hybridloader.loader.pass_start import Drawn, PassStart, ResumedDispatch
 from hybridloader.loader.pin_thread import PinThread
 from hybridloader.loader.plan import LoaderPlan
 from hybridloader.loader.progress import Progress, Results
@@ -75,7 +76,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         self._pass_start = PassStart(plan, again=False)
         with self._pass_start.generators_restored():
             super().__init__(loader)
-            self._pass_start.apply(self)
+            self._resume()
         self._plan, self._backend, options = plan, plan.backend, plan.options
         # torch's base class leaves numbers of numpy's as they are.
         self._num_workers = int(plan.num_workers)
@@ -225,13 +226,24 @@ class LoaderIterator(_BaseDataLoaderIter):
         self._pass_start = PassStart(self._plan.again(loader), again=True)
         with self._pass_start.generators_restored():
             super()._reset(loader)
-            self._pass_start.apply(self)
+            self._resume()
         seeds, before = self._new_seeds(), self._seeds
         if self._pass_start.loads or (before.counter is not None and seeds.seed != before.seed):
             self._stage.close()
             self._seeds = seeds
         else:
             before.begin(self._pass_start.epoch)
+
+    @property
+    def _drawn(self) -> Drawn:
+        return Drawn(self._sampler_iter, self._base_seed, self._shared_seed)
+
+    def _resume(self) -> None:
+        """Put the values of the state in the place of those that torch's base class has drawn."""
+        drawn = self._pass_start.resumed(self._drawn)
+        if drawn.shared_seed is not None and drawn.shared_seed != self._shared_seed:
+            self._dataset = seed_datapipe(self._dataset, drawn.shared_seed)
+        self._sampler_iter, self._base_seed, self._shared_seed = drawn
 
     def _new_seeds(self) -> PassSeeds:
         plan, start = self._plan, self._pass_start
@@ -248,7 +260,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         """Begin a pass, with no errors and no waiting samples."""
         start, stage = self._pass_start, self._stage
         del self._pass_start
-        progress = self._progress = start.progress(self)
+        progress = self._progress = start.progress(self._drawn)
         progress.exhausted = stage.exhausted
         if isinstance(self._dispatch, ResumedDispatch):
             start.direct(self._dispatch)
@@ -259,7 +271,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             ahead += self._reorder.tasks
             if self._pinner is not None:
                 ahead += self._pinner.prefetch + 2  # in the queue, in the thread's hand, and taken
-        source = start.source(self, progress, stage.next_seq, ahead)
+        source = start.source(self._sampler_iter, progress, stage.next_seq, ahead)
         if self._observation is not None and not progress.iterable:
             source = self._observation.drawn(source)
         results = self._results(source, progress, changes)

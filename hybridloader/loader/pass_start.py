@@ -10,13 +10,13 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from hybridloader._support.attributes import attribute, has
 from hybridloader._support.caller import warn, warn_once
-from hybridloader._support.datapipes import is_datapipe, seed_datapipe
+from hybridloader._support.datapipes import is_datapipe
 from hybridloader._support.state_copies import copied, load_into
 from hybridloader._support.state_schema import place_dropped
 from hybridloader.engine.dataset_state import ShardStart
@@ -55,6 +55,17 @@ class ResumedDispatch:
             if given == len(self.first):
                 return round_robin(scheduler, self.last)
         return self._rule(scheduler)
+
+
+class Drawn(NamedTuple):
+    """Values that torch's base class draws for a pass; a state has others in their place."""
+
+    indices: Iterator[Any]
+    """Iterator of the sampler."""
+    base_seed: int
+    """Seed of the workers."""
+    shared_seed: int | None
+    """Seed that data pipes share among ranks; None for other datasets."""
 
 
 class PassStart:
@@ -112,26 +123,26 @@ class PassStart:
         if resume.dataset is not None:  # which may hold that very generator
             load_into(self._plan.dataset, resume.dataset, "the dataset")
 
-    def apply(self, iterator: Any) -> None:
-        """Set the iterator, the sampler and the dataset to the place of the state."""
+    def resumed(self, drawn: Drawn) -> Drawn:
+        """Return `drawn` as the state has it; it is what torch draws for a pass that begins."""
         resume, plan = self.resume, self._plan
         if resume is None:
-            return
+            return drawn
         if resume.base_seed is not None:
-            iterator._base_seed = resume.base_seed
+            drawn = drawn._replace(base_seed=resume.base_seed)
         if resume.shared_seed is not None:
-            iterator._shared_seed = resume.shared_seed
-            iterator._dataset = seed_datapipe(iterator._dataset, resume.shared_seed)
-        if plan.iterable and not (resume.fresh and iterator._shared_seed is None):
+            drawn = drawn._replace(shared_seed=resume.shared_seed)
+        if plan.iterable and not (resume.fresh and drawn.shared_seed is None):
             if resume.as_they_stand and resume.over and resume.base_seed is None:
                 # Another seed than that of the pass that is over.
-                iterator._base_seed = plan.samplers.draw_seed()
-            return
+                return drawn._replace(base_seed=plan.samplers.draw_seed())
+            return drawn
         if resume.fresh:  # what torch has drawn from it is drawn again, or is not to be drawn
             torch.set_rng_state(self._default)
-        iterator._sampler_iter, seed = self._indices(resume)
+        indices, seed = self._indices(resume)
         if resume.base_seed is None and seed is not None:
-            iterator._base_seed = seed
+            drawn = drawn._replace(base_seed=seed)
+        return drawn._replace(indices=indices)
 
     def _indices(self, resume: ResumePoint) -> IndicesAndSeed:
         samplers, replay = self._plan.samplers, resume.replay
@@ -183,11 +194,11 @@ class PassStart:
             self.replay = self.replay._replace(start=resume.sampler.sampler)
         return self.replay.indices(samplers, 0, None, eager=True)
 
-    def progress(self, iterator: Any) -> Progress:
+    def progress(self, drawn: Drawn) -> Progress:
         """Make the progress of this pass, which is the loader's from now on."""
         plan, resume, record = self._plan, self.resume, self._plan.record
         made = Progress(self.replay, self.epoch, plan.num_workers, iterable=plan.iterable)
-        made.base_seed, made.shared_seed = int(iterator._base_seed), iterator._shared_seed
+        made.base_seed, made.shared_seed = int(drawn.base_seed), drawn.shared_seed
         before = record.progress if self._again else None
         if before is not None and before.finished and before.stateful:
             made.resume_workers(before.ends())
@@ -204,10 +215,9 @@ class PassStart:
         return made
 
     def source(
-        self, iterator: Any, progress: Progress, first: int, ahead: int | None
+        self, indices: Iterator[Any], progress: Progress, first: int, ahead: int | None
     ) -> Iterator[Any]:
         """Return the stage's source, whose first task is `first`; see `Progress.begin` for `ahead`."""
-        indices: Iterator[Any] = iterator._sampler_iter
         if progress.iterable:
             progress.begin(first, None)
             return indices
