@@ -98,8 +98,8 @@ class Installation:
         """Return an iterator over one of torch's loaders: torch's own where ours refuses it."""
         import torch
 
-        from hybridloader.loader.iterator_kinds import iterator_of
         from hybridloader.loader.plan import LoaderPlan
+        from hybridloader.loader.reusing_iterator import iterator_of
 
         try:
             plan = LoaderPlan.of(loader, self.backend, self.options)

@@ -504,10 +504,10 @@ class Stage(Iterator[Any]):
 
     def _note(self, observer: Observer, results: list[Result], stale: list[Result]) -> None:
         """Have the observer note results, but no stale ones, whose times are an earlier epoch's."""
-        passed_over = {id(result) for result in stale}
+        if stale:
+            passed_over = {id(result) for result in stale}
+            results = [result for result in results if id(result) not in passed_over]
         for result in results:
-            if id(result) in passed_over:
-                continue
             self._unnoted += 1
             if result.extras is not None or self._each is not None:
                 observer.came(result, self._waits_since, self._unnoted)

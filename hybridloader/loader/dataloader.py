@@ -21,12 +21,12 @@ from hybridloader._support.attributes import Fallback, attribute
 from hybridloader._support.errors import add_note
 from hybridloader.engine.contract import Backend
 from hybridloader.engine.registry import get_backend
-from hybridloader.loader.iterator_kinds import iterator_of
 from hybridloader.loader.observation import nothing_observed
 from hybridloader.loader.options import Options
 from hybridloader.loader.pass_start import leave_for_epoch, load, state_of
 from hybridloader.loader.plan import LoaderPlan
 from hybridloader.loader.record import announce, record_of
+from hybridloader.loader.reusing_iterator import iterator_of
 from hybridloader.loader.samplers import Samplers
 
 if TYPE_CHECKING:

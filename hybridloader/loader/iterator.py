@@ -7,8 +7,10 @@ Workers get batches by torch's rule of dispatch.
 from __future__ import annotations
 
 import functools
+import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -21,6 +23,7 @@ from torch.utils.data.dataloader import (
     _share_dist_seed,
 )
 
+from hybridloader._support.caller import warn_once
 from hybridloader._support.datapipes import seed_datapipe
 from hybridloader._support.errors import (
     ENDS,
@@ -35,21 +38,22 @@ from hybridloader._support.failure import Failure
 from hybridloader._support.hf_streams import warn_of_few_shards
 from hybridloader._support.state_copies import is_stateful
 from hybridloader.devices.pinning import pinner_for
-from hybridloader.engine.contract import WorkerHandle
+from hybridloader.engine.contract import Backend, WorkerHandle
 from hybridloader.engine.crews import closed_with, park_at_exit
 from hybridloader.engine.diagnosis import workers_table
-from hybridloader.engine.fetcher import Fetch
+from hybridloader.engine.fetcher import Abandoned, Fetch
 from hybridloader.engine.messages import WorkerSpec
+from hybridloader.engine.numbering import ItemCounter
 from hybridloader.engine.refresh import Change, DatasetChanges
 from hybridloader.engine.restart import RestartPolicy
 from hybridloader.engine.scheduler import Dispatch, least_busy, round_robin, round_robin_with_room
 from hybridloader.engine.stage import Stage
+from hybridloader.fetching.collate import without_torch
 from hybridloader.fetching.on_error.error_budget import ErrorBudget, Skipped
-from hybridloader.fetching.on_error.policies import parse_on_error
+from hybridloader.fetching.on_error.policies import Policy, parse_on_error
 from hybridloader.fetching.outcome import Outcome
-from hybridloader.loader.loader_fetch import fetch_of, for_workers
+from hybridloader.fetching.readers import IterableFetch, MapFetch
 from hybridloader.loader.observation import LoaderObservation
-from hybridloader.loader.pass_seeds import PassSeeds
 from hybridloader.loader.pass_start import Drawn, PassStart, ResumedDispatch
 from hybridloader.loader.pin_thread import PinThread
 from hybridloader.loader.plan import LoaderPlan
@@ -59,6 +63,9 @@ from hybridloader.observe.observation import asked
 from hybridloader.observe.stats import Stats
 from hybridloader.observe.thread_times import LoopWaits
 from hybridloader.records.large import hint_at_large_container
+from hybridloader.seeding.global_generators import kept
+from hybridloader.seeding.sample_rng import COLLATE, SampleRng
+from hybridloader.seeding.sample_seeds import Kind, Origin, origin_of
 
 _TORCHS_NEXT = _BaseDataLoaderIter.__next__
 _profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
@@ -236,7 +243,7 @@ class LoaderIterator(_BaseDataLoaderIter):
 
     @property
     def _drawn(self) -> Drawn:
-        return Drawn(self._sampler_iter, self._base_seed, self._shared_seed)
+        return Drawn(self._sampler_iter, int(self._base_seed), self._shared_seed)
 
     def _resume(self) -> None:
         """Put the values of the state in the place of those that torch's base class has drawn."""
@@ -446,3 +453,125 @@ def _last(results: Results, *, workers: bool) -> tuple[int | None, Outcome | Non
     extras, last.extras = last.extras, None
     outcome = None if extras is None else extras.get("outcome")
     return last.worker if workers else None, outcome
+
+
+class PassSeeds:
+    """Seeds of one loader iterator, whose workers have `base_seed` and whose first pass is `epoch`.
+
+    Nothing is drawn here: a policy without a seed takes the one that torch has drawn for the workers.
+    """
+
+    def __init__(
+        self,
+        seeding: Any,
+        base_seed: int,
+        epoch: int,
+        *,
+        threads: bool,
+        several: bool,
+        stays: bool,  # the seed is that of several passes, because the workers stay
+    ) -> None:
+        self._origin = origin = origin_of(seeding, base_seed, threads=threads, several=several)
+        asked = origin is not None and origin.kind is Kind.SAMPLE
+        self.seed = base_seed if origin is None else origin.seed
+        # As torch's workers, which know no epoch: a script that resumes by restoring the generator, and
+        # begins to count again, draws the same numbers.
+        self._counts = asked or stays
+        self.counter = None if self._origin is None else ItemCounter(items=False)
+        """Counter that tells workers the number of each pass; None if samples are not seeded."""
+        self.begin(epoch)
+
+    def begin(self, epoch: int) -> None:
+        """Begin pass number `epoch`."""
+        if self.counter is not None:
+            self.counter.begin(epoch if self._counts else 0)
+
+    @property
+    def origin(self) -> Origin | None:
+        """Seed and epoch, for workers; None if samples are not seeded."""
+        if self._origin is None or self.counter is None:
+            return None
+        return replace(self._origin, epoch=self.counter.epoch)
+
+    def collating(
+        self, collate_fn: Callable[[Any], Any], number: Callable[[], int]
+    ) -> Callable[[Any], Any]:
+        """Return `collate_fn` for batches that are made on this side, of samples left over from others.
+
+        Each is seeded by its `number` in the pass, which a state knows too, and leaves the caller's
+        generators as they were.
+        """
+        origin = self.origin
+        if origin is None:
+            return collate_fn
+        rng = SampleRng(origin, 0)
+
+        def collate(samples: Any) -> Any:
+            with kept():
+                return rng.call(COLLATE, b"refilled/%d" % number(), collate_fn, samples)
+
+        return collate
+
+
+class _WeakLoaderMethod:
+    """Method of a loader, such as its `collate_fn`, that does not keep the loader alive.
+
+    Otherwise a worker thread would keep the loader, and with persistent workers the iterator, alive
+    for ever. The iterator holds the method itself as long as it lives.
+    """
+
+    def __init__(self, method: types.MethodType) -> None:
+        self._method = weakref.WeakMethod(method)
+
+    def __call__(self, argument: Any) -> Any:
+        method = self._method()
+        if method is None:
+            raise Abandoned
+        return method(argument)
+
+
+def for_workers(function: Any, backend: Backend) -> Any:
+    """Return `function` as workers of `backend` get it."""
+    if not backend.in_process:
+        return without_torch(function)
+    method = isinstance(function, types.MethodType)
+    of_a_loader = method and isinstance(function.__self__, torch.utils.data.DataLoader)
+    return _WeakLoaderMethod(function) if of_a_loader else function
+
+
+def fetch_of(
+    plan: LoaderPlan,
+    backend: Backend,
+    on_error: Policy | None,
+    *,
+    sends_states: bool,  # the dataset's state goes with results
+) -> Fetch:
+    """Return the fetch of a loader's workers; warn if its threads would have nothing to do."""
+    dataset, collate_fn = plan.dataset, for_workers(plan.collate_fn, backend)
+    if plan.iterable:
+        return IterableFetch(
+            dataset,
+            collate_fn,
+            plan.batched,
+            plan.drop_last,
+            isinstance(dataset, IterDataPipe),
+            on_error,
+            join=plan.joins,
+            state_every=plan.state_every,
+        )
+    fetch = MapFetch(
+        dataset,
+        collate_fn,
+        plan.batched,
+        isinstance(dataset, MapDataPipe),
+        plan.options.threads_per_worker,
+        on_error,
+        sends_states=sends_states,
+        state_every=plan.state_every,
+    )
+    if fetch.idle_threads:
+        warn_once(
+            f"threads_per_worker has no effect for {type(dataset).__name__}: its __getitems__ is "
+            "asked for a whole batch at once. Raise num_workers, or use threads in __getitems__."
+        )
+    return fetch

@@ -25,13 +25,13 @@ from hybridloader.engine.states import ACTIVE
 from hybridloader.fetching.readers import Apart
 from hybridloader.loader.plan import LoaderPlan
 from hybridloader.loader.progress import UNKNOWN, Progress, SamplerCheckpoint
-from hybridloader.loader.sampler_replay import (
+from hybridloader.loader.samplers import (
+    DEFAULT,
     IndicesAndSeed,
     SamplerReplay,
     load_sampler,
     steps_of,
 )
-from hybridloader.loader.samplers import DEFAULT
 from hybridloader.loader.state import END, START, WITHIN, ResumePoint, read, written
 
 _NOTHING = nullcontext()

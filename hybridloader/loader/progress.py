@@ -22,8 +22,7 @@ from hybridloader.engine.messages import Exhausted, Last
 from hybridloader.fetching.outcome import Outcome
 from hybridloader.fetching.readers import Apart
 from hybridloader.loader.refill import WaitingSamples
-from hybridloader.loader.sampler_replay import SamplerReplay
-from hybridloader.loader.samplers import SamplerState
+from hybridloader.loader.samplers import SamplerReplay, SamplerState
 
 
 class SamplerCheckpoint(NamedTuple):

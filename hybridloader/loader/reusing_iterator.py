@@ -8,7 +8,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from hybridloader.loader.iterator import LoaderIterator
 from hybridloader.loader.plan import LoaderPlan
-from hybridloader.observe.headroom import KeptBatches
+from hybridloader.observe.headroom import KeptBatches, running_reuse
 
 
 class ReusingIterator(LoaderIterator):
@@ -52,6 +52,12 @@ class ReplayIterator(_BaseDataLoaderIter):
         """Do nothing: there are no workers."""
 
 
-def reusing_iterator(loader: Any, plan: LoaderPlan, kept: KeptBatches) -> _BaseDataLoaderIter:
-    """Make the iterator over the next epoch of a loader whose batches are kept."""
+def iterator_of(loader: Any, plan: LoaderPlan) -> _BaseDataLoaderIter:
+    """Make the iterator of a loader: one that gives batches again, if the command asks for that."""
+    reuse = running_reuse()
+    if reuse is None:
+        return LoaderIterator(loader, plan)
+    kept = plan.record.kept
+    if kept is None:
+        kept = plan.record.kept = reuse.batches_of(loader)
     return ReplayIterator(loader, kept) if kept.enough else ReusingIterator(loader, plan, kept)

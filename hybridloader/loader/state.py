@@ -27,8 +27,7 @@ from hybridloader._support.state_schema import ANY, COUNT, DICT, LIST, TRUTH, Sc
 from hybridloader.engine.dataset_state import ShardStart
 from hybridloader.loader.plan import LoaderPlan
 from hybridloader.loader.progress import UNKNOWN, Progress
-from hybridloader.loader.sampler_replay import SamplerReplay, check_of, steps_of
-from hybridloader.loader.samplers import SamplerState
+from hybridloader.loader.samplers import SamplerReplay, SamplerState, check_of, steps_of
 
 VERSION = 1
 """Version of the fields under `OWN`; it changes with the meaning of a field."""

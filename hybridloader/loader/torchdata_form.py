@@ -19,7 +19,7 @@ from hybridloader._support.attributes import length_of
 from hybridloader._support.errors import StateError, described
 from hybridloader._support.state_copies import copied, is_stateful
 from hybridloader.loader.plan import LoaderPlan
-from hybridloader.loader.sampler_replay import steps_of
+from hybridloader.loader.samplers import steps_of
 from hybridloader.loader.state import OWN, VERSION, WITHIN, agreement, given, snapshots_of
 
 _SHARED = ("_sampler_iter_yielded", "_IterableDataset_len_called", "_shared_seed")

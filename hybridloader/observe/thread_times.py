@@ -76,7 +76,7 @@ class LoopWaits:
         )
 
 
-SAMPLED = 16
+SAMPLED = 64
 """Number of quick indices of which one is timed: the others are passed on by C code."""
 
 
