@@ -31,8 +31,7 @@ def one_thread_in_this_process(fresh: bool) -> None:
     when_imported("torch", lambda: sys.modules["torch"].set_num_threads(1))
     # 0 is OpenCV's word for: run sequentially (docs.opencv.org, cv::setNumThreads).
     when_imported("cv2", lambda: sys.modules["cv2"].setNumThreads(0))
-    if not fresh:
-        _renew_autograd_engine()
+    _renew_autograd_engine()
 
 
 def _renew_autograd_engine() -> None:
@@ -43,8 +42,8 @@ def _renew_autograd_engine() -> None:
     (`get_python_engine` in torch/csrc/autograd/python_engine.cpp, 2.13). With six threads, and a
     parent that had called ``backward()``, 8 of 3,000 processes died of SIGSEGV.
     """
-    torch: Any = sys.modules["torch"]
-    with suppress(AttributeError):  # it is half imported; or of a version that names it otherwise
+    torch: Any = sys.modules.get("torch")
+    with suppress(AttributeError):  # None, half imported, or of a version that names it otherwise
         torch.autograd.Variable._execution_engine.is_checkpoint_valid()  # the cheapest use: 30 ns
 
 
