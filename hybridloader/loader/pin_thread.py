@@ -11,7 +11,6 @@ taken, as torch does; so its draws depend on no thread of ours.
 from __future__ import annotations
 
 import os
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -30,11 +29,11 @@ from hybridloader._support.errors import (
     no_answer,
 )
 from hybridloader.devices.pinning import Pinner, Sent
-from hybridloader.engine.contract import CLOSING
 from hybridloader.engine.feed import Feed
 from hybridloader.engine.messages import Last
 from hybridloader.engine.refresh import Change
 from hybridloader.engine.relay import Relay
+from hybridloader.engine.runner import Runner
 from hybridloader.engine.stage import Stage
 from hybridloader.loader.observation import LoaderObservation
 from hybridloader.observe.thread_times import TimedPulls
@@ -117,7 +116,6 @@ class _PinningIterator(Iterator[Any]):
         # All the mutable state:
         self._number = first - 1
         self._over = False
-        self.ends_stage = False
 
     def __next__(self) -> _QueuedResult:
         if self._over:
@@ -150,11 +148,6 @@ class _PinningIterator(Iterator[Any]):
         last = self._stage.last
         return last.seq, last.worker, last.position
 
-    def close(self) -> None:
-        """Close the stage, if that was left to this thread."""
-        if self.ends_stage:
-            self._stage.close()
-
 
 class PinnedResults(Iterator[Any]):
     """Results of one pass, for the consumer's thread; used in place of the stage.
@@ -173,14 +166,13 @@ class PinnedResults(Iterator[Any]):
     ) -> None:
         self._thread, self._stage, self._relay, self._timeout = thread, stage, relay, timeout
         self._feed, self._pinner, self._epoch = feed, thread.pinner, stage.epoch
-        self._owner = os.getpid()
         # All the mutable state:
         self.last = Last()
         self._source = source
         self._failed = False  # with an error after which nothing more will come
 
     def __next__(self) -> Any:
-        if os.getpid() != self._owner:
+        if os.getpid() != self._thread.owner:
             raise no_answer(
                 IteratorClosed(
                     "this iterator belongs to the process that this one was forked from; make one here"
@@ -224,20 +216,18 @@ class PinnedResults(Iterator[Any]):
         raise no_answer(IteratorClosed("this pass was broken off"))
 
 
-class PinThread:
+class PinThread(Runner):
     """Pinning thread of one loader iterator: one thread for each pass, never two that pull.
 
-    Holds no sampler, because the iterator's finalizer holds it. Its consumer waits `timeout` seconds for
-    one result; 0 waits for ever.
+    Its consumer waits `timeout` seconds for one result; 0 waits for ever.
     """
 
     def __init__(self, pinner: Pinner, timeout: float) -> None:
+        super().__init__()
         self.pinner, self._timeout = pinner, timeout
-        self._owner = os.getpid()
         # All the mutable state:
         self._stage: Stage | None = None
         self._relay: Relay | None = None
-        self._pulling: _PinningIterator | None = None
 
     def begin(
         self,
@@ -261,9 +251,9 @@ class PinThread:
             left = feed.draw_from(left)
         stage.begin(feed if window else source, shared_seed, changes)
         pulls = None if observation is None else TimedPulls()
-        self._stage, self._pulling = stage, _PinningIterator(stage, pinner, first, pulls)
+        self._stage = stage
         self._relay = Relay(
-            self._pulling,
+            _PinningIterator(stage, pinner, first, pulls),
             f"hybridloader-{pinner.stage}",
             depth=pinner.prefetch,
             weigh=attrgetter("size"),
@@ -277,31 +267,14 @@ class PinThread:
         return PinnedResults(self, stage, self._relay, feed, left, self._timeout)
 
     @property
+    def running_stages(self) -> list[Stage]:
+        return [] if self._stage is None else [self._stage]
+
+    @property
+    def running_relays(self) -> list[Relay]:
+        return [] if self._relay is None else [self._relay]
+
+    @property
     def empty(self) -> bool:
         """True if no batch or error waits that was pulled in time."""
         return self._relay is None or not self._relay.queue.items
-
-    def break_off(self) -> None:
-        """End the running pass and its thread; the workers stay."""
-        if self._relay is not None and self._stage is not None and os.getpid() == self._owner:
-            self._relay.shut()
-            self._stage.interrupt()
-            self._relay.close()
-
-    def close(self) -> None:
-        """End thread and stage: from any thread, any number of times; within some 2 seconds."""
-        if os.getpid() != self._owner:
-            return
-        stage, relay, pulling = self._stage, self._relay, self._pulling
-        if stage is None or relay is None or pulling is None:
-            return
-        deadline = time.monotonic() + CLOSING
-        relay.shut()
-        if (
-            relay.here
-        ):  # a garbage collection on that thread, within the stage, has ended the iterator
-            pulling.ends_stage = True
-            stage.interrupt()
-            return
-        stage.close()
-        relay.close(deadline)

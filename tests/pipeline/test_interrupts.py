@@ -92,7 +92,7 @@ def test_a_close_of_a_run_that_was_interrupted_can_be_done_again(
         monkeypatch.undo()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Executor, "_interrupt", interrupted)
+    monkeypatch.setattr(Executor, "interrupt", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run.close()
     run.close()

@@ -7,7 +7,7 @@ import pytest
 _WAITS = (
     "hybridloader.engine.contract.PATIENCE",
     "hybridloader.engine.stage.CLOSING",
-    "hybridloader.pipeline.running.executor.CLOSING",
+    "hybridloader.engine.runner.CLOSING",
     "hybridloader.backends.process.crew.GRACE",
 )
 

@@ -12,7 +12,6 @@ import os
 import random
 import sys
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +19,10 @@ from hybridloader._support.caller import warn
 from hybridloader._support.errors import IteratorClosed, no_answer
 from hybridloader._support.snapshots import snapshot
 from hybridloader.devices.pinning import Pinner
-from hybridloader.engine.contract import CLOSING
 from hybridloader.engine.fetcher import TaskContext
 from hybridloader.engine.relay import Relay
+from hybridloader.engine.runner import Runner
+from hybridloader.engine.stage import Stage
 from hybridloader.observe.observation import Observation
 from hybridloader.pipeline.operators.base import Chain, Mark
 from hybridloader.pipeline.running.plan import (
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from hybridloader.observe.reporting import Observe
 
 
-class Executor:
+class Executor(Runner):
     """Runs the passes of one chain, and ends its workers and threads.
 
     `seed` and the number of the `first` epoch are those of `Pipeline.run`; a state that is `resumed`
@@ -75,7 +75,7 @@ class Executor:
         else:
             self.seeded, self.seed = resumed.seeded, resumed.seed
             self._drawn.update(resumed.draws)
-        self.owner = os.getpid()
+        super().__init__()
         self.closed = TaskContext()
         self.left = TaskContext()  # cancelled when the pass that runs is left
         # All the mutable state:
@@ -229,26 +229,25 @@ class Executor:
 
     # -- ending ----------------------------------------------------------------------------------------
 
-    def break_off(self) -> None:
-        """End the pass that runs; its workers stay."""
-        self.left.cancelled = True
-        relays, deadline = self._interrupt(), time.monotonic() + CLOSING
-        for relay in relays:
-            relay.close(deadline)
+    @property
+    def running_stages(self) -> Iterator[Stage]:
+        return (running.stage for running in list(self.stages.values()))
 
-    def _interrupt(self) -> list[Relay]:
-        """Interrupt all stages; return the relays, whose threads end now."""
-        relays = [place.relay for place in self.relays.values()]
-        for relay in relays:
-            relay.shut()
-        for running in self.stages.values():
-            running.stage.interrupt()
+    @property
+    def running_relays(self) -> Iterator[Relay]:
+        return (place.relay for place in list(self.relays.values()))
+
+    def break_off(self) -> None:
+        self.left.cancelled = True
+        super().break_off()
+
+    def interrupt(self) -> list[Relay]:
+        relays = super().interrupt()
         for coroutines in [*self._coroutines]:
             coroutines.close()
         return relays
 
     def close(self) -> None:
-        """End everything: from any thread, any number of times; within some 2 seconds."""
         if os.getpid() != self.owner:  # a fork may have copied the lock while somebody had it
             self.closed.cancelled = self.left.cancelled = True
             return
@@ -256,18 +255,10 @@ class Executor:
             self.closed.cancelled = self.left.cancelled = True
         if self.observation is not None:
             self.observation.end()
-        deadline = time.monotonic() + CLOSING
-        relays = self._interrupt()
-        stages = [running.stage for running in self.stages.values()]
-        for stage in stages:
-            stage.leave(deadline)
-        for stage in stages:
-            stage.close()
+        super().close()
         for running in self.stages.values():
             if running.measures is not None:
                 running.measures.close()
-        for relay in relays:
-            relay.close(deadline)
 
 
 def _name_of(path: Path) -> str:
