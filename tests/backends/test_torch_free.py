@@ -284,7 +284,7 @@ def test_the_dataset_is_pickled_once_for_all_workers(
     assert sorted(log.read_text().split()) == ["loaded"] * loads + ["pickled"]
 
 
-@pytest.mark.parametrize("kind", ["array", "tensor"])
+@pytest.mark.parametrize("kind", ["array", pytest.param("tensor", marks=pytest.mark.full)])
 def test_a_large_array_of_the_dataset_is_mapped_and_writing_to_it_is_each_workers_own_affair(
     plain: Any, kind: str
 ) -> None:

@@ -199,8 +199,19 @@ def test_it_gives_what_steps_of_ours_give(name: str, place: str) -> None:
         assert len(list(next(epochs))) == len(items)
 
 
-@everywhere
-@each
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        pytest.param(
+            name,
+            place,
+            # A run with processes for each item takes seconds.
+            marks=pytest.mark.full if "processes" in place and name != "totals" else (),
+        )
+        for name in OWN
+        for place in PLACES
+    ],
+)
 def test_it_is_resumed_after_any_item(name: str, place: str) -> None:
     items = list(with_own(name, place).run())
     every = 4 if "processes" in place else 1  # starting them twice for each stop takes long

@@ -311,7 +311,7 @@ def test_exceptions_come_out_in_the_place_of_their_items(
     assert list(outcomes_of(built(whole, count).run(seed=1))) == expected
 
 
-@settings(property_test, max_examples=25)
+@settings(property_test, max_examples=15)
 @given(
     st.lists(works({"map": [tag, trip], "filter": [keep_some]}, ordered=False), max_size=3),
     works({"flat_map": [several, give_and_trip]}, ordered=False),

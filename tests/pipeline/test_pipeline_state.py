@@ -284,7 +284,9 @@ def test_a_state_does_not_hold_the_run() -> None:
         gc.enable()
 
 
-@pytest.mark.parametrize("backend", ["fork", "shared-memory", "spawn"])
+@pytest.mark.parametrize(
+    "backend", ["fork", "shared-memory", pytest.param("spawn", marks=pytest.mark.full)]
+)
 def test_processes_go_on_too(backend: str) -> None:
     # A fresh process takes more than 2 s to import all this: there the four steps share one.
     fresh = backend == "spawn"

@@ -105,7 +105,9 @@ def test_a_batch_of_tensors_has_the_types_of_the_columns(folder: Path) -> None:
     numbers.close()
 
 
-@pytest.mark.parametrize("backend", ["inline", "threads", "fork", "spawn"])
+@pytest.mark.parametrize(
+    "backend", ["inline", "threads", "fork", pytest.param("spawn", marks=pytest.mark.full)]
+)
 def test_every_backend_reads_it(backend: str, folder: Path) -> None:
     rows = Parquet(folder, columns=["int", "pair"], tensors=True)
     rows[0]  # open here before any fork
