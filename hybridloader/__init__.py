@@ -55,12 +55,12 @@ if TYPE_CHECKING:
     from hybridloader.observe.reporting import Observe as Observe
     from hybridloader.observe.stats import Stats as Stats
     from hybridloader.observe.tracing import trace as trace
-    from hybridloader.pipeline.operators.base import Operator as Operator
     from hybridloader.pipeline.operators.padding import Pad as Pad
     from hybridloader.pipeline.pipeline import Pipeline as Pipeline
-    from hybridloader.pipeline.running.epochs import PipelineLoader as PipelineLoader
     from hybridloader.records.shared_dict import SharedDict as SharedDict
     from hybridloader.records.shared_list import SharedList as SharedList
+    from hybridloader.running.epochs import PipelineLoader as PipelineLoader
+    from hybridloader.running.operator import Operator as Operator
     from hybridloader.sampling import BlockShuffleSampler as BlockShuffleSampler
     from hybridloader.sampling import BucketBatchSampler as BucketBatchSampler
     from hybridloader.sampling import DistributedShuffleSampler as DistributedShuffleSampler
@@ -97,10 +97,10 @@ __getattr__, __dir__, __all__ = lazily(
         "observe.reporting": "Observe",
         "observe.stats": "Stats",
         "observe.tracing": "trace",
-        "pipeline.operators.base": "Operator",
+        "running.operator": "Operator",
         "pipeline.operators.padding": "Pad",
         "pipeline.pipeline": "Pipeline",
-        "pipeline.running.epochs": "PipelineLoader",
+        "running.epochs": "PipelineLoader",
         "records.shared_dict": "SharedDict",
         "records.shared_list": "SharedList",
         "seeding.sample_generators": "rng",

@@ -33,10 +33,10 @@ from hybridloader.engine.feed import Feed
 from hybridloader.engine.messages import Last
 from hybridloader.engine.refresh import Change
 from hybridloader.engine.relay import Relay
-from hybridloader.engine.runner import Runner
 from hybridloader.engine.stage import Stage
 from hybridloader.loader.observation import LoaderObservation
 from hybridloader.observe.thread_times import TimedPulls
+from hybridloader.running.runner import Runner
 
 
 class _QueuedResult(NamedTuple):

@@ -15,19 +15,19 @@ from typing import TYPE_CHECKING, Any, cast
 from hybridloader._support.arguments import whole
 from hybridloader.fetching.collate import WithoutTorch
 from hybridloader.fetching.readers import MapFetch
-from hybridloader.pipeline.operators.base import INFINITE, Length, Operator, Source, steps_in
-from hybridloader.pipeline.operators.placement import Placement
 from hybridloader.pipeline.operators.sources import Indices, Items
 from hybridloader.pipeline.operators.work import Lookup, Readers
 from hybridloader.pipeline.steps import Steps
+from hybridloader.running.operator import INFINITE, Length, Operator, Source, steps_in
+from hybridloader.running.placement import Placement
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
     from hybridloader.observe.reporting import Observe
-    from hybridloader.pipeline.operators.placement import Where
-    from hybridloader.pipeline.running.epochs import Epochs
-    from hybridloader.pipeline.running.run import Run
+    from hybridloader.running.epochs import Epochs
+    from hybridloader.running.placement import Where
+    from hybridloader.running.run import Run
 
 
 class Pipeline(Steps):
@@ -211,8 +211,8 @@ class Pipeline(Steps):
             It can't go on from `state`.
         """
         from hybridloader.observe.reporting import check_observe
-        from hybridloader.pipeline.running.run import Run, executor_of
-        from hybridloader.pipeline.running.state import checked
+        from hybridloader.running.run import Run, executor_of
+        from hybridloader.running.state import checked
 
         epoch = None if epoch is None else whole("epoch", epoch, 0)
         seed = None if seed is None else whole("seed", seed)
@@ -249,7 +249,7 @@ class Pipeline(Steps):
         observe
             See `run`.
         """
-        from hybridloader.pipeline.running.epochs import Epochs, PipelineLoader
+        from hybridloader.running.epochs import Epochs, PipelineLoader
 
         count = None if count is None else whole("count", count, 0)
         first = whole("first", first, 0)
@@ -287,13 +287,13 @@ class Pipeline(Steps):
         return f"<Pipeline {' -> '.join(operator.describe() for operator in self.operators)}>"
 
     def __str__(self) -> str:
-        from hybridloader.pipeline.running.drawing import as_table
+        from hybridloader.running.drawing import as_table
 
         return as_table(self)
 
     def to_mermaid(self) -> str:
         """A picture of it, in the language of https://mermaid.js.org (which GitHub draws)."""
-        from hybridloader.pipeline.running.drawing import as_mermaid
+        from hybridloader.running.drawing import as_mermaid
 
         return as_mermaid(self)
 

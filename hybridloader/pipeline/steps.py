@@ -13,7 +13,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
 from hybridloader.devices.pinning import AHEAD, BUFFER_BYTES
-from hybridloader.pipeline.operators.base import Chain, Operator
 from hybridloader.pipeline.operators.batch_by import BatchBy, BucketBy
 from hybridloader.pipeline.operators.cache import Cache
 from hybridloader.pipeline.operators.fingerprint import fingerprint_of_steps, ranks_of_steps
@@ -31,11 +30,12 @@ from hybridloader.pipeline.operators.pin import PinMemory, ToDevice
 from hybridloader.pipeline.operators.rows import Zip
 from hybridloader.pipeline.operators.split import Branch, ForkPoint
 from hybridloader.pipeline.operators.work import Filter, FlatMap, Map, Prefetch
+from hybridloader.running.operator import Chain, Operator
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
-    from hybridloader.pipeline.operators.placement import Where
+    from hybridloader.running.placement import Where
 
 
 _Steps = TypeVar("_Steps", bound="Steps")

@@ -19,8 +19,8 @@ from support.page_functions import augment, decode, read
 import hybridloader
 from hybridloader import Operator, Pipeline
 from hybridloader.demo.photographs import PHOTOGRAPHS, prepare
-from hybridloader.pipeline.operators.placement import Where
 from hybridloader.pipeline.steps import Steps
+from hybridloader.running.placement import Where
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "pipelines.md"

@@ -19,7 +19,7 @@ THREADS: dict[str, Any] = {"backend": "threads", "num_workers": 2}
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Clock of all reporters."""
     clock = Clock()
-    for module in ("observe.reporting", "loader.iterator", "pipeline.running.run"):
+    for module in ("observe.reporting", "loader.iterator", "running.run"):
         monkeypatch.setattr(f"hybridloader.{module}.perf_counter", clock)
     return clock
 

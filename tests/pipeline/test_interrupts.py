@@ -13,9 +13,9 @@ import pytest
 from support.forking import in_a_fork
 
 from hybridloader import Pipeline
-from hybridloader.pipeline.running.executor import Executor
+from hybridloader.running.executor import Executor
 
-OURS = ("hybridloader.engine", "hybridloader.pipeline.running")
+OURS = ("hybridloader.engine", "hybridloader.running")
 
 
 @pytest.mark.parametrize("relayed", [True, False])

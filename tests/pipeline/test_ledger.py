@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hybridloader.pipeline.operators.base import Mark
-from hybridloader.pipeline.running.ledger import ONE_EACH, Ledger, MarkLog, Point
+from hybridloader.running.ledger import ONE_EACH, Ledger, MarkLog, Point
+from hybridloader.running.operator import Mark
 
 
 def test_a_ledger_that_forgets_later_places_knows_only_the_first_of_them() -> None:

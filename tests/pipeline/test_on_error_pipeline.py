@@ -18,8 +18,8 @@ from hybridloader.engine.fetcher import GivenUp, Spared, TaskContext
 from hybridloader.engine.restart import RestartPolicy
 from hybridloader.fetching.item_steps import Step, WorkFetch
 from hybridloader.fetching.readers import MapFetch
-from hybridloader.pipeline.operators.placement import Placement
-from hybridloader.pipeline.running.plan import InlineNode, WorkerNode, lay_out
+from hybridloader.running.placement import Placement
+from hybridloader.running.plan import InlineNode, WorkerNode, lay_out
 
 WHERE: list[dict[str, Any]] = [
     {},

@@ -26,7 +26,6 @@ from support.operator_context import (
 )
 
 from hybridloader.memory.limits import Memory
-from hybridloader.pipeline.operators.base import INFINITE, Operator
 from hybridloader.pipeline.operators.batch_by import BatchBy, BucketBy
 from hybridloader.pipeline.operators.cache import Cache
 from hybridloader.pipeline.operators.grouping import Batch, PaddedBatch, Unbatch
@@ -43,6 +42,7 @@ from hybridloader.pipeline.operators.padding import Pad
 from hybridloader.pipeline.operators.rows import Zip
 from hybridloader.pipeline.operators.sources import Indices, Items
 from hybridloader.pipeline.operators.split import Branch, ForkPoint
+from hybridloader.running.operator import INFINITE, Operator
 
 KEPT = pytest.mark.filterwarnings("ignore:a pass in which items raised")
 

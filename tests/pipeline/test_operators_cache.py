@@ -26,8 +26,8 @@ from support.operator_context import Oops, Script, context, drain
 
 from hybridloader._support.errors import ResultNotSendable
 from hybridloader.pipeline.operators import cache_file
-from hybridloader.pipeline.operators.base import INFINITE
 from hybridloader.pipeline.operators.cache import Cache
+from hybridloader.running.operator import INFINITE
 
 in_a_folder = settings(
     max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.operator_context import Oops, ScriptedContext, drain, no_deadline, scripted
 
-from hybridloader.pipeline.operators.base import Chain
 from hybridloader.pipeline.operators.split import Branch, ForkPoint
+from hybridloader.running.operator import Chain
 
 PATIENCE = 30.0
 """Seconds after which a test gives up waiting for what should have come at once."""

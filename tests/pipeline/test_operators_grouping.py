@@ -28,10 +28,10 @@ from torch.utils.data import default_collate
 from hybridloader import Pipeline
 from hybridloader.memory.limits import Memory
 from hybridloader.memory.thread_slots import set_slots
-from hybridloader.pipeline.operators.base import Operator
 from hybridloader.pipeline.operators.batch_by import BatchBy, BucketBy
 from hybridloader.pipeline.operators.grouping import Batch, PaddedBatch
 from hybridloader.pipeline.operators.padding import Pad
+from hybridloader.running.operator import Operator
 
 SAMPLES: list[Any] = [
     {"x": torch.full((3,), float(i)), "y": i, "name": f"n{i}", "pair": (i, np.full(2, i))}

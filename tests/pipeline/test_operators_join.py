@@ -22,10 +22,10 @@ from support.operator_context import (
 )
 
 from hybridloader._support.errors import WorkerTimeout, no_answer
-from hybridloader.pipeline.operators.base import INFINITE, Chain, Operator
 from hybridloader.pipeline.operators.join import Concat, Interleave, Mix
 from hybridloader.pipeline.operators.order import Enumerate, ShardByRank, SkipFirst, Take
 from hybridloader.pipeline.operators.rows import Zip
+from hybridloader.running.operator import INFINITE, Chain, Operator
 
 errors = st.builds(Oops, st.integers(0, 99))
 scripts = st.lists(st.one_of(st.integers(0, 9), st.none(), st.integers(), errors), max_size=8)

@@ -23,8 +23,8 @@ from support.operator_context import (
     run,
 )
 
-from hybridloader.pipeline.operators.base import INFINITE
 from hybridloader.pipeline.operators.order import Repeat, ShardByRank, Shuffle, SkipFirst, Take
+from hybridloader.running.operator import INFINITE
 
 errors = st.builds(Oops, st.integers(0, 99))
 scripts = st.lists(st.one_of(st.integers(), st.none(), errors), max_size=20)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hybridloader import Pipeline
-from hybridloader.pipeline.running import plan
+from hybridloader.running import plan
 
 STEPS: dict[str, Callable[[Pipeline], Pipeline]] = {
     "take": lambda pipe: pipe.take(9),

@@ -15,7 +15,7 @@ from support.short_waits import shorten_waits
 
 from hybridloader import IteratorClosed, Pipeline, Threads
 from hybridloader.engine.contract import Crew
-from hybridloader.pipeline.running.epochs import Epochs
+from hybridloader.running.epochs import Epochs
 from hybridloader.testing import Gate
 
 WORKERS = ("threads", "fork", "shared-memory")

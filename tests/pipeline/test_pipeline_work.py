@@ -205,7 +205,7 @@ def test_readers_are_read_in_turn_whatever_comes_at_once(
     with pytest.MonkeyPatch.context() as patch:
         sizes = itertools.cycle(chunks)
         patch.setattr(
-            "hybridloader.pipeline.running.flow.ReaderTaskSizes.draw",
+            "hybridloader.running.flow.ReaderTaskSizes.draw",
             lambda self, most: next(sizes),
         )
         if isinstance(patience, float):
@@ -228,9 +228,7 @@ def test_readers_are_read_again_in_every_epoch() -> None:
 def test_what_readers_had_at_hand_does_not_show_in_the_next_epoch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(
-        "hybridloader.pipeline.running.flow.ReaderTaskSizes.draw", lambda self, most: 5
-    )
+    monkeypatch.setattr("hybridloader.running.flow.ReaderTaskSizes.draw", lambda self, most: 5)
     monkeypatch.setattr("hybridloader.fetching.readers._READING", 1e9)
     pipe = Pipeline.from_iterable(range(100), backend="threads", num_workers=1)
     with pipe.epochs(2) as epochs:

@@ -161,7 +161,7 @@ def kill_all() -> list[str]:
 
 def warm_up(*, torch: bool) -> None:
     """Import what trials need, once for all; nothing here starts a thread."""
-    needed = ["loky.backend", "psutil", "hybridloader.pipeline.running.run"]
+    needed = ["loky.backend", "psutil", "hybridloader.running.run"]
     needed.append("hybridloader.backends.process.backend")
     if torch:
         needed += [

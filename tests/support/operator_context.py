@@ -9,8 +9,8 @@ from typing import Any
 
 from hypothesis import settings
 
-from hybridloader.pipeline.operators.base import Chain, Context, Length, Operator
-from hybridloader.pipeline.running.ledger import MarkLog
+from hybridloader.running.ledger import MarkLog
+from hybridloader.running.operator import Chain, Context, Length, Operator
 
 no_deadline = settings(deadline=None, max_examples=60)
 """Settings of property tests: no deadline, because a machine may be busy."""
@@ -66,7 +66,7 @@ def scripted(*steps: Any, known: float | bool = True) -> Any:
 
 
 class ScriptedContext:
-    """Context without a run behind it: see `hybridloader.pipeline.operators.base.Context`."""
+    """Context without a run behind it: see `hybridloader.running.operator.Context`."""
 
     def __init__(self, epoch: int = 0, seed: int | None = None) -> None:
         self.epoch, self.seed = epoch, seed

@@ -7,7 +7,7 @@ import pytest
 _WAITS = (
     "hybridloader.engine.contract.PATIENCE",
     "hybridloader.engine.stage.CLOSING",
-    "hybridloader.engine.runner.CLOSING",
+    "hybridloader.running.runner.CLOSING",
     "hybridloader.backends.process.crew.GRACE",
 )
 

@@ -20,7 +20,10 @@ from hybridloader._support.caller import warn
 from hybridloader._support.errors import Raised, counts_as_item, foreign, is_a
 from hybridloader._support.text import short
 from hybridloader.memory.limits import DEFAULT_MEMORY, Memory
-from hybridloader.pipeline.operators.base import (
+from hybridloader.pipeline.operators.collating import SIZE, CollateFn, Collating, check_collation
+from hybridloader.pipeline.operators.packed_numbers import numbers_in, packed, unpacked
+from hybridloader.pipeline.operators.parameters import check_flags, settle_whole
+from hybridloader.running.operator import (
     INFINITE,
     Context,
     Length,
@@ -30,9 +33,6 @@ from hybridloader.pipeline.operators.base import (
     OperatorIterator,
     UpstreamPart,
 )
-from hybridloader.pipeline.operators.collating import SIZE, CollateFn, Collating, check_collation
-from hybridloader.pipeline.operators.packed_numbers import numbers_in, packed, unpacked
-from hybridloader.pipeline.operators.parameters import check_flags, settle_whole
 
 
 @dataclass(frozen=True)

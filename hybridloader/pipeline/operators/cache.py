@@ -21,7 +21,9 @@ from hybridloader._support.errors import (
     text_of,
 )
 from hybridloader._support.text import short
-from hybridloader.pipeline.operators.base import (
+from hybridloader.pipeline.operators.cache_file import Reader, Writer
+from hybridloader.pipeline.operators.parameters import settle
+from hybridloader.running.operator import (
     Context,
     Length,
     Mark,
@@ -30,8 +32,6 @@ from hybridloader.pipeline.operators.base import (
     Upstream,
     UpstreamPart,
 )
-from hybridloader.pipeline.operators.cache_file import Reader, Writer
-from hybridloader.pipeline.operators.parameters import settle
 
 _Kept = tuple[list[Any], list[int]]
 """The items of a whole pass, and its seed and epoch."""

@@ -15,7 +15,7 @@ from hybridloader.fetching.collate import is_default_collate, teach_torch
 from hybridloader.memory.limits import Memory, check_memory
 from hybridloader.memory.slots import PrivateSlots
 from hybridloader.memory.thread_slots import set_slots
-from hybridloader.pipeline.operators.base import Operator
+from hybridloader.running.operator import Operator
 
 if TYPE_CHECKING:
     from hybridloader.memory.page_locks import PageLocks

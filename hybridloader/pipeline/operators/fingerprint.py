@@ -29,8 +29,8 @@ from itertools import islice
 from typing import Any
 
 from hybridloader._support.attributes import own_attributes
-from hybridloader.pipeline.operators.base import Chain, Operator
 from hybridloader.pipeline.operators.order import ShardByRank
+from hybridloader.running.operator import Chain, Operator
 
 _MOST_VALUES = 20_000
 """Greatest number of values that are read in all: some 50 ms."""

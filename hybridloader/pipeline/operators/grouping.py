@@ -15,17 +15,17 @@ from typing import Any
 from hybridloader._support import arguments
 from hybridloader._support.errors import Raised, counts_as_item, foreign, is_a
 from hybridloader.memory.limits import DEFAULT_MEMORY, Memory, check_memory
-from hybridloader.pipeline.operators.base import (
+from hybridloader.pipeline.operators.collating import SIZE, CollateFn, Collating, check_collation
+from hybridloader.pipeline.operators.fields import samples_of
+from hybridloader.pipeline.operators.padding import Pad
+from hybridloader.pipeline.operators.parameters import check_flags, settle_whole
+from hybridloader.running.operator import (
     INFINITE,
     Context,
     Length,
     Operator,
     OperatorIterator,
 )
-from hybridloader.pipeline.operators.collating import SIZE, CollateFn, Collating, check_collation
-from hybridloader.pipeline.operators.fields import samples_of
-from hybridloader.pipeline.operators.padding import Pad
-from hybridloader.pipeline.operators.parameters import check_flags, settle_whole
 
 
 class _OfSize(Operator):

@@ -19,7 +19,10 @@ from hybridloader._support.arguments import is_number, one_of
 from hybridloader._support.errors import Raised, counts_as_item, takes_a_place
 from hybridloader._support.text import short
 from hybridloader.fetching.on_error.places import astray
-from hybridloader.pipeline.operators.base import (
+from hybridloader.pipeline.operators.parameters import SEED, settle, settle_whole, sum_of
+from hybridloader.pipeline.operators.rows import Join
+from hybridloader.pipeline.operators.split import reaches_out
+from hybridloader.running.operator import (
     INFINITE,
     Chain,
     Context,
@@ -30,9 +33,6 @@ from hybridloader.pipeline.operators.base import (
     UpstreamPart,
     close_all,
 )
-from hybridloader.pipeline.operators.parameters import SEED, settle, settle_whole, sum_of
-from hybridloader.pipeline.operators.rows import Join
-from hybridloader.pipeline.operators.split import reaches_out
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,9 @@ from typing import Any
 
 from hybridloader._support.errors import Raised, counts_as_item, is_a, takes_a_place
 from hybridloader.fetching.on_error.places import LeftOut, beside
-from hybridloader.pipeline.operators.base import (
+from hybridloader.pipeline.operators.packed_numbers import bits_of, numbers_in, packed, unpacked
+from hybridloader.pipeline.operators.parameters import SEED, settle_whole
+from hybridloader.running.operator import (
     INFINITE,
     Context,
     Length,
@@ -26,8 +28,6 @@ from hybridloader.pipeline.operators.base import (
     Upstream,
     UpstreamPart,
 )
-from hybridloader.pipeline.operators.packed_numbers import bits_of, numbers_in, packed, unpacked
-from hybridloader.pipeline.operators.parameters import SEED, settle_whole
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from hybridloader._support.arguments import flag, whole
 from hybridloader._support.attributes import has
 from hybridloader._support.text import short
-from hybridloader.pipeline.operators.base import INFINITE, Chain, Length
+from hybridloader.running.operator import INFINITE, Chain, Length
 
 
 class Named(Protocol):

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from hybridloader.devices.accelerator import current, find
 from hybridloader.devices.pinning import AHEAD, BUFFER_BYTES, Pinner, Transfer, check, pinner_for
-from hybridloader.pipeline.operators.base import Context, OneForOne, RelayOptions
+from hybridloader.running.operator import Context, OneForOne, RelayOptions
 
 
 @dataclass(frozen=True)

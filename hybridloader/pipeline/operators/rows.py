@@ -21,7 +21,9 @@ from hybridloader._support.errors import (
     takes_a_place,
 )
 from hybridloader.fetching.on_error.places import LeftOut, goes_astray
-from hybridloader.pipeline.operators.base import (
+from hybridloader.pipeline.operators.parameters import check_flags, settle, several
+from hybridloader.pipeline.operators.split import leaves_out, may_begin_at
+from hybridloader.running.operator import (
     Chain,
     Context,
     JoinIterator,
@@ -32,8 +34,6 @@ from hybridloader.pipeline.operators.base import (
     close_all,
     steps_in,
 )
-from hybridloader.pipeline.operators.parameters import check_flags, settle, several
-from hybridloader.pipeline.operators.split import leaves_out, may_begin_at
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from hybridloader._support.attributes import attribute, has, length_of
 from hybridloader._support.errors import foreign
 from hybridloader._support.state_copies import is_stateful
 from hybridloader._support.text import short
-from hybridloader.pipeline.operators.base import Context, Length, OperatorIterator, Source
 from hybridloader.pipeline.operators.parameters import (
     SEED,
     check_flags,
@@ -32,6 +31,7 @@ from hybridloader.pipeline.operators.stateful import (
     generator_state,
     with_drawn_seed,
 )
+from hybridloader.running.operator import Context, Length, OperatorIterator, Source
 
 
 @dataclass(frozen=True)

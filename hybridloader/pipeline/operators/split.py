@@ -17,7 +17,8 @@ from hybridloader._support.attributes import close
 from hybridloader._support.errors import Raised
 from hybridloader._support.text import short
 from hybridloader.fetching.on_error.places import alike
-from hybridloader.pipeline.operators.base import (
+from hybridloader.pipeline.operators.parameters import settle_whole
+from hybridloader.running.operator import (
     Chain,
     Context,
     Length,
@@ -26,7 +27,6 @@ from hybridloader.pipeline.operators.base import (
     UpstreamPart,
     steps_in,
 )
-from hybridloader.pipeline.operators.parameters import settle_whole
 
 
 @dataclass(frozen=True, eq=False)

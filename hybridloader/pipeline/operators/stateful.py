@@ -19,7 +19,7 @@ from hybridloader._support.cadence import Cadence
 from hybridloader._support.errors import ShardLost, StateError, is_a, no_answer, set_part, text_of
 from hybridloader._support.state_copies import copied, is_stateful
 from hybridloader.fetching.on_error.places import rest_is_lost
-from hybridloader.pipeline.operators.base import Context, Mark, OperatorIterator
+from hybridloader.running.operator import Context, Mark, OperatorIterator
 
 INDICES = 1024
 """Indices from one mark of a sampler to the next: an index takes 0.1 us, a state 10."""

@@ -11,9 +11,9 @@ from hybridloader._support.attributes import attribute
 from hybridloader._support.text import beginning
 from hybridloader.fetching.item_steps import Step, is_async
 from hybridloader.fetching.readers import MapFetch
-from hybridloader.pipeline.operators.base import Context, OneForOne, Operator, RelayOptions, Source
 from hybridloader.pipeline.operators.parameters import check_source, settle_whole
-from hybridloader.pipeline.operators.placement import Placement, Where
+from hybridloader.running.operator import Context, OneForOne, Operator, RelayOptions, Source
+from hybridloader.running.placement import Placement, Where
 from hybridloader.seeding.sample_seeds import SampleSeeding
 
 if TYPE_CHECKING:

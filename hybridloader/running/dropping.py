@@ -21,7 +21,7 @@ from hybridloader._support.errors import (
 from hybridloader.engine.feed import is_forwarded
 from hybridloader.engine.fetcher import TaskContext
 from hybridloader.fetching.on_error.places import not_needed
-from hybridloader.pipeline.operators.base import Needed, OperatorIterator
+from hybridloader.running.operator import Needed, OperatorIterator
 
 
 class Dropping(OperatorIterator):

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from hybridloader._support.errors import BackendUnavailable
-from hybridloader.pipeline.operators.base import Chain, steps_in
-from hybridloader.pipeline.running.plan import ChainPlan, OperatorNode, Path, RelayNode, WorkerNode
+from hybridloader.running.operator import Chain, steps_in
+from hybridloader.running.plan import ChainPlan, OperatorNode, Path, RelayNode, WorkerNode
 
 _Repeats = tuple[int, ...]
 

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from hybridloader._support.errors import StateError, described, no_answer
 from hybridloader._support.state_copies import Frozen
 from hybridloader.engine.dataset_state import ShardStart
-from hybridloader.pipeline.operators.base import Mark
-from hybridloader.pipeline.running.ledger import Log
+from hybridloader.running.ledger import Log
+from hybridloader.running.operator import Mark
 
 
 class Turn(NamedTuple):

@@ -33,9 +33,9 @@ from hybridloader.fetching.on_error.places import LeftOut, alike
 from hybridloader.fetching.on_error.result_queue import ResultQueue
 from hybridloader.fetching.outcome import Note
 from hybridloader.observe.stage_measures import StageMeasures
-from hybridloader.pipeline.operators.base import OperatorIterator
-from hybridloader.pipeline.running.ledger import Ledger
-from hybridloader.pipeline.running.reader_log import ReaderLog, Turn
+from hybridloader.running.ledger import Ledger
+from hybridloader.running.operator import OperatorIterator
+from hybridloader.running.reader_log import ReaderLog, Turn
 
 
 class RelayDepth:

@@ -23,12 +23,12 @@ from hybridloader.fetching.on_error.error_budget import Skipped
 from hybridloader.observe.observation import asked
 from hybridloader.observe.reporting import Observe
 from hybridloader.observe.stats import Stats
-from hybridloader.pipeline.operators.base import Chain
-from hybridloader.pipeline.running.executor import Executor
-from hybridloader.pipeline.running.passes import open_run
-from hybridloader.pipeline.running.run_position import RunPosition
-from hybridloader.pipeline.running.state import Position, checked
-from hybridloader.pipeline.running.statistics import RunObservation, report
+from hybridloader.running.executor import Executor
+from hybridloader.running.operator import Chain
+from hybridloader.running.passes import open_run
+from hybridloader.running.run_position import RunPosition
+from hybridloader.running.state import Position, checked
+from hybridloader.running.statistics import RunObservation, report
 
 _CLOSED = IteratorClosed("closed")
 """Reason why a run is over that somebody closed."""

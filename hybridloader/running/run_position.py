@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from hybridloader._support.errors import StateError, repr_of
 from hybridloader._support.state_copies import copied
 from hybridloader.fetching.readers import MapFetch
-from hybridloader.pipeline.operators.base import Mark, UpstreamPart
-from hybridloader.pipeline.running.ledger import Log, Point
-from hybridloader.pipeline.running.plan import (
+from hybridloader.running.ledger import Log, Point
+from hybridloader.running.operator import Mark, UpstreamPart
+from hybridloader.running.plan import (
     ChainPlan,
     FunctionsNode,
     Node,
@@ -27,12 +27,12 @@ from hybridloader.pipeline.running.plan import (
     RelayNode,
     WorkerNode,
 )
-from hybridloader.pipeline.running.state import Position
+from hybridloader.running.state import Position
 from hybridloader.seeding.sample_seeds import SampleSeeding
 
 if TYPE_CHECKING:
-    from hybridloader.pipeline.running.dropping import Dropping
-    from hybridloader.pipeline.running.flow import ReaderItems
+    from hybridloader.running.dropping import Dropping
+    from hybridloader.running.flow import ReaderItems
 
 _MOST = 256
 """Marks that are kept at least before those are looked for that nobody will want any more."""

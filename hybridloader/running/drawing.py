@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from hybridloader._support.text import table
-from hybridloader.pipeline.operators.base import Chain, Length, of_length
-from hybridloader.pipeline.running.plan import (
+from hybridloader.running.operator import Chain, Length, of_length
+from hybridloader.running.plan import (
     ChainPlan,
     Node,
     OperatorNode,

@@ -22,10 +22,9 @@ from hybridloader.engine.meter import TaskParts
 from hybridloader.engine.relay import Relay
 from hybridloader.fetching.on_error.error_budget import Skipped
 from hybridloader.observe.stage_trace import LocalSlices
-from hybridloader.pipeline.operators.base import Chain, Mark, Needed, Operator, Upstream
-from hybridloader.pipeline.running.dropping import Dropping, LeavingOut
-from hybridloader.pipeline.running.executor import Executor
-from hybridloader.pipeline.running.flow import (
+from hybridloader.running.dropping import Dropping, LeavingOut
+from hybridloader.running.executor import Executor
+from hybridloader.running.flow import (
     GeneratorItems,
     ReaderItems,
     ReaderTaskSizes,
@@ -35,9 +34,10 @@ from hybridloader.pipeline.running.flow import (
     StageItems,
     Taking,
 )
-from hybridloader.pipeline.running.inline_items import InlineItems, LoggedItems
-from hybridloader.pipeline.running.ledger import ONE_EACH, SEVERAL, Computed, Ledger, MarkLog, Point
-from hybridloader.pipeline.running.plan import (
+from hybridloader.running.inline_items import InlineItems, LoggedItems
+from hybridloader.running.ledger import ONE_EACH, SEVERAL, Computed, Ledger, MarkLog, Point
+from hybridloader.running.operator import Chain, Mark, Needed, Operator, Upstream
+from hybridloader.running.plan import (
     ChainPlan,
     InlineNode,
     Node,
@@ -45,14 +45,14 @@ from hybridloader.pipeline.running.plan import (
     RelayNode,
     WorkerNode,
 )
-from hybridloader.pipeline.running.reader_log import ReaderLog, Turn, starts_of
-from hybridloader.pipeline.running.run_position import RunPosition, before, one_by_one
+from hybridloader.running.reader_log import ReaderLog, Turn, starts_of
+from hybridloader.running.run_position import RunPosition, before, one_by_one
 
 if TYPE_CHECKING:
     from hybridloader.engine.dataset_state import ShardStart
     from hybridloader.engine.refresh import Change
     from hybridloader.fetching.on_error.error_budget import ErrorBudget
-    from hybridloader.pipeline.running.running_stages import RunningStage
+    from hybridloader.running.running_stages import RunningStage
 
 
 class Offset(NamedTuple):

@@ -29,10 +29,10 @@ from hybridloader.fetching.on_error.error_budget import ErrorBudget, FailureLog
 from hybridloader.fetching.readers import ReadersFetch
 from hybridloader.observe.observation import Observation
 from hybridloader.observe.stage_measures import StageMeasures
-from hybridloader.pipeline.operators.base import Mark
-from hybridloader.pipeline.running.flow import ReaderItems, RelayDepth, StageItems
-from hybridloader.pipeline.running.plan import InlineNode, Node, Path, RelayNode, WorkerNode
-from hybridloader.pipeline.running.reader_log import starts_of
+from hybridloader.running.flow import ReaderItems, RelayDepth, StageItems
+from hybridloader.running.operator import Mark
+from hybridloader.running.plan import InlineNode, Node, Path, RelayNode, WorkerNode
+from hybridloader.running.reader_log import starts_of
 from hybridloader.seeding.sample_seeds import Origin, SampleSeeding, origin_of
 
 if TYPE_CHECKING:

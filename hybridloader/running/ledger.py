@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from hybridloader.pipeline.operators.base import Mark
+from hybridloader.running.operator import Mark
 
 Counts = Sequence[float]
 """Outputs of each input."""

@@ -15,7 +15,7 @@ from functools import cached_property
 
 from hybridloader.backends.fallback import usable
 from hybridloader.engine.contract import Backend
-from hybridloader.pipeline.operators.base import Chain, Operator, Placement, RelayOptions
+from hybridloader.running.operator import Chain, Operator, Placement, RelayOptions
 from hybridloader.seeding.sample_seeds import SampleSeeding
 
 AHEAD = 2

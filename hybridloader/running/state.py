@@ -22,7 +22,7 @@ from hybridloader._support.state_schema import (
     dict_of,
     list_of,
 )
-from hybridloader.pipeline.operators.base import INFINITE, Chain, Mark, steps_in
+from hybridloader.running.operator import INFINITE, Chain, Mark, steps_in
 
 VERSION = 3
 """Version of states; it changes with the meaning of a field, and with the order that a seed gives."""

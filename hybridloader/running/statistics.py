@@ -12,12 +12,12 @@ from hybridloader.observe.recording import CoroutineUse, Faults, StageRecord
 from hybridloader.observe.stats import Stats
 from hybridloader.observe.thread_times import LoopWaits, record_of_caller, record_of_relay
 from hybridloader.observe.watching import SameObject
-from hybridloader.pipeline.operators.base import Chain
-from hybridloader.pipeline.running.plan import InlineNode, Node, OperatorNode, RelayNode, WorkerNode
+from hybridloader.running.operator import Chain
+from hybridloader.running.plan import InlineNode, Node, OperatorNode, RelayNode, WorkerNode
 
 if TYPE_CHECKING:
-    from hybridloader.pipeline.running.executor import Executor
-    from hybridloader.pipeline.running.running_stages import RunningRelay
+    from hybridloader.running.executor import Executor
+    from hybridloader.running.running_stages import RunningRelay
 
 
 class RunObservation(Observation):

@@ -20,7 +20,7 @@ from hybridloader._support.attributes import attribute, close
 from hybridloader._support.errors import Raised, is_a, takes_a_place
 from hybridloader._support.text import beginning
 from hybridloader.fetching.on_error.policies import Skip, final
-from hybridloader.pipeline.operators.placement import Placement as Placement
+from hybridloader.running.placement import Placement as Placement
 
 if TYPE_CHECKING:
     from hybridloader.devices.pinning import Pinner

@@ -17,11 +17,11 @@ from hybridloader._support.errors import IteratorClosed, StateError, no_answer
 from hybridloader._support.state_schema import place_dropped
 from hybridloader.engine.crews import close_once, closed_with
 from hybridloader.observe.reporting import Observe, check_observe
-from hybridloader.pipeline.operators.base import Chain
-from hybridloader.pipeline.running.executor import Executor
-from hybridloader.pipeline.running.run import Run, executor_of, state_of
-from hybridloader.pipeline.running.run_position import Counts, RunPosition
-from hybridloader.pipeline.running.state import Position, checked, descriptions
+from hybridloader.running.executor import Executor
+from hybridloader.running.operator import Chain
+from hybridloader.running.run import Run, executor_of, state_of
+from hybridloader.running.run_position import Counts, RunPosition
+from hybridloader.running.state import Position, checked, descriptions
 
 
 class PipelineLoader:

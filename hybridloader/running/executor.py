@@ -21,11 +21,10 @@ from hybridloader._support.snapshots import snapshot
 from hybridloader.devices.pinning import Pinner
 from hybridloader.engine.fetcher import TaskContext
 from hybridloader.engine.relay import Relay
-from hybridloader.engine.runner import Runner
 from hybridloader.engine.stage import Stage
 from hybridloader.observe.observation import Observation
-from hybridloader.pipeline.operators.base import Chain, Mark
-from hybridloader.pipeline.running.plan import (
+from hybridloader.running.operator import Chain, Mark
+from hybridloader.running.plan import (
     ChainPlan,
     Node,
     OperatorNode,
@@ -35,10 +34,11 @@ from hybridloader.pipeline.running.plan import (
     lay_out,
     passes_on,
 )
-from hybridloader.pipeline.running.run_position import Counts, cuts_of, reader_marks
-from hybridloader.pipeline.running.running_stages import RunningRelay, RunningStages
-from hybridloader.pipeline.running.state import Position, descriptions, ranks_of
-from hybridloader.pipeline.running.validation import chains_in_rows, check
+from hybridloader.running.run_position import Counts, cuts_of, reader_marks
+from hybridloader.running.runner import Runner
+from hybridloader.running.running_stages import RunningRelay, RunningStages
+from hybridloader.running.state import Position, descriptions, ranks_of
+from hybridloader.running.validation import chains_in_rows, check
 
 if TYPE_CHECKING:
     from hybridloader.engine.meter import TaskParts

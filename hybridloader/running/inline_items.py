@@ -25,8 +25,8 @@ from hybridloader.fetching.on_error.error_budget import ErrorBudget
 from hybridloader.fetching.on_error.item_loop import ItemLoop, TaskResults, seeded
 from hybridloader.fetching.on_error.policies import Policy
 from hybridloader.fetching.on_error.result_queue import ResultQueue
-from hybridloader.pipeline.operators.base import OperatorIterator
-from hybridloader.pipeline.running.ledger import ONE_EACH, Counts, Ledger
+from hybridloader.running.ledger import ONE_EACH, Counts, Ledger
+from hybridloader.running.operator import OperatorIterator
 from hybridloader.seeding.sample_rng import SampleRng, item_key, numbered_item
 
 
