@@ -4,7 +4,8 @@ What is between ``<!-- benchmarks:begin NAME -->`` and ``<!-- benchmarks:end NAM
 NAME is a case, ``machine``, ``summary`` (ours against torch's and the best rival, a line per variant),
 ``headlines`` (five lines of the summary in plain words), ``targets``, ``missed`` (the targets that were
 missed, and why), ``blanks`` (loaders that were left out, and why), ``notes`` or ``P18`` (the long run,
-from its own file). With ``--check`` nothing is written, and the exit code is 1 if something would be.
+from its own file). Within a sentence, ``<!-- figure CASE; VARIANT; LOADER -->1.2 s<!-- end -->`` holds one
+median with its unit. With ``--check`` nothing is written, and the exit code is 1 if something would be.
 A run that was too noisy is refused.
 """
 
@@ -39,6 +40,7 @@ LONG_RUN = Path(__file__).parent / "long_run.json"
 """The kept long run."""
 
 _BEGIN = re.compile(r"<!-- benchmarks:begin ([\w-]+) -->\n")
+_FIGURE = re.compile(r"(<!-- figure ([^;]+); ([^;]+); (.+?) -->)[^<]*(<!-- end -->)")
 
 
 class BadBlock(ValueError):
@@ -62,9 +64,17 @@ def rewrite(text: str, results: Results) -> str:
             raise BadBlock(f"the block {name!r} has no end: {mark}")
         out += [text[position : begin.end()], block(name, results), "\n"]
         position = end
-    if not out:
+    if not out and not _FIGURE.search(text):
         raise BadBlock("there is no block to fill in")
-    return "".join(out) + text[position:]
+
+    def figure(match: re.Match[str]) -> str:
+        begin, case, variant, loader, end = match.groups()
+        for row in results.of(case, variant):
+            if row.loader == loader and row.values:
+                return f"{begin}{number(row.median)} {row.unit.split(' /')[0]}{end}"
+        raise BadBlock(f"the run has no figure for {case}; {variant}; {loader}")
+
+    return _FIGURE.sub(figure, "".join(out) + text[position:])
 
 
 def block(name: str, results: Results) -> str:

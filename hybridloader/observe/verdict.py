@@ -228,13 +228,14 @@ def _of_stage(figures: Figures, number: int) -> Verdict:
     )
     kind, why = kind_of(stage, figures.recording.switch_interval, cores)
     if stage.source:
-        held += ", which gives what the others work on"
+        held += ", which makes the input of the others"
     idle = without_data(stage)
     if idle:
         held += f"; {idle} of its {stage.workers} workers had next to nothing to read"
     if stage.source:
         advice = (
-            "Make it cheaper, or do its work in a step that has workers: no worker more behind it helps."
+            "Make it cheaper, or do its work in a step that has workers: adding workers to later steps "
+            "does not help."
             if stage.backend in ("caller", "thread")
             else advice_on(figures, stage, kind)
         )
@@ -337,7 +338,8 @@ def _kind_by_times(
     if _holds_gil(stage, switch_interval):
         return (
             "holds-gil",
-            f"of its results a quarter were heard {time(_late_by(stage))} late, as the GIL was held",
+            f"a quarter of its results were picked up {time(_late_by(stage))} late or more, "
+            "as the GIL was held",
         )
     use = stage.coroutines
     if stage.cpu is None or stage.busy <= 0:
@@ -396,7 +398,7 @@ def _without_core(stage: StageRecord) -> float:
 
 
 def _late_by(stage: StageRecord) -> float:
-    """Return the upper quartile of how late results were heard."""
+    """Return the upper quartile of the delay with which results were picked up."""
     known = sorted(stage.latencies)
     return known[3 * len(known) // 4] if len(known) >= 3 else 0.0
 

@@ -32,7 +32,7 @@ class Runner:
         raise NotImplementedError
 
     def break_off(self) -> None:
-        """End the pass that runs, and the threads of its relays; the workers stay."""
+        """End the epoch that runs, and the threads of its relays; the workers stay."""
         if os.getpid() != self.owner:
             return
         deadline = time.monotonic() + CLOSING

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -357,10 +358,14 @@ def test_a_run_of_before_noise_was_measured_says_so() -> None:
     assert report.unquotable(results) == []
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/benchmarks.md"])
+QUOTING = ("README.md", "docs/backends.md", "docs/benchmarks.md", "docs/randomness.md")
+"""Pages with figures of the kept run: whole tables, or one figure within a sentence."""
+
+
+@pytest.mark.parametrize("page", QUOTING)
 def test_quoted_figures_are_those_of_the_kept_run(page: str) -> None:
     text = (ROOT / page).read_text()
-    assert "<!-- benchmarks:begin" in text
+    assert re.search("<!-- (benchmarks:begin|figure)", text)
     results = Results.read(ROOT / "benchmarks" / "results.json")
     assert report.rewrite(text, results) == text, (
         f"run: python -m benchmarks.report benchmarks/results.json {page}"
@@ -379,6 +384,7 @@ def test_each_case_has_a_table_in_the_page(case: str) -> None:
         ("<!-- benchmarks:begin P2 -->\nno end\n", "no end"),
         ("<!-- benchmarks:begin nonsense -->\n<!-- benchmarks:end nonsense -->\n", "nonsense"),
         ("nothing\n", "no block"),
+        ("<!-- figure P2; no such; threads -->1 s<!-- end -->\n", "no figure for P2; no such"),
     ],
 )
 def test_report_refuses_what_it_can_t_fill(
