@@ -1,4 +1,4 @@
-"""Command line: ``hybridloader demo``, ``hybridloader run``, ``hybridloader --version``.
+"""Command line: ``hybridloader demo``, ``run``, ``index`` and ``pack``, ``hybridloader --version``.
 
 It parses and reports. Nothing heavy is imported before a subcommand runs, and a user's mistake is
 one line on standard error and exit code 2, never a traceback.
@@ -10,7 +10,7 @@ import argparse
 import contextlib
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -86,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
         help="measure all backends after the training (default: yes)",
     )
     _add_run(commands)
+    _add_index(commands)
     return parser
 
 
@@ -130,6 +131,49 @@ def _add_run(commands: Any) -> None:
     )
     run.add_argument("script", metavar="SCRIPT")
     run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT").required = False
+
+
+def _add_index(commands: Any) -> None:
+    index = commands.add_parser(
+        "index",
+        help="index tar archives ahead of time, for Tar(..., index=FOLDER)",
+        description="Read the headers of tar archives and keep their indices in a folder, from which "
+        "all ranks and runs read them: Tar(URL, index=FOLDER). Archives that have an index there are passed "
+        "over, so the same command resumes one that was interrupted.",
+    )
+    index.set_defaults(run=_index, parser=index)
+    index.add_argument("urls", nargs="+", metavar="URL", help="archive, folder or glob; {000..127}")
+    index.add_argument("-o", "--output", required=True, metavar="FOLDER", help="a local folder")
+    index.add_argument(
+        "--parallel",
+        type=_at_least(1),
+        default=8,
+        metavar="N",
+        help="archives at a time; default: 8",
+    )
+    _add_storage_options(index)
+
+
+def _add_storage_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--storage-options",
+        type=_json_object,
+        default={},
+        metavar="JSON",
+        help="""options of fsspec for the store, such as '{"anon": true}'""",
+    )
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    import json
+
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object, not {text!r}")
+    return value
 
 
 def _at_least(least: int) -> Callable[[str], int]:
@@ -183,6 +227,55 @@ def _run(arguments: argparse.Namespace) -> str | None:
                 return str(error)
         script.run(program, arguments.arguments)
     return None
+
+
+def _index(arguments: argparse.Namespace) -> str | None:
+    """Index archives; return the errors as one text, or None."""
+    from hybridloader._support.errors import SourceError
+    from hybridloader.sources.indexing import index_archives
+
+    try:
+        with _progress("archives") as report:
+            failures = index_archives(
+                arguments.urls,
+                arguments.output,
+                storage_options=arguments.storage_options,
+                at_once=arguments.parallel,
+                report=report,
+            )
+    except (OSError, ImportError, ValueError, SourceError) as error:
+        return f"{type(error).__name__}: {error}"
+    if failures:
+        told = "\n".join(f"  {type(error).__name__}: {error}" for _, error in failures)
+        return f"{len(failures)} archives have no index; run it again for these alone:\n{told}"
+    return None
+
+
+@contextlib.contextmanager
+def _progress(unit: str) -> Iterator[Callable[[int, int, str], object]]:
+    """Count on standard error: a bar on a terminal if rich is there, and a line at the end."""
+    last = [0, 0]
+
+    def count(done: int, total: int, name: str) -> None:
+        last[:] = done, total
+
+    if not sys.stderr.isatty() or importlib.util.find_spec("rich") is None:
+        yield count
+    else:
+        from rich.console import Console
+        from rich.progress import MofNCompleteColumn, Progress
+
+        console = Console(stderr=True)
+        columns = (*Progress.get_default_columns(), MofNCompleteColumn())
+        with Progress(*columns, console=console, transient=True) as bar:
+            task = bar.add_task(unit, total=None)
+
+            def show(done: int, total: int, name: str) -> None:
+                count(done, total, name)
+                bar.update(task, completed=done, total=total or None)
+
+            yield show
+    print(f"{last[0]:,} of {last[1]:,} {unit} are done", file=sys.stderr)
 
 
 def _demo(arguments: argparse.Namespace) -> str | None:

@@ -173,6 +173,11 @@ def _members(name: str, file: Any) -> Iterator[tarfile.TarInfo]:
 
 def save_index(path: str, index: TarIndex) -> None:
     """Write an index to a local file, at once or not at all."""
+    write_whole(path, packed_index(index))
+
+
+def packed_index(index: TarIndex) -> memoryview:
+    """Return the contents of the file of an index."""
     told = {
         "version": VERSION,
         "stamp": index.stamp,
@@ -188,14 +193,14 @@ def save_index(path: str, index: TarIndex) -> None:
         keys=np.frombuffer(keys, np.uint8),
         **arrays,
     )
-    write_whole(path, packed.getbuffer())
+    return packed.getbuffer()
 
 
 _ARRAYS = ("starts", "extension", "offset", "size", "header")
 
 
-def load_index(path: str, stamp: Stamp) -> TarIndex | None:
-    """Read a kept index; None if there is none, or none of an archive with this stamp."""
+def load_index(path: str | io.BytesIO, stamp: Stamp) -> TarIndex | None:
+    """Read a kept index from its file or its contents; None if there is none with this stamp."""
     try:
         with np.load(path, allow_pickle=False) as held:
             told = json.loads(held["told"].tobytes())
