@@ -138,8 +138,8 @@ def _add_index(commands: Any) -> None:
         "index",
         help="index tar archives ahead of time, for Tar(..., index=FOLDER)",
         description="Read the headers of tar archives and keep their indices in a folder, from which "
-        "all ranks and runs read them: Tar(URL, index=FOLDER). Archives that have an index there are passed "
-        "over, so the same command resumes one that was interrupted.",
+        "all ranks and runs read them: Tar(URL, index=FOLDER). Archives that have an index there are "
+        "passed over, so the same command resumes one that was interrupted.",
     )
     index.set_defaults(run=_index, parser=index)
     index.add_argument("urls", nargs="+", metavar="URL", help="archive, folder or glob; {000..127}")

@@ -117,8 +117,8 @@ def _refuse_many_ranks(store: Store, path: str) -> None:
     if ranks > 1 and not store.is_local:
         raise ValueError(
             f"{store.name(path)} has no index that is kept, so each of the {ranks} ranks of this "
-            "machine would read it: give index= a folder that the ranks share. To fill that folder ahead of "
-            "time, run: hybridloader index URL ... -o FOLDER"
+            "machine would read it: give index= a folder that the ranks share. To fill it ahead "
+            "of time, run: hybridloader index URL ... -o FOLDER"
         )
 
 
