@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from hybridloader._support.caller import warn_once
 from hybridloader._support.ranks import ranks_here
 from hybridloader.sources.headers import open_headers
+from hybridloader.sources.kept import MANIFEST
 from hybridloader.sources.listing import Urls, list_files
 from hybridloader.sources.store import Stamp, Store, each
 from hybridloader.sources.tar_index import (
@@ -57,7 +58,7 @@ def archives(urls: Urls, options: Mapping[str, Any]) -> list[Place]:
         (store, path)
         for root, store in zip(roots, stores, strict=True)
         for path in root.paths
-        if not path.endswith(SUFFIX)
+        if not path.endswith((SUFFIX, f"/{MANIFEST}"))
     ]
     if not places:
         raise FileNotFoundError(f"{urls!r:.200} names no archives, only their indices")

@@ -87,6 +87,14 @@ def header_sum(block: bytes | memoryview) -> int:
     return zlib.crc32(block)
 
 
+def name_parts(name: str) -> tuple[str, str] | None:
+    """Return key and extension of a member, in lower case; None if it is of no sample."""
+    found = _NAME.fullmatch(name)
+    if found is None or _META.match(name):
+        return None
+    return found[1], found[2].lower()
+
+
 def make_index(name: str, file: Any, stamp: Stamp) -> TarIndex:
     """Index the archive `name`, which is open for reading from its beginning.
 
@@ -108,11 +116,11 @@ def make_index(name: str, file: Any, stamp: Stamp) -> TarIndex:
     members: dict[str, dict[str, tuple[int, int, int]]] = {}
     ignored = 0
     for member in _members(name, file):
-        found = _NAME.fullmatch(member.name)
-        if found is None or _META.match(member.name):
+        found = name_parts(member.name)
+        if found is None:
             ignored += 1
             continue
-        key, extension = found[1], found[2].lower()
+        key, extension = found
         parts = members.setdefault(key, {})
         if extension in parts:
             raise SourceError(f"{name} has two members {key}.{extension}, so one would be lost")
