@@ -23,11 +23,9 @@ from hybridloader._support.arguments import one_of, whole
 from hybridloader._support.errors import add_note
 from hybridloader.sources.kept import MANIFEST
 from hybridloader.sources.shard_files import (
-    KEY,
     ParquetFile,
     ShardFile,
     TarFile,
-    fields_of,
     row_of,
     schema_of,
 )
@@ -420,7 +418,7 @@ def _pack_dataset(
     elif not total:
         trial = parts.file(io.BytesIO())
         for at, one in enumerate(samples):
-            trial.add({**fields_of(one, at), KEY: str(at)}, at)
+            trial.add(one, at)
         trial.finish()
         total = math.ceil(trial.size / len(samples) * count / given.get("bytes_per_shard", BYTES))
     total = min(max(total, 1), count)

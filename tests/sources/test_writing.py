@@ -78,6 +78,7 @@ print([(one["__key__"], one["txt"], one["cls"], one["bin"]) for one in dataset])
 """
 
 
+@pytest.mark.full
 def test_webdataset_reads_it(tmp_path: Path) -> None:
     pytest.importorskip("webdataset")
     pack(Samples(20), str(tmp_path / "out"), shards=2)
