@@ -27,6 +27,7 @@ from hybridloader.pipeline.operators.order import (
     SkipFirst,
     Take,
 )
+from hybridloader.pipeline.operators.pack import Pack
 from hybridloader.pipeline.operators.pin import PinMemory, ToDevice
 from hybridloader.pipeline.operators.rows import Zip
 from hybridloader.pipeline.operators.split import Branch, ForkPoint
@@ -108,6 +109,7 @@ class Steps(Chain):
     padded_batch = _step("padded_batch", PaddedBatch)
     batch_by = _step("batch_by", BatchBy)
     bucket_by = _step("bucket_by", BucketBy)
+    pack = _step("pack", Pack)
 
     # -- order ---------------------------------------------------------------------------------------
 
