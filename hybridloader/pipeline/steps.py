@@ -18,7 +18,7 @@ from hybridloader.pipeline.operators.batch_by import BatchBy, BucketBy
 from hybridloader.pipeline.operators.cache import Cache
 from hybridloader.pipeline.operators.fingerprint import fingerprint_of_steps, ranks_of_steps
 from hybridloader.pipeline.operators.grouping import Batch, PaddedBatch, Unbatch
-from hybridloader.pipeline.operators.join import Concat, Interleave, Mix
+from hybridloader.pipeline.operators.join import Concat, Interleave, Mix, Weights
 from hybridloader.pipeline.operators.order import (
     Enumerate,
     Repeat,
@@ -154,7 +154,7 @@ class Steps(Chain):
     def mix(
         self,
         *others: Self,
-        weights: Sequence[float] | None = None,
+        weights: Weights = None,
         seed: int | None = None,
         stop: str = "all",
     ) -> Self:
