@@ -15,6 +15,9 @@ from hybridloader.sources.store import Stamp, Store
 _LEAP = 512 << 10
 """Bytes between two headers, on average, from which on each is read by itself."""
 
+_FIRST = 256 << 10
+"""Bytes of the first read, which shows how large members are."""
+
 _SMALL = 16 << 10
 """Bytes of a read of one header: the small members after it (a class, a text) are read with it."""
 
@@ -37,8 +40,7 @@ class _Ranges(io.RawIOBase):
         # All the mutable state:
         self._at = 0
         self._start, self._data = 0, b""  # the part that was fetched last
-        self._fetched = 0  # number of parts so far
-        self._ahead = _SMALL // 2  # bytes of the last part
+        self._reads = 0
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         self._at = offset + (0, self._at, self._size)[whence]
@@ -54,6 +56,7 @@ class _Ranges(io.RawIOBase):
         return True
 
     def read(self, size: int = -1, /) -> bytes:
+        self._reads += 1
         start = self._at
         stop = self._size if size < 0 else min(start + size, self._size)
         if stop <= start:
@@ -64,9 +67,13 @@ class _Ranges(io.RawIOBase):
         return self._data[start - self._start : stop - self._start]
 
     def _fetch(self, start: int, stop: int) -> None:
-        self._fetched += 1
-        leaps = self._fetched > 2 and start > self._fetched * _LEAP
-        self._ahead = _SMALL if leaps else min(2 * self._ahead, _LARGE)
-        end = min(max(stop, start + self._ahead), self._size)
+        members = self._reads / 3  # tarfile and the index read three times for each
+        if not self._data:
+            ahead = _FIRST
+        elif start > members * _LEAP:
+            ahead = _SMALL
+        else:
+            ahead = _LARGE
+        end = min(max(stop, start + ahead), self._size)
         self._data = self._store.remote_range(self._path, start, end)
         self._start = start
