@@ -1,4 +1,4 @@
-"""Command line: ``hybridloader demo``, ``hybridloader run``, ``hybridloader --version``.
+"""Command line: ``hybridloader demo``, ``run``, ``index`` and ``pack``, ``hybridloader --version``.
 
 It parses and reports. Nothing heavy is imported before a subcommand runs, and a user's mistake is
 one line on standard error and exit code 2, never a traceback.
@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -86,6 +87,8 @@ def _parser() -> argparse.ArgumentParser:
         help="measure all backends after the training (default: yes)",
     )
     _add_run(commands)
+    _add_index(commands)
+    _add_pack(commands)
     return parser
 
 
@@ -130,6 +133,93 @@ def _add_run(commands: Any) -> None:
     )
     run.add_argument("script", metavar="SCRIPT")
     run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT").required = False
+
+
+def _add_index(commands: Any) -> None:
+    index = commands.add_parser(
+        "index",
+        help="index tar archives ahead of time, for Tar(..., index=FOLDER)",
+        description="Read the headers of tar archives and keep their indices in a folder, from which "
+        "all ranks and runs read them: Tar(URL, index=FOLDER). Archives that have an index there are "
+        "passed over, so the same command resumes one that was interrupted.",
+    )
+    index.set_defaults(run=_index, parser=index)
+    index.add_argument("urls", nargs="+", metavar="URL", help="archive, folder or glob; {000..127}")
+    index.add_argument("-o", "--output", required=True, metavar="FOLDER", help="a local folder")
+    index.add_argument(
+        "--parallel",
+        type=_at_least(1),
+        default=8,
+        metavar="N",
+        help="archives at a time; default: 8",
+    )
+    _add_storage_options(index)
+
+
+def _add_pack(commands: Any) -> None:
+    pack = commands.add_parser(
+        "pack",
+        help="write a folder or a dataset into shards: tar archives or Parquet files",
+        description="Write samples into shards that Tar, Parquet and webdataset read, each archive with "
+        "its index. Nothing is overwritten. The same command resumes one that was interrupted.",
+    )
+    pack.set_defaults(run=_pack, parser=pack)
+    pack.add_argument(
+        "source",
+        metavar="SOURCE",
+        help="a folder or a glob of files: those whose names agree up to the first dot are one sample. "
+        "Or MODULE:NAME: a dataset or an iterable of dicts, or a function that returns one",
+    )
+    pack.add_argument("-o", "--output", required=True, metavar="URL", help="a folder, empty or new")
+    pack.add_argument("--format", choices=("tar", "parquet"), default="tar", help="default: tar")
+    size = pack.add_mutually_exclusive_group()
+    size.add_argument(
+        "--shards",
+        type=_at_least(1),
+        metavar="N",
+        help="number of shards: a multiple of the number of ranks gives each rank as many",
+    )
+    size.add_argument("--samples-per-shard", type=_at_least(1), metavar="N")
+    size.add_argument(
+        "--bytes-per-shard", type=_bytes, metavar="SIZE", help="such as 64M; default: 256M"
+    )
+    pack.add_argument("--classes", action="store_true", help="add the number of the folder as cls")
+    pack.add_argument("--workers", type=_at_least(1), default=4, metavar="N", help="default: 4")
+    _add_storage_options(pack)
+
+
+def _bytes(text: str) -> int:
+    units = {"K": 10, "M": 20, "G": 30}
+    shift = units.get(text[-1:].upper(), 0)
+    try:
+        value = int(float(text[:-1]) * (1 << shift)) if shift else int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be a size such as 500000, 64M or 1G, not {text!r}")
+    return value
+
+
+def _add_storage_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--storage-options",
+        type=_json_object,
+        default={},
+        metavar="JSON",
+        help="""options of fsspec for the store, such as '{"anon": true}'""",
+    )
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    import json
+
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object, not {text!r}")
+    return value
 
 
 def _at_least(least: int) -> Callable[[str], int]:
@@ -183,6 +273,108 @@ def _run(arguments: argparse.Namespace) -> str | None:
                 return str(error)
         script.run(program, arguments.arguments)
     return None
+
+
+def _index(arguments: argparse.Namespace) -> str | None:
+    """Index archives; return the errors as one text, or None."""
+    from hybridloader._support.errors import SourceError
+    from hybridloader.sources.indexing import index_archives
+
+    try:
+        with _progress("archives") as report:
+            failures = index_archives(
+                arguments.urls,
+                arguments.output,
+                storage_options=arguments.storage_options,
+                at_once=arguments.parallel,
+                report=report,
+            )
+    except (OSError, ImportError, ValueError, SourceError) as error:
+        return f"{type(error).__name__}: {error}"
+    if failures:
+        told = "\n".join(f"  {type(error).__name__}: {error}" for _, error in failures)
+        return f"{len(failures)} archives have no index; run it again for these alone:\n{told}"
+    return None
+
+
+def _pack(arguments: argparse.Namespace) -> str | None:
+    """Pack a source; return the error as text, or None."""
+    from hybridloader.sources.writing import pack
+
+    try:
+        source = _source(arguments)
+        with _progress("shards") as report:
+            counts = pack(
+                source,
+                arguments.output,
+                format=arguments.format,
+                shards=arguments.shards,
+                samples_per_shard=arguments.samples_per_shard,
+                bytes_per_shard=arguments.bytes_per_shard,
+                workers=arguments.workers,
+                storage_options=arguments.storage_options,
+                report=report,
+            )
+    except (OSError, ImportError, ValueError, TypeError) as error:
+        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+        return f"{type(error).__name__}: {error}{notes}"
+    print(
+        f"{sum(counts):,} samples, {min(counts):,} to {max(counts):,} in a shard", file=sys.stderr
+    )
+    return None
+
+
+def _source(arguments: argparse.Namespace) -> Any:
+    """Return what SOURCE names. Raises `OSError`, `ImportError` or `ValueError`."""
+    text = arguments.source
+    module, colon, name = text.partition(":")
+    if colon and "://" not in text and "/" not in text and not Path(text).exists():
+        sys.path.insert(0, "")  # as python -m has it
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            if not hasattr(found, part):
+                raise ValueError(f"{module} has no {name}")
+            found = getattr(found, part)
+        if callable(found) and not hasattr(found, "__iter__") and not hasattr(found, "__getitem__"):
+            found = found()
+        return found
+    from hybridloader.sources.folder_samples import FolderSamples
+
+    options = arguments.storage_options if "://" in text else {}
+    samples = FolderSamples(text, classes=arguments.classes, storage_options=options)
+    if samples.ignored:
+        print(
+            f"{samples.ignored:,} files are left out: hidden, or without an extension",
+            file=sys.stderr,
+        )
+    return samples
+
+
+@contextlib.contextmanager
+def _progress(unit: str) -> Iterator[Callable[[int, int, str], object]]:
+    """Count on standard error: a bar on a terminal if rich is there, and a line at the end."""
+    last = [0, 0]
+
+    def count(done: int, total: int, name: str) -> None:
+        last[:] = done, total
+
+    if not sys.stderr.isatty() or importlib.util.find_spec("rich") is None:
+        yield count
+    else:
+        from rich.console import Console
+        from rich.progress import MofNCompleteColumn, Progress
+
+        console = Console(stderr=True)
+        columns = (*Progress.get_default_columns(), MofNCompleteColumn())
+        with Progress(*columns, console=console, transient=True) as bar:
+            task = bar.add_task(unit, total=None)
+
+            def show(done: int, total: int, name: str) -> None:
+                count(done, total, name)
+                bar.update(task, completed=done, total=total or None)
+
+            yield show
+    print(f"{last[0]:,} of {last[1]:,} {unit} are done", file=sys.stderr)
 
 
 def _demo(arguments: argparse.Namespace) -> str | None:

@@ -17,7 +17,7 @@ from hybridloader.pipeline.operators.batch_by import BatchBy, BucketBy
 from hybridloader.pipeline.operators.cache import Cache
 from hybridloader.pipeline.operators.fingerprint import fingerprint_of_steps, ranks_of_steps
 from hybridloader.pipeline.operators.grouping import Batch, PaddedBatch, Unbatch
-from hybridloader.pipeline.operators.join import Concat, Interleave, Mix
+from hybridloader.pipeline.operators.join import Concat, Interleave, Mix, Weights
 from hybridloader.pipeline.operators.order import (
     Enumerate,
     Repeat,
@@ -26,6 +26,7 @@ from hybridloader.pipeline.operators.order import (
     SkipFirst,
     Take,
 )
+from hybridloader.pipeline.operators.pack import Pack
 from hybridloader.pipeline.operators.pin import PinMemory, ToDevice
 from hybridloader.pipeline.operators.rows import Zip
 from hybridloader.pipeline.operators.split import Branch, ForkPoint
@@ -108,6 +109,7 @@ class Steps(Chain):
     padded_batch = _step("padded_batch", PaddedBatch)
     batch_by = _step("batch_by", BatchBy)
     bucket_by = _step("bucket_by", BucketBy)
+    pack = _step("pack", Pack)
 
     # -- order ---------------------------------------------------------------------------------------
 
@@ -152,7 +154,7 @@ class Steps(Chain):
     def mix(
         self,
         *others: Self,
-        weights: Sequence[float] | None = None,
+        weights: Weights = None,
         seed: int | None = None,
         stop: str = "all",
     ) -> Self:

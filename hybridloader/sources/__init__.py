@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from hybridloader.sources.per_worker import PerWorker as PerWorker
     from hybridloader.sources.shards import Shards as Shards
     from hybridloader.sources.tar import Tar as Tar
+    from hybridloader.sources.writing import ShardWriter as ShardWriter
+    from hybridloader.sources.writing import pack as pack
 
 __getattr__, __dir__, __all__ = lazily(
     __name__,
@@ -27,5 +29,6 @@ __getattr__, __dir__, __all__ = lazily(
         "per_worker": "PerWorker",
         "shards": "Shards",
         "tar": "Tar",
+        "writing": "ShardWriter pack",
     },
 )

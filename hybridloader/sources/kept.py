@@ -6,6 +6,9 @@ import os
 from contextlib import suppress
 from typing import Any
 
+MANIFEST = "_pack.json"
+"""Name of the file that says which pack the shards of a folder are of."""
+
 
 def write_whole(path: str, data: Any) -> None:
     """Write a local file at once or not at all; a link at `path` is replaced, not written through.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
@@ -11,29 +10,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hybridloader._support.arguments import function, whole
-from hybridloader._support.caller import warn_once
 from hybridloader._support.errors import SourceError, add_note
-from hybridloader.sources.listing import Urls, list_files
+from hybridloader.sources.indexing import archives, indexed
+from hybridloader.sources.listing import Urls
 from hybridloader.sources.shards import Shards
-from hybridloader.sources.store import Stamp, Store, each
-from hybridloader.sources.tar_index import (
-    BLOCK,
-    TarIndex,
-    header_sum,
-    load_index,
-    make_index,
-    save_index,
-)
+from hybridloader.sources.tar_index import BLOCK, TarIndex, header_sum
 from hybridloader.sources.texts import Texts
 
 _GAP = 64 * 1024
 """Bytes between two members of a sample up to which one read takes both: less than a request costs."""
-
-_BESIDE = ".index"
-"""End of the name of an index that is kept beside its archive."""
-
-_NAMED = 100
-"""Characters of an archive's name in that of its index; most file systems allow 255 bytes."""
 
 
 class _Member(NamedTuple):
@@ -64,9 +49,10 @@ class Tar(Shards[Any]):
     load
         Function of that tuple or dict that makes the sample.
     index
-        Folder in which the indices are kept for the next time, or ``"beside"``: each beside its
-        archive, as ``NAME.index``, if that is local. One of an archive that has changed is made
-        again. Default: they are not kept.
+        Local folder in which the indices are kept for the next time. Ranks that share it divide the
+        archives among them, and ``hybridloader index`` fills it ahead of time. ``"beside"``: each is
+        beside its archive, as ``NAME.index``, where `ShardWriter` writes it; one of a remote archive is
+        only read there. One of an archive that has changed is made again. Default: they are not kept.
     merge
         Bytes between two samples of a batch up to which one read takes both; for remote archives that
         are read in order. A batch is then made in one call, so `threads_per_worker` has no effect.
@@ -90,6 +76,8 @@ class Tar(Shards[Any]):
         comes twice. The message names archive and member.
     FileNotFoundError, StoreError
         An archive is not there, or was not served.
+    ValueError
+        Several ranks of a machine would each index a remote archive, as `index` keeps nothing.
 
     Notes
     -----
@@ -130,16 +118,8 @@ class Tar(Shards[Any]):
             function("load", load, "a function of a sample")
         self._merge = None if merge is None else whole("merge", merge, 0)
         self._load = load
-        roots, stores = list_files(urls, storage_options or {})
-        places = [
-            (store, path)
-            for root, store in zip(roots, stores, strict=True)
-            for path in root.paths
-            if not path.endswith(_BESIDE)
-        ]
-        if not places:
-            raise FileNotFoundError(f"{urls!r:.200} names no archives, only their indices")
-        indices = _indexed(places, index)
+        places = archives(urls, storage_options or {})
+        indices = indexed(places, index)
         super().__init__(
             [store.name(path) for store, path in places], [len(one.keys) for one in indices]
         )
@@ -286,52 +266,3 @@ class Tar(Shards[Any]):
         except Exception as error:
             add_note(error, f"loading sample {self.keys[index]!r} of {self.shard_names[shard]}")
             raise
-
-
-def _indexed(places: Sequence[tuple[Store, str]], kept: str | None) -> list[TarIndex]:
-    """Index archives, or read what was kept of them."""
-    if kept is not None and kept != "beside":
-        os.makedirs(kept, exist_ok=True)
-
-    def one(place: tuple[Store, str]) -> TarIndex:
-        return _index_of(*place, kept)
-
-    return each(one, places, (store for store, _ in places))
-
-
-def _index_of(store: Store, path: str, kept: str | None) -> TarIndex:
-    stamp = store.stamp(path)
-    place = None if kept is None else _place_of_index(store, path, kept)
-    index = None if place is None else load_index(place, stamp)
-    if index is None:
-        name = store.name(path)
-        with store.open(path) as file:
-            try:
-                index = make_index(name, file, stamp)
-            except Exception as error:
-                store.raise_told(error, path)
-        if place is not None and stamp != Stamp(stamp.size, ""):
-            _save(place, index)
-    return index
-
-
-def _save(place: str, index: TarIndex) -> None:
-    try:
-        save_index(place, index)
-    except OSError as error:  # it serves without; the next one indexes the archive again
-        warn_once(
-            f"indices of archives are not kept in {os.path.dirname(place)}: {type(error).__name__}: "
-            f"{error.strerror}; give index= a folder that can be written"
-        )
-
-
-def _place_of_index(store: Store, path: str, kept: str) -> str | None:
-    if kept == "beside":
-        return f"{path}{_BESIDE}" if store.is_local else None
-    import hashlib
-
-    name = store.name(path)
-    if name.startswith(("http://", "https://")):
-        name = name.partition("?")[0]  # behind it is a signature, another one each time
-    told = hashlib.sha256(name.encode("utf-8", "surrogateescape")).hexdigest()[:16]
-    return os.path.join(kept, f"{os.path.basename(name)[:_NAMED]}.{told}.index")

@@ -87,6 +87,14 @@ def header_sum(block: bytes | memoryview) -> int:
     return zlib.crc32(block)
 
 
+def name_parts(name: str) -> tuple[str, str] | None:
+    """Return key and extension of a member, in lower case; None if it is of no sample."""
+    found = _NAME.fullmatch(name)
+    if found is None or _META.match(name):
+        return None
+    return found[1], found[2].lower()
+
+
 def make_index(name: str, file: Any, stamp: Stamp) -> TarIndex:
     """Index the archive `name`, which is open for reading from its beginning.
 
@@ -108,11 +116,11 @@ def make_index(name: str, file: Any, stamp: Stamp) -> TarIndex:
     members: dict[str, dict[str, tuple[int, int, int]]] = {}
     ignored = 0
     for member in _members(name, file):
-        found = _NAME.fullmatch(member.name)
-        if found is None or _META.match(member.name):
+        found = name_parts(member.name)
+        if found is None:
             ignored += 1
             continue
-        key, extension = found[1], found[2].lower()
+        key, extension = found
         parts = members.setdefault(key, {})
         if extension in parts:
             raise SourceError(f"{name} has two members {key}.{extension}, so one would be lost")
@@ -173,6 +181,11 @@ def _members(name: str, file: Any) -> Iterator[tarfile.TarInfo]:
 
 def save_index(path: str, index: TarIndex) -> None:
     """Write an index to a local file, at once or not at all."""
+    write_whole(path, packed_index(index))
+
+
+def packed_index(index: TarIndex) -> memoryview:
+    """Return the contents of the file of an index."""
     told = {
         "version": VERSION,
         "stamp": index.stamp,
@@ -188,14 +201,14 @@ def save_index(path: str, index: TarIndex) -> None:
         keys=np.frombuffer(keys, np.uint8),
         **arrays,
     )
-    write_whole(path, packed.getbuffer())
+    return packed.getbuffer()
 
 
 _ARRAYS = ("starts", "extension", "offset", "size", "header")
 
 
-def load_index(path: str, stamp: Stamp) -> TarIndex | None:
-    """Read a kept index; None if there is none, or none of an archive with this stamp."""
+def load_index(path: str | io.BytesIO, stamp: Stamp) -> TarIndex | None:
+    """Read a kept index from its file or its contents; None if there is none with this stamp."""
     try:
         with np.load(path, allow_pickle=False) as held:
             told = json.loads(held["told"].tobytes())

@@ -111,6 +111,7 @@ LENGTHS = {
     ".padded_batch(batch_size)": lambda pipe: pipe.padded_batch(2),
     ".batch_by(cost, budget)": lambda pipe: pipe.batch_by(abs, 9),
     ".bucket_by(key, batch_size)": lambda pipe: pipe.bucket_by(abs, 2),
+    ".pack(row_length)": lambda pipe: pipe.pack(4),
     ".unbatch()": lambda pipe: pipe.unbatch(),
     ".shuffle(buffer_size)": lambda pipe: pipe.shuffle(3),
     ".take(count)": lambda pipe: pipe.take(3),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import io
 import re
+import shlex
 import sqlite3
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from typing import Any
 
 import pytest
 from support.archives import tar_bytes
+
+from hybridloader.cli import _parser as parser
 
 DOCS = Path(__file__).parents[2] / "docs"
 BLOCK = re.compile(r"^```(python|pycon)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -63,6 +66,27 @@ def test_every_block_about_sources_runs(tmp_path: Path) -> None:
     rows.database.close()
 
 
+def test_every_block_about_packing_runs() -> None:
+    names: dict[str, Any] = {}
+    out = io.StringIO()
+    runner = doctest.DocTestRunner(verbose=False)
+    for kind, block in BLOCK.findall((DOCS / "packing.md").read_text()):
+        if kind == "pycon":
+            example = doctest.DocTestParser().get_doctest(block, names, "packing.md", None, None)
+            runner.run(example, out=out.write, clear_globs=False)
+            names.update(example.globs)
+    assert runner.failures == 0, out.getvalue()
+    assert runner.tries > 10
+
+
+def test_the_commands_of_the_page_are_understood() -> None:
+    commands = re.findall(r"^hybridloader (.*)$", (DOCS / "packing.md").read_text(), re.MULTILINE)
+    assert [parser().parse_args(shlex.split(line)).command for line in commands] == [
+        "pack",
+        "index",
+    ]
+
+
 def test_the_block_for_users_of_webdataset_runs(tmp_path: Path) -> None:
     text = (DOCS / "coming-from.md").read_text()
     block = next(b for kind, b in BLOCK.findall(text) if "Tar(urls" in b)
@@ -85,7 +109,12 @@ def test_the_block_about_datapipes_runs(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("remote_tar", "200: every sample once"), ("parquet_tabular", "epoch 2: ")]
+    ("name", "said"),
+    [
+        ("remote_tar", "200: every sample once"),
+        ("parquet_tabular", "epoch 2: "),
+        ("pack_text", "none of them padding"),
+    ],
 )
 def test_the_examples_run(name: str, said: str) -> None:
     pytest.importorskip("aiohttp")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -21,6 +22,7 @@ from support.operator_context import (
     scripted,
 )
 
+from hybridloader import Pipeline
 from hybridloader._support.errors import WorkerTimeout, no_answer
 from hybridloader.pipeline.operators.join import Concat, Interleave, Mix
 from hybridloader.pipeline.operators.order import Enumerate, ShardByRank, SkipFirst, Take
@@ -236,6 +238,49 @@ def test_an_interleave_gives_blocks_in_turn(scripts: list[list[Any]], block: int
 
 
 # -- closing -----------------------------------------------------------------------------------------
+
+
+def curriculum(epoch: int) -> Any:
+    return [(1, 0, 0), (1, 3, 0), (0, 0, 0), (1, 1), 5][epoch]
+
+
+def test_the_weights_of_a_mix_may_be_those_of_the_epoch() -> None:
+    three = scripted(*"a" * 400), scripted(*"b" * 400), scripted(*"c" * 400)
+    mix = Mix(three, curriculum, seed=0)
+    assert mix.length(None) is None
+    assert "".join(drain(begin(mix, ScriptedContext(0)))) == "a" * 400
+    found = "".join(drain(begin(mix, ScriptedContext(1))))
+    assert len(found) == 800
+    assert 60 < found[:400].count("a") < 140
+    for epoch, told in [(2, "weights are all 0"), (3, "one number for each of 3"), (4, "not 5")]:
+        with pytest.raises(ValueError, match=told) as failed:
+            begin(mix, ScriptedContext(epoch))
+        assert failed.value.__notes__ == [f"mix: weights({epoch})"]
+
+
+@pytest.mark.parametrize("stop", ["all", "first"])
+def test_a_mix_of_unequal_pipelines_resumes_anywhere_in_each_epoch(stop: str) -> None:
+    """`repeat` says how often each comes; the pass of a repetition shuffles anew."""
+    large = Pipeline.from_dataset(range(30), shuffle=True, seed=1)
+    small = Pipeline.from_dataset(range(100, 104), shuffle=True, seed=2)
+    small = small.repeat(3) if stop == "all" else small.repeat()
+    pipe = Pipeline.mix(large, small, weights=[(1, 1), (5, 1)].__getitem__, seed=0, stop=stop)
+    epochs = [list(pipe.run(epoch=epoch)) for epoch in range(2)]
+    for epoch, whole in enumerate(epochs):
+        assert sorted(n for n in whole if n < 100) == [*range(30)]
+        passes = [n for n in whole if n >= 100]
+        if stop == "all":
+            assert len(passes) == 12
+            assert sorted(passes[:4]) == sorted(passes[4:8]) == [*range(100, 104)]
+        for at in range(len(whole)):
+            begun = pipe.run(epoch=epoch)
+            assert [next(begun) for _ in range(at)] == whole[:at]
+            state = json.loads(json.dumps(begun.state_dict()))
+            begun.close()
+            assert list(pipe.run(state=state)) == whole[at:]
+    if stop == "first":
+        counts = [sum(n >= 100 for n in whole) for whole in epochs]
+        assert counts[0] > 15 > counts[1]
 
 
 @pytest.mark.parametrize("make", [Zip, Concat, Mix, Interleave])

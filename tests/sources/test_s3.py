@@ -14,7 +14,7 @@ import pytest
 from support.archives import sample_members, tar_bytes
 
 from hybridloader import BlockShuffleSampler, DataLoader
-from hybridloader.sources import Files, Parquet, SourceError, StoreError, Tar
+from hybridloader.sources import Files, Parquet, SourceError, StoreError, Tar, indexing, pack
 
 pytest.importorskip("s3fs")
 moto = pytest.importorskip("moto.server")
@@ -71,6 +71,27 @@ def test_an_archive_is_read_by_ranges(s3: Any) -> None:
     loader: Any = DataLoader(tar, 5, sampler=sampler, collate_fn=list)
     (batch,) = loader
     assert sorted(batch) == [tar[number] for number in range(5)]
+    tar.close()
+
+
+def test_shards_are_written_resumed_and_read_with_their_index(
+    s3: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def samples(bad: int) -> Iterator[dict[str, Any]]:
+        for number in range(10):
+            if number == bad:
+                raise KeyError(number)
+            yield {"txt": f"text {number}"}
+
+    options: Any = {"samples_per_shard": 4, "storage_options": s3}
+    with pytest.raises(KeyError):
+        pack(samples(9), "s3://photos/packed", **options)
+    assert pack(samples(-1), "s3://photos/packed", **options) == [4, 4, 2]
+    with pytest.raises(FileExistsError, match="has a whole pack"):
+        pack(samples(-1), "s3://photos/packed", **options)
+    monkeypatch.setattr(indexing, "make_index", None)  # none is made
+    tar = Tar("s3://photos/packed/", members=("txt",), index="beside", storage_options=s3)
+    assert [text for (text,) in tar] == [b"text %d" % number for number in range(10)]
     tar.close()
 
 

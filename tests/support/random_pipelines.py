@@ -67,6 +67,15 @@ def cost(item: Any) -> int:
     return number_of(item) % 5 + 1
 
 
+def tokens(item: Any) -> Any:
+    number = number_of(item)
+    return list(range(number % 50, number % 50 + number % 9))
+
+
+def listed(row: Any) -> Any:
+    return {name: row[name].tolist() for name in row}
+
+
 def kind(item: Any) -> int:
     return number_of(item) % 3
 
@@ -151,6 +160,10 @@ _STEPS: dict[str, Callable[[Pipeline, Settings], Pipeline]] = {
     "batch_by": lambda pipe, _: pipe.batch_by(cost, 9, collate_fn=list),
     "bucket_by": lambda pipe, _: pipe.bucket_by(kind, 2, collate_fn=list),
     "unbatch": lambda pipe, _: pipe.unbatch(split=parts),
+    "packed": lambda pipe, _: pipe.map(tokens).pack(5).map(listed),
+    "packed whole": lambda pipe, _: (
+        pipe.map(tokens).pack(6, "first_fit", 2, "truncate").map(listed)
+    ),
     "shuffle": lambda pipe, _: pipe.shuffle(4),
     "take": lambda pipe, _: pipe.take(7),
     "skip": lambda pipe, _: pipe.skip(2),

@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 import random
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 from hybridloader._support.arguments import is_number, one_of
-from hybridloader._support.errors import Raised, counts_as_item, takes_a_place
+from hybridloader._support.errors import Raised, add_note, counts_as_item, foreign, takes_a_place
 from hybridloader._support.text import short
 from hybridloader.fetching.on_error.places import astray
 from hybridloader.pipeline.operators.parameters import SEED, settle, settle_whole, sum_of
@@ -33,6 +33,8 @@ from hybridloader.running.operator import (
     UpstreamPart,
     close_all,
 )
+
+Weights = Sequence[float] | Callable[[int], Sequence[float]] | None
 
 
 @dataclass(frozen=True)
@@ -94,11 +96,13 @@ class _InTurn(Join):
 class _TurnIterator(JoinIterator):
     """Base of the iterators over pipelines in turn; notes whose items were given."""
 
-    def __init__(self, pipelines: Sequence[Chain], context: Context) -> None:
+    def __init__(
+        self, pipelines: Sequence[Chain], context: Context, without: Sequence[int] = ()
+    ) -> None:
         count, saved = len(pipelines), context.saved if context.start else None
         # All the mutable state:
         self._counts = [0] * count  # items, and errors in their places, of each
-        self._over: list[int] = []  # those that have ended, in that order
+        self._over = [*without]  # those that are not in this pass, then those that have ended
         self._last = self._in_a_row = 0  # the one that has given last, and how many items since
         if saved is not None:
             self._counts, self._over, self._last, self._in_a_row = saved.value
@@ -140,15 +144,22 @@ class Mix(_InTurn):
     pipelines
         At least one.
     weights
-        Frequency of each, in proportion to the others; None draws all alike.
+        Frequency of each, in proportion to the others; None draws all alike. Or a function from the
+        number of the epoch, from 0, to these, in which 0 leaves a pipeline out of that epoch.
     seed
         None takes the seed of the run.
     stop
         ``"all"`` goes on with the others, in the same proportions, when one has ended. ``"first"``
         ends when one that was drawn has ended.
+
+    Notes
+    -----
+    `Repeat` defines an epoch of unequal pipelines: ``large.mix(small.repeat(3))`` has each item of
+    ``small`` three times, and ``large.mix(small.repeat(), stop="first")`` repeats ``small`` as often as
+    its weight asks for until ``large`` ends.
     """
 
-    weights: Sequence[float] | None = None
+    weights: Weights = None
     seed: int | None = None
     stop: str = "all"
 
@@ -156,10 +167,11 @@ class Mix(_InTurn):
         super().__post_init__()
         settle_whole(self, "seed", 0, SEED, optional=True)
         one_of(f"{self.name}: stop", self.stop, ("all", "first"))
-        if self.weights is not None:
-            settle(self, weights=self._checked(self.weights))
+        if self.weights is not None and not callable(self.weights):
+            settle(self, weights=self._checked(self.weights, above=True))
 
-    def _checked(self, weights: Any) -> tuple[float, ...]:
+    def _checked(self, weights: Any, *, above: bool = False) -> tuple[float, ...]:
+        """Return weights as a tuple. Raises `TypeError` or `ValueError`; `above` refuses 0."""
         try:
             found = tuple(weights)
         except TypeError:
@@ -174,20 +186,33 @@ class Mix(_InTurn):
                 raise TypeError(
                     f"{self.name}: weights[{number}] must be a number, not {short(weight)}"
                 )
-            if not 0 < weight < math.inf:
+            if not 0 <= weight < math.inf or (above and not weight):
                 raise ValueError(
-                    f"{self.name}: weights[{number}] must be above 0 and finite, not {weight}; leave "
-                    "out a pipeline that is never to be drawn"
+                    f"{self.name}: weights[{number}] must be {'above 0' if above else '0 or more'} and "
+                    f"finite, not {weight}; leave out a pipeline that is never to be drawn"
                 )
+        if not any(found):
+            raise ValueError(f"{self.name}: weights are all 0; let one of them be above 0")
         return tuple(map(float, found))
 
+    def _weights_of(self, epoch: int) -> tuple[float, ...]:
+        if not callable(self.weights):
+            return tuple(self.weights or (1.0,) * len(self.pipelines))
+        try:
+            return self._checked(self.weights(epoch))
+        except Exception as error:
+            add_note(error, f"{self.name}: weights({epoch})")
+            Raised(foreign(error, f"{self.name}: weights")).throw()
+
     def start(self, context: Context) -> Iterator[Any]:
-        weights = tuple(self.weights or (1.0,) * len(self.pipelines))
+        weights = self._weights_of(context.epoch)
         generator = context.random(self.seed)
         return MixIterator(self.pipelines, context, weights, generator, self.stop == "first")
 
     def length(self, upstream: Length) -> Length:
         lengths = self.lengths
+        if callable(self.weights) and len(lengths) > 1 and INFINITE not in lengths:
+            return None  # an epoch may be without some of them
         if self.stop == "all" or len(lengths) == 1:
             return sum_of(lengths)
         return INFINITE if set(lengths) == {INFINITE} else None
@@ -204,10 +229,12 @@ class MixIterator(_TurnIterator):
         generator: random.Random,
         first: bool,
     ) -> None:
-        super().__init__(pipelines, context)
+        without = [number for number, weight in enumerate(weights) if not weight]
+        super().__init__(pipelines, context, without)
         self._first = first
         self._draw = generator.random  # see `ShuffleIterator`
-        for _ in range(sum(self._counts) + len(self._over)):  # each item, and each end, was drawn
+        ended = len(self._over) - len(without)
+        for _ in range(sum(self._counts) + ended):  # each item, and each end, was drawn
             self._draw()
         # All the mutable state:
         alive = zip(self._opened, self._alive, strict=True)

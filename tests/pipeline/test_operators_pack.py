@@ -1,0 +1,267 @@
+"""Token sequences in rows: a plain packer is the oracle, and Grain's where it is installed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.operator_context import Oops, errors_in, items_in, no_deadline, outcome
+from support.random_pipelines import saved
+from torch.utils.data import default_collate
+
+from hybridloader import Pipeline
+from hybridloader.pipeline.operators.pack import Pack
+
+Row = list[list[int]]
+"""Tokens of each segment."""
+
+
+def split(sizes: list[int], length: int) -> list[Row]:
+    tokens = [(number, token) for number, size in enumerate(sizes) for token in range(size)]
+    rows: list[Row] = []
+    for at in range(0, len(tokens), length):
+        row: dict[int, list[int]] = {}
+        for number, token in tokens[at : at + length]:
+            row.setdefault(number, []).append(token)
+        rows.append([*row.values()])
+    return rows
+
+
+def first_fit(sizes: list[int], length: int, most: int) -> list[Row]:
+    done: list[Row] = []
+    rows: list[Row] = []
+    for size in filter(None, sizes):
+        fits = [row for row in rows if sum(map(len, row)) + size <= length]
+        if not fits:
+            if len(rows) == most:
+                done += rows
+                rows = []
+            rows.append([])
+            fits = rows[-1:]
+        fits[0].append([*range(size)])
+    return done + rows
+
+
+def checked(row: Any, length: int, padding: int = 0) -> Row:
+    """Return the segments of a row; each array must agree with the others."""
+    assert [*row] == ["tokens", "segment_ids", "positions"]
+    assert {array.shape for array in row.values()} == {(length,)}
+    assert (row["segment_ids"].dtype, row["positions"].dtype) == (np.int32, np.int32)
+    found: Row = []
+    for number in range(1, row["segment_ids"].max() + 1):
+        (places,) = np.nonzero(row["segment_ids"] == number)
+        assert row["positions"][places].tolist() == [*range(len(places))]
+        found.append(row["tokens"][places].tolist())
+    end = sum(map(len, found))
+    assert (np.diff(row["segment_ids"][:end]) >= 0).all()
+    assert row["tokens"][end:].tolist() == [padding] * (length - end)
+    assert not row["segment_ids"][end:].any()
+    assert not row["positions"][end:].any()
+    return found
+
+
+@no_deadline
+@given(st.lists(st.integers(0, 12), max_size=12), st.integers(1, 7))
+def test_split_rows_have_all_tokens_in_order(sizes: list[int], length: int) -> None:
+    documents = [np.arange(size) for size in sizes]
+    found = outcome(Pack(length, padding_value=-1), *documents)
+    assert [checked(row, length, -1) for row in found] == split(sizes, length)
+    whole = outcome(Pack(length, drop_last=True), *documents)
+    assert len(whole) == sum(sizes) // length
+
+
+@no_deadline
+@given(st.lists(st.integers(0, 6), max_size=14), st.integers(6, 8), st.integers(1, 4))
+def test_first_fit_rows_keep_documents_whole(sizes: list[int], length: int, rows: int) -> None:
+    found = outcome(Pack(length, "first_fit", rows), *map(np.arange, sizes))
+    assert [checked(row, length) for row in found] == first_fit(sizes, length, rows)
+
+
+GRAIN = """
+import sys
+import grain, numpy as np
+from grain import experimental
+sizes = eval(sys.argv[1])
+found = grain.MapDataset.source([{"tokens": np.arange(1, n + 1)} for n in sizes]).to_iter_dataset()
+split = experimental.ConcatThenSplitIterDataset(found, length_struct={"tokens": 16})
+first_fit = experimental.FirstFitPackIterDataset(
+    found, length_struct={"tokens": 16}, num_packing_bins=3, shuffle_bins=False
+)
+names = "tokens", "tokens_segment_ids", "tokens_positions"
+print([[[row[name].tolist() for name in names] for row in one] for one in (split, first_fit)])
+"""
+
+
+@pytest.mark.full
+def test_rows_are_those_of_grain() -> None:
+    pytest.importorskip("grain")
+    sizes = np.random.default_rng(0).integers(1, 16, 200).tolist()
+    done = subprocess.run([sys.executable, "-c", GRAIN, str(sizes)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    theirs = eval(done.stdout)
+    documents = [np.arange(1, size + 1) for size in sizes]
+    for method, rows in zip(("split", "first_fit"), theirs, strict=True):
+        ours = outcome(Pack(16, method, 3), *documents)
+        assert [[array.tolist() for array in row.values()] for row in ours] == rows
+
+
+def test_documents_are_arrays_tensors_lists_or_dicts_of_them() -> None:
+    kinds = [np.array([1, 2], np.uint16), torch.tensor([3]), [4, 5], [], torch.tensor([6])]
+    (row,) = outcome(Pack(8, padding_value=9), *kinds)
+    assert row["tokens"].tolist() == [1, 2, 3, 4, 5, 6, 9, 9]
+    (row,) = outcome(Pack(4), np.array([1, 2], np.uint16))
+    assert row["tokens"].dtype == np.uint16
+    fields = [{"ids": np.array([n, n]), "weight": np.array([0.5, n], np.float32)} for n in (1, 2)]
+    (row,) = outcome(Pack(4), *fields)
+    assert {name: array.tolist() for name, array in row.items()} == {
+        "ids": [1, 1, 2, 2],
+        "weight": [0.5, 1, 0.5, 2],
+        "segment_ids": [1, 1, 2, 2],
+        "positions": [0, 1, 0, 1],
+    }
+    assert row["weight"].dtype == np.float32
+
+
+def test_rows_hold_no_document_and_are_collated() -> None:
+    document = np.arange(4)
+    rows = outcome(Pack(2), document)
+    document[:] = 9
+    assert [row["tokens"].tolist() for row in rows] == [[0, 1], [2, 3]]
+    assert default_collate(rows)["positions"].tolist() == [[0, 1], [0, 1]]
+    batches = Pipeline.from_iterable([np.arange(5)] * 4).pack(5).batch(2)
+    assert [batch["tokens"].shape for batch in batches] == [(2, 5), (2, 5)]
+
+
+@pytest.mark.parametrize("method", ["split", "first_fit"])
+def test_an_error_is_raised_and_nothing_is_lost(method: str) -> None:
+    documents = [[1, 2], Oops(), [3], [4, 5, 6], Oops(), [7]]
+    found = outcome(Pack(3, method, 2), *documents)
+    assert errors_in(found) == [Oops(), Oops()]
+    assert sorted(t for row in items_in(found) for t in row["tokens"] if t) == [*range(1, 8)]
+
+
+@pytest.mark.parametrize(
+    ("document", "told"),
+    [
+        (5, "document 1 must be a sequence of numbers"),
+        ([[1]], "document 1 must be a sequence of numbers"),
+        ({"tokens": [1], "w": [1, 2]}, "of one length"),
+        ({}, "document 1 must be a sequence"),
+        (["a"], "document 1 has other than numbers"),
+        ({"tokens": [1], "w": [1]}, "document 1 has the fields tokens, w; give all documents the"),
+        ([1, 2, 3, 4], "document 1: it has 4 tokens, more than row_length=3; say oversize="),
+    ],
+)
+def test_a_document_that_is_none_is_refused(document: Any, told: str) -> None:
+    found = outcome(Pack(3, "first_fit"), [1], document, [2])
+    (error,) = errors_in(found)
+    assert told in str(error)
+    assert [row["tokens"].tolist() for row in items_in(found)] == [[1, 2, 0]]
+
+
+def test_long_documents_are_truncated_or_skipped() -> None:
+    documents = [[1], [2, 3, 4, 5], [6]]
+    (first, second) = outcome(Pack(3, "first_fit", oversize="truncate"), *documents)
+    assert [first["tokens"].tolist(), second["tokens"].tolist()] == [[1, 6, 0], [2, 3, 4]]
+    run = iter(Pipeline.from_iterable(documents).pack(3, "first_fit", oversize="skip"))
+    with pytest.warns(UserWarning, match="pack skips documents of more than row_length=3"):
+        assert [row["tokens"].tolist() for row in run] == [[1, 6, 0]]
+    assert len(run.skipped) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"row_length": 0}, "pack: row_length must be at least 1"),
+        ({"row_length": 4, "method": "best"}, "method must be 'split' or 'first_fit'"),
+        ({"row_length": 4, "rows": 0}, "rows must be at least 1"),
+        ({"row_length": 4, "oversize": "alone"}, "oversize must be"),
+        (
+            {"row_length": 4, "method": "first_fit", "drop_last": True},
+            "drop_last is for method='split'",
+        ),
+    ],
+)
+def test_parameters_are_checked(arguments: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        Pack(**arguments)
+    with pytest.raises(TypeError, match="padding_value must be a number"):
+        Pack(4, padding_value="0")  # type: ignore[arg-type]
+
+
+def test_the_length_is_known_of_nothing_and_of_no_end_alone() -> None:
+    assert Pipeline.from_iterable([]).pack(3).length == 0
+    assert Pipeline.from_iterable([[1]]).repeat().pack(3).length == float("inf")
+    assert Pipeline.from_iterable([[1]]).pack(3).length is None
+
+
+class Tokenize:
+    """Documents of 1 to 9 tokens; some fail. Counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+
+    def __call__(self, number: int) -> Any:
+        self.calls.append(number)
+        if number % 17 == 5:
+            raise Oops(number)
+        return np.arange(number * 10, number * 10 + number * 7 % 9 + 1)
+
+
+def drained(run: Any) -> list[Any]:
+    found: list[Any] = []
+    while True:
+        try:
+            found.append({name: array.tolist() for name, array in next(run).items()})
+        except StopIteration:
+            return found
+        except Oops as error:
+            found.append(error.args)
+
+
+@pytest.mark.parametrize(("method", "rows", "again"), [("split", 1, 5), ("first_fit", 3, 12)])
+def test_a_state_anywhere_resumes_with_few_documents(method: str, rows: int, again: int) -> None:
+    """`again` documents at most are tokenized twice: those of the open rows."""
+
+    def make() -> tuple[Any, Tokenize]:
+        tokenize = Tokenize()
+        return Pipeline.from_dataset(range(60)).map(tokenize).pack(12, method, rows), tokenize
+
+    pipe, tokenize = make()
+    whole = drained(iter(pipe))
+    assert tokenize.calls == [*range(60)]
+    assert len(whole) > 25
+    for at in range(len(whole) + 1):
+        pipe, tokenize = make()
+        run = iter(pipe)
+        for _ in range(at):
+            try:
+                next(run)
+            except Oops:
+                continue
+        state = saved(run)
+        seen = len(tokenize.calls)
+        run.close()
+        pipe, tokenize = make()
+        assert drained(pipe.run(state=state)) == whole[at:], at
+        if at:
+            assert len(tokenize.calls) <= 60 - seen + again, at
+
+
+def test_a_skipped_document_is_listed_once() -> None:
+    documents = [[1], [2, 3, 4, 5], [6], [7, 8, 9]]
+    pipe = Pipeline.from_iterable(documents).pack(3, "first_fit", 1, oversize="skip")
+    run = iter(pipe)
+    with pytest.warns(UserWarning, match="pack skips"):
+        next(run)
+    state = saved(run)
+    run.close()
+    left = pipe.run(state=state)
+    assert [row["tokens"].tolist() for row in left] == [[7, 8, 9]]
+    assert len(left.skipped) == 0

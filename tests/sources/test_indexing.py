@@ -1,0 +1,178 @@
+"""Indices made ahead of time, and shared by ranks; remote archives of which only headers are read."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.archives import sample_members, tar_bytes
+from support.http_store import HttpStore
+
+from hybridloader.cli import main
+from hybridloader.sources import SourceError, Tar, indexing
+from hybridloader.sources.indexing import index_archives
+from hybridloader.sources.tar_index import packed_index
+
+
+def put(memory: Any, count: int) -> list[str]:
+    for number in range(count):
+        memory.pipe(f"/d/{number}.tar", tar_bytes(sample_members(4 * number, 4)))
+    return [f"memory://d/{number}.tar" for number in range(count)]
+
+
+def bytes_read(requests: list[tuple[str, str]]) -> int:
+    spans = [asked.removeprefix("bytes=").split("-") for _, asked in requests if asked]
+    return sum(int(last) - int(first) + 1 for first, last in spans)
+
+
+def test_of_large_members_only_the_headers_are_read(store: HttpStore) -> None:
+    members = [
+        (f"{n}.{end}", bytes(size))
+        for n in range(6)
+        for end, size in (("bin", 3 << 20), ("cls", 1))
+    ]
+    store.files["/a.tar"] = tar_bytes(members)
+    tar = Tar(f"{store.url}/a.tar")
+    assert list(tar.keys) == [*"012345"]
+    assert bytes_read(store.requests) < 400_000 < len(store.files["/a.tar"]) // 45
+    assert len(store.requests) < 16
+    assert tar[5]["bin"] == bytes(3 << 20)
+
+
+def test_small_members_are_read_through_once(store: HttpStore) -> None:
+    store.files["/a.tar"] = data = tar_bytes([(f"{n}.bin", bytes(5000)) for n in range(400)])
+    assert len(Tar(f"{store.url}/a.tar")) == 400
+    assert bytes_read(store.requests) <= len(data) * 1.05
+    assert len(store.requests) < 12
+
+
+def test_the_command_indexes_and_tar_reads_it(
+    memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    urls = put(memory, 3)
+    assert main(["index", "memory://d/*.tar", "-o", str(tmp_path / "i")]) == 0
+    assert "3 of 3 archives are done" in capsys.readouterr().err
+    monkeypatch.setattr(indexing, "make_index", None)  # none is made again
+    assert main(["index", *urls, "-o", str(tmp_path / "i"), "--parallel", "2"]) == 0
+    assert len(Tar(urls, index=str(tmp_path / "i"))) == 12
+
+
+def test_the_command_resumes_with_those_that_failed(
+    memory: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(memory, 2)
+    memory.pipe("/d/bad.tar", b"x" * 2000)
+    assert main(["index", "memory://d/*.tar", "-o", str(tmp_path)]) == 2
+    assert "1 archives have no index" in (told := capsys.readouterr().err)
+    assert "bad.tar is no tar archive" in told
+    assert len([*tmp_path.glob("*.index")]) == 2
+    memory.pipe("/d/bad.tar", tar_bytes(sample_members(8, 1)))
+    assert index_archives("memory://d/*.tar", str(tmp_path)) == []
+    assert len([*tmp_path.glob("*.index")]) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["memory://none/*.tar", "-o", "F"], "FileNotFoundError: memory://none/"),
+        (["a.tar", "-o", "F", "--storage-options", "[1]"], "must be a JSON object"),
+        (["a.tar"], "-o/--output"),
+        (["a.tar", "-o", "F", "--parallel", "0"], "must be at least 1"),
+    ],
+)
+def test_bad_input_is_one_line(
+    memory: Any,
+    arguments: list[str],
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    try:
+        code: Any = main(["index", *arguments])
+    except SystemExit as left:
+        code = left.code
+    assert code == 2
+    assert told in capsys.readouterr().err
+
+
+def test_an_index_whose_changes_nobody_would_notice_is_refused(
+    store: HttpStore, tmp_path: Path
+) -> None:
+    store.files["/a.tar"] = tar_bytes(
+        sample_members(0, 1)
+    )  # this server tells no time and no checksum
+    (failure,) = index_archives(f"{store.url}/a.tar", str(tmp_path))
+    assert "neither a time nor a checksum" in str(failure.error)
+
+
+def test_ranks_without_a_shared_index_are_told_the_command(
+    memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    urls = put(memory, 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    for index in (None, "beside"):
+        with pytest.raises(ValueError, match=r"each of the 4 ranks .* hybridloader index URL"):
+            Tar(urls, index=index)
+    assert len(Tar(urls, index=str(tmp_path))) == 4
+
+
+def test_an_archive_that_another_rank_indexes_is_left_to_it(
+    memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 locks archive 0; this rank makes the others, then waits, and reads what rank 1 has made."""
+    urls = put(memory, 3)
+    index_archives(urls[0], str(tmp_path / "other"))
+    (made,) = (tmp_path / "other").glob("*.index")
+    asked: list[str] = []
+    real, waits = indexing.make_index, threading.Event()
+    monkeypatch.setattr(
+        indexing, "make_index", lambda name, *rest: asked.append(name) or real(name, *rest)
+    )
+
+    def lockf(fd: int, what: int, length: int, byte: int) -> None:
+        if what & fcntl.LOCK_UN or byte != locked:
+            return
+        if what & fcntl.LOCK_NB:
+            raise BlockingIOError
+        waits.set()
+        os.rename(made, tmp_path / made.name)  # rank 1 is done
+
+    locked = int(indexing.hashlib.sha256(made.name.encode()).hexdigest()[:12], 16)
+    monkeypatch.setattr(indexing.fcntl, "lockf", lockf)
+    assert len(Tar(urls, index=str(tmp_path))) == 12
+    assert waits.is_set()
+    assert sorted(asked) == ["memory:///d/1.tar", "memory:///d/2.tar"]
+
+
+def test_an_index_beside_a_remote_archive_is_read(
+    memory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (url,) = put(memory, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        kept: list[Any] = []
+        patch.setattr(
+            indexing,
+            "make_index",
+            lambda *a, real=indexing.make_index: kept.append(real(*a)) or kept[0],
+        )
+        Tar(url, index="beside")
+    memory.pipe("/d/0.tar.index", bytes(packed_index(kept[0])))
+    monkeypatch.setattr(indexing, "make_index", None)
+    assert len(Tar(url, index="beside")) == 4
+    memory.pipe("/d/0.tar", tar_bytes(sample_members(4, 2)))
+    with pytest.raises(TypeError):  # it is made again: that index is not this archive's any more
+        Tar(url, index="beside")
+
+
+def test_an_archive_cut_short_is_told_of_a_remote_one(memory: Any) -> None:
+    memory.pipe(
+        "/d/a.tar", tar_bytes([("a.bin", bytes(3 << 20)), ("b.bin", bytes(3 << 20))])[: 4 << 20]
+    )
+    with pytest.raises(SourceError, match=r"a\.tar is .*cut short behind member 'b"):
+        Tar("memory://d/a.tar")

@@ -1,0 +1,339 @@
+"""Shards that are written and read again: by ours, and by webdataset where it is installed."""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hybridloader.cli import main
+from hybridloader.sources import Parquet, ShardWriter, Tar, indexing, pack
+from hybridloader.sources.kept import MANIFEST
+from hybridloader.sources.target import Target
+
+
+def sample(number: int) -> dict[str, Any]:
+    return {
+        "__key__": f"s{number:03d}",
+        "txt": f"text {number}",
+        "cls": number % 3,
+        "bin": bytes(number),
+    }
+
+
+class Samples:
+    """A dataset that counts what is read, and fails at one sample until it is `mended`."""
+
+    def __init__(self, count: int, bad: int = -1) -> None:
+        self.count, self.bad, self.read = count, bad, [0] * count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        self.read[number] += 1
+        if number == self.bad:
+            raise KeyError("bad")
+        return sample(number)
+
+
+def contents(url: str, **options: Any) -> list[Any]:
+    tar = Tar(url, members=("txt", "cls", "bin"), **options)
+    return [(key, *one) for key, one in zip(tar.keys, tar, strict=True)]
+
+
+def expected(count: int) -> list[Any]:
+    return [(f"s{n:03d}", f"text {n}".encode(), b"%d" % (n % 3), bytes(n)) for n in range(count)]
+
+
+@pytest.mark.parametrize("where", ["local", "memory"])
+@pytest.mark.parametrize("kind", ["dataset", "iterable"])
+def test_a_tar_comes_back_with_its_index(
+    where: str, kind: str, memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = str(tmp_path / "out") if where == "local" else "memory://out"
+    source: Any = Samples(100) if kind == "dataset" else map(sample, range(100))
+    counts = pack(source, url, samples_per_shard=30)
+    assert counts == ([25] * 4 if kind == "dataset" else [30, 30, 30, 10])
+    monkeypatch.setattr(indexing, "make_index", None)  # none is made
+    assert contents(f"{url}/", index="beside") == expected(100)  # the manifest is no archive
+    if where == "local":
+        names = {path.name for path in (tmp_path / "out").iterdir()}
+        shards = {f"shard-{n:06d}.tar" for n in range(4)}
+        assert names == {MANIFEST, *shards, *(f"{name}.index" for name in shards)}
+
+
+READ = """
+import sys, webdataset
+dataset = webdataset.WebDataset(sys.argv[1:], shardshuffle=False)
+print([(one["__key__"], one["txt"], one["cls"], one["bin"]) for one in dataset])
+"""
+
+
+@pytest.mark.full
+def test_webdataset_reads_it(tmp_path: Path) -> None:
+    pytest.importorskip("webdataset")
+    pack(Samples(20), str(tmp_path / "out"), shards=2)
+    urls = sorted(map(str, (tmp_path / "out").glob("*.tar")))
+    done = subprocess.run(  # it leaves files open
+        [sys.executable, "-c", READ, *urls], capture_output=True, text=True, check=True
+    )
+    assert ast.literal_eval(done.stdout) == expected(20)
+
+
+def test_the_same_samples_make_the_same_archives(tmp_path: Path) -> None:
+    for name in "ab":
+        pack(Samples(20), str(tmp_path / name), shards=2, workers=2)
+    (one, _), (other, _) = (sorted((tmp_path / name).glob("*.tar")) for name in "ab")
+    assert one.read_bytes() == other.read_bytes()
+
+
+@pytest.mark.parametrize("kind", ["dataset", "iterable"])
+def test_parquet_comes_back(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+
+    def row(number: int) -> dict[str, Any]:
+        tokens = np.arange(number % 5)
+        return {"x": number / 2, "name": None if number == 0 else f"n{number}", "tokens": tokens}
+
+    rows: Any = [row(number) for number in range(3000)]
+    counts = pack(
+        rows if kind == "dataset" else iter(rows),
+        str(tmp_path / "out"),
+        format="parquet",
+        samples_per_shard=1500,
+    )
+    assert counts == [1500, 1500]
+    table = Parquet(f"{tmp_path}/out/")
+    assert table.block_sizes.tolist() == [1024, 476] * 2
+    assert [table[n] for n in (0, 2999)] == [
+        {"x": 0.0, "name": None, "tokens": []},
+        {"x": 1499.5, "name": "n2999", "tokens": [0, 1, 2, 3]},
+    ]
+
+
+def test_bytes_decide_how_many_shards(tmp_path: Path) -> None:
+    rows = [{"bin": bytes(9728)}] * 100  # 10 KiB with its header
+    assert pack(rows, str(tmp_path / "a"), bytes_per_shard=200 << 10) == [20] * 5
+    assert pack(iter(rows), str(tmp_path / "b"), bytes_per_shard=300 << 10) == [30, 30, 30, 10]
+    assert pack(rows, str(tmp_path / "c")) == [100]
+    assert pack(rows[:3], str(tmp_path / "d"), shards=9) == [1, 1, 1]
+
+
+def test_a_dataset_is_resumed_with_the_shards_that_lack(tmp_path: Path) -> None:
+    url, samples = str(tmp_path / "out"), Samples(400, bad=299)
+    with pytest.raises(KeyError, match="bad") as failed:
+        pack(samples, url, shards=4, workers=1)
+    assert "packing sample 299" in failed.value.__notes__
+    assert not [*(tmp_path / "out").glob(".part*")]
+    (tmp_path / "out" / "shard-000001.tar.index").unlink()  # killed between the two
+    (tmp_path / "out" / ".part-left").write_bytes(b"half")
+    samples.bad, samples.read = -1, [0] * 400
+    assert pack(samples, url, shards=4) == [100] * 4
+    assert sum(samples.read[:100]) == 8  # those that were tried; the rest was there
+    assert all(samples.read[100:300])
+    assert contents(f"{url}/*.tar", index="beside") == expected(400)
+    assert not [*(tmp_path / "out").glob(".part*")]
+
+
+@pytest.mark.parametrize("form", ["tar", "parquet"])
+def test_an_iterable_is_resumed_after_its_last_whole_shard(form: str, tmp_path: Path) -> None:
+    if form == "parquet":
+        pytest.importorskip("pyarrow")
+    url = str(tmp_path / "out")
+
+    def items(bad: int) -> Any:
+        for number in range(50):
+            if number == bad:
+                raise KeyError("bad")
+            yield sample(number)
+
+    with pytest.raises(KeyError, match="bad"):
+        pack(items(35), url, format=form, samples_per_shard=10)
+    shards = sorted((tmp_path / "out").glob(f"shard-*.{form}"))
+    assert len(shards) == 3
+    times = [path.stat().st_mtime_ns for path in shards]
+    assert pack(items(-1), url, format=form, samples_per_shard=10) == [10] * 5
+    assert [path.stat().st_mtime_ns for path in shards] == times
+    found: Any = Tar(f"{url}/*.tar") if form == "tar" else Parquet(f"{url}/*.parquet")
+    texts = [one["txt"] for one in found]
+    assert texts == [f"text {n}".encode() if form == "tar" else f"text {n}" for n in range(50)]
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    url = str(tmp_path / "out")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("mine")
+    with pytest.raises(
+        FileExistsError, match=r"out is not empty \(mine\.txt\), and nothing is over"
+    ):
+        pack(Samples(4), url)
+    (tmp_path / "out" / "mine.txt").unlink()
+    with pytest.raises(KeyError, match="bad"):
+        pack(Samples(100, bad=99), url, shards=2)
+    with pytest.raises(
+        FileExistsError, match=r"another source or with other sizes \(samples, shards"
+    ):
+        pack(Samples(99), url, shards=3)
+    with pytest.raises(FileExistsError, match="has a pack that was not finished"):
+        ShardWriter(url)
+    pack(Samples(4), str(tmp_path / "whole"))
+    for again in (pack, lambda _, url: ShardWriter(url, resume=True)):
+        with pytest.raises(FileExistsError, match="has a whole pack"):
+            again(Samples(4), str(tmp_path / "whole"))
+
+
+def test_a_writer_that_fails_can_be_resumed(tmp_path: Path) -> None:
+    url = str(tmp_path / "out")
+
+    def write_some() -> None:
+        with ShardWriter(url, samples_per_shard=2) as writer:
+            for number in range(5):
+                writer.write(sample(number))
+            raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        write_some()
+    with ShardWriter(url, samples_per_shard=2, resume=True) as writer:
+        assert (writer.written, writer.shards) == (4, 2)
+        for number in range(writer.written, 7):
+            writer.write(sample(number))
+    assert contents(f"{url}/*.tar") == expected(7)
+    with pytest.raises(ValueError, match="is closed"):
+        writer.write(sample(7))
+
+
+def test_a_store_that_refuses_is_told_by_the_next_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = ShardWriter(str(tmp_path / "out"), samples_per_shard=1)
+
+    def refuse(self: Target, name: str, data: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Target, "put_bytes", refuse)
+    writer.write(sample(0))
+    with pytest.raises(OSError, match="No space left"):
+        writer.write(sample(1))
+    monkeypatch.undo()
+    with pytest.raises(ArithmeticError), writer:
+        raise ArithmeticError
+    with ShardWriter(str(tmp_path / "out"), samples_per_shard=1, resume=True) as again:
+        assert again.written == 0  # its index was not there
+        again.write(sample(0))
+    assert contents(f"{tmp_path}/out/*.tar") == expected(1)
+
+
+@pytest.mark.parametrize(
+    ("bad", "told"),
+    [
+        (5, r"sample \d must be a dict of fields by name.* give encode="),
+        ({"txt": object()}, r"sample \d: 'txt' is <object.*neither bytes"),
+        ({"__key__": "a.b", "txt": ""}, r"'a\.b\.txt' would not be read as the member 'txt'"),
+        ({"__key__": "../a", "txt": ""}, r"does not lead outside"),
+        ({"JPG": b""}, r"capital letters"),
+        ({"__key__": "s000", "txt": ""}, r"has a member 's000\.txt' already"),
+        ({"__key__": "a"}, r"sample \d, 'a', has no fields"),
+    ],
+)
+def test_a_sample_that_would_be_lost_is_refused(bad: Any, told: str, tmp_path: Path) -> None:
+    writer = ShardWriter(str(tmp_path))
+    writer.write(sample(0))
+    with pytest.raises((TypeError, ValueError), match=told):
+        writer.write(bad)
+    writer.write(sample(1))
+    with pytest.raises((TypeError, ValueError), match=told), writer:
+        writer.write(bad)
+
+
+def test_arrays_and_json_are_members(tmp_path: Path) -> None:
+    with ShardWriter(str(tmp_path)) as writer:
+        writer.write({"a.npy": np.arange(3), "json": {"b": [1]}, "num": 0.5})
+    (path,) = tmp_path.glob("*.tar")
+    with tarfile.open(path) as archive:
+        files = {one.name: archive.extractfile(one).read() for one in archive}  # type: ignore[union-attr]
+    assert np.load(io.BytesIO(files["000000000.a.npy"])).tolist() == [0, 1, 2]
+    assert json.loads(files["000000000.json"]) == {"b": [1]}
+    assert files["000000000.num"] == b"0.5"
+
+
+@pytest.mark.parametrize(
+    ("last", "told"),
+    [({"y": 1}, "there is no column y"), ({"x": "text"}, "samples 0 to 32 don't fit")],
+)
+def test_rows_that_do_not_fit_the_schema_are_refused(last: Any, told: str, tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    with pytest.raises(ValueError, match=f"{told}.* give schema="):
+        pack([{"x": 1}] * 32 + [last], str(tmp_path), format="parquet")
+
+
+def test_arguments_are_checked(tmp_path: Path) -> None:
+    url = str(tmp_path)
+    for options, told in [
+        ({"shards": 2, "samples_per_shard": 3}, "give one of shards, samples_per_shard"),
+        ({"shards": 0}, "shards must be at least 1"),
+        ({"format": "zip"}, "format must be 'tar' or 'parquet'"),
+    ]:
+        with pytest.raises(ValueError, match=told):
+            pack(Samples(3), url, **options)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"shards= needs a source with len\(\)"):
+        pack(iter([sample(0)]), url, shards=2)
+    for empty in ([], iter([])):
+        with pytest.raises(ValueError, match="the source has no samples"):
+            pack(empty, url)
+    with pytest.raises(ValueError, match="not both"):
+        ShardWriter(url, samples_per_shard=1, bytes_per_shard=1)
+    assert not [*tmp_path.iterdir()]
+
+
+# The command.
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    for name in ("cat/1.jpg", "cat/1.json", "dog/2.jpg", "dog/LICENSE", "dog/.hidden.jpg"):
+        path = tmp_path / "photos" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+    return tmp_path / "photos"
+
+
+def test_the_command_packs_a_folder(
+    photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(tmp_path / "out")
+    assert main(["pack", str(photos), "-o", out, "--classes", "--shards", "2"]) == 0
+    told = capsys.readouterr().err
+    assert "2 files are left out" in told
+    assert "2 of 2 shards are done\n2 samples, 1 to 1 in a shard" in told
+    tar = Tar(f"{out}/*.tar", members=("jpg", "cls"), index="beside")
+    assert [*tar.keys] == ["cat/1", "dog/2"]
+    assert [*tar] == [(b"cat/1.jpg", b"0"), (b"dog/2.jpg", b"1")]
+    assert tar.extensions == ["cls", "jpg", "json"]
+    assert main(["pack", str(photos), "-o", out]) == 2
+    assert "FileExistsError" in capsys.readouterr().err
+
+
+def test_the_command_packs_what_a_module_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "my_samples.py").write_text(
+        "def words():\n    for n in range(5):\n        yield {'txt': str(n)}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    arguments = ["-o", "out", "--bytes-per-shard", "2K", "--format", "tar"]
+    assert main(["pack", "my_samples:words", *arguments]) == 0
+    assert "5 samples, 1 to 2 in a shard" in capsys.readouterr().err
+    assert [one["txt"] for one in Tar("out/*.tar")] == [b"%d" % n for n in range(5)]
+    assert main(["pack", "my_samples:others", "-o", "b"]) == 2
+    assert "my_samples has no others" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["pack", "a", "-o", "b", "--bytes-per-shard", "1X"])
