@@ -21,7 +21,8 @@ from hybridloader._support.arguments import is_number
 from hybridloader._support.caller import warn
 from hybridloader._support.errors import counts_as_item, is_a
 from hybridloader._support.text import short
-from hybridloader.pipeline.operators.base import (
+from hybridloader.pipeline.operators.parameters import check_flags, settle_whole
+from hybridloader.running.operator import (
     INFINITE,
     Context,
     Length,
@@ -30,7 +31,6 @@ from hybridloader.pipeline.operators.base import (
     OperatorIterator,
     UpstreamPart,
 )
-from hybridloader.pipeline.operators.parameters import check_flags, settle_whole
 
 TOKENS, SEGMENTS, POSITIONS = "tokens", "segment_ids", "positions"
 
