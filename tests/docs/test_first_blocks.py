@@ -20,7 +20,6 @@ NOT_YET = {
     "docs/datapipes.md": "photos/*.jpg",
     "docs/free-threading.md": "DataLoader",
     "docs/pipelines.md": "files",
-    "docs/samplers.md": "dataset",
     "docs/sources.md": "decode",
     "docs/traces.md": "dataset",
 }
