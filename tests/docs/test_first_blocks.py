@@ -17,11 +17,9 @@ FIRST = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NOT_YET = {
     "docs/cluster.md": "a Ray cluster",
     "docs/coming-from.md": "dataset",
-    "docs/datapipes.md": "photos/*.jpg",
     "docs/free-threading.md": "DataLoader",
     "docs/pipelines.md": "files",
     "docs/sources.md": "decode",
-    "docs/traces.md": "dataset",
 }
 """Page -> the name that its first block uses and does not define, or the resource that it needs."""
 
@@ -41,6 +39,8 @@ def test_the_list_names_pages() -> None:
 def test_the_first_block_of_a_page_runs(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "0.jpg").write_bytes(b"image")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(time, "sleep", lambda seconds: None)  # a disk that the page only plays
     names = {"__name__": "__main__"}
