@@ -325,7 +325,7 @@ def _pack(arguments: argparse.Namespace) -> str | None:
 
 
 def _source(arguments: argparse.Namespace) -> Any:
-    """Return what SOURCE names. Raises `OSError`, `ImportError` or `ValueError`."""
+    """Return the samples of SOURCE. Raises `OSError`, `ImportError` or `ValueError`."""
     text = arguments.source
     module, colon, name = text.partition(":")
     if colon and "://" not in text and "/" not in text and not Path(text).exists():

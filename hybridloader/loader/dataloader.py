@@ -1,6 +1,6 @@
-"""`DataLoader`, a replacement for torch's: its iterator is a `Stage` on a backend of your choice.
+"""`DataLoader`, a replacement for torch's: its iterator is a `Stage` on a backend that you choose.
 
-Constructor, samplers, seeds and order are torch's own, by inheritance. Nothing is cached between the
+Constructor, samplers, seeds and order are inherited from torch. Nothing is cached between the
 constructor and the iterator, because frameworks change attributes in between. Only parameters have
 public names, because frameworks rebuild loaders from ``vars(loader)``.
 """
@@ -51,7 +51,7 @@ _OURS = ", ".join(("backend", *Options._fields))
 
 
 class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # Lightning needs the bare class
-    """A `torch.utils.data.DataLoader` whose workers are of the kind that you choose.
+    """A `torch.utils.data.DataLoader` with a choice of workers.
 
     All parameters of torch's loader come first, with torch's names, order and meaning; see
     `torch.utils.data.DataLoader`. Batches are the same, bit for bit, wherever torch's are
@@ -64,68 +64,67 @@ drop_last, timeout, worker_init_fn, multiprocessing_context, generator, prefetch
 persistent_workers, pin_memory_device, in_order
         As torch's. `timeout` is in seconds.
     backend
-        Kind of the workers: a name (``"inline"``, ``"threads"``, ``"fork"``, ``"spawn"``,
-        ``"shared-memory"``, ``"ray"``, or that of an installed extension; case does not matter, and
-        ``_`` means ``-``) or a `Backend` with options, such as
-        ``SharedMemory(start_method="forkserver")``. None does what torch would do on this
-        platform: processes, started as `multiprocessing_context` says, whose batches come back
-        through shared memory. With ``num_workers=0`` the calling thread does the work on any
-        backend.
+        Kind of the workers: a name, or a `Backend` with options, such as
+        ``SharedMemory(start_method="forkserver")``. Names are ``"inline"``, ``"threads"``, ``"fork"``,
+        ``"spawn"``, ``"shared-memory"``, ``"ray"``, and those of installed extensions; case does not
+        matter, and ``_`` equals ``-``. None starts processes as torch does on this platform, by
+        `multiprocessing_context`; their batches return through shared memory. With
+        ``num_workers=0`` the calling thread does the work on any backend.
     threads_per_worker
-        Threads inside each worker, its own included, that fetch the samples of one batch at the
-        same time. For samples that wait: a batch of 256 samples of 20 ms each takes 0.33 s with 16
-        threads, and 5 s with one. With ``num_workers=0`` the calling thread has them. Several
-        threads must be able to read the dataset at once. They share the worker's random
-        generators, the global ones and those of `get_worker_info().rng`, so the random numbers of
-        a sample depend on timing. A dataset with `__getitems__` is still asked for a whole batch.
+        Number of threads in each worker that fetch the samples of a batch at the same time. For
+        samples that wait: a batch of 256 samples of 20 ms each takes 0.33 s with 16 threads, and 5 s
+        with one. With ``num_workers=0`` the calling thread has them. The dataset must be safe to
+        read from several threads. They share the worker's random generators, including
+        `get_worker_info().rng`, so the random numbers of a sample depend on timing. A dataset with
+        `__getitems__` is still asked for a whole batch.
     on_error
         Policy for samples that fail. ``"raise"`` raises their error, and the batch is lost.
         ``"skip"``, or a `Skip`, leaves them out, and batches stay full: the good samples of a
-        short batch wait for the next short one, and the last batches of a pass may be fewer and
-        smaller. A `Retry` tries again first, a `Replace` puts other samples in their places.
-        `skipped` lists them; `TooManyErrors` is raised if there are too many.
+        short batch wait for the next short one, and the last batches of an epoch may be fewer and
+        smaller. A `Retry` tries again first, a `Replace` substitutes other samples. `skipped`
+        lists them; `TooManyErrors` is raised if there are too many.
     on_worker_death
         Policy for a worker that dies (killed, crashed, ``os._exit``). ``"raise"`` raises
-        `WorkerDied`. ``"restart"``, or a `RestartPolicy`, starts another with its number and its
-        seed, and sends it the dead worker's unfinished tasks again. Order and batches stay the
-        same; random numbers do not, because the new worker's generators begin anew. In an iterable
-        dataset it reads up to the last batch that was delivered, and goes on there.
+        `WorkerDied`. ``"restart"``, or a `RestartPolicy`, restarts it with the same number and
+        seed, and sends its unfinished tasks again. Order and batches stay the same. Random numbers
+        may change, because the generators start from the seed. A reader of an iterable dataset
+        reads its shard again, and drops the delivered samples.
     task_timeout
-        Seconds that a worker may take for one batch; 0 sets no limit. A worker that takes longer is
-        reported with its Python stack, by `TaskTimeout`; under ``on_worker_death="restart"`` it is
-        killed and replaced instead (a thread can't be). `timeout`, in contrast, limits how long you
-        wait for the next batch, for any reason.
+        Seconds that a worker may take for one batch; 0 sets no limit. `TaskTimeout` reports a worker
+        that takes longer, with its Python stack. Under ``on_worker_death="restart"`` the worker is
+        killed and restarted instead (a thread can't be). `timeout`, in contrast, limits how long you
+        wait for the next batch.
     seeding
-        Seeding of the random numbers that samples draw. None decides by place: ``"worker"`` in
-        processes, the numbers of ``"sample"`` on threads. ``"worker"`` seeds each worker once, bit
-        for bit as torch. ``"sample"``, or a `SampleSeeding` with a seed, seeds every sample, so
-        that its random numbers depend on the seed, the epoch and its index alone: not on backend,
-        workers, timing or faults. A sample of an iterable dataset is identified by its worker and
-        its number there. ``"shared"`` lets samples on threads draw from the generators of your
-        loop. See docs/randomness.md.
+        Seeding of the random numbers that samples draw. None is ``"worker"`` in processes, and the
+        numbers of ``"sample"`` on threads. ``"worker"`` seeds each worker once, bit for bit as
+        torch. ``"sample"``, or a `SampleSeeding` with a seed, seeds every sample: its random numbers
+        depend on the seed, the epoch and its index, not on backend, workers, timing or faults. A
+        sample of an iterable dataset is identified by its worker and its number there. ``"shared"``
+        lets samples on threads draw from the generators of your loop. See docs/randomness.md.
     shard_remainders
-        Handling of the last samples of each worker's part of an iterable dataset, if they are no
+        Handling of the last samples of each worker's shard of an iterable dataset, if they are no
         full batch. ``"keep"`` makes a smaller batch for each worker, or none with ``drop_last``, as
-        torch does. ``"join"`` makes full batches of them, in the order in which the parts end; only
-        what remains of all of them is a smaller batch, or dropped.
+        torch does. ``"join"`` makes full batches of them, in the order in which the shards end; only
+        the final remainder is a smaller batch, or dropped.
     device
         Device on which ``next()`` returns batches: ``"cuda"``, a `torch.device`, an `Accelerator`,
         or a `Transfer`, which also limits how many may wait there. A thread pins and copies them
-        ahead; your thread's stream waits for the copies, the host does not. With
+        before your loop asks; your thread's stream waits for the copies, the host does not. With
         ``num_workers=0`` the calling thread copies them. None, or the CPU, copies nothing. See
         docs/devices.md.
     observe
-        True measures each epoch for `stats`: where the time of your loop and of the workers goes. It
-        costs 2 to 3 % of batches that take 10 to 20 microseconds, so the less the longer they take. An
-        `Observe` tells them to a function of yours now and then, too. See docs/why-is-it-slow.md.
+        True measures each epoch for `stats`: the time of your loop and of the workers, and the
+        bottleneck. It costs 2 to 3 % of batches that take 10 to 20 microseconds, and less of longer
+        ones. An `Observe` also calls your function with the statistics at intervals. See
+        docs/why-is-it-slow.md.
 
     Raises
     ------
     BackendUnavailable
-        A `ValueError`: there is no such backend (the message lists those there are), or, when the
-        iterator is made, it can't serve here.
+        A `ValueError`: there is no such backend (the message lists the existing ones), or, when the
+        iterator is made, it can't work in this process.
     ShippingError
-        A `TypeError`, when the iterator is made: something that a process needs can't be pickled.
+        A `TypeError`, when the iterator is made: an object that a process needs can't be pickled.
         The message names the attribute.
     ValueError
         Parameters contradict each other.
@@ -205,7 +204,7 @@ persistent_workers, pin_memory_device, in_order
         return LoaderPlan.of(self, self.backend, Options.of(self))
 
     def _plan_ahead(self) -> LoaderPlan:
-        """Return the plan of the next pass; workers that stay for it keep their number."""
+        """Return the plan of the next epoch; persistent workers keep their number."""
         plan, latest = self._plan(), record_of(self).progress
         if self._iterator is None or latest is None or latest.workers == plan.num_workers:
             return plan
@@ -231,18 +230,18 @@ persistent_workers, pin_memory_device, in_order
     def report(self) -> str:
         """Return a table of the last iterator's workers: current task, and work done.
 
-        An empty text if there is no iterator. From any thread, so that a watchdog can see why a loop
-        is stuck.
+        An empty text if there is no iterator. May be called from any thread, so that a watchdog can
+        see where a loop hangs.
         """
         latest = record_of(self).report
         report = None if latest is None else latest()
         return "" if report is None else report()
 
     def stats(self) -> Stats:
-        """Return the statistics of the last iterator's latest epoch, and what holds up your loop.
+        """Return the statistics of the last iterator's latest epoch, with the bottleneck.
 
-        From any thread, also after the iterator was closed or let go. Before the first epoch they are
-        empty.
+        May be called from any thread, also after the iterator was closed or deleted. Empty before the
+        first epoch.
 
         Raises
         ------
@@ -260,14 +259,14 @@ persistent_workers, pin_memory_device, in_order
 
     @Fallback
     def skipped(self) -> tuple[Skipped, ...]:
-        """Samples of the last pass that were left out or replaced, in the order of the batches."""
+        """Samples of the latest epoch that were skipped or replaced, in the order of the batches."""
         budget = record_of(self).budget
         return () if budget is None else tuple(budget.records)
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next pass that of `epoch`, for sampler, batch sampler, dataset and seeding.
+        """Set the number of the next epoch, for sampler, batch sampler, dataset and seeding.
 
-        Without it passes are counted from 0. A loaded state is kept if it is of this epoch.
+        Without it, epochs are counted from 0. A loaded state is kept if it is of this epoch.
         """
         epoch = whole("epoch", epoch, 0)
         leave_for_epoch(self._plan_ahead(), epoch)
@@ -278,10 +277,10 @@ persistent_workers, pin_memory_device, in_order
                 set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the latest pass, after the last batch that was yielded.
+        """Return the state of the latest epoch, after the last batch that was yielded.
 
-        At any time, at a cost that does not grow with the dataset. No worker is started and nothing
-        is drawn. See docs/resuming.md.
+        May be called at any time (mid-epoch). The cost does not grow with the dataset. Starts no worker
+        and draws no random number. See docs/resuming.md.
 
         Raises
         ------
@@ -291,7 +290,7 @@ persistent_workers, pin_memory_device, in_order
         return state_of(self._plan_ahead(), stays=self._iterator is not None)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Resume where `state_dict` was taken, on any backend, with the next pass.
+        """Resume from `state_dict` at the next ``iter()``, on any backend.
 
         Parameters
         ----------
@@ -301,8 +300,8 @@ persistent_workers, pin_memory_device, in_order
         Raises
         ------
         StateError
-            A `ValueError`: the state is of another kind of loader, or was cut off; the message
-            names the field. Errors that show only when it is used (a sampler that has shrunk) are
+            A `ValueError`: the state is of another kind of loader, or was truncated; the message
+            names the field. Errors that appear only when it is used (a sampler that has shrunk) are
             raised by ``iter``, before any worker starts.
         """
         epoch = load(self._plan_ahead(), state_dict)
@@ -311,9 +310,9 @@ persistent_workers, pin_memory_device, in_order
 
     @Fallback
     def resuming(self) -> tuple[int, int] | None:
-        """Number of samples that workers have read again after a resume, and how many they must.
+        """Number of samples that workers have read again after a resume, and the number to read.
 
-        A worker counts as soon as its first batch is there. None if there is nothing to read again.
+        A worker counts as soon as its first batch has arrived. None if there is nothing to read again.
         """
         progress = record_of(self).progress
         return None if progress is None else progress.resuming

@@ -1,4 +1,4 @@
-"""Pipelines: steps composed by hand, each run where it runs best.
+"""Pipelines: steps that you compose, each with its own workers.
 
 A `Pipeline` is a description. It holds no thread, no process and no position; it can be pickled,
 extended in several ways and iterated any number of times, also at the same time.
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 class Pipeline(Steps):
     """Steps from a source to your loop, each with its own backend.
 
-    Made by `from_dataset` or `from_iterable`; every method gives a new pipeline and leaves this one as
-    it is. Iterating runs it.
+    `from_dataset` and `from_iterable` make one. Every method returns a new pipeline and does not change
+    this one. Iterating runs it.
 
     Parameters
     ----------
@@ -95,27 +95,28 @@ class Pipeline(Steps):
         name: str | None = None,
         **where: Unpack[Where],
     ) -> Pipeline:
-        """The samples of a map-style dataset: anything with ``len()`` and ``[]``.
+        """Samples of a map-style dataset: an object with ``len()`` and ``[]``.
 
         Parameters
         ----------
         dataset
             Its samples are fetched by index, on the stage's backend if one is given.
         sampler
-            An iterable of indices, such as torch's samplers. If it has a `set_epoch`, that is called
-            with the number of the pass before every pass, the first one too: do not call it yourself.
+            An iterable of indices, such as torch's samplers. Its `set_epoch`, if it has one, is called
+            with the number of the epoch before every epoch, including the first: do not call it
+            yourself.
         batch_sampler
-            An iterable of lists of indices; each gives one batch, as in torch's DataLoader. `set_epoch`
-            as above.
+            An iterable of lists of indices; each list makes one batch, as in torch's DataLoader.
+            `set_epoch` as above.
         shuffle
             Draw the order as torch's `RandomSampler` does.
         seed
-            Seed of the order; the epoch is added to it, as in torch's `DistributedSampler`. None: that
-            of the run, if it was given one, else drawn from torch's default generator, as torch's
+            Seed of the order; the epoch is added to it, as in torch's `DistributedSampler`. None: the
+            seed of the run, if it has one, otherwise drawn from torch's default generator, as torch's
             loader does.
         collate_fn
-            With `batch_sampler`: makes a batch of a list of samples; None takes torch's
-            `default_collate`.
+            Function that makes a batch of a list of samples, with `batch_sampler` only; None uses
+            torch's `default_collate`.
         name
             Name of this stage in errors and tables.
         **where
@@ -142,16 +143,16 @@ class Pipeline(Steps):
     def from_iterable(
         cls, items: Any, *, name: str | None = None, **where: Unpack[Where]
     ) -> Pipeline:
-        """The items of an iterable, each once.
+        """Items of an iterable, each once.
 
         Parameters
         ----------
         items
-            An iterable, or a function that returns one, which is called for each pass; or an iterator,
-            such as a generator, for one pass. A `set_epoch` is called as for `from_dataset`. One reader
-            reads it, whatever stages come after. With `backend` and `num_workers`, there are several
-            readers, each with its own copy of the iterable or its own call of the function; what
-            `get_worker_info()` says there tells them which part is theirs.
+            An iterable; a function that returns one, called for each epoch; or an iterator, such as a
+            generator, for a single epoch. Its `set_epoch` is called as for `from_dataset`. One reader
+            reads it, on any later stages. With `backend` and `num_workers` there are several readers,
+            each with its own copy of the iterable or its own call of the function. They learn their
+            shard from `get_worker_info()`.
         name
             Name of this stage in errors and tables.
         **where
@@ -169,7 +170,7 @@ class Pipeline(Steps):
     # -- running -------------------------------------------------------------------------------------
 
     def __iter__(self) -> Run:
-        """Run it. The first iteration of this object is epoch 0, the next is epoch 1."""
+        """Run the pipeline. The first iteration of this object is epoch 0, the next is epoch 1."""
         return self.run(epoch=next(self._epoch))
 
     def run(
@@ -185,30 +186,30 @@ class Pipeline(Steps):
         Parameters
         ----------
         epoch
-            Number of the epoch, for everything that is random. None: that of `state`, else 0.
+            Number of the epoch, for all random draws. None: that of `state`, otherwise 0.
         seed
-            Seed of everything random that has no seed of its own, and of the workers. None: drawn from
-            torch's default generator, so that ``torch.manual_seed`` decides it (or, while torch is
-            not imported, from `random`).
+            Seed of the workers, and of all random steps without a seed. None: drawn from torch's
+            default generator, so that ``torch.manual_seed`` decides it (or, while torch is not
+            imported, from `random`).
         state
-            State of a run of such a pipeline, from `Run.state_dict`: go on behind the items that it
-            gave. Backends and other options of where and how fast may differ.
+            State from `Run.state_dict` of a run of an equal pipeline: resume after the items that it
+            returned. Backends and other options of placement and speed may differ.
         observe
-            True measures the run for `Run.stats`: where the time of your loop and of each step goes. An
-            `Observe` calls a function of yours with them now and then, too. See
+            True measures the run for `Run.stats`: the time of your loop and of each step, and the
+            bottleneck. An `Observe` also calls your function with the statistics at intervals. See
             docs/why-is-it-slow.md.
 
         Returns
         -------
         Run
-            An iterator, and a context manager that ends it.
+            An iterator, and a context manager that closes it.
 
         Raises
         ------
         BackendUnavailable, ShippingError, ValueError
-            It can't be run; no worker was started, or none is left.
+            The pipeline can't run; no worker was started, or none is left.
         StateError
-            It can't go on from `state`.
+            The pipeline can't resume from `state`.
         """
         from hybridloader.observe.reporting import check_observe
         from hybridloader.running.run import Run, executor_of
@@ -238,14 +239,14 @@ class Pipeline(Steps):
         Parameters
         ----------
         count
-            Number of epochs; None: without end.
+            Number of epochs; None: endless.
         first
-            Number of the first.
+            Number of the first epoch.
         seed
-            See `run`; one for all of them.
+            Seed as for `run`; one for all epochs.
         state
-            See `run`: begin in its epoch, or with the next if it is at the end of one. Those before
-            count among `count`.
+            State as for `run`: begin in its epoch, or with the next if the state is at the end of one.
+            Earlier epochs count among `count`.
         observe
             See `run`.
         """
@@ -262,7 +263,7 @@ class Pipeline(Steps):
         length = self.length
         if length is None or length == INFINITE:
             culprit = self._without_length(length)
-            unknown = "gives a number of items that nobody knows before it has run"
+            unknown = "returns a number of items that is not known before it has run"
             why = "never ends" if length == INFINITE else unknown
             raise TypeError(f"this pipeline has no len(): {culprit!r} {why}")
         return math.floor(length)
@@ -280,7 +281,7 @@ class Pipeline(Steps):
 
     @property
     def repeats(self) -> bool:
-        """True if a part of it is passed over several times in one run."""
+        """True if one run reads a part of the pipeline several times."""
         return any(operator.many_passes for operator in steps_in(self))
 
     def __repr__(self) -> str:
@@ -292,7 +293,7 @@ class Pipeline(Steps):
         return as_table(self)
 
     def to_mermaid(self) -> str:
-        """A picture of it, in the language of https://mermaid.js.org (which GitHub draws)."""
+        """Return a diagram, in the language of https://mermaid.js.org (which GitHub draws)."""
         from hybridloader.running.drawing import as_mermaid
 
         return as_mermaid(self)
@@ -311,7 +312,7 @@ def _calls(operators: Sequence[Operator]) -> int:
     """Estimate the greatest depth of nested calls while these are opened, pulled or closed.
 
     The numbers were measured with a row of each operator. A step that itself opens the step before
-    it takes most. A fork is planned anew for every branch, so the time doubles with each level of
+    it takes most. A fork is planned again for every branch, so the time doubles with each level of
     forks.
     """
     deep = 0

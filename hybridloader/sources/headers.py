@@ -1,7 +1,7 @@
 """`open_headers`: an archive opened for reading its headers, of a remote one only these where it can.
 
 A read from a store costs a request, about as long as half a MiB takes to arrive. So headers that lie
-farther apart than that are read each by itself, and others with all that lies between them.
+farther apart than that are read one by one, and others together with the bytes between them.
 """
 
 from __future__ import annotations

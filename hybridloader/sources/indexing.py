@@ -1,4 +1,4 @@
-"""Indices of archives: read where they are kept, else made, by one process for all that share a folder.
+"""Indices of archives: read where they are kept, else made by one of the processes that share a folder.
 
 `Tar` calls `indexed`. The command ``hybridloader index`` calls `index_archives`, which makes the same
 files ahead of time.

@@ -94,7 +94,7 @@ class Target:
         return self._store.stamp(self.path(name), anew=True)
 
     def clear_parts(self) -> None:
-        """Remove what a writer that was killed has left."""
+        """Remove the files that a killed writer has left."""
         if self._store.is_local:
             for name in self.names():
                 if name.startswith(_PART):

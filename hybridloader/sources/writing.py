@@ -1,6 +1,6 @@
 """`ShardWriter` and `pack`: samples into shards of a given size, in a folder or a store.
 
-A small file beside the shards, the manifest, says which pack they are of, and how far it is. With it a
+A small file beside the shards, the manifest, names their pack and its progress. With it a
 pack that was interrupted is resumed. Without it nothing is written where something is.
 """
 
@@ -68,7 +68,7 @@ class _Pack:
         self.there: set[str] = set()  # names that were there at the beginning
 
     def begin(self, resume: bool) -> None:
-        """Begin, or resume what an earlier one has begun. Raises `FileExistsError`."""
+        """Begin, or resume the pack of an earlier one. Raises `FileExistsError`."""
         self._target.clear_parts()
         self.there = self._target.names()
         if MANIFEST not in self.there:
@@ -171,7 +171,7 @@ class ShardWriter:
     schema
         Schema of pyarrow for Parquet files; by default that of the first 1,024 samples.
     resume
-        True goes on after the shards that are there; give it the samples from number `written` on.
+        True resumes after the shards that are there; give it the samples from number `written` on.
     storage_options
         Options of fsspec.
 
@@ -323,7 +323,7 @@ def pack(
 ) -> list[int]:
     """Write all samples of a dataset or an iterable into shards; see `ShardWriter`.
 
-    What was interrupted is resumed by the same call: shards that are there stay. The source must have
+    The same call resumes an interrupted pack: shards that are there stay. The source must have
     the same samples in the same order, which is checked by its length and its first sample.
 
     Parameters

@@ -358,7 +358,13 @@ def test_a_run_of_before_noise_was_measured_says_so() -> None:
     assert report.unquotable(results) == []
 
 
-QUOTING = ("README.md", "docs/backends.md", "docs/benchmarks.md", "docs/randomness.md")
+QUOTING = (
+    "README.md",
+    "docs/backends.md",
+    "docs/benchmarks.md",
+    "docs/randomness.md",
+    "docs/samplers.md",
+)
 """Pages with figures of the kept run: whole tables, or one figure within a sentence."""
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+import hybridloader
+
 PAGE = Path(__file__).parents[2] / "docs" / "faults.md"
 BLOCK = re.compile(r"^```(python|pycon)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -30,3 +32,20 @@ def test_every_block_about_bad_samples_runs() -> None:
         names.update(example.globs)
     assert runner.failures == 0, out.getvalue()
     assert runner.tries >= 6
+
+
+def test_the_table_of_errors_names_all_of_them_with_their_bases() -> None:
+    text = PAGE.read_text()
+    table = text[text.index("\n## Errors") :].split("\n## ")[1]
+    listed: dict[str, set[str]] = {}
+    for row in re.findall(r"^\| (`.*)", table, re.MULTILINE):
+        names, bases = (re.findall(r"`(\w+)`", cell) for cell in row.split(" | ")[:2])
+        for number, name in enumerate(names):
+            listed[name] = set(bases if len(names) == 1 else bases[number : number + 1])
+    for name, bases in listed.items():
+        found = getattr(hybridloader, name)
+        assert issubclass(found, hybridloader.HybridLoaderError)
+        assert bases <= {base.__name__ for base in found.__mro__}, name
+    kinds = [getattr(hybridloader, name) for name in hybridloader.__all__]
+    errors = {k.__name__ for k in kinds if isinstance(k, type) and issubclass(k, Exception)}
+    assert listed.keys() == errors - {"HybridLoaderError"}

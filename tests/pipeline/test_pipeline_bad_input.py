@@ -333,7 +333,7 @@ def test_a_stage_that_can_not_begin_says_so_for_each_task(backend: str, what: st
 def test_len_of_what_never_ends_names_what_is_to_blame() -> None:
     with pytest.raises(TypeError, match=r"no len.*'repeat' never ends"):
         len(BASE.map(double).repeat().batch(2))
-    with pytest.raises(TypeError, match=r"no len.*'filter\(double\)'.*nobody knows"):
+    with pytest.raises(TypeError, match=r"no len.*'filter\(double\)'.*not known"):
         len(BASE.filter(double).batch(2))
 
 
