@@ -183,12 +183,12 @@ class DistributedShuffleSampler(ResumableSampler[int]):
         kept = [state for state in states if state is not None]
         if not kept:
             return None
-        for state in kept:
+        for other in kept:
             for name in ("epoch", "left"):
-                if state.get(name) != kept[0].get(name):
+                if other.get(name) != kept[0].get(name):
                     raise StateError(
                         f"{name} is {kept[0].get(name)!r:.80} in the state of one rank and "
-                        f"{state.get(name)!r:.80} in that of another; give states of one run of all ranks"
+                        f"{other.get(name)!r:.80} in that of another; give states of one run"
                     )
         ranks = len(states)
         place = self._place_in(kept[0])
@@ -202,7 +202,7 @@ class DistributedShuffleSampler(ResumableSampler[int]):
                 continue
             at = state["position"]
             positions = (at + rank + ranks * number for number in early)
-            first += (position for position in positions if position < size)
+            first += (position % size for position in positions)  # above, where padded
             turns.append(at + ranks * rest)
         if not first and len(set(turns)) == 1:
             return {**kept[0], "position": turns[0]} if turns[0] < size else None

@@ -108,7 +108,12 @@ def _read(size: int, told: tuple[tuple[int, str, str], ...]) -> Leftover:
     found: Leftover | None = None
     for ranks, turns, first in told:
         begins, early = _unpacked(turns), _unpacked(first)
-        if len(begins) != ranks or ranks < 1 or (begins < 0).any() or ((begins - begins[0]) % ranks).any():
+        if (
+            len(begins) != ranks
+            or ranks < 1
+            or (begins < 0).any()
+            or ((begins - begins[0]) % ranks).any()
+        ):
             raise ValueError(f"{len(begins)} positions of {ranks} ranks")
         if len(early) and not 0 <= early.min() <= early.max() < size:
             raise ValueError("a position that is beyond the last one")

@@ -54,6 +54,7 @@ class Work(Placed):
     label: str | None = None
 
     kind = "map"
+    begins_anew = True
 
     @classmethod
     def of(cls, function: Any, label: str | None, where: Where) -> Self:
@@ -118,6 +119,7 @@ class FlatMap(Work):
     """An iterable of results for each item, one after the other."""
 
     kind = "flat_map"
+    makes_several = True
 
 
 @dataclass(frozen=True)
@@ -205,6 +207,8 @@ class Prefetch(OneForOne):
     """
 
     count: int
+
+    begins_anew = True
 
     def __post_init__(self) -> None:
         settle_whole(self, "count", 1, "give how many items may wait")
