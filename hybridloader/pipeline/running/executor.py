@@ -37,7 +37,7 @@ from hybridloader.pipeline.running.plan import (
 )
 from hybridloader.pipeline.running.run_position import Counts, cuts_of, reader_marks
 from hybridloader.pipeline.running.running_stages import RunningRelay, RunningStages
-from hybridloader.pipeline.running.state import Heads, Position, descriptions, rank_of, ranks_of
+from hybridloader.pipeline.running.state import Heads, Position, descriptions, shares_of
 from hybridloader.pipeline.running.validation import chains_in_rows, check
 
 if TYPE_CHECKING:
@@ -205,11 +205,14 @@ class Executor:
     ) -> dict[str, Any]:
         """Return the state of a run in an epoch."""
         drawn = dict(self._drawn)
-        ranks, rank = ranks_of(self.chain), rank_of(self.chain)
         position = Position(
-            self.seed, self.seeded, epoch, *counts, finished, drawn, saved, ranks, rank, heads
+            self.seed, self.seeded, epoch, *counts, finished, drawn, saved, *self._shares, heads
         )
         return position.as_dict(self.descriptions)
+
+    @functools.cached_property
+    def _shares(self) -> tuple[list[int], list[int]]:
+        return shares_of(self.chain)
 
     @functools.cached_property
     def descriptions(self) -> list[str]:

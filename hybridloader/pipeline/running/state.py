@@ -132,18 +132,10 @@ _FIELDS = Schema(
 )
 
 
-def ranks_of(pipeline: Chain) -> list[int]:
-    """Return the numbers of ranks among which its sources share their items."""
-    return [ranks for ranks, _ in _shares_of(pipeline)]
-
-
-def rank_of(pipeline: Chain) -> list[int]:
-    """Return the numbers of this rank among these."""
-    return [rank for _, rank in _shares_of(pipeline)]
-
-
-def _shares_of(pipeline: Chain) -> list[tuple[int, int]]:
-    return [share for step in steps_in(pipeline) if (share := step.share) is not None]
+def shares_of(pipeline: Chain) -> tuple[list[int], list[int]]:
+    """Return the numbers of ranks among which its sources share their items, and of this one in each."""
+    found = [share for step in steps_in(pipeline) if (share := step.share) is not None]
+    return [ranks for ranks, _ in found], [rank for _, rank in found]
 
 
 def descriptions(pipeline: Chain) -> list[str]:
@@ -197,8 +189,9 @@ def checked(
                 f"{name}= out to go on"
             )
     if not any_ranks:
-        _same_ranks(position, ranks_of(pipeline))
-        position = replace(position, ranks=ranks_of(pipeline), rank=rank_of(pipeline))
+        ranks, rank = shares_of(pipeline)
+        _same_ranks(position, ranks)
+        position = replace(position, ranks=ranks, rank=rank)
     given, raised = position.given, position.raised
     if raised > given:
         raise StateError(f"raised: {raised} errors among given={given} items; the state is damaged")
