@@ -191,7 +191,8 @@ def checked(
     if not any_ranks:
         ranks, rank = shares_of(pipeline)
         _same_ranks(position, ranks)
-        position = replace(position, ranks=ranks, rank=rank)
+        if (position.ranks, position.rank) != (ranks, rank):
+            position = replace(position, ranks=ranks, rank=rank)
     given, raised = position.given, position.raised
     if raised > given:
         raise StateError(f"raised: {raised} errors among given={given} items; the state is damaged")
@@ -229,7 +230,8 @@ def _same_ranks(position: Position, ours: list[int]) -> None:
     raise StateError(
         f"ranks: the state is of {position.ranks} ranks and this pipeline is for {ours}; its steps do "
         "not make one item of one, or an error was raised, so each rank has come to another place of "
-        "the data. Resume on as many ranks, or at the end of an epoch"
+        "the data. Resume from one state of all of them, by merge_states, on as many ranks, or at the "
+        "end of an epoch"
     )
 
 
