@@ -8,7 +8,7 @@ error.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hybridloader._support.attributes import attribute, close
 from hybridloader._support.errors import (
@@ -23,9 +23,6 @@ from hybridloader.engine.feed import is_forwarded
 from hybridloader.engine.fetcher import TaskContext
 from hybridloader.fetching.on_error.places import not_needed
 from hybridloader.pipeline.operators.base import Needed, OperatorIterator
-
-if TYPE_CHECKING:
-    from hybridloader.pipeline.running.run_position import RunPosition
 
 
 class Dropping(OperatorIterator):
@@ -187,10 +184,10 @@ class Withholding(OperatorIterator):
 
 
 class Withheld(Iterator[Any]):
-    """Items of a run without the places of those that another rank has had, which count as errors."""
+    """Items of a run without the places of those that another rank has had; each is noted."""
 
-    def __init__(self, items: Iterator[Any], position: RunPosition) -> None:
-        self._items, self._position = items, position
+    def __init__(self, items: Iterator[Any], note: Callable[[], None]) -> None:
+        self._items, self._note = items, note
         self._pull_now: Callable[[], Any] = attribute(items, "next_nowait", items.__next__)
 
     def __next__(self) -> Any:
@@ -207,8 +204,7 @@ class Withheld(Iterator[Any]):
             except Exception as error:
                 if not keeps_number(error):
                     raise
-            self._position.raised += 1
-            self._position.given += 1
+            self._note()
 
     def close(self) -> None:
         """Close the items."""

@@ -80,7 +80,7 @@ class Run(Iterator[Any]):
             raise
         self._queue = self._items.queue if isinstance(self._items, Relay) else None
         if self._position.own_heads:
-            self._items = Withheld(self._items, self._position)
+            self._items = Withheld(self._items, self._position.note_withheld)
         self._left, self._skipped = executor.left, executor.stages.failure_log.records
         if observation is not None:
             loop = observation.loop

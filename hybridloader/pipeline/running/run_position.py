@@ -176,6 +176,11 @@ class RunPosition:
             and node.last < other.first <= last
         )
 
+    def note_withheld(self) -> None:
+        """Count the place of an item that another rank has had, as an error."""
+        self.raised += 1
+        self.given += 1
+
     @property
     def counts(self) -> Counts:
         """Items given until now. From any thread: an error may be counted a moment too soon, which only
