@@ -123,12 +123,15 @@ class DistributedShuffleSampler(ResumableSampler[int]):
 
     def _steps(self, place: SamplerPlace) -> int:
         """The number of indices that this rank gets from `place` on."""
+        return self._steps_of(place, self.num_replicas, self.rank)
+
+    def _steps_of(self, place: SamplerPlace, ranks: int, rank: int) -> int:
         left = self._shared(place)
         if self.uneven == "drop":
-            return left // self.num_replicas
+            return left // ranks
         if self.uneven == "exact":
-            left = max(0, left - self.rank)
-        return -(-left // self.num_replicas)
+            left = max(0, left - rank)
+        return -(-left // ranks)
 
     def _goes_on(self, place: SamplerPlace) -> bool:
         return self._shared(place) >= (self.num_replicas if self.uneven == "drop" else 1)
@@ -153,6 +156,10 @@ class DistributedShuffleSampler(ResumableSampler[int]):
     def _indices(self, epoch: int, positions: Ints) -> Ints:
         """The indices at `positions` of the order of `epoch`, that of all ranks."""
         return order_of(self._n, self.seed, epoch).take(positions) if self.shuffle else positions
+
+    def steps_after(self, state: Mapping[str, Any], ranks: int, rank: int) -> int:
+        """The number of indices that `rank` of `ranks` gets from `state` on, its own, in this epoch."""
+        return self._steps_of(self._place_in(state), ranks, rank)
 
     def merge_states(
         self,
@@ -201,7 +208,8 @@ class DistributedShuffleSampler(ResumableSampler[int]):
                 turns.append(place.position + ranks * -(-(size - place.position) // ranks))
                 continue
             at = state["position"]
-            positions = (at + rank + ranks * number for number in early)
+            steps = self.steps_after(state, ranks, rank)
+            positions = (at + rank + ranks * number for number in early if number < steps)
             first += (position % size for position in positions)  # above, where padded
             turns.append(at + ranks * rest)
         if not first and len(set(turns)) == 1:

@@ -138,8 +138,8 @@ def stop_and_merge(make: Make, legs: list[list[int]], seed: int = 0) -> list[Any
     return had
 
 
-@settings(deadline=None, max_examples=30)
-@given(
+Legs = list[list[int]]
+cases = st.tuples(
     st.integers(0, 90),
     st.lists(st.sampled_from(sorted(EARLY)), max_size=3),
     st.sampled_from(sorted(SEVERAL)),
@@ -148,19 +148,36 @@ def stop_and_merge(make: Make, legs: list[list[int]], seed: int = 0) -> list[Any
     st.integers(0, 99),
     st.booleans(),
 )
-def test_other_ranks_get_what_was_left_and_nothing_twice(
-    count: int,
-    early: list[str],
-    middle: str,
-    late: list[str],
-    legs: list[list[int]],
-    seed: int,
-    blocks: bool,
-) -> None:
-    steps = [*map(EARLY.get, early), SEVERAL[middle], *map(LATE.get, late)]
-    make = maker(count, steps, blocks=blocks)  # type: ignore[arg-type]
+Case = tuple[int, list[str], str, list[str], Legs, int, bool]
+
+
+def each_item_once(case: Case) -> None:
+    count, early, middle, late, legs, seed, blocks = case
+    steps = [*(EARLY[name] for name in early), SEVERAL[middle], *(LATE[name] for name in late)]
+    make = maker(count, steps, blocks=blocks)
     wanted = flat(make(1, 0, Settings(seed)).run(seed=1))
     assert sorted(stop_and_merge(make, legs, seed), key=repr) == sorted(wanted, key=repr)
+
+
+@settings(deadline=None, max_examples=30)
+@given(cases)
+def test_other_ranks_get_what_was_left_and_nothing_twice(case: Case) -> None:
+    each_item_once(case)
+
+
+@pytest.mark.full
+@settings(deadline=None, max_examples=1000)
+@given(cases)
+def test_other_ranks_get_what_was_left_and_nothing_twice_many_times(case: Case) -> None:
+    each_item_once(case)
+
+
+def test_the_end_of_a_rank_is_no_item_that_was_had_in_part() -> None:
+    """A last batch that is not full may have had more; the index behind the last is that of no rank."""
+    each_item_once(
+        (29, ["skip", "prefetch"], "flat_map", ["batch", "map"], [[4, 4, 4], [0]], 85, True)
+    )
+    each_item_once((29, ["map", "prefetch"], "flat_map", ["batch"], [[5, 5, 5], [0]], 85, False))
 
 
 BUFFERS: dict[str, Step] = {

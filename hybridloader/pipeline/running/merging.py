@@ -146,6 +146,9 @@ def _left(chain: Chain, sampler: Any, position: Position) -> _Left:
     if needs.had:
         own = [max([needs.had, *own[:1]]), *own[1:]]
     since = needs.start - mark.at  # 0, but for a source that was not opened
+    # Behind the last index none can be told from one that was had in part.
+    steps = sampler.steps_after(mark.value, position.ranks[0], position.rank[0])
+    own = own[: max(0, steps - since)]
     if not own:
         early = () if needs.needed is None else needs.needed.numbers
         rest = needs.start if needs.needed is None else needs.needed.until
