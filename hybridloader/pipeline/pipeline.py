@@ -257,6 +257,55 @@ class Pipeline(Steps):
         loader = PipelineLoader(self, seed=seed, observe=observe)
         return Epochs(loader, count, first, state)
 
+    def merge_states(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """One state of the states of all ranks, from which any number of ranks resume.
+
+        The ranks share the indices of a `DistributedShuffleSampler` or `BlockShuffleSampler`. The
+        indices that they have left are shared again: together, the ranks that load the state get every item that was not
+        given yet, and none twice. The order of these items is another one, and steps with a buffer begin
+        with an empty one, so batches may have other items. See docs/resuming.md.
+
+        Parameters
+        ----------
+        states
+            State of each rank, in any order, of a run or a loader of such a pipeline. They must be of
+            one epoch; the ranks may have come to different places in it.
+
+        Returns
+        -------
+        dict
+            A state for `run`, `epochs` and `PipelineLoader`, the same for all ranks.
+
+        Raises
+        ------
+        StateError
+            A state is missing or of another pipeline. Or a step goes by the numbers of its items, as
+            `take`, `enumerate` and joins do. Or a rank has given some of the items that a step makes of
+            one, and steps before had joined or shuffled items.
+
+        Examples
+        --------
+        >>> from hybridloader import Pipeline
+        >>> from hybridloader.sampling import DistributedShuffleSampler
+        >>> def make(rank, ranks):
+        ...     sampler = DistributedShuffleSampler(
+        ...         12, seed=0, num_replicas=ranks, rank=rank, uneven="exact"
+        ...     )
+        ...     return Pipeline.from_dataset(range(12), sampler=sampler).filter(lambda x: x % 3 != 0)
+        >>> had, states = [], []
+        >>> for rank, items in enumerate((1, 3)):
+        ...     run = make(rank, 2).run(seed=1)
+        ...     had += [next(run) for _ in range(items)]
+        ...     states.append(run.state_dict())
+        >>> state = make(0, 3).merge_states(states)
+        >>> rest = [item for rank in range(3) for item in make(rank, 3).run(state=state)]
+        >>> sorted(had + rest)
+        [1, 2, 4, 5, 7, 8, 10, 11]
+        """
+        from hybridloader.running.merging import merged
+
+        return merged(self, states)
+
     # -- what it is ----------------------------------------------------------------------------------
 
     def __len__(self) -> int:

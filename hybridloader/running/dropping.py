@@ -7,7 +7,7 @@ error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from hybridloader._support.attributes import attribute, close
@@ -16,6 +16,7 @@ from hybridloader._support.errors import (
     StateError,
     counts_as_item,
     is_a,
+    keeps_number,
     no_answer,
 )
 from hybridloader.engine.feed import is_forwarded
@@ -126,6 +127,7 @@ class LeavingOut(OperatorIterator):
         return item
 
     def _next(self) -> Any:
+        """Return the next item, also of several that come unopened."""
         while True:
             for item in self._opened:
                 return item
@@ -133,3 +135,77 @@ class LeavingOut(OperatorIterator):
             if not is_forwarded(item):
                 return item
             self._opened = iter(item.open())
+
+
+class Withholding(OperatorIterator):
+    """Items from number `at` on; errors in the places of those that another rank has had.
+
+    `source_of` returns the number of the source's item of which an item that came is made. Of the first
+    ones, so many were had as `had` says.
+    """
+
+    def __init__(
+        self, items: Iterator[Any], at: int, source_of: Callable[[int], int], had: Sequence[int]
+    ) -> None:
+        super().__init__(items)
+        self.items, self._source_of, self._had = items, source_of, had
+        # All the mutable state:
+        self._at = at
+        self._source, self._count = -1, 0  # number of the source's item, and items of it that came
+        self._opened: Iterator[Any] = iter(())  # what is left of several that came unopened
+
+    def __next__(self) -> Any:
+        while True:
+            for item in self._opened:
+                return self._given(item)
+            try:
+                item = self._pull()
+            except Exception as error:
+                self._at += counts_as_item(error) and not is_a(error, StopIteration)
+                raise
+            if not is_forwarded(item):
+                return self._given(item)
+            self._opened = iter(item.open())
+
+    def _given(self, item: Any) -> Any:
+        if self._source >= len(self._had):
+            return item
+        source, self._at = self._source_of(self._at), self._at + 1
+        if source != self._source:
+            self._source, self._count = source, 0
+        self._count += 1
+        if source < len(self._had) and self._count <= self._had[source]:
+            raise not_needed()
+        return item
+
+    def close(self) -> None:
+        self._opened = iter(())
+        close(self.items)
+
+
+class Withheld(Iterator[Any]):
+    """Items of a run without the places of those that another rank has had; each is noted."""
+
+    def __init__(self, items: Iterator[Any], note: Callable[[], None]) -> None:
+        self._items, self._note = items, note
+        self._pull_now: Callable[[], Any] = attribute(items, "next_nowait", items.__next__)
+
+    def __next__(self) -> Any:
+        return self._next(self._items.__next__)
+
+    def next_nowait(self) -> Any:
+        """Return the next item if it is there. Raises `NotReady` if it is not."""
+        return self._next(self._pull_now)
+
+    def _next(self, pull: Callable[[], Any]) -> Any:
+        while True:
+            try:
+                return pull()
+            except Exception as error:
+                if not keeps_number(error):
+                    raise
+            self._note()
+
+    def close(self) -> None:
+        """Close the items."""
+        close(self._items)

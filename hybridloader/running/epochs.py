@@ -156,9 +156,11 @@ class PipelineLoader:
         length = self.pipeline.length
         ended = length is not None and start.given - start.raised + 1 > length
         ended = ended and epoch == start.epoch + 1
-        if start.given and not ended:
+        if start.begun and not ended:
             warn(place_dropped(epoch, start.next_epoch))
-        self._start = replace(start, epoch=epoch, given=0, raised=0, finished=False, marks={})
+        self._start = replace(
+            start, epoch=epoch, given=0, raised=0, finished=False, marks={}, heads=None
+        )
 
     # -- states --------------------------------------------------------------------------------------
 

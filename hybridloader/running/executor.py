@@ -37,7 +37,7 @@ from hybridloader.running.plan import (
 from hybridloader.running.run_position import Counts, cuts_of, reader_marks
 from hybridloader.running.runner import Runner
 from hybridloader.running.running_stages import RunningRelay, RunningStages
-from hybridloader.running.state import Position, descriptions, ranks_of
+from hybridloader.running.state import Heads, Position, descriptions, shares_of
 from hybridloader.running.validation import chains_in_rows, check
 
 if TYPE_CHECKING:
@@ -67,7 +67,9 @@ class Executor(Runner):
         self.chain = chain
         self.observation = observation
         self.observe: bool | Observe = False  # as it was asked for
-        self.plan = lay_out(chain, None if resumed is None else cuts_of(resumed.marks))
+        self.plan = lay_out(
+            chain, None if resumed is None else cuts_of(resumed.marks, resumed.heads)
+        )
         check(self.plan)
         self._drawn: dict[str, int] = {}  # seeds, by the path of a source's chain: see `draw`
         if resumed is None:
@@ -193,13 +195,24 @@ class Executor(Runner):
         return (self._drawn[place] + epoch) % (1 << 63)
 
     def state(
-        self, epoch: int, counts: Counts, saved: Mapping[str, Mark], *, finished: bool
+        self,
+        epoch: int,
+        counts: Counts,
+        saved: Mapping[str, Mark],
+        *,
+        finished: bool,
+        heads: Heads | None = None,
     ) -> dict[str, Any]:
         """Return the state of a run in an epoch."""
         drawn = dict(self._drawn)
-        ranks = ranks_of(self.chain)
-        position = Position(self.seed, self.seeded, epoch, *counts, finished, drawn, saved, ranks)
+        position = Position(
+            self.seed, self.seeded, epoch, *counts, finished, drawn, saved, *self._shares, heads
+        )
         return position.as_dict(self.descriptions)
+
+    @functools.cached_property
+    def _shares(self) -> tuple[list[int], list[int]]:
+        return shares_of(self.chain)
 
     @functools.cached_property
     def descriptions(self) -> list[str]:

@@ -209,6 +209,11 @@ class Operator(ABC):
     marks_inputs: ClassVar[bool] = False
     """True if it calls ``context.mark(n, k)`` wherever its items from number `n` on are made only of the
     items before it from number `k` on, as when nothing is in its buffer. Errors count as items."""
+    begins_anew: ClassVar[bool] = False
+    """True if it may begin with any items: nothing that it does depends on the numbers of items before.
+    Only then can states of several ranks be merged."""
+    makes_several: ClassVar[bool] = False
+    """True if it makes any number of items of one."""
     counts_errors: ClassVar[bool] = False
     """True if `before` holds also where some of the items were errors."""
 
@@ -233,8 +238,8 @@ class Operator(ABC):
         return None
 
     @property
-    def shared_among(self) -> int | None:
-        """Number of ranks among which a source shares its items, if it does."""
+    def share(self) -> tuple[int, int] | None:
+        """Number of ranks among which a source shares its items, and of this one, if it does."""
         return None
 
     @property

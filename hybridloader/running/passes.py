@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from operator import attrgetter
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,7 +23,7 @@ from hybridloader.engine.meter import TaskParts
 from hybridloader.engine.relay import Relay
 from hybridloader.fetching.on_error.error_budget import Skipped
 from hybridloader.observe.stage_trace import LocalSlices
-from hybridloader.running.dropping import Dropping, LeavingOut
+from hybridloader.running.dropping import Dropping, LeavingOut, Withholding
 from hybridloader.running.executor import Executor
 from hybridloader.running.flow import (
     GeneratorItems,
@@ -46,7 +47,7 @@ from hybridloader.running.plan import (
     WorkerNode,
 )
 from hybridloader.running.reader_log import ReaderLog, Turn, starts_of
-from hybridloader.running.run_position import RunPosition, before, one_by_one
+from hybridloader.running.run_position import RunPosition, before, is_at, one_by_one
 
 if TYPE_CHECKING:
     from hybridloader.engine.dataset_state import ShardStart
@@ -81,6 +82,14 @@ def open_run(executor: Executor, position: RunPosition) -> Iterator[Any]:
             executor.left.slices = LocalSlices(observation.trace)
     executor.stages.failure_log.new_run()
     position.opened = True
+    heads = position.heads
+    if heads and position.own_heads and not any(is_at(node, heads) for node in executor.plan.nodes):
+        raise no_answer(
+            StateError(
+                f"heads: when states were merged, the functions {heads.place!r} shared workers; give "
+                "them the same backend and options, until their first items have come"
+            )
+        )
     run = ChainPass(executor, position, executor.plan, position.epoch, {}, executor.left)
     return run.open(Offset(position.start.given))
 
@@ -177,7 +186,15 @@ class ChainPass:
             items = yield at - 1, before
             items = self._open_inline(node, items, begins, numbered=before.needed is not None)
         first = Offset(start.items - begins.given, start.slack)
-        return self._begun(items, first, start, node.name)
+        return self._begun(self._withheld(node, items, begins.given), first, start, node.name)
+
+    def _withheld(self, node: Node, items: Iterator[Any], at: int) -> Iterator[Any]:
+        """Return the items of a node from number `at` on, without those that other ranks have had."""
+        position = self.position
+        if not position.own_heads or position.heads is None or not is_at(node, position.heads):
+            return items
+        trace = partial(position.source_of, self.plan, node, self.epoch)
+        return Withholding(items, at, trace, position.own_heads)
 
     def _ledger(self, node: InlineNode | WorkerNode, begins: Point) -> Ledger | None:
         """Return the ledger of a node; None if it gives one item for each that it takes."""
@@ -199,7 +216,7 @@ class ChainPass:
         if marked is not None and marked.given is not None:
             begins = Offset(marked.given)
             dropped = Offset(start.items - marked.given, start.slack)
-        first = Offset(marked.start) if marked is not None else _offset_before(operator, begins)
+        first = Offset(marked.start) if marked is not None else offset_before(operator, begins)
         context = OperatorContext(self, node, begins, saved if parts is not None else None, first)
         if marked is not None:
             context.needed = operator.needed(context)
@@ -221,6 +238,7 @@ class ChainPass:
             items = SourceItems(items, self.left, rows=self._in_rows)
         elif isinstance(items, GeneratorType):
             items = GeneratorItems(items, node.name)
+        items = self._withheld(node, items, start.items - dropped.items)
         return self._begun(items, dropped, start, node.name)
 
     def _upstream(self, at: int, begins: Offset) -> Upstream:
@@ -289,7 +307,7 @@ class ChainPass:
             start=False,
         )
         stage = items
-        while isinstance(stage, (Dropping, LeavingOut)):
+        while isinstance(stage, (Dropping, LeavingOut, Withholding)):
             stage = stage.items
         if isinstance(stage, (StageItems, ReaderItems)):
             stage.flow.behind = relay.queue
@@ -399,11 +417,7 @@ class OperatorContext:
         self._opened = 0
 
     def random(self, seed: int | None) -> random.Random:
-        if seed is not None:
-            return random.Random(f"{seed}/{self.epoch}")
-        return random.Random(
-            f"{self.run_seed}/{self._pass.plan.path}/{self._node.number}/{self.epoch}"
-        )
+        return generator_of(self._node, self._pass.plan, self.epoch, self.run_seed, seed)
 
     def draw(self) -> int:
         return self._pass.executor.draw(self._pass.plan.path, self.epoch)
@@ -441,7 +455,16 @@ class OperatorContext:
         return self._pass.drop(items, Offset(start - at, slack), self._node.name)
 
 
-def _offset_before(operator: Operator, begins: Offset) -> Offset:
+def generator_of(
+    node: OperatorNode, plan: ChainPlan, epoch: int, run_seed: int, seed: int | None
+) -> random.Random:
+    """Return the generator of an operator in one pass, of its own seed or else of the run's."""
+    if seed is not None:
+        return random.Random(f"{seed}/{epoch}")
+    return random.Random(f"{run_seed}/{plan.path}/{node.number}/{epoch}")
+
+
+def offset_before(operator: Operator, begins: Offset) -> Offset:
     """Return the offset of what is before `operator` if that begins at `begins`."""
     items, slack = begins.items, begins.slack
     start = operator.seek(items) if items else 0

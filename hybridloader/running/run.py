@@ -23,6 +23,7 @@ from hybridloader.fetching.on_error.error_budget import Skipped
 from hybridloader.observe.observation import asked
 from hybridloader.observe.reporting import Observe
 from hybridloader.observe.stats import Stats
+from hybridloader.running.dropping import Withheld
 from hybridloader.running.executor import Executor
 from hybridloader.running.operator import Chain
 from hybridloader.running.passes import open_run
@@ -78,6 +79,8 @@ class Run(Iterator[Any]):
             executor.close()
             raise
         self._queue = self._items.queue if isinstance(self._items, Relay) else None
+        if self._position.own_heads:
+            self._items = Withheld(self._items, self._position.note_withheld)
         self._left, self._skipped = executor.left, executor.stages.failure_log.records
         if observation is not None:
             loop = observation.loop
@@ -321,4 +324,5 @@ def state_of(executor: Executor, position: RunPosition) -> dict[str, Any]:
                 f"stage {node.name!r} is in_order=False, so which items came depends on timing, and "
                 "no state can say which are left; leave in_order out, or take it between epochs"
             )
-    return executor.state(position.epoch, counts, saved, finished=finished)
+    heads = None if finished else position.heads_after(saved)
+    return executor.state(position.epoch, counts, saved, finished=finished, heads=heads)

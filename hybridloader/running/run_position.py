@@ -27,7 +27,7 @@ from hybridloader.running.plan import (
     RelayNode,
     WorkerNode,
 )
-from hybridloader.running.state import Position
+from hybridloader.running.state import Heads, Position
 from hybridloader.seeding.sample_seeds import SampleSeeding
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class _Stop(NamedTuple):
     @property
     def name(self) -> str:
         """Name of its place in states."""
-        return _name_of(self.node)
+        return name_of(self.node)
 
 
 class RunPosition:
@@ -94,6 +94,8 @@ class RunPosition:
         self._spans = spans_of(self._saved)
         self._used: set[str] = set()  # marks that operators were opened with
         self.start = Counts() if resumed is None else Counts(resumed.given, resumed.raised)
+        self.heads = None if resumed is None else resumed.heads
+        self.own_heads = () if resumed is None else resumed.own_heads
         self.opened = False
         # All the mutable state. One thread counts, errors first:
         self.given, self.raised = self.start
@@ -138,7 +140,7 @@ class RunPosition:
         It is opened with that once: a later pass may have the number of this one, as that of a
         repetition within another.
         """
-        name = _name_of(node)
+        name = name_of(node)
         saved = self._saved.get(name)
         if saved is None or saved.epoch != epoch or (opens and name in self._used):
             return None
@@ -150,17 +152,34 @@ class RunPosition:
         """Return the last place in a node, not behind its output `n`, that the run before has saved.
 
         A function that shared its node then and has one of its own now is asked for as many items as
-        those functions were: nobody numbers the items between them.
+        those functions were: nobody numbers the items between them. The last of them that is not one to
+        one begins at that place.
         """
-        if one_by_one(node, raised=bool(self.start.raised)):
+        raised = bool(self.start.raised)
+        if one_by_one(node, raised=raised):
             return Point(n, n)
         for first, last, mark in self._spans.get(node.path[:-1], ()):
             if mark.epoch == epoch and first <= node.first and node.last <= last:
-                if node.last < last:
+                if node.last < last and not self._one_by_one_up_to(last, node, raised=raised):
                     return Point(n, n)
                 if mark.at <= n:
                     return Point(mark.at, mark.value)
         return None
+
+    def _one_by_one_up_to(self, last: int, node: FunctionsNode, *, raised: bool) -> bool:
+        """Tell whether the functions behind `node`, up to number `last`, are one to one."""
+        return all(
+            one_by_one(other, raised=raised)
+            for other in self._plan.all_nodes
+            if isinstance(other, FunctionsNode)
+            and other.path[:-1] == node.path[:-1]
+            and node.last < other.first <= last
+        )
+
+    def note_withheld(self) -> None:
+        """Count the place of an item that another rank has had, as an error."""
+        self.raised += 1
+        self.given += 1
 
     @property
     def counts(self) -> Counts:
@@ -176,6 +195,19 @@ class RunPosition:
         if all(dropping.done >= dropping.count for dropping in droppings):
             return None
         return sum(d.done for d in droppings), sum(d.count for d in droppings)
+
+    def source_of(self, plan: ChainPlan, node: Node, epoch: int, n: int) -> int:
+        """Return the number of the source's item of which output `n` of `node` is made, which came."""
+        for before in reversed(plan.nodes[1 : node.path[-1] + 1]):
+            if isinstance(before, RelayNode) or (
+                isinstance(before, FunctionsNode) and one_by_one(before, raised=False)
+            ):
+                continue
+            with self._lock:
+                stop = self._stop(before, n, epoch, False)
+            assert stop is not None  # it has a log, and what it gave is in it
+            n = stop.mark.value
+        return n
 
     # -- the way back ----------------------------------------------------------------------------------
 
@@ -193,12 +225,17 @@ class RunPosition:
                 found[stop.name] = mark
         return counts, copied(found)
 
+    def heads_after(self, saved: Mapping[str, Mark]) -> Heads | None:
+        """Return the heads, as long as a run that goes on from the marks `saved` needs them."""
+        source = saved.get(":0")
+        return self.heads if source is not None and source.at < len(self.own_heads) else None
+
     def upcoming(self) -> dict[str, Mark]:
         """Return the marks that the next epoch begins with: of sources that go on by themselves."""
         found = {}
         for node in self._plan.all_nodes:
             if isinstance(node, OperatorNode) and (value := node.operator.upcoming()) is not None:
-                found[_name_of(node)] = Mark(at=0, value=value, epoch=self.epoch + 1)
+                found[name_of(node)] = Mark(at=0, value=value, epoch=self.epoch + 1)
         return found
 
     def _back(self, counts: Counts) -> Iterator[_Stop]:
@@ -298,7 +335,7 @@ def is_before(place: Path, other: Path) -> bool:
     return place[: len(chain) + 1] == (*chain, 0)
 
 
-def _name_of(node: Node) -> str:
+def name_of(node: Node) -> str:
     """Return the name of a node in states: the path of its chain, and its number there.
 
     Functions are numbered apart from other operators: those of the node, from the first to the last.
@@ -309,6 +346,28 @@ def _name_of(node: Node) -> str:
     elif not isinstance(node, RelayNode):
         number = f"{node.first}-{node.last}"
     return f"{'.'.join(map(str, node.path[:-1]))}:{number}"
+
+
+def head_place(node: Node) -> str | None:
+    """Return the place in `Heads` of a node that makes several items of one; None if it does not.
+
+    For functions it goes from the first that does so to the last: those before may have another node.
+    """
+    if isinstance(node, OperatorNode):
+        return name_of(node) if node.operator.makes_several else None
+    if isinstance(node, FunctionsNode):
+        for number, work in enumerate(node.works, node.first):
+            if work.makes_several:
+                return f":{number}-{node.last}"
+    return None
+
+
+def is_at(node: Node, heads: Heads) -> bool:
+    """Tell whether a node makes the items that `heads` counts."""
+    first, dash, last = heads.place[1:].partition("-")
+    if isinstance(node, OperatorNode) or not dash:
+        return heads.place == name_of(node)
+    return isinstance(node, FunctionsNode) and node.first <= int(first) and node.last == int(last)
 
 
 Spans = dict[Path, list[tuple[int, int, Mark]]]
@@ -332,17 +391,21 @@ def reader_marks(plan: ChainPlan, marks: Mapping[str, Mark]) -> dict[Path, Mark]
     return {
         node.path: marks[name]
         for node in plan.all_nodes
-        if isinstance(node, WorkerNode) and node.reads and (name := _name_of(node)) in marks
+        if isinstance(node, WorkerNode) and node.reads and (name := name_of(node)) in marks
         if marks[name].at
     }
 
 
-def cuts_of(marks: Mapping[str, Mark]) -> dict[Path, set[int]]:
+def cuts_of(marks: Mapping[str, Mark], heads: Heads | None = None) -> dict[Path, set[int]]:
     """Return where the nodes of a run that goes on from these marks must begin."""
-    return {
+    found = {
         path: {number for first, last, _ in spans for number in (first, last + 1)}
         for path, spans in spans_of(marks).items()
     }
+    if heads is not None:
+        for path, spans in spans_of({heads.place: Mark(0, 0, None)}).items():
+            found.setdefault(path, set()).update(last + 1 for _, last, _ in spans)
+    return found
 
 
 def one_by_one(node: FunctionsNode | RelayNode, *, raised: bool) -> bool:

@@ -6,9 +6,9 @@ gone on from exactly is refused before anything is started; the error names the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple
 
 from hybridloader._support.errors import StateError
 from hybridloader._support.state_schema import (
@@ -24,7 +24,7 @@ from hybridloader._support.state_schema import (
 )
 from hybridloader.running.operator import INFINITE, Chain, Mark, steps_in
 
-VERSION = 3
+VERSION = 4
 """Version of states; it changes with the meaning of a field, and with the order that a seed gives."""
 
 KIND = "pipeline"
@@ -35,6 +35,30 @@ _MARK = Rule(
         isinstance(mark, Mapping)
         and set(mark) == set(Mark._fields)
         and type(mark["at"]) is type(mark["epoch"]) is int
+    ),
+)
+
+
+class Heads(NamedTuple):
+    """Inputs that come first after states of ranks were merged, and of which a part was had."""
+
+    place: str
+    """Name of the node that makes several items of one."""
+    had: Sequence[int]
+    """Number of its items that were had, for each of these inputs; ranks take turns at them."""
+
+
+_HEADS = Rule(
+    "None, or a name and whole numbers",
+    lambda heads: (
+        heads is None
+        or (
+            LIST.fits(heads)
+            and len(heads) == 2
+            and TEXT.fits(heads[0])
+            and LIST.fits(heads[1])
+            and all(map(COUNT.fits, heads[1]))
+        )
     ),
 )
 
@@ -59,6 +83,24 @@ class Position:
     """Marks, by place."""
     ranks: list[int] = field(default_factory=list)
     """Numbers of ranks among which sources share their items."""
+    rank: list[int] = field(default_factory=list)
+    """Numbers of this rank among these; none in a state that was merged."""
+    heads: Heads | None = None
+
+    @property
+    def own_heads(self) -> Sequence[int]:
+        """Numbers of items that were had of the first inputs of this rank; see `Heads`."""
+        return self.heads.had[self.rank[0] :: self.ranks[0]] if self.heads and self.rank else ()
+
+    @property
+    def begun(self) -> bool:
+        """True if some of the epoch was given, here or before states were merged."""
+        place = self.marks[":0"].value if ":0" in self.marks else {}
+        return bool(
+            self.given
+            or place is None
+            or (isinstance(place, dict) and (place.get("position") or place.get("left")))
+        )
 
     @property
     def next_epoch(self) -> int:
@@ -69,6 +111,8 @@ class Position:
         """Return the state."""
         marks = {place: mark._asdict() for place, mark in self.marks.items()}
         own = {**vars(self), "draws": dict(self.draws), "marks": marks, "ranks": list(self.ranks)}
+        own["rank"] = list(self.rank)
+        own["heads"] = None if self.heads is None else [self.heads.place, [*self.heads.had]]
         return {"version": VERSION, "kind": KIND, **own, "operators": list(operators)}
 
 
@@ -78,7 +122,8 @@ _FIELDS = Schema(
     (TRUTH, "seeded finished"),
     (COUNT, "epoch given raised"),
     (list_of(TEXT, "a list of texts"), "operators"),
-    (LIST, "ranks"),
+    (LIST, "ranks rank"),
+    (_HEADS, "heads"),
     (dict_of(WHOLE, "a dict of whole numbers"), "draws"),
     (dict_of(_MARK, "a dict of marks, each with its epoch, place and value"), "marks"),
     version=VERSION,
@@ -87,10 +132,10 @@ _FIELDS = Schema(
 )
 
 
-def ranks_of(pipeline: Chain) -> list[int]:
-    """Return the numbers of ranks among which its sources share their items."""
-    found = (step.shared_among for step in steps_in(pipeline))
-    return [ranks for ranks in found if ranks is not None]
+def shares_of(pipeline: Chain) -> tuple[list[int], list[int]]:
+    """Return the numbers of ranks among which its sources share their items, and of this one in each."""
+    found = [share for step in steps_in(pipeline) if (share := step.share) is not None]
+    return [ranks for ranks, _ in found], [rank for _, rank in found]
 
 
 def descriptions(pipeline: Chain) -> list[str]:
@@ -119,16 +164,23 @@ def _described(pipeline: Chain, indent: str, forks: dict[int, int]) -> Iterator[
 
 
 def checked(
-    state: Any, pipeline: Chain, *, epoch: int | None = None, seed: int | None = None
+    state: Any,
+    pipeline: Chain,
+    *,
+    epoch: int | None = None,
+    seed: int | None = None,
+    any_ranks: bool = False,
 ) -> Position:
     """Return the contents of a state; raise `StateError` if `pipeline` can't go on from it.
 
-    `epoch` and `seed` are those that the user gave; None takes those of the state.
+    `epoch` and `seed` are those that the user gave; None takes those of the state. With `any_ranks` it
+    need not go on by itself on this number of ranks.
     """
     _FIELDS.check(state)
     _same_operators(state["operators"], descriptions(pipeline))
     own = {each.name: state[each.name] for each in fields(Position)}
     own["marks"] = {place: Mark(**mark) for place, mark in state["marks"].items()}
+    own["heads"] = None if state["heads"] is None else Heads(*state["heads"])
     position = Position(**own)
     for name, said, meant in (("epoch", epoch, position.epoch), ("seed", seed, position.seed)):
         if said is not None and said != meant:
@@ -136,7 +188,11 @@ def checked(
                 f"{name}: the state is of {name} {meant}, and the run is to have {name} {said}; leave "
                 f"{name}= out to go on"
             )
-    _same_ranks(position, ranks_of(pipeline))
+    if not any_ranks:
+        ranks, rank = shares_of(pipeline)
+        _same_ranks(position, ranks)
+        if (position.ranks, position.rank) != (ranks, rank):
+            position = replace(position, ranks=ranks, rank=rank)
     given, raised = position.given, position.raised
     if raised > given:
         raise StateError(f"raised: {raised} errors among given={given} items; the state is damaged")
@@ -174,7 +230,8 @@ def _same_ranks(position: Position, ours: list[int]) -> None:
     raise StateError(
         f"ranks: the state is of {position.ranks} ranks and this pipeline is for {ours}; its steps do "
         "not make one item of one, or an error was raised, so each rank has come to another place of "
-        "the data. Resume on as many ranks, or at the end of an epoch"
+        "the data. Resume from one state of all of them, by merge_states, on as many ranks, or at the "
+        "end of an epoch"
     )
 
 

@@ -7,14 +7,16 @@ load the same state on all, is the caller's part.
 
 from __future__ import annotations
 
-from collections.abc import Sized
-from typing import ClassVar, Literal
+from collections.abc import Mapping, Sequence, Sized
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from hybridloader._support.arguments import flag, one_of, whole
+from hybridloader._support.errors import StateError
 from hybridloader.sampling.arguments import count_of
+from hybridloader.sampling.leftover import LONGEST, Leftover, leftover_of
 from hybridloader.sampling.permutation import order_of
 from hybridloader.sampling.resumable import ResumableSampler, SamplerPlace
 
@@ -71,7 +73,7 @@ class DistributedShuffleSampler(ResumableSampler[int]):
     After as many steps on each rank, the state is the same on all of them. It may be loaded with
     another `num_replicas`, on all ranks, and continues after the last index that any rank had. With
     batches, save after the same batch everywhere: states saved after different steps lose or repeat
-    indices, and no rank can tell.
+    indices, and no rank can tell. Of such states, `merge_states` makes one.
 
     ``len`` is that of a whole epoch, also after a state was loaded.
 
@@ -87,6 +89,7 @@ class DistributedShuffleSampler(ResumableSampler[int]):
     """
 
     _STATED: ClassVar[tuple[str, ...]] = ("seed", "shuffle")
+    _OPTIONAL: ClassVar[str] = "left?"
 
     def __init__(
         self,
@@ -112,30 +115,110 @@ class DistributedShuffleSampler(ResumableSampler[int]):
             )
 
     def __len__(self) -> int:
-        return self._steps(0)
+        return self._steps(SamplerPlace(0))
 
-    def _steps(self, position: int) -> int:
-        """The number of indices that this rank gets from `position` on."""
-        left = self._n - position
+    def _shared(self, place: SamplerPlace) -> int:
+        """The number of indices that all ranks get from `place` on."""
+        return (self._n if place.left is None else place.left.size) - place.position
+
+    def _steps(self, place: SamplerPlace) -> int:
+        """The number of indices that this rank gets from `place` on."""
+        return self._steps_of(place, self.num_replicas, self.rank)
+
+    def _steps_of(self, place: SamplerPlace, ranks: int, rank: int) -> int:
+        left = self._shared(place)
         if self.uneven == "drop":
-            return left // self.num_replicas
+            return left // ranks
         if self.uneven == "exact":
-            left = max(0, left - self.rank)
-        return -(-left // self.num_replicas)
+            left = max(0, left - rank)
+        return -(-left // ranks)
 
-    def _left(self, epoch: int, position: int) -> bool:
-        return self._n - position >= (self.num_replicas if self.uneven == "drop" else 1)
+    def _goes_on(self, place: SamplerPlace) -> bool:
+        return self._shared(place) >= (self.num_replicas if self.uneven == "drop" else 1)
+
+    def _place_in(self, state: Mapping[str, Any]) -> SamplerPlace:
+        left = leftover_of(self._n, state.get("left"))
+        return SamplerPlace(state["epoch"], state["position"], left)
 
     def _items(self, place: SamplerPlace, most: int) -> Ints:
-        steps = min(most, self._steps(place.position))
+        steps = min(most, self._steps(place))
         if steps <= 0:
             return np.empty(0, np.int64)
         first = place.position + self.rank
         positions = first + self.num_replicas * np.arange(steps, dtype=np.int64)
-        if positions[-1] >= self._n:  # only where padded
-            positions %= self._n
+        size = self._n if place.left is None else place.left.size
+        if positions[-1] >= size:  # only where padded
+            positions %= size
+        if place.left is not None:
+            positions = place.left.take(positions)
         return self._indices(place.epoch, positions)
 
     def _indices(self, epoch: int, positions: Ints) -> Ints:
         """The indices at `positions` of the order of `epoch`, that of all ranks."""
         return order_of(self._n, self.seed, epoch).take(positions) if self.shuffle else positions
+
+    def steps_after(self, state: Mapping[str, Any], ranks: int, rank: int) -> int:
+        """The number of indices that `rank` of `ranks` gets from `state` on, its own, in this epoch."""
+        return self._steps_of(self._place_in(state), ranks, rank)
+
+    def merge_states(
+        self,
+        states: Sequence[Mapping[str, Any] | None],
+        wanted: Sequence[tuple[Sequence[int], int]] = (),
+    ) -> dict[str, Any] | None:
+        """One state from which any number of ranks get what those that had `states` have left.
+
+        Parameters
+        ----------
+        states
+            State of each rank, by its number, in the same epoch; they may have made different numbers of
+            steps. None for a rank that has had all of its indices.
+        wanted
+            For each rank, which of the indices after its state are left: some numbers, counted from the
+            state on, and a number from which on all are. Default: all. The former come first.
+
+        Returns
+        -------
+        dict or None
+            None if nothing is left. The order is another one, unless all have made as many steps.
+
+        Raises
+        ------
+        StateError
+            The states are of different epochs or runs, or what is left takes more than 7 kB.
+        """
+        kept = [state for state in states if state is not None]
+        if not kept:
+            return None
+        for other in kept:
+            for name in ("epoch", "left"):
+                if other.get(name) != kept[0].get(name):
+                    raise StateError(
+                        f"{name} is {kept[0].get(name)!r:.80} in the state of one rank and "
+                        f"{other.get(name)!r:.80} in that of another; give states of one run"
+                    )
+        ranks = len(states)
+        place = self._place_in(kept[0])
+        size = self._shared(place) + place.position
+        turns, first = [], list[int]()
+        for rank, state in enumerate(states):
+            early, rest = wanted[rank] if wanted else ((), 0)
+            if state is None:
+                # The end: as many turns after that of another rank as are needed.
+                turns.append(place.position + ranks * -(-(size - place.position) // ranks))
+                continue
+            at = state["position"]
+            steps = self.steps_after(state, ranks, rank)
+            positions = (at + rank + ranks * number for number in early if number < steps)
+            first += (position % size for position in positions)  # above, where padded
+            turns.append(at + ranks * rest)
+        if not first and len(set(turns)) == 1:
+            return {**kept[0], "position": turns[0]} if turns[0] < size else None
+        merged = Leftover(size, turns, first, place.left)
+        told = merged.told()
+        if sum(len(text) for level in told for text in level[1:]) > LONGEST:
+            raise StateError(
+                f"left: the indices that {ranks} ranks have left take more than {LONGEST:,} characters; "
+                "save where less waits in buffers, or at the end of an epoch"
+            )
+        return {**kept[0], "position": 0, "left": told} if merged.size else None

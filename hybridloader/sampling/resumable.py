@@ -16,6 +16,7 @@ from torch.utils.data import Sampler
 from hybridloader._support.arguments import whole
 from hybridloader._support.state_schema import ANY, Schema, up_to
 from hybridloader.sampling.arguments import LARGEST, seed_of
+from hybridloader.sampling.leftover import Leftover
 from hybridloader.sampling.permutation import BLOCK
 
 T_co = TypeVar("T_co", covariant=True)
@@ -28,12 +29,15 @@ VERSION = 1
 
 
 class SamplerPlace:
-    """The place of an iteration: its epoch, and the position of its next item."""
+    """The place of an iteration: its epoch, and the position of its next item.
 
-    __slots__ = ("epoch", "position")
+    The position is one in the order of the epoch, or in that of what was `left` of it by other ranks.
+    """
 
-    def __init__(self, epoch: int, position: int = 0) -> None:
-        self.epoch, self.position = epoch, position
+    __slots__ = ("epoch", "left", "position")
+
+    def __init__(self, epoch: int, position: int = 0, left: Leftover | None = None) -> None:
+        self.epoch, self.position, self.left = epoch, position, left
 
 
 class ResumableSampler(Sampler[T_co]):
@@ -62,6 +66,9 @@ class ResumableSampler(Sampler[T_co]):
     _STATED: ClassVar[tuple[str, ...]] = ("seed",)
     """Attributes in which a state must agree with the sampler that loads it; values as in JSON."""
 
+    _OPTIONAL: ClassVar[str] = ""
+    """Further fields of a state, each with a ``?``."""
+
     _BLOCK: ClassVar[int] = BLOCK
     """Positions that are computed at a time."""
 
@@ -85,9 +92,13 @@ class ResumableSampler(Sampler[T_co]):
         """The number of positions of `epoch`."""
         return self._n
 
-    def _left(self, epoch: int, position: int) -> bool:
-        """True if `epoch` goes on at `position`."""
-        return position < self._positions(epoch)
+    def _goes_on(self, place: SamplerPlace) -> bool:
+        """True if there is an item at `place`."""
+        return place.position < self._positions(place.epoch)
+
+    def _place_in(self, state: Mapping[str, Any]) -> SamplerPlace:
+        """The place of a state, which has been checked but for its position."""
+        return SamplerPlace(state["epoch"], state["position"])
 
     def _items(self, place: SamplerPlace, most: int) -> Items:
         """The `most` items that follow `place`, or as many as there are."""
@@ -180,10 +191,11 @@ class ResumableSampler(Sampler[T_co]):
         dict or None
             None behind the last item of the epoch.
         """
-        position = state["position"] + items * self._step
-        if items and not self._left(state["epoch"], position):
+        place = self._place_in(state)
+        place.position += items * self._step
+        if items and not self._goes_on(place):
             return None
-        return {**state, "position": position}
+        return {**state, "position": place.position}
 
     def upcoming_state_dict(self) -> dict[str, Any]:
         """The start of the next iteration. It differs from `state_dict` within an iteration."""
@@ -204,27 +216,29 @@ class ResumableSampler(Sampler[T_co]):
             A `ValueError`: this is no such state. The sampler is unchanged.
         """
         kind = type(self).__name__
-        fields = (up_to(LARGEST - 1), "epoch"), (ANY, "position")
+        fields = (up_to(LARGEST - 1), "epoch"), (ANY, f"position {self._OPTIONAL}")
         schema = Schema(kind, *fields, version=VERSION, kind=("sampler", kind), exact=True)
         schema.check(state_dict, self._agreement())
-        epoch = state_dict["epoch"]
-        Schema(kind, (up_to(self._positions(epoch)), "position")).check(state_dict)
-        self._next = SamplerPlace(*self._settled(epoch, state_dict["position"]))
+        place = self._place_in(state_dict)
+        most = self._positions(place.epoch) if place.left is None else place.left.size
+        Schema(kind, (up_to(most), "position")).check(state_dict)
+        self._next = self._settled(place)
         self._place = None
 
     def _upcoming(self) -> SamplerPlace:
         return self._next or SamplerPlace(self._begun + 1)
 
     def _state_at(self, place: SamplerPlace) -> dict[str, Any]:
-        epoch, position = self._settled(place.epoch, place.position)
+        place = self._settled(place)
         told = {"version": VERSION, "sampler": type(self).__name__, **self._agreement()}
-        return {**told, "epoch": epoch, "position": position}
+        told.update(epoch=place.epoch, position=place.position)
+        return told if place.left is None else {**told, "left": place.left.told()}
 
-    def _settled(self, epoch: int, position: int) -> tuple[int, int]:
-        """Move a position at the end of an epoch to the start of the next."""
-        if position and not self._left(epoch, position):
-            return epoch + 1, 0
-        return epoch, position
+    def _settled(self, place: SamplerPlace) -> SamplerPlace:
+        """Return `place`, or the start of the next epoch if it is the end of one."""
+        if (place.position or place.left is not None) and not self._goes_on(place):
+            return SamplerPlace(place.epoch + 1)
+        return place
 
 
 def _listed(items: Items) -> list[Any]:

@@ -131,7 +131,9 @@ def test_steps_may_share_a_node_in_one_run_and_not_in_the_other(fused: bool, lat
     def make(fuse: bool) -> Pipeline:
         place: Place = {"backend": "threads", "num_workers": 2, "fuse": fuse}
         pipe = Pipeline.from_dataset(range(200)).filter(odd, **place).flat_map(some, **place)
-        return pipe.map(str, **place).filter(len, **place)
+        pipe = pipe.map(str, **place).filter(len, **place)
+        # Only one of the two runs has this at the end of the node of the others.
+        return pipe.map(str, **place) if fuse else pipe.map(str)
 
     whole = list(make(fused))
     for stop in range(0, len(whole), 9):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from itertools import islice
 from typing import Any
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data.distributed import DistributedSampler
 
+from hybridloader import StateError
 from hybridloader.sampling import DistributedShuffleSampler, ShuffleSampler
 
 no_deadline = settings(deadline=None, max_examples=60)
@@ -126,3 +128,59 @@ def test_number_and_rank_are_those_of_the_group(monkeypatch: pytest.MonkeyPatch)
 def test_without_a_group_both_must_be_given(given: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=r"torch\.distributed is not initialised, which"):
         DistributedShuffleSampler(10, 0, **given)
+
+
+legs_of_ranks = st.lists(
+    st.lists(st.tuples(st.integers(0, 9), st.sets(st.integers(0, 8))), min_size=1, max_size=6),
+    min_size=1,
+    max_size=3,
+)
+
+
+@no_deadline
+@given(st.integers(6, 80), legs_of_ranks, kinds, st.integers(1, 6), st.booleans())
+def test_ranks_that_made_different_numbers_of_steps_leave_the_rest_to_others(
+    n: int, legs: list[list[tuple[int, set[int]]]], uneven: Any, last: int, shuffle: bool
+) -> None:
+    """Each leg has the steps of each rank, and numbers of indices that it gives back."""
+    seen: Counter[int] = Counter()
+    state: Any = None
+    for leg in legs:
+        states, wanted = [], []
+        for sampler, (steps, back) in zip(
+            ranks(n, len(leg), uneven=uneven, shuffle=shuffle), leg, strict=True
+        ):
+            if state is not None:
+                sampler.load_state_dict(state)
+            begun = sampler.state_dict()
+            own = list(islice(sampler, steps)) if begun["epoch"] == 0 else []
+            seen.update(index for number, index in enumerate(own) if number not in back)
+            states.append(begun if begun["epoch"] == 0 else None)
+            wanted.append((sorted(k for k in back if k < len(own)), len(own)))
+        merging = ranks(n, len(leg), uneven=uneven, shuffle=shuffle)[0]
+        state = merging.merge_states(states, wanted)
+        if state is None:
+            break
+    for sampler in ranks(n, last, uneven=uneven, shuffle=shuffle) if state is not None else ():
+        sampler.load_state_dict(state)
+        if sampler.epoch == 0:
+            seen.update(sampler)
+    if uneven == "exact":
+        assert seen == Counter(range(n))
+    elif uneven == "pad":
+        assert set(seen) == set(range(n))
+    else:
+        assert set(seen.values()) <= {1}
+
+
+def test_a_rest_is_refused_if_it_is_damaged_or_too_long_for_a_state() -> None:
+    one = DistributedShuffleSampler(10**6, 5, num_replicas=2, rank=0)
+    state: Any = one.merge_states([one.state_dict()] * 2, [((), 3), ((), 5)])
+    for left in ([[2, "x", ""]], [[3, *state["left"][0][1:]]], [[2, "", ""]], 5):
+        with pytest.raises(StateError, match="left"):
+            one.load_state_dict({**state, "left": left})
+    waits = sorted(random.Random(0).sample(range(400_000), 9000))
+    with pytest.raises(StateError, match="take more than 7,000 characters"):
+        one.merge_states([one.state_dict()] * 2, [(waits, 10**6), ((), 0)])
+    with pytest.raises(StateError, match="epoch is 0 in the state of one rank and 1 in"):
+        one.merge_states([one.state_dict(), {**one.state_dict(), "epoch": 1}])

@@ -62,7 +62,7 @@ class BucketBy(Operator):
     collate_fn: CollateFn | None = None
     memory: Memory = DEFAULT_MEMORY
 
-    counts_errors = True
+    begins_anew = counts_errors = True
 
     def __post_init__(self) -> None:
         arguments.function(
@@ -277,7 +277,7 @@ class BatchBy(Operator):
     oversize: str = "raise"
     memory: Memory = DEFAULT_MEMORY
 
-    marks_inputs = counts_errors = True
+    begins_anew = marks_inputs = counts_errors = True
 
     def __post_init__(self) -> None:
         what = "a function from an item to a number (len, say)"

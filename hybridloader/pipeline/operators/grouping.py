@@ -34,6 +34,7 @@ class _OfSize(Operator):
     batch_size: int
     drop_last: bool
 
+    begins_anew = True
     marks_inputs = counts_errors = True  # marks where errors have shifted what `seek` says
 
     def seek(self, n: int) -> int:
@@ -193,7 +194,7 @@ class Unbatch(Operator):
     _: KW_ONLY
     split: Callable[[Any], Any] | None = None
 
-    marks_inputs = counts_errors = True
+    begins_anew = makes_several = marks_inputs = counts_errors = True
 
     def __post_init__(self) -> None:
         if self.columns is not None:

@@ -51,7 +51,7 @@ class Shuffle(Operator):
     buffer_size: int
     seed: int | None = None
 
-    cheap = counts_errors = True
+    begins_anew = cheap = counts_errors = True
 
     def __post_init__(self) -> None:
         instead = "give how many items may be held; the more, the better they are shuffled"

@@ -36,6 +36,7 @@ class PinMemory(OneForOne):
     prefetch: int = AHEAD
     buffer_bytes: int = BUFFER_BYTES
 
+    begins_anew = True
     moves: ClassVar[bool] = False
     """True if items come on the device."""
 

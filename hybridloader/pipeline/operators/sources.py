@@ -137,19 +137,19 @@ class Indices(Source):
         return _described(super().describe(longest), self.dataset)
 
     @property
-    def shared_among(self) -> int | None:
+    def share(self) -> tuple[int, int] | None:
         # If its sampler tells: ours, torch's, also in torch's `BatchSampler`.
         for sampler in (self._order, attribute(self._order, "sampler")):
-            ranks = attribute(sampler, "num_replicas")
+            ranks, rank = attribute(sampler, "num_replicas"), attribute(sampler, "rank")
             if type(ranks) is int:
-                return ranks
+                return ranks, rank if type(rank) is int else 0
         return None
 
     def identity(self) -> str | None:
         # Only of samplers with a place that all ranks share may the number of ranks change.
-        if self.shared_among is None or has(self._order, "state_after"):
+        if self.share is None or has(self._order, "state_after"):
             return super().identity()
-        return f"{super().identity()} for {self.shared_among} ranks"
+        return f"{super().identity()} for {self.share[0]} ranks"
 
     def length(self, upstream: Length) -> Length:
         order = self._order

@@ -55,6 +55,8 @@ class Opened:
             elif mark is not None:
                 self._load(mark, name)
                 self.iterator = iter(iterable)
+                if has(iterable, "state_after") and iterable.epoch != mark.value["epoch"]:
+                    self.iterator = iter(())  # it was the end, for this number of ranks
             self._computes = has(self._told, "state_after")
 
     def _load(self, mark: Mark, name: str) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from hybridloader._support.attributes import attribute
@@ -54,6 +56,7 @@ class Work(Placed):
     label: str | None = None
 
     kind = "map"
+    begins_anew = True
 
     @classmethod
     def of(cls, function: Any, label: str | None, where: Where) -> Self:
@@ -98,9 +101,13 @@ class Work(Placed):
     def name(self) -> str:
         return self.label or f"{self.kind}({name_of_function(self.function)})"
 
-    def step(self) -> Step:
+    @cached_property
+    def _step(self) -> Step:
         coroutines = self.placement.concurrency if is_async(self.function) else 0
         return Step(self.kind, self.function, coroutines, self.name)
+
+    def step(self) -> Step:
+        return self._step  # opening a run asks for it ten times, and `is_async` takes 4 us
 
 
 @dataclass(frozen=True)
@@ -118,6 +125,7 @@ class FlatMap(Work):
     """An iterable of results for each item, one after the other."""
 
     kind = "flat_map"
+    makes_several = True
 
 
 @dataclass(frozen=True)
@@ -206,6 +214,8 @@ class Prefetch(OneForOne):
 
     count: int
 
+    begins_anew = True
+
     def __post_init__(self) -> None:
         settle_whole(self, "count", 1, "give how many items may wait")
 
@@ -223,6 +233,25 @@ def name_of_function(function: Any) -> str:
     return str(name).rpartition(".")[2].strip("<>")
 
 
+def _takes_one(function: Any) -> bool:
+    """Return True if a function of Python's can be called with one argument: a signature takes 30 us.
+
+    False: a signature tells more.
+    """
+    own = 0
+    if type(function) is not FunctionType:
+        function, own = attribute(type(function), "__call__"), 1  # which takes `self` first
+        if type(function) is not FunctionType:
+            return False
+    if vars(function):  # a wrapper, maybe with another signature
+        return False
+    code, least = (
+        function.__code__,
+        function.__code__.co_argcount - len(function.__defaults__ or ()),
+    )
+    return least <= 1 + own <= code.co_argcount and not code.co_kwonlyargcount
+
+
 def check_function(stage: str, function: Any) -> None:
     """Raise `TypeError` unless `function` can be called with one item."""
     if not callable(function):
@@ -232,6 +261,8 @@ def check_function(stage: str, function: Any) -> None:
             f"stage {stage!r} got the class {function.__name__}, which has a setup(); give an object "
             f"of it, as in map({function.__name__}()): every worker gets its own"
         )
+    if _takes_one(function):
+        return
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some built-ins tell nothing

@@ -1,0 +1,255 @@
+"""One state of those of several ranks, whose pipelines share the indices of one sampler.
+
+A rank's state names the indices that its next items need. The indices that all ranks have left
+become one order, which any number of ranks share, and every step begins with empty buffers. Where a
+rank has given some of the items that a step makes of one index, that index comes first, and the step
+withholds these items.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any, NamedTuple, NoReturn
+
+from hybridloader._support.attributes import has
+from hybridloader._support.errors import StateError
+from hybridloader.running.operator import Chain, Mark, Needed
+from hybridloader.running.passes import Offset, generator_of, offset_before
+from hybridloader.running.plan import (
+    ChainPlan,
+    FunctionsNode,
+    Node,
+    OperatorNode,
+    RelayNode,
+    lay_out,
+)
+from hybridloader.running.run_position import (
+    RunPosition,
+    before,
+    cuts_of,
+    head_place,
+    one_by_one,
+)
+from hybridloader.running.state import Heads, Position, checked, descriptions
+
+_SOURCE = ":0"
+"""Name of the source in states."""
+
+_SAVE = "save the states at another item, or at the end of an epoch"
+
+
+def merged(chain: Chain, states: Sequence[Any]) -> dict[str, Any]:
+    """Return the state from which ranks resume that share the indices which `states` have left.
+
+    See `Pipeline.merge_states`.
+    """
+    sampler = _sampler_of(chain)
+    ranks = _by_rank([checked(state, chain, any_ranks=True) for state in states])
+    some = ranks[0]
+    running = [position for position in ranks if not position.finished]
+    epochs = {position.epoch for position in running}
+    if (
+        len(
+            {position.next_epoch for position in ranks if position.finished}
+            | {e + 1 for e in epochs}
+        )
+        > 1
+    ):
+        raise StateError(
+            f"epoch: the ranks are in epochs {sorted({p.next_epoch for p in ranks})}; give states that "
+            "were taken in one epoch"
+        )
+    if not running or not any(position.begun for position in ranks):
+        return some.as_dict(descriptions(chain))
+    lefts = [_left(chain, sampler, position) for position in ranks]
+    place = _one_place(lefts)
+    value = sampler.merge_states(
+        [left.state for left in lefts], [(left.first, left.rest) for left in lefts]
+    )
+    had = [count for left in lefts for count in left.had]
+    made = replace(
+        running[0],
+        given=0,
+        raised=0,
+        marks={_SOURCE: Mark(running[0].epoch, 0, value)},
+        rank=[],
+        heads=Heads(place, had) if had else None,
+    )
+    return made.as_dict(descriptions(chain))
+
+
+def _sampler_of(chain: Chain) -> Any:
+    """Return the sampler whose indices the ranks share.
+
+    Raises `StateError` if there is none, or a step can't begin with an empty buffer.
+    """
+    source, *steps = chain.operators
+    sampler = getattr(source, "sampler", None)
+    if source.share is None or not has(sampler, "merge_states"):
+        raise StateError(
+            f"{source.describe()} does not share its indices among ranks by a sampler that can merge "
+            "states; give from_dataset a DistributedShuffleSampler or a BlockShuffleSampler"
+        )
+    for step in steps:
+        if not step.begins_anew:
+            raise StateError(
+                f"{step.describe()} goes by the numbers of its items, or knows no place to begin anew, "
+                "so each rank must go on by itself: resume on as many ranks, or at the end of an epoch"
+            )
+    return sampler
+
+
+def _by_rank(positions: list[Position]) -> list[Position]:
+    """Return the positions in the order of their ranks. Raises `StateError` if one is missing."""
+    count = len(positions)
+    for position in positions:
+        if position.ranks != [count]:
+            raise StateError(
+                f"ranks: {count} states were given, and one of them is of {position.ranks} ranks; give "
+                "those of all ranks"
+            )
+    found = sorted(rank for position in positions for rank in position.rank)
+    if found != list(range(count)):
+        raise StateError(f"rank: the states are of the ranks {found}; give that of each rank once")
+    return sorted(positions, key=lambda position: position.rank)
+
+
+class _Left(NamedTuple):
+    """Indices that a rank has left, as numbers counted from the place that `state` is of."""
+
+    state: Mapping[str, Any] | None
+    """State of the sampler; None: it has had all."""
+    first: Sequence[int] = ()
+    """Numbers of those that come first."""
+    rest: int = 0
+    """Number from which on all are left."""
+    had: Sequence[int] = ()
+    """How many of the items of each of `first` were had; they are alone there if any were."""
+    place: str = ""
+    """Name of the node that made these."""
+
+
+def _left(chain: Chain, sampler: Any, position: Position) -> _Left:
+    """Return which indices a rank has left."""
+    mark = position.marks.get(_SOURCE)
+    if position.finished or (mark is not None and mark.value is None):
+        return _Left(None)
+    if mark is None:  # nothing of the epoch was asked for
+        sampler = copy.copy(sampler)
+        sampler.set_epoch(position.epoch)
+        return _Left(sampler.state_dict())
+    needs = _Needs.of(chain, position)
+    own = position.own_heads[needs.start :]
+    if needs.had:
+        own = [max([needs.had, *own[:1]]), *own[1:]]
+    since = needs.start - mark.at  # 0, but for a source that was not opened
+    # Behind the last index none can be told from one that was had in part.
+    steps = sampler.steps_after(mark.value, position.ranks[0], position.rank[0])
+    own = own[: max(0, steps - since)]
+    if not own:
+        early = () if needs.needed is None else needs.needed.numbers
+        rest = needs.start if needs.needed is None else needs.needed.until
+        return _Left(mark.value, [number - mark.at for number in sorted(early)], rest - mark.at)
+    place = needs.place
+    if position.heads is not None and position.own_heads[needs.start :]:
+        if place and place != position.heads.place:
+            _refuse(place, "and another step have each given a part of what they make of one item")
+        place = position.heads.place
+    if needs.needed is not None:
+        _refuse(place, "comes before a step with a buffer")
+    numbers = range(since, since + len(own))
+    return _Left(mark.value, numbers, since + len(own), own, place)
+
+
+def _one_place(lefts: list[_Left]) -> str:
+    places = sorted({left.place for left in lefts if left.had})
+    if len(places) > 1:
+        _refuse(places[0], f"and {places[1]} have, on different ranks, given a part of an item")
+    return places[0] if places else ""
+
+
+def _refuse(name: str, why: str) -> NoReturn:
+    raise StateError(f"step {name!r} {why}, so no other rank can go on there; {_SAVE}")
+
+
+@dataclass
+class _Needs:
+    """Inputs that the next items of a run need."""
+
+    start: int
+    """Number of the first one that the source gives."""
+    needed: Needed | None = None
+    """Which of these a step with a buffer needs; None: all."""
+    slack: int = 0
+    """Number of inputs before it that need not be there, as a batch was the last and not full."""
+    had: int = 0
+    """Items that were had of the first."""
+    place: str = ""
+    """Name of the node that made them."""
+
+    @classmethod
+    def of(cls, chain: Chain, position: Position) -> _Needs:
+        """Go back from the items that were given, as a run does that resumes."""
+        plan = lay_out(chain, cuts_of(position.marks))
+        run = RunPosition(plan, position.epoch, position)
+        found = cls(position.given)
+        raised = bool(position.raised)
+        for node in reversed(plan.nodes[1:]):
+            # A step that has given nothing begins anew; but which input made what was had in part?
+            if (found.start or found.had) and not isinstance(node, RelayNode):
+                found._through(node, plan, run, raised, position)
+        return found
+
+    def _through(
+        self, node: Node, plan: ChainPlan, run: RunPosition, raised: bool, position: Position
+    ) -> None:
+        had, slack, needed = 0, 0, None
+        if isinstance(node, FunctionsNode):
+            if one_by_one(node, raised=raised):
+                return
+            point = run.point(node, self.start, position.epoch)
+            if point is None:
+                _refuse(node.name, "would have to run from the beginning of the epoch")
+            had, start = self.start - point.given, point.taken
+        else:
+            assert isinstance(node, OperatorNode)
+            saved = run.saved(node, position.epoch)
+            parts = before(node, self.start, position.epoch, saved, raised)
+            if not parts:
+                _refuse(node.name, "would have to run from the beginning of the epoch")
+            part = parts[0]
+            start = part.start
+            if part.given is None:
+                slack = offset_before(node.operator, Offset(self.start, self.slack)).slack
+            else:
+                had = self.start - part.given
+                if saved is not None:
+                    context: Any = _Reopened(plan, node, position, saved)
+                    needed = node.operator.needed(context)
+        if self.needed is not None:
+            _refuse(node.name, "makes other than one item of one before a step with a buffer")
+        if self.had and isinstance(node, OperatorNode):
+            _refuse(self.place, "has given a part of what it makes of a batch or a shuffled item")
+        place = head_place(node)
+        if had > self.slack or (had and place is not None):  # else all items have come
+            if self.had or place is None:
+                _refuse(self.place or node.name, "has given a part of what it makes of one item")
+            self.had, self.place = had, place
+        self.start, self.slack, self.needed = start, slack, needed
+
+
+class _Reopened:
+    """The part of a `Context` that `Operator.needed` asks."""
+
+    def __init__(
+        self, plan: ChainPlan, node: OperatorNode, position: Position, saved: Mark
+    ) -> None:
+        self._plan, self._node, self._position = plan, node, position
+        self.saved, self.start, self.epoch = saved, saved.at, position.epoch
+
+    def random(self, seed: int | None) -> Random:
+        position = self._position
+        return generator_of(self._node, self._plan, position.epoch, position.seed, seed)

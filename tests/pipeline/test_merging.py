@@ -1,0 +1,327 @@
+"""One state of those of all ranks: together, other ranks get each item that was left, and none twice."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import islice
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.random_pipelines import Counting, Settings, kind, saved
+
+from hybridloader import Pipeline, PipelineLoader, StateError
+from hybridloader.sampling import BlockShuffleSampler, DistributedShuffleSampler
+
+
+def odd(item: Any) -> bool:
+    return number(item) % 7 not in (0, 3, 4)
+
+
+def several(item: Any) -> list[Any]:
+    return [(item, k) for k in range(number(item) % 4)]
+
+
+def cost(item: Any) -> int:
+    return number(item) % 6 + 1
+
+
+def doubled(item: Any) -> Any:
+    return [item, item] if isinstance(item, int) else item
+
+
+def number(item: Any) -> int:
+    while isinstance(item, tuple):
+        item = item[0]
+    return int(item)
+
+
+def same(item: Any) -> Any:
+    return item
+
+
+def fails(item: Any) -> Any:
+    if number(item) % 11 == 5:
+        raise ArithmeticError(item)
+    return item
+
+
+Step = Callable[[Pipeline, Settings], Pipeline]
+EARLY: dict[str, Step] = {  # in any number and order
+    "map": lambda pipe, settings: pipe.map(same, **settings.place()),
+    "filter": lambda pipe, settings: pipe.filter(odd, **settings.place()),
+    "prefetch": lambda pipe, _: pipe.prefetch(2),
+    "skip": lambda pipe, settings: pipe.map(fails, on_error="skip", **settings.place()),
+}
+SEVERAL: dict[str, Step] = {  # one of these
+    "none": lambda pipe, _: pipe,
+    "flat_map": lambda pipe, settings: pipe.flat_map(several, **settings.place()),
+    "flat_map and filter": lambda pipe, settings: pipe.flat_map(several).filter(odd),
+    "unbatch": lambda pipe, _: pipe.unbatch(split=several),
+}
+LATE: dict[str, Step] = {  # in any number and order after it
+    "map": EARLY["map"],
+    "batch_by": lambda pipe, _: pipe.batch_by(_costs, 13, collate_fn=list),
+    "batch": lambda pipe, _: pipe.batch(3, collate_fn=list),
+}
+
+
+def _costs(item: Any) -> int:
+    return cost(item[0] if isinstance(item, list) else item)
+
+
+def flat(items: Any) -> list[Any]:
+    """Return the items in batches, and batches of batches."""
+    return [one for item in items for one in (flat(item) if isinstance(item, list) else [item])]
+
+
+def sampler_of(count: int, ranks: int, rank: int, blocks: bool) -> DistributedShuffleSampler:
+    if blocks:
+        return BlockShuffleSampler(
+            [count], 3, block=4, window=2, spans=2, num_replicas=ranks, rank=rank, uneven="exact"
+        )
+    return DistributedShuffleSampler(count, 3, num_replicas=ranks, rank=rank, uneven="exact")
+
+
+Make = Callable[[int, int, Any], Pipeline]
+"""Makes the pipeline of a rank; takes the number of ranks, that of the rank, and settings."""
+
+
+def maker(count: int, steps: list[Step], *, blocks: bool = False) -> Make:
+    def make(ranks: int, rank: int, chosen: Settings) -> Pipeline:
+        sampler = sampler_of(count, ranks, rank, blocks)
+        pipe = Pipeline.from_dataset(range(count), sampler=sampler, **chosen.place())
+        for step in steps:
+            pipe = step(pipe, chosen)
+        return pipe
+
+    return make
+
+
+def stop_and_merge(make: Make, legs: list[list[int]], seed: int = 0) -> list[Any]:
+    """Return the items of all legs: each has a rank for each number of items that it takes.
+
+    After the last, ranks go on to the end.
+    """
+    state, had = None, list[Any]()
+    for leg in legs:
+        states = []
+        for rank, most in enumerate(leg):
+            with make(len(leg), rank, Settings(seed)).run(
+                seed=None if state else 1, state=state
+            ) as run:
+                had += flat(islice(run, most))
+                states.append(saved(run))
+            # Each goes on by itself, too, wherever it was stopped.
+            with make(len(leg), rank, Settings(seed + 1)).run(state=states[-1]) as run:
+                had += flat(islice(run, 1))
+                states[-1] = saved(run)
+            seed += 2
+        merged = None
+        while merged is None:
+            try:
+                merged = make(1, 0, Settings(seed)).merge_states(states[::-1])
+            except StateError as error:  # as it says: at another item
+                if "save the states at another item" not in str(error):
+                    raise
+                for rank, before in enumerate(states):
+                    with make(len(leg), rank, Settings(seed)).run(state=before) as run:
+                        had += flat(islice(run, 1))
+                        states[rank] = saved(run)
+        state = json.loads(json.dumps(merged))
+        assert len(json.dumps(merged)) < 10_000
+    for rank in range(3):
+        with make(3, rank, Settings(seed)).run(state=state) as run:
+            had += flat(run)
+    return had
+
+
+Legs = list[list[int]]
+cases = st.tuples(
+    st.integers(0, 90),
+    st.lists(st.sampled_from(sorted(EARLY)), max_size=3),
+    st.sampled_from(sorted(SEVERAL)),
+    st.lists(st.sampled_from(sorted(LATE)), max_size=2),
+    st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=4), min_size=1, max_size=3),
+    st.integers(0, 99),
+    st.booleans(),
+)
+Case = tuple[int, list[str], str, list[str], Legs, int, bool]
+
+
+def each_item_once(case: Case) -> None:
+    count, early, middle, late, legs, seed, blocks = case
+    steps = [*(EARLY[name] for name in early), SEVERAL[middle], *(LATE[name] for name in late)]
+    make = maker(count, steps, blocks=blocks)
+    wanted = flat(make(1, 0, Settings(seed)).run(seed=1))
+    assert sorted(stop_and_merge(make, legs, seed), key=repr) == sorted(wanted, key=repr)
+
+
+@settings(deadline=None, max_examples=30)
+@given(cases)
+def test_other_ranks_get_what_was_left_and_nothing_twice(case: Case) -> None:
+    each_item_once(case)
+
+
+@pytest.mark.full
+@settings(deadline=None, max_examples=1000)
+@given(cases)
+def test_other_ranks_get_what_was_left_and_nothing_twice_many_times(case: Case) -> None:
+    each_item_once(case)
+
+
+def test_the_end_of_a_rank_is_no_item_that_was_had_in_part() -> None:
+    """A last batch that is not full may have had more; the index behind the last is that of no rank."""
+    each_item_once(
+        (29, ["skip", "prefetch"], "flat_map", ["batch", "map"], [[4, 4, 4], [0]], 85, True)
+    )
+    each_item_once((29, ["map", "prefetch"], "flat_map", ["batch"], [[5, 5, 5], [0]], 85, False))
+
+
+BUFFERS: dict[str, Step] = {
+    "shuffle": lambda pipe, _: pipe.shuffle(9),
+    "bucket_by": lambda pipe, _: pipe.bucket_by(kind, 3, collate_fn=list),
+}
+
+
+@pytest.mark.parametrize("buffer", BUFFERS)
+@pytest.mark.parametrize("legs", [[[0, 3]], [[7, 4, 5]], [[2, 9], [5, 1, 1], [9]]])
+def test_the_items_in_a_buffer_are_left(buffer: str, legs: list[list[int]]) -> None:
+    make = maker(101, [EARLY["map"], BUFFERS[buffer], LATE["map"]])
+    assert sorted(stop_and_merge(make, legs)) == list(range(101))
+
+
+def test_no_function_is_called_again_for_what_was_given() -> None:
+    work = Counting()
+
+    def make(ranks: int, rank: int) -> Pipeline:
+        sampler = sampler_of(1000, ranks, rank, False)
+        return Pipeline.from_dataset(range(1000), sampler=sampler).map(work).filter(odd)
+
+    states, given = [], 0
+    for rank, most in enumerate((150, 250)):
+        with make(2, rank).run(seed=1) as run:
+            given += len(list(islice(run, most)))
+            states.append(saved(run))
+    assert given == 400
+    before, work.calls = work.calls, 0
+    state = make(3, 0).merge_states(states)
+    for rank in range(3):
+        list(make(3, rank).run(state=state))
+    assert work.calls == 1000 - before
+
+
+def test_a_state_of_hundreds_of_ranks_is_small() -> None:
+    def make(ranks: int, rank: int) -> Pipeline:
+        sampler = sampler_of(10**6, ranks, rank, False)
+        return Pipeline.from_dataset(range(10**6), sampler=sampler).flat_map(_twice)
+
+    states = []
+    for rank in range(300):
+        with make(300, rank).run(seed=1) as run:
+            list(islice(run, 20 + number(rank) * 7919 % 30))
+            states.append(saved(run))
+    assert len(json.dumps(make(2, 0).merge_states(states))) < 5_000
+
+
+def _twice(item: int) -> list[int]:
+    return [item, item]
+
+
+def test_ranks_that_have_ended_have_nothing_left_and_the_next_epoch_is_whole() -> None:
+    make = maker(20, [EARLY["filter"]])
+    wanted = sorted(make(1, 0, Settings(0)).run(seed=1))
+    loaders = [PipelineLoader(make(2, rank, Settings(0)), seed=1) for rank in range(2)]
+    had = list(loaders[0])
+    had += islice(loaders[1], 2)
+    states = [loader.state_dict() for loader in loaders]
+    state = loaders[0].pipeline.merge_states(states)  # type: ignore[attr-defined]
+    others = [PipelineLoader(make(4, rank, Settings(0)), seed=1) for rank in range(4)]
+    for loader in others:
+        loader.load_state_dict(state)
+        had += list(loader)
+    assert sorted(had) == wanted
+    ended = others[0].pipeline.merge_states([one.state_dict() for one in others])  # type: ignore[attr-defined]
+    assert ended["finished"]
+    assert sorted(item for loader in others for item in loader) == wanted
+    others[0].load_state_dict(state)
+    with pytest.warns(UserWarning, match=r"set_epoch\(5\) drops the place"):
+        others[0].set_epoch(5)
+
+
+def test_what_fewer_ranks_have_dropped_is_not_an_epoch() -> None:
+    """Of 9 indices two ranks had 8, and 4 ranks drop the last."""
+
+    def make(ranks: int, rank: int) -> Pipeline:
+        sampler = DistributedShuffleSampler(9, 3, num_replicas=ranks, rank=rank, uneven="drop")
+        return Pipeline.from_dataset(range(9), sampler=sampler)
+
+    run = make(2, 0).run(seed=1)
+    assert len(list(islice(run, 4))) == 4
+    state = saved(run)
+    assert state["marks"][":0"]["value"] is None
+    with make(1, 0).run(seed=1) as run:
+        list(islice(run, 8))
+        state = saved(run)
+    assert [list(make(4, rank).run(state=state)) for rank in range(4)] == [[]] * 4
+
+
+def both(make: Make, most: tuple[int, int] = (3, 5)) -> list[Any]:
+    states = []
+    for rank in range(2):
+        with make(2, rank, Settings(0)).run(seed=1) as run:
+            list(islice(run, most[rank]))
+            states.append(saved(run))
+    return states
+
+
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [
+        ([lambda pipe, _: pipe.take(9)], r"take\(9\) goes by the numbers of its items"),
+        ([lambda pipe, _: pipe.enumerate()], "enumerate.* goes by the numbers"),
+        (
+            [lambda pipe, _: pipe.zip(Pipeline.from_dataset(range(99)), strict=False)],
+            "zip.* does not share",
+        ),
+        (
+            [EARLY["filter"], BUFFERS["shuffle"]],
+            "makes other than one item of one before a step with",
+        ),
+        (
+            [LATE["batch"], lambda pipe, _: pipe.unbatch(split=list)],
+            r"has given a part of what it makes of a batch",
+        ),
+        (
+            [
+                lambda pipe, _: pipe.flat_map(_twice, backend="threads", num_workers=1),
+                lambda pipe, _: pipe.flat_map(_twice),
+            ],
+            "has given a part of what it makes of one item",
+        ),
+    ],
+)
+def test_what_other_ranks_can_not_go_on_with_is_refused(steps: list[Step], message: str) -> None:
+    make = maker(60, steps)
+    with pytest.raises(StateError, match=message):
+        make(3, 0, Settings(0)).merge_states(both(make))
+
+
+def test_states_that_are_not_those_of_all_ranks_are_refused() -> None:
+    make = maker(60, [EARLY["filter"]])
+    states, pipe = both(make), make(3, 0, Settings(0))
+    with pytest.raises(StateError, match=r"1 states were given, and one of them is of \[2\] ranks"):
+        pipe.merge_states(states[:1])
+    with pytest.raises(StateError, match=r"the states are of the ranks \[0, 0\]"):
+        pipe.merge_states([states[0], states[0]])
+    later = maker(60, [EARLY["filter"]])(2, 1, Settings(0)).run(seed=1, epoch=3)
+    list(islice(later, 2))
+    with pytest.raises(StateError, match=r"the ranks are in epochs \[0, 3\]"):
+        pipe.merge_states([states[0], saved(later)])
+    later.close()
+    state: Any = pipe.merge_states(states)
+    state["marks"][":0"]["value"]["left"][0][1] = "x"
+    with pytest.raises(StateError, match="left: the indices that ranks had left are damaged"):
+        pipe.run(state=state)
