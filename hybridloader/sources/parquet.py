@@ -17,6 +17,7 @@ from hybridloader.sources.columns import Columns, Ints, pyarrow_modules
 from hybridloader.sources.finder import Finder
 from hybridloader.sources.folder_columns import folder_columns
 from hybridloader.sources.listing import Urls, list_files
+from hybridloader.sources.patience import RETRY
 from hybridloader.sources.per_worker import PerWorker
 from hybridloader.sources.row_groups import ParquetFile, RowGroups
 from hybridloader.sources.selection import Part, Selection
@@ -63,6 +64,9 @@ class Parquet(Shards[Any]):
         matrix, and others lists of Python's objects. Default: a row is a dict of Python's objects.
     cache
         Bytes of decoded row groups that a process keeps: the ones used last, and at least one.
+    retry_seconds
+        Seconds from the first failure of a request within which it is made again, with pauses that
+        grow: answers such as 503, timeouts, broken connections. 0: never.
     storage_options
         Options of fsspec for the places of `urls`.
 
@@ -109,6 +113,7 @@ class Parquet(Shards[Any]):
         filter: Any = None,
         tensors: bool = False,
         cache: int = CACHE,
+        retry_seconds: float = RETRY,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         pyarrow_modules()
@@ -118,7 +123,9 @@ class Parquet(Shards[Any]):
             raise ValueError(f"columns names one of them twice: {', '.join(columns)}")
         self._tensors, self._filter = flag("tensors", tensors), filter
         # As pyarrow's datasets do: Spark and others keep notes of their own under such names.
-        roots, stores = list_files(urls, storage_options or {}, ignored=("_", "."))
+        roots, stores = list_files(
+            urls, storage_options or {}, ignored=("_", "."), retry=retry_seconds
+        )
         folders, numbers = folder_columns(roots), count()
         places = [
             (store, path) for root, store in zip(roots, stores, strict=True) for path in root.paths

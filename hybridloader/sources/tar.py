@@ -16,6 +16,7 @@ from hybridloader._support.caller import warn_once
 from hybridloader._support.errors import SourceError, add_note
 from hybridloader.sources.block_reader import AHEAD
 from hybridloader.sources.listing import Urls, list_files
+from hybridloader.sources.patience import RETRY
 from hybridloader.sources.shards import Shards
 from hybridloader.sources.store import Stamp, Store, each
 from hybridloader.sources.tar_index import (
@@ -88,6 +89,9 @@ class Tar(Shards[Any]):
         Bytes of blocks of remote archives that a process holds under a `BlockShuffleSampler`, which
         are fetched ahead of their samples. The sampler's window must have room. 0: none, each sample
         is read alone.
+    retry_seconds
+        Seconds from the first failure of a request within which it is made again, with pauses that
+        grow: answers such as 503, timeouts, broken connections. 0: never.
     storage_options
         Options of fsspec for the places of `urls`.
 
@@ -140,6 +144,7 @@ class Tar(Shards[Any]):
         index: str | None = None,
         merge: int | None = None,
         ahead_bytes: int = AHEAD,
+        retry_seconds: float = RETRY,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         if isinstance(members, str):
@@ -148,7 +153,7 @@ class Tar(Shards[Any]):
             function("load", load, "a function of a sample")
         self._merge = None if merge is None else whole("merge", merge, 0)
         self._load = load
-        roots, stores = list_files(urls, storage_options or {})
+        roots, stores = list_files(urls, storage_options or {}, retry=retry_seconds)
         places = [
             (store, path)
             for root, store in zip(roots, stores, strict=True)
@@ -383,7 +388,7 @@ def _index_of(store: Store, path: str, kept: str | None) -> TarIndex:
     index = None if place is None else load_index(place, stamp)
     if index is None:
         name = store.name(path)
-        with store.open(path) as file:
+        with store.open(path, stamp.size) as file:
             try:
                 index = make_index(name, file, stamp)
             except Exception as error:
