@@ -15,25 +15,41 @@ import os
 import threading
 from array import array
 from bisect import bisect_right
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from hybridloader._support.caller import warn_once
+from hybridloader.sources.block_cache import BlockCache, private_cache
 
 Ints = npt.NDArray[np.int64]
-Fetch = Callable[[int, int, int], Any]
-"""``fetch(shard, first, last)``: the bytes of these samples of a shard."""
+
+
+class Source(Protocol):
+    """What is asked of a source, for its samples from `first` to before `last` of a shard."""
+
+    def fetch(self, shard: int, first: int, last: int) -> Any:
+        """Return their bytes; called from several threads."""
+
+    def fetch_size(self, shard: int, first: int, last: int) -> int:
+        """Return how many bytes these are; -1: unknown."""
+
+    def fetch_key(self, shard: int, first: int, last: int) -> str:
+        """Return a name of these bytes, another one if they change."""
+
 
 AT_ONCE = 16
 """Blocks that are fetched at the same time."""
 
 AHEAD = 512 << 20
 """Bytes of blocks that a process holds, fetched or being fetched."""
+
+CACHE = 100 << 30
+"""Bytes of blocks in a cache that was given a folder."""
 
 _MANY = 512
 """Samples that are read alone from a remote source until a warning names the sampler."""
@@ -59,13 +75,16 @@ class Fetched(NamedTuple):
 class _Block:
     """A block of a plan. Its fields change under the lock of the reader; `data` is set once."""
 
-    __slots__ = ("chunk", "data", "error", "fetched", "left", "place", "size", "started", "uses")
+    __slots__ = (
+        *("chunk", "data", "error", "fetched", "left", "place", "size", "started", "stop", "uses"),
+    )
 
     def __init__(self, place: tuple[int, int, int], size: int) -> None:
         self.place = place  # shard, and its samples from the first to before the last
         self.left = place[2] - place[1]  # samples not read yet
         self.size = size  # bytes, also if they are only reserved; -1: unknown
         self.uses = self.chunk = 0  # samples planned and not read; part of the order with the last
+        self.stop = 0  # samples of the order up to the end of that part
         self.started = False  # a thread fetches it, or has
         self.fetched = threading.Event()  # also if that has failed
         self.data: Any = None
@@ -91,7 +110,8 @@ class _Plan:
         self.held = 0  # bytes
         self.begun = False  # a sample was read
         self._seen: set[int] = set()  # all blocks so far
-        self._chunk = 0  # parts of the order that were looked at
+        self._chunk = self._looked = 0  # parts of the order, and samples, that were looked at
+        self._drawn = 0  # samples that the sampler gave out
 
     def look_ahead(self, blocks: int) -> None:
         """Have `blocks` blocks in the queue, if as many are left."""
@@ -101,6 +121,7 @@ class _Plan:
             if samples is None:
                 self.order = None
                 return
+            self._looked += len(samples)
             found = np.searchsorted(self.starts, samples, "right") - 1
             numbers, firsts, counts = np.unique(found, return_index=True, return_counts=True)
             for at in firsts.argsort().tolist():
@@ -118,7 +139,19 @@ class _Plan:
         block = self.blocks.get(number)
         if block is not None:
             block.uses += uses
-            block.chunk = self._chunk
+            block.chunk, block.stop = self._chunk, self._looked
+
+    def advance(self, samples: int) -> bool:
+        """Let go of the blocks that other processes have read, as so many more samples were drawn."""
+        self._drawn += samples
+        over = [
+            number
+            for number, block in self.blocks.items()
+            if block.fetched.is_set() and block.stop <= self._drawn
+        ]
+        for number in over:
+            self.drop(number)
+        return bool(over)
 
     def start(self, block: _Block, size: int) -> None:
         block.started, block.size = True, size
@@ -141,7 +174,10 @@ class _Plan:
 
 
 class BlockReader:
-    """Blocks of one source in one process. Threads share them; a fork or a copy begins without any.
+    """Blocks of one source. Threads share them; processes do by way of a folder.
+
+    A source that was sent to another process has a cache from then on, a private one if it has no other.
+    The process of the sampler fetches into it, and the others read from there what they need.
 
     Parameters
     ----------
@@ -150,23 +186,57 @@ class BlockReader:
     limit
         Bytes of blocks that are held or being fetched. A block that a sample waits for is fetched
         even if there is no room.
+    cache
+        Folder that keeps blocks from one epoch to the next.
     """
 
-    def __init__(self, shard_ends: array[int], limit: int = AHEAD) -> None:
+    def __init__(
+        self,
+        shard_ends: array[int],
+        limit: int = AHEAD,
+        cache: BlockCache | None = None,
+    ) -> None:
         self._shard_ends, self._limit = shard_ends, limit
         self._lock = threading.Lock()
         # All the mutable state:
+        self._cache = cache
+        self._sent = False  # to other processes
+        self._starts: array[int] = array(
+            "q"
+        )  # first samples of the blocks, as the sampler has them
+        self._window = 1  # blocks in use at the same time
+        self._open: OrderedDict[int, Any] = OrderedDict()  # blocks that were read without a plan
         self._plan: _Plan | None = None
         self._largest = 0  # bytes of a block
         self._threads: set[threading.Thread] = set()
         self._alone = 0  # samples that were read without a plan
 
     def __reduce__(self) -> Any:
-        return _received, (self._shard_ends, self._limit)
+        if self._starts:  # else no sampler says which blocks there are
+            self._cache = self._cache or private_cache(2 * self._limit)
+            self._sent = True
+        return _received, (
+            *(self._shard_ends, self._limit, self._cache),
+            *(self._starts, self._window),
+        )
+
+    def divide(self, sizes: Ints, window: int) -> bool:
+        """Have blocks of so many samples, of which `window` are in use at the same time.
+
+        Returns
+        -------
+        bool
+            False: some block has samples of two shards, so samples are read alone.
+        """
+        starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
+        if not np.isin(np.asarray(self._shard_ends, np.int64), starts).all():
+            return False
+        self._starts, self._window = array("q", starts.tobytes()), window
+        return True
 
     def begin(
         self,
-        size_of: Callable[[int, int, int], int],
+        source: Source,
         sizes: Ints,
         order: Iterator[Ints],
         blocks: int,
@@ -175,8 +245,6 @@ class BlockReader:
 
         Parameters
         ----------
-        size_of
-            Bytes that a fetch will return, for the arguments of `Fetch`; -1: unknown.
         sizes
             Number of samples of each block; none lies in two shards.
         order
@@ -185,12 +253,17 @@ class BlockReader:
         blocks
             Number of blocks that are in use at the same time.
         """
-        starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
-        if not np.isin(np.asarray(self._shard_ends, np.int64), starts).all():
+        if not self.divide(sizes, blocks):
             return
-        plan = _Plan(array("q", starts.tobytes()), self._shard_ends, order, size_of)
+        plan = _Plan(self._starts, self._shard_ends, order, source.fetch_size)
         plan.look_ahead(blocks)
         window = sum(block.size for block in islice(plan.queue, blocks))
+        if self._cache is not None and window > self._cache.limit:
+            raise ValueError(
+                f"cache_bytes={self._cache.limit} has no room for the {min(blocks, len(plan.queue))} "
+                f"blocks of a window, {window} bytes: raise it, or give BlockShuffleSampler a smaller "
+                "block= or window="
+            )
         if window > self._limit:
             warn_once(
                 f"the {min(blocks, len(plan.queue))} blocks of a window have {window / 2**20:.0f} MiB, "
@@ -202,36 +275,42 @@ class BlockReader:
             plan.blocks.clear()
             plan.queue.clear()
         self._plan = plan
+        if self._sent:  # nobody reads here
+            plan.begun = True
+            self._fill(source)
 
-    def find(self, fetch: Fetch, index: int) -> Fetched | None:
+    def find(self, source: Source, index: int) -> Fetched | None:
         """Return the block of a sample; None if the sample is to be read alone.
 
-        `fetch` may be called from several threads. Raises `FileNotFoundError` if its shard is not there.
+        Raises `FileNotFoundError` if its shard is not there.
         """
         plan = self._plan
         if plan is None:
-            self._count_alone()
+            return self._unplanned(source, index)
+        if plan.process != os.getpid():  # locks and threads of a fork are the parent's
             return None
         number = bisect_right(plan.starts, index) - 1
         block = plan.blocks.get(number)
-        if block is None or plan.process != os.getpid():
-            return None
+        if block is None:
+            return None if self._cache is None else self._unplanned(source, index)
         if not block.fetched.is_set():
             if not plan.begun:  # not by `begin`: an order may be asked for without its samples
                 plan.begun = True
-                self._fill(fetch)
+                self._fill(source)
             with self._lock:
                 mine = not block.started
                 if mine:
                     plan.start(block, self._size(block))
             if mine:
-                self._fetch(fetch, plan, block)
+                self._fetch(source, plan, block)
             block.fetched.wait()
         if block.error is not None:
             if isinstance(block.error, FileNotFoundError):
                 raise FileNotFoundError(*block.error.args) from block.error
             return None  # then its own error is raised, or none
         data = block.data
+        if data is None:  # it was left to other processes
+            return self._unplanned(source, index)
         with self._lock:
             block.left -= 1
             block.uses -= 1
@@ -239,12 +318,51 @@ class BlockReader:
             if done and number in plan.blocks:
                 plan.drop(number)
         if done:
-            self._fill(fetch)
+            self._fill(source)
         return Fetched(data, *block.place[1:])
+
+    def advance(self, source: Source, samples: int) -> None:
+        """Note that the sampler gave out so many more samples."""
+        plan = self._plan
+        if self._sent and plan is not None and plan.process == os.getpid():
+            with self._lock:
+                over = plan.advance(samples)
+            if over:
+                self._fill(source)
+
+    def _unplanned(self, source: Source, index: int) -> Fetched | None:
+        """Return the block of a sample from the cache, if there is one."""
+        if self._cache is None:
+            self._count_alone()
+            return None
+        starts = self._starts
+        if starts:
+            number = bisect_right(starts, index) - 1
+            start, stop = starts[number : number + 2]
+            shard = bisect_right(self._shard_ends, start)
+            before = self._shard_ends[shard - 1] if shard else 0
+        else:  # then a block is a shard
+            number = shard = bisect_right(self._shard_ends, index)
+            start = before = self._shard_ends[shard - 1] if shard else 0
+            stop = self._shard_ends[shard]
+        data = self._open.get(number)
+        if data is None:
+            data = self._bytes_of(source, (shard, start - before, stop - before))
+            with self._lock:
+                self._open[number] = data
+                while len(self._open) > 2 * self._window:
+                    self._open.popitem(last=False)
+        return Fetched(data, start - before, stop - before)
+
+    def _bytes_of(self, source: Source, place: tuple[int, int, int]) -> Any:
+        if self._cache is None:
+            return source.fetch(*place)
+        return self._cache.get(source.fetch_key(*place), lambda: source.fetch(*place))
 
     def close(self) -> None:
         """Drop all blocks, and wait a few seconds for fetches that have begun."""
         plan, self._plan = self._plan, None
+        self._open.clear()
         if plan is None or plan.process != os.getpid():
             return
         with self._lock:
@@ -282,32 +400,32 @@ class BlockReader:
                     return plan, plan.queue.popleft()
                 plan.queue.popleft()  # the thread that needs it has begun
 
-    def _fill(self, fetch: Fetch) -> None:
+    def _fill(self, source: Source) -> None:
         """Start threads while there are blocks to fetch, and room for them."""
         while len(self._threads) < AT_ONCE and (found := self._next()) is not None:
             thread = threading.Thread(
-                target=self._run, args=(fetch, *found), name="hybridloader-blocks", daemon=True
+                target=self._run, args=(source, *found), name="hybridloader-blocks", daemon=True
             )
             with self._lock:
                 self._threads.add(thread)
             thread.start()
 
-    def _run(self, fetch: Fetch, plan: _Plan, block: _Block) -> None:
+    def _run(self, source: Source, plan: _Plan, block: _Block) -> None:
         found: tuple[_Plan, _Block] | None = (plan, block)
         try:
             while found is not None:
-                self._fetch(fetch, *found)
+                self._fetch(source, *found)
                 found = self._next()
         finally:
             with self._lock:
                 self._threads.discard(threading.current_thread())
 
-    def _fetch(self, fetch: Fetch, plan: _Plan, block: _Block) -> None:
+    def _fetch(self, source: Source, plan: _Plan, block: _Block) -> None:
         """Fetch a block that this thread has started. An error is kept for those who read it."""
         size = 0
         try:
-            block.data = fetch(*block.place)
-            size = len(block.data)
+            data = self._bytes_of(source, block.place)
+            block.data, size = None if self._sent else data, len(data)
         except Exception as error:
             block.error = error
         with self._lock:
@@ -317,8 +435,14 @@ class BlockReader:
         block.fetched.set()
 
 
-def _received(shard_ends: array[int], limit: int) -> BlockReader:
+def _received(
+    shard_ends: array[int],
+    limit: int,
+    cache: BlockCache | None,
+    starts: array[int],
+    window: int,
+) -> BlockReader:
     """Return a reader in another process, where no sampler announces anything, so none is missed."""
-    reader = BlockReader(shard_ends, limit)
-    reader._alone = _MANY
+    reader = BlockReader(shard_ends, limit, cache)
+    reader._alone, reader._starts, reader._window = _MANY, starts, window
     return reader

@@ -6,16 +6,19 @@ and of the loader: nothing here counts what was read.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from hybridloader._support.arguments import whole
+from hybridloader.sources.block_cache import BlockCache
 from hybridloader.sources.block_reader import AHEAD, BlockReader, Fetched
 
 T_co = TypeVar("T_co", covariant=True)
@@ -71,9 +74,16 @@ class Shards(ABC, Generic[T_co]):
         if type(self).fetch is not Shards.fetch:
             self._read_blocks(AHEAD)
 
-    def _read_blocks(self, limit: int | None) -> None:
+    def _read_blocks(
+        self, limit: int | None, cache_dir: str | None = None, cache_bytes: int | None = None
+    ) -> None:
         """Hold up to `limit` bytes of blocks; None: read each sample alone, as from a local disk."""
-        self._reader = None if limit is None else BlockReader(self._ends, limit)
+        self._reader = None
+        if limit is not None:
+            cache = None
+            if cache_dir is not None:
+                cache = BlockCache(os.path.abspath(cache_dir), whole("cache_bytes", cache_bytes, 1))
+            self._reader = BlockReader(self._ends, limit, cache)
 
     @abstractmethod
     def read(self, shard: int, number: int) -> T_co:
@@ -119,6 +129,13 @@ class Shards(ABC, Generic[T_co]):
         """Return the number of bytes that `fetch` returns for these arguments; -1 if it is unknown."""
         return -1
 
+    def fetch_key(self, shard: int, first: int, last: int) -> str:
+        """Return a name of the bytes that `fetch` returns for these arguments, for a cache.
+
+        It must be another one where the bytes are others: in another file, or if the file has changed.
+        """
+        return f"{type(self).__qualname__} {self.shard_names[shard]} {first} {last}"
+
     def fetched(self, shard: int, number: int) -> Fetched | None:
         """Return the block that has a sample, for `read`, which calls this once for each sample.
 
@@ -140,9 +157,11 @@ class Shards(ABC, Generic[T_co]):
         """
         if self._reader is None:
             return None
-        return self._reader.find(self.fetch, number + (self._ends[shard - 1] if shard else 0))
+        return self._reader.find(self, number + (self._ends[shard - 1] if shard else 0))
 
-    def read_ahead(self, sizes: Ints, order: Iterator[Ints], blocks: int) -> None:
+    def read_ahead(
+        self, sizes: Ints, order: Iterator[Ints] | None, blocks: int
+    ) -> Callable[[int], None] | None:
         """Fetch blocks ahead of their samples from now on; `BlockShuffleSampler` calls it.
 
         Parameters
@@ -150,12 +169,25 @@ class Shards(ABC, Generic[T_co]):
         sizes
             Number of samples of each block.
         order
-            Arrays of indices of the samples that come, in their order.
+            Arrays of indices of the samples that come, in their order. None: nothing comes yet, and
+            workers may be about to start.
         blocks
             Number of blocks from which samples come in turn.
+
+        Returns
+        -------
+        callable or None
+            To be called with the number of samples that were given out, each time. None: nothing is
+            read ahead.
         """
-        if self._reader is not None:
-            self._reader.begin(self.fetch_size, sizes, order, blocks)
+        reader = self._reader
+        if reader is None:
+            return None
+        if order is None:
+            reader.divide(sizes, blocks)
+        else:
+            reader.begin(self, sizes, order, blocks)
+        return partial(reader.advance, self)
 
     @property
     def block_sizes(self) -> Ints:

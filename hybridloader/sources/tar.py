@@ -14,7 +14,7 @@ import numpy as np
 from hybridloader._support.arguments import function, whole
 from hybridloader._support.caller import warn_once
 from hybridloader._support.errors import SourceError, add_note
-from hybridloader.sources.block_reader import AHEAD
+from hybridloader.sources.block_reader import AHEAD, CACHE
 from hybridloader.sources.listing import Urls, list_files
 from hybridloader.sources.patience import RETRY
 from hybridloader.sources.shards import Shards
@@ -89,6 +89,13 @@ class Tar(Shards[Any]):
         Bytes of blocks of remote archives that a process holds under a `BlockShuffleSampler`, which
         are fetched ahead of their samples. The sampler's window must have room. 0: none, each sample
         is read alone.
+    cache_dir
+        Local folder in which the blocks of remote archives are kept for the next epoch: one copy for
+        all workers and ranks of this machine, and for other jobs that name it. Without a
+        `BlockShuffleSampler` these are whole archives.
+    cache_bytes
+        Bytes of all files in `cache_dir`; a window must have room. What was used longest ago goes
+        first, and nothing that is in use.
     retry_seconds
         Seconds from the first failure of a request within which it is made again, with pauses that
         grow: answers such as 503, timeouts, broken connections. 0: never.
@@ -144,6 +151,8 @@ class Tar(Shards[Any]):
         index: str | None = None,
         merge: int | None = None,
         ahead_bytes: int = AHEAD,
+        cache_dir: str | None = None,
+        cache_bytes: int = CACHE,
         retry_seconds: float = RETRY,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
@@ -174,7 +183,8 @@ class Tar(Shards[Any]):
         self._gather(indices)
         self._parts: dict[tuple[int, int, int], _Parts] = {}
         remote = any(not store.is_local for store, _ in places)
-        self._read_blocks(whole("ahead_bytes", ahead_bytes, 0) or None if remote else None)
+        limit = whole("ahead_bytes", ahead_bytes, 0) or None
+        self._read_blocks(limit if remote else None, cache_dir, cache_bytes)
         self.members = None if members is None else tuple(members)
         self._wanted = None
         if members is not None:
@@ -235,6 +245,10 @@ class Tar(Shards[Any]):
 
     def fetch_size(self, shard: int, first: int, last: int) -> int:
         return self._parts_of(shard, first, last).places[-1]
+
+    def fetch_key(self, shard: int, first: int, last: int) -> str:
+        parts = self._parts_of(shard, first, last)
+        return f"tar {self.shard_names[shard]} {tuple(self._stamps[shard])} {parts.starts} {parts.stops}"
 
     def _parts_of(self, shard: int, first: int, last: int) -> _Parts:
         """Return the parts of an archive that have the members of these samples."""
