@@ -188,6 +188,8 @@ class BlockReader:
         even if there is no room.
     cache
         Folder that keeps blocks from one epoch to the next.
+    warns
+        Warn if many samples are read without a plan.
     """
 
     def __init__(
@@ -195,8 +197,10 @@ class BlockReader:
         shard_ends: array[int],
         limit: int = AHEAD,
         cache: BlockCache | None = None,
+        *,
+        warns: bool = True,
     ) -> None:
-        self._shard_ends, self._limit = shard_ends, limit
+        self._shard_ends, self._limit, self._warns = shard_ends, limit, warns
         self._lock = threading.Lock()
         # All the mutable state:
         self._cache = cache
@@ -279,8 +283,10 @@ class BlockReader:
             plan.begun = True
             self._fill(source)
 
-    def find(self, source: Source, index: int) -> Fetched | None:
+    def find(self, source: Source, index: int, samples: int = 1) -> Fetched | None:
         """Return the block of a sample; None if the sample is to be read alone.
+
+        It is asked for once for each of its samples, or for so many `samples` at once.
 
         Raises `FileNotFoundError` if its shard is not there.
         """
@@ -312,9 +318,9 @@ class BlockReader:
         if data is None:  # it was left to other processes
             return self._unplanned(source, index)
         with self._lock:
-            block.left -= 1
-            block.uses -= 1
-            done = not block.left
+            block.left -= samples
+            block.uses -= samples
+            done = block.left <= 0
             if done and number in plan.blocks:
                 plan.drop(number)
         if done:
@@ -372,7 +378,7 @@ class BlockReader:
 
     def _count_alone(self) -> None:
         self._alone += 1
-        if self._alone == _MANY:
+        if self._alone == _MANY and self._warns:
             warn_once(
                 "samples of a remote source are read one by one, which takes a request each: give the "
                 "loader sampler=BlockShuffleSampler(source, seed), which reads whole blocks"
@@ -443,6 +449,6 @@ def _received(
     window: int,
 ) -> BlockReader:
     """Return a reader in another process, where no sampler announces anything, so none is missed."""
-    reader = BlockReader(shard_ends, limit, cache)
-    reader._alone, reader._starts, reader._window = _MANY, starts, window
+    reader = BlockReader(shard_ends, limit, cache, warns=False)
+    reader._starts, reader._window = starts, window
     return reader

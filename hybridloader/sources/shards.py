@@ -75,7 +75,12 @@ class Shards(ABC, Generic[T_co]):
             self._read_blocks(AHEAD)
 
     def _read_blocks(
-        self, limit: int | None, cache_dir: str | None = None, cache_bytes: int | None = None
+        self,
+        limit: int | None,
+        cache_dir: str | None = None,
+        cache_bytes: int | None = None,
+        *,
+        warns: bool = True,
     ) -> None:
         """Hold up to `limit` bytes of blocks; None: read each sample alone, as from a local disk."""
         self._reader = None
@@ -83,7 +88,7 @@ class Shards(ABC, Generic[T_co]):
             cache = None
             if cache_dir is not None:
                 cache = BlockCache(os.path.abspath(cache_dir), whole("cache_bytes", cache_bytes, 1))
-            self._reader = BlockReader(self._ends, limit, cache)
+            self._reader = BlockReader(self._ends, limit, cache, warns=warns)
 
     @abstractmethod
     def read(self, shard: int, number: int) -> T_co:

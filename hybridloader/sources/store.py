@@ -39,6 +39,9 @@ _MISTAKES = (TypeError, ValueError, ImportError, AttributeError, LookupError, As
 _OPEN = 64
 """Local files that are kept open in a process."""
 
+GAP = 64 * 1024
+"""Bytes between two parts of a file up to which one request takes both: less than a request costs."""
+
 CONNECTIONS = 100
 """Connections to a store from a process, as many as aiohttp has by default."""
 

@@ -18,7 +18,7 @@ from hybridloader.sources.block_reader import AHEAD, CACHE
 from hybridloader.sources.listing import Urls, list_files
 from hybridloader.sources.patience import RETRY
 from hybridloader.sources.shards import Shards
-from hybridloader.sources.store import Stamp, Store, each
+from hybridloader.sources.store import GAP, Stamp, Store, each
 from hybridloader.sources.tar_index import (
     BLOCK,
     TarIndex,
@@ -28,9 +28,6 @@ from hybridloader.sources.tar_index import (
     save_index,
 )
 from hybridloader.sources.texts import Texts
-
-_GAP = 64 * 1024
-"""Bytes between two members of a sample up to which one read takes both: less than a request costs."""
 
 _PARTS = 1024
 """Blocks of which the parts are kept: some 300 bytes each."""
@@ -222,7 +219,7 @@ class Tar(Shards[Any]):
         members = self._members_of(index)
         block = None if self._reader is None else self.fetched(shard, number)
         if block is None:
-            contents = self._contents(shard, members, _GAP)
+            contents = self._contents(shard, members, GAP)
         else:
             contents = {}
             parts = self._parts_of(shard, block.first, block.last)
@@ -272,7 +269,7 @@ class Tar(Shards[Any]):
             return _Parts([0], [0], [0, 0])
         members = members[members[:, 0].argsort(kind="stable")]
         starts, stops = members[:, 0] - BLOCK, members[:, 0] + members[:, 1]
-        parted = np.flatnonzero(starts[1:] - stops[:-1] > _GAP) + 1
+        parted = np.flatnonzero(starts[1:] - stops[:-1] > GAP) + 1
         starts = starts[[0, *parted.tolist()]]
         stops = stops[[*(parted - 1).tolist(), len(members) - 1]]
         places = np.concatenate([[0], np.cumsum(stops - starts)])
@@ -296,7 +293,7 @@ class Tar(Shards[Any]):
             found.append((shard, index, members))
             shards.setdefault(shard, []).extend(members)
         contents = {
-            shard: self._contents(shard, members, max(_GAP, self._merge))
+            shard: self._contents(shard, members, max(GAP, self._merge))
             for shard, members in shards.items()
         }
         return [self._made(*one, contents[one[0]]) for one in found]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -12,7 +14,7 @@ from support.archives import sample_members, tar_bytes
 from support.http_store import HttpStore
 
 from hybridloader import BlockShuffleSampler, DataLoader, Pipeline, Retry, ShuffleSampler, Skip
-from hybridloader.sources import Shards, Tar
+from hybridloader.sources import Parquet, Shards, Tar
 
 SHARDS, EACH = 6, 8
 
@@ -232,3 +234,47 @@ def test_another_sampler_reads_sample_by_sample_and_is_told_which_would_not(
     with pytest.warns(UserWarning, match="sampler=BlockShuffleSampler"):
         assert sorted(map(source.__getitem__, ShuffleSampler(source, 0))) == [*range(12)]
     assert not source.fetches
+
+
+@pytest.mark.parametrize(
+    ("tensors", "backend"), [(False, "inline"), (True, "threads"), (True, "spawn")]
+)
+def test_row_groups_are_fetched_once_ahead(store: HttpStore, tensors: bool, backend: str) -> None:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    for file in range(2):
+        packed, begin = io.BytesIO(), file * 40
+        columns = {
+            "x": range(begin, begin + 40),
+            "other": [random.Random(n).randbytes(9000) for n in range(40)],
+            "y.z": [f"{n}" for n in range(begin, begin + 40)],
+            "deep": [{"a": [n]} for n in range(begin, begin + 40)],
+        }
+        pq.write_table(pa.table(columns), packed, row_group_size=8)
+        store.files[f"/{file}.parquet"] = packed.getvalue()
+    wanted = ["x", "y.z"] if tensors else ["x", "y.z", "deep"]
+    rows = Parquet(f"{store.url}/{{0..1}}.parquet", columns=wanted, tensors=tensors, cache=1 << 20)
+    sampler = BlockShuffleSampler(rows, seed=0, window=3, block=5)
+    order = [*sampler]
+    sampler.set_epoch(0)
+    store.requests.clear()
+    collate = Parquet.collate_fn if tensors else list
+    workers = 0 if backend == "inline" else 2
+    loader: Any = DataLoader(
+        rows, 8, sampler=sampler, collate_fn=collate, num_workers=workers, backend=backend
+    )
+    if tensors:
+        batches = [*loader]
+        assert [number for batch in batches for number in batch["x"].tolist()] == order
+        assert [text for batch in batches for text in batch["y.z"]] == [*map(str, order)]
+    else:
+        found = read(loader)
+        assert [row["x"] for row in found] == order
+        assert [row["deep"]["a"][0] for row in found] == order
+    made = Counter(store.requests)
+    for file in range(2):
+        for group in range(5):
+            ranges = rows._cache().ranges(rows._files[file], group, rows.columns)
+            assert len(ranges.starts) == 2  # what lies between is not asked for
+            for start, stop in zip(ranges.starts, ranges.stops, strict=True):
+                assert made[f"/{file}.parquet", f"bytes={start}-{stop - 1}"] == 1
+    rows.close()
