@@ -230,7 +230,8 @@ class Store:
             return error.told(where)
         # Of HTTP, fsspec says that a file is not there whatever the answer to its size was.
         cause = part(error, "__cause__")
-        status = attribute(cause, "status", 404)
+        unknown = is_a(error, FileNotFoundError) and _is_of_connection(cause)
+        status = attribute(cause, "status", 503 if unknown else 404)
         if is_a(error, _FOR_GOOD) and status in (404, 410):
             add_note(error, f"reading {where}")
             return error
@@ -303,6 +304,13 @@ def _opened(url: str, options: Mapping[str, Any]) -> Any:
         raise ImportError(f"{url} can't be opened: {error}. For http(s): {INSTALL}") from error
     except zipfile.BadZipFile as error:
         raise SourceError(f"{url} is no zip archive, or is cut short: {error}") from error
+
+
+def _is_of_connection(error: Any) -> bool:
+    """True of an error without an answer, from which nobody knows if a file is there."""
+    if not isinstance(error, Exception) or is_a(error, _FOR_GOOD):
+        return False
+    return is_a(error, OSError) or type(error).__module__.startswith(("aiohttp.", "asyncio."))
 
 
 def _behind_cache(fs: Any) -> Any:

@@ -121,8 +121,13 @@ def test_a_source_is_made_of_a_store_that_fails_at_times(
         source = opened(make(store))
         assert [contents(sample) for sample in source] == [*map(expected, range(ROWS))]
         assert not store.faults
-    store.answers.extend([503] * 3)  # to HEAD, by which sizes are asked for
-    assert len(opened(tar_of(store))) == ROWS
+    for answer in (503, 0):  # to HEAD, by which sizes are asked for
+        store.answers.extend([answer] * 3)
+        store.faults.extend(["drop"] * 3)  # then by GET
+        assert len(opened(tar_of(store))) == ROWS
+        assert len(store.answers) < 3
+        store.answers.clear()
+        store.faults.clear()
 
 
 @pytest.mark.parametrize("status", [401, 403, 400])

@@ -22,7 +22,7 @@ class HttpStore:
         ``"drop"`` (the connection ends without an answer), ``"hang"`` (until the test ends), a status
         such as ``"403"``, or ``"ok"``.
     answers
-        Statuses with which the next requests for sizes are answered, one each.
+        Statuses with which the next requests for sizes are answered, one each; 0 ends the connection.
     moved
         Path or URL to which a path redirects.
     requests
@@ -75,12 +75,13 @@ def _handler(store: HttpStore) -> Any:
             data = store.files.get(self.path)
             if fault == "hang":
                 store.released.wait()
-            if fault == "drop":
+            failed = int(fault) if fault.isdigit() else 200
+            if store.answers and not sends:
+                failed = store.answers.popleft()
+            if fault == "drop" or not failed:
                 self.close_connection = True
                 return
-            failed = store.answers.popleft() if store.answers and not sends else 0
-            failed = int(fault) if fault.isdigit() else failed
-            if data is None or failed:
+            if data is None or failed != 200:
                 self.send_response(404 if data is None else failed)
                 self.send_header("Content-Length", "0")
                 self.end_headers()
