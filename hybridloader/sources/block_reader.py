@@ -353,7 +353,12 @@ class BlockReader:
             stop = self._shard_ends[shard]
         data = self._open.get(number)
         if data is None:
-            data = self._bytes_of(source, (shard, start - before, stop - before))
+            try:
+                data = self._bytes_of(source, (shard, start - before, stop - before))
+            except FileNotFoundError:
+                raise
+            except Exception:  # then its own error is raised, or none
+                return None
             with self._lock:
                 self._open[number] = data
                 while len(self._open) > 2 * self._window:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from itertools import count
 from time import monotonic, sleep
 from typing import TypeVar
 
@@ -25,28 +24,25 @@ _jitter = random.Random()
 """Of the process, but not of your program: `random` stays as your seed left it."""
 
 
-def patiently(
-    seconds: float, call: Callable[[], R], may_pass: Callable[[Exception, int], bool]
-) -> R:
-    """Return what `call` returns, and call it again after errors that ``may_pass(error, tries)``.
+def patiently(seconds: float, call: Callable[[], R], may_pass: Callable[[Exception], bool]) -> R:
+    """Return what `call` returns, and call it again after errors that `may_pass`.
 
     The pauses are random ("full jitter"), so that workers which failed together do not come back
     together. No pause begins that would end more than `seconds` after the first failure; then the last
     error is raised.
     """
     longest, until = _FIRST, None
-    for tries in count(1):
+    while True:
         try:
             return call()
         except Exception as error:
             now = monotonic()
             until = now + seconds if until is None else until
             pause = _jitter.uniform(longest / 10, longest)
-            if now + pause > until or not may_pass(error, tries):
+            if now + pause > until or not may_pass(error):
                 raise
         sleep(pause)
         longest = min(2 * longest, _LONGEST)
-    raise AssertionError  # never
 
 
 def status_may_pass(error: BaseException) -> bool:

@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import count
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from hybridloader._support.attributes import attribute
@@ -69,11 +70,11 @@ class Stamp(NamedTuple):
 
 
 class WrongLength(Exception):
-    """A store has sent other than the bytes from `start` to before `stop` that it was asked for."""
+    """A store has sent other than the bytes from `start` to before `stop`, for so many `times`."""
 
-    def __init__(self, start: int, stop: int, got: int) -> None:
-        super().__init__(start, stop, got)
-        self.asked, self.start, self.got = stop - start, start, got
+    def __init__(self, start: int, stop: int, got: int, times: int) -> None:
+        super().__init__(start, stop, got, times)
+        self.asked, self.start, self.got, self.times = stop - start, start, got, times
 
     def told(self, where: str) -> Exception:
         told = f"{where}: asked for the {self.asked} bytes from {self.start} on, and got {self.got}"
@@ -196,11 +197,12 @@ class Store:
 
         Raises what its file system does, or `WrongLength`; `raise_told` makes our errors of these.
         """
+        times = count(1)
 
         def asked() -> bytes:
             data = bytes(self.fs.cat_file(path, start=start, end=stop))
             if len(data) != stop - start:
-                raise WrongLength(start, stop, len(data))
+                raise WrongLength(start, stop, len(data), next(times))
             return data
 
         return self.patiently(asked)
@@ -209,8 +211,8 @@ class Store:
         """Return what `call` returns, and call it again after errors of the store that may pass."""
         return patiently(self._retry, call, self._may_pass)
 
-    def _may_pass(self, error: Exception, tries: int) -> bool:
-        if is_a(error, WrongLength) and tries >= _SHORT:
+    def _may_pass(self, error: Exception) -> bool:
+        if isinstance(error, WrongLength) and error.times >= _SHORT:
             return False
         return is_a(self._told(error, ""), StoreError) and status_may_pass(error)
 
@@ -246,7 +248,7 @@ class Store:
             return error
         return StoreError(
             f"{where} was not served: {said}. It was asked again for up to {self._retry:g} s, if that "
-            "could help (retry_seconds=); on_error=Skip(...) would go on without such samples"
+            "could help; a larger retry_seconds= waits longer for the store"
         )
 
     def _name_or(self, path: str) -> str:

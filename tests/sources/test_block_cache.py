@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -238,4 +239,87 @@ def test_processes_fetch_each_block_once_between_them(
     store.requests.clear()
     assert [sample for batch in loader for sample in batch] == order
     assert len(store.requests) == len(set(store.requests)) == SHARDS * 3
+    tar.close()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("backend", ["inline", "threads", "spawn"])
+def test_two_jobs_on_one_small_cache_in_a_storm_lose_and_double_nothing(
+    store: HttpStore, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A third of the answers fails; the folder has room for little more than a window of each."""
+    monkeypatch.setattr("hybridloader.sources.patience._FIRST", 0.0)
+    chosen = random.Random(3)
+    kinds = ["503", "short", "less", "drop", *["ok"] * 8]
+    sources = [tar_of(store, cache_dir=str(tmp_path), cache_bytes=60_000) for _ in range(2)]
+    store.faults.extend(chosen.choice(kinds) for _ in range(2000))
+    found: dict[tuple[int, int], list[Any]] = {}
+    workers = 0 if backend == "inline" else 2
+
+    def job(number: int) -> None:
+        sampler = BlockShuffleSampler(sources[number], seed=number, block=3, window=2)
+        for epoch in range(6):
+            loader: Any = DataLoader(
+                sources[number],
+                4,
+                sampler=sampler,
+                collate_fn=list,
+                num_workers=workers,
+                backend=backend,
+            )
+            found[number, epoch] = [sample for batch in loader for sample in batch]
+
+    jobs = [threading.Thread(target=job, args=(number,)) for number in range(2)]
+    for one in jobs:
+        one.start()
+    for one in jobs:
+        one.join()
+    for number, source in enumerate(sources):
+        order = BlockShuffleSampler(source.shard_sizes, seed=number, block=3, window=2)
+        for epoch in range(6):
+            assert found[number, epoch] == [texts()[index] for index in order]
+        source.close()
+    assert sum(path.stat().st_size for path in tmp_path.glob("*.block")) <= 66_000
+
+
+@pytest.mark.full
+def test_runs_are_resumed_at_any_place_with_other_ranks_workers_and_caches(
+    store: HttpStore, tmp_path: Path
+) -> None:
+    chosen = random.Random(5)
+    tar = tar_of(store)
+    for trial in range(20):
+        ranks, step = chosen.choice([2, 3, 5]), chosen.randrange(1, 9)
+        options: dict[str, Any] = {
+            "seed": trial,
+            "block": 3,
+            "window": 2,
+            "uneven": "exact",
+            "spans": 2,
+        }
+        before: list[Any] = []
+        for rank in range(2):
+            sampler = BlockShuffleSampler(tar, num_replicas=2, rank=rank, **options)
+            loader: Any = DataLoader(
+                tar, 2, sampler=sampler, collate_fn=list, num_workers=2, backend="threads"
+            )
+            iterator = iter(loader)
+            for _ in range(step):
+                before += next(iterator)
+            del iterator
+        other = tar_of(store, cache_dir=str(tmp_path / f"{trial}"))
+        counts = []
+        for rank in range(ranks):
+            sampler = BlockShuffleSampler(other, num_replicas=ranks, rank=rank, **options)
+            sampler.load_state_dict({**sampler.state_dict(), "epoch": 0, "position": step * 4})
+            rest = [
+                sample
+                for batch in DataLoader(other, 3, sampler=sampler, collate_fn=list)  # type: ignore[arg-type]
+                for sample in batch
+            ]
+            before += rest
+            counts.append(len(rest))
+        assert sorted(before) == sorted(texts())
+        assert max(counts) - min(counts) <= 1
+        other.close()
     tar.close()
