@@ -261,9 +261,9 @@ class Pipeline(Steps):
         """One state of the states of all ranks, from which any number of ranks resume.
 
         The ranks share the indices of a `DistributedShuffleSampler` or `BlockShuffleSampler`. The
-        indices that they have left are shared again: together, the ranks that load the state get every item that was not
-        given yet, and none twice. The order of these items is another one, and steps with a buffer begin
-        with an empty one, so batches may have other items. See docs/resuming.md.
+        indices that they have left are shared again: together, the ranks that load the state get every
+        item that was not given yet, and none twice. The order of these items is another one, and steps
+        with a buffer begin with an empty one, so batches may have other items. See docs/resuming.md.
 
         Parameters
         ----------

@@ -7,7 +7,8 @@ entry for each block; nothing is kept for each sample.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
@@ -18,8 +19,13 @@ from hybridloader._support.attributes import attribute
 from hybridloader.sampling.arguments import fingerprint, lengths_of
 from hybridloader.sampling.distributed import DistributedShuffleSampler
 from hybridloader.sampling.permutation import Permutation
+from hybridloader.sampling.resumable import SamplerPlace
 
 Ints = npt.NDArray[np.int64]
+
+
+_PLANNED = 4096
+"""Positions that are announced to a source at a time."""
 
 
 class HasBlocks(Protocol):
@@ -112,10 +118,15 @@ class BlockShuffleSampler(DistributedShuffleSampler):
         self.window = whole("window", window, 1)
         self.spans = self.num_replicas if spans is None else whole("spans", spans, 1)
         self._sizes, self._fingerprint = sizes, fingerprint(sizes)
+        # All the mutable state beside that of the base:
+        self._read_ahead = attribute(data_source, "read_ahead")
+        self._given: Callable[[int], None] | None = None  # to be called with each item's samples
+        if self._read_ahead is not None and self._read_ahead(sizes, None, self._in_use) is None:
+            self._read_ahead = None
         self._last: tuple[int, BlockOrder] | None = None  # order of the epoch that was read last
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_last": None}
+        return {**self.__dict__, "_last": None, "_read_ahead": None, "_given": None}
 
     def _agreement(self) -> dict[str, Any]:
         return {**super()._agreement(), "blocks_crc32": self._fingerprint}
@@ -123,9 +134,45 @@ class BlockShuffleSampler(DistributedShuffleSampler):
     def order(self, epoch: int | None = None) -> BlockOrder:
         """The order of `epoch` (None: that of `self.epoch`) before it is cut into spans."""
         epoch = self.epoch if epoch is None else epoch
-        if self._last is None or self._last[0] != epoch:
-            self._last = epoch, BlockOrder(self._sizes, self.window, self.seed, epoch)
-        return self._last[1]
+        last = self._last  # the source looks ahead on other threads, maybe still in another epoch
+        if last is None or last[0] != epoch:
+            last = self._last = epoch, BlockOrder(self._sizes, self.window, self.seed, epoch)
+        return last[1]
+
+    @property
+    def _in_use(self) -> int:
+        """Blocks from which this rank takes samples in turn."""
+        return self.window * (self.spans // math.gcd(self.spans, self.num_replicas))
+
+    def _blocks(self, most: int) -> Iterator[tuple[SamplerPlace, Any]]:
+        if self._read_ahead is not None:
+            begun = self._upcoming()
+            order = self._planned(SamplerPlace(begun.epoch, begun.position))
+            self._given = self._read_ahead(self._sizes, order, self._in_use)
+        yield from super()._blocks(most)
+
+    def __iter__(self) -> Iterator[int]:
+        items = super().__iter__()
+        return items if self._read_ahead is None else self._told(items)
+
+    def batches(
+        self, batch_size: int, drop_last: bool, *, arrays: bool = False
+    ) -> Iterator[Sequence[int]]:
+        items = super().batches(batch_size, drop_last, arrays=arrays)
+        return items if self._read_ahead is None else self._told(items)
+
+    def _told(self, items: Iterator[Any]) -> Iterator[Any]:
+        """Yield items, and report each to the source."""
+        for item in items:
+            if self._given is not None:
+                self._given(1 if isinstance(item, int) else len(item))
+            yield item
+
+    def _planned(self, place: SamplerPlace) -> Iterator[Ints]:
+        """The indices from `place` to the end of the epoch, several at a time."""
+        while len(items := self._items(place, _PLANNED)):
+            yield items
+            place.position += self._step * len(items)
 
     def _indices(self, epoch: int, positions: Ints) -> Ints:
         if self.spans > 1:

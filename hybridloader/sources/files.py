@@ -12,6 +12,7 @@ import numpy as np
 from hybridloader._support.arguments import flag
 from hybridloader._support.errors import SourceError, add_note
 from hybridloader.sources.listing import Root, Urls, list_files
+from hybridloader.sources.patience import RETRY
 from hybridloader.sources.shards import Shards
 from hybridloader.sources.texts import Texts
 
@@ -39,6 +40,9 @@ class Files(Shards[Any]):
         below the folder or glob of `urls`. `classes` has these names, sorted.
     index
         Path of a local file that keeps the list for the next time. Delete it to list again.
+    retry_seconds
+        Seconds from the first failure of a request within which it is made again, with pauses that
+        grow: answers such as 503, timeouts, broken connections. 0: never.
     storage_options
         Options of fsspec for the places of `urls`, such as credentials.
 
@@ -82,11 +86,12 @@ class Files(Shards[Any]):
         load: Load = "bytes",
         classes: bool = False,
         index: str | None = None,
+        retry_seconds: float = RETRY,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         if not callable(load) and load not in ("bytes", "text"):
             raise ValueError(f"load must be 'bytes', 'text' or a function of bytes, got {load!r}")
-        roots, stores = list_files(urls, storage_options or {}, index)
+        roots, stores = list_files(urls, storage_options or {}, index, retry=retry_seconds)
         super().__init__(Texts(root.url for root in roots), [len(root.paths) for root in roots])
         self._load = load
         numbers = {store: number for number, store in enumerate(dict.fromkeys(stores))}

@@ -22,6 +22,7 @@ from hybridloader._support.ranks import ranks_here
 from hybridloader.sources.headers import open_headers
 from hybridloader.sources.kept import MANIFEST
 from hybridloader.sources.listing import Urls, list_files
+from hybridloader.sources.patience import RETRY
 from hybridloader.sources.store import Stamp, Store, each
 from hybridloader.sources.tar_index import (
     TarIndex,
@@ -51,9 +52,12 @@ Place = tuple[Store, str]
 """Store of an archive, and its path there."""
 
 
-def archives(urls: Urls, options: Mapping[str, Any]) -> list[Place]:
-    """List the archives that `urls` name. Raises `FileNotFoundError` if there are none."""
-    roots, stores = list_files(urls, options)
+def archives(urls: Urls, options: Mapping[str, Any], retry: float = RETRY) -> list[Place]:
+    """List the archives that `urls` name; `retry` is that of `list_files`.
+
+    Raises `FileNotFoundError` if there are none.
+    """
+    roots, stores = list_files(urls, options, retry=retry)
     places = [
         (store, path)
         for root, store in zip(roots, stores, strict=True)

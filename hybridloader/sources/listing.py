@@ -7,11 +7,14 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
+from hybridloader._support.arguments import seconds
 from hybridloader._support.errors import CacheError, SourceError
 from hybridloader.sources.kept import write_whole
+from hybridloader.sources.patience import RETRY
 from hybridloader.sources.store import Store, fsspec_module, is_local
 
 VERSION = 1
@@ -85,6 +88,7 @@ def list_files(
     kept: str | None = None,
     *,
     ignored: tuple[str, ...] = (),
+    retry: float = RETRY,
 ) -> tuple[list[Root], list[Store]]:
     """List the files that `urls` name, and the store of each; the URLs of one place share it.
 
@@ -101,6 +105,8 @@ def list_files(
         Path of a local file that keeps the list: it is read if it is there, else written.
     ignored
         Beginnings of names that are left out of a folder, and of the folders within it.
+    retry
+        Seconds within which a request that failed is made again.
 
     Raises
     ------
@@ -111,10 +117,11 @@ def list_files(
     SourceError
         A name leads out of its folder.
     """
+    seconds("retry_seconds", retry)
     wanted = urls_of(urls)
     places = [_place_of(url) for url in wanted]
     urls_by_place = dict(zip(places, wanted, strict=True))
-    by_place = {place: Store(url, options) for place, url in urls_by_place.items()}
+    by_place = {place: Store(url, options, retry) for place, url in urls_by_place.items()}
     stores = [by_place[place] for place in places]
     if kept is not None and os.path.exists(kept):
         return _read(kept, wanted), stores
@@ -123,7 +130,7 @@ def list_files(
     seen: set[tuple[Store, str]] = set()
     roots = []
     for url, store in zip(wanted, stores, strict=True):
-        root = _listed(url, store, ignored)
+        root = store.patiently(partial(_listed, url, store, ignored))
         fresh = [at for at, path in enumerate(root.paths) if (store, path) not in seen]
         seen.update((store, path) for path in root.paths)
         paths, sizes = [root.paths[at] for at in fresh], [root.sizes[at] for at in fresh]
@@ -138,17 +145,25 @@ def _place_of(url: str) -> str:
     if is_local(url):
         return "file"
     first, chained, rest = url.partition("::")
-    protocol, _, path = first.partition("://")
+    protocol, separator, path = first.partition("://")
+    if not separator:  # such as simplecache::, which names no file of its own
+        return f"{first}::{_place_of(rest)}"
     if chained:
         return f"{protocol}::{rest}"
     return f"{protocol}://{path.partition('/')[0]}"
 
 
+def _first_named(url: str) -> str:
+    """Return the first part of a chain that names a file: of simplecache::http://a, the second."""
+    return next(part for part in url.split("::") if "://" in part)
+
+
 def _listed(url: str, store: Store, ignored: tuple[str, ...]) -> Root:
     fs = _following_links(url) if store.is_local else store.fs
-    named = url if store.is_local else url.partition("::")[0]
+    named = url if store.is_local else _first_named(url)
     path = str(fs._strip_protocol(named))
-    magic = re.search(r"[*?\[]" if "://" not in url or "::" in url else r"[*\[]", path)
+    asks = "://" not in url or "::" in url[url.find(named) :]  # in http, ? begins a query
+    magic = re.search(r"[*?\[]" if asks else r"[*\[]", path)
     if magic is not None and not (store.is_local and os.path.exists(path)):
         found = fs.glob(path, detail=True)
         folder = path[: magic.start()].rpartition("/")[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import count
@@ -13,10 +13,13 @@ import numpy.typing as npt
 
 from hybridloader._support.arguments import flag, whole
 from hybridloader._support.errors import SourceError
+from hybridloader.sources.block_reader import AHEAD
+from hybridloader.sources.block_reader import CACHE as DISK
 from hybridloader.sources.columns import Columns, Ints, pyarrow_modules
 from hybridloader.sources.finder import Finder
 from hybridloader.sources.folder_columns import folder_columns
 from hybridloader.sources.listing import Urls, list_files
+from hybridloader.sources.patience import RETRY
 from hybridloader.sources.per_worker import PerWorker
 from hybridloader.sources.row_groups import ParquetFile, RowGroups
 from hybridloader.sources.selection import Part, Selection
@@ -63,6 +66,18 @@ class Parquet(Shards[Any]):
         matrix, and others lists of Python's objects. Default: a row is a dict of Python's objects.
     cache
         Bytes of decoded row groups that a process keeps: the ones used last, and at least one.
+    ahead_bytes
+        Bytes of row groups of remote files, as they are stored, that a process fetches ahead under a
+        `BlockShuffleSampler`. 0: none. With a `filter` none are.
+    cache_dir
+        Local folder in which such row groups are kept for the next epoch: one copy for all workers and
+        ranks of this machine, and for other jobs that name it.
+    cache_bytes
+        Bytes of all files in `cache_dir`; a window must have room. What was used longest ago goes
+        first, and nothing that is in use.
+    retry_seconds
+        Seconds from the first failure of a request within which it is made again, with pauses that
+        grow: answers such as 503, timeouts, broken connections. 0: never.
     storage_options
         Options of fsspec for the places of `urls`.
 
@@ -109,6 +124,10 @@ class Parquet(Shards[Any]):
         filter: Any = None,
         tensors: bool = False,
         cache: int = CACHE,
+        ahead_bytes: int = AHEAD,
+        cache_dir: str | None = None,
+        cache_bytes: int = DISK,
+        retry_seconds: float = RETRY,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         pyarrow_modules()
@@ -118,7 +137,9 @@ class Parquet(Shards[Any]):
             raise ValueError(f"columns names one of them twice: {', '.join(columns)}")
         self._tensors, self._filter = flag("tensors", tensors), filter
         # As pyarrow's datasets do: Spark and others keep notes of their own under such names.
-        roots, stores = list_files(urls, storage_options or {}, ignored=("_", "."))
+        roots, stores = list_files(
+            urls, storage_options or {}, ignored=("_", "."), retry=retry_seconds
+        )
         folders, numbers = folder_columns(roots), count()
         places = [
             (store, path) for root, store in zip(roots, stores, strict=True) for path in root.paths
@@ -136,13 +157,18 @@ class Parquet(Shards[Any]):
         self._groups = groups
         self._group_stops: Ints = np.cumsum(groups[:, 2])
         self._finder = Finder(self._group_stops)
+        ahead = whole("ahead_bytes", ahead_bytes, 0) or None
+        remote = filter is None and any(not file.store.is_local for file in self._files)
+        self._read_blocks(ahead if remote else None, cache_dir, cache_bytes, warns=False)
+        # Of its own, so that what is decoded goes with the workers that share the cache.
+        self._places = PerWorker(partial(RowGroups, 0), per="process")
         self._cache = PerWorker(partial(RowGroups, whole("cache", cache, 0)), per="process")
 
     def _index(self, all_columns: bool) -> Ints:
         """Return file, number and rows of each row group that has rows."""
 
         def described(file: ParquetFile) -> tuple[Any, list[tuple[int, int]] | Exception]:
-            with file.open() as (_, fragment):
+            with file.open() as (_, fragment, _):
                 try:
                     return fragment.physical_schema, self._counted(file, fragment)
                 except Exception as error:  # a column that lacks is to be told first
@@ -212,7 +238,37 @@ class Parquet(Shards[Any]):
         sizes: Ints = self._groups[:, 2]
         return sizes
 
+    def fetch(self, shard: int, first: int, last: int) -> bytes:
+        file, number, _ = self._groups[self._group_at(shard, first)].tolist()
+        place = self._files[file]
+        ranges = self._places().ranges(place, number, self.columns)
+        try:
+            found = [
+                place.store.remote_range(place.path, start, stop)
+                for start, stop in zip(ranges.starts, ranges.stops, strict=True)
+            ]
+        except Exception as error:
+            place.raise_told(error, f"row group {number}")
+        return found[0] if len(found) == 1 else b"".join(found)
+
+    def fetch_key(self, shard: int, first: int, last: int) -> str:
+        file, number, _ = self._groups[self._group_at(shard, first)].tolist()
+        place = self._files[file]
+        return f"parquet {place.name} {tuple(place.stamp)} {number} {self.columns}"
+
+    def _group_at(self, shard: int, number: int) -> int:
+        index = number + (self._ends[shard - 1] if shard else 0)
+        return int(np.searchsorted(self._group_stops, index, "right"))
+
+    def read_ahead(
+        self, sizes: Ints, order: Iterator[Ints] | None, blocks: int
+    ) -> Callable[[int], None] | None:
+        # Whatever a sampler takes for a block, row groups are what is fetched.
+        return super().read_ahead(self.block_sizes, order, blocks)
+
     def close(self) -> None:
+        super().close()
+        self._places.close()
         self._cache.close()
         for file in self._files:
             file.store.close()
@@ -290,7 +346,19 @@ class Parquet(Shards[Any]):
 
     def _read(self, cache: RowGroups, group: int, *, wait: bool = True) -> Any:
         file, number, rows = self._groups[group].tolist()
-        return cache.get(self._files[file], number, self.columns, self._filter, rows, wait=wait)
+        fetched = None
+        if self._reader is not None:
+            fetched = partial(self._fetched_bytes, int(self._group_stops[group]) - rows, rows)
+        return cache.get(
+            *(self._files[file], number, self.columns, self._filter, rows),
+            wait=wait,
+            fetched=fetched,
+        )
+
+    def _fetched_bytes(self, index: int, rows: int) -> Any:
+        """Return the bytes of the row group that begins with this sample, if they were fetched."""
+        found = None if self._reader is None else self._reader.find(self, index, rows)
+        return None if found is None else found.data
 
     @staticmethod
     def collate_fn(samples: Any) -> Any:

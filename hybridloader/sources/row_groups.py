@@ -8,9 +8,11 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from bisect import bisect_right
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
@@ -18,7 +20,7 @@ from hybridloader._support.caller import warn_once
 from hybridloader._support.errors import SourceError
 from hybridloader.sources.columns import Columns, parquet_module, pyarrow_modules
 from hybridloader.sources.folder_columns import condition_of
-from hybridloader.sources.store import Stamp, Store
+from hybridloader.sources.store import GAP, Stamp, Store
 
 
 class OpenParquet(NamedTuple):
@@ -28,6 +30,16 @@ class OpenParquet(NamedTuple):
     """File of pyarrow."""
     fragment: Any
     """Fragment of pyarrow.dataset, with the metadata."""
+    remote: _RemoteFile | None
+    """What `source` reads, if that is remote."""
+
+
+class Ranges(NamedTuple):
+    """Parts of a file that are fetched together, and where each lies in the bytes of all."""
+
+    starts: list[int]
+    stops: list[int]
+    places: list[int]
 
 
 class ParquetFile(NamedTuple):
@@ -51,11 +63,13 @@ class ParquetFile(NamedTuple):
         # Not by a file system of pyarrow's: that closes files late, on threads of its own, and takes
         # any failure of fsspec for a file that is not there.
         pyarrow, dataset = pyarrow_modules()
+        remote = None
         try:
             if self.store.is_local:
                 source = pyarrow.OSFile(self.path)
             else:
-                source = pyarrow.PythonFile(_RemoteFile(self), mode="r")
+                remote = _RemoteFile(self)
+                source = pyarrow.PythonFile(remote, mode="r")
         except Exception as error:
             self.raise_told(error, what)
         with source:
@@ -67,7 +81,7 @@ class ParquetFile(NamedTuple):
                 fragment.ensure_complete_metadata()
             except Exception as error:
                 self.raise_told(error, what)
-            yield OpenParquet(source, fragment)
+            yield OpenParquet(source, fragment, remote)
 
     def schema(self, fragment: Any) -> Any:
         """Return the schema that a filter may name: that of the file, and what its folders name."""
@@ -103,13 +117,21 @@ class _RemoteFile:
         self._file, self._size = file, file.stamp.size
         if self._size < 0:
             raise SourceError(f"{file.name} can't be read by ranges: its store tells no size")
-        self._at = 0  # all the mutable state
+        # All the mutable state:
+        self._at = 0
+        self.fetched: tuple[Ranges, Any] | None = None  # parts that are there already
 
     def read(self, size: int) -> bytes:
         start, stop = self._at, min(self._at + size, self._size)
         self._at = max(start, stop)
         if stop <= start:
             return b""
+        if self.fetched is not None:
+            ranges, data = self.fetched
+            part = bisect_right(ranges.starts, start) - 1
+            if part >= 0 and stop <= ranges.stops[part]:
+                at = ranges.places[part] + start - ranges.starts[part]
+                return bytes(data[at : at + stop - start])
         try:
             return self._file.store.remote_range(self._file.path, start, stop)
         except OSError as error:
@@ -156,6 +178,8 @@ class RowGroups:
         self._entries: OrderedDict[tuple[int, int], _Entry] = OrderedDict()
         self._bytes = self._largest = 0  # of all, and of the largest that there was
         self._dropped: deque[tuple[int, int]] = deque(maxlen=_LATELY)
+        self._ranges: dict[int, list[Ranges]] = {}  # of the row groups of each file
+        self._ranges_lock = threading.Lock()
         self._again = 0  # row groups that were decoded again, of those
 
     def get(
@@ -167,10 +191,12 @@ class RowGroups:
         rows: int,
         *,
         wait: bool = True,
+        fetched: Callable[[], Any] | None = None,
     ) -> Columns | None:
         """Return the row group of number `group` in its file.
 
-        None if another thread decodes it, and this one shall not `wait`. Raises `SourceError` if it has
+        None if another thread decodes it, and this one shall not `wait`. `fetched` returns the bytes of
+        its `ranges`, if these are there, or None. Raises `SourceError` if it has
         not the `rows` rows that were counted.
         """
         key = file.number, group
@@ -183,7 +209,8 @@ class RowGroups:
             return None
         try:
             if entry.columns is None:
-                found = self._read(file, group, columns, condition)
+                data = None if fetched is None else fetched()
+                found = self._read(file, group, columns, condition, data)
                 if len(found) != rows:
                     raise SourceError(
                         f"{file.name}, row group {group} has {len(found)} rows, and had {rows} when it "
@@ -222,12 +249,29 @@ class RowGroups:
                 "are in use at a time (the window of a BlockShuffleSampler), or a smaller window"
             )
 
+    def ranges(self, file: ParquetFile, group: int, columns: Sequence[str]) -> Ranges:
+        """Return the parts of a file that have these columns of a row group."""
+        with self._ranges_lock:  # else each thread would open the file
+            found = self._ranges.get(file.number)
+            if found is None:
+                with self._opened(file, f"row group {group}") as opened:
+                    metadata = opened.fragment.metadata
+                found = [
+                    _ranges_of(metadata.row_group(number), columns)
+                    for number in range(metadata.num_row_groups)
+                ]
+                self._ranges[file.number] = found
+        return found[group]
+
     def _read(
-        self, file: ParquetFile, group: int, columns: Sequence[str], condition: Any
+        self, file: ParquetFile, group: int, columns: Sequence[str], condition: Any, data: Any
     ) -> Columns:
         what = f"row group {group}"
-        with self._opened(file, what) as (source, fragment):
+        ranges = None if data is None else self.ranges(file, group, columns)
+        with self._opened(file, what) as (source, fragment, remote):
             try:
+                if remote is not None:
+                    remote.fetched = None if ranges is None else (ranges, data)
                 names = [name for name in columns if name not in file.folders]
                 # Without threads of its own: workers are many, and some are forked.
                 if condition is None:  # in 0.6 of the time of a scan, which reads on other threads
@@ -243,6 +287,9 @@ class RowGroups:
                 table = _with_folders(table, file, columns) if file.folders else table
             except Exception as error:
                 file.raise_told(error, what)
+            finally:
+                if remote is not None:
+                    remote.fetched = None
         return Columns(table, f"{file.name}, {what}")
 
     @contextmanager
@@ -295,6 +342,28 @@ class RowGroups:
             idle, self._idle = self._idle, []
         for one in idle:
             one.stack.close()
+
+
+def _ranges_of(row_group: Any, columns: Sequence[str]) -> Ranges:
+    """Return the parts that have the column chunks of a row group; those close together are one."""
+    chunks = []
+    for number in range(row_group.num_columns):
+        chunk = row_group.column(number)
+        path = chunk.path_in_schema
+        if any(path == name or path.startswith(f"{name}.") for name in columns):
+            first = chunk.dictionary_page_offset or chunk.data_page_offset
+            start = min(first, chunk.data_page_offset)
+            chunks.append((start, start + chunk.total_compressed_size))
+    starts: list[int] = []
+    stops: list[int] = []
+    for start, stop in sorted(chunks):
+        if starts and start - stops[-1] <= GAP:
+            stops[-1] = max(stop, stops[-1])
+        else:
+            starts.append(start)
+            stops.append(stop)
+    sizes = [stop - start for start, stop in zip(starts, stops, strict=True)]
+    return Ranges(starts, stops, [0, *accumulate(sizes)])
 
 
 def _with_folders(table: Any, file: ParquetFile, columns: Sequence[str]) -> Any:

@@ -6,16 +6,20 @@ and of the loader: nothing here counts what was read.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from array import array
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from hybridloader._support.arguments import whole
+from hybridloader.sources.block_cache import BlockCache
+from hybridloader.sources.block_reader import AHEAD, BlockReader, Fetched
 
 T_co = TypeVar("T_co", covariant=True)
 Ints = npt.NDArray[np.int64]
@@ -66,6 +70,25 @@ class Shards(ABC, Generic[T_co]):
             )
         # No list: of a million shards, forked workers would copy the pages of all its ints.
         self._ends: array[int] = array("q", np.cumsum(self.shard_sizes, dtype=np.int64).tobytes())
+        self._reader: BlockReader | None = None
+        if type(self).fetch is not Shards.fetch:
+            self._read_blocks(AHEAD)
+
+    def _read_blocks(
+        self,
+        limit: int | None,
+        cache_dir: str | None = None,
+        cache_bytes: int | None = None,
+        *,
+        warns: bool = True,
+    ) -> None:
+        """Hold up to `limit` bytes of blocks; None: read each sample alone, as from a local disk."""
+        self._reader = None
+        if limit is not None:
+            cache = None
+            if cache_dir is not None:
+                cache = BlockCache(os.path.abspath(cache_dir), whole("cache_bytes", cache_bytes, 1))
+            self._reader = BlockReader(self._ends, limit, cache, warns=warns)
 
     @abstractmethod
     def read(self, shard: int, number: int) -> T_co:
@@ -86,6 +109,91 @@ class Shards(ABC, Generic[T_co]):
             The store did not serve.
         """
 
+    def fetch(self, shard: int, first: int, last: int) -> Any:
+        """Return the bytes of the samples from `first` to before `last` of a shard.
+
+        A source of your own that lies in a remote store may define it. Under a `BlockShuffleSampler`
+        it is then called once for each block, ahead of the samples, from several threads, and `read`
+        finds the bytes by `fetched`. Without it each sample is read by itself.
+
+        Parameters
+        ----------
+        shard
+            Number of the shard, from 0.
+        first, last
+            Numbers of samples in the shard.
+
+        Returns
+        -------
+        bytes or memoryview
+            Whatever `read` needs to find each of these samples in it.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no fetch()")
+
+    def fetch_size(self, shard: int, first: int, last: int) -> int:
+        """Return the number of bytes that `fetch` returns for these arguments; -1 if it is unknown."""
+        return -1
+
+    def fetch_key(self, shard: int, first: int, last: int) -> str:
+        """Return a name of the bytes that `fetch` returns for these arguments, for a cache.
+
+        It must be another one where the bytes are others: in another file, or if the file has changed.
+        """
+        return f"{type(self).__qualname__} {self.shard_names[shard]} {first} {last}"
+
+    def fetched(self, shard: int, number: int) -> Fetched | None:
+        """Return the block that has a sample, for `read`, which calls this once for each sample.
+
+        Parameters
+        ----------
+        shard, number
+            Those of `read`.
+
+        Returns
+        -------
+        Fetched or None
+            The `data` that `fetch` returned for the samples from `first` to before `last` of this
+            shard. None: read the sample alone.
+
+        Raises
+        ------
+        FileNotFoundError
+            `fetch` did not find the shard.
+        """
+        if self._reader is None:
+            return None
+        return self._reader.find(self, number + (self._ends[shard - 1] if shard else 0))
+
+    def read_ahead(
+        self, sizes: Ints, order: Iterator[Ints] | None, blocks: int
+    ) -> Callable[[int], None] | None:
+        """Fetch blocks ahead of their samples from now on; `BlockShuffleSampler` calls it.
+
+        Parameters
+        ----------
+        sizes
+            Number of samples of each block.
+        order
+            Arrays of indices of the samples that come, in their order. None: nothing comes yet, and
+            workers may be about to start.
+        blocks
+            Number of blocks from which samples come in turn.
+
+        Returns
+        -------
+        callable or None
+            To be called with the number of samples that were given out, each time. None: nothing is
+            read ahead.
+        """
+        reader = self._reader
+        if reader is None:
+            return None
+        if order is None:
+            reader.divide(sizes, blocks)
+        else:
+            reader.begin(self, sizes, order, blocks)
+        return partial(reader.advance, self)
+
     @property
     def block_sizes(self) -> Ints:
         """Number of samples of each block of consecutive samples that are read best together.
@@ -94,8 +202,10 @@ class Shards(ABC, Generic[T_co]):
         """
         return self.shard_sizes
 
-    def close(self) -> None:  # most have nothing open
+    def close(self) -> None:
         """Close the handles of this process. They are opened again when they are needed."""
+        if self._reader is not None:
+            self._reader.close()
 
     def locate(self, index: int) -> tuple[int, int]:
         """Return the number of the shard that has the sample `index`, and its number there."""

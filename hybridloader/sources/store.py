@@ -5,6 +5,7 @@ Errors are told apart here: files that are not there, a store that did not serve
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import threading
@@ -14,10 +15,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import count
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from hybridloader._support.attributes import attribute
 from hybridloader._support.errors import SourceError, StoreError, add_note, described, is_a, part
+from hybridloader.sources.patience import RETRY, patiently, status_may_pass
 from hybridloader.sources.per_worker import PerWorker
 
 T = TypeVar("T")
@@ -37,6 +40,18 @@ _MISTAKES = (TypeError, ValueError, ImportError, AttributeError, LookupError, As
 _OPEN = 64
 """Local files that are kept open in a process."""
 
+GAP = 64 * 1024
+"""Bytes between two parts of a file up to which one request takes both: less than a request costs."""
+
+CONNECTIONS = 100
+"""Connections to a store from a process, as many as aiohttp has by default."""
+
+_SHORT = 3
+"""Requests that are answered with too few bytes, as announced, until the file is taken to be shorter."""
+
+_S3 = ("s3", "s3a")
+"""Protocols of s3fs."""
+
 _AT_ONCE = 8
 """Remote files that are indexed at the same time."""
 
@@ -55,11 +70,11 @@ class Stamp(NamedTuple):
 
 
 class WrongLength(Exception):
-    """A store has sent other than the bytes from `start` to before `stop` that it was asked for."""
+    """A store has sent other than the bytes from `start` to before `stop`, for so many `times`."""
 
-    def __init__(self, start: int, stop: int, got: int) -> None:
-        super().__init__(start, stop, got)
-        self.asked, self.start, self.got = stop - start, start, got
+    def __init__(self, start: int, stop: int, got: int, times: int) -> None:
+        super().__init__(start, stop, got, times)
+        self.asked, self.start, self.got, self.times = stop - start, start, got, times
 
     def told(self, where: str) -> Exception:
         told = f"{where}: asked for the {self.asked} bytes from {self.start} on, and got {self.got}"
@@ -80,10 +95,12 @@ class Store:
         Any URL of the place, or a path.
     options
         Options of fsspec for it, such as credentials.
+    retry
+        Seconds from the first failure of a request within which it is made again, where that may help.
     """
 
-    def __init__(self, url: str, options: Mapping[str, Any]) -> None:
-        self._url, self._options = url, dict(options)
+    def __init__(self, url: str, options: Mapping[str, Any], retry: float = RETRY) -> None:
+        self._url, self._options, self._retry = url, dict(options), retry
         self.is_local = is_local(url)
         # One of an archive has a file position. The others are asked from all threads at once.
         self._opened = PerWorker(partial(_opened, url, self._options), close=_nothing)
@@ -116,7 +133,7 @@ class Store:
             if anew:  # as fsspec does after it has written a file
                 self.fs.invalidate_cache(path)
                 self.fs.invalidate_cache(self.fs._parent(path))
-            info = self.fs.info(path)
+            info = self.patiently(lambda: _behind_cache(self.fs).info(path))
         except Exception as error:
             self.raise_told(error, path)
         # Azure's listings have checksums without the quotation marks around them.
@@ -124,11 +141,13 @@ class Store:
         mark = next((f"{name} {value}" for name, value in found if value), "")
         return Stamp(-1 if info.get("size") is None else int(info["size"]), mark)
 
-    def open(self, path: str) -> Any:
-        """Open a file that is read once, from its beginning to its end, by leaps."""
+    def open(self, path: str, size: int) -> Any:
+        """Open a file of `size` bytes that is read once, from its beginning to its end, by leaps."""
         try:
             if self.is_local:
                 return open(path, "rb")
+            if size >= 0:
+                return io.BufferedReader(_Ranges(self, path, size), _AHEAD)
             return self.fs.open(path, "rb", block_size=_AHEAD, cache_type="readahead")
         except Exception as error:
             self.raise_told(error, path)
@@ -140,7 +159,7 @@ class Store:
                 with open(path, "rb", buffering=0) as file:
                     data = file.read()
             else:
-                data = self.fs.cat_file(path)
+                data = self.patiently(lambda: self.fs.cat_file(path))
         except Exception as error:
             self.raise_told(error, path)
         if size >= 0 and len(data) != size:
@@ -178,10 +197,24 @@ class Store:
 
         Raises what its file system does, or `WrongLength`; `raise_told` makes our errors of these.
         """
-        data = bytes(self.fs.cat_file(path, start=start, end=stop))
-        if len(data) != stop - start:
-            raise WrongLength(start, stop, len(data))
-        return data
+        times = count(1)
+
+        def asked() -> bytes:
+            data = bytes(self.fs.cat_file(path, start=start, end=stop))
+            if len(data) != stop - start:
+                raise WrongLength(start, stop, len(data), next(times))
+            return data
+
+        return self.patiently(asked)
+
+    def patiently(self, call: Callable[[], R]) -> R:
+        """Return what `call` returns, and call it again after errors of the store that may pass."""
+        return patiently(self._retry, call, self._may_pass)
+
+    def _may_pass(self, error: Exception) -> bool:
+        if isinstance(error, WrongLength) and error.times >= _SHORT:
+            return False
+        return is_a(self._told(error, ""), StoreError) and status_may_pass(error)
 
     def raise_told(self, error: Exception, path: str, what: str = "") -> NoReturn:
         """Raise `error`, or one of ours in its place, that names the file and `what` of it."""
@@ -199,7 +232,8 @@ class Store:
             return error.told(where)
         # Of HTTP, fsspec says that a file is not there whatever the answer to its size was.
         cause = part(error, "__cause__")
-        status = attribute(cause, "status", 404)
+        unknown = is_a(error, FileNotFoundError) and _is_of_connection(cause)
+        status = attribute(cause, "status", 503 if unknown else 404)
         if is_a(error, _FOR_GOOD) and status in (404, 410):
             add_note(error, f"reading {where}")
             return error
@@ -213,8 +247,8 @@ class Store:
             add_note(error, f"reading {where}")
             return error
         return StoreError(
-            f"{where} was not served: {said}. If that may pass, try again with "
-            "on_error=Retry(3, on=StoreError)"
+            f"{where} was not served: {said}. It was asked again for up to {self._retry:g} s, if that "
+            "could help; a larger retry_seconds= waits longer for the store"
         )
 
     def _name_or(self, path: str) -> str:
@@ -256,10 +290,13 @@ def fsspec_module(url: str) -> Any:
 
 def _opened(url: str, options: Mapping[str, Any]) -> Any:
     fsspec = fsspec_module(url)
+    options = _with_connections(url, options)
     try:
         _, chained, inner = url.rpartition("::")
         if chained:  # to open an archive is to ask for the size of its file
-            of_inner = options.get(inner.partition("://")[0], {})
+            of_inner = options.get(
+                inner.partition("://")[0], {}
+            )  # the same: fsspec keeps one of each
             fsspec.core.url_to_fs(inner, **of_inner)[0].invalidate_cache()
         fs = fsspec.core.url_to_fs(url, **options)[0]
         if not fs.async_impl:  # then this thread has one alone, with listings that it made before
@@ -271,8 +308,66 @@ def _opened(url: str, options: Mapping[str, Any]) -> Any:
         raise SourceError(f"{url} is no zip archive, or is cut short: {error}") from error
 
 
+def _is_of_connection(error: Any) -> bool:
+    """True of an error without an answer, from which nobody knows if a file is there."""
+    if not isinstance(error, Exception) or is_a(error, _FOR_GOOD):
+        return False
+    return is_a(error, OSError) or type(error).__module__.startswith(("aiohttp.", "asyncio."))
+
+
+def _behind_cache(fs: Any) -> Any:
+    """Return the file system that a cache of fsspec's reads, which knows more of its files."""
+    cached = sys.modules.get("fsspec.implementations.cached")
+    return fs.fs if cached is not None and isinstance(fs, cached.CachingFileSystem) else fs
+
+
+def _with_connections(url: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options with room for many requests at once: s3fs has 10 connections by default."""
+    first, *others = (part.partition("://")[0] for part in url.split("::"))
+    found = dict(options)
+    if first in _S3:
+        found["config_kwargs"] = {
+            "max_pool_connections": CONNECTIONS,
+            **found.get("config_kwargs", {}),
+        }
+    for protocol in others:
+        if protocol in _S3:
+            found[protocol] = _with_connections(f"{protocol}://", found.get(protocol, {}))
+    return found
+
+
 def _stamp_of(stat: os.stat_result) -> Stamp:
     return Stamp(stat.st_size, f"mtime {stat.st_mtime_ns}")
+
+
+class _Ranges(io.RawIOBase):
+    """A remote file that is read by ranges, each tried again by itself."""
+
+    def __init__(self, store: Store, path: str, size: int) -> None:
+        self._store, self._path, self._size = store, path, size
+        self._at = 0  # all the mutable state
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + (0, self._at, self._size)[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        stop = min(self._at + len(buffer), self._size)
+        if stop <= self._at:
+            return 0
+        data = self._store.remote_range(self._path, self._at, stop)
+        buffer[: len(data)] = data
+        self._at = stop
+        return len(data)
 
 
 class _LocalFile:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
@@ -11,14 +12,17 @@ import numpy as np
 
 from hybridloader._support.arguments import function, whole
 from hybridloader._support.errors import SourceError, add_note
+from hybridloader.sources.block_reader import AHEAD, CACHE
 from hybridloader.sources.indexing import archives, indexed
 from hybridloader.sources.listing import Urls
+from hybridloader.sources.patience import RETRY
 from hybridloader.sources.shards import Shards
+from hybridloader.sources.store import GAP
 from hybridloader.sources.tar_index import BLOCK, TarIndex, header_sum
 from hybridloader.sources.texts import Texts
 
-_GAP = 64 * 1024
-"""Bytes between two members of a sample up to which one read takes both: less than a request costs."""
+_PARTS = 1024
+"""Blocks of which the parts are kept: some 300 bytes each."""
 
 
 class _Member(NamedTuple):
@@ -28,6 +32,14 @@ class _Member(NamedTuple):
     size: int
     header: int
     extension: int
+
+
+class _Parts(NamedTuple):
+    """Parts of an archive that are fetched together, and where each lies in the bytes of all."""
+
+    starts: list[int]
+    stops: list[int]
+    places: list[int]  # one more: the number of all bytes
 
 
 class Tar(Shards[Any]):
@@ -57,6 +69,20 @@ class Tar(Shards[Any]):
         Bytes between two samples of a batch up to which one read takes both; for remote archives that
         are read in order. A batch is then made in one call, so `threads_per_worker` has no effect.
         Default: each sample is read alone.
+    ahead_bytes
+        Bytes of blocks of remote archives that a process holds under a `BlockShuffleSampler`, which
+        are fetched ahead of their samples. The sampler's window must have room. 0: none, each sample
+        is read alone.
+    cache_dir
+        Local folder in which the blocks of remote archives are kept for the next epoch: one copy for
+        all workers and ranks of this machine, and for other jobs that name it. Without a
+        `BlockShuffleSampler` these are whole archives.
+    cache_bytes
+        Bytes of all files in `cache_dir`; a window must have room. What was used longest ago goes
+        first, and nothing that is in use.
+    retry_seconds
+        Seconds from the first failure of a request within which it is made again, with pauses that
+        grow: answers such as 503, timeouts, broken connections. 0: never.
     storage_options
         Options of fsspec for the places of `urls`.
 
@@ -110,6 +136,10 @@ class Tar(Shards[Any]):
         load: Callable[[Any], Any] | None = None,
         index: str | None = None,
         merge: int | None = None,
+        ahead_bytes: int = AHEAD,
+        cache_dir: str | None = None,
+        cache_bytes: int = CACHE,
+        retry_seconds: float = RETRY,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         if isinstance(members, str):
@@ -118,7 +148,7 @@ class Tar(Shards[Any]):
             function("load", load, "a function of a sample")
         self._merge = None if merge is None else whole("merge", merge, 0)
         self._load = load
-        places = archives(urls, storage_options or {})
+        places = archives(urls, storage_options or {}, retry_seconds)
         indices = indexed(places, index)
         super().__init__(
             [store.name(path) for store, path in places], [len(one.keys) for one in indices]
@@ -129,6 +159,10 @@ class Tar(Shards[Any]):
         self.extensions = sorted({name for one in indices for name in one.extensions})
         self.ignored = sum(one.ignored for one in indices)
         self._gather(indices)
+        self._parts: dict[tuple[int, int, int], _Parts] = {}
+        remote = any(not store.is_local for store, _ in places)
+        limit = whole("ahead_bytes", ahead_bytes, 0) or None
+        self._read_blocks(limit if remote else None, cache_dir, cache_bytes)
         self.members = None if members is None else tuple(members)
         self._wanted = None
         if members is not None:
@@ -157,14 +191,70 @@ class Tar(Shards[Any]):
         self._members = np.stack([*columns, np.concatenate(codes)], axis=1)
 
     def close(self) -> None:
+        super().close()
         for store, _ in self._places:
             store.close()
 
     def read(self, shard: int, number: int) -> Any:
         index = number + (self._ends[shard - 1] if shard else 0)
         members = self._members_of(index)
-        contents = self._contents(shard, members, _GAP)
+        block = None if self._reader is None else self.fetched(shard, number)
+        if block is None:
+            contents = self._contents(shard, members, GAP)
+        else:
+            contents = {}
+            parts = self._parts_of(shard, block.first, block.last)
+            data = memoryview(block.data)
+            for member in members:
+                at = member.offset - parts.starts[bisect_right(parts.starts, member.offset) - 1]
+                at += parts.places[bisect_right(parts.starts, member.offset) - 1]
+                self._take(shard, member, data, at, contents)
         return self._made(shard, index, members, contents)
+
+    def fetch(self, shard: int, first: int, last: int) -> bytes:
+        store, path = self._places[shard]
+        parts = self._parts_of(shard, first, last)
+        what = f"samples {first} to {last - 1}"
+        found = [
+            store.read_range(path, start, stop, self._stamps[shard], lambda: what)
+            for start, stop in zip(parts.starts, parts.stops, strict=True)
+        ]
+        return found[0] if len(found) == 1 else b"".join(found)
+
+    def fetch_size(self, shard: int, first: int, last: int) -> int:
+        return self._parts_of(shard, first, last).places[-1]
+
+    def fetch_key(self, shard: int, first: int, last: int) -> str:
+        parts = self._parts_of(shard, first, last)
+        return f"tar {self.shard_names[shard]} {tuple(self._stamps[shard])} {parts.starts} {parts.stops}"
+
+    def _parts_of(self, shard: int, first: int, last: int) -> _Parts:
+        """Return the parts of an archive that have the members of these samples."""
+        key = shard, first, last
+        found = self._parts.get(key)
+        if found is None:
+            while len(self._parts) >= _PARTS:
+                self._parts.pop(next(iter(self._parts)), None)
+            found = self._parts[key] = self._make_parts(*key)
+        return found
+
+    def _make_parts(self, shard: int, first: int, last: int) -> _Parts:
+        before = self._ends[shard - 1] if shard else 0
+        begin, end = self._starts[[before + first, before + last]].tolist()
+        members = self._members[begin:end]
+        if self._wanted is not None:
+            wanted = {name for names in self._wanted for name in names}
+            codes = [code for code, name in enumerate(self.extensions) if name in wanted]
+            members = members[np.isin(members[:, 3], codes)]
+        if not len(members):
+            return _Parts([0], [0], [0, 0])
+        members = members[members[:, 0].argsort(kind="stable")]
+        starts, stops = members[:, 0] - BLOCK, members[:, 0] + members[:, 1]
+        parted = np.flatnonzero(starts[1:] - stops[:-1] > GAP) + 1
+        starts = starts[[0, *parted.tolist()]]
+        stops = stops[[*(parted - 1).tolist(), len(members) - 1]]
+        places = np.concatenate([[0], np.cumsum(stops - starts)])
+        return _Parts(starts.tolist(), stops.tolist(), places.tolist())
 
     @property
     def __getitems__(self) -> Callable[[Sequence[int]], list[Any]]:
@@ -184,7 +274,7 @@ class Tar(Shards[Any]):
             found.append((shard, index, members))
             shards.setdefault(shard, []).extend(members)
         contents = {
-            shard: self._contents(shard, members, max(_GAP, self._merge))
+            shard: self._contents(shard, members, max(GAP, self._merge))
             for shard, members in shards.items()
         }
         return [self._made(*one, contents[one[0]]) for one in found]
@@ -231,14 +321,19 @@ class Tar(Shards[Any]):
         what = partial(self._named, shard, part[0])
         data = memoryview(store.read_range(path, start, stop, self._stamps[shard], what))
         for member in part:
-            at = member.offset - start
-            if header_sum(data[at - BLOCK : at]) != member.header:
-                raise SourceError(
-                    f"{self.shard_names[shard]}, {self._named(shard, member)}: another header is at "
-                    f"byte {member.offset - BLOCK}: the archive has changed since it was indexed; make "
-                    "the Tar again"
-                )
-            contents[member.offset] = bytes(data[at : at + member.size])
+            self._take(shard, member, data, member.offset - start, contents)
+
+    def _take(
+        self, shard: int, member: _Member, data: memoryview, at: int, contents: dict[int, bytes]
+    ) -> None:
+        """Take a member, which begins `at` this byte of `data`, where its header is in front of it."""
+        if header_sum(data[at - BLOCK : at]) != member.header:
+            raise SourceError(
+                f"{self.shard_names[shard]}, {self._named(shard, member)}: another header is at "
+                f"byte {member.offset - BLOCK}: the archive has changed since it was indexed; make "
+                "the Tar again"
+            )
+        contents[member.offset] = bytes(data[at : at + member.size])
 
     def _named(self, shard: int, member: _Member) -> str:
         """Return the name of a member for errors."""

@@ -239,7 +239,7 @@ def test_an_error_of_a_function_names_the_file(folder: Path) -> None:
 def test_a_store_that_fails_is_asked_again(store: HttpStore) -> None:
     for number in range(3):
         store.files[f"/{number}.txt"] = f"text {number}".encode() * 9
-    files = Files(f"{store.url}/{{0..2}}.txt")
+    files = Files(f"{store.url}/{{0..2}}.txt", retry_seconds=0)
     for fault, said in [("503", "503"), ("short", "Payload")]:
         store.faults.append(fault)
         with pytest.raises(StoreError, match=rf"/1\.txt was not served: .*{said}") as told:
@@ -264,7 +264,7 @@ def test_a_store_that_hangs_is_left_after_its_time(store: HttpStore) -> None:
     aiohttp = pytest.importorskip("aiohttp")
     store.files["/a.txt"] = b"a"
     options = {"client_kwargs": {"timeout": aiohttp.ClientTimeout(total=0.1)}}
-    files = Files(f"{store.url}/a.txt", storage_options=options)
+    files = Files(f"{store.url}/a.txt", storage_options=options, retry_seconds=0)
     store.faults.append("hang")
     with pytest.raises(StoreError, match=r"a\.txt was not served"):
         files[0]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from support.archives import sample_members, tar_bytes
+from support.http_store import HttpStore
 from support.listed_store import ListedStore, SharedListedStore
 
 from hybridloader.sources import Files, Parquet, SourceError, Tar
@@ -216,3 +217,18 @@ def test_a_local_name_that_is_not_there_is_not_taken_for_a_chain(
     for url in ("::x.txt", "zip::x.txt"):
         with pytest.raises(FileNotFoundError, match=url):
             Files(url)
+
+
+@pytest.mark.parametrize("cache", ["simplecache", "filecache"])
+def test_archives_are_read_by_a_chain_with_a_cache(
+    store: HttpStore, cache: str, tmp_path: Path
+) -> None:
+    for number in range(2):
+        store.files[f"/{number}.tar"] = tar_bytes(sample_members(number * 3, 3))
+    options = {cache: {"cache_storage": str(tmp_path)}}
+    tar = Tar(f"{cache}::{store.url}/{{0..1}}.tar", members=("txt",), storage_options=options)
+    assert tar.shard_names == [f"{store.url}/{number}.tar" for number in range(2)]
+    store.requests.clear()
+    assert [text for (text,) in tar] == [text for _, text in sample_members(0, 6)[::2]]
+    assert cache != "simplecache" or not store.requests  # the others know of files by thread
+    tar.close()

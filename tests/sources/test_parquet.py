@@ -256,7 +256,7 @@ def test_remote_files_are_read_by_ranges(store: HttpStore) -> None:
     packed = io.BytesIO()
     pq.write_table(table(0, 10), packed, row_group_size=4)
     store.files["/a.parquet"] = packed.getvalue()
-    rows = Parquet(f"{store.url}/a.parquet", columns=["int"])
+    rows = Parquet(f"{store.url}/a.parquet", columns=["int"], retry_seconds=0)
     assert [one["int"] for one in rows] == list(range(10))
     for backend in ("threads", "spawn"):
         loader: Any = DataLoader(rows, 2, num_workers=2, backend=backend, collate_fn=list)
@@ -274,7 +274,7 @@ def test_an_error_of_a_store_is_not_taken_for_damage(
     packed = io.BytesIO()
     pq.write_table(table(0, 10), packed)
     store.files["/a.parquet"] = packed.getvalue()
-    rows = Parquet(f"{store.url}/a.parquet", columns=["int"])
+    rows = Parquet(f"{store.url}/a.parquet", columns=["int"], retry_seconds=0)
 
     def forbidden(*_: Any) -> bytes:
         raise OSError("Forbidden")  # as gcsfs does: without a number

@@ -195,3 +195,16 @@ def test_what_is_not_there_is_told(s3: Any) -> None:
         Files("s3://photos/none/*.txt", storage_options=s3)
     with pytest.raises((FileNotFoundError, StoreError), match=r"no\.txt"):
         Files("s3://photos/no.txt", storage_options=s3)[0]
+
+
+@pytest.mark.parametrize("url", ["s3://photos/a.tar", "simplecache::s3://photos/a.tar"])
+def test_there_are_more_connections_than_s3fs_has_by_default(s3: Any, url: str) -> None:
+    options = s3 if url.startswith("s3") else {"s3": s3}
+    own = {**s3, "config_kwargs": {"max_pool_connections": 7}}
+    for given, connections in ((options, 100), (own if options is s3 else {"s3": own}, 7)):
+        tar = Tar(url, members=("txt",), storage_options=given)
+        (place, _) = tar._places[0]
+        fs = place.fs.fs if "::" in url else place.fs
+        assert len(tar[0]) == 1
+        assert fs.config_kwargs["max_pool_connections"] == connections
+        tar.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import random
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -11,8 +12,8 @@ import pytest
 from support.archives import tar_bytes
 from support.http_store import HttpStore
 
-from hybridloader import DataLoader, Retry, Skip
-from hybridloader.sources import Files, Parquet, Shards, SourceError, StoreError, Tar
+from hybridloader import BlockShuffleSampler, DataLoader, Retry, Skip
+from hybridloader.sources import Files, Parquet, Shards, SourceError, StoreError, Tar, patience
 
 ROWS = 6
 
@@ -87,12 +88,65 @@ def list_loader(source: Any, **options: Any) -> Any:
     return DataLoader(source, 2, collate_fn=list, **options)
 
 
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Pauses between two tries, which take no time but on the clock that is looked at."""
+    made: list[float] = []
+    monkeypatch.setattr(patience, "sleep", made.append)
+    monkeypatch.setattr(patience, "monotonic", lambda: sum(made))
+    return made
+
+
+@pytest.mark.parametrize("fault", ["503", "short"])
+def test_what_may_pass_is_tried_again_by_default(
+    kind: str, fault: str, store: HttpStore, opened: Any, pauses: list[float]
+) -> None:
+    make, _ = KINDS[kind]
+    source = opened(make(store))
+    store.faults.extend([fault] * 3)
+    assert contents(source[0]) == expected(0)
+    assert len(pauses) == 3
+    store.faults.extend([fault] * 999)
+    with pytest.raises(StoreError, match="asked again for up to 60 s"):
+        source[ROWS - 1]
+    assert 55 < sum(pauses[3:]) <= 60
+    assert max(pauses) <= 4
+
+
+def test_a_source_is_made_of_a_store_that_fails_at_times(
+    store: HttpStore, opened: Any, pauses: list[float]
+) -> None:
+    for make, _ in KINDS.values():
+        store.faults.extend(["503", "short", "503"])
+        source = opened(make(store))
+        assert [contents(sample) for sample in source] == [*map(expected, range(ROWS))]
+        assert not store.faults
+    for answer in (503, 0):  # to HEAD, by which sizes are asked for
+        store.answers.extend([answer] * 3)
+        store.faults.extend(["drop"] * 3)  # then by GET
+        assert len(opened(tar_of(store))) == ROWS
+        assert len(store.answers) < 3
+        store.answers.clear()
+        store.faults.clear()
+
+
+@pytest.mark.parametrize("status", [401, 403, 400])
+def test_an_answer_that_stays_is_not_asked_for_again(
+    status: int, store: HttpStore, opened: Any, pauses: list[float]
+) -> None:
+    source = opened(tar_of(store))
+    store.faults.append(str(status))
+    with pytest.raises(OSError, match="was not served"):
+        source[0]
+    assert not pauses
+
+
 @pytest.mark.parametrize("fault", ["503", "short"])
 def test_what_may_pass_is_told_by_name_and_tried_again(
     kind: str, fault: str, store: HttpStore, opened: Any
 ) -> None:
     make, name = KINDS[kind]
-    source = opened(make(store))
+    source = opened(make(store, retry_seconds=0))
     store.faults.append(fault)
     with pytest.raises(StoreError, match=rf"{name}.* was not served") as told:
         source[0]
@@ -108,7 +162,7 @@ def test_what_may_pass_is_told_by_name_and_tried_again(
 @pytest.mark.parametrize("backend", ["threads", "spawn"])
 def test_a_worker_raises_the_same(kind: str, backend: str, store: HttpStore, opened: Any) -> None:
     make, name = KINDS[kind]
-    source = opened(make(store))
+    source = opened(make(store, retry_seconds=0))
     store.faults.extend(["503"] * 99)
     loader = list_loader(source, num_workers=1, backend=backend)
     with pytest.raises(StoreError, match=rf"{name}.* was not served"):
@@ -117,7 +171,7 @@ def test_a_worker_raises_the_same(kind: str, backend: str, store: HttpStore, ope
 
 def test_what_vanished_is_not_asked_for_again(kind: str, store: HttpStore, opened: Any) -> None:
     make, _ = KINDS[kind]
-    source = opened(make(store))
+    source = opened(make(store, retry_seconds=0))
     gone = next(iter(store.files))
     del store.files[gone]
     asked = len(store.requests)
@@ -134,7 +188,7 @@ def test_redirects_are_followed_and_a_circle_of_them_is_told(
     kind: str, store: HttpStore, opened: Any
 ) -> None:
     make, name = KINDS[kind]
-    source = opened(make(store))
+    source = opened(make(store, retry_seconds=0))
     for path in [*store.files]:
         store.files[f"/elsewhere{path}"] = store.files.pop(path)
         store.moved[path] = f"/elsewhere{path}"
@@ -152,7 +206,7 @@ def test_a_store_that_hangs_is_left_after_its_time(
     aiohttp = pytest.importorskip("aiohttp")
     make, name = KINDS[kind]
     options = {"client_kwargs": {"timeout": aiohttp.ClientTimeout(total=0.3)}}
-    source = opened(make(store, storage_options=options))
+    source = opened(make(store, storage_options=options, retry_seconds=0))
     store.faults.append("hang")
     with pytest.raises(StoreError, match=rf"{name}.* was not served: .*Timeout"):
         source[0]
@@ -164,7 +218,7 @@ def test_an_answer_with_too_few_bytes_is_told(kind: str, store: HttpStore, opene
     if kind == "files":
         pytest.skip("nobody knows the sizes of files that were not listed")
     make, name = KINDS[kind]
-    source = opened(make(store))
+    source = opened(make(store, retry_seconds=0))
     store.faults.append("less")
     with pytest.raises((StoreError, SourceError), match=name):
         source[0]
@@ -174,7 +228,7 @@ def test_a_store_without_ranges_is_told(kind: str, store: HttpStore, opened: Any
     if kind == "files":
         pytest.skip("files are asked for whole")
     make, name = KINDS[kind]
-    source = opened(make(store))
+    source = opened(make(store, retry_seconds=0))
     store.faults.extend(["whole"] * 9)
     with pytest.raises((StoreError, SourceError), match=name):
         source[0]
@@ -192,10 +246,33 @@ def test_a_loader_does_not_wait_longer_than_its_timeout(
     kind: str, store: HttpStore, opened: Any
 ) -> None:
     make, _ = KINDS[kind]
-    source = opened(make(store))
+    source = opened(make(store, retry_seconds=0))
     store.faults.extend(["hang"] * 2)
     loader = list_loader(source, num_workers=1, backend="threads", timeout=0.2)
     iterator = iter(loader)
     with pytest.raises(RuntimeError, match="timed out"):
         next(iterator)
     store.released.set()
+
+
+def test_a_storm_loses_doubles_and_damages_nothing(
+    store: HttpStore, opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A third of the answers fails, in one of four ways; blocks and single samples are read."""
+    monkeypatch.setattr(patience, "_FIRST", 0.0)
+    chosen = random.Random(7)
+    kinds = ["503", "short", "less", "drop"]
+    store.faults.extend(chosen.choice([*kinds, *["ok"] * 8]) for _ in range(300))
+    numbers = range(60)
+    for shard in range(6):
+        members = [(f"{n}.txt", expected(n)) for n in numbers[shard * 10 : shard * 10 + 10]]
+        store.files[f"/{shard}.tar"] = tar_bytes(members)
+    tar = opened(Tar(f"{store.url}/{{0..5}}.tar", members=("txt",)))
+    for block in (None, 3):
+        sampler = BlockShuffleSampler(tar, seed=0, block=block, window=3)
+        loader = list_loader(tar, sampler=sampler, num_workers=3, backend="threads")
+        found = [contents(one) for batch in loader for one in batch]
+        assert found == [
+            expected(index) for index in BlockShuffleSampler(tar, 0, block=block, window=3)
+        ]
+    assert [contents(one) for one in tar] == [*map(expected, numbers)]

@@ -372,7 +372,7 @@ def test_a_remote_archive_that_changed_is_known_by_its_headers(store: HttpStore)
 
 def test_a_store_that_fails_is_told_with_the_member(store: HttpStore) -> None:
     store.files["/a.tar"] = tar_bytes([("a.txt", b"1" * 90), ("b.txt", b"2" * 90)])
-    tar = Tar(f"{store.url}/a.tar", members=("txt",))
+    tar = Tar(f"{store.url}/a.tar", members=("txt",), retry_seconds=0)
     for fault, kind, said in [
         ("503", StoreError, "503"),
         ("short", StoreError, "Payload"),
@@ -396,4 +396,4 @@ def test_an_archive_that_is_not_there_or_not_served_is_told(store: HttpStore) ->
     store.files["/a.tar"] = tar_bytes(sample_members(0, 1))
     store.faults.append("503")
     with pytest.raises(StoreError, match=r"a\.tar was not served: .*503"):
-        Tar(f"{store.url}/a.tar")
+        Tar(f"{store.url}/a.tar", retry_seconds=0)

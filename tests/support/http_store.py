@@ -19,7 +19,10 @@ class HttpStore:
     faults
         What to do with the next requests for data, one each: ``"503"``, ``"short"`` (half of the bytes
         that it announces), ``"less"`` (half of them, announced as such), ``"whole"`` (no range),
-        ``"hang"`` (until the test ends) or ``"ok"``.
+        ``"drop"`` (the connection ends without an answer), ``"hang"`` (until the test ends), a status
+        such as ``"403"``, or ``"ok"``.
+    answers
+        Statuses with which the next requests for sizes are answered, one each; 0 ends the connection.
     moved
         Path or URL to which a path redirects.
     requests
@@ -29,6 +32,7 @@ class HttpStore:
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
         self.faults: deque[str] = deque()
+        self.answers: deque[int] = deque()
         self.moved: dict[str, str] = {}
         self.requests: list[tuple[str, str]] = []
         self.released = threading.Event()
@@ -71,8 +75,14 @@ def _handler(store: HttpStore) -> Any:
             data = store.files.get(self.path)
             if fault == "hang":
                 store.released.wait()
-            if data is None or fault == "503":
-                self.send_response(404 if data is None else 503)
+            failed = int(fault) if fault.isdigit() else 200
+            if store.answers and not sends:
+                failed = store.answers.popleft()
+            if fault == "drop" or not failed:
+                self.close_connection = True
+                return
+            if data is None or failed != 200:
+                self.send_response(404 if data is None else failed)
                 self.send_header("Content-Length", "0")
                 self.end_headers()
                 return

@@ -1,0 +1,459 @@
+"""`BlockReader`: blocks of a remote source, each fetched once, ahead of its samples.
+
+A `BlockShuffleSampler` announces the order of an epoch when its iteration begins. From the first sample
+on, threads fetch the blocks in the order in which their first samples come, as long as there is room,
+and each block is dropped after its last sample was read. A thread of this module lives only while it
+fetches.
+
+Nothing depends on the reader but speed: a sample whose block is not held is read alone. So a retry, a
+second iteration of the same source or a copy of it is slower, and never wrong.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from array import array
+from bisect import bisect_right
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from hybridloader._support.caller import warn_once
+from hybridloader.sources.block_cache import BlockCache, private_cache
+
+Ints = npt.NDArray[np.int64]
+
+
+class Source(Protocol):
+    """Methods of a source, for its samples from `first` to before `last` of a shard."""
+
+    def fetch(self, shard: int, first: int, last: int) -> Any:
+        """Return their bytes; called from several threads."""
+
+    def fetch_size(self, shard: int, first: int, last: int) -> int:
+        """Return how many bytes these are; -1: unknown."""
+
+    def fetch_key(self, shard: int, first: int, last: int) -> str:
+        """Return a name of these bytes, another one if they change."""
+
+
+AT_ONCE = 16
+"""Blocks that are fetched at the same time."""
+
+AHEAD = 512 << 20
+"""Bytes of blocks that a process holds, fetched or being fetched."""
+
+CACHE = 100 << 30
+"""Bytes of blocks in a cache that was given a folder."""
+
+_MANY = 512
+"""Samples that are read alone from a remote source until a warning names the sampler."""
+
+_QUEUED = 64
+"""Blocks that are known ahead, at most, where there is no room for another one."""
+
+_JOIN = 5.0
+"""Seconds that closing waits for fetches that have begun."""
+
+
+class Fetched(NamedTuple):
+    """Bytes of several samples of one shard, as `Shards.fetch` returned them."""
+
+    data: Any
+    """Buffer of bytes."""
+    first: int
+    """Number in the shard of the first of these samples."""
+    last: int
+    """Number after that of the last one."""
+
+
+class _Block:
+    """A block of a plan. Its fields change under the lock of the reader; `data` is set once."""
+
+    __slots__ = (
+        *("chunk", "data", "error", "fetched", "left", "place", "size", "started", "stop", "uses"),
+    )
+
+    def __init__(self, place: tuple[int, int, int], size: int) -> None:
+        self.place = place  # shard, and its samples from the first to before the last
+        self.left = place[2] - place[1]  # samples not read yet
+        self.size = size  # bytes, also if they are only reserved; -1: unknown
+        self.uses = self.chunk = 0  # samples planned and not read; part of the order with the last
+        self.stop = 0  # samples of the order up to the end of that part
+        self.started = False  # a thread fetches it, or has
+        self.fetched = threading.Event()  # also if that has failed
+        self.data: Any = None
+        self.error: Exception | None = None
+
+
+class _Plan:
+    """Blocks that one iteration of a sampler reads, in its order, and those that are held."""
+
+    def __init__(
+        self,
+        starts: array[int],
+        shard_ends: array[int],
+        order: Iterator[Ints],
+        size_of: Callable[[int, int, int], int],
+    ) -> None:
+        self.starts, self.process = starts, os.getpid()
+        self._shard_ends, self._size_of = shard_ends, size_of
+        # All the mutable state:
+        self.order: Iterator[Ints] | None = order  # samples that were not looked at yet
+        self.blocks: dict[int, _Block] = {}  # in the order of their first samples
+        self.queue: deque[_Block] = deque()  # those that no thread has begun
+        self.held = 0  # bytes
+        self.begun = False  # a sample was read
+        self._seen: set[int] = set()  # all blocks so far
+        self._chunk = self._looked = 0  # parts of the order, and samples, that were looked at
+        self._drawn = 0  # samples that the sampler gave out
+
+    def look_ahead(self, blocks: int) -> None:
+        """Have `blocks` blocks in the queue, if as many are left."""
+        while self.order is not None and len(self.queue) < blocks:
+            samples = next(self.order, None)
+            self._chunk += 1
+            if samples is None:
+                self.order = None
+                return
+            self._looked += len(samples)
+            found = np.searchsorted(self.starts, samples, "right") - 1
+            numbers, firsts, counts = np.unique(found, return_index=True, return_counts=True)
+            for at in firsts.argsort().tolist():
+                self._note(int(numbers[at]), int(counts[at]))
+
+    def _note(self, number: int, uses: int) -> None:
+        if number not in self._seen:
+            self._seen.add(number)
+            start, stop = self.starts[number : number + 2]
+            shard = bisect_right(self._shard_ends, start)
+            before = self._shard_ends[shard - 1] if shard else 0
+            place = shard, start - before, stop - before
+            made = self.blocks[number] = _Block(place, self._size_of(*place))
+            self.queue.append(made)
+        block = self.blocks.get(number)
+        if block is not None:
+            block.uses += uses
+            block.chunk, block.stop = self._chunk, self._looked
+
+    def advance(self, samples: int) -> bool:
+        """Let go of the blocks that other processes have read, as so many more samples were drawn."""
+        self._drawn += samples
+        over = [
+            number
+            for number, block in self.blocks.items()
+            if block.fetched.is_set() and block.stop <= self._drawn
+        ]
+        for number in over:
+            self.drop(number)
+        return bool(over)
+
+    def start(self, block: _Block, size: int) -> None:
+        block.started, block.size = True, size
+        self.held += size
+
+    def drop(self, number: int) -> None:
+        self.held -= self.blocks.pop(number).size
+
+    def make_room(self, size: int, limit: int) -> bool:
+        """Drop blocks of which some samples never come: a run was resumed, or ranks share a block."""
+        if len(self.queue) < _QUEUED:
+            self.look_ahead(len(self.queue) + 1)
+        for number, block in [*self.blocks.items()]:
+            over = block.chunk < self._chunk or self.order is None
+            if over and block.uses <= 0 and block.fetched.is_set():
+                self.drop(number)
+                if self.held + size <= limit:
+                    return True
+        return False
+
+
+class BlockReader:
+    """Blocks of one source. Threads share them; processes do by way of a folder.
+
+    A source that was sent to another process has a cache from then on, a private one if it has no other.
+    The process of the sampler fetches into it, and the others read from there.
+
+    Parameters
+    ----------
+    shard_ends
+        Number of samples up to the end of each shard.
+    limit
+        Bytes of blocks that are held or being fetched. A block that a sample waits for is fetched
+        even if there is no room.
+    cache
+        Folder that keeps blocks from one epoch to the next.
+    warns
+        Warn if many samples are read without a plan.
+    """
+
+    def __init__(
+        self,
+        shard_ends: array[int],
+        limit: int = AHEAD,
+        cache: BlockCache | None = None,
+        *,
+        warns: bool = True,
+    ) -> None:
+        self._shard_ends, self._limit, self._warns = shard_ends, limit, warns
+        self._lock = threading.Lock()
+        # All the mutable state:
+        self._cache = cache
+        self._sent = False  # to other processes
+        self._starts: array[int] = array(
+            "q"
+        )  # first samples of the blocks, as the sampler has them
+        self._window = 1  # blocks in use at the same time
+        self._open: OrderedDict[int, Any] = OrderedDict()  # blocks that were read without a plan
+        self._plan: _Plan | None = None
+        self._largest = 0  # bytes of a block
+        self._threads: set[threading.Thread] = set()
+        self._alone = 0  # samples that were read without a plan
+
+    def __reduce__(self) -> Any:
+        if self._starts:  # else no sampler says which blocks there are
+            self._cache = self._cache or private_cache(2 * self._limit)
+            self._sent = True
+        return _received, (
+            *(self._shard_ends, self._limit, self._cache),
+            *(self._starts, self._window),
+        )
+
+    def divide(self, sizes: Ints, window: int) -> bool:
+        """Have blocks of so many samples, of which `window` are in use at the same time.
+
+        Returns
+        -------
+        bool
+            False: some block has samples of two shards, so samples are read alone.
+        """
+        starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
+        if not np.isin(np.asarray(self._shard_ends, np.int64), starts).all():
+            return False
+        self._starts, self._window = array("q", starts.tobytes()), window
+        return True
+
+    def begin(
+        self,
+        source: Source,
+        sizes: Ints,
+        order: Iterator[Ints],
+        blocks: int,
+    ) -> None:
+        """Read ahead in `order` from the next sample on. The blocks of an earlier plan are dropped.
+
+        Parameters
+        ----------
+        sizes
+            Number of samples of each block; none lies in two shards.
+        order
+            Arrays of the samples that come, in their order. It is read from several threads, one at a
+            time.
+        blocks
+            Number of blocks that are in use at the same time.
+        """
+        if not self.divide(sizes, blocks):
+            return
+        plan = _Plan(self._starts, self._shard_ends, order, source.fetch_size)
+        plan.look_ahead(blocks)
+        window = sum(block.size for block in islice(plan.queue, blocks))
+        if self._cache is not None and window > self._cache.limit:
+            raise ValueError(
+                f"cache_bytes={self._cache.limit} has no room for the {min(blocks, len(plan.queue))} "
+                f"blocks of a window, {window} bytes: raise it, or give BlockShuffleSampler a smaller "
+                "block= or window="
+            )
+        if window > self._limit:
+            warn_once(
+                f"the {min(blocks, len(plan.queue))} blocks of a window have {window / 2**20:.0f} MiB, "
+                f"more than ahead_bytes={self._limit}: samples are read one by one, which takes a "
+                "request each; give BlockShuffleSampler a smaller block= or window=, or raise "
+                "ahead_bytes="
+            )
+            plan.order = iter(())
+            plan.blocks.clear()
+            plan.queue.clear()
+        self._plan = plan
+        if self._sent:  # nobody reads here
+            plan.begun = True
+            self._fill(source)
+
+    def find(self, source: Source, index: int, samples: int = 1) -> Fetched | None:
+        """Return the block of a sample; None if the sample is to be read alone.
+
+        It is asked for once for each of its samples, or for so many `samples` at once.
+
+        Raises `FileNotFoundError` if its shard is not there.
+        """
+        plan = self._plan
+        if plan is None:
+            return self._unplanned(source, index)
+        if plan.process != os.getpid():  # locks and threads of a fork are the parent's
+            return None
+        number = bisect_right(plan.starts, index) - 1
+        block = plan.blocks.get(number)
+        if block is None:
+            return None if self._cache is None else self._unplanned(source, index)
+        if not block.fetched.is_set():
+            if not plan.begun:  # not by `begin`: an order may be asked for without its samples
+                plan.begun = True
+                self._fill(source)
+            with self._lock:
+                mine = not block.started
+                if mine:
+                    plan.start(block, self._size(block))
+            if mine:
+                self._fetch(source, plan, block)
+            block.fetched.wait()
+        if block.error is not None:
+            if isinstance(block.error, FileNotFoundError):
+                raise FileNotFoundError(*block.error.args) from block.error
+            return None  # then its own error is raised, or none
+        data = block.data
+        if data is None:  # it was left to other processes
+            return self._unplanned(source, index)
+        with self._lock:
+            block.left -= samples
+            block.uses -= samples
+            done = block.left <= 0
+            if done and number in plan.blocks:
+                plan.drop(number)
+        if done:
+            self._fill(source)
+        return Fetched(data, *block.place[1:])
+
+    def advance(self, source: Source, samples: int) -> None:
+        """Note that the sampler gave out so many more samples."""
+        plan = self._plan
+        if self._sent and plan is not None and plan.process == os.getpid():
+            with self._lock:
+                over = plan.advance(samples)
+            if over:
+                self._fill(source)
+
+    def _unplanned(self, source: Source, index: int) -> Fetched | None:
+        """Return the block of a sample from the cache, if there is one."""
+        if self._cache is None:
+            self._count_alone()
+            return None
+        starts = self._starts
+        if starts:
+            number = bisect_right(starts, index) - 1
+            start, stop = starts[number : number + 2]
+            shard = bisect_right(self._shard_ends, start)
+            before = self._shard_ends[shard - 1] if shard else 0
+        else:  # then a block is a shard
+            number = shard = bisect_right(self._shard_ends, index)
+            start = before = self._shard_ends[shard - 1] if shard else 0
+            stop = self._shard_ends[shard]
+        data = self._open.get(number)
+        if data is None:
+            try:
+                data = self._bytes_of(source, (shard, start - before, stop - before))
+            except FileNotFoundError:
+                raise
+            except Exception:  # then its own error is raised, or none
+                return None
+            with self._lock:
+                self._open[number] = data
+                while len(self._open) > 2 * self._window:
+                    self._open.popitem(last=False)
+        return Fetched(data, start - before, stop - before)
+
+    def _bytes_of(self, source: Source, place: tuple[int, int, int]) -> Any:
+        if self._cache is None:
+            return source.fetch(*place)
+        return self._cache.get(source.fetch_key(*place), lambda: source.fetch(*place))
+
+    def close(self) -> None:
+        """Drop all blocks, and wait a few seconds for fetches that have begun."""
+        plan, self._plan = self._plan, None
+        self._open.clear()
+        if plan is None or plan.process != os.getpid():
+            return
+        with self._lock:
+            threads = [*self._threads]
+        for thread in threads:
+            thread.join(_JOIN)
+
+    def _count_alone(self) -> None:
+        self._alone += 1
+        if self._alone == _MANY and self._warns:
+            warn_once(
+                "samples of a remote source are read one by one, which takes a request each: give the "
+                "loader sampler=BlockShuffleSampler(source, seed), which reads whole blocks"
+            )
+
+    def _size(self, block: _Block) -> int:
+        return block.size if block.size >= 0 else self._largest
+
+    def _next(self) -> tuple[_Plan, _Block] | None:
+        """Take the block that is to be fetched next, if there is room for it."""
+        with self._lock:
+            plan = self._plan
+            if plan is None or plan.process != os.getpid():
+                return None
+            while True:
+                plan.look_ahead(1)
+                if not plan.queue:
+                    return None
+                block = plan.queue[0]
+                if not block.started:
+                    size = self._size(block)
+                    if plan.held + size > self._limit and not plan.make_room(size, self._limit):
+                        return None
+                    plan.start(block, size)
+                    return plan, plan.queue.popleft()
+                plan.queue.popleft()  # the thread that needs it has begun
+
+    def _fill(self, source: Source) -> None:
+        """Start threads while there are blocks to fetch, and room for them."""
+        while len(self._threads) < AT_ONCE and (found := self._next()) is not None:
+            thread = threading.Thread(
+                target=self._run, args=(source, *found), name="hybridloader-blocks", daemon=True
+            )
+            with self._lock:
+                self._threads.add(thread)
+            thread.start()
+
+    def _run(self, source: Source, plan: _Plan, block: _Block) -> None:
+        found: tuple[_Plan, _Block] | None = (plan, block)
+        try:
+            while found is not None:
+                self._fetch(source, *found)
+                found = self._next()
+        finally:
+            with self._lock:
+                self._threads.discard(threading.current_thread())
+
+    def _fetch(self, source: Source, plan: _Plan, block: _Block) -> None:
+        """Fetch a block that this thread has started. An error is kept for those who read it."""
+        size = 0
+        try:
+            data = self._bytes_of(source, block.place)
+            block.data, size = None if self._sent else data, len(data)
+        except Exception as error:
+            block.error = error
+        with self._lock:
+            plan.held += size - block.size
+            block.size = size
+            self._largest = max(self._largest, size)
+        block.fetched.set()
+
+
+def _received(
+    shard_ends: array[int],
+    limit: int,
+    cache: BlockCache | None,
+    starts: array[int],
+    window: int,
+) -> BlockReader:
+    """Return a reader in another process, where no sampler announces anything, so none is missed."""
+    reader = BlockReader(shard_ends, limit, cache, warns=False)
+    reader._starts, reader._window = starts, window
+    return reader

@@ -1,0 +1,325 @@
+"""A folder of blocks that threads, processes and jobs share, whatever happens to one of them."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.archives import sample_members, tar_bytes
+from support.http_store import HttpStore
+
+from hybridloader import BlockShuffleSampler, DataLoader, Pipeline, SharedMemory, Spawn
+from hybridloader.sources import Tar
+from hybridloader.sources.block_cache import BlockCache, private_cache
+
+pytest.importorskip("fcntl")
+SHARDS, EACH = 6, 8
+
+
+def tar_of(store: HttpStore, **options: Any) -> Tar:
+    for shard in range(SHARDS):
+        store.files[f"/{shard}.tar"] = tar_bytes(sample_members(shard * EACH, EACH))
+    return Tar(f"{store.url}/{{0..{SHARDS - 1}}}.tar", members=("txt",), **options)
+
+
+def texts() -> list[Any]:
+    return [(text,) for _, text in sample_members(0, SHARDS * EACH)[::2]]
+
+
+def block(number: int, size: int = 1000) -> bytes:
+    return bytes([number]) * size
+
+
+def never() -> bytes:
+    raise AssertionError("the block was fetched again")
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> BlockCache:
+    return BlockCache(str(tmp_path / "cache"), 10_000)
+
+
+def names(cache: BlockCache) -> list[str]:
+    return sorted(name for name in os.listdir(cache.folder) if not name.endswith(".lock"))
+
+
+def test_a_block_is_fetched_once_and_read_by_all(cache: BlockCache) -> None:
+    assert cache.get("a", lambda: block(1)) == block(1)
+    assert cache.get("a", never) == block(1)
+    assert BlockCache(cache.folder, 10_000).get("a", never) == block(1)
+    code = (
+        "import sys; from hybridloader.sources.block_cache import BlockCache;"
+        "print(len(BlockCache(sys.argv[1], 10_000).get('a', None)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, cache.folder], capture_output=True, check=True
+    )
+    assert done.stdout.strip() == b"1000"
+
+
+def test_of_several_threads_one_fetches(cache: BlockCache) -> None:
+    gate, fetches, found = threading.Event(), [], []
+
+    def fetch() -> bytes:
+        fetches.append(1)
+        gate.wait()
+        return block(1)
+
+    threads = [
+        threading.Thread(target=lambda: found.append(bytes(cache.get("a", fetch))))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    gate.set()
+    for thread in threads:
+        thread.join()
+    assert found == [block(1)] * 4
+    assert len(fetches) == 1
+
+
+@pytest.mark.parametrize("damage", ["cut", "zeros", "empty", "bit"])
+def test_a_file_that_is_not_whole_is_never_read(cache: BlockCache, damage: str) -> None:
+    cache.get("a", lambda: block(1))
+    path = Path(cache.folder, names(cache)[0])
+    held = path.read_bytes()
+    damaged = {
+        "cut": held[:500],
+        "zeros": bytes(len(held)),
+        "empty": b"",
+        "bit": bytes([held[0] ^ 1, *held[1:]]),
+    }
+    path.write_bytes(damaged[damage])
+    assert cache.get("a", lambda: block(1)) == block(1)
+    assert cache.get("a", never) == block(1)
+
+
+def test_what_a_killed_writer_left_is_written_anew(cache: BlockCache) -> None:
+    code = """
+import os, sys
+from hybridloader.sources import block_cache
+cache = block_cache.BlockCache(sys.argv[1], 10_000)
+block_cache.os.replace = lambda *_: os.kill(os.getpid(), 9)
+cache.get("a", lambda: b"x" * 500)
+"""
+    done = subprocess.run([sys.executable, "-c", code, cache.folder], check=False)
+    assert done.returncode == -9
+    assert [name.split(".")[1] for name in names(cache)] == ["part"]
+    assert cache.get("a", lambda: block(1)) == block(1)
+    assert [name.split(".")[1] for name in names(cache)] == ["block"]
+
+
+def test_what_was_used_longest_ago_goes_first_and_what_is_in_use_stays(cache: BlockCache) -> None:
+    held = cache.get("0", lambda: block(0))
+    for number in range(1, 9):
+        cache.get(f"{number}", lambda: block(1))
+    for number, path in enumerate(sorted(map(str, Path(cache.folder).glob("*.block")))):
+        os.utime(path, ns=(number, number))
+    kept = {str(number) for number in range(9)}
+    for number in range(20, 40):
+        cache.get(f"{number}", lambda: block(2))
+        size = sum(path.stat().st_size for path in Path(cache.folder).glob("*.block"))
+        assert size <= 10_000
+    assert cache.get("0", never) == held == block(0)
+    assert cache.get("39", never) == block(2)
+    fetched: list[str] = []
+    for key in sorted(kept - {"0"}):
+        cache.get(key, lambda key=key: (fetched.append(key), block(1))[1])  # type: ignore[misc]
+    assert fetched == sorted(kept - {"0"})
+
+
+def test_without_room_blocks_are_given_out_and_not_kept(cache: BlockCache) -> None:
+    held = [cache.get(f"{number}", lambda: block(1)) for number in range(9)]
+    assert cache.get("more", lambda: block(2)) == block(2)
+    assert len(names(cache)) == len(held) == 9
+    held.clear()
+    assert cache.get("more", lambda: block(2)) == block(2)
+    assert cache.get("more", never) == block(2)
+
+
+def test_a_disk_that_is_full_is_told_and_costs_no_sample(
+    cache: BlockCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("hybridloader.sources.block_cache.os.replace", full)
+    with pytest.warns(UserWarning, match="No space left on device"):
+        assert cache.get("a", lambda: block(1)) == block(1)
+    assert names(cache) == []
+
+
+def test_a_private_cache_goes_with_its_owner_or_is_removed_after_it(tmp_path: Path) -> None:
+    cache = private_cache(1 << 20)
+    folder = cache.folder
+    assert cache.get("a", lambda: block(1)) == block(1)
+    code = (
+        "import os; from hybridloader.sources.block_cache import private_cache;"
+        "cache = private_cache(1 << 20); print(cache.folder, flush=True); os.kill(os.getpid(), 9)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    left = done.stdout.strip()
+    assert os.path.exists(left)
+    other = private_cache(1 << 20)
+    assert os.path.exists(folder)
+    assert not os.path.exists(left)
+    del cache, other
+    assert not os.path.exists(folder)
+
+
+def test_the_second_epoch_and_another_job_read_from_the_folder(
+    store: HttpStore, tmp_path: Path
+) -> None:
+    folder = str(tmp_path / "cache")
+    tar = tar_of(store, cache_dir=folder)
+    sampler = BlockShuffleSampler(tar, seed=0, block=3, window=2)
+    orders = [[texts()[index] for index in sampler] for _ in range(2)]
+    sampler.set_epoch(0)
+    loader: Any = DataLoader(
+        tar, 4, sampler=sampler, collate_fn=list, num_workers=2, backend="threads"
+    )
+    assert "cache" not in str(loader.state_dict())
+    for order, requests in zip(orders, (SHARDS * 3, 0), strict=True):
+        store.requests.clear()
+        assert [sample for batch in loader for sample in batch] == order
+        assert len(store.requests) == requests
+    tar.close()
+    other = tar_of(store, cache_dir=folder)
+    store.requests.clear()
+    sampler = BlockShuffleSampler(other, seed=0, block=3, window=2)
+    assert list(Pipeline.from_dataset(other, sampler=sampler)) == orders[0]
+    assert not store.requests
+    other.close()
+    store.files["/0.tar"] += bytes(512)  # the archive has changed, so none of its blocks is taken
+    changed = Tar(f"{store.url}/0.tar", members=("txt",), cache_dir=folder)
+    store.requests.clear()
+    sampler = BlockShuffleSampler(changed, seed=0, block=3)
+    assert len([changed[index] for index in sampler]) == EACH
+    assert len(store.requests) == 3
+    changed.close()
+
+
+def test_without_such_a_sampler_whole_archives_are_kept(store: HttpStore, tmp_path: Path) -> None:
+    tar = tar_of(store, cache_dir=str(tmp_path))
+    store.requests.clear()
+    for _ in range(2):
+        assert [*tar] == texts()
+        assert len(store.requests) == SHARDS
+    tar.close()
+
+
+def test_a_cache_below_the_window_is_refused_at_once(store: HttpStore, tmp_path: Path) -> None:
+    tar = tar_of(store, cache_dir=str(tmp_path), cache_bytes=1000)
+    sampler = BlockShuffleSampler(tar, seed=0, window=2)
+    with pytest.raises(
+        ValueError, match="cache_bytes=1000 has no room for the 2 blocks of a window"
+    ):
+        next(iter(sampler))
+    tar.close()
+
+
+@pytest.mark.parametrize("backend", [Spawn(), SharedMemory(start_method="forkserver")])
+@pytest.mark.parametrize("kept", [True, False])
+def test_processes_fetch_each_block_once_between_them(
+    store: HttpStore, backend: Any, kept: bool, tmp_path: Path
+) -> None:
+    tar = tar_of(store, cache_dir=str(tmp_path) if kept else None)
+    sampler = BlockShuffleSampler(tar, seed=0, block=3, window=2)
+    order = [texts()[index] for index in sampler]
+    sampler.set_epoch(0)
+    loader: Any = DataLoader(
+        tar, 4, sampler=sampler, collate_fn=list, num_workers=2, backend=backend
+    )
+    store.requests.clear()
+    assert [sample for batch in loader for sample in batch] == order
+    assert len(store.requests) == len(set(store.requests)) == SHARDS * 3
+    tar.close()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("backend", ["inline", "threads", "spawn"])
+def test_two_jobs_on_one_small_cache_in_a_storm_lose_and_double_nothing(
+    store: HttpStore, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A third of the answers fails; the folder has room for little more than a window of each."""
+    monkeypatch.setattr("hybridloader.sources.patience._FIRST", 0.0)
+    chosen = random.Random(3)
+    kinds = ["503", "short", "less", "drop", *["ok"] * 8]
+    sources = [tar_of(store, cache_dir=str(tmp_path), cache_bytes=60_000) for _ in range(2)]
+    store.faults.extend(chosen.choice(kinds) for _ in range(2000))
+    found: dict[tuple[int, int], list[Any]] = {}
+    workers = 0 if backend == "inline" else 2
+
+    def job(number: int) -> None:
+        sampler = BlockShuffleSampler(sources[number], seed=number, block=3, window=2)
+        for epoch in range(6):
+            loader: Any = DataLoader(
+                sources[number],
+                4,
+                sampler=sampler,
+                collate_fn=list,
+                num_workers=workers,
+                backend=backend,
+            )
+            found[number, epoch] = [sample for batch in loader for sample in batch]
+
+    jobs = [threading.Thread(target=job, args=(number,)) for number in range(2)]
+    for one in jobs:
+        one.start()
+    for one in jobs:
+        one.join()
+    for number, source in enumerate(sources):
+        order = BlockShuffleSampler(source.shard_sizes, seed=number, block=3, window=2)
+        for epoch in range(6):
+            assert found[number, epoch] == [texts()[index] for index in order]
+        source.close()
+    assert sum(path.stat().st_size for path in tmp_path.glob("*.block")) <= 66_000
+
+
+@pytest.mark.full
+def test_runs_are_resumed_at_any_place_with_other_ranks_workers_and_caches(
+    store: HttpStore, tmp_path: Path
+) -> None:
+    chosen = random.Random(5)
+    tar = tar_of(store)
+    for trial in range(20):
+        ranks, step = chosen.choice([2, 3, 5]), chosen.randrange(1, 9)
+        options: dict[str, Any] = {
+            "seed": trial,
+            "block": 3,
+            "window": 2,
+            "uneven": "exact",
+            "spans": 2,
+        }
+        before: list[Any] = []
+        for rank in range(2):
+            sampler = BlockShuffleSampler(tar, num_replicas=2, rank=rank, **options)
+            loader: Any = DataLoader(
+                tar, 2, sampler=sampler, collate_fn=list, num_workers=2, backend="threads"
+            )
+            iterator = iter(loader)
+            for _ in range(step):
+                before += next(iterator)
+            del iterator
+        other = tar_of(store, cache_dir=str(tmp_path / f"{trial}"))
+        counts = []
+        for rank in range(ranks):
+            sampler = BlockShuffleSampler(other, num_replicas=ranks, rank=rank, **options)
+            sampler.load_state_dict({**sampler.state_dict(), "epoch": 0, "position": step * 4})
+            rest = [
+                sample
+                for batch in DataLoader(other, 3, sampler=sampler, collate_fn=list)  # type: ignore[arg-type]
+                for sample in batch
+            ]
+            before += rest
+            counts.append(len(rest))
+        assert sorted(before) == sorted(texts())
+        assert max(counts) - min(counts) <= 1
+        other.close()
+    tar.close()
