@@ -173,11 +173,13 @@ SCRIPT = """
     run = iter(pipe)
     pids = {pid for item in itertools.islice(run, 5) for pid in item[1:]}
     print(*pids - {os.getpid()}, flush=True)
-    if state == "stuck":
+    if state == "stuck" and not ending.startswith("interrupt"):
         os.read(reading, 1)
 
     if ending.startswith("interrupt"):
         def interrupt():
+            if state == "stuck":  # read here: the loop below goes on to the item that is stuck
+                os.read(reading, 1)
             name = "_sleep" if "relay" in ending else "_listen"
             while not waits_in(name):
                 time.sleep(0.001)
