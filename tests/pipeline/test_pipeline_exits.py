@@ -191,7 +191,10 @@ SCRIPT = """
                 frame = frame.f_back
             return frame is not None
 
-        threading.Thread(target=interrupt).start()
+        # Kept: on Python 3.13t the main thread frees what it made, and the interrupt would be raised in
+        # the callback of a weak reference to the thread, where Python ignores it.
+        interrupting = threading.Thread(target=interrupt)
+        interrupting.start()
         try:
             for item in run:
                 pass
