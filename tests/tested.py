@@ -1,8 +1,8 @@
 """Table of the README: on which systems the tests have run, when, and with how many failures.
 
-The sessions of noxfile.py call ``python tests/tested.py REPORT.xml`` after pytest; another argument names
-the part of the tests that was run. The counts of pytest's JUnit report replace those of the same system
-in tests/tested.json, and the table is written anew. Without a report only the table is written.
+The sessions of noxfile.py call ``python tests/tested.py REPORT.xml`` after pytest; another argument
+names the part of the tests that was run. The counts of pytest's JUnit report replace those of the same
+system in tests/tested.json, and the table is written anew. Without a report only the table is written.
 The command fails if a test has failed.
 """
 

@@ -152,7 +152,7 @@ def test_a_fork_that_lets_a_relay_go_while_its_thread_is_at_work_does_not_hang()
 # -- scripts ---------------------------------------------------------------------------------------
 
 SCRIPT = """
-    import itertools, os, signal, sys, threading, time
+    import itertools, os, signal, sys, threading, time, warnings
     from hybridloader import IteratorClosed, Pipeline
 
     backend, state, ending = sys.argv[1:]
@@ -166,6 +166,8 @@ SCRIPT = """
         return item, os.getpid()
 
     where = dict(backend=backend, num_workers=2, fuse=False)
+    if state == "stuck" and not ending.startswith("interrupt"):
+        where["prefetch"] = 16  # item 20 is sent though the loop asks for five, however slow they are
     pipe = Pipeline.from_dataset(range(10**9)).map(work, **where)  # the loop pulls the stage itself
     if ending != "interrupt at a stage":
         pipe = pipe.batch(1, collate_fn=list)
@@ -212,6 +214,7 @@ SCRIPT = """
     elif ending == "sys.exit":
         sys.exit(7)
     elif ending == "fork":
+        warnings.simplefilter("ignore", DeprecationWarning)  # from 3.12: the run has threads
         child = os.fork()
         if not child:
             sys.exit(5)
