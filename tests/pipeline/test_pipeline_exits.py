@@ -152,9 +152,10 @@ def test_a_fork_that_lets_a_relay_go_while_its_thread_is_at_work_does_not_hang()
 # -- scripts ---------------------------------------------------------------------------------------
 
 SCRIPT = """
-    import itertools, os, signal, sys, threading, time, warnings
+    import itertools, multiprocessing, os, signal, sys, threading, time, warnings
     from hybridloader import IteratorClosed, Pipeline
 
+    multiprocessing.set_start_method("fork")  # workers inherit the pipe; no default from 3.14 on
     backend, state, ending = sys.argv[1:]
     reading, writing = os.pipe()
 
