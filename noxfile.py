@@ -20,11 +20,21 @@ WITHOUT_GIL = """
 """Packages for a free-threaded Python. torch 2.12 is the last with wheels for 3.13t."""
 
 
+def run(session: nox.Session) -> None:
+    """Run the tests. Counts of a run of all go into the README's table, those of one that fails too."""
+    if session.posargs:
+        session.run("pytest", "-n", "logical", *session.posargs)
+        return
+    report = f"{session.create_tmp()}/report.xml"
+    session.run("pytest", "-n", "logical", f"--junitxml={report}", success_codes=[0, 1])
+    session.run("python", "tests/tested.py", report)  # fails if a test has
+
+
 @nox.session(python=[*TORCH])
 def tests(session: nox.Session) -> None:
     """Run the tests."""
     session.install("-e", ".[test]", f"torch=={TORCH[str(session.python)]}")
-    session.run("pytest", "-n", "logical", *session.posargs)
+    run(session)
 
 
 @nox.session(python="3.13t")
@@ -34,6 +44,6 @@ def free_threaded(session: nox.Session) -> None:
     session.install("--no-deps", "-e", ".")
     check = "import sys, torch, hybridloader; assert not sys._is_gil_enabled()"
     session.run("python", "-c", check)
-    session.run("pytest", "-n", "logical", *session.posargs)
+    run(session)
     if not session.posargs:
         session.run("pytest", "-m", "full", "tests/stress")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import multiprocessing
 import os
 import sys
 import threading
@@ -24,6 +25,10 @@ settings.load_profile("hybridloader")
 # Before torch is imported: threads of its operators would else spin while they wait, on cores that the
 # other processes of a run need.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+if sys.platform == "linux" and sys.version_info >= (3, 14):
+    # Linux's default before 3.14. What a left-out `backend` means by start method has tests of its own.
+    multiprocessing.set_start_method("fork")
 
 _PATIENCE = 5.0
 """Seconds that what is already ending gets to be gone."""

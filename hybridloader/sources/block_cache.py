@@ -48,8 +48,8 @@ class BlockCache:
     folder
         It is made if it is not there. Several sources and several jobs may share it.
     limit
-        Bytes of all files in it, those of other jobs included. The files used longest ago are removed first;
-        a file that a process uses stays. If there is no room for a block, it is not kept.
+        Bytes of all files in it, those of other jobs included. The files used longest ago are
+        removed first; a file that a process uses stays. If there is no room for a block, it is not kept.
     """
 
     def __init__(self, folder: str, limit: int) -> None:

@@ -111,7 +111,8 @@ def test_pipelines_and_installed_loaders_too(running: Running) -> None:
 def test_run_starts_fresh_workers_too(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
-        "import sys, threading, types\n"
+        "import multiprocessing, sys, threading, types\n"
+        "multiprocessing.set_start_method('fork')  # no default from Python 3.14 on\n"
         "from torch.utils.data import DataLoader\n"
         "sys.modules['polars'] = types.ModuleType('polars')\n"
         "threading.Thread(target=threading.Event().wait, name='polars-0', daemon=True).start()\n"

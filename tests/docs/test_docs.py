@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib.util
+import json
 import math
 import os
 import re
@@ -31,6 +32,9 @@ def load(path: Path) -> ModuleType:
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)
     return module
+
+
+tested = load(ROOT / "tests" / "tested.py")
 
 
 pool_backend = load(ROOT / "examples" / "pool_backend.py")
@@ -167,3 +171,18 @@ def test_examples_in_docstrings_run(module: str) -> None:
     result = doctest.testmod(importlib.import_module(f"hybridloader.{module}"))
     assert result.attempted
     assert not result.failed
+
+
+def test_the_table_of_systems_is_that_of_the_records() -> None:
+    records = json.loads(tested.RECORDS.read_text())
+    assert tested.BEGIN + tested.table(records) + tested.END in (ROOT / "README.md").read_text()
+
+
+def test_a_report_of_a_run_becomes_a_record(tmp_path: Path) -> None:
+    report = tmp_path / "report.xml"
+    report.write_text(
+        '<testsuites><testsuite tests="9" failures="2" errors="1" skipped="3"/></testsuites>'
+    )
+    found = tested.counted(report, "tests/stress")
+    assert (found["passed"], found["failed"], found["errors"]) == (3, 2, 1)
+    assert f"| tests/stress | 3 | 2 | 1 | {found['date']} |" in tested.table([found])
