@@ -128,7 +128,7 @@ class BlockCache:
         return True
 
     def _make_room(self, size: int) -> bool:
-        """Remove the files used longest ago, if there is no room. False if there is no room all the same."""
+        """Make room by removing the files used longest ago. Return False if there is none."""
         with self._lock:
             if size <= self._room:
                 self._room -= size

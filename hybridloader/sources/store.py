@@ -5,7 +5,6 @@ Errors are told apart here: files that are not there, a store that did not serve
 
 from __future__ import annotations
 
-import io
 import os
 import sys
 import threading
@@ -141,13 +140,11 @@ class Store:
         mark = next((f"{name} {value}" for name, value in found if value), "")
         return Stamp(-1 if info.get("size") is None else int(info["size"]), mark)
 
-    def open(self, path: str, size: int) -> Any:
-        """Open a file of `size` bytes that is read once, from its beginning to its end, by leaps."""
+    def open(self, path: str) -> Any:
+        """Open a file that is read once, from its beginning to its end, by leaps."""
         try:
             if self.is_local:
                 return open(path, "rb")
-            if size >= 0:
-                return io.BufferedReader(_Ranges(self, path, size), _AHEAD)
             return self.fs.open(path, "rb", block_size=_AHEAD, cache_type="readahead")
         except Exception as error:
             self.raise_told(error, path)
@@ -338,36 +335,6 @@ def _with_connections(url: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _stamp_of(stat: os.stat_result) -> Stamp:
     return Stamp(stat.st_size, f"mtime {stat.st_mtime_ns}")
-
-
-class _Ranges(io.RawIOBase):
-    """A remote file that is read by ranges, each tried again by itself."""
-
-    def __init__(self, store: Store, path: str, size: int) -> None:
-        self._store, self._path, self._size = store, path, size
-        self._at = 0  # all the mutable state
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = offset + (0, self._at, self._size)[whence]
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        stop = min(self._at + len(buffer), self._size)
-        if stop <= self._at:
-            return 0
-        data = self._store.remote_range(self._path, self._at, stop)
-        buffer[: len(data)] = data
-        self._at = stop
-        return len(data)
 
 
 class _LocalFile:
