@@ -20,8 +20,8 @@ _FIRST, _LONGEST = 0.1, 4.0
 _PASSING = {408, 425, 429, 500, 502, 503, 504}
 """Answers of HTTP after which another try may succeed."""
 
-_jitter = random.Random()
-"""Of the process, but not of your program: `random` stays as your seed left it."""
+_jitter = random.SystemRandom()
+"""Neither shared with a fork nor with your program: `random` stays as your seed left it."""
 
 
 def patiently(seconds: float, call: Callable[[], R], may_pass: Callable[[Exception], bool]) -> R:
