@@ -139,6 +139,21 @@ def test_links_lead_somewhere_and_the_page_stands_alone(page: Path) -> None:
     assert "shared/" not in text.replace("/dev/shm", "")
 
 
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page: those of its headings, as GitHub makes them, and explicit ones."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    heads = re.findall(r"^#+ (.*)", text, re.MULTILINE)
+    made = {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+    return made | set(re.findall(r'<a id="([\w-]+)">', text))
+
+
+def test_links_to_headings_find_them() -> None:
+    for page in PAGES:
+        for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", page.read_text()):
+            there = page.parent / target if target else page
+            assert anchor in anchors(there), f"{page.name}: {target}#{anchor}"
+
+
 @pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.name)
 def test_the_files_that_a_page_names_are_there(page: Path) -> None:
     named = set(re.findall(r"`((?:\w+/)+\w+\.py)`", page.read_text()))
