@@ -255,7 +255,10 @@ def _nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     children, threads = _children(), set(threading.enumerate())
     descriptors, segments = _descriptors(), _segments()
     yield
-    keeps = any(map(request.node.get_closest_marker, ("forkserver", "ray")))
+    markers = ["forkserver", "ray"]
+    if sys.version_info[:2] == (3, 13) and not getattr(sys, "_is_gil_enabled", lambda: True)():
+        markers.append("classes")
+    keeps = any(map(request.node.get_closest_marker, markers))
     if (
         _descriptors() <= descriptors
         and not set(threading.enumerate()) - threads

@@ -113,6 +113,7 @@ def test_the_worked_example_is_the_one_in_the_page() -> None:
     assert (ROOT / "examples" / "pool_backend.py").read_text() in page
 
 
+@pytest.mark.classes
 def test_the_examples_in_the_readme_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

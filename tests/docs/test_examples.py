@@ -55,6 +55,7 @@ def taken_for_granted(tmp_path: Path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.classes
 def test_every_block_of_the_page_runs(
     taken_for_granted: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:

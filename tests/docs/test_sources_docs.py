@@ -35,6 +35,7 @@ def decode(sample: tuple[bytes, bytes]) -> tuple[int, int]:
     return len(image), int(label)
 
 
+@pytest.mark.classes
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_every_block_about_sources_runs(tmp_path: Path) -> None:
     text = (DOCS / "sources.md").read_text()

@@ -32,6 +32,7 @@ def test_a_killed_run_goes_on_to_the_last_bit(tmp_path: Path) -> None:
     assert len(done.stdout.splitlines()) > 10
 
 
+@pytest.mark.classes
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_the_examples_of_the_page_hold() -> None:
     page = (ROOT / "docs" / "resuming.md").read_text()
