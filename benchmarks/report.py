@@ -5,8 +5,13 @@ NAME is a case, ``machine``, ``summary`` (ours against torch's and the best riva
 ``headlines`` (five lines of the summary in plain words), ``targets``, ``missed`` (the targets that were
 missed, and why), ``blanks`` (loaders that were left out, and why), ``notes`` or ``P18`` (the long run,
 from its own file). Within a sentence, ``<!-- figure CASE; VARIANT; LOADER -->1.2 s<!-- end -->`` holds
+<<<<<<< HEAD
 one median with its unit. With ``--check`` nothing is written; the exit code is 1 if something would be.
 A run that was too noisy is refused.
+=======
+one median with its unit. With ``--check`` nothing is written, and the exit code is 1 if something would
+be. A run that was too noisy is refused.
+>>>>>>> wt-d
 """
 
 from __future__ import annotations
@@ -40,7 +45,7 @@ LONG_RUN = Path(__file__).parent / "long_run.json"
 """The kept long run."""
 
 _BEGIN = re.compile(r"<!-- benchmarks:begin ([\w-]+) -->\n")
-_FIGURE = re.compile(r"(<!-- figure ([^;]+); ([^;]+); (.+?) -->)[^<]*(<!-- end -->)")
+_FIGURE = re.compile(r"(<!-- figure ([^;]+);\s+([^;]+);\s+(.+?) -->)[^<]*(<!-- end -->)")
 
 
 class BadBlock(ValueError):
@@ -68,7 +73,8 @@ def rewrite(text: str, results: Results) -> str:
         raise BadBlock("there is no block to fill in")
 
     def figure(match: re.Match[str]) -> str:
-        begin, case, variant, loader, end = match.groups()
+        begin, *names, end = match.groups()
+        case, variant, loader = (" ".join(name.split()) for name in names)  # lines may be wrapped
         for row in results.of(case, variant):
             if row.loader == loader and row.values:
                 return f"{begin}{number(row.median)} {row.unit.split(' /')[0]}{end}"

@@ -92,7 +92,7 @@ TRUTHS: dict[str, tuple[Recording, str, str | None, str | None, str]] = {
         "source",
         "sampler",
         "computes",
-        "behind it helps",
+        "later steps does not help",
     ),
     "cores that are taken by others": (
         recording(replace(stage(), wait_for_core=9.0, cpu=9.0), cores=FULL_OF_OTHERS),
