@@ -5,13 +5,8 @@ NAME is a case, ``machine``, ``summary`` (ours against torch's and the best riva
 ``headlines`` (five lines of the summary in plain words), ``targets``, ``missed`` (the targets that were
 missed, and why), ``blanks`` (loaders that were left out, and why), ``notes`` or ``P18`` (the long run,
 from its own file). Within a sentence, ``<!-- figure CASE; VARIANT; LOADER -->1.2 s<!-- end -->`` holds
-<<<<<<< HEAD
 one median with its unit. With ``--check`` nothing is written; the exit code is 1 if something would be.
 A run that was too noisy is refused.
-=======
-one median with its unit. With ``--check`` nothing is written, and the exit code is 1 if something would
-be. A run that was too noisy is refused.
->>>>>>> wt-d
 """
 
 from __future__ import annotations
