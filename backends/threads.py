@@ -19,6 +19,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, ClassVar, cast
 
 from hybridloader._support.datapipes import is_datapipe
+from hybridloader._support.native_threads import renew_autograd_engine
 from hybridloader._support.text import brief
 from hybridloader.engine import fetcher
 from hybridloader.engine.contract import SLICE, Backend, Crew, WorkerHandle
@@ -63,6 +64,7 @@ class Threads(Backend):
         return self.copy_dataset
 
     def open(self) -> Crew:
+        renew_autograd_engine()  # this process may be a fork
         return _ThreadCrew(self.copies, PrivateSlots(self.memory.bytes()))
 
 

@@ -31,11 +31,11 @@ def one_thread_in_this_process(fresh: bool) -> None:
     when_imported("torch", lambda: sys.modules["torch"].set_num_threads(1))
     # 0 is OpenCV's word for: run sequentially (docs.opencv.org, cv::setNumThreads).
     when_imported("cv2", lambda: sys.modules["cv2"].setNumThreads(0))
-    _renew_autograd_engine()
+    renew_autograd_engine()
 
 
-def _renew_autograd_engine() -> None:
-    """Have torch make its autograd engine anew, while this process has one thread.
+def renew_autograd_engine() -> None:
+    """Have torch replace its autograd engine in a forked process, before threads compute there.
 
     A forked process has the engine of its parent. torch replaces it at its first use, for which an
     operator that notes a gradient suffices. If two threads are the first, both destroy the old engine

@@ -24,7 +24,10 @@ from typing import Any
 
 from hybridloader._support.caller import warn
 from hybridloader._support.errors import Raised, add_note
-from hybridloader._support.native_threads import one_thread_on_this_thread
+from hybridloader._support.native_threads import (
+    one_thread_on_this_thread,
+    renew_autograd_engine,
+)
 from hybridloader._support.text import brief
 from hybridloader._support.torch_modes import TakenModes, modes_here
 from hybridloader.engine.fetcher import Abandoned, TaskContext
@@ -93,6 +96,7 @@ class Fanout:
         return job
 
     def _start_afresh(self) -> None:
+        renew_autograd_engine()
         self._owner = os.getpid()
         self._starting = threading.Lock()
         # All the mutable state: how many threads there are, and may be; their jobs.

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.forking import in_a_fork
 from torch.utils.data import DataLoader as TorchLoader
 
 import hybridloader
@@ -177,4 +178,20 @@ def test_a_forked_worker_uses_torchs_engine_before_it_has_threads(
     for batch in loader:
         for pid, uses, threads in batch:
             assert threads
-            assert uses == [(pid, [])]
+            assert uses[0] == (pid, [])
+
+
+@pytest.mark.parametrize("options", [{"backend": "threads"}, {"threads_per_worker": 2}], ids=str)
+def test_threads_in_a_fork_of_the_users_find_torchs_engine_used(
+    options: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(torch.autograd.Variable._execution_engine)
+    monkeypatch.setattr(torch.autograd.Variable, "_execution_engine", engine)
+
+    def act() -> None:
+        workers = 2 if "backend" in options else 0
+        loader = DataLoader(Pids(), 2, num_workers=workers, collate_fn=list, **options)
+        assert [index for batch in loader for index, _ in batch] == [0, 1, 2, 3]
+        assert (os.getpid(), []) in engine.uses
+
+    assert in_a_fork(act) == 0

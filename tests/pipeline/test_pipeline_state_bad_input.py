@@ -72,7 +72,10 @@ BAD: dict[str, tuple[Callable[[Any], Any], str]] = {
         "marks is {':0': {'at': '1', ",
     ),
 }
-FIELDS = "seed seeded epoch given raised finished draws marks ranks rank heads operators".split()
+FIELDS = [
+    *("seed", "seeded", "epoch", "given", "raised", "finished", "draws", "marks"),
+    *("ranks", "rank", "heads", "operators"),
+]
 """Keys of a state, besides its version and kind. No pipeline runs here: other modules are imported
 meanwhile, and would take functions of `random` and numpy that are replaced for its threads."""
 
