@@ -14,7 +14,12 @@ from typing import Any
 from zlib import crc32
 
 from hybridloader._support.attributes import attribute
-from hybridloader._support.errors import foreign
+from hybridloader._support.errors import ShardLost, described, foreign
+
+MOST_FAILURES = 8
+"""Errors in a row after which the rest of a shard is left out, if it has to be opened after each."""
+
+_END = object()
 
 ShardPart = list[tuple[str, int]]
 """Shards that one worker reads, in order: the name, and the number of the first sample to read."""
@@ -54,6 +59,8 @@ def checksum(names: Sequence[str]) -> int:
 class NamedShardsIterator(Iterator[Any]):
     """Iterator over the samples of the shards in `part`, one shard after the other.
 
+    A generator that has raised is over, so the shard is opened again after the sample that failed.
+
     Its state has two numbers: the shards that it has passed, and the position in the current one. A
     state to load may have another part to read, as ``"part"``.
     """
@@ -65,36 +72,37 @@ class NamedShardsIterator(Iterator[Any]):
         self._passed = 0
         self._at = part[0][1] if part else 0
         self._samples: Iterator[Any] | None = None  # of the current shard; None: not open
-
-    @property
-    def ends_at_error(self) -> bool:
-        """True if the current shard is read by a generator, which is over once it has raised."""
-        return isinstance(self._samples, GeneratorType)
+        self._failed = 0  # errors since the latest sample
 
     def __next__(self) -> Any:
-        while True:
-            if self._samples is None:
-                if self._passed == len(self._part):
-                    raise StopIteration
-                try:
-                    name = self._part[self._passed][0]
-                    self._samples = iter(self._dataset.read_shard(name, self._at))
-                except Exception as error:
-                    self._pass_on()  # else each call of next() would raise it, without an end
-                    raise foreign(error) from None
+        while self._passed < len(self._part):
+            name = self._part[self._passed][0]
             try:
-                sample = next(self._samples)
-            except StopIteration:
-                self._pass_on()
-                continue
-            except Exception:
+                if self._samples is None:
+                    self._samples = iter(self._dataset.read_shard(name, self._at))
+                sample = next(self._samples, _END)
+            except Exception as error:
                 self._at += 1
-                raise
-            self._at += 1
-            return sample
+                if self._samples is None or isinstance(self._samples, GeneratorType):
+                    self._samples = None  # a generator is over once it has raised
+                    self._failed += 1
+                    if self._failed == MOST_FAILURES:  # else a shard that is gone would never end
+                        self._pass_on()
+                        raise ShardLost(
+                            f"shard {name!r}: read_shard() raised {MOST_FAILURES} times in a row, last "
+                            f"{described(error)}. The rest of the shard is left out; check that it can "
+                            "be read"
+                        ) from error
+                raise foreign(error)  # noqa: B904  # the same one, unless it is a StopIteration
+            self._failed = 0
+            if sample is not _END:
+                self._at += 1
+                return sample
+            self._pass_on()
+        raise StopIteration
 
     def _pass_on(self) -> None:
-        self._samples = None
+        self._samples, self._failed = None, 0
         self._passed += 1
         self._at = self._part[self._passed][1] if self._passed < len(self._part) else 0
 

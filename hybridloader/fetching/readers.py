@@ -480,10 +480,7 @@ class ShardReader(Fetcher):
             raise NoItem from None
         except Exception as error:
             self.position += 1
-            users = innermost(self._samples)
-            if isinstance(users, GeneratorType) or (
-                isinstance(users, NamedShardsIterator) and users.ends_at_error
-            ):
+            if isinstance(innermost(self._samples), GeneratorType):
                 self._lost = rest_is_lost(f"{self.unit} {number} of this worker's shard", error)
                 self._lost.__cause__ = error
                 if self._under_policy:

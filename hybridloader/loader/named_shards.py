@@ -192,7 +192,8 @@ class ShardDivision:
             )
         share = tuple(saved["share"])
         if same_workers and self.agrees(saved):
-            left = _left_of(*saved["base"], self._names)
+            mask, begun = saved["base"]
+            left = _left_of(mask, begun, self._names)
         elif share in ((0, 1), self.share):
             if saved["whole"] is not None:
                 raise StateError(
