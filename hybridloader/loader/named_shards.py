@@ -71,7 +71,7 @@ class ShardDivision:
     left
         Shards of this rank, and the first sample to read of each. None: those of a whole epoch.
     own_state
-        True if the dataset has a state of its own beside its shards.
+        True if the dataset has a `state_dict` besides its shards.
     """
 
     def __init__(
