@@ -90,6 +90,7 @@ class ShardDivision:
         self._base = whole if left is None else dict(left)
         self.whole = self._base == whole
         """True if nothing of the epoch was read before this division."""
+        self._begun_before = {name: at for name, at in self._base.items() if at}
         mine = list(self._base.items())
         self.parts: list[ShardPart] = [
             shares_of(mine, worker, workers) for worker in range(workers)
@@ -124,8 +125,8 @@ class ShardDivision:
                 )
         begun.update(
             (name, at)
-            for name, at in self._base.items()
-            if at and name not in begun and left >> self._numbers[name] & 1
+            for name, at in self._begun_before.items()
+            if name not in begun and left >> self._numbers[name] & 1
         )
         if self._own_state:
             whole = "the dataset has a state_dict() besides its shards, which holds for one worker"
