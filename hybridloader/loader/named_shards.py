@@ -142,7 +142,7 @@ class ShardDivision:
         }
 
     def _place(self, worker: int, start: ShardStart) -> tuple[int, int]:
-        state = None if start.iterator is None or start.behind else start.iterator.given()
+        state = None if start.iterator is None else start.iterator.given()
         if state is None:
             part = self.parts[worker]
             return 0, part[0][1] if part else 0

@@ -135,6 +135,67 @@ def test_fork_with_a_worker_less_and_persistent_workers() -> None:
     assert Counter(before + taken(last)) == ALL
 
 
+@pytest.mark.parametrize("stop", [1, 4])
+def test_persistent_workers_whose_shards_have_another_order_in_each_epoch(stop: int) -> None:
+    loader = make(Shards(), 3, persistent_workers=True)
+    for epoch in range(3):
+        loader.set_epoch(epoch)
+        batches = iter(loader)
+        before = taken(batches, stop)
+        state = loader.state_dict()
+        other, same = make(Shards(), 2), make(Shards(), 3)
+        other.load_state_dict(state)
+        assert Counter(before + taken(other)) == ALL
+        same.set_epoch(epoch)
+        same.load_state_dict(state)
+        assert taken(same) == taken(batches)
+
+
+def test_skipped_samples_are_skipped_once() -> None:
+    for stop in range(0, 8, 2):
+        loader, other = (make(Skipped(), workers, on_error="skip") for workers in (2, 3))
+        batches = iter(loader)
+        before = taken(batches, stop)
+        other.load_state_dict(loader.state_dict())
+        assert Counter(before + taken(other)) == Counter(ALL.keys() - {"a0", "d3"})
+        assert len(loader.skipped) + len(other.skipped) == 2
+
+
+class Skipped(Shards):
+    def read_shard(self, name: str, start: int) -> Iterator[str]:
+        for sample in super().read_shard(name, start):
+            if sample in ("a0", "d3"):
+                raise ValueError(sample)
+            yield sample
+
+
+def test_edited_counts_hold_for_the_same_workers() -> None:
+    loader = make(Shards(), 2)
+    batches = iter(loader)
+    taken(batches, 4)
+    state = loader.state_dict()
+    rest = taken(batches)
+    for _ in range(2):
+        for name in ("_sampler_iter_yielded", "_num_yielded"):  # as accelerate
+            state[name] -= 1
+        same = make(Shards(), 2)
+        same.load_state_dict(state)
+        assert taken(same)[-len(rest) :] == rest
+    with pytest.raises(StateError, match="were edited"):
+        make(Shards(), 3).load_state_dict(state)
+    other = make(Shards(), 3)
+    for name in ("_sampler_iter_yielded", "_num_yielded"):
+        state[name] += 2
+    other.load_state_dict(state)
+    batches = iter(other)
+    next(batches)
+    state = other.state_dict()
+    state["_num_yielded"] -= 1
+    state["_sampler_iter_yielded"] -= 1
+    with pytest.raises(StateError, match="resumed on other workers or ranks before"):
+        make(Shards(), 3).load_state_dict(state)
+
+
 def test_another_order_of_the_shards_divides_them_again() -> None:
     loader, other = make(Shards(), 2), make(Shards(), 2)
     batches = iter(loader)
