@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -167,6 +168,20 @@ class Skipped(Shards):
             if sample in ("a0", "d3"):
                 raise ValueError(sample)
             yield sample
+
+
+class Random(Shards):
+    def read_shard(self, name: str, start: int) -> Iterator[Any]:
+        return ((sample, random.random()) for sample in super().read_shard(name, start))
+
+
+def test_no_seed_of_a_sample_is_used_twice() -> None:
+    loader, other = (make(Random(), workers, seeding="sample") for workers in (2, 3))
+    batches = iter(loader)
+    samples = taken(batches, 6)
+    other.load_state_dict(loader.state_dict())
+    samples += taken(other)
+    assert len({number for _, number in samples}) == sum(ALL.values())
 
 
 def test_edited_counts_hold_for_the_same_workers() -> None:
