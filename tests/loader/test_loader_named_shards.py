@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
@@ -292,6 +293,19 @@ def test_stateful_dataloader_resumes_with_the_same_workers() -> None:
     again = stateful()
     again.load_state_dict(loader.state_dict())
     assert taken(again) == taken(batches)
+
+
+def test_ranks_are_those_of_torch_distributed_unless_the_dataset_has_some(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in (("is_initialized", True), ("get_rank", 1), ("get_world_size", 3)):
+        monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
+    dataset = Shards()
+    del dataset.rank, dataset.num_replicas
+    assert {sample[0] for sample in taken(make(dataset, 2))} == {"e"}  # "b" is empty
+    assert {sample[0] for sample in taken(make(Shards(0, 2), 2))} == {*"aceg"}
+    with pytest.raises(ValueError, match="rank=2 and num_replicas=2"):
+        iter(make(Shards(2, 2), 2))
 
 
 def test_what_is_refused() -> None:
