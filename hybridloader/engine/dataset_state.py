@@ -8,6 +8,7 @@ take it raises nothing here: a loader that nobody asks for its state must not fa
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 from hybridloader._support.cadence import ASKED, Cadence
@@ -37,16 +38,22 @@ class ShardStart(NamedTuple):
         return self.since or len(self.again)
 
 
-def states_of(dataset: Any, samples: Any = None, *, every: int = 0) -> DatasetStates | None:
+def states_of(
+    dataset: Any, samples: Any = None, *, every: int = 0, always: bool = False
+) -> DatasetStates | None:
     """Return access to the state of `dataset` and of its iterator `samples`; None if neither has one.
 
-    States are taken as often as is cheap, but at least `every` results apart.
+    States are taken as often as is cheap, but at least `every` results apart; with `always`, after
+    each result.
     """
     itself = samples is dataset  # torchdata saves it once then, as the iterator's
     stateful = is_stateful(dataset) and not itself
     if not (stateful or is_stateful(samples)):
         return None
-    cadence = Cadence(every=every, free=ASKED) if every else Cadence()
+    if always:
+        cadence = Cadence(free=math.inf)
+    else:
+        cadence = Cadence(every=every, free=ASKED) if every else Cadence()
     return DatasetStates(dataset if stateful else None, samples, cadence)
 
 

@@ -38,8 +38,10 @@ from hybridloader.engine.fetcher import (
     TaskContext,
 )
 from hybridloader.engine.slices import SEEN
+from hybridloader.engine.worker_info import get_worker_info
 from hybridloader.fetching.collate import is_default_collate
 from hybridloader.fetching.gather import Odd, gatherer
+from hybridloader.fetching.named_shards import NamedShardsIterator, names_of, shares_of
 from hybridloader.fetching.on_error.item_loop import (
     ItemLoop,
     NoItem,
@@ -112,6 +114,9 @@ class IterableFetch(Fetch):
     on_error: Policy | None = None
     join: bool = False  # send these samples uncollated, to be joined to those of other shards
     state_every: int = 0
+    share: tuple[int, int] | None = (
+        None  # rank and number of ranks, if the dataset names its shards
+    )
 
     in_turn: ClassVar[bool] = True
 
@@ -123,16 +128,26 @@ class IterableFetch(Fetch):
         dataset = self.dataset
         if self.datapipe and shared_seed is not None:
             dataset = seed_datapipe(dataset, shared_seed)
+        make = partial(iter, dataset) if self.share is None else partial(self._by_names, self.share)
         samples: Any
         if context.rng is None:
-            samples = wrapped = iter(dataset)
+            samples = wrapped = make()
         else:
             entered = self.on_error is None
-            samples = context.rng.seeded_shard(lambda: iter(dataset), entered=entered)
+            samples = context.rng.seeded_shard(make, entered=entered)
             wrapped = innermost(samples)
         shard = ShardFetcher(self, samples, context)
-        shard.states = states_of(dataset, wrapped, every=self.state_every)
+        # Two numbers are cheap, and with the state of each result the rest can be divided at any place.
+        every, always = self.state_every, self.share is not None
+        shard.states = states_of(dataset, wrapped, every=every, always=always)
         return shard
+
+    def _by_names(self, share: tuple[int, int]) -> NamedShardsIterator:
+        """Return an iterator over this worker's part of the shards that the dataset names."""
+        info = get_worker_info()
+        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        mine = shares_of(shares_of(names_of(self.dataset), *share), worker, workers)
+        return NamedShardsIterator(self.dataset, [(name, 0) for name in mine])
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from hybridloader.loader.plan import LoaderPlan
 from hybridloader.loader.record import announce, record_of
 from hybridloader.loader.reusing_iterator import iterator_of
 from hybridloader.loader.samplers import Samplers
+from hybridloader.loader.state import merge_states
 
 if TYPE_CHECKING:
     from multiprocessing.context import BaseContext
@@ -307,6 +308,33 @@ persistent_workers, pin_memory_device, in_order
         epoch = load(self._plan_ahead(), state_dict)
         if epoch is not None:
             announce(self, epoch)
+
+    @staticmethod
+    def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return one state of those of all ranks, from which any number of ranks resumes.
+
+        The dataset is iterable and names its shards, by `shard_names` and `read_shard`. The shards that
+        are left are divided again: together, the ranks that load the state return each sample that was
+        not returned yet, and none twice. See docs/resuming.md.
+
+        Parameters
+        ----------
+        states
+            State of each rank, in any order. The ranks may have come to different positions in one
+            epoch.
+
+        Returns
+        -------
+        dict
+            A state for `load_state_dict`, the same for all ranks.
+
+        Raises
+        ------
+        StateError
+            A state is missing, is of another epoch or dataset, or has no shards. Or the position of a
+            worker in its shard is not known, as after a batch that raised.
+        """
+        return merge_states(states)
 
     @Fallback
     def resuming(self) -> tuple[int, int] | None:

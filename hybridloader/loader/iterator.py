@@ -53,6 +53,7 @@ from hybridloader.fetching.on_error.error_budget import ErrorBudget, Skipped
 from hybridloader.fetching.on_error.policies import Policy, parse_on_error
 from hybridloader.fetching.outcome import Outcome
 from hybridloader.fetching.readers import IterableFetch, MapFetch
+from hybridloader.loader.named_shards import share_of
 from hybridloader.loader.observation import LoaderObservation
 from hybridloader.loader.pass_start import Drawn, PassStart, ResumedDispatch
 from hybridloader.loader.pin_thread import PinThread
@@ -558,6 +559,7 @@ def fetch_of(
             on_error,
             join=plan.joins,
             state_every=plan.state_every,
+            share=None if isinstance(dataset, IterDataPipe) else share_of(dataset),
         )
     fetch = MapFetch(
         dataset,

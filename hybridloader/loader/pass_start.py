@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from hybridloader.engine.dataset_state import ShardStart
 from hybridloader.engine.scheduler import Dispatch, Scheduler, round_robin
 from hybridloader.engine.states import ACTIVE
 from hybridloader.fetching.readers import Apart
+from hybridloader.loader.named_shards import ShardDivision
 from hybridloader.loader.plan import LoaderPlan
 from hybridloader.loader.progress import UNKNOWN, Progress, SamplerCheckpoint
 from hybridloader.loader.samplers import (
@@ -199,6 +201,7 @@ class PassStart:
         plan, resume, record = self._plan, self.resume, self._plan.record
         made = Progress(self.replay, self.epoch, plan.num_workers, iterable=plan.iterable)
         made.base_seed, made.shared_seed = int(drawn.base_seed), drawn.shared_seed
+        made.division = self.division
         before = record.progress if self._again else None
         if before is not None and before.finished and before.stateful:
             made.resume_workers(before.ends())
@@ -255,6 +258,16 @@ class PassStart:
         else:
             dispatch.last = (resume.count - len(self._leads()) - 1) % self._plan.readers
 
+    @cached_property
+    def division(self) -> ShardDivision | None:
+        """Division of the shards that the dataset names, if it does."""
+        plan, resume = self._plan, self.resume
+        if not plan.iterable:
+            return None
+        if resume is not None and resume.division is not None and not resume.over:
+            return resume.division
+        return ShardDivision.of(plan.dataset, plan.readers)
+
     @property
     def starts(self) -> tuple[ShardStart, ...]:
         """Places where the workers begin."""
@@ -264,13 +277,13 @@ class PassStart:
         if resume.over and not any(start.behind for start in resume.starts):
             return ()
         rereads = any(s.skip > s.position and not s.stateful for s in resume.starts)
-        if rereads and self._plan.iterable:
+        if rereads and self._plan.iterable and self.division is None:
             warn_once(
                 f"{type(self._plan.dataset).__name__} has no state_dict() and load_state_dict() that "
                 "tell all of its state, nor has its iterator, so each worker reads its part of it again "
                 "up to its place. `loader.resuming` counts the samples"
             )
-        return resume.starts
+        return resume.starts if resume.division is None else resume.division.sent(resume.starts)
 
 
 def _replay_now(plan: LoaderPlan, *, again: bool) -> tuple[SamplerReplay, bool]:
@@ -296,6 +309,8 @@ def state_of(plan: LoaderPlan, *, stays: bool) -> dict[str, Any]:
             return written(plan, progress, WITHIN)
     replay, _ = _replay_now(plan, again=stays and progress is not None)
     upcoming = Progress(replay, plan.epoch, plan.num_workers, iterable=plan.iterable)
+    if plan.iterable:
+        upcoming.division = ShardDivision.of(plan.dataset, plan.readers)
     if progress is not None:
         upcoming.base_seed, upcoming.yielded = progress.base_seed, progress.yielded
         upcoming.count = progress.count

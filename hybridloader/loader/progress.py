@@ -21,6 +21,7 @@ from hybridloader.engine.dataset_state import ShardStart
 from hybridloader.engine.messages import Exhausted, Last
 from hybridloader.fetching.outcome import Outcome
 from hybridloader.fetching.readers import Apart
+from hybridloader.loader.named_shards import ShardDivision
 from hybridloader.loader.refill import WaitingSamples
 from hybridloader.loader.samplers import SamplerReplay, SamplerState
 
@@ -93,6 +94,8 @@ class Progress:
         """Workers that are to be asked first and have not answered."""
         self.exhausted: Mapping[int, Exhausted] = {}
         """Ends of shards, by worker; the last results of these may still be on their way."""
+        self.division: ShardDivision | None = None
+        """Division of the shards that an iterable dataset names, if it does."""
         self._rereading = readers * [0]  # samples that each worker has yet to read again
         self._reread_in_all = 0
         self._before = _BEGINNING, 0  # place of the last worker, and its tasks to repeat, before
@@ -279,6 +282,8 @@ class Progress:
         for worker, at in enumerate(self.places):
             end = self.exhausted.get(worker)
             last = at if end is None or end.told is None else end.told
+            if self.division is not None:  # at an end, the positions in named shards are of no use
+                last = last._replace(iterator=None)
             ends.append(
                 ShardStart(0, 0, last.dataset, last.iterator, again=at.again, behind=last.stateful)
             )

@@ -6,7 +6,7 @@ ours. Writing and reading change no sampler, generator or worker.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -25,6 +25,7 @@ from hybridloader._support.state_copies import (
 )
 from hybridloader._support.state_schema import ANY, COUNT, DICT, LIST, TRUTH, Schema, among, list_of
 from hybridloader.engine.dataset_state import ShardStart
+from hybridloader.loader.named_shards import ShardDivision, merged
 from hybridloader.loader.plan import LoaderPlan
 from hybridloader.loader.progress import UNKNOWN, Progress
 from hybridloader.loader.samplers import SamplerReplay, SamplerState, check_of, steps_of
@@ -73,6 +74,8 @@ class ResumePoint:
     """Worker whose turn was last."""
     discard: int = 0
     """Batches to be made and dropped, if there is no other way to get to the place."""
+    division: ShardDivision | None = None
+    """Division of named shards among the workers; None: that of a whole epoch, if there are any."""
     as_they_stand: bool = False
     """True if the state has no generators, so that the loader's are drawn from as they are."""
 
@@ -155,8 +158,15 @@ def written(plan: LoaderPlan, progress: Progress, where: str) -> dict[str, Any]:
             "whole": copied(whole) if whole else [],
             "first": [] if over else _first(progress),
             "behind": [number for number, start in enumerate(progress.places) if start.behind],
+            "shards": _shards(progress, where, starts),
         },
     }
+
+
+def _shards(progress: Progress, where: str, starts: list[ShardStart]) -> dict[str, Any] | None:
+    if progress.division is None:
+        return None
+    return progress.division.state(None if where == END else starts)
 
 
 def _first(progress: Progress) -> list[int]:
@@ -206,7 +216,7 @@ _OWN_FIELDS = Schema(
     (among(START, WITHIN, END), "at"),
     (list_of(among("iter", "seed"), "a list of 'iter' and 'seed'"), "steps later?"),
     (LIST, "counts apart whole first behind?"),
-    (ANY, "start sampler_epoch generators check"),
+    (ANY, "start sampler_epoch generators check shards?"),
     version=VERSION,
 )
 
@@ -337,13 +347,33 @@ def _read_workers(
     resume.last = state["_last_yielded_worker_id"]
     if places is None:
         return
+    if own["at"] == WITHIN and _divide(plan, state, own, resume):
+        if edited:
+            raise StateError(
+                "the counts of the state were edited, and its shards are divided among other workers or "
+                "ranks: no batches can be counted from the beginning of the epoch; load the state as it "
+                "was saved"
+            )
+        return
     if state["_num_workers"] != plan.num_workers:
+        why = "each worker resumes its own part of the dataset, so their number must be the same"
+        if own["kind"] == "iterable":
+            why += (
+                f". {type(plan.dataset).__name__} does not name its shards; with shard_names and "
+                "read_shard() it resumes on any number of workers (docs/resuming.md)"
+            )
         raise StateError(
             f"_num_workers is {state['_num_workers']} in the state and {plan.num_workers} in this "
-            "loader: each worker resumes its own part of the dataset, so their number must be the same"
+            f"loader: {why}"
         )
     resume.first = tuple(own["first"])
     if edited and own["kind"] == "iterable":
+        if resume.division is not None and not resume.division.whole:
+            raise StateError(
+                "the counts of the state were edited, and this epoch was resumed on other workers or "
+                "ranks before: no batches can be counted from its beginning; load the state as it was "
+                "saved"
+            )
         resume.first, resume.last = (), -1
         resume.discard, resume.count, resume.yielded = resume.count, 0, 0
         return
@@ -369,6 +399,60 @@ def _read_workers(
     resume.starts = tuple(starts)
     if any(start.dataset is not None for start in starts):
         check_takes(plan.dataset, "the dataset")
+
+
+def _divide(
+    plan: LoaderPlan, state: Mapping[str, Any], own: Mapping[str, Any], resume: ResumePoint
+) -> bool:
+    """Note how named shards are divided; return True if not as in the loader that was saved."""
+    saved = own.get("shards")
+    whole = ShardDivision.of(plan.dataset, plan.readers) if plan.iterable else None
+    if whole is None:
+        if saved is not None:
+            raise StateError(
+                "the state is of a dataset that names its shards, and "
+                f"{type(plan.dataset).__name__} has no shard_names and read_shard()"
+            )
+        return False
+    if saved is None:
+        return False
+    same_workers = state["_num_workers"] == plan.num_workers
+    resume.division = whole.resumed(saved, same_workers=same_workers)
+    if same_workers and whole.agrees(saved):
+        return False
+    resume.starts, resume.last = resume.division.starts(saved), -1
+    return True
+
+
+def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return one state of those of all ranks, of loaders whose datasets name their shards."""
+    owns = []
+    for number, state in enumerate(states):
+        own: Any = state.get(OWN) if isinstance(state, Mapping) else None
+        if not isinstance(own, Mapping):
+            raise StateError(f"state {number} is not that of a hybridloader.DataLoader")
+        _FIELDS.check(state)
+        _OWN_FIELDS.check(own)
+        if own.get("shards") is None:
+            raise StateError(
+                f"state {number} has no shards: only states of iterable datasets with shard_names and "
+                "read_shard() are merged. A map-style dataset with hybridloader's "
+                "DistributedShuffleSampler resumes on other ranks without"
+            )
+        owns.append(own)
+    if not owns:
+        raise StateError("there is no state to merge; give those of all ranks")
+    shards = merged([own["shards"] for own in owns])
+    ended = [own["at"] == END for own in owns]
+    epochs = {own["epoch"] - over for own, over in zip(owns, ended, strict=True)}
+    if len(epochs) > 1:
+        raise StateError(f"the states are of the epochs {sorted(epochs)}; merge those of one epoch")
+    if all(ended):
+        return dict(copied(dict(states[0])))
+    found = dict(copied(dict(states[ended.index(False)])))
+    found.update(_worker_snapshots={}, _last_yielded_worker_id=-1, _iterator_finished=False)
+    found[OWN].update(at=WITHIN, first=[], behind=[], shards=shards)
+    return found
 
 
 def _frozen(state: Any) -> Any:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -251,3 +253,13 @@ def test_both_kinds_in_a_pipeline_go_on_at_any_place(where: Any) -> None:
                 state = json.loads(json.dumps(run.state_dict()))
             with pipe.run(state=state) as run:
                 assert list(run) == whole[place:]
+
+
+def test_the_page_resumes_a_stream_with_other_workers() -> None:
+    page = Path(__file__).parents[2] / "docs" / "frameworks" / "datasets.md"
+    section = page.read_text().partition("\n## Other workers and ranks\n")[2]
+    block = re.search(r"^```python\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
+    assert block is not None
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(block[1].replace('"fork"', '"threads"'), names)
+    names.clear()  # the iterator is let go

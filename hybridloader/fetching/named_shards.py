@@ -1,0 +1,116 @@
+"""Reading an iterable dataset by the shards that it names, each from a given position.
+
+A dataset names its shards by two attributes: `shard_names`, the names of the shards of all ranks, and
+`read_shard(name, start)`, which returns the samples of one shard from number `start` on. Such a dataset
+is read through these two, and its `__iter__` is not called. Nothing here decides which worker reads
+which shards after a resume: the loader does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from types import GeneratorType
+from typing import Any
+from zlib import crc32
+
+from hybridloader._support.attributes import attribute
+from hybridloader._support.errors import ShardLost, described, foreign
+
+MOST_FAILURES = 8
+"""Errors in a row after which the rest of a shard is left out, if it has to be opened after each."""
+
+_END = object()
+
+ShardPart = list[tuple[str, int]]
+"""Shards that one worker reads, in order: the name, and the number of the first sample to read."""
+
+
+def names_shards(dataset: Any) -> bool:
+    """True if `dataset` names its shards."""
+    named = attribute(dataset, "shard_names") is not None
+    return named and callable(attribute(dataset, "read_shard"))
+
+
+def names_of(dataset: Any) -> list[str]:
+    """Return the names of the shards of `dataset`. Raises `TypeError` or `ValueError`."""
+    given = dataset.shard_names
+    names = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else None
+    if names is None or not all(isinstance(name, str) for name in names):
+        raise TypeError(
+            f"{type(dataset).__name__}.shard_names must be a list of texts, got {given!r:.80}"
+        )
+    if len({*names}) < len(names):
+        twice = next(name for at, name in enumerate(names) if name in names[:at])
+        raise ValueError(
+            f"{type(dataset).__name__}.shard_names has {twice!r} twice; give each shard its own name"
+        )
+    return names
+
+
+def shares_of(items: list[Any], part: int, parts: int) -> list[Any]:
+    """Return the items of one of `parts` ranks or workers, which take turns."""
+    return items[part::parts]
+
+
+def checksum(names: Sequence[str]) -> int:
+    return crc32("\0".join(names).encode())
+
+
+class NamedShardsIterator(Iterator[Any]):
+    """Iterator over the samples of the shards in `part`, one shard after the other.
+
+    A generator that has raised is over, so the shard is opened again after the sample that failed.
+
+    Its state has two numbers: the shards that it has passed, and the position in the current one. A
+    state to load may have another part to read, as ``"part"``.
+    """
+
+    def __init__(self, dataset: Any, part: ShardPart) -> None:
+        self._dataset = dataset
+        # All the mutable state:
+        self._part = part
+        self._passed = 0
+        self._at = part[0][1] if part else 0
+        self._samples: Iterator[Any] | None = None  # of the current shard; None: not open
+        self._failed = 0  # errors since the latest sample
+
+    def __next__(self) -> Any:
+        while self._passed < len(self._part):
+            name = self._part[self._passed][0]
+            try:
+                if self._samples is None:
+                    self._samples = iter(self._dataset.read_shard(name, self._at))
+                sample = next(self._samples, _END)
+            except Exception as error:
+                self._at += 1
+                if self._samples is None or isinstance(self._samples, GeneratorType):
+                    self._samples = None  # a generator is over once it has raised
+                    self._failed += 1
+                    if self._failed == MOST_FAILURES:  # else a shard that is gone would never end
+                        self._pass_on()
+                        raise ShardLost(
+                            f"shard {name!r}: read_shard() raised {MOST_FAILURES} times in a row, last "
+                            f"{described(error)}. The rest of the shard is left out; check that it can "
+                            "be read"
+                        ) from error
+                raise foreign(error)  # noqa: B904  # the same one, unless it is a StopIteration
+            self._failed = 0
+            if sample is not _END:
+                self._at += 1
+                return sample
+            self._pass_on()
+        raise StopIteration
+
+    def _pass_on(self) -> None:
+        self._samples, self._failed = None, 0
+        self._passed += 1
+        self._at = self._part[self._passed][1] if self._passed < len(self._part) else 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"passed": self._passed, "at": self._at}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if "part" in state:
+            self._part = [(name, start) for name, start in state["part"]]
+        self._samples = None
+        self._passed, self._at = state["passed"], state["at"]

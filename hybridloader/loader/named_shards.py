@@ -1,0 +1,273 @@
+"""Division of the shards that an iterable dataset names, among ranks and workers, and its state.
+
+A worker's own state has two numbers, which hold within its part. So a state of the loader describes how
+the parts were made (``base``), for a loader with the same ranks and workers, which resumes exactly; and
+which shards are left, from which position on, for any other. Shards are numbered by their sorted names;
+a set of them is the hexadecimal form of a bit mask.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from hybridloader._support.attributes import attribute
+from hybridloader._support.errors import StateError
+from hybridloader._support.state_copies import Frozen, is_stateful
+from hybridloader._support.state_schema import ANY, COUNT, DICT, LIST, TEXT, Schema
+from hybridloader.engine.dataset_state import ShardStart
+from hybridloader.fetching.named_shards import (
+    ShardPart,
+    checksum,
+    names_of,
+    names_shards,
+    shares_of,
+)
+
+_FIELDS = Schema(
+    "loader's shards",
+    (COUNT, "names read"),
+    (LIST, "share base"),
+    (TEXT, "left"),
+    (DICT, "begun"),
+    (ANY, "order whole"),
+)
+
+
+def share_of(dataset: Any) -> tuple[int, int] | None:
+    """Return the rank and the number of ranks that share the shards; None if `dataset` names none.
+
+    They are those of the dataset, if it has `rank` and `num_replicas`; else of `torch.distributed`.
+    """
+    if not names_shards(dataset):
+        return None
+    rank, ranks = attribute(dataset, "rank"), attribute(dataset, "num_replicas")
+    if type(rank) is int and type(ranks) is int:
+        if not 0 <= rank < ranks:
+            raise ValueError(
+                f"{type(dataset).__name__} has rank={rank} and num_replicas={ranks}; rank must be "
+                "from 0 to num_replicas - 1"
+            )
+        return rank, ranks
+    distributed: Any = attribute(sys.modules.get("torch"), "distributed")
+    if distributed is None or not (distributed.is_available() and distributed.is_initialized()):
+        return 0, 1
+    return distributed.get_rank(), distributed.get_world_size()
+
+
+class ShardDivision:
+    """Division of this rank's shards among its workers, for one epoch.
+
+    Parameters
+    ----------
+    order
+        Names of the shards of all ranks, in the order of the epoch.
+    share
+        Rank and number of ranks.
+    workers
+        Number of workers that read.
+    left
+        Shards of this rank, and the first sample to read of each. None: those of a whole epoch.
+    own_state
+        True if the dataset has a `state_dict` besides its shards.
+    """
+
+    def __init__(
+        self,
+        order: list[str],
+        share: tuple[int, int],
+        workers: int,
+        left: Mapping[str, int] | None = None,
+        *,
+        own_state: bool = False,
+    ) -> None:
+        self.share, self._own_state = share, own_state
+        self._in_order, self._names, self._order = order, sorted(order), checksum(order)
+        self._numbers = {name: number for number, name in enumerate(self._names)}
+        whole = dict.fromkeys(shares_of(order, *share), 0)
+        self._base = whole if left is None else dict(left)
+        self.whole = self._base == whole
+        """True if nothing of the epoch was read before this division."""
+        self._begun_before = {name: at for name, at in self._base.items() if at}
+        mine = list(self._base.items())
+        self.parts: list[ShardPart] = [
+            shares_of(mine, worker, workers) for worker in range(workers)
+        ]
+        self._saved_base = [self._mask_of(self._base), self._begun(self._base)]
+        # All the mutable state: of each worker, shards passed, and the mask of the others.
+        self._rest = [(0, self._bits(name for name, _ in part)) for part in self.parts]
+
+    @classmethod
+    def of(cls, dataset: Any, workers: int) -> ShardDivision | None:
+        """Return the division of a whole epoch; None if `dataset` names no shards."""
+        share = share_of(dataset)
+        if share is None:
+            return None
+        return cls(names_of(dataset), share, workers, own_state=is_stateful(dataset))
+
+    # -- writing -----------------------------------------------------------------------------------
+
+    def state(self, starts: Sequence[ShardStart] | None) -> dict[str, Any]:
+        """Return the state after the workers came to `starts`; None: after the end of the epoch."""
+        left, begun, whole = 0, dict[str, int](), None
+        for worker, start in enumerate(starts or ()):
+            passed, at = self._place(worker, start)
+            part = self.parts[worker]
+            left |= self._rest_of(worker, passed)
+            if passed < len(part):
+                begun[part[passed][0]] = at
+            if start.skip != start.position:
+                whole = (
+                    f"the latest batch of worker {worker} has raised, or its last samples wait to be "
+                    "joined; take the state after another batch"
+                )
+        begun.update(
+            (name, at)
+            for name, at in self._begun_before.items()
+            if name not in begun and left >> self._numbers[name] & 1
+        )
+        if self._own_state:
+            whole = "the dataset has a state_dict() besides its shards, which holds for one worker"
+        return {
+            "names": checksum(self._names),
+            "order": self._order,
+            "share": list(self.share),
+            "left": f"{left:x}",
+            "begun": self._begun(begun),
+            "base": self._saved_base,
+            "read": max((start.skip for start in starts or ()), default=0),
+            "whole": whole,
+        }
+
+    def _place(self, worker: int, start: ShardStart) -> tuple[int, int]:
+        state = None if start.iterator is None else start.iterator.given()
+        if state is None:
+            part = self.parts[worker]
+            return 0, part[0][1] if part else 0
+        return state["passed"], state["at"]
+
+    def _rest_of(self, worker: int, passed: int) -> int:
+        """Return the mask of the shards of `worker` that it has not passed."""
+        before, mask = self._rest[worker]
+        part = self.parts[worker]
+        if passed < before:
+            before, mask = 0, self._bits(name for name, _ in part)
+        for name, _ in part[before:passed]:
+            mask ^= 1 << self._numbers[name]
+        self._rest[worker] = passed, mask
+        return mask
+
+    def _bits(self, names: Iterable[str]) -> int:
+        bits = bytearray(len(self._names) // 8 + 1)
+        for number in map(self._numbers.__getitem__, names):
+            bits[number // 8] |= 1 << number % 8
+        return int.from_bytes(bits, "little")
+
+    def _mask_of(self, names: Iterable[str]) -> str:
+        return f"{self._bits(names):x}"
+
+    def _begun(self, left: Mapping[str, int]) -> dict[str, int]:
+        return {str(self._numbers[name]): at for name, at in left.items() if at}
+
+    # -- reading -----------------------------------------------------------------------------------
+
+    def agrees(self, saved: Mapping[str, Any]) -> bool:
+        """True if as many workers have the same parts as in the loader that was saved."""
+        return saved["order"] == self._order and tuple(saved["share"]) == self.share
+
+    def resumed(self, saved: Mapping[str, Any], *, same_workers: bool) -> ShardDivision:
+        """Return the division with which this loader resumes.
+
+        Raises
+        ------
+        StateError
+            The state is of other shards or another rank, or can't be divided at its position.
+        """
+        _FIELDS.check(saved)
+        if saved["names"] != checksum(self._names):
+            raise StateError(
+                "shard_names of the dataset are not those in the state: the position is in other data; "
+                "resume with the same shards"
+            )
+        share = tuple(saved["share"])
+        if same_workers and self.agrees(saved):
+            mask, begun = saved["base"]
+            left = _left_of(mask, begun, self._names)
+        elif share in ((0, 1), self.share):
+            if saved["whole"] is not None:
+                raise StateError(
+                    "the state is of a loader with other workers, ranks or another order of the "
+                    f"shards, and can't be divided again: {saved['whole']}"
+                )
+            left = _left_of(saved["left"], saved["begun"], self._names)
+        else:
+            raise StateError(
+                f"the state is of rank {share[0]} of {share[1]}, and this is rank {self.share[0]} of "
+                f"{self.share[1]}; make one state of those of all ranks with DataLoader.merge_states"
+            )
+        mine = [name for name in self._in_order if name in left]
+        if share != self.share:
+            mine = shares_of(mine, *self.share)
+        return ShardDivision(
+            self._in_order,
+            self.share,
+            len(self.parts),
+            {name: left[name] for name in mine},
+            own_state=self._own_state,
+        )
+
+    def starts(self, saved: Mapping[str, Any]) -> tuple[ShardStart, ...]:
+        """Return where workers begin that have other parts than those that were saved.
+
+        Samples are numbered on, so that no seed of a sample is used twice.
+        """
+        return tuple(ShardStart(saved["read"], saved["read"]) for _ in self.parts)
+
+    def sent(self, starts: Sequence[ShardStart]) -> tuple[ShardStart, ...]:
+        """Return `starts` with the part of each worker."""
+        sent = []
+        for worker, start in enumerate(starts):
+            passed, at = self._place(worker, start)
+            state = {"part": self.parts[worker], "passed": passed, "at": at}
+            sent.append(start._replace(iterator=Frozen(pickle.dumps(state))))
+        return tuple(sent)
+
+
+def _left_of(mask: Any, begun: Any, names: list[str]) -> dict[str, int]:
+    bits, found = int(mask, 16), dict[str, int]()
+    for number, name in enumerate(names):
+        if bits >> number & 1:
+            found[name] = int(begun.get(str(number), 0))
+    return found
+
+
+def merged(saved: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return one state of the shards of all ranks. Raises `StateError`."""
+    left, begun = 0, dict[str, int]()
+    for one in saved:
+        _FIELDS.check(one)
+        if one["names"] != saved[0]["names"]:
+            raise StateError("the states have other shard_names; merge those of one dataset")
+        if one["whole"] is not None:
+            rank, why = one["share"][0], one["whole"]
+            raise StateError(f"the state of rank {rank} can't be merged: {why}")
+        left |= int(one["left"], 16)
+        begun.update(one["begun"])
+    shares = sorted(tuple(one["share"]) for one in saved)
+    if shares != [(rank, len(saved)) for rank in range(len(saved))]:
+        raise StateError(
+            f"the states are of the ranks {', '.join(f'{r} of {n}' for r, n in shares)}; merge the "
+            "states of all ranks, each once"
+        )
+    return {
+        "names": saved[0]["names"],
+        "order": None,
+        "share": [0, 1],
+        "left": f"{left:x}",
+        "begun": begun,
+        "base": [f"{left:x}", begun],
+        "read": max(one["read"] for one in saved),
+        "whole": None,
+    }

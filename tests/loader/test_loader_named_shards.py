@@ -1,0 +1,362 @@
+"""Iterable datasets that name their shards: resuming on other workers and ranks."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import IterableDataset
+
+from hybridloader import DataLoader, StatefulDataLoader
+from hybridloader._support.errors import ShardLost, StateError
+
+SIZES = {"a": 5, "b": 0, "c": 3, "d": 7, "e": 1, "f": 4, "g": 2}
+
+
+class Shards(IterableDataset[str]):
+    """Samples ``"a0"``, ``"a1"``, ... of the shards of `SIZES`."""
+
+    def __init__(self, rank: int = 0, ranks: int = 1, names: Any = None) -> None:
+        self.rank, self.num_replicas = rank, ranks
+        self.names = list(SIZES) if names is None else names
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    @property
+    def shard_names(self) -> Any:
+        return self.names[self.epoch :] + self.names[: self.epoch]
+
+    def read_shard(self, name: str, start: int) -> Iterator[str]:
+        return iter([f"{name}{number}" for number in range(start, SIZES[name])])
+
+    def __iter__(self) -> Iterator[str]:
+        raise AssertionError("a loader reads by shards")
+
+
+class Counts(Shards):
+    """Many shards, of one sample each."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(names=[f"{number:05d}.tar" for number in range(count)])
+
+    def read_shard(self, name: str, start: int) -> Iterator[str]:
+        return iter([name][start:])
+
+
+ALL = Counter(f"{name}{number}" for name, size in SIZES.items() for number in range(size))
+
+
+def make(
+    dataset: Any, workers: int, backend: str = "threads", size: int = 2, **options: Any
+) -> Any:
+    return DataLoader(
+        dataset,
+        size,
+        num_workers=workers,
+        collate_fn=list,
+        backend=backend if workers else None,
+        **options,
+    )
+
+
+def taken(batches: Any, count: int | None = None) -> list[str]:
+    return [sample for batch in itertools.islice(batches, count) for sample in batch]
+
+
+def run(ranks: int, workers: int, stops: list[int], state: Any) -> tuple[list[str], list[Any]]:
+    """Resume all ranks from `state`; return their samples, and their states after so many batches."""
+    samples, states = list[str](), []
+    for rank in range(ranks):
+        loader = make(Shards(rank, ranks), workers)
+        if state is not None:
+            loader.load_state_dict(state)
+        batches = iter(loader)
+        samples += taken(batches, stops[rank])
+        states.append(loader.state_dict())
+    return samples, states
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_any_ranks_and_workers_share_what_is_left(data: Any) -> None:
+    samples, state = list[str](), None
+    for _ in range(2):  # the second begins where the first one had come to
+        ranks, workers = data.draw(st.integers(1, 3)), data.draw(st.integers(0, 3))
+        # At least one rank must stay in the epoch: else the state is the beginning of the next one.
+        stops = [0, *data.draw(st.lists(st.integers(0, 4), min_size=2, max_size=2))]
+        given_now, states = run(ranks, workers, stops, state)
+        samples += given_now
+        state = DataLoader.merge_states(states)
+    rest, _ = run(data.draw(st.integers(1, 3)), data.draw(st.integers(0, 3)), [1000] * 3, state)
+    assert Counter(samples + rest) == ALL
+
+
+@pytest.mark.parametrize("stop", [0, 1, 4, 7])
+@pytest.mark.parametrize("order", [True, False])
+def test_the_same_workers_resume_exactly(stop: int, order: bool) -> None:
+    loader = make(Shards(), 3, in_order=order)
+    batches = iter(loader)
+    before = taken(batches, stop)
+    state = loader.state_dict()
+    again = make(Shards(), 3)
+    again.load_state_dict(state)
+    rest = taken(again)
+    if order:
+        assert rest == taken(batches)
+    assert Counter(before + rest) == ALL
+    assert Counter(taken(again)) == ALL  # the next epoch is a whole one
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_fork_with_a_worker_less_and_persistent_workers() -> None:
+    loader = make(Shards(), 3, "fork", persistent_workers=True)
+    assert Counter(taken(loader)) == ALL
+    batches = iter(loader)
+    before = taken(batches, 4)
+    state = loader.state_dict()
+    del batches, loader
+    again = make(Shards(), 2, "fork", persistent_workers=True)
+    again.load_state_dict(state)
+    assert Counter(before + taken(again)) == ALL
+    batches = iter(again)
+    before = taken(batches, 3)
+    state = again.state_dict()
+    del batches, again
+    last = make(Shards(), 0)
+    last.load_state_dict(state)
+    assert Counter(before + taken(last)) == ALL
+
+
+@pytest.mark.parametrize("stop", [1, 4])
+def test_persistent_workers_whose_shards_have_another_order_in_each_epoch(stop: int) -> None:
+    loader = make(Shards(), 3, persistent_workers=True)
+    for epoch in range(3):
+        loader.set_epoch(epoch)
+        batches = iter(loader)
+        before = taken(batches, stop)
+        state = loader.state_dict()
+        other, same = make(Shards(), 2), make(Shards(), 3)
+        other.load_state_dict(state)
+        assert Counter(before + taken(other)) == ALL
+        same.set_epoch(epoch)
+        same.load_state_dict(state)
+        assert taken(same) == taken(batches)
+
+
+def test_skipped_samples_are_skipped_once() -> None:
+    for stop in range(0, 8, 2):
+        loader, other = (make(Skipped(), workers, on_error="skip") for workers in (2, 3))
+        batches = iter(loader)
+        before = taken(batches, stop)
+        other.load_state_dict(loader.state_dict())
+        assert Counter(before + taken(other)) == Counter(ALL.keys() - {"a0", "d3"})
+        assert len(loader.skipped) + len(other.skipped) == 2
+
+
+class Skipped(Shards):
+    def read_shard(self, name: str, start: int) -> Iterator[str]:
+        for sample in super().read_shard(name, start):
+            if sample in ("a0", "d3"):
+                raise ValueError(sample)
+            yield sample
+
+
+class Random(Shards):
+    def read_shard(self, name: str, start: int) -> Iterator[Any]:
+        return ((sample, random.random()) for sample in super().read_shard(name, start))
+
+
+def test_no_seed_of_a_sample_is_used_twice() -> None:
+    loader, other = (make(Random(), workers, seeding="sample") for workers in (2, 3))
+    batches = iter(loader)
+    samples = taken(batches, 6)
+    other.load_state_dict(loader.state_dict())
+    samples += taken(other)
+    assert len({number for _, number in samples}) == sum(ALL.values())
+
+
+def test_edited_counts_hold_for_the_same_workers() -> None:
+    loader = make(Shards(), 2)
+    batches = iter(loader)
+    taken(batches, 4)
+    state = loader.state_dict()
+    rest = taken(batches)
+    for _ in range(2):
+        for name in ("_sampler_iter_yielded", "_num_yielded"):  # as accelerate
+            state[name] -= 1
+        same = make(Shards(), 2)
+        same.load_state_dict(state)
+        assert taken(same)[-len(rest) :] == rest
+    with pytest.raises(StateError, match="were edited"):
+        make(Shards(), 3).load_state_dict(state)
+    other = make(Shards(), 3)
+    for name in ("_sampler_iter_yielded", "_num_yielded"):
+        state[name] += 2
+    other.load_state_dict(state)
+    batches = iter(other)
+    next(batches)
+    state = other.state_dict()
+    state["_num_yielded"] -= 1
+    state["_sampler_iter_yielded"] -= 1
+    with pytest.raises(StateError, match="resumed on other workers or ranks before"):
+        make(Shards(), 3).load_state_dict(state)
+
+
+def test_another_order_of_the_shards_divides_them_again() -> None:
+    loader, other = make(Shards(), 2), make(Shards(), 2)
+    batches = iter(loader)
+    before = taken(batches, 4)
+    other.load_state_dict(loader.state_dict())
+    other.dataset.names.reverse()
+    assert Counter(before + taken(other)) == ALL
+
+
+def test_samples_that_wait_to_be_joined_keep_their_workers() -> None:
+    options = {"size": 4, "shard_remainders": "join"}
+    divided = 0
+    for stop in range(7):
+        loader = make(Shards(), 3, **options)
+        batches = iter(loader)
+        before = taken(batches, stop)
+        state = loader.state_dict()
+        same, other = make(Shards(), 3, **options), make(Shards(), 2, **options)
+        same.load_state_dict(state)
+        assert Counter(before + taken(same)) == ALL
+        if state["_hybridloader"]["shards"]["whole"] is not None:
+            with pytest.raises(StateError, match="wait to be joined"):
+                other.load_state_dict(state)
+            continue
+        divided += 1
+        other.load_state_dict(state)
+        assert Counter(before + taken(other)) == ALL
+    assert divided
+
+
+class Broken(Shards):
+    def read_shard(self, name: str, start: int) -> Iterator[str]:
+        if name == "a":
+            raise OSError("gone")
+        for sample in super().read_shard(name, start):
+            if sample == "d3":
+                raise ValueError(sample)
+            yield sample
+
+
+def test_errors_of_a_shard_leave_the_other_shards_as_they_are() -> None:
+    loader = make(Broken(), 2, size=1)
+    batches, samples, errors, refused = iter(loader), list[str](), list[str](), 0
+    while True:
+        try:
+            samples += next(batches)
+        except StopIteration:
+            break
+        except (OSError, ValueError, ShardLost) as error:
+            errors.append(type(error).__name__)
+            try:
+                make(Broken(), 3, size=1).load_state_dict(loader.state_dict())
+            except StateError as refusal:
+                refused += "has raised" in str(refusal)
+    lost = {f"a{n}" for n in range(5)} | {"d3"}
+    assert Counter(samples) == Counter(ALL.keys() - lost)
+    assert sorted(errors) == [*["OSError"] * 7, "ShardLost", "ValueError"]
+    assert refused
+
+
+def test_a_state_of_many_shards_is_small_and_json() -> None:
+    loader = make(Counts(1000), 4, size=7)
+    batches = iter(loader)
+    taken(batches, 80)
+    state = loader.state_dict()
+    state["_hybridloader"]["generators"] = {}  # tensors
+    assert len(json.dumps(state)) < 10_000
+
+
+def test_stateful_dataloader_resumes_with_the_same_workers() -> None:
+    def stateful() -> Any:
+        return StatefulDataLoader(
+            Shards(), 2, num_workers=2, collate_fn=list, backend="threads", snapshot_every_n_steps=3
+        )
+
+    loader = stateful()
+    batches = iter(loader)
+    taken(batches, 5)
+    again = stateful()
+    again.load_state_dict(loader.state_dict())
+    assert taken(again) == taken(batches)
+
+
+def test_ranks_are_those_of_torch_distributed_unless_the_dataset_has_some(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in (("is_initialized", True), ("get_rank", 1), ("get_world_size", 3)):
+        monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
+    dataset = Shards()
+    del dataset.rank, dataset.num_replicas
+    assert {sample[0] for sample in taken(make(dataset, 2))} == {"e"}  # "b" is empty
+    assert {sample[0] for sample in taken(make(Shards(0, 2), 2))} == {*"aceg"}
+    with pytest.raises(ValueError, match="rank=2 and num_replicas=2"):
+        iter(make(Shards(2, 2), 2))
+
+
+def test_what_is_refused() -> None:
+    loader = make(Shards(0, 2), 2)
+    next(iter(loader))
+    state = loader.state_dict()
+    with pytest.raises(StateError, match=r"rank 0 of 2, and this is rank 1 of 2.*merge_states"):
+        make(Shards(1, 2), 2).load_state_dict(state)
+    with pytest.raises(StateError, match="rank 0 of 2, and this is rank 0 of 3"):
+        make(Shards(0, 3), 2).load_state_dict(state)
+    with pytest.raises(StateError, match="shard_names of the dataset are not those"):
+        make(Shards(0, 2, names=["a"]), 2).load_state_dict(state)
+    with pytest.raises(StateError, match=r"ranks 0 of 2; merge the states of all ranks"):
+        DataLoader.merge_states([state])
+    with pytest.raises(StateError, match="no state to merge"):
+        DataLoader.merge_states([])
+    with pytest.raises(StateError, match="state 0 has no shards"):
+        DataLoader.merge_states([make([1, 2], 0).state_dict()])
+    with pytest.raises(TypeError, match="must be a list of texts"):
+        iter(make(Shards(names=[1]), 0))
+    with pytest.raises(ValueError, match="'a' twice"):
+        iter(make(Shards(names=["a", "a"]), 0))
+
+
+class Nameless(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(5))
+
+
+def test_without_names_the_reason_is_given() -> None:
+    loader = make(Nameless(), 2)
+    next(iter(loader))
+    with pytest.raises(StateError, match=r"Nameless does not name its shards; with shard_names"):
+        make(Nameless(), 3).load_state_dict(loader.state_dict())
+
+
+class WithState(Shards):
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def test_a_dataset_with_a_state_besides_keeps_its_workers() -> None:
+    loader = make(WithState(), 2)
+    batches = iter(loader)
+    next(batches)
+    state = loader.state_dict()
+    same = make(WithState(), 2)
+    same.load_state_dict(state)
+    assert taken(same) == taken(batches)
+    with pytest.raises(StateError, match="has a state_dict"):
+        make(WithState(), 3).load_state_dict(state)
