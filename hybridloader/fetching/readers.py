@@ -114,9 +114,8 @@ class IterableFetch(Fetch):
     on_error: Policy | None = None
     join: bool = False  # send these samples uncollated, to be joined to those of other shards
     state_every: int = 0
-    share: tuple[int, int] | None = (
-        None  # rank and number of ranks, if the dataset names its shards
-    )
+    # Rank, number of ranks, and number of workers, if the dataset names its shards:
+    share: tuple[int, int, int] | None = None
 
     in_turn: ClassVar[bool] = True
 
@@ -142,11 +141,14 @@ class IterableFetch(Fetch):
         shard.states = states_of(dataset, wrapped, every=every, always=always)
         return shard
 
-    def _by_names(self, share: tuple[int, int]) -> NamedShardsIterator:
+    def _by_names(self, share: tuple[int, int, int]) -> NamedShardsIterator:
         """Return an iterator over this worker's part of the shards that the dataset names."""
-        info = get_worker_info()
-        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        mine = shares_of(shares_of(names_of(self.dataset), *share), worker, workers)
+        rank, ranks, workers = share
+        mine = shares_of(names_of(self.dataset), rank, ranks)
+        if workers:  # else the caller may be a worker of another loader, which is of no concern
+            info = get_worker_info()
+            assert info is not None
+            mine = shares_of(mine, info.id, workers)
         return NamedShardsIterator(self.dataset, [(name, 0) for name in mine])
 
 

@@ -550,6 +550,7 @@ def fetch_of(
     """Return the fetch of a loader's workers; warn if its threads would have nothing to do."""
     dataset, collate_fn = plan.dataset, for_workers(plan.collate_fn, backend)
     if plan.iterable:
+        share = share_of(dataset)
         return IterableFetch(
             dataset,
             collate_fn,
@@ -559,7 +560,7 @@ def fetch_of(
             on_error,
             join=plan.joins,
             state_every=plan.state_every,
-            share=None if isinstance(dataset, IterDataPipe) else share_of(dataset),
+            share=None if share is None else (*share, int(plan.num_workers)),
         )
     fetch = MapFetch(
         dataset,

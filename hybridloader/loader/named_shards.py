@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hybridloader._support.attributes import attribute
+from hybridloader._support.datapipes import is_datapipe
 from hybridloader._support.errors import StateError
 from hybridloader._support.state_copies import Frozen, is_stateful
 from hybridloader._support.state_schema import ANY, COUNT, DICT, LIST, TEXT, Schema
@@ -41,7 +42,7 @@ def share_of(dataset: Any) -> tuple[int, int] | None:
 
     They are those of the dataset, if it has `rank` and `num_replicas`; else of `torch.distributed`.
     """
-    if not names_shards(dataset):
+    if not names_shards(dataset) or is_datapipe(dataset):
         return None
     rank, ranks = attribute(dataset, "rank"), attribute(dataset, "num_replicas")
     if type(rank) is int and type(ranks) is int:

@@ -290,9 +290,24 @@ def test_stateful_dataloader_resumes_with_the_same_workers() -> None:
     loader = stateful()
     batches = iter(loader)
     taken(batches, 5)
-    again = stateful()
-    again.load_state_dict(loader.state_dict())
+    state = loader.state_dict()
+    again, other = stateful(), StatefulDataLoader(Shards(), 2, collate_fn=list)
+    again.load_state_dict(state)
     assert taken(again) == taken(batches)
+    other.load_state_dict(state)
+    with pytest.raises(StateError, match="_num_workers is 2 in the state and 0"):
+        iter(other)
+
+
+class Nested(IterableDataset[str]):
+    """Each worker reads all shards by a loader without workers."""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(taken(make(Shards(), 0)))
+
+
+def test_a_loader_without_workers_in_a_worker_reads_all_shards() -> None:
+    assert Counter(taken(make(Nested(), 2))) == ALL + ALL
 
 
 def test_ranks_are_those_of_torch_distributed_unless_the_dataset_has_some(
