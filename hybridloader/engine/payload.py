@@ -36,6 +36,11 @@ class Payload:
         """Free the payload. Never raises."""
 
 
+def known_bytes(payload: Any) -> int:
+    """Return the bytes of a payload; 0 for one of another class, which a backend may have."""
+    return payload.nbytes if isinstance(payload, Payload) else 0
+
+
 class ByReference(Payload):
     """Payload of a worker in this process: the value itself."""
 

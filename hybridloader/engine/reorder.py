@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from hybridloader._support.sizes import size_of
 from hybridloader.engine.messages import Done, Result
-from hybridloader.engine.payload import ByReference, Payload
+from hybridloader.engine.payload import ByReference, known_bytes
 
 TASKS = 64
 """Results for each worker that may wait: so one task may take as long as 64 others before a worker
@@ -38,10 +38,9 @@ class ReorderLimit:
         """Return how many results may wait, if those in `done` do, in the order in which they came."""
         newest = done[next(reversed(done))]
         if isinstance(newest, Done):
-            payload: Payload = newest.payload
-            size = payload.nbytes
-            if isinstance(payload, ByReference):
-                size = size_of(payload.peek())
+            payload = newest.payload
+            by_reference = isinstance(payload, ByReference)
+            size = size_of(payload.peek()) if by_reference else known_bytes(payload)
             self._largest = max(size, self._largest * 7 // 8)
             if newest.seconds * PAGES < size:
                 return 0

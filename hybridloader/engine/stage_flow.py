@@ -12,7 +12,7 @@ from typing import Any
 from hybridloader._support.sizes import size_of
 from hybridloader.engine.feed import items_in
 from hybridloader.engine.messages import Done, Result
-from hybridloader.engine.payload import ByReference, Payload
+from hybridloader.engine.payload import ByReference, known_bytes
 from hybridloader.engine.relay import RelayQueue
 
 
@@ -91,5 +91,5 @@ def _sizes_of(payload: Any, count: int) -> tuple[int, int]:
         whole = size_of(value)
         items = map(size_of, value) if isinstance(value, list) else ()
         return whole, max(-(-whole // max(1, count)), max(items, default=0))
-    whole = payload.nbytes if isinstance(payload, Payload) else 0
+    whole = known_bytes(payload)
     return whole, -(-whole // max(1, count))

@@ -19,7 +19,7 @@ from hybridloader.engine.contract import Backend
 from hybridloader.engine.fetcher import Fetch
 from hybridloader.engine.messages import Done, Result
 from hybridloader.engine.meter import MEASURES, Measures, Metering
-from hybridloader.engine.payload import ByReference, Payload
+from hybridloader.engine.payload import ByReference, known_bytes
 from hybridloader.engine.relay import REMEMBERED
 from hybridloader.observe.figures import length
 from hybridloader.observe.recording import CoroutineUse, Faults, Span, StageRecord, Wait
@@ -312,7 +312,7 @@ class StageMeasures:
 def size_told(payload: Any) -> int | None:
     """Return the bytes of a result, if it tells them at once."""
     if not isinstance(payload, ByReference):
-        return (payload.nbytes if isinstance(payload, Payload) else 0) or None
+        return known_bytes(payload) or None
     try:
         return _told(payload.peek(), _NESTED) or None
     except Exception:  # of an `nbytes` that raises

@@ -186,8 +186,7 @@ class Nested(Samples):
     ("backend", "inner"),
     [
         *(("fork", inner) for inner in (*PROCESSES, None)),
-        ("spawn", "fork"),
-        pytest.param("spawn", "spawn", marks=pytest.mark.full),
+        *(pytest.param("spawn", inner, marks=pytest.mark.full) for inner in ("fork", "spawn")),
     ],
 )
 def test_a_loader_with_processes_inside_a_worker_takes_threads(

@@ -35,6 +35,19 @@ class Sized(Payload):
         return self._nbytes
 
 
+class Other:
+    """A payload by its methods alone, as a backend from elsewhere may have it."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def open(self) -> int:
+        return self.value
+
+    def discard(self) -> None:
+        self.value = -1
+
+
 class Workers:
     """A stage whose worker 0 is at task 0 while `late`; `drawn` are the indices it asked for."""
 
@@ -97,6 +110,13 @@ def test_workers_go_on_behind_a_late_result_up_to_the_limit_and_no_further() -> 
     workers.late = False
     taken = [next(workers.stage) for _ in range(200)]
     assert taken == list(range(200))
+
+
+def test_results_of_a_class_of_the_backends_may_wait_too() -> None:
+    workers = Workers(ReorderLimit(WORKERS), Other)
+    assert workers.until_asleep() > WINDOW
+    workers.late = False
+    assert [next(workers.stage) for _ in range(9)] == list(range(9))
 
 
 @pytest.mark.parametrize("reorder", [None, ReorderLimit(WORKERS, nbytes=0)])

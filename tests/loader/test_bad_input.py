@@ -330,7 +330,18 @@ def test_no_fork_after_cuda_was_initialised(
         assert way_out in str(caught.value)
 
 
-@pytest.mark.parametrize("backend", [None, "inline", "threads", "spawn", "shared-memory"])
+@pytest.mark.parametrize(
+    "backend",
+    [
+        *(
+            None,
+            "inline",
+            "threads",
+            "shared-memory",
+        ),  # the last of these starts fresh workers, too
+        pytest.param("spawn", marks=pytest.mark.full),
+    ],
+)
 def test_other_backends_serve_after_cuda_was_initialised(
     monkeypatch: pytest.MonkeyPatch, backend: str | None
 ) -> None:

@@ -108,7 +108,10 @@ def test_a_dataset_that_computes_is_named(backend: str, workers: int) -> None:
 
 
 def test_threads_that_hold_the_gil_are_named() -> None:
-    stats = loaded("spin", "threads", 2)[1]
+    for _ in range(5):
+        stats = loaded("spin", "threads", 2)[1]
+        if stats.verdict.kind != "waits":  # on a busy machine it waits for a core
+            break
     if gil_enabled():
         assert (stats.verdict.cause, stats.verdict.kind) == ("stage", "holds-gil"), str(stats)
         assert "processes" in stats.verdict.advice

@@ -237,7 +237,8 @@ def test_another_sampler_reads_sample_by_sample_and_is_told_which_would_not(
 
 
 @pytest.mark.parametrize(
-    ("tensors", "backend"), [(False, "inline"), (True, "threads"), (True, "spawn")]
+    ("tensors", "backend"),
+    [(False, "inline"), (True, "threads"), pytest.param(True, "spawn", marks=pytest.mark.full)],
 )
 def test_row_groups_are_fetched_once_ahead(store: HttpStore, tensors: bool, backend: str) -> None:
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")

@@ -49,7 +49,9 @@ class Sqlite:
         return np.array(row.fetchone())
 
 
-@pytest.mark.parametrize("backend", ["inline", "threads", "fork", "spawn"])
+@pytest.mark.parametrize(
+    "backend", ["inline", "threads", "fork", pytest.param("spawn", marks=pytest.mark.full)]
+)
 def test_sqlite(backend: str, tmp_path: Path) -> None:
     path = tmp_path / "rows.db"
     with sqlite3.connect(path) as database:
