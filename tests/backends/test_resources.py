@@ -289,7 +289,9 @@ def limit_memory(worker: int) -> None:
 
 
 @linux
-@pytest.mark.parametrize("backend", ["fork", "spawn", "shared-memory"])
+@pytest.mark.parametrize(
+    "backend", ["fork", pytest.param("spawn", marks=pytest.mark.full), "shared-memory"]
+)
 def test_a_memory_limit_that_a_worker_reaches_is_the_error_of_that_sample(backend: str) -> None:
     where: dict[str, Any] = {"backend": backend, "worker_init_fn": limit_memory}
     greedy: Any = Greedy()

@@ -159,7 +159,7 @@ def each_item_once(case: Case) -> None:
     assert sorted(stop_and_merge(make, legs, seed), key=repr) == sorted(wanted, key=repr)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(cases)
 def test_other_ranks_get_what_was_left_and_nothing_twice(case: Case) -> None:
     each_item_once(case)

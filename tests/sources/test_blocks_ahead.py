@@ -36,8 +36,14 @@ def read(loader: Any) -> list[Any]:
     return [sample for batch in loader for sample in batch]
 
 
-@pytest.mark.parametrize("block", [None, 3])
-@pytest.mark.parametrize("workers", [0, 3])
+@pytest.mark.parametrize(
+    ("workers", "block"),
+    [
+        (0, None),
+        (3, 3),
+        *(pytest.param(*one, marks=pytest.mark.full) for one in [(0, 3), (3, None)]),
+    ],
+)
 def test_each_block_is_one_request(store: HttpStore, block: int | None, workers: int) -> None:
     tar = tar_of(store)
     sampler = BlockShuffleSampler(tar, seed=0, block=block, window=2)
