@@ -39,7 +39,9 @@ class ReorderLimit:
         newest = done[next(reversed(done))]
         if isinstance(newest, Done):
             payload = newest.payload
-            size = size_of(payload.peek()) if isinstance(payload, ByReference) else known_bytes(payload)
+            size = known_bytes(payload)
+            if isinstance(payload, ByReference):
+                size = size_of(payload.peek())
             self._largest = max(size, self._largest * 7 // 8)
             if newest.seconds * PAGES < size:
                 return 0
