@@ -53,7 +53,7 @@ from hybridloader.fetching.on_error.error_budget import ErrorBudget, Skipped
 from hybridloader.fetching.on_error.policies import Policy, parse_on_error
 from hybridloader.fetching.outcome import Outcome
 from hybridloader.fetching.readers import IterableFetch, MapFetch
-from hybridloader.loader.named_shards import share_of
+from hybridloader.fetching.shard_division import share_of
 from hybridloader.loader.observation import LoaderObservation
 from hybridloader.loader.pass_start import Drawn, PassStart, ResumedDispatch
 from hybridloader.loader.pin_thread import PinThread

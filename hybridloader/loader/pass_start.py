@@ -24,7 +24,7 @@ from hybridloader.engine.dataset_state import ShardStart
 from hybridloader.engine.scheduler import Dispatch, Scheduler, round_robin
 from hybridloader.engine.states import ACTIVE
 from hybridloader.fetching.readers import Apart
-from hybridloader.loader.named_shards import ShardDivision
+from hybridloader.fetching.shard_division import ShardDivision
 from hybridloader.loader.plan import LoaderPlan
 from hybridloader.loader.progress import UNKNOWN, Progress, SamplerCheckpoint
 from hybridloader.loader.samplers import (

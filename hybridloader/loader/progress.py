@@ -21,7 +21,7 @@ from hybridloader.engine.dataset_state import ShardStart
 from hybridloader.engine.messages import Exhausted, Last
 from hybridloader.fetching.outcome import Outcome
 from hybridloader.fetching.readers import Apart
-from hybridloader.loader.named_shards import ShardDivision
+from hybridloader.fetching.shard_division import ShardDivision
 from hybridloader.loader.refill import WaitingSamples
 from hybridloader.loader.samplers import SamplerReplay, SamplerState
 

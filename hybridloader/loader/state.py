@@ -25,7 +25,7 @@ from hybridloader._support.state_copies import (
 )
 from hybridloader._support.state_schema import ANY, COUNT, DICT, LIST, TRUTH, Schema, among, list_of
 from hybridloader.engine.dataset_state import ShardStart
-from hybridloader.loader.named_shards import ShardDivision, merged
+from hybridloader.fetching.shard_division import ShardDivision, merged
 from hybridloader.loader.plan import LoaderPlan
 from hybridloader.loader.progress import UNKNOWN, Progress
 from hybridloader.loader.samplers import SamplerReplay, SamplerState, check_of, steps_of
