@@ -182,6 +182,16 @@ class Missing(Given):
     opened = staticmethod(_refuse)
 
 
+def set_epoch(source: Any, epoch: int) -> None:
+    """Call `set_epoch` of a source of samples, if it has one, and of a sampler within it."""
+    inner = attribute(source, "sampler")
+    if is_stateful(inner):  # in torch's BatchSampler, which passes no epoch on
+        set_epoch(inner, epoch)
+    own = attribute(source, "set_epoch")
+    if callable(own):
+        own(epoch)
+
+
 def is_stateful(thing: Any) -> bool:
     """True if `thing` has both methods of torchdata's `Stateful`, and they tell its whole state."""
     return (

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from types import GeneratorType
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import crc32
 
 from hybridloader._support.attributes import attribute
@@ -23,6 +23,15 @@ _END = object()
 
 ShardPart = list[tuple[str, int]]
 """Shards that one worker reads, in order: the name, and the number of the first sample to read."""
+
+
+class Place(NamedTuple):
+    """Position in the part of one worker."""
+
+    passed: int
+    """Number of shards before the current one."""
+    at: int
+    """Number of the next sample of the current shard."""
 
 
 def names_shards(dataset: Any) -> bool:
@@ -61,8 +70,15 @@ class NamedShardsIterator(Iterator[Any]):
 
     A generator that has raised is over, so the shard is opened again after the sample that failed.
 
-    Its state has two numbers: the shards that it has passed, and the position in the current one. A
-    state to load may have another part to read, as ``"part"``.
+    Its state is a `Place`. A state to load may have another part to read, as ``"part"``.
+
+    Attributes
+    ----------
+    count
+        Number of samples and errors that it has returned.
+    entered
+        For each shard that was entered since the list was emptied: `count` then, and the position.
+        None does not note them.
     """
 
     def __init__(self, dataset: Any, part: ShardPart) -> None:
@@ -73,6 +89,8 @@ class NamedShardsIterator(Iterator[Any]):
         self._at = part[0][1] if part else 0
         self._samples: Iterator[Any] | None = None  # of the current shard; None: not open
         self._failed = 0  # errors since the latest sample
+        self.count = 0
+        self.entered: list[tuple[int, Place]] | None = None
 
     def __next__(self) -> Any:
         while self._passed < len(self._part):
@@ -83,6 +101,7 @@ class NamedShardsIterator(Iterator[Any]):
                 sample = next(self._samples, _END)
             except Exception as error:
                 self._at += 1
+                self.count += 1
                 if self._samples is None or isinstance(self._samples, GeneratorType):
                     self._samples = None  # a generator is over once it has raised
                     self._failed += 1
@@ -97,6 +116,7 @@ class NamedShardsIterator(Iterator[Any]):
             self._failed = 0
             if sample is not _END:
                 self._at += 1
+                self.count += 1
                 return sample
             self._pass_on()
         raise StopIteration
@@ -105,9 +125,16 @@ class NamedShardsIterator(Iterator[Any]):
         self._samples, self._failed = None, 0
         self._passed += 1
         self._at = self._part[self._passed][1] if self._passed < len(self._part) else 0
+        if self.entered is not None:
+            self.entered.append((self.count, self.place))
+
+    @property
+    def place(self) -> Place:
+        """Position in the part."""
+        return Place(self._passed, self._at)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"passed": self._passed, "at": self._at}
+        return self.place._asdict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if "part" in state:

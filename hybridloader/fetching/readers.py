@@ -127,7 +127,9 @@ class IterableFetch(Fetch):
         dataset = self.dataset
         if self.datapipe and shared_seed is not None:
             dataset = seed_datapipe(dataset, shared_seed)
-        make = partial(iter, dataset) if self.share is None else partial(self._by_names, self.share)
+        make = (
+            partial(iter, dataset) if self.share is None else partial(part_of, dataset, self.share)
+        )
         samples: Any
         if context.rng is None:
             samples = wrapped = make()
@@ -141,15 +143,16 @@ class IterableFetch(Fetch):
         shard.states = states_of(dataset, wrapped, every=every, always=always)
         return shard
 
-    def _by_names(self, share: tuple[int, int, int]) -> NamedShardsIterator:
-        """Return an iterator over this worker's part of the shards that the dataset names."""
-        rank, ranks, workers = share
-        mine = shares_of(names_of(self.dataset), rank, ranks)
-        if workers:  # else the caller may be a worker of another loader, which is of no concern
-            info = get_worker_info()
-            assert info is not None
-            mine = shares_of(mine, info.id, workers)
-        return NamedShardsIterator(self.dataset, [(name, 0) for name in mine])
+
+def part_of(dataset: Any, share: tuple[int, int, int]) -> NamedShardsIterator:
+    """Return an iterator over this worker's part of the shards that `dataset` names, for an epoch."""
+    rank, ranks, workers = share
+    mine = shares_of(names_of(dataset), rank, ranks)
+    if workers:  # else the caller may be a worker of another loader, which is of no concern
+        info = get_worker_info()
+        assert info is not None
+        mine = shares_of(mine, info.id, workers)
+    return NamedShardsIterator(dataset, [(name, 0) for name in mine])
 
 
 @dataclass(frozen=True)
@@ -162,6 +165,8 @@ class ReadersFetch(Fetch):
 
     dataset: Any
     on_error: Policy | None = None
+    # As in `IterableFetch`; here `starts` bring the parts, so only a whole epoch is divided by it:
+    share: tuple[int, int, int] | None = None
 
     in_turn: ClassVar[bool] = True
     batched = False
@@ -172,6 +177,8 @@ class ReadersFetch(Fetch):
 
     def open(self, shared_seed: int | None, context: TaskContext) -> Fetcher:
         def make() -> Iterator[Any]:
+            if self.share is not None:
+                return part_of(self.dataset, self.share)
             return iter(self.dataset if self.private else self.dataset())
 
         rng = context.rng
@@ -630,8 +637,11 @@ class SourceFetcher(ShardReader):
             self._take_states()
 
     def _take_states(self) -> None:
-        if not self._under_policy:
-            self.states = states_of(self._dataset, innermost(self._samples))
+        samples = innermost(self._samples)
+        if isinstance(samples, NamedShardsIterator):  # the position follows from where shards began
+            samples.entered = [(0, samples.place)]
+        else:
+            self.states = states_of(self._dataset, samples)
 
     def resume(self, start: ShardStart) -> None:
         if self._closed:
@@ -650,15 +660,24 @@ class SourceFetcher(ShardReader):
                 super().resume(start)
                 if self.states is not None and start.stateful:
                     self.states.go_on(start.results_since)
+        first, asked = self.position, list[int]()
         if self._lost is None:
-            results = self._read(self._loop, most, _READING)[1]
+            asked, results = self._read(self._loop, most, _READING)
         else:  # the error before it was handed out
             results, self.ended = TaskResults(), True
         if self._lost is not None and self.ended:
             lost, self._lost = self._lost, None
             self._loop.note(self.position, lost, results)
+            asked.append(self.position)
         if not (results.values or results.notes):
             raise EndOfShard
+        if self._under_policy and self.position - first != len(results.values):
+            self._context.add("ends", [*asked[1:], self.position])
+        samples = innermost(self._samples)
+        if isinstance(samples, NamedShardsIterator) and samples.entered:
+            before = self.position - samples.count
+            self._context.add("shards", [(before + count, at) for count, at in samples.entered])
+            samples.entered = []
         return results.hand_over(self._context)
 
     def mend(self, value: Any, error: Exception, check: Callable[[Any], Any]) -> Any:

@@ -20,6 +20,7 @@ from hybridloader._support.state_copies import Frozen, is_stateful
 from hybridloader._support.state_schema import ANY, COUNT, DICT, LIST, TEXT, Schema
 from hybridloader.engine.dataset_state import ShardStart
 from hybridloader.fetching.named_shards import (
+    Place,
     ShardPart,
     checksum,
     names_of,
@@ -110,20 +111,38 @@ class ShardDivision:
 
     # -- writing -----------------------------------------------------------------------------------
 
-    def state(self, starts: Sequence[ShardStart] | None) -> dict[str, Any]:
-        """Return the state after the workers came to `starts`; None: after the end of the epoch."""
-        left, begun, whole = 0, dict[str, int](), None
+    def state_after(self, starts: Sequence[ShardStart] | None) -> dict[str, Any]:
+        """Return the state after the workers of a loader came to `starts`; None: after the epoch."""
+        whole = None
         for worker, start in enumerate(starts or ()):
-            passed, at = self._place(worker, start)
-            part = self.parts[worker]
-            left |= self._rest_of(worker, passed)
-            if passed < len(part):
-                begun[part[passed][0]] = at
             if start.skip != start.position:
                 whole = (
                     f"the latest batch of worker {worker} has raised, or its last samples wait to be "
                     "joined; take the state after another batch"
                 )
+        places = starts and [self.place(worker, start) for worker, start in enumerate(starts)]
+        return self.state(places, max((start.skip for start in starts or ()), default=0), whole)
+
+    def state(
+        self, places: Sequence[Place] | None, read: int = 0, whole: str | None = None
+    ) -> dict[str, Any]:
+        """Return the state after the workers came to `places`; None: after the end of the epoch.
+
+        Parameters
+        ----------
+        places
+            Position of each worker.
+        read
+            Largest number of samples that one of them has read.
+        whole
+            Why the rest can't be divided again; None if it can.
+        """
+        left, begun = 0, dict[str, int]()
+        for worker, place in enumerate(places or ()):
+            part = self.parts[worker]
+            left |= self._rest_of(worker, place.passed)
+            if place.passed < len(part):
+                begun[part[place.passed][0]] = place.at
         begun.update(
             (name, at)
             for name, at in self._begun_before.items()
@@ -138,16 +157,25 @@ class ShardDivision:
             "left": f"{left:x}",
             "begun": self._begun(begun),
             "base": self._saved_base,
-            "read": max((start.skip for start in starts or ()), default=0),
+            "read": read,
             "whole": whole,
         }
 
-    def _place(self, worker: int, start: ShardStart) -> tuple[int, int]:
-        state = None if start.iterator is None else start.iterator.given()
-        if state is None:
-            part = self.parts[worker]
-            return 0, part[0][1] if part else 0
-        return state["passed"], state["at"]
+    def place(self, worker: int, start: ShardStart) -> Place:
+        """Return the position at which a worker begins that has the state `start`."""
+        if start.iterator is None:
+            return self.beginning(worker)
+        state = start.iterator.given()
+        return Place(state["passed"], state["at"])
+
+    def beginning(self, worker: int) -> Place:
+        """Return the position at which a worker begins its part."""
+        part = self.parts[worker]
+        return Place(0, part[0][1] if part else 0)
+
+    def end(self, worker: int) -> Place:
+        """Return the position at which a worker has read its part."""
+        return Place(len(self.parts[worker]), 0)
 
     def _rest_of(self, worker: int, passed: int) -> int:
         """Return the mask of the shards of `worker` that it has not passed."""
@@ -206,7 +234,7 @@ class ShardDivision:
         else:
             raise StateError(
                 f"the state is of rank {share[0]} of {share[1]}, and this is rank {self.share[0]} of "
-                f"{self.share[1]}; make one state of those of all ranks with DataLoader.merge_states"
+                f"{self.share[1]}; make one state of those of all ranks with merge_states"
             )
         mine = [name for name in self._in_order if name in left]
         if share != self.share:
@@ -228,12 +256,14 @@ class ShardDivision:
 
     def sent(self, starts: Sequence[ShardStart]) -> tuple[ShardStart, ...]:
         """Return `starts` with the part of each worker."""
-        sent = []
-        for worker, start in enumerate(starts):
-            passed, at = self._place(worker, start)
-            state = {"part": self.parts[worker], "passed": passed, "at": at}
-            sent.append(start._replace(iterator=Frozen(pickle.dumps(state))))
-        return tuple(sent)
+        return tuple(
+            start._replace(iterator=self.iterator_state(worker, self.place(worker, start)))
+            for worker, start in enumerate(starts)
+        )
+
+    def iterator_state(self, worker: int, place: Place) -> Frozen:
+        """Return the state of the iterator of a worker that reads its part from `place` on."""
+        return Frozen(pickle.dumps({"part": self.parts[worker], **place._asdict()}))
 
 
 def _left_of(mask: Any, begun: Any, names: list[str]) -> dict[str, int]:

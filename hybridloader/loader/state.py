@@ -166,7 +166,7 @@ def written(plan: LoaderPlan, progress: Progress, where: str) -> dict[str, Any]:
 def _shards(progress: Progress, where: str, starts: list[ShardStart]) -> dict[str, Any] | None:
     if progress.division is None:
         return None
-    return progress.division.state(None if where == END else starts)
+    return progress.division.state_after(None if where == END else starts)
 
 
 def _first(progress: Progress) -> list[int]:

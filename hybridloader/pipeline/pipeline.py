@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from hybridloader._support.arguments import whole
 from hybridloader.fetching.collate import WithoutTorch
+from hybridloader.fetching.named_shards import names_shards
 from hybridloader.fetching.readers import MapFetch
 from hybridloader.pipeline.operators.sources import Indices, Items
 from hybridloader.pipeline.operators.work import Lookup, Readers
@@ -159,7 +160,7 @@ class Pipeline(Steps):
             See `Placement`.
         """
         given = {key for key, value in where.items() if value is not None}
-        if given:
+        if given or names_shards(items):
             readers = Readers(items, label=name)
             if given <= {"on_error", "seeding"}:
                 # A reader tells an item that fails from the end of all.

@@ -16,8 +16,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hybridloader._support.caller import warn
-from hybridloader._support.errors import IteratorClosed, no_answer
+from hybridloader._support.errors import IteratorClosed, StateError, no_answer
 from hybridloader._support.snapshots import snapshot
+from hybridloader._support.state_copies import set_epoch
 from hybridloader.devices.pinning import Pinner
 from hybridloader.engine.fetcher import TaskContext
 from hybridloader.engine.relay import Relay
@@ -34,9 +35,10 @@ from hybridloader.running.plan import (
     lay_out,
     passes_on,
 )
+from hybridloader.running.reader_log import resumed_readers
 from hybridloader.running.run_position import Counts, cuts_of, reader_marks
 from hybridloader.running.runner import Runner
-from hybridloader.running.running_stages import RunningRelay, RunningStages
+from hybridloader.running.running_stages import RunningRelay, RunningStages, shard_division
 from hybridloader.running.state import Heads, Position, descriptions, shares_of
 from hybridloader.running.validation import chains_in_rows, check
 
@@ -92,13 +94,29 @@ class Executor(Runner):
             self._draw_for(self.plan, first)
         try:
             needed = [] if idle else list(self._needed(self.plan))
+            for node in needed:
+                if node.reads:
+                    epoch = first if resumed is None else resumed.next_epoch
+                    set_epoch(node.works[0].step().function, epoch)
             if resumed is not None:
-                self.stages.resumed = reader_marks(self.plan, resumed.marks)
+                self._resume_readers(resumed.marks)
             for node in sorted(needed, key=_start_order):
                 self.stages.of(node)
         except BaseException:
             self.close()
             raise
+
+    def _resume_readers(self, marks: Mapping[str, Mark]) -> None:
+        for node, mark in reader_marks(self.plan, marks):
+            workers, division = node.placement.num_workers, shard_division(node)
+            readers = resumed_readers(mark, node.name, division, workers)
+            if mark.at and len(mark.value["readers"]) != workers and len(marks) > 1:
+                raise StateError(
+                    f"{node.name}: the state is of {len(mark.value['readers'])} readers, this pipeline "
+                    f"has {workers}, and a step after them does not make one item of one: make a state "
+                    "for other readers by pipeline.merge_states([state])"
+                )
+            self.stages.resumed[node.path] = mark, readers
 
     # -- passes --------------------------------------------------------------------------------------
 

@@ -18,7 +18,6 @@ from hybridloader._support.errors import (
     takes_a_place,
 )
 from hybridloader.devices.pinning import Pinner, Sent
-from hybridloader.engine.dataset_state import ShardStart
 from hybridloader.engine.diagnosis import name_of
 from hybridloader.engine.feed import Feed, TaskBatching, is_forwarded
 from hybridloader.engine.fetcher import TaskContext
@@ -35,7 +34,7 @@ from hybridloader.fetching.outcome import Note
 from hybridloader.observe.stage_measures import StageMeasures
 from hybridloader.running.ledger import Ledger
 from hybridloader.running.operator import OperatorIterator
-from hybridloader.running.reader_log import ReaderLog, Turn
+from hybridloader.running.reader_log import ReaderLog, ReaderStarts, Turn
 
 
 class RelayDepth:
@@ -237,12 +236,11 @@ class ReaderItems(StageIterator):
         measures: StageMeasures | None,
         budget: ErrorBudget | None = None,
         log: ReaderLog | None = None,
-        begins: Turn | None = None,
-        starts: Sequence[ShardStart] = (),
+        readers: ReaderStarts | None = None,
     ) -> None:
         super().__init__(stage, flow, measures, budget)
         self._log = log
-        begins = begins or Turn((0,) * flow.workers)
+        begins, starts, _ = readers or ReaderStarts(Turn((0,) * flow.workers))
         # All the mutable state:
         where = _places_of(stage, "reading")
         self._waiting = [ResultQueue(budget, where) for _ in range(flow.workers)]
@@ -302,8 +300,7 @@ class ReaderItems(StageIterator):
         self._passed.add(reader)
         self._starts.pop(reader, None)
         if self._log is not None:
-            # Without a budget, each entry of these is an item or an error.
-            waiting = [len(each.results) + len(each.between) for each in self._waiting]
+            waiting = (each.places for each in self._waiting)
             given = (came - left for came, left in zip(self._came, waiting, strict=True))
             following = (reader + 1) % len(self._came)
             self._log.add(Turn(tuple(given), following, frozenset(self._passed)))
@@ -329,14 +326,22 @@ class ReaderItems(StageIterator):
             self._waiting[worker].fail(error)
             self._came[worker] += 1
             self.flow.items_out += 1
+            if self._log is not None:
+                self._log.of(worker).add(1, (), ())
             return
         worker, extras = self._stage.last.worker, self._extras()
         self._starts.pop(worker, None)
-        came = self._waiting[worker].add(results, extras.get("notes", ()), worker)
+        waiting, notes = self._waiting[worker], extras.get("notes", ())
+        came = waiting.add(results, notes, worker)
         self._came[worker] += came
         self.flow.items_out += came
-        if self._log is not None and "state" in extras:
-            self._log.add_state(worker, self._came[worker], extras["state"])
+        if self._log is not None:
+            reads = self._log.of(worker)
+            reads.add(came, extras.get("ends", ()), waiting.left_out_of(notes))
+            if "state" in extras:
+                reads.add_state(extras["state"])
+            if "shards" in extras:
+                reads.add_shards(extras["shards"])
 
 
 class ReaderTaskSizes(Feed):

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hybridloader._support.errors import StateError, add_note, no_answer
 from hybridloader._support.native_threads import one_thread_on_this_thread
+from hybridloader._support.state_copies import set_epoch
 from hybridloader._support.text import brief
 from hybridloader.engine.feed import TaskBatching
 from hybridloader.engine.fetcher import TaskContext
@@ -46,11 +47,11 @@ from hybridloader.running.plan import (
     RelayNode,
     WorkerNode,
 )
-from hybridloader.running.reader_log import ReaderLog, Turn, starts_of
+from hybridloader.running.reader_log import ReaderLog, ReaderStarts, Turn
 from hybridloader.running.run_position import RunPosition, before, is_at, one_by_one
+from hybridloader.running.running_stages import shard_division
 
 if TYPE_CHECKING:
-    from hybridloader.engine.dataset_state import ShardStart
     from hybridloader.engine.refresh import Change
     from hybridloader.fetching.on_error.error_budget import ErrorBudget
     from hybridloader.running.running_stages import RunningStage
@@ -325,6 +326,8 @@ class ChainPass:
         """Return the stage of `node`, with the changes of its dataset that its workers must be told."""
         stages = self.executor.stages
         stage = stages.of(node)
+        if node.reads and stage.begun:
+            set_epoch(node.works[0].step().function, self.epoch)
         changes = stage.watch.changes() if stage.watch is not None and stage.begun else ()
         stage.begun = True
         budget = stages.error_budget(node, node.name, self.epoch, gaps=self._in_rows)
@@ -333,10 +336,12 @@ class ChainPass:
     def _open_readers(self, node: WorkerNode, count: int) -> tuple[Iterator[Any], int]:
         """Begin the readers to go on after `count` items; return how many of these they leave out."""
         stage, changes, budget = self._stage(node)
-        mark, stage.resumes = stage.resumes, None
-        begins = Turn((0,) * node.placement.num_workers)
-        starts: tuple[ShardStart, ...] = ()
-        if mark is not None:
+        resumed, stage.resumed = stage.resumed, None
+        if resumed is None:
+            division = shard_division(node)
+            found = ReaderStarts(Turn((0,) * node.placement.num_workers), (), division)
+        else:
+            mark, found = resumed
             if mark.epoch != self.epoch or mark.at > count:
                 raise no_answer(
                     StateError(
@@ -344,18 +349,19 @@ class ChainPass:
                         f"and item {count} of pass {self.epoch} is wanted; begin the epoch anew"
                     )
                 )
-            begins, starts = starts_of(mark, node.name)
         log = None
-        if budget is None:  # else readers leave out items, which have no numbers
-            log = ReaderLog(self.epoch, begins, starts)
+        if (
+            budget is None or not budget.gaps
+        ):  # else places of items that were left out come as well
+            log = ReaderLog(self.epoch, found)
             self.position.keep(node, log)
         stage.counter.begin(self.epoch)
-        readers = ReaderItems(stage.stage, stage.flow, stage.measures, budget, log, begins, starts)
+        readers = ReaderItems(stage.stage, stage.flow, stage.measures, budget, log, found)
         stage.readers = readers
         if readers.count:
             self.position.droppings.append(readers)
         readers.begin(ReaderTaskSizes(), changes)
-        return readers, sum(begins.given)
+        return readers, sum(found.begins.given)
 
     def _open_stage(self, node: WorkerNode, at: int, begins: Point, before: Offset) -> NodeOpener:
         placement = node.placement

@@ -1,24 +1,26 @@
-"""Log of several readers: which of their items came in which order, and the states of what they read.
+"""Log of several readers: which items came in which order, and the states of what they read.
 
-They are read in turn, so where a run was follows from the number of items, and from where each reader
-ended. The thread that pulls the readers writes the log; any thread may read it.
+The readers are read in turn, so the position of a run follows from the number of items, and from where
+each reader ended. The thread that pulls the readers writes the log; any thread may read it.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from hybridloader._support.errors import StateError, described, no_answer
 from hybridloader._support.state_copies import Frozen
 from hybridloader.engine.dataset_state import ShardStart
+from hybridloader.fetching.named_shards import Place
+from hybridloader.fetching.shard_division import ShardDivision
 from hybridloader.running.ledger import Log
 from hybridloader.running.operator import Mark
 
 
 class Turn(NamedTuple):
-    """Place in the items of several readers."""
+    """Position in the items of several readers."""
 
     given: tuple[int, ...]
     """Items and errors of each reader until there."""
@@ -28,7 +30,7 @@ class Turn(NamedTuple):
     """Readers that were passed over, as they had ended."""
 
     def after(self, count: int) -> Turn:
-        """Return the place after `count` more items, if no other reader has ended until there."""
+        """Return the position after `count` more items, if no other reader has ended until there."""
         readers = len(self.given)
         order = [(self.turn + k) % readers for k in range(readers)]
         active = [reader for reader in order if reader not in self.ended]
@@ -41,32 +43,122 @@ class Turn(NamedTuple):
         return Turn(tuple(given), active[rest], self.ended)
 
 
-class ReaderLog(Log):
-    """Log of a node of readers in pass `epoch`, which begins with `starts`."""
+class ReaderStarts(NamedTuple):
+    """Readers of one epoch, from its beginning or from where they resume."""
 
-    __slots__ = ("_states",)
+    begins: Turn
+    starts: tuple[ShardStart, ...] = ()
+    """Start of each reader; empty: all begin at the beginning."""
+    division: ShardDivision | None = None
+    """Division of the shards that their source names, if it does."""
+
+
+class _Reads:
+    """Samples that one reader has read, beside the items that the loop has received.
+
+    Both numbers differ where an `on_error` left samples out, or tried them again.
+    """
+
+    def __init__(self, given: int, start: ShardStart, place: Place | None) -> None:
+        self._begins, self._given, self._read = (given, start.skip), given, start.skip
+        # Items before a task, samples read after each of its items, and after the task:
+        self._uneven: list[tuple[int, Sequence[int], int]] = []
+        # Samples read before each of these:
+        self.states = [(start.position, start)] if start.stateful and place is None else []
+        self._shards = [] if place is None else [(start.skip, place)]
+
+    def __len__(self) -> int:
+        return len(self._uneven) + len(self.states) + len(self._shards)
+
+    def add(self, units: int, ends: Sequence[int], gone: Collection[int]) -> None:
+        """Note the items of a task.
+
+        Parameters
+        ----------
+        units
+            Number of its values and errors.
+        ends
+            Number of samples read after each of these; empty: one for each.
+        gone
+            Numbers of those that were left out.
+        """
+        if ends:
+            kept = [end for unit, end in enumerate(ends) if unit not in gone]
+            self._uneven.append((self._given, kept, ends[-1]))
+            self._given, self._read = self._given + len(kept), ends[-1]
+        else:
+            self._given, self._read = self._given + units, self._read + units
+
+    def add_state(self, state: ShardStart) -> None:
+        """Note the state after the samples that were read."""
+        self.states.append((self._read, state))
+
+    def add_shards(self, shards: Sequence[tuple[int, Place]]) -> None:
+        """Note the shards that were entered: samples read before each, and its position."""
+        known = self._shards[-1][0] if self._shards else -1
+        self._shards += (entered for entered in shards if entered[0] > known)
+
+    def read(self, given: int) -> int:
+        """Return the number of samples read for the first `given` items."""
+        before, since = self._begins
+        for first, ends, last in reversed(self._uneven.copy()):
+            if first < given:
+                if given - first <= len(ends):
+                    return ends[given - first - 1]
+                before, since = first + len(ends), last
+                break
+        return since + given - before
+
+    def state(self, read: int) -> tuple[int, ShardStart | None]:
+        """Return the latest state until so many samples, and the number of samples before it."""
+        for at, start in reversed(self.states.copy()):
+            if at <= read:
+                return at, start
+        return 0, None
+
+    def place(self, read: int) -> Place | None:
+        """Return the position in the shards after so many samples; None if none was entered."""
+        for before, place in reversed(self._shards.copy()):
+            if before <= read:
+                return place._replace(at=place.at + read - before)
+        return None
+
+    def forget(self, given: int) -> None:
+        """Forget all that only a position before item `given` needs."""
+        read = self.read(given)
+        del self._uneven[: max(0, sum(first < given for first, _, _ in self._uneven) - 1)]
+        for found in (self.states, self._shards):
+            del found[: max(0, sum(at <= read for at, _ in found) - 1)]
+
+
+class ReaderLog(Log):
+    """Log of a node of readers in epoch `epoch`."""
+
+    __slots__ = ("_division", "_reads")
 
     _entries: list[Turn]
 
-    def __init__(self, epoch: int, begins: Turn, starts: Sequence[ShardStart] = ()) -> None:
-        super().__init__(epoch, begins)
-        # Numbers of items with the states after them, of each reader:
-        self._states: list[list[tuple[int, ShardStart]]] = [[] for _ in begins.given]
-        for found, start in zip(self._states, starts, strict=False):
-            if start.stateful:
-                found.append((start.position, start))
+    def __init__(self, epoch: int, readers: ReaderStarts) -> None:
+        super().__init__(epoch, readers.begins)
+        self._division = division = readers.division
+        starts = readers.starts or (ShardStart(),) * len(readers.begins.given)
+        self._reads = [
+            _Reads(given, start, None if division is None else division.place(reader, start))
+            for reader, (given, start) in enumerate(zip(readers.begins.given, starts, strict=True))
+        ]
 
     def __len__(self) -> int:
-        return len(self._entries) + sum(map(len, self._states))
+        return len(self._entries) + sum(map(len, self._reads))
 
-    def add_state(self, reader: int, given: int, state: ShardStart) -> None:
-        """Note the state of the source of a reader, after its first `given` items."""
-        self._states[reader].append((given, state))
-        if len(self._states[reader]) > self._limit:
+    def of(self, reader: int) -> _Reads:
+        """Return what `reader` has read, to be noted there."""
+        reads = self._reads[reader]
+        if len(reads) > self._limit:
             forget = self.forgets()
             if forget is not None:
                 forget()
-            self._limit = max(self._limit, 2 * len(self._states[reader]))
+            self._limit = max(self._limit, 2 * len(reads))
+        return reads
 
     def _at(self, n: int) -> Turn | None:
         for entry in reversed(self._entries.copy()):
@@ -76,66 +168,117 @@ class ReaderLog(Log):
         return None
 
     def last_before(self, n: int) -> Mark | None:
-        place = self._at(n)
-        if place is None:
+        turn = self._at(n)
+        if turn is None:
             return None
-        readers = []
+        readers, places, division = [], list[Place](), self._division
         try:
-            for reader, given in enumerate(place.given):
-                at, start = self._state_of(reader, given)
-                # A source may begin anew from the state that it had at its end.
-                at_end = start is not None and start.ended and at == given
-                ended, state = at_end or reader in place.ended, None
-                if start is not None and not ended:
-                    state = [at, _told(start.dataset), _told(start.iterator)]
-                readers.append([given, ended, state])
+            for reader, (given, reads) in enumerate(zip(turn.given, self._reads, strict=True)):
+                read = reads.read(given)
+                ended, state = reader in turn.ended, None
+                if division is not None:
+                    state = division.end(reader) if ended else reads.place(read)
+                    places.append(state or division.beginning(reader))
+                    state = list(places[-1])
+                else:
+                    at, start = reads.state(read)
+                    # A source may begin again from the state that it had at its end.
+                    ended = ended or (start is not None and start.ended and at == read)
+                    if start is not None and not ended:
+                        state = [at, _given(start.dataset), _given(start.iterator)]
+                readers.append([given, ended, read, state])
         except StateError as error:
             return Mark(self.epoch, n, error)
-        return Mark(self.epoch, n, {"turn": place.turn, "readers": readers})
-
-    def _state_of(self, reader: int, given: int) -> tuple[int, ShardStart | None]:
-        for at, start in reversed(self._states[reader].copy()):
-            if at <= given:
-                return at, start
-        return 0, None
+        value: dict[str, Any] = {"turn": turn.turn, "readers": readers}
+        if division is not None:
+            value["shards"] = division.state(places, max(read for _, _, read, _ in readers))
+        return Mark(self.epoch, n, value)
 
     def forget(self, n: int) -> None:
-        place = self._at(n)
-        if place is None:
+        turn = self._at(n)
+        if turn is None:
             return
         before = sum(sum(entry.given) <= n for entry in self._entries)
         del self._entries[: before - 1]
-        for reader, given in enumerate(place.given):
-            states = self._states[reader]
-            del states[: max(0, sum(at <= given for at, _ in states) - 1)]
+        for given, reads in zip(turn.given, self._reads, strict=True):
+            reads.forget(given)
 
     def forget_later(self) -> None:
-        for states in self._states:
-            del states[:-1]
+        for reads in self._reads:
+            del reads.states[:-1]
 
 
-def _told(state: Any) -> Any:
+def _given(state: Any) -> Any:
     return None if state is None else state.given()
 
 
-def starts_of(mark: Mark, name: str) -> tuple[Turn, tuple[ShardStart, ...]]:
-    """Return where readers begin that resume from a mark of theirs. Raises `StateError`."""
+def resumed_readers(
+    mark: Mark, name: str, whole: ShardDivision | None, workers: int
+) -> ReaderStarts:
+    """Return the readers that resume from a mark.
+
+    Parameters
+    ----------
+    mark
+        Mark of the node in a state.
+    name
+        Name of the node in errors.
+    whole
+        Division of an epoch, if the source names its shards.
+    workers
+        Number of readers.
+
+    Raises
+    ------
+    StateError
+        The state is damaged, or of other shards or ranks.
+    """
     try:
+        shards, saved = mark.value.get("shards"), mark.value["readers"]
+        if (shards is None) != (whole is None):
+            raise StateError(
+                f"{name}: the source of the state {'names' if shards else 'does not name'} its shards"
+            )
+        if whole is not None:
+            return _divided(mark, whole, workers)
         given, ended, starts = [], set(), []
-        for reader, (count, over, state) in enumerate(mark.value["readers"]):
+        for reader, (count, over, read, state) in enumerate(saved):
             given.append(int(count))
             if over:
                 ended.add(reader)
-            start = ShardStart(count if over else 0, count, ended=bool(over))
+            start = ShardStart(read if over else 0, read, ended=bool(over))
             if state is not None:
                 at, *kept = state
                 dataset, iterator = (
                     None if one is None else Frozen(pickle.dumps(one)) for one in kept
                 )
-                start = ShardStart(at, count, dataset, iterator, since=int(count > at))
+                start = ShardStart(at, read, dataset, iterator, since=int(read > at))
             starts.append(start)
-        return Turn(tuple(given), int(mark.value["turn"]), frozenset(ended)), tuple(starts)
-    except (KeyError, TypeError, ValueError) as error:
+        turn = Turn(tuple(given), int(mark.value["turn"]), frozenset(ended))
+        return ReaderStarts(turn, tuple(starts))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        if isinstance(error, StateError):
+            raise
         raise no_answer(
-            StateError(f"{name}: the places of the readers are damaged: {described(error)}")
+            StateError(f"{name}: the positions of the readers are damaged: {described(error)}")
         ) from error
+
+
+def _divided(mark: Mark, whole: ShardDivision, workers: int) -> ReaderStarts:
+    shards, saved = mark.value["shards"], mark.value["readers"]
+    same = len(saved) == workers
+    division = whole.resumed(shards, same_workers=same)
+    if same and whole.agrees(shards):
+        places = [Place(int(passed), int(at)) for _, _, _, (passed, at) in saved]
+        reads = [int(read) for _, _, read, _ in saved]
+        ended = frozenset(reader for reader, one in enumerate(saved) if one[1])
+        turn = Turn(tuple(int(one[0]) for one in saved), int(mark.value["turn"]), ended)
+    else:  # numbered on, so that no seed of a sample is used twice
+        places = [division.beginning(reader) for reader in range(workers)]
+        reads = [int(shards["read"])] * workers
+        turn = Turn((mark.at, *[0] * (workers - 1)))
+    starts = (
+        ShardStart(read, read, None, division.iterator_state(reader, place))
+        for reader, (read, place) in enumerate(zip(reads, places, strict=True))
+    )
+    return ReaderStarts(turn, tuple(starts), division)

@@ -386,14 +386,15 @@ def spans_of(marks: Mapping[str, Mark]) -> Spans:
     return found
 
 
-def reader_marks(plan: ChainPlan, marks: Mapping[str, Mark]) -> dict[Path, Mark]:
-    """Return the marks of readers, by the path of their node, where there is something to resume."""
-    return {
-        node.path: marks[name]
-        for node in plan.all_nodes
-        if isinstance(node, WorkerNode) and node.reads and (name := name_of(node)) in marks
-        if marks[name].at
-    }
+def reader_marks(plan: ChainPlan, marks: Mapping[str, Mark]) -> Iterator[tuple[WorkerNode, Mark]]:
+    """Yield the nodes of readers where there is something to resume, with their marks."""
+    for node in plan.all_nodes:
+        if isinstance(node, WorkerNode) and node.reads:
+            mark = marks.get(name_of(node))
+            # Shards may have been divided before the first item.
+            shards = mark is not None and isinstance(mark.value, dict) and "shards" in mark.value
+            if mark is not None and (mark.at or shards):
+                yield node, mark
 
 
 def cuts_of(marks: Mapping[str, Mark], heads: Heads | None = None) -> dict[Path, set[int]]:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
+from hybridloader._support.attributes import has
 from hybridloader._support.errors import IteratorClosed, ShippingError, no_answer
 from hybridloader._support.hf_streams import warn_of_few_shards
 from hybridloader.engine.fetcher import Fetch, TaskContext
@@ -27,12 +28,13 @@ from hybridloader.engine.stage_flow import StageFlow
 from hybridloader.fetching.item_steps import WorkFetch
 from hybridloader.fetching.on_error.error_budget import ErrorBudget, FailureLog
 from hybridloader.fetching.readers import ReadersFetch
+from hybridloader.fetching.shard_division import ShardDivision, share_of
 from hybridloader.observe.observation import Observation
 from hybridloader.observe.stage_measures import StageMeasures
 from hybridloader.running.flow import ReaderItems, RelayDepth, StageItems
 from hybridloader.running.operator import Mark
 from hybridloader.running.plan import InlineNode, Node, Path, RelayNode, WorkerNode
-from hybridloader.running.reader_log import starts_of
+from hybridloader.running.reader_log import ReaderStarts
 from hybridloader.seeding.sample_seeds import Origin, SampleSeeding, origin_of
 
 if TYPE_CHECKING:
@@ -57,8 +59,8 @@ class RunningStage:
         self.watch = None if dataset is None else DatasetChanges(dataset)
         self.readers: ReaderItems | None = None
         self.begun = False
-        self.resumes: Mark | None = None
-        """Mark from which the readers of the first pass begin."""
+        self.resumed: tuple[Mark, ReaderStarts] | None = None
+        """Readers of the first epoch that resume, and their mark."""
 
 
 class RunningRelay:
@@ -98,8 +100,8 @@ class RunningStages(dict[Path, RunningStage]):
         # All the other mutable state:
         self.failure_log = FailureLog()  # of what was skipped
         self.locks: dict[Path, PageLocks] = {}  # where a device reads what a node gives, as it is
-        # Marks of readers from which their stage begins its first pass:
-        self.resumed: dict[Path, Mark] = {}
+        # Readers that resume in the first epoch of their stage, and their marks:
+        self.resumed: dict[Path, tuple[Mark, ReaderStarts]] = {}
 
     def of(self, node: WorkerNode) -> RunningStage:
         """Return the stage of `node`, started if it does not run."""
@@ -150,11 +152,13 @@ class RunningStages(dict[Path, RunningStage]):
             )
         except ShippingError as error:
             raise ShippingError(f"stage {node.name!r}: {error}") from error
-        dataset = None if node.backend.in_process or node.reads else spec.fetch.dataset
+        dataset = None if node.backend.in_process else spec.fetch.dataset
+        if node.reads:  # of which each thread has a copy, too
+            dataset = spec.fetch.dataset if has(spec.fetch.dataset, "set_epoch") else None
         if self._observation is not None and measures is not None:
             self._observation.started(measures, stage)
         running = self[path] = RunningStage(node, stage, flow, measures, dataset, counter)
-        running.resumes = self.resumed.pop(path, None)
+        running.resumed = self.resumed.pop(path, None)
         self._check_open(stage)  # whoever closed it meanwhile may not have seen this one
         return running
 
@@ -179,7 +183,7 @@ class RunningStages(dict[Path, RunningStage]):
         if node.reads:
             source = node.works[0].step().function
             warn_of_few_shards(source, placement.num_workers, node.name)
-        mark = self.resumed.get(node.path)
+        resumed = self.resumed.get(node.path)
         generator = random.Random(f"{self._seed}/workers/{node.path}")
         threads = node.backend.in_process and not node.backend.in_caller
         seeding = self._origin(node, range(len(node.works)), threads=threads)
@@ -191,7 +195,7 @@ class RunningStages(dict[Path, RunningStage]):
             base_seed=generator.getrandbits(62),
             init_fn=placement.worker_init_fn,
             seeding=seeding,
-            starts=() if mark is None else starts_of(mark, node.name)[1],
+            starts=() if resumed is None else resumed[1].starts,
             metering=None if observation is None else observation.metering(node.backend, fetch),
         )
 
@@ -245,8 +249,15 @@ class RunningStages(dict[Path, RunningStage]):
         return budget
 
 
+def shard_division(node: WorkerNode) -> ShardDivision | None:
+    """Return the division of the shards of an epoch among readers, if their source names any."""
+    return ShardDivision.of(node.works[0].step().function, node.placement.num_workers)
+
+
 def _fetch(node: WorkerNode) -> Fetch:
     placement, steps = node.placement, tuple(work.step() for work in node.works)
     if node.reads:
-        return ReadersFetch(steps[0].function, placement.on_error)
+        source, workers = steps[0].function, placement.num_workers
+        share = share_of(source)
+        return ReadersFetch(source, placement.on_error, share and (*share, workers))
     return WorkFetch(steps, placement.threads_per_worker, placement.on_error)

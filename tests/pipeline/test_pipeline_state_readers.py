@@ -151,7 +151,7 @@ def test_readers_in_processes_go_on(backend: str) -> None:
     with make().run() as run:
         events(run, 25)
         state, rest = saved(run), events(run)
-    assert state["marks"][":0-0"]["value"]["readers"][1] == [5, True, None]
+    assert state["marks"][":0-0"]["value"]["readers"][1] == [5, True, 5, None]
     with make().run(state=state) as run:
         assert events(run) == rest
 

@@ -44,6 +44,15 @@ class ResultQueue(Iterator[Any]):
             if not self._takes_place(note)
         ]
 
+    def left_out_of(self, notes: Sequence[Note]) -> list[int]:
+        """Return the numbers of the items that take no place, among all items of a task."""
+        failed = [note for note in notes if note.item is not None]
+        return [
+            note.position + number
+            for number, note in enumerate(failed)
+            if not self._takes_place(note)
+        ]
+
     def _takes_place(self, note: Note) -> bool:
         kept = self._budget is not None and self._budget.gaps
         return note.item is not None and (kept or not self._may_skip(note))
@@ -61,6 +70,13 @@ class ResultQueue(Iterator[Any]):
         if isinstance(note, Raised):
             return False
         return not self._takes_place(note)
+
+    @property
+    def places(self) -> int:
+        """Number of the entries that wait and take a place."""
+        return len(self.results) + sum(
+            isinstance(entry, Raised) or self._takes_place(entry) for _, entry, _ in self.between
+        )
 
     @property
     def _due(self) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 from hybridloader._support.attributes import attribute, has, length_of
 from hybridloader._support.errors import foreign
-from hybridloader._support.state_copies import is_stateful
+from hybridloader._support.state_copies import set_epoch
 from hybridloader._support.text import short
 from hybridloader.pipeline.operators.parameters import (
     SEED,
@@ -100,7 +100,7 @@ class Indices(Source):
     def start(self, context: Context) -> Iterator[Any]:
         order = self._order
         if order is not None:
-            _tell_epoch(order, context)
+            set_epoch(order, context.epoch)
             told = with_drawn_seed(order, context)
             opened = Opened(told, context, self.name, drawn=told is not order)
             return context.drop(opened.items(context, INDICES), opened.at)
@@ -196,7 +196,7 @@ class Items(Source):
                     "over it has begun already; give a list, or a function that makes the iterator, "
                     "to read it in every pass"
                 )
-            _tell_epoch(source, context)
+            set_epoch(source, context.epoch)
             self._begun.append(True)
             items, at = self._read(source, context)
             items.owns = False
@@ -211,7 +211,7 @@ class Items(Source):
                     f"{self.name}: the function {short(self.source)} must give an iterable, not "
                     f"{short(source)}"
                 )
-        _tell_epoch(source, context)
+        set_epoch(source, context.epoch)
         if context.start and type(source) in (list, tuple, range):
             start = min(context.start, len(source))
             rest = map(source.__getitem__, range(start, len(source)))
@@ -230,15 +230,6 @@ class Items(Source):
 
     def length(self, upstream: Length) -> Length:
         return length_of(self.source) if hasattr(type(self.source), "__iter__") else None
-
-
-def _tell_epoch(source: Any, context: Context) -> None:
-    inner = attribute(source, "sampler")
-    if is_stateful(inner):  # in torch's BatchSampler, which tells nothing on
-        _tell_epoch(inner, context)
-    set_epoch = attribute(source, "set_epoch")
-    if callable(set_epoch):
-        set_epoch(context.epoch)
 
 
 def _described(without: str, data: Any) -> str:
