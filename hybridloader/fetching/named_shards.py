@@ -21,8 +21,9 @@ MOST_FAILURES = 8
 
 _END = object()
 
-ShardPart = list[tuple[str, int]]
-"""Shards that one worker reads, in order: the name, and the number of the first sample to read."""
+ShardPart = list[tuple[str, int, bool]]
+"""Shards that one worker reads, in order: the name, the number of the first sample to read, and whether
+that sample alone is read."""
 
 
 class Place(NamedTuple):
@@ -94,7 +95,7 @@ class NamedShardsIterator(Iterator[Any]):
 
     def __next__(self) -> Any:
         while self._passed < len(self._part):
-            name = self._part[self._passed][0]
+            name, _, alone = self._part[self._passed]
             try:
                 if self._samples is None:
                     self._samples = iter(self._dataset.read_shard(name, self._at))
@@ -102,7 +103,9 @@ class NamedShardsIterator(Iterator[Any]):
             except Exception as error:
                 self._at += 1
                 self.count += 1
-                if self._samples is None or isinstance(self._samples, GeneratorType):
+                if alone:
+                    self._pass_on()
+                elif self._samples is None or isinstance(self._samples, GeneratorType):
                     self._samples = None  # a generator is over once it has raised
                     self._failed += 1
                     if self._failed == MOST_FAILURES:  # else a shard that is gone would never end
@@ -117,6 +120,8 @@ class NamedShardsIterator(Iterator[Any]):
             if sample is not _END:
                 self._at += 1
                 self.count += 1
+                if alone:
+                    self._pass_on()
                 return sample
             self._pass_on()
         raise StopIteration
@@ -138,6 +143,6 @@ class NamedShardsIterator(Iterator[Any]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if "part" in state:
-            self._part = [(name, start) for name, start in state["part"]]
+            self._part = [(name, start, alone) for name, start, alone in state["part"]]
         self._samples = None
         self._passed, self._at = state["passed"], state["at"]

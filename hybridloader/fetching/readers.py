@@ -152,7 +152,7 @@ def part_of(dataset: Any, share: tuple[int, int, int]) -> NamedShardsIterator:
         info = get_worker_info()
         assert info is not None
         mine = shares_of(mine, info.id, workers)
-    return NamedShardsIterator(dataset, [(name, 0) for name in mine])
+    return NamedShardsIterator(dataset, [(name, 0, False) for name in mine])
 
 
 @dataclass(frozen=True)
@@ -639,7 +639,7 @@ class SourceFetcher(ShardReader):
     def _take_states(self) -> None:
         samples = innermost(self._samples)
         if isinstance(samples, NamedShardsIterator):  # the position follows from where shards began
-            samples.entered = [(0, samples.place)]
+            samples.entered = []
         else:
             self.states = states_of(self._dataset, samples)
 

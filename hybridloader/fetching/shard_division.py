@@ -31,7 +31,7 @@ from hybridloader.fetching.named_shards import (
 _FIELDS = Schema(
     "loader's shards",
     (COUNT, "names read"),
-    (LIST, "share base"),
+    (LIST, "share base first"),
     (TEXT, "left"),
     (DICT, "begun"),
     (ANY, "order whole"),
@@ -72,6 +72,8 @@ class ShardDivision:
         Number of workers that read.
     left
         Shards of this rank, and the first sample to read of each. None: those of a whole epoch.
+    first
+        Samples of this rank that are read before these: the shard and the number of each.
     own_state
         True if the dataset has a `state_dict` besides its shards.
     """
@@ -82,6 +84,7 @@ class ShardDivision:
         share: tuple[int, int],
         workers: int,
         left: Mapping[str, int] | None = None,
+        first: Sequence[tuple[str, int]] = (),
         *,
         own_state: bool = False,
     ) -> None:
@@ -93,13 +96,16 @@ class ShardDivision:
         self.whole = self._base == whole
         """True if nothing of the epoch was read before this division."""
         self._begun_before = {name: at for name, at in self._base.items() if at}
-        mine = list(self._base.items())
+        self._first = list(first)
+        mine = [(name, at, True) for name, at in first]
+        mine += ((name, at, False) for name, at in self._base.items())
         self.parts: list[ShardPart] = [
             shares_of(mine, worker, workers) for worker in range(workers)
         ]
-        self._saved_base = [self._mask_of(self._base), self._begun(self._base)]
+        early = [[self._numbers[name], at] for name, at in first]
+        self._saved_base = [self._mask_of(self._base), self._begun(self._base), early]
         # All the mutable state: of each worker, shards passed, and the mask of the others.
-        self._rest = [(0, self._bits(name for name, _ in part)) for part in self.parts]
+        self._rest = [(0, self._mask(part)) for part in self.parts]
 
     @classmethod
     def of(cls, dataset: Any, workers: int) -> ShardDivision | None:
@@ -141,7 +147,7 @@ class ShardDivision:
         for worker, place in enumerate(places or ()):
             part = self.parts[worker]
             left |= self._rest_of(worker, place.passed)
-            if place.passed < len(part):
+            if place.passed < len(part) and not part[place.passed][2]:
                 begun[part[place.passed][0]] = place.at
         begun.update(
             (name, at)
@@ -156,6 +162,7 @@ class ShardDivision:
             "share": list(self.share),
             "left": f"{left:x}",
             "begun": self._begun(begun),
+            "first": self._first_after(places or ()),
             "base": self._saved_base,
             "read": read,
             "whole": whole,
@@ -182,11 +189,29 @@ class ShardDivision:
         before, mask = self._rest[worker]
         part = self.parts[worker]
         if passed < before:
-            before, mask = 0, self._bits(name for name, _ in part)
-        for name, _ in part[before:passed]:
-            mask ^= 1 << self._numbers[name]
+            before, mask = 0, self._mask(part)
+        mask ^= self._mask(part[before:passed])
         self._rest[worker] = passed, mask
         return mask
+
+    def _mask(self, part: ShardPart) -> int:
+        return self._bits(name for name, _, alone in part if not alone)
+
+    def _first_after(self, places: Sequence[Place]) -> list[list[int]]:
+        """Return the samples that are read first, without those that workers have passed."""
+        workers = len(self.parts)
+        return [
+            [self._numbers[name], at]
+            for number, (name, at) in enumerate(self._first)
+            if places and number // workers >= places[number % workers].passed
+        ]
+
+    def sample_at(self, worker: int, place: Place) -> list[int] | None:
+        """Return the number of the shard, and that of the sample, at a position; None at the end."""
+        part = self.parts[worker]
+        return (
+            [self._numbers[part[place.passed][0]], place.at] if place.passed < len(part) else None
+        )
 
     def _bits(self, names: Iterable[str]) -> int:
         bits = bytearray(len(self._names) // 8 + 1)
@@ -222,7 +247,7 @@ class ShardDivision:
             )
         share = tuple(saved["share"])
         if same_workers and self.agrees(saved):
-            mask, begun = saved["base"]
+            mask, begun, first = saved["base"]
             left = _left_of(mask, begun, self._names)
         elif share in ((0, 1), self.share):
             if saved["whole"] is not None:
@@ -231,6 +256,7 @@ class ShardDivision:
                     f"shards, and can't be divided again: {saved['whole']}"
                 )
             left = _left_of(saved["left"], saved["begun"], self._names)
+            first = saved["first"]
         else:
             raise StateError(
                 f"the state is of rank {share[0]} of {share[1]}, and this is rank {self.share[0]} of "
@@ -238,12 +264,13 @@ class ShardDivision:
             )
         mine = [name for name in self._in_order if name in left]
         if share != self.share:
-            mine = shares_of(mine, *self.share)
+            mine, first = shares_of(mine, *self.share), shares_of(first, *self.share)
         return ShardDivision(
             self._in_order,
             self.share,
             len(self.parts),
             {name: left[name] for name in mine},
+            [(self._names[number], at) for number, at in first],
             own_state=self._own_state,
         )
 
@@ -274,9 +301,16 @@ def _left_of(mask: Any, begun: Any, names: list[str]) -> dict[str, int]:
     return found
 
 
+def without(saved: Mapping[str, Any], sample: Sequence[int]) -> dict[str, Any]:
+    """Return a state in which `sample`, the next one of its shard, is read first and alone."""
+    number, at = sample
+    begun = {**saved["begun"], str(number): at + 1}
+    return {**saved, "begun": begun, "first": [[number, at], *saved["first"]]}
+
+
 def merged(saved: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return one state of the shards of all ranks. Raises `StateError`."""
-    left, begun = 0, dict[str, int]()
+    left, begun, first = 0, dict[str, int](), list[list[int]]()
     for one in saved:
         _FIELDS.check(one)
         if one["names"] != saved[0]["names"]:
@@ -286,6 +320,7 @@ def merged(saved: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             raise StateError(f"the state of rank {rank} can't be merged: {why}")
         left |= int(one["left"], 16)
         begun.update(one["begun"])
+        first += one["first"]
     shares = sorted(tuple(one["share"]) for one in saved)
     if shares != [(rank, len(saved)) for rank in range(len(saved))]:
         raise StateError(
@@ -298,7 +333,8 @@ def merged(saved: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "share": [0, 1],
         "left": f"{left:x}",
         "begun": begun,
-        "base": [f"{left:x}", begun],
+        "first": first,
+        "base": [f"{left:x}", begun, first],
         "read": max(one["read"] for one in saved),
         "whole": None,
     }

@@ -110,11 +110,12 @@ class Executor(Runner):
         for node, mark in reader_marks(self.plan, marks):
             workers, division = node.placement.num_workers, shard_division(node)
             readers = resumed_readers(mark, node.name, division, workers)
-            if mark.at and len(mark.value["readers"]) != workers and len(marks) > 1:
+            if mark.at and not readers.exact and len(marks) > 1:
                 raise StateError(
-                    f"{node.name}: the state is of {len(mark.value['readers'])} readers, this pipeline "
-                    f"has {workers}, and a step after them does not make one item of one: make a state "
-                    "for other readers by pipeline.merge_states([state])"
+                    f"{node.name}: the state is of {len(mark.value['readers'])} readers, or of another "
+                    f"order of the shards, and this pipeline has {workers} readers. A step after them "
+                    "does not make one item of one, so it can't resume with other items: load what "
+                    "pipeline.merge_states returns for the states of all ranks"
                 )
             self.stages.resumed[node.path] = mark, readers
 

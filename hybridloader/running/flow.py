@@ -240,7 +240,7 @@ class ReaderItems(StageIterator):
     ) -> None:
         super().__init__(stage, flow, measures, budget)
         self._log = log
-        begins, starts, _ = readers or ReaderStarts(Turn((0,) * flow.workers))
+        begins, starts, *_ = readers or ReaderStarts(Turn((0,) * flow.workers))
         # All the mutable state:
         where = _places_of(stage, "reading")
         self._waiting = [ResultQueue(budget, where) for _ in range(flow.workers)]

@@ -1,9 +1,9 @@
-"""One state of those of several ranks, whose pipelines share the indices of one sampler.
+"""One state of those of several ranks, whose pipelines share the indices of a sampler, or shards.
 
-A rank's state names the indices that its next items need. The indices that all ranks have left
-become one order, which any number of ranks share, and every step begins with empty buffers. Where a
-rank has given some of the items that a step makes of one index, that index comes first, and the step
-withholds these items.
+A rank's state names the indices, or samples of shards, that its next items need. Those that all ranks
+have left become one order, which any number of ranks share, and every step begins with empty buffers.
+Where a rank has given some of the items that a step makes of one index, that index comes first, and the
+step withholds these items.
 """
 
 from __future__ import annotations
@@ -16,6 +16,10 @@ from typing import Any, NamedTuple, NoReturn
 
 from hybridloader._support.attributes import has
 from hybridloader._support.errors import StateError
+from hybridloader._support.state_copies import set_epoch
+from hybridloader.fetching.named_shards import names_of
+from hybridloader.fetching.shard_division import ShardDivision, without
+from hybridloader.fetching.shard_division import merged as merged_shards
 from hybridloader.running.operator import Chain, Mark, Needed
 from hybridloader.running.passes import Offset, generator_of, offset_before
 from hybridloader.running.plan import (
@@ -33,10 +37,7 @@ from hybridloader.running.run_position import (
     head_place,
     one_by_one,
 )
-from hybridloader.running.state import Heads, Position, checked, descriptions
-
-_SOURCE = ":0"
-"""Name of the source in states."""
+from hybridloader.running.state import SOURCES, Heads, Position, checked, descriptions
 
 _SAVE = "save the states at another item, or at the end of an epoch"
 
@@ -46,7 +47,7 @@ def merged(chain: Chain, states: Sequence[Any]) -> dict[str, Any]:
 
     See `Pipeline.merge_states`.
     """
-    sampler = _sampler_of(chain)
+    _check(chain)
     ranks = _by_rank([checked(state, chain, any_ranks=True) for state in states])
     some = ranks[0]
     running = [position for position in ranks if not position.finished]
@@ -64,34 +65,33 @@ def merged(chain: Chain, states: Sequence[Any]) -> dict[str, Any]:
         )
     if not running or not any(position.begun for position in ranks):
         return some.as_dict(descriptions(chain))
-    lefts = [_left(chain, sampler, position) for position in ranks]
+    name, value, lefts = (_shards if _names_shards(chain) else _indices)(chain, ranks)
     place = _one_place(lefts)
-    value = sampler.merge_states(
-        [left.state for left in lefts], [(left.first, left.rest) for left in lefts]
-    )
     had = [count for left in lefts for count in left.had]
     made = replace(
         running[0],
         given=0,
         raised=0,
-        marks={_SOURCE: Mark(running[0].epoch, 0, value)},
+        marks={name: Mark(running[0].epoch, 0, value)},
         rank=[],
         heads=Heads(place, had) if had else None,
     )
     return made.as_dict(descriptions(chain))
 
 
-def _sampler_of(chain: Chain) -> Any:
-    """Return the sampler whose indices the ranks share.
+def _names_shards(chain: Chain) -> bool:
+    source = chain.operators[0]
+    return source.placement is not None and source.share is not None
 
-    Raises `StateError` if there is none, or a step can't begin with an empty buffer.
-    """
+
+def _check(chain: Chain) -> None:
+    """Raise `StateError` if ranks share neither indices nor shards, or a step needs its buffer."""
     source, *steps = chain.operators
-    sampler = getattr(source, "sampler", None)
-    if source.share is None or not has(sampler, "merge_states"):
+    if not (_names_shards(chain) or has(getattr(source, "sampler", None), "merge_states")):
         raise StateError(
             f"{source.describe()} does not share its indices among ranks by a sampler that can merge "
-            "states; give from_dataset a DistributedShuffleSampler or a BlockShuffleSampler"
+            "states, and names no shards; give from_dataset a DistributedShuffleSampler or a "
+            "BlockShuffleSampler, or from_iterable a dataset with shard_names and read_shard()"
         )
     for step in steps:
         if not step.begins_anew:
@@ -99,7 +99,6 @@ def _sampler_of(chain: Chain) -> Any:
                 f"{step.describe()} goes by the numbers of its items, or knows no place to begin anew, "
                 "so each rank must go on by itself: resume on as many ranks, or at the end of an epoch"
             )
-    return sampler
 
 
 def _by_rank(positions: list[Position]) -> list[Position]:
@@ -118,10 +117,10 @@ def _by_rank(positions: list[Position]) -> list[Position]:
 
 
 class _Left(NamedTuple):
-    """Indices that a rank has left, as numbers counted from the place that `state` is of."""
+    """Inputs that a rank has left, as numbers counted from the position that `state` is of."""
 
     state: Mapping[str, Any] | None
-    """State of the sampler; None: it has had all."""
+    """State of the sampler, or of the shards; None: it has had all indices."""
     first: Sequence[int] = ()
     """Numbers of those that come first."""
     rest: int = 0
@@ -132,9 +131,66 @@ class _Left(NamedTuple):
     """Name of the node that made these."""
 
 
+def _indices(chain: Chain, ranks: list[Position]) -> tuple[str, Any, list[_Left]]:
+    """Return the name and value of the mark of a sampler, and which indices each rank has left."""
+    sampler: Any = getattr(chain.operators[0], "sampler")  # noqa: B009  # of one class of operators
+    lefts = [_left(chain, sampler, position) for position in ranks]
+    value = sampler.merge_states(
+        [left.state for left in lefts], [(left.first, left.rest) for left in lefts]
+    )
+    return SOURCES[0], value, lefts
+
+
+def _shards(chain: Chain, ranks: list[Position]) -> tuple[str, Any, list[_Left]]:
+    """Return the name and value of the mark of readers, and which shards each rank has left."""
+    lefts = [_left_of_shards(chain, position) for position in ranks]
+    shards = merged_shards([left.state for left in lefts if left.state is not None])
+    return SOURCES[1], {"turn": 0, "readers": [], "shards": shards}, lefts
+
+
+def _left_of_shards(chain: Chain, position: Position) -> _Left:
+    """Return which of the shards of a rank are left."""
+    read = chain.operators[0]
+    mark = None if position.finished else position.marks.get(SOURCES[1])
+    if mark is None:
+        source = copy.copy(read.step().function)
+        set_epoch(source, position.epoch)
+        share = position.rank[0], position.ranks[0]
+        whole = ShardDivision(names_of(source), share, 1)
+        return _Left(whole.state(None if position.finished else [whole.beginning(0)]))
+    state, needs = mark.value["shards"], _Needs.of(chain, position)
+    own, place = _heads_left(position, needs)
+    if needs.needed is not None:
+        _refuse(read.name, "comes before a step with a buffer, and its shards have no numbers")
+    if own and read.placement is not None and read.placement.on_error is not None:
+        _refuse(place, "has given a part of an item, and the source leaves out items")
+    if needs.had and (needs.start > mark.at or not needs.sure):
+        # A filter has left out the samples before it; or there is none, and the last batch was small.
+        _refuse(place, "may have given a part of an item whose position is not known")
+    if needs.had and len(own) > len(state["first"]):
+        state = without(state, mark.value["next"])
+    return _Left(state, had=own, place=place)
+
+
+def _heads_left(position: Position, needs: _Needs) -> tuple[Sequence[int], str]:
+    """Return how many of the items of the next inputs were had, and the name of the node.
+
+    Of these inputs others had some items when states were merged before.
+    """
+    heads = position.own_heads[needs.start :]
+    own, place = heads, needs.place
+    if needs.had:
+        own = [max([needs.had, *own[:1]]), *own[1:]]
+    if position.heads is not None and heads:
+        if place and place != position.heads.place:
+            _refuse(place, "and another step have each given a part of what they make of one item")
+        place = position.heads.place
+    return own, place
+
+
 def _left(chain: Chain, sampler: Any, position: Position) -> _Left:
     """Return which indices a rank has left."""
-    mark = position.marks.get(_SOURCE)
+    mark = position.marks.get(SOURCES[0])
     if position.finished or (mark is not None and mark.value is None):
         return _Left(None)
     if mark is None:  # nothing of the epoch was asked for
@@ -142,9 +198,7 @@ def _left(chain: Chain, sampler: Any, position: Position) -> _Left:
         sampler.set_epoch(position.epoch)
         return _Left(sampler.state_dict())
     needs = _Needs.of(chain, position)
-    own = position.own_heads[needs.start :]
-    if needs.had:
-        own = [max([needs.had, *own[:1]]), *own[1:]]
+    own, place = _heads_left(position, needs)
     since = needs.start - mark.at  # 0, but for a source that was not opened
     # Behind the last index none can be told from one that was had in part.
     steps = sampler.steps_after(mark.value, position.ranks[0], position.rank[0])
@@ -153,11 +207,6 @@ def _left(chain: Chain, sampler: Any, position: Position) -> _Left:
         early = () if needs.needed is None else needs.needed.numbers
         rest = needs.start if needs.needed is None else needs.needed.until
         return _Left(mark.value, [number - mark.at for number in sorted(early)], rest - mark.at)
-    place = needs.place
-    if position.heads is not None and position.own_heads[needs.start :]:
-        if place and place != position.heads.place:
-            _refuse(place, "and another step have each given a part of what they make of one item")
-        place = position.heads.place
     if needs.needed is not None:
         _refuse(place, "comes before a step with a buffer")
     numbers = range(since, since + len(own))
@@ -189,6 +238,8 @@ class _Needs:
     """Items that were had of the first."""
     place: str = ""
     """Name of the node that made them."""
+    sure: bool = True
+    """False if there may be no such input, because the last batch may not have been full."""
 
     @classmethod
     def of(cls, chain: Chain, position: Position) -> _Needs:
@@ -237,7 +288,7 @@ class _Needs:
         if had > self.slack or (had and place is not None):  # else all items have come
             if self.had or place is None:
                 _refuse(self.place or node.name, "has given a part of what it makes of one item")
-            self.had, self.place = had, place
+            self.had, self.place, self.sure = had, place, had > self.slack
         self.start, self.slack, self.needed = start, slack, needed
 
 

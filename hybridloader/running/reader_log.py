@@ -51,6 +51,8 @@ class ReaderStarts(NamedTuple):
     """Start of each reader; empty: all begin at the beginning."""
     division: ShardDivision | None = None
     """Division of the shards that their source names, if it does."""
+    exact: bool = True
+    """False if the shards are divided again, so that the items come in another order."""
 
 
 class _Reads:
@@ -94,9 +96,12 @@ class _Reads:
         self.states.append((self._read, state))
 
     def add_shards(self, shards: Sequence[tuple[int, Place]]) -> None:
-        """Note the shards that were entered: samples read before each, and its position."""
+        """Note the shards that were entered: samples read before each, and its position.
+
+        A worker that was restarted reports those from the beginning.
+        """
         known = self._shards[-1][0] if self._shards else -1
-        self._shards += (entered for entered in shards if entered[0] > known)
+        self._shards += (entered for entered in shards if entered[0] >= known)
 
     def read(self, given: int) -> int:
         """Return the number of samples read for the first `given` items."""
@@ -171,15 +176,16 @@ class ReaderLog(Log):
         turn = self._at(n)
         if turn is None:
             return None
-        readers, places, division = [], list[Place](), self._division
+        readers, places, most, division = [], list[Place](), 0, self._division
         try:
             for reader, (given, reads) in enumerate(zip(turn.given, self._reads, strict=True)):
                 read = reads.read(given)
-                ended, state = reader in turn.ended, None
+                most, ended = max(most, read), reader in turn.ended
+                state: list[Any] | None = None
                 if division is not None:
-                    state = division.end(reader) if ended else reads.place(read)
-                    places.append(state or division.beginning(reader))
-                    state = list(places[-1])
+                    place = division.end(reader) if ended else reads.place(read)
+                    places.append(place or division.beginning(reader))
+                    state = [*places[-1]]
                 else:
                     at, start = reads.state(read)
                     # A source may begin again from the state that it had at its end.
@@ -191,7 +197,8 @@ class ReaderLog(Log):
             return Mark(self.epoch, n, error)
         value: dict[str, Any] = {"turn": turn.turn, "readers": readers}
         if division is not None:
-            value["shards"] = division.state(places, max(read for _, _, read, _ in readers))
+            value["shards"] = division.state(places, most)
+            value["next"] = division.sample_at(turn.turn, places[turn.turn])
         return Mark(self.epoch, n, value)
 
     def forget(self, n: int) -> None:
@@ -268,7 +275,8 @@ def _divided(mark: Mark, whole: ShardDivision, workers: int) -> ReaderStarts:
     shards, saved = mark.value["shards"], mark.value["readers"]
     same = len(saved) == workers
     division = whole.resumed(shards, same_workers=same)
-    if same and whole.agrees(shards):
+    exact = same and whole.agrees(shards)
+    if exact:
         places = [Place(int(passed), int(at)) for _, _, _, (passed, at) in saved]
         reads = [int(read) for _, _, read, _ in saved]
         ended = frozenset(reader for reader, one in enumerate(saved) if one[1])
@@ -281,4 +289,4 @@ def _divided(mark: Mark, whole: ShardDivision, workers: int) -> ReaderStarts:
         ShardStart(read, read, None, division.iterator_state(reader, place))
         for reader, (read, place) in enumerate(zip(reads, places, strict=True))
     )
-    return ReaderStarts(turn, tuple(starts), division)
+    return ReaderStarts(turn, tuple(starts), division, exact)

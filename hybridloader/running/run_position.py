@@ -227,7 +227,7 @@ class RunPosition:
 
     def heads_after(self, saved: Mapping[str, Mark]) -> Heads | None:
         """Return the heads, as long as a run that goes on from the marks `saved` needs them."""
-        source = saved.get(":0")
+        source = saved.get(name_of(self._plan.nodes[0]))
         return self.heads if source is not None and source.at < len(self.own_heads) else None
 
     def upcoming(self) -> dict[str, Mark]:

@@ -24,10 +24,13 @@ from hybridloader._support.state_schema import (
 )
 from hybridloader.running.operator import INFINITE, Chain, Mark, steps_in
 
-VERSION = 4
+VERSION = 5
 """Version of states; it changes with the meaning of a field, and with the order that a seed gives."""
 
 KIND = "pipeline"
+
+SOURCES = (":0", ":0-0")
+"""Names of the source in marks: of one that the loop's thread reads, and of readers."""
 
 _MARK = Rule(
     "a mark",
@@ -95,11 +98,15 @@ class Position:
     @property
     def begun(self) -> bool:
         """True if some of the epoch was given, here or before states were merged."""
-        place = self.marks[":0"].value if ":0" in self.marks else {}
+        values = [mark.value for name, mark in self.marks.items() if name in SOURCES]
         return bool(
             self.given
-            or place is None
-            or (isinstance(place, dict) and (place.get("position") or place.get("left")))
+            or None in values
+            or any(
+                isinstance(value, dict)
+                and (value.get("position") or value.get("left") or value.get("readers") == [])
+                for value in values
+            )
         )
 
     @property

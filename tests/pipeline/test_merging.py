@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -89,10 +89,43 @@ Make = Callable[[int, int, Any], Pipeline]
 """Makes the pipeline of a rank; takes the number of ranks, that of the rank, and settings."""
 
 
-def maker(count: int, steps: list[Step], *, blocks: bool = False) -> Make:
+class NamedShards:
+    """Numbers below `count`, in shards of 0 to 12."""
+
+    def __init__(self, count: int, ranks: int, rank: int) -> None:
+        self.num_replicas, self.rank = ranks, rank
+        self.shards = dict[str, list[int]]()
+        first = 0
+        while first < count:
+            size = min(len(self.shards) * 7 % 13, count - first)
+            self.shards[f"{len(self.shards)}.txt"] = list(range(first, first + size))
+            first += size
+
+    @property
+    def shard_names(self) -> list[str]:
+        return [*self.shards]
+
+    def read_shard(self, name: str, start: int) -> Iterator[int]:
+        yield from self.shards[name][start:]
+
+    def __iter__(self) -> Iterator[int]:
+        raise AssertionError("it is read by shards")
+
+
+def readers(ranks: int, rank: int, chosen: Settings) -> Any:
+    count = (ranks + 2 * rank) % 4  # the same, wherever they run
+    backend = "threads" if chosen.place() else "inline"
+    return {"num_workers": count, "backend": backend} if count else {}
+
+
+def maker(count: int, steps: list[Step], *, source: str = "order") -> Make:
     def make(ranks: int, rank: int, chosen: Settings) -> Pipeline:
-        sampler = sampler_of(count, ranks, rank, blocks)
-        pipe = Pipeline.from_dataset(range(count), sampler=sampler, **chosen.place())
+        if source == "shards":
+            numbers = NamedShards(count, ranks, rank)
+            pipe = Pipeline.from_iterable(numbers, **readers(ranks, rank, chosen))
+        else:
+            sampler = sampler_of(count, ranks, rank, source == "blocks")
+            pipe = Pipeline.from_dataset(range(count), sampler=sampler, **chosen.place())
         for step in steps:
             pipe = step(pipe, chosen)
         return pipe
@@ -146,15 +179,15 @@ cases = st.tuples(
     st.lists(st.sampled_from(sorted(LATE)), max_size=2),
     st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=4), min_size=1, max_size=3),
     st.integers(0, 99),
-    st.booleans(),
+    st.sampled_from(["order", "blocks", "shards"]),
 )
-Case = tuple[int, list[str], str, list[str], Legs, int, bool]
+Case = tuple[int, list[str], str, list[str], Legs, int, str]
 
 
 def each_item_once(case: Case) -> None:
-    count, early, middle, late, legs, seed, blocks = case
+    count, early, middle, late, legs, seed, source = case
     steps = [*(EARLY[name] for name in early), SEVERAL[middle], *(LATE[name] for name in late)]
-    make = maker(count, steps, blocks=blocks)
+    make = maker(count, steps, source=source)
     wanted = flat(make(1, 0, Settings(seed)).run(seed=1))
     assert sorted(stop_and_merge(make, legs, seed), key=repr) == sorted(wanted, key=repr)
 
@@ -175,9 +208,9 @@ def test_other_ranks_get_what_was_left_and_nothing_twice_many_times(case: Case) 
 def test_the_end_of_a_rank_is_no_item_that_was_had_in_part() -> None:
     """A last batch that is not full may have had more; the index behind the last is that of no rank."""
     each_item_once(
-        (29, ["skip", "prefetch"], "flat_map", ["batch", "map"], [[4, 4, 4], [0]], 85, True)
+        (29, ["skip", "prefetch"], "flat_map", ["batch", "map"], [[4, 4, 4], [0]], 85, "blocks")
     )
-    each_item_once((29, ["map", "prefetch"], "flat_map", ["batch"], [[5, 5, 5], [0]], 85, False))
+    each_item_once((29, ["map", "prefetch"], "flat_map", ["batch"], [[5, 5, 5], [0]], 85, "order"))
 
 
 BUFFERS: dict[str, Step] = {

@@ -46,7 +46,7 @@ BAD: dict[str, tuple[Callable[[Any], Any], str]] = {
         "not the state of a pipeline's run: it has .*sampler",
     ),
     "of another kind": (change(kind="loader"), "the state of a loader, not of a pipeline"),
-    "of another version": (change(version=1), "version is 1 in the state.* reads 4"),
+    "of another version": (change(version=1), "version is 1 in the state.* reads 5"),
     "version True": (change(version=True), "version is True in the state"),
     "foreign": (change(extra=1, more=2), "the state has extra, more, which no state"),
     "operators": (change(operators=7), "operators is 7 in the state, and must be a list of texts"),

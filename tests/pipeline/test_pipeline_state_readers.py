@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.random_pipelines import events, saved
 
-from hybridloader import Pipeline, get_worker_info
+from hybridloader import Pipeline, Retry, Skip, get_worker_info
 from hybridloader._support.errors import StateError
 
 reads = 0
@@ -92,12 +93,33 @@ def _items(part: Part) -> Iterator[Any]:
             yield -part.at
 
 
+class NamedShards:
+    """Shards of the sizes, of twice these, and one that is empty; three numbers in each fail."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.sizes = [*sizes, 0, *(2 * size for size in sizes)]
+        self.shard_names = [f"{number}.txt" for number in range(len(self.sizes))]
+
+    def read_shard(self, name: str, start: int) -> Iterator[Any]:
+        first = 1000 * int(name.partition(".")[0])
+        for number in range(start, self.sizes[first // 1000]):
+            yield counted(first + number)
+
+    def __iter__(self) -> Iterator[Any]:
+        raise AssertionError("it is read by shards")
+
+
 KINDS: dict[str, Any] = {
+    "named shards": NamedShards,
     "no state": lambda sizes: Source(sizes, Part),
     "on the iterator": lambda sizes: Source(sizes, StatefulPart),
     "on the object": StatefulSource,
     "of a function": lambda sizes: lambda: StatefulPart(sizes),
 }
+
+
+RETRIES = Retry(1, then=Skip())
+OPTIONS = [{}, {"seeding": "sample"}, {"on_error": "skip"}, {"on_error": RETRIES}]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -107,18 +129,18 @@ KINDS: dict[str, Any] = {
     st.lists(st.integers(0, 40), min_size=3, max_size=3),
     st.lists(st.integers(0, 60), min_size=2, max_size=2),
     st.sampled_from(["threads", "inline"]),
-    st.sampled_from([{}, {"seeding": "sample"}]),
+    st.sampled_from(OPTIONS),
     st.booleans(),
 )
 def test_readers_go_on_at_every_place(
-    kind: str, sizes: list[int], stops: list[int], backend: str, seeding: Any, more: bool
+    kind: str, sizes: list[int], stops: list[int], backend: str, options: Any, more: bool
 ) -> None:
     global reads
 
     def make(backend: str) -> Pipeline:
         source = KINDS[kind](sizes)
         pipe = Pipeline.from_iterable(
-            source, backend=backend, num_workers=3, name="read", **seeding
+            source, backend=backend, num_workers=3, name="read", **options
         )
         return (
             pipe.filter(lambda item: item % 7 != 0).repeat(2).batch(2, collate_fn=list)
@@ -190,3 +212,86 @@ def test_reading_again_is_told() -> None:
         assert told[1] == 21
         events(run)
         assert run.resuming is None
+
+
+@pytest.mark.parametrize("backend", ["threads", "fork"])
+def test_named_shards_resume_with_other_readers(backend: str) -> None:
+    def make(readers: int) -> Pipeline:
+        source = NamedShards([4, 6])
+        where: Any = {"backend": backend, "num_workers": readers} if readers else {}
+        return Pipeline.from_iterable(source, **where).map(str).batch(2, collate_fn=list)
+
+    wanted = sorted(item for batch in make(1).run() for item in batch)
+    had, state = [], None
+    for readers in (2, 0, 3):
+        with make(readers).run(state=state) as run:
+            had += [item for batch in itertools.islice(run, 4) for item in batch]
+            state = saved(run)
+    with make(1).run(state=state) as run:
+        had += [item for batch in run for item in batch]
+    assert sorted(had) == wanted
+
+
+def test_after_other_steps_than_one_to_one_other_readers_take_a_merged_state() -> None:
+    def make(readers: int) -> Pipeline:
+        source = NamedShards([4, 6])
+        return Pipeline.from_iterable(source, num_workers=readers, backend="inline").filter(odd)
+
+    wanted = sorted(make(1).run())
+    with make(2).run() as run:
+        had = list(itertools.islice(run, 6))
+        state = saved(run)
+    with pytest.raises(StateError, match=r"is of 2 readers, .* has 3 readers.* merge_states"):
+        make(3).run(state=state)
+    had += make(3).run(state=make(3).merge_states([state]))
+    assert sorted(had) == wanted
+
+
+def odd(number: int) -> bool:
+    return number % 2 == 1
+
+
+class Epochs(NamedShards):
+    """Shards whose order, and numbers, depend on the epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.shard_names = self.shard_names[1:] + self.shard_names[:1]
+
+    def read_shard(self, name: str, start: int) -> Iterator[Any]:
+        return (10_000 * self.epoch + number for number in super().read_shard(name, start))
+
+
+@pytest.mark.parametrize("backend", ["inline", "threads", "fork"])
+def test_readers_get_the_epoch(backend: str) -> None:
+    source = Epochs([3, 4, 5])
+    pipe = Pipeline.from_iterable(source, num_workers=2, backend=backend)
+    for number, run in enumerate(pipe.epochs(3, first=2), 2):
+        found = list(run)
+        assert {item // 10_000 for item in found} == {number}
+        assert len(found) == 36
+        # The first reader has every second shard in the order of this epoch.
+        own = [int(name[:-4]) for name in source.shard_names[::2]]
+        assert found[0] % 10_000 // 1000 == next(shard for shard in own if source.sizes[shard])
+
+
+def test_shards_of_other_ranks_are_merged_and_wrong_ones_refused() -> None:
+    def make(rank: int, ranks: int, sizes: list[int]) -> Pipeline:
+        source: Any = NamedShards(sizes)
+        source.rank, source.num_replicas = rank, ranks
+        return Pipeline.from_iterable(source)
+
+    with make(0, 2, [5, 5, 5]).run() as run:
+        next(run)
+        state = saved(run)
+    with pytest.raises(StateError, match=r"ranks: the state is of \[2\] ranks .* merge_states"):
+        make(0, 1, [5, 5, 5]).run(state=state)
+    with pytest.raises(StateError, match="shard_names of the dataset are not those in the state"):
+        make(0, 2, [5, 5, 5, 5]).run(state=state)
+    with pytest.raises(StateError, match=r"state is of rank 0 of 2, and this is rank 1 of 2"):
+        make(1, 2, [5, 5, 5]).run(state=state)
+    state["marks"][":0-0"]["value"]["readers"][0] = [1]
+    with pytest.raises(StateError, match="the positions of the readers are damaged"):
+        make(0, 2, [5, 5, 5]).run(state=state)
