@@ -119,15 +119,16 @@ class ShardDivision:
 
     def state_after(self, starts: Sequence[ShardStart] | None) -> dict[str, Any]:
         """Return the state after the workers of a loader came to `starts`; None: after the epoch."""
-        whole = None
+        whole, places = None, list[Place]()
         for worker, start in enumerate(starts or ()):
+            places.append(self.place(worker, start))
             if start.skip != start.position:
                 whole = (
                     f"the latest batch of worker {worker} has raised, or its last samples wait to be "
                     "joined; take the state after another batch"
                 )
-        places = starts and [self.place(worker, start) for worker, start in enumerate(starts)]
-        return self.state(places, max((start.skip for start in starts or ()), default=0), whole)
+        read = max((start.skip for start in starts or ()), default=0)
+        return self.state(None if starts is None else places, read, whole)
 
     def state(
         self, places: Sequence[Place] | None, read: int = 0, whole: str | None = None

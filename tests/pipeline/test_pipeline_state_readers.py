@@ -241,7 +241,7 @@ def test_after_other_steps_than_one_to_one_other_readers_take_a_merged_state() -
     with make(2).run() as run:
         had = list(itertools.islice(run, 6))
         state = saved(run)
-    with pytest.raises(StateError, match=r"is of 2 readers, .* has 3 readers.* merge_states"):
+    with pytest.raises(StateError, match=r"is of 2 readers, .* has 3 readers.*merge_states"):
         make(3).run(state=state)
     had += make(3).run(state=make(3).merge_states([state]))
     assert sorted(had) == wanted
