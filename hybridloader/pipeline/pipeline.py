@@ -153,7 +153,8 @@ class Pipeline(Steps):
             generator, for a single epoch. Its `set_epoch` is called as for `from_dataset`. One reader
             reads it, on any later stages. With `backend` and `num_workers` there are several readers,
             each with its own copy of the iterable or its own call of the function. They learn their
-            shard from `get_worker_info()`.
+            shard from `get_worker_info()`. An iterable with `shard_names` and `read_shard` is read
+            through these two: its shards are divided among ranks and readers (docs/resuming.md).
         name
             Name of this stage in errors and tables.
         **where
