@@ -208,7 +208,8 @@ class Operator(ABC):
     """True for a source that has the same length in every epoch."""
     marks_inputs: ClassVar[bool] = False
     """True if it calls ``context.mark(n, k)`` wherever its items from number `n` on are made only of the
-    items before it from number `k` on, as when nothing is in its buffer. Errors count as items."""
+    items before it from number `k` on, as when nothing is in its buffer. Errors count as items. Instead
+    of `k` it may give a list that begins with it."""
     begins_anew: ClassVar[bool] = False
     """True if it may begin with any items: nothing that it does depends on the numbers of items before.
     Only then can states of several ranks be merged."""
@@ -300,7 +301,8 @@ class Operator(ABC):
                 *(UpstreamPart(k, 0, epoch) for k in range(len(self.branches()))),
             ]
         if self.marks_inputs and mark is not None:
-            return [UpstreamPart(None, mark.value, epoch, mark.at)]
+            start = mark.value[0] if isinstance(mark.value, list) else mark.value
+            return [UpstreamPart(None, start, epoch, mark.at)]
         k = self.seek(n)
         return None if k is None else [UpstreamPart(None, k, epoch)]
 

@@ -204,10 +204,11 @@ def checked(
     if raised > given:
         raise StateError(f"raised: {raised} errors among given={given} items; the state is damaged")
     length = pipeline.length if _counted(pipeline) else None
-    if length is not None and length != INFINITE and given - raised > length:
+    # An error may be among the items that a step counts, as those that `skip` skips.
+    if length is not None and length != INFINITE and not raised and given > length:
         raise StateError(
-            f"given: the state is behind item {given - raised}, and this pipeline gives {int(length)}; "
-            "the data must be those that it was taken of"
+            f"given: the state is after item {given}, and this pipeline gives {int(length)}; the data "
+            "must be those that it was taken of"
         )
     return position
 

@@ -62,7 +62,7 @@ BAD: dict[str, tuple[Callable[[Any], Any], str]] = {
     "raised": (change(raised=None), "raised is None in the state, and must be a whole number, 0"),
     "more raised": (change(raised=4), "raised: 4 errors among given=3"),
     "finished": (change(finished="no"), "finished is 'no' in the state"),
-    "beyond": (change(given=11), "given: the state is behind item 11, and this pipeline gives 10"),
+    "beyond": (change(given=11), "given: the state is after item 11, and this pipeline gives 10"),
     "draws": (change(draws=[1]), r"draws is \[1\] in the state, and must be a dict of whole"),
     "a draw": (change(draws={"": "x"}), "draws is {'': 'x'} in the state"),
     "marks": (change(marks=None), "marks is None in the state, and must be a dict of marks"),

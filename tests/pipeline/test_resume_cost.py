@@ -50,6 +50,9 @@ STEPS: dict[str, Callable[[Pipeline, Place], Pipeline]] = {
     "take": lambda pipe, place: pipe.filter(odd, **place).take(150),
     "unbatch": lambda pipe, place: pipe.filter(odd, **place).unbatch(split=some),
     "batch behind errors": lambda pipe, place: pipe.map(fails, **place).batch(3, collate_fn=list),
+    "skip behind errors": lambda pipe, place: pipe.map(fails, **place).skip(30),
+    "shard behind errors": lambda pipe, place: pipe.map(fails, **place).filter(odd).shard(3, 1),
+    "skips behind skips": lambda pipe, place: pipe.map(fails, **place).skip(20).skip(9),
     "batch_by": lambda pipe, place: pipe.batch_by(size, 13, collate_fn=list),
     "bucket_by": lambda pipe, place: pipe.bucket_by(kind, 3, collate_fn=list),
     "shuffle": lambda pipe, place: pipe.shuffle(10),
@@ -241,3 +244,19 @@ def test_a_state_stays_small_behind_thousands_of_errors_and_with_a_large_buffer(
         events(run, 25_000)
         state, rest = saved(run), events(run)
     assert events(pipe.run(state=state)) == rest
+
+
+@pytest.mark.parametrize("stop", [0, 1, 3, 4, 9, 25])
+def test_errors_that_are_raised_beside_the_items_have_no_number(stop: int) -> None:
+    """`skip` raises the errors of skipped items, and `take` and `enumerate` don't count them."""
+
+    def make() -> Pipeline:
+        return Pipeline.from_dataset(range(60)).map(fails).skip(30).take(20).enumerate()
+
+    whole = events(make().run(seed=1))
+    assert [kind for kind, _ in whole].count("error") == 5
+    with make().run(seed=1) as run:
+        found = events(run, stop)
+        state = saved(run)
+    with make().run(state=state) as run:
+        assert found + events(run) == whole

@@ -67,6 +67,7 @@ class Cache(Operator):
     _kept: list[_Kept] = field(default_factory=list, init=False, repr=False, compare=False)
 
     cheap = keeps_count = True
+    counts_errors = True  # what is kept has none
     keeps_gaps = False  # what was left out has no place in what is kept
 
     def __post_init__(self) -> None:

@@ -218,7 +218,7 @@ class Take(Operator):
         settle_whole(self, "count", 0, "give a number of items")
 
     def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
-        return TakeIterator(items, self.count - context.start)
+        return TakeIterator(items, self.count, context)
 
     def seek(self, n: int) -> int | None:
         return n if n <= self.count else None
@@ -229,13 +229,39 @@ class Take(Operator):
         return min(self.count, upstream)
 
 
+class Numbers:
+    """Numbers of the items of an operator that makes one of one.
+
+    An error that is raised beside the items has no number there, and yet counts as an item where the
+    position of a run is noted. So the number of such errors is marked after each.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._mark = context.mark
+        # All the mutable state: errors beside the items until now.
+        self._beside = 0 if context.saved is None else context.saved.value
+        self.own = context.start - self._beside
+        """Number of items, and errors in the places of items, before the first one."""
+
+    def failed(self, error: Exception, own: int) -> None:
+        """Note an error that came after `own` items and errors in their places."""
+        if not takes_a_place(error) and counts_as_item(error):
+            given = own + self._beside
+            if not self._beside:
+                self._mark(given, 0)
+            self._beside += 1
+            self._mark(given + 1, self._beside)
+
+
 class TakeIterator(OperatorIterator):
     """Iterator of `Take`."""
 
-    def __init__(self, items: Iterator[Any], count: int) -> None:
+    def __init__(self, items: Iterator[Any], count: int, context: Context) -> None:
         super().__init__(items)
+        self._count = count
         # All the mutable state:
-        self._left = count
+        self._numbers = Numbers(context)
+        self._left = count - self._numbers.own
 
     def __next__(self) -> Any:
         if self._left <= 0:
@@ -248,6 +274,7 @@ class TakeIterator(OperatorIterator):
             self.close()
             raise
         except Exception as error:
+            self._numbers.failed(error, self._count - self._left)
             self._left -= takes_a_place(error)
             raise
         self._left -= 1
@@ -265,6 +292,7 @@ class SkipFirst(Operator):
     count: int
 
     cheap = keeps_count = True
+    marks_inputs = counts_errors = True
 
     @property
     def name(self) -> str:
@@ -274,7 +302,7 @@ class SkipFirst(Operator):
         settle_whole(self, "count", 0, "give a number of items")
 
     def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
-        return EveryIterator(items, 0 if context.start else self.count, 1)
+        return EveryIterator(items, self.count, 1, context)
 
     def seek(self, n: int) -> int:
         return self.count + n
@@ -284,36 +312,79 @@ class SkipFirst(Operator):
 
 
 class EveryIterator(OperatorIterator):
-    """Skips `first` items, then gives every `step`-th one."""
+    """Skips `first` items, then gives every `step`-th one.
 
-    def __init__(self, items: Iterator[Any], first: int, step: int) -> None:
+    An error of a skipped item is raised and counts as an item, so that the numbers of items and of those
+    before them do not follow from each other any more. From then on each item has a mark: the number of
+    items before it, and how many are to be skipped.
+    """
+
+    def __init__(self, items: Iterator[Any], first: int, step: int, context: Context) -> None:
         super().__init__(items)
-        self._between = step - 1
+        self._first, self._between, self._mark = first, step - 1, context.mark
         # All the mutable state:
-        self._skip = first  # items before the next one that is given
+        self._given = context.start  # items and errors
+        # Items before it, once these are to be marked, and items to skip before the next one:
+        self._taken: int | None = None
+        self._skip = self._between if context.start else first
+        if context.saved is not None and context.start:  # else all comes again
+            self._taken, self._skip = context.saved.value
 
     def __next__(self) -> Any:
         while self._skip:
             try:
                 self._pull()
             except Exception as error:
-                if not self._failed(error):
-                    raise
-                raised = None if type(error) is LeftOut else Raised(beside(error))
+                raised = error
             else:
-                self._skip -= 1
+                self._pass_over()
                 continue
-            self._skip -= 1
-            if raised is not None:
-                raised.throw()
+            try:
+                if self._failed(raised):
+                    if type(raised) is LeftOut:
+                        self._pass_over()
+                        continue
+                    self._count_apart(skipped=1)
+                    Raised(beside(raised)).throw()
+                if not is_a(raised, StopIteration) and counts_as_item(raised):
+                    self._count_apart(skipped=0)
+                raise raised
+            finally:
+                del raised
         try:
             item = self._pull()
         except Exception as error:
             if self._failed(error):
-                self._skip = self._between
+                self._gave()
+            elif not is_a(error, StopIteration) and counts_as_item(error):
+                self._count_apart(skipped=0)
             raise
-        self._skip = self._between
+        self._gave()
         return item
+
+    def _pass_over(self) -> None:
+        self._skip -= 1
+        if self._taken is not None:
+            self._taken += 1
+
+    def _gave(self) -> None:
+        self._given += 1
+        self._skip = self._between
+        if self._taken is not None:
+            self._taken += 1
+            self._mark(self._given, [self._taken, self._skip])
+
+    def _count_apart(self, *, skipped: int) -> None:
+        """Count an error that is raised beside the items that are given."""
+        if self._taken is None:
+            given, step = self._given, self._between + 1
+            before = self._first + (given - 1) * step + 1 if given else 0
+            self._taken = before + (self._between if given else self._first) - self._skip
+            self._mark(given, [self._taken, self._skip])
+        self._given += 1
+        self._taken += 1
+        self._skip -= skipped
+        self._mark(self._given, [self._taken, self._skip])
 
 
 def _from(upstream: Length, first: int, step: int) -> Length:
@@ -335,21 +406,24 @@ class Enumerate(OneForOne):
         settle_whole(self, "start", -sys.maxsize, "give the first number")
 
     def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
-        return EnumerateIterator(items, self.start + context.start)
+        return EnumerateIterator(items, self.start, context)
 
 
 class EnumerateIterator(OperatorIterator):
     """Iterator of `Enumerate`."""
 
-    def __init__(self, items: Iterator[Any], start: int) -> None:
+    def __init__(self, items: Iterator[Any], start: int, context: Context) -> None:
         super().__init__(items)
+        self._start = start
         # All the mutable state:
-        self._number = start
+        self._numbers = Numbers(context)
+        self._number = start + self._numbers.own
 
     def __next__(self) -> Any:
         try:
             item = self._pull()
         except Exception as error:
+            self._numbers.failed(error, self._number - self._start)
             self._number += self._failed(error)
             raise
         number = self._number
@@ -431,6 +505,7 @@ class ShardByRank(Operator):
     rank: int | None = None
 
     cheap = keeps_count = goes_first = True
+    marks_inputs = counts_errors = True
 
     @property
     def name(self) -> str:
@@ -454,7 +529,7 @@ class ShardByRank(Operator):
 
     def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
         num_replicas, rank = self.resolved()
-        return EveryIterator(items, num_replicas - 1 if context.start else rank, num_replicas)
+        return EveryIterator(items, rank, num_replicas, context)
 
     def seek(self, n: int) -> int:
         num_replicas, rank = self.resolved()
