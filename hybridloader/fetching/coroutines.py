@@ -147,7 +147,8 @@ def _beside_the_callers() -> Iterator[None]:
     """
     before, task = events._get_running_loop(), None
     swap = getattr(tasks, "_swap_current_task", None)  # since Python 3.12
-    if before is not None and swap is not None:
+    # 3.12.1 raises KeyError for a loop without a task.
+    if before is not None and swap is not None and tasks.current_task(before) is not None:
         task = swap(before, None)
     events._set_running_loop(None)
     try:

@@ -134,7 +134,7 @@ def test_observing_costs_a_batch_hardly_a_call(
     # On a busy machine more of the batches are waited for, each by itself.
     assert calls.a_batch() <= plain + 8, str(calls)
     seldom = {name: count / BATCHES for name, count in calls.items() if name.startswith(OBSERVERS)}
-    assert sum(seldom.values()) <= 1, str(calls)
+    assert sum(seldom.values()) <= 1.05, str(calls)  # one call, and what is sampled
     if workers:
         assert calls_of_a_worker(backend, observe=True)["meter.tell"] <= BATCHES / 2
     assert loader.stats().items == FIRST + BATCHES

@@ -211,7 +211,7 @@ def test_a_batch_in_order_is_one_request(store: HttpStore) -> None:
     tar = Tar(f"{store.url}/a.tar", members=("txt", "cls"), merge=4096)
     store.requests.clear()
     loader: Any = DataLoader(tar, 6, collate_fn=list)
-    assert [text for batch in loader for text, _ in batch] == [text(n) for n in range(12)]
+    assert [found for batch in loader for found, _ in batch] == [text(n) for n in range(12)]
     assert len(store.requests) == 2
 
 
