@@ -26,6 +26,7 @@ FRAMEWORKS = {
     "pyg": "torch_geometric",
     "torchdata": "torchdata",
     "trainer": "transformers",
+    "webdataset": "webdataset",
 }
 """The page, and the module without which its example can't run."""
 
