@@ -246,7 +246,7 @@ class ShardWriter:
             It can't be written, and a tar archive has nothing of it. Rows of Parquet are written 1,024
             at a time, so an error may be of an earlier one.
         OSError, StoreError
-            The shard before could not be written.
+            The shard before could not be written. The writer is closed, and the pack can be resumed.
         """
         if self._closed:
             raise ValueError("this ShardWriter is closed")
@@ -264,10 +264,14 @@ class ShardWriter:
     def _end_shard(self) -> None:
         if self._shard is None:
             return
+        try:
+            self._wait()  # so that there are two local files at most
+        except BaseException as error:
+            self._give_up(error)
+            raise
         block, samples = self._block, self._shard.samples
         self._block = self._shard = None
         self.shards += 1
-        self._wait()  # so that there are two local files at most
 
         def finish() -> None:
             block.__exit__(None, None, None)
@@ -300,11 +304,15 @@ class ShardWriter:
         if kind is None:
             self.close()
             return
+        self._give_up(error)
+
+    def _give_up(self, error: BaseException) -> None:
+        """Close, and drop the shard that is being filled."""
         self._closed = True
         self._uploads.shutdown()
         if self._block is not None:
             block, self._block, self._shard = self._block, None, None
-            block.__exit__(kind, error, tb)  # drops its file
+            block.__exit__(type(error), error, error.__traceback__)
 
 
 def pack(
