@@ -1,8 +1,8 @@
-"""Dropping of items that come a second time when a run is resumed; whoever pulls drops them.
+"""Dropping of items that come a second time when a run is resumed, on the thread that pulls them.
 
-Where only some of the next items are needed again, those between them are left out with their places.
-An error counts as an item, since it was raised in the place of one. Less to drop than was said is an
-error.
+Where only some of the next items are needed again, those between them are left out with their places. An
+error counts as an item, since it was raised in the place of one. Fewer items than are to be dropped are
+an error.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class Withholding(OperatorIterator):
     """Items from number `at` on; errors in the places of those that another rank has had.
 
     `source_of` returns the number of the source's item of which an item that came is made. Of the first
-    ones, so many were had as `had` says.
+    ones, the loop has received the numbers in `had`.
     """
 
     def __init__(

@@ -92,7 +92,7 @@ class PipelineLoader:
     def __iter__(self) -> Run:
         """Run the next epoch; the one before it ends.
 
-        An epoch of which nothing was taken begins again: Lightning calls `iter` once to see whether it
+        An epoch of which nothing was taken is repeated: Lightning calls `iter` once to see whether it
         can be called.
         """
         latest, again = self._latest, self._again

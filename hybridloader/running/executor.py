@@ -1,8 +1,8 @@
-"""Everything that runs for one pipeline and outlives a pass: stages, relays, seeds.
+"""Stages, relays and seeds of one pipeline, which serve all of its epochs and repetitions.
 
-All workers are started first, forks before anything that has a thread. Then a pass makes its iterators,
-from the source on, and the stages begin. Then the relays' threads start. A later pass (a repetition,
-the next epoch) is made by the same rules, on the workers that are there.
+All workers are started first, forks before anything that has a thread. Then the iterators of an epoch
+are made, from the source on, and the stages begin. Then the relays' threads start. A later pass (a
+repetition, the next epoch) is made by the same rules, on the workers that are there.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 class Executor(Runner):
-    """Runs the passes of one chain, and ends its workers and threads.
+    """Runs the epochs of one chain, and ends its workers and threads.
 
     `seed` and the number of the `first` epoch are those of `Pipeline.run`; a state that is `resumed`
     has a seed, and no stage is started if it has nothing left to do. If the constructor raises, no
@@ -137,7 +137,7 @@ class Executor(Runner):
         return running
 
     def add_inline(self, path: Path, number: int, context: TaskContext) -> None:
-        """Go on counting for a function without workers, one of those at `path`."""
+        """Continue the counts of a function without workers, one of those at `path`."""
         before = self._inline.get((path, number))
         if before is not None:
             context.retried += before.retried
@@ -155,11 +155,11 @@ class Executor(Runner):
         return None if context is None else context.parts
 
     def add_coroutines(self, coroutines: Any) -> None:
-        """Take charge of coroutines without workers: they are cancelled when the pass is left."""
+        """Take charge of coroutines without workers: they are cancelled when the epoch is left."""
         self._coroutines = [*(one for one in self._coroutines if one.is_open), coroutines]
 
     def pinner_of(self, node: RelayNode) -> Pinner | None:
-        """Return what pins or moves the items of a relay: made once, for the device current then."""
+        """Return the pinner of a relay's items: made once, for the device that is current then."""
         make = node.options.pinner
         if make is None:
             return None
@@ -195,7 +195,7 @@ class Executor(Runner):
     def _draw_for(self, plan: ChainPlan, epoch: int) -> None:
         """Draw the seeds of all sources that want one, so that every state knows them.
 
-        From torch's default generator, right behind the seed of the run, as torch's loader does.
+        From torch's default generator, right after the seed of the run, as torch's loader does.
         """
         if plan.chain.operators[0].draws(self.seeded):
             self._drawn.setdefault(_name_of(plan.path), drawn() - epoch)
@@ -204,9 +204,9 @@ class Executor(Runner):
                 self._draw_for(branch, epoch)
 
     def draw(self, path: Path, epoch: int) -> int:
-        """Return a seed for one pass of the source at `path`: drawn for the first, then counted up.
+        """Return the seed of the source at `path` in an epoch: drawn for the first, then counted up.
 
-        So the passes of a resumed run have the seeds that they would have had.
+        So the epochs of a resumed run have the seeds that they would have had.
         """
         place = _name_of(path)
         if place not in self._drawn:  # of a sampler that has lost its generator meanwhile
@@ -246,7 +246,8 @@ class Executor(Runner):
     # -- statistics ------------------------------------------------------------------------------------
 
     def waits_before(self, nodes: Sequence[Node]) -> tuple[float, Sequence[tuple[float, float]]]:
-        """Return the seconds that whoever pulls `nodes` has waited, and begin and end of these waits."""
+        """Return the seconds that the thread that pulls `nodes` has waited, and begin and end of its
+        waits."""
         for node in reversed(nodes):
             if node.path in self.stages:
                 measures = self.stages[node.path].measures

@@ -1,4 +1,4 @@
-"""Iterators over what the nodes of a pipeline give, each pulled by one thread."""
+"""Iterators over the items of a pipeline's nodes, each pulled by one thread."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class StageIterator(Iterator[Any]):
         self._epoch = 0
 
     def begin(self, feed: Feed, changes: tuple[Change, ...]) -> None:
-        """Begin a pass of the stage."""
+        """Begin an epoch of the stage."""
         self._stage.begin(feed, None, changes)
         self._epoch = self._stage.epoch
 
@@ -107,14 +107,14 @@ class StageIterator(Iterator[Any]):
         return extras or _NONE
 
     def close(self) -> None:
-        """Leave the pass; the workers stay for the next."""
+        """Leave the epoch; the workers stay for the next."""
         self._stage.interrupt(self._epoch)
 
 
 class StageItems(StageIterator):
     """Results of a stage, one by one. `items`, which `batching` cuts into tasks, is closed with this.
 
-    If `forwarded`, results may go on to the next stage unopened. `ledger` says which items are made of
+    If `forwarded`, results may reach the next stage unopened. `ledger` records which items are made of
     which; None where each is made of one.
     """
 
@@ -262,7 +262,7 @@ class ReaderItems(StageIterator):
         return self.count - self._rereading
 
     def fewest_at_hand(self, scheduler: Scheduler) -> int | None:
-        """Return the reader with the least at hand, None if all have enough."""
+        """Return the reader with the fewest tasks; None if all have enough."""
         found, least = None, self.AT_HAND
         for worker, state in enumerate(scheduler.workers):
             at_hand = scheduler.load[worker] + bool(self._waiting[worker])
@@ -283,7 +283,7 @@ class ReaderItems(StageIterator):
             return next(waiting)
 
     def _find_turn(self, wait: bool) -> None:
-        """Go on to the reader whose turn it is, once something of it has come."""
+        """Turn to the next reader that has not ended, once something of it has come."""
         while not self._waiting[self._turn]:
             if self._over and not any(self._waiting):
                 raise StopIteration
@@ -360,9 +360,9 @@ class ReaderTaskSizes(Feed):
 
 
 class SourceItems(OperatorIterator):
-    """Items of a source, until the pass is left, and the places of left-out ones for those in `rows`.
+    """Items of a source until the epoch is left, and the places of left-out ones if they are in `rows`.
 
-    So steps that give nothing for a long time end, however long the source would go on.
+    So steps that give nothing for a long time end, however many items the source has.
     """
 
     def __init__(self, items: Iterator[Any], left: TaskContext, *, rows: bool) -> None:
@@ -383,7 +383,7 @@ class SourceItems(OperatorIterator):
 
 
 class GeneratorItems(OperatorIterator):
-    """Items of a generator that a user's operator returned: after an error it is over, and says so.
+    """Items of a generator that a user's operator returned; asked after its error, it raises another.
 
     Another `StopIteration` would look as if all items had come.
     """
@@ -433,7 +433,7 @@ class Sending(OperatorIterator):
 
 
 class Taking(Iterator[Any]):
-    """Iterator for the thread that takes what `Sending` made ready, and for its current stream."""
+    """Iterator for the thread that takes the items of `Sending`, and for its current stream."""
 
     def __init__(self, relay: Relay, pinner: Pinner) -> None:
         self._relay, self._pinner = relay, pinner
@@ -455,7 +455,7 @@ class Taking(Iterator[Any]):
 
 
 def _places_of(stage: Stage, doing: str) -> Callable[[str, int | None], str]:
-    """Return a function that says where an item failed; see `ResultQueue`."""
+    """Return a function that describes where an item failed; see `ResultQueue`."""
 
     def where(item: str, worker: int | None) -> str:
         assert worker is not None

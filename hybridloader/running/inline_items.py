@@ -1,6 +1,6 @@
 """Functions of a pipeline that are called where their results are asked for.
 
-No worker takes part, so what a function raises is raised here and now, or left out and counted.
+No worker takes part, so a function's error is raised at once, or left out and counted.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from hybridloader.seeding.sample_rng import SampleRng, item_key, numbered_item
 class InlineItems(OperatorIterator):
     """Results of a function that is called where they are asked for; its `coroutines`, if it is async.
 
-    `left` is cancelled when nobody wants items any more, so that a filter that keeps nothing ends.
+    `left` is cancelled when the run is left, so that a filter that keeps nothing ends.
     """
 
     coroutines: Any = None
@@ -136,7 +136,7 @@ class InlineItems(OperatorIterator):
                 del error
 
     def log(self, ledger: Ledger, counts: Counts) -> None:
-        """Note in `ledger` each item that is taken, and what may come of it."""
+        """Note in `ledger` each item that is taken, and the number of results that it may have."""
         pull = self._pull
 
         def logged() -> Any:

@@ -74,11 +74,11 @@ class Log(ABC):
 
     @abstractmethod
     def last_before(self, n: int) -> Mark | None:
-        """Return the mark of the last place that is not behind item `n`."""
+        """Return the mark of the last place that is not after item `n`."""
 
     @abstractmethod
     def forget(self, n: int) -> None:
-        """Forget all that only a place before item `n` needs."""
+        """Forget the entries that only a place before item `n` needs."""
 
     @abstractmethod
     def forget_later(self) -> None:
@@ -86,9 +86,9 @@ class Log(ABC):
 
 
 class MarkLog(Log):
-    """Entries of an operator, one behind each of its items, that a state makes marks of.
+    """Entries of an operator, one after each of its items, from which a state makes marks.
 
-    `value_of` makes the value of the mark behind `at` items of the entry there.
+    `value_of` makes the value of the mark after `at` items from the entry there.
     """
 
     __slots__ = ("_at", "_value_of")
@@ -117,7 +117,7 @@ class MarkLog(Log):
 
 
 class Computed(Log):
-    """Marks that can be computed behind any number of items, from `start` on."""
+    """Marks that can be computed after any number of items, from `start` on."""
 
     __slots__ = ("_start", "_value_of")
 
@@ -164,7 +164,7 @@ class Ledger(Log):
     def pulled(self, counts: Counts) -> None:
         """Note that all outputs before come of the inputs before the one that was pulled now.
 
-        It will have `ONE_EACH`, or `SEVERAL` outputs; whoever gives them counts them in `given`.
+        It will have `ONE_EACH`, or `SEVERAL` outputs; its caller counts them in `given`.
         """
         given, taken, before = self._entries[-1]
         if counts or before or self.given - given != self.taken - taken:

@@ -164,10 +164,11 @@ def _left_of_shards(chain: Chain, position: Position) -> _Left:
         _refuse(read.name, "comes before a step with a buffer, and its shards have no numbers")
     if own and read.placement is not None and read.placement.on_error is not None:
         _refuse(place, "has given a part of an item, and the source leaves out items")
-    if needs.had and (needs.start > mark.at or not needs.sure):
-        # A filter has left out the samples before it; or there is none, and the last batch was small.
+    if needs.had and needs.start > mark.at:  # a filter has left out the samples before it
         _refuse(place, "may have given a part of an item whose position is not known")
     if needs.had and len(own) > len(state["first"]):
+        if mark.value["next"] is None:  # there was none: the last batch was not full
+            return _Left(state)
         state = without(state, mark.value["next"])
     return _Left(state, had=own, place=place)
 
@@ -238,8 +239,6 @@ class _Needs:
     """Items that were had of the first."""
     place: str = ""
     """Name of the node that made them."""
-    sure: bool = True
-    """False if there may be no such input, because the last batch may not have been full."""
 
     @classmethod
     def of(cls, chain: Chain, position: Position) -> _Needs:
@@ -288,7 +287,7 @@ class _Needs:
         if had > self.slack or (had and place is not None):  # else all items have come
             if self.had or place is None:
                 _refuse(self.place or node.name, "has given a part of what it makes of one item")
-            self.had, self.place, self.sure = had, place, had > self.slack
+            self.had, self.place = had, place
         self.start, self.slack, self.needed = start, slack, needed
 
 

@@ -1,9 +1,9 @@
 """Steps of a pipeline: each is a frozen description, and makes an iterator over the iterator before it.
 
 A description holds no thread, file or position, so it can be pickled, compared and used any number of
-times. The iterator that `Operator.open` makes holds all the state; one thread pulls it. An error of
-the iterator before it passes through, and pulling again goes on behind the item that failed: so an
-iterator is a class with `__next__` rather than a generator, which would be over after an exception.
+times. The iterator that `Operator.open` makes holds all the state; one thread pulls it. An error of the
+iterator before it passes through, and pulling again continues after the item that failed: so an iterator
+is a class with `__next__` rather than a generator, which would be over after an exception.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Chain:
 
 
 class Mark(NamedTuple):
-    """Note of an operator for states: behind `at` items of pass `epoch`, `value` tells how to go on.
+    """Note of an operator for states: after `at` items of epoch `epoch`, it can resume from `value`.
 
     The value is a JSON value if states are to be saved as JSON.
     """
@@ -75,7 +75,7 @@ class Mark(NamedTuple):
 
 
 class UpstreamPart(NamedTuple):
-    """Place where the items before an operator go on when the operator does."""
+    """Place where the items before an operator resume when the operator does."""
 
     branch: int | None
     """Number of a branch; None: the operators before in the same chain."""
@@ -109,7 +109,7 @@ class RelayOptions(NamedTuple):
 
 
 class Log(Protocol):
-    """Log of what an operator did for each of its items; see `Context.log`."""
+    """Log of an operator, with an entry for each of its items; see `Context.log`."""
 
     def add(self, entry: Any) -> None:
         """Add the entry of one more item, before it is given; an error counts as one."""
@@ -129,7 +129,7 @@ class Context(Protocol):
     start: int
     """Number of its items that were given before: the first that it gives has that number.
 
-    Above 0 only where `Operator.before` has said that this can be done.
+    Above 0 only where `Operator.before` has returned that this can be done.
     """
     first: int
     """Number of the first item before it that it gets: those before that are not needed any more."""
@@ -147,25 +147,25 @@ class Context(Protocol):
         """Return a seed for this pass, from torch's default generator; the same again after resuming."""
 
     def open(self, pipeline: Chain, start: int = 0, number: int | None = None) -> Iterator[Any]:
-        """Open another pipeline as a part of this one, behind its first `start` items.
+        """Open another pipeline as a part of this one, after its first `start` items.
 
-        It is closed with this one. `number` says which branch it is, if not the next.
+        It is closed with this one. `number` is that of its branch, if not the next.
         """
 
     def mark(self, at: int, value: Any) -> None:
-        """Note that this operator could go on behind its first `at` items if it were told `value`."""
+        """Note that this operator could resume after its first `at` items from `value`."""
 
     def mark_all(self, value_of: Callable[[int], Any]) -> None:
-        """Note that this operator could go on behind any number of its items.
+        """Note that this operator could resume after any number of its items.
 
-        ``value_of(n)``, called only when a state is taken, makes the value of the mark behind `n` items.
+        ``value_of(n)``, called only when a state is taken, makes the value of the mark after `n` items.
         """
 
     def log(self, first: Any, value_of: Callable[[int, Any], Any]) -> Log:
-        """Return a log for an operator that could go on behind each of its items, as `mark` would note.
+        """Return a log for an operator that could resume after each of its items, as `mark` would note.
 
         Its entries are `first`, and one for each item. ``value_of(n, entry)``, called only when a state
-        is taken, makes the value of the mark behind `n` items.
+        is taken, makes the value of the mark after `n` items.
         """
 
     def drop(self, items: Iterator[Any], at: int) -> Iterator[Any]:
@@ -176,7 +176,7 @@ class Context(Protocol):
 
 
 class Operator(ABC):
-    """One step of a pipeline; to write one of your own, make a frozen dataclass with an `open`.
+    """One step of a pipeline; your own is a frozen dataclass with an `open`.
 
     The modules that run a pipeline ask each operator, and know none by its type. Only `open` has no
     default.
@@ -253,11 +253,11 @@ class Operator(ABC):
         return None
 
     def draws(self, seeded: bool) -> bool:
-        """Tell whether it calls `Context.draw`, in a run that is `seeded` or not."""
+        """Return True if it calls `Context.draw`, in a run that is `seeded` or not."""
         return False
 
     def upcoming(self) -> str | None:
-        """Return what the next epoch takes from those before, for states, if anything."""
+        """Return the value that the next epoch takes from those before, for states, if any."""
         return None
 
     def check_run(self) -> None:  # noqa: B027
@@ -265,7 +265,7 @@ class Operator(ABC):
 
     @abstractmethod
     def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
-        """Return an iterator over what this makes of `items`."""
+        """Return an iterator over the results of this operator for `items`."""
 
     def begin(self, upstream: Upstream, context: Context) -> Iterator[Any]:
         """Return that iterator; overridden by operators that pass over their input not just once."""
@@ -281,18 +281,18 @@ class Operator(ABC):
         return None
 
     def seek(self, n: int) -> int | None:
-        """Return the number of items before it that make the first `n` of its own, n above 0.
+        """Return the number of items before it that make its first `n` items, n above 0.
 
         It follows from the parameters alone, for items none of which raised; None, if it depends on the
-        items or on chance. An operator that returns a number is opened behind these items, with
+        items or on chance. An operator that returns a number is opened after these items, with
         `Context.start` = `n`, when a run is resumed.
         """
         return None
 
     def before(self, n: int, epoch: int, mark: Mark | None) -> Sequence[UpstreamPart] | None:
-        """Return where the items before it go on when this goes on behind its first `n` items.
+        """Return where the items before it resume when this resumes after its first `n` items.
 
-        None: that can't be told, so all of them come again. `mark` is the last one up to there. An empty
+        None: that is not known, so all of them come again. `mark` is the last one up to there. An empty
         list: no item before it is needed, and with `n` = 0 no worker is started for them.
         """
         if n == 0:
@@ -309,7 +309,7 @@ class Operator(ABC):
     def needed(self, context: Context) -> Needed | None:
         """Return which items before it this operator needs again; None: all from `Context.first` on.
 
-        It is asked before it is opened, if it goes on from a mark. In the place of each item that it
+        It is asked before it is opened, if it resumes from a mark. In the place of each item that it
         does not need, an error is raised. Where the steps before make one item of one, their functions
         are not called for such an item.
         """
@@ -368,7 +368,7 @@ class Source(Operator):
 
     @abstractmethod
     def start(self, context: Context) -> Iterator[Any]:
-        """Return an iterator over the items of one pass."""
+        """Return an iterator over the items of an epoch."""
 
     def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
         raise TypeError(f"{self.name} is a source; nothing can come before it")
@@ -383,7 +383,7 @@ def _words(name: str) -> str:
 
 
 def of_length(value: Length) -> str:
-    """Say a length in words."""
+    """Describe a length in words."""
     if value is None:
         return "unknown"
     return "endless" if value == INFINITE else f"{int(value):,}"
@@ -446,7 +446,7 @@ class OperatorIterator(Iterator[Any]):
         self._pull = nothing
 
     def _failed(self, error: Exception) -> bool:
-        """Note an error of `_pull`; tell whether it was raised in the place of an item."""
+        """Note an error of `_pull`; return True if it was raised in the place of an item."""
         if is_a(error, StopIteration):
             self._end()
             return False
@@ -488,11 +488,11 @@ class PassesIterator(Iterator[Any]):
 
     @abstractmethod
     def _is_over(self) -> bool:
-        """Tell whether the last pass has begun."""
+        """Return True if no repetition is left to begin."""
 
     @abstractmethod
     def _open(self, number: int, start: int) -> Iterator[Any]:
-        """Return an iterator over pass `number`, behind its first `start` items."""
+        """Return an iterator over repetition `number`, after its first `start` items."""
 
     def __next__(self) -> Any:
         while True:
@@ -520,7 +520,7 @@ class PassesIterator(Iterator[Any]):
         self._pull = self._items.__next__
 
     def close(self) -> None:
-        """Give up what is left, and close this pass. Idempotent."""
+        """Give up the rest, and close this repetition. Idempotent."""
         items, self._items, self._pull = self._items, None, nothing
         self._ended = True
         close(items)

@@ -1,7 +1,6 @@
-"""One pass over a pipeline: the iterators of its nodes, made from the source on.
+"""Iterators of a pipeline's nodes for one epoch or repetition, made from the source on.
 
-A pass hands what outlives it (stages, relays) to the executor. It starts no worker itself and keeps
-nothing for the next pass.
+Stages and relays outlive an epoch, so the executor has them. No worker is started here.
 """
 
 from __future__ import annotations
@@ -97,7 +96,7 @@ def open_run(executor: Executor, position: RunPosition) -> Iterator[Any]:
 
 @dataclass
 class ChainPass:
-    """One pass over a chain."""
+    """Iterators of one chain for one epoch or repetition."""
 
     executor: Executor
     position: RunPosition
@@ -113,7 +112,7 @@ class ChainPass:
     _started: list[Relay] = field(default_factory=list, init=False)
 
     def relayed(self, node: Node) -> bool:
-        """Tell whether the thread of a relay pulls what `node` gives."""
+        """Return True if the thread of a relay pulls the items of `node`."""
         behind = self.plan.nodes[node.path[-1] + 1 :]
         return self.within_relay or any(isinstance(one, RelayNode) for one in behind)
 
@@ -144,7 +143,7 @@ class ChainPass:
         return items if start.needed is None else LeavingOut(items, start.items, start.needed)
 
     def _open(self, at: int, start: Offset) -> Iterator[Any]:
-        """Open the nodes up to number `at`, to go on after the first items.
+        """Open the nodes up to number `at`, to continue after the first items.
 
         Each node asks this loop for the node before it, and does not call it: a long chain would be
         too many nested calls.
@@ -243,7 +242,7 @@ class ChainPass:
         return self._begun(items, dropped, start, node.name)
 
     def _upstream(self, at: int, begins: Offset) -> Upstream:
-        """Return what gives the operator at number `at` its passes over the nodes before it."""
+        """Return the function with which the operator at number `at` opens the nodes before it."""
         passes = 0
 
         def upstream(*, epoch: int | None = None, start: int = 0) -> Iterator[Any]:
@@ -323,7 +322,7 @@ class ChainPass:
     def _stage(
         self, node: WorkerNode
     ) -> tuple[RunningStage, tuple[Change, ...], ErrorBudget | None]:
-        """Return the stage of `node`, with the changes of its dataset that its workers must be told."""
+        """Return the stage of `node`, with the changes of its dataset that its workers need."""
         stages = self.executor.stages
         stage = stages.of(node)
         if node.reads and stage.begun:
@@ -334,7 +333,7 @@ class ChainPass:
         return stage, changes, budget
 
     def _open_readers(self, node: WorkerNode, count: int) -> tuple[Iterator[Any], int]:
-        """Begin the readers to go on after `count` items; return how many of these they leave out."""
+        """Begin the readers to continue after `count` items; return how many of these they leave out."""
         stage, changes, budget = self._stage(node)
         resumed, stage.resumed = stage.resumed, None
         if resumed is None:
@@ -396,9 +395,9 @@ class ChainPass:
 
 
 class OperatorContext:
-    """The `Context` of the operator of `node` in the pass `of`; see there.
+    """The `Context` of the operator of `node` in the epoch or repetition `of`; see there.
 
-    It goes on at `begins`, and the items before it at `first`.
+    It begins at `begins`, and the items before it at `first`.
     """
 
     def __init__(
@@ -464,14 +463,14 @@ class OperatorContext:
 def generator_of(
     node: OperatorNode, plan: ChainPlan, epoch: int, run_seed: int, seed: int | None
 ) -> random.Random:
-    """Return the generator of an operator in one pass, of its own seed or else of the run's."""
+    """Return the generator of an operator in an epoch, from its seed or else from the run's."""
     if seed is not None:
         return random.Random(f"{seed}/{epoch}")
     return random.Random(f"{run_seed}/{plan.path}/{node.number}/{epoch}")
 
 
 def offset_before(operator: Operator, begins: Offset) -> Offset:
-    """Return the offset of what is before `operator` if that begins at `begins`."""
+    """Return the offset of the nodes before `operator` if that begins at `begins`."""
     items, slack = begins.items, begins.slack
     start = operator.seek(items) if items else 0
     if not start:
@@ -482,7 +481,7 @@ def offset_before(operator: Operator, begins: Offset) -> Offset:
 
 
 def _selects(operator: Operator) -> bool:
-    """Tell whether each item of `operator` is one of those before it, and `seek` says which."""
+    """Return True if each item of `operator` is one of those before it, which `seek` numbers."""
     return (
         operator.keeps_count
         and not operator.branches()

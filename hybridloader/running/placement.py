@@ -50,31 +50,31 @@ class Placement:
     in_order
         True if results come in the order of the items, False if as they are done.
     prefetch
-        Items that may be under way, or done and not yet taken, in this stage. None: two tasks for
-        each worker, three with `threads_per_worker` and eight with `concurrency`.
+        Items that may be in flight, or done and not yet taken, in this stage. None: two tasks for each
+        worker, three with `threads_per_worker` and eight with `concurrency`.
     buffer_bytes
         Limit of these in bytes of results; an item is let in if the largest result so far would fit.
     timeout
-        Seconds to wait for the next result while there is work under way; 0 waits for ever.
+        Seconds to wait for the next result while a task is in flight; 0 sets no limit.
     worker_init_fn
         Called in each worker with its number before anything else; inline, with 0.
     threads_per_worker
         Threads inside each worker. They work at the oldest task first, and then at the next.
     concurrency
-        Coroutines of an ``async def`` function that each worker has in work at a time, on one event
-        loop. It needs no backend.
+        Coroutines of an ``async def`` function that each worker runs at a time, on one event loop. It
+        needs no backend.
     fuse
         True if this work may be one task with that of the stages beside it that have the same workers.
-        They then share the budget of `on_error`, and are one stage in what it records.
+        They then share the limit of `on_error`, and its records name them as one stage.
     on_error
-        Policy for items that fail: None, which ``"raise"`` says, raises in their place; ``"skip"``,
-        or a `Skip`, leaves them out; a `Retry` tries again first; a `Replace` puts others in their
-        places. It needs no backend.
+        Policy for items that fail: None (or ``"raise"``) raises in their place; ``"skip"``, or a `Skip`,
+        leaves them out; a `Retry` tries again first; a `Replace` puts others in their places. It needs
+        no backend.
     on_worker_death
-        None, which ``"raise"`` says, raises `WorkerDied`; ``"restart"``, or a `RestartPolicy`, puts
-        another worker in the place of one that dies.
+        None (or ``"raise"``) raises `WorkerDied`; ``"restart"``, or a `RestartPolicy`, puts another
+        worker in the place of one that dies.
     task_timeout
-        Seconds that a worker may take for what it is given at a time; 0 is for ever.
+        Seconds that a worker may take for a task; 0 sets no limit.
     seeding
         ``"sample"``, or a `SampleSeeding`, seeds every item by its number in the stage's input (a sample
         of a dataset by its index). None does so on threads, for all functions of a stage together, and
@@ -102,7 +102,7 @@ class Placement:
 
     @classmethod
     def of(cls, stage: str, where: Where) -> Placement:
-        """Make a placement of what a user said about `stage`, and check it."""
+        """Make the placement of `stage` from a user's keywords, and check it."""
         keywords(f"stage {stage!r}", where, Where.__annotations__)
         given: dict[str, Any] = {key: value for key, value in where.items() if value is not None}
         faults = {
@@ -157,7 +157,7 @@ class Placement:
 
     @property
     def _overlaps(self) -> bool:
-        """True if items of several tasks may be in work in a worker; see `WorkerSpec.overlaps`."""
+        """True if a worker may process items of several tasks at a time; see `WorkerSpec.overlaps`."""
         watched = self.on_worker_death is not None or self.task_timeout
         several = self.concurrency > 1 or self.threads_per_worker > 1
         return several and not self.inline and not watched

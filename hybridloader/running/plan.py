@@ -2,9 +2,9 @@
 
     sampler -> [ stage ] -> relay -> [ stage ] -> relay -> batch -> relay -> your loop
 
-A stage is pulled by one thread. What has to be waited for (a stage, a stream, a user's own operator) is
-pulled by a relay's thread, so that neither the stage behind it nor your loop waits while it could do
-something else. What only counts and reorders is pulled by whoever needs it.
+A stage is pulled by one thread. A relay's thread pulls a node that one may have to wait for: a stage, a
+stream, a user's operator. So neither the stage after it nor your loop waits while it could do something
+else. A node that only counts and reorders is pulled by the thread that needs its items.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class _Node:
 
 @dataclass(frozen=True)
 class OperatorNode(_Node):
-    """An operator that is run by whoever pulls it.
+    """An operator that runs on the thread that pulls it.
 
     `number` does not count functions: wherever these run, a seed means the same, and so does a state.
     """
@@ -103,13 +103,13 @@ class FunctionsNode(_Node):
 
 @dataclass(frozen=True)
 class InlineNode(FunctionsNode):
-    """Functions that are called by whoever pulls them."""
+    """Functions that are called on the thread that pulls them."""
 
 
 @dataclass(frozen=True)
 class WorkerNode(FunctionsNode):
-    """Functions, or readers, that run on workers of their own; `forwarded` says that its results go
-    straight to another stage of processes."""
+    """Functions, or readers, that run on workers. If `forwarded`, their results go straight to another
+    stage of processes."""
 
     forwarded: bool = False
 
@@ -124,14 +124,14 @@ class WorkerNode(FunctionsNode):
 
     @property
     def window(self) -> int:
-        """Tasks that may be under way or wait to be handed out."""
+        """Tasks that may be in flight or wait to be handed out."""
         placement = self.placement
         return placement.prefetch or placement.at_hand * placement.num_workers
 
 
 @dataclass(frozen=True)
 class RelayNode(_Node):
-    """A relay: what is before it runs on a thread of its own."""
+    """A relay: the nodes before it run on its thread."""
 
     options: RelayOptions
     name: str = "relay"
@@ -272,7 +272,7 @@ def _group(works: list[Operator], placement: Placement, first: int) -> Node:
 
 
 def _fusible(one: Placement, other: Placement) -> bool:
-    """Tell whether work for these two may be one task: everything that a worker can tell must agree."""
+    """Return True if steps of these two may be one task: all options that a worker sees must agree."""
     return (
         one.fuse
         and other.fuse
@@ -282,7 +282,7 @@ def _fusible(one: Placement, other: Placement) -> bool:
 
 
 def _state(nodes: Sequence[Node]) -> str:
-    """Tell what pulling the last of `nodes` is: quick, a relay, slow, or a stage."""
+    """Return the kind of pulling the last of `nodes`: quick, a relay, slow, or a stage."""
     state = "quick"
     for node in nodes:
         if isinstance(node, RelayNode):
@@ -295,7 +295,7 @@ def _state(nodes: Sequence[Node]) -> str:
 
 
 def passes_on(node: Node) -> bool:
-    """Tell whether items come out of a node in the very memory that they had before it."""
+    """Return True if items come out of a node in the very memory that they had before it."""
     return isinstance(node, RelayNode) or (isinstance(node, OperatorNode) and node.operator.cheap)
 
 
@@ -309,9 +309,9 @@ def _is_quick(node: Node) -> bool:
 
 
 def _needs_relay_at_end(nodes: list[Node]) -> bool:
-    """Tell whether work would rest while your loop is busy with an item.
+    """Return True if steps would rest while your loop is busy with an item.
 
-    A stage alone has its window to work off; steps behind a stage have not. Items that were moved to a
+    A stage alone has its window to work off; steps after a stage have none. Items that were moved to a
     device are for the thread that takes them.
     """
     state = _state(nodes)
@@ -327,7 +327,7 @@ def _needs_relay_at_end(nodes: list[Node]) -> bool:
 
 
 def _runs_ahead(stage: Node) -> bool:
-    """Tell whether a stage was told to keep more at hand than its workers need."""
+    """Return True if a stage is to keep more tasks than its workers need."""
     assert isinstance(stage, WorkerNode)
     return stage.window > stage.placement.at_hand * stage.placement.num_workers
 

@@ -1,4 +1,4 @@
-"""Log of several readers: which items came in which order, and the states of what they read.
+"""Log of several readers: which items came in which order, and the states of their sources.
 
 The readers are read in turn, so the position of a run follows from the number of items, and from where
 each reader ended. The thread that pulls the readers writes the log; any thread may read it.
@@ -29,11 +29,16 @@ class Turn(NamedTuple):
     ended: frozenset[int] = frozenset()
     """Readers that were passed over, as they had ended."""
 
-    def after(self, count: int) -> Turn:
-        """Return the position after `count` more items, if no other reader has ended until there."""
+    @property
+    def active(self) -> list[int]:
+        """Readers that have not ended, in the order of their turns."""
         readers = len(self.given)
         order = [(self.turn + k) % readers for k in range(readers)]
-        active = [reader for reader in order if reader not in self.ended]
+        return [reader for reader in order if reader not in self.ended]
+
+    def after(self, count: int) -> Turn:
+        """Return the position after `count` more items, if no other reader has ended until there."""
+        active = self.active
         if not active or not count:
             return self
         rounds, rest = divmod(count, len(active))
@@ -53,6 +58,8 @@ class ReaderStarts(NamedTuple):
     """Division of the shards that their source names, if it does."""
     exact: bool = True
     """False if the shards are divided again, so that the items come in another order."""
+    follows: bool = False
+    """True if there is a next item: it had come when the state was taken."""
 
 
 class _Reads:
@@ -62,7 +69,7 @@ class _Reads:
     """
 
     def __init__(self, given: int, start: ShardStart, place: Place | None) -> None:
-        self._begins, self._given, self._read = (given, start.skip), given, start.skip
+        self._begins, self.given, self._read = (given, start.skip), given, start.skip
         # Items before a task, samples read after each of its items, and after the task:
         self._uneven: list[tuple[int, Sequence[int], int]] = []
         # Samples read before each of these:
@@ -86,10 +93,10 @@ class _Reads:
         """
         if ends:
             kept = [end for unit, end in enumerate(ends) if unit not in gone]
-            self._uneven.append((self._given, kept, ends[-1]))
-            self._given, self._read = self._given + len(kept), ends[-1]
+            self._uneven.append((self.given, kept, ends[-1]))
+            self.given, self._read = self.given + len(kept), ends[-1]
         else:
-            self._given, self._read = self._given + units, self._read + units
+            self.given, self._read = self.given + units, self._read + units
 
     def add_state(self, state: ShardStart) -> None:
         """Note the state after the samples that were read."""
@@ -129,7 +136,7 @@ class _Reads:
         return None
 
     def forget(self, given: int) -> None:
-        """Forget all that only a position before item `given` needs."""
+        """Forget the entries that only a position before item `given` needs."""
         read = self.read(given)
         del self._uneven[: max(0, sum(first < given for first, _, _ in self._uneven) - 1)]
         for found in (self.states, self._shards):
@@ -139,13 +146,14 @@ class _Reads:
 class ReaderLog(Log):
     """Log of a node of readers in epoch `epoch`."""
 
-    __slots__ = ("_division", "_reads")
+    __slots__ = ("_division", "_follows", "_reads")
 
     _entries: list[Turn]
 
     def __init__(self, epoch: int, readers: ReaderStarts) -> None:
         super().__init__(epoch, readers.begins)
         self._division = division = readers.division
+        self._follows = sum(readers.begins.given) if readers.follows else None
         starts = readers.starts or (ShardStart(),) * len(readers.begins.given)
         self._reads = [
             _Reads(given, start, None if division is None else division.place(reader, start))
@@ -156,7 +164,7 @@ class ReaderLog(Log):
         return len(self._entries) + sum(map(len, self._reads))
 
     def of(self, reader: int) -> _Reads:
-        """Return what `reader` has read, to be noted there."""
+        """Return the record of `reader`, to add to."""
         reads = self._reads[reader]
         if len(reads) > self._limit:
             forget = self.forgets()
@@ -198,8 +206,17 @@ class ReaderLog(Log):
         value: dict[str, Any] = {"turn": turn.turn, "readers": readers}
         if division is not None:
             value["shards"] = division.state(places, most)
-            value["next"] = division.sample_at(turn.turn, places[turn.turn])
+            value["next"] = self._next(turn, places, n)
         return Mark(self.epoch, n, value)
+
+    def _next(self, turn: Turn, places: Sequence[Place], n: int) -> list[int] | None:
+        """Return where the next sample is, the shard and its number; None if it has not come."""
+        if self._division is None or not turn.active:
+            return None
+        reader = turn.active[0]
+        if n == self._follows or self._reads[reader].given > turn.given[reader]:
+            return self._division.sample_at(reader, places[reader])
+        return None
 
     def forget(self, n: int) -> None:
         turn = self._at(n)
@@ -289,4 +306,5 @@ def _divided(mark: Mark, whole: ShardDivision, workers: int) -> ReaderStarts:
         ShardStart(read, read, None, division.iterator_state(reader, place))
         for reader, (read, place) in enumerate(zip(reads, places, strict=True))
     )
-    return ReaderStarts(turn, tuple(starts), division, exact)
+    follows = exact and mark.value["next"] is not None
+    return ReaderStarts(turn, tuple(starts), division, exact, follows)

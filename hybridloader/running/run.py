@@ -36,11 +36,11 @@ _CLOSED = IteratorClosed("closed")
 
 
 class Run(Iterator[Any]):
-    """One pass over a pipeline: an iterator, and a context manager that ends it.
+    """One iteration of a pipeline: an iterator, and a context manager that ends it.
 
-    Closing it, exhausting it or letting it go ends all workers and threads. What a function raises
-    comes out in the place of its item; asking again goes on behind it. One thread asks at a time;
-    `close` and `state_dict` may be called from any.
+    Closing it, exhausting it or letting it go ends all workers and threads. A function's error is raised
+    in the place of its item; asking again continues after it. One thread asks at a time; `close` and
+    `state_dict` may be called from any.
     """
 
     def __init__(
@@ -206,32 +206,32 @@ class Run(Iterator[Any]):
         return self._over is not None or self._left.cancelled
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of this run, to go on from with `Pipeline.run` or `Pipeline.epochs`.
+        """Return the position of this run, to resume with `Pipeline.run` or `Pipeline.epochs`.
 
-        It is behind the last item that `next` gave, or the last error that it raised in the place of
-        one, whatever is ready behind that. From any thread, at any time, also when the run is closed;
-        nothing is started or waited for.
+        It is after the last item that `next` returned, or the last error that it raised in the place of
+        one, however many items are prefetched. From any thread, at any time, also when the run is
+        closed; nothing is started or waited for.
 
         Returns
         -------
         dict
-            A new dict of JSON values: below 10 KB, if the state of a source of your own is.
+            A new dict of JSON values: below 10 KB, unless your source has a larger state.
 
         Raises
         ------
         StateError
-            The order of the items is left to chance, by ``in_order=False``; or a source can't tell
-            its state.
+            The order of the items is left to chance, by ``in_order=False``; or the state of a source
+            can't be taken.
         """
         return state_of(self._executor, self._position)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another run was; only before the first item. See `Pipeline.run`.
+        """Resume where another run was; only before the first item. See `Pipeline.run`.
 
         Raises
         ------
         StateError
-            This run can't go on from there, or has begun; it is what it was.
+            This run can't resume from there, or has begun; nothing has changed.
         """
         if self._owner is not None:
             raise StateError(
@@ -270,7 +270,7 @@ class Run(Iterator[Any]):
         return report(self._executor)
 
     def stats(self) -> Stats:
-        """Return the statistics of every stage until now, and what holds up your loop.
+        """Return the statistics of every stage until now, and the bottleneck.
 
         From any thread, also when the run is closed. See docs/why-is-it-slow.md.
 

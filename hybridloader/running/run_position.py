@@ -1,8 +1,8 @@
 """Position of a run in its stream of items: items given, and marks that operators made on the way.
 
-A position is found backwards from the last item that was given: each operator says how many of the items
-before it made those, until one can't, or a source is reached. Items in queues and on workers never
-matter. Whoever pulls makes marks; any thread may read them.
+A position is found backwards from the last item that was given: each operator returns how many of the
+items before it made those, until one can't, or a source is reached. Items in queues and on workers never
+matter. The thread that pulls makes marks; any thread may read them.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class _Stop(NamedTuple):
 
 
 class RunPosition:
-    """Position of one run, which may go on from a position that another run had come to."""
+    """Position of one run, which may begin at the position of another run."""
 
     def __init__(self, plan: ChainPlan, epoch: int, resumed: Position | None = None) -> None:
         self._plan, self.epoch = plan, epoch
@@ -110,7 +110,7 @@ class RunPosition:
     # -- marks -----------------------------------------------------------------------------------------
 
     def mark(self, node: Node, mark: Mark) -> None:
-        """Note that an operator could go on behind ``mark.at`` items of that pass."""
+        """Note that an operator could resume after ``mark.at`` items of that epoch."""
         with self._lock:
             passes = self._places.setdefault(node.path, [])
             if not passes or passes[-1].epoch != mark.epoch:
@@ -149,11 +149,11 @@ class RunPosition:
         return saved
 
     def point(self, node: FunctionsNode, n: int, epoch: int) -> Point | None:
-        """Return the last place in a node, not behind its output `n`, that the run before has saved.
+        """Return the last place in a node, not after its output `n`, that the run before has saved.
 
-        A function that shared its node then and has one of its own now is asked for as many items as
-        those functions were: nobody numbers the items between them. The last of them that is not one to
-        one begins at that place.
+        A function that shared its node then, and has a node for itself now, is asked for as many items
+        as those functions were: the items between them have no numbers. The last of them that is not one
+        to one begins at that place.
         """
         raised = bool(self.start.raised)
         if one_by_one(node, raised=raised):
@@ -167,7 +167,7 @@ class RunPosition:
         return None
 
     def _one_by_one_up_to(self, last: int, node: FunctionsNode, *, raised: bool) -> bool:
-        """Tell whether the functions behind `node`, up to number `last`, are one to one."""
+        """Return True if the functions after `node`, up to number `last`, are one to one."""
         return all(
             one_by_one(other, raised=raised)
             for other in self._plan.all_nodes
@@ -212,7 +212,7 @@ class RunPosition:
     # -- the way back ----------------------------------------------------------------------------------
 
     def position(self) -> tuple[Counts, dict[str, Mark]]:
-        """Return the counts until now, and copies of the marks from which to go on; from any thread."""
+        """Return the counts until now, and copies of the marks from which to resume; from any thread."""
         found: dict[str, Mark] = {}
         with self._lock:
             counts = self.counts
@@ -226,12 +226,13 @@ class RunPosition:
         return counts, copied(found)
 
     def heads_after(self, saved: Mapping[str, Mark]) -> Heads | None:
-        """Return the heads, as long as a run that goes on from the marks `saved` needs them."""
+        """Return the heads, as long as a run that resumes from the marks `saved` needs them."""
         source = saved.get(name_of(self._plan.nodes[0]))
         return self.heads if source is not None and source.at < len(self.own_heads) else None
 
     def upcoming(self) -> dict[str, Mark]:
-        """Return the marks that the next epoch begins with: of sources that go on by themselves."""
+        """Return the marks that the next epoch begins with: of sources whose epochs follow from each
+        other."""
         found = {}
         for node in self._plan.all_nodes:
             if isinstance(node, OperatorNode) and (value := node.operator.upcoming()) is not None:
@@ -246,7 +247,7 @@ class RunPosition:
     def _along(
         self, plan: ChainPlan, n: int, epoch: int, raised: bool, replayed: bool
     ) -> Iterator[_Stop]:
-        """Yield the operators of a chain that have marks, from its end on, behind `n` of its items."""
+        """Yield the operators of a chain that have marks, from its end on, after `n` of its items."""
         for node in reversed(plan.nodes):
             if not isinstance(node, OperatorNode):
                 if isinstance(node, WorkerNode) and node.reads:
@@ -285,7 +286,7 @@ class RunPosition:
             n, epoch = own[0].start, own[0].epoch
 
     def _stop(self, node: Node, n: int, epoch: int, replayed: bool) -> _Stop | None:
-        """Return the last mark of a node that is not behind item `n`."""
+        """Return the last mark of a node that is not after item `n`."""
         for marks in self._places.get(node.path, ()):
             if marks.epoch == epoch:
                 mark = marks.last_before(n)
@@ -328,7 +329,7 @@ class RunPosition:
 
 
 def is_before(place: Path, other: Path) -> bool:
-    """Tell whether items from the node `place` go through `other`: it is earlier, or on a branch."""
+    """Return True if items from the node `place` go through `other`: it is earlier, or on a branch."""
     chain, behind = other[:-1], other[-1]
     if place[:-1] == chain:
         return place[-1] < behind
@@ -363,7 +364,7 @@ def head_place(node: Node) -> str | None:
 
 
 def is_at(node: Node, heads: Heads) -> bool:
-    """Tell whether a node makes the items that `heads` counts."""
+    """Return True if a node makes the items that `heads` counts."""
     first, dash, last = heads.place[1:].partition("-")
     if isinstance(node, OperatorNode) or not dash:
         return heads.place == name_of(node)
@@ -398,7 +399,7 @@ def reader_marks(plan: ChainPlan, marks: Mapping[str, Mark]) -> Iterator[tuple[W
 
 
 def cuts_of(marks: Mapping[str, Mark], heads: Heads | None = None) -> dict[Path, set[int]]:
-    """Return where the nodes of a run that goes on from these marks must begin."""
+    """Return where the nodes of a run that resumes from these marks must begin."""
     found = {
         path: {number for first, last, _ in spans for number in (first, last + 1)}
         for path, spans in spans_of(marks).items()
@@ -410,7 +411,7 @@ def cuts_of(marks: Mapping[str, Mark], heads: Heads | None = None) -> dict[Path,
 
 
 def one_by_one(node: FunctionsNode | RelayNode, *, raised: bool) -> bool:
-    """Tell whether a node gives one item or error for each that it takes; see `seeds_by_number`."""
+    """Return True if a node gives one item or error for each that it takes; see `seeds_by_number`."""
     if isinstance(node, RelayNode):
         return True
     return not seeds_by_number(node, raised=raised) and all(
@@ -419,10 +420,10 @@ def one_by_one(node: FunctionsNode | RelayNode, *, raised: bool) -> bool:
 
 
 def seeds_by_number(node: FunctionsNode | RelayNode, *, raised: bool) -> bool:
-    """Tell whether a node seeds items by numbers that nobody knows any more.
+    """Return True if a node seeds items by numbers that are not known any more.
 
-    Where errors were `raised`, these are the numbers of the items that came through to it, and nobody
-    knows which of the errors did not.
+    Where errors were `raised`, these are the numbers of the items that reached the node; which of the
+    errors came before it is not known.
     """
     if not raised or isinstance(node, RelayNode):
         return False

@@ -1,7 +1,7 @@
 """Stages of a running pipeline: each is made of its node once, and started.
 
-A running stage outlives the passes of its pipeline: its workers stay for the next epoch. Nothing here
-knows what stands between two stages.
+A running stage outlives an epoch of its pipeline: its workers stay for the next. Nothing here knows the
+nodes between two stages.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ class RunningStages(dict[Path, RunningStage]):
     ) -> SampleRng | None:
         """Return the seeding of a function that is called where its results are asked for.
 
-        `relayed` says that the thread of a relay asks, and not your loop's.
+        With `relayed` the thread of a relay asks, and not your loop's.
         """
         origin = self._origin(node, [work], epoch, threads=relayed)
         if origin is None:
@@ -239,7 +239,7 @@ class RunningStages(dict[Path, RunningStage]):
     def error_budget(
         self, node: InlineNode | WorkerNode, name: str, epoch: int, *, gaps: bool
     ) -> ErrorBudget | None:
-        """Return the error budget of one pass of a stage; None if errors are raised."""
+        """Return the error budget of a stage in an epoch; None if errors are raised."""
         policy = node.placement.on_error
         if policy is None:
             return None

@@ -148,7 +148,7 @@ def shares_of(pipeline: Chain) -> tuple[list[int], list[int]]:
 def descriptions(pipeline: Chain) -> list[str]:
     """Describe the steps that decide which items come in which order, and not where or how fast.
 
-    A run must have them in common with the run whose state it goes on from.
+    A run must have them in common with the run from whose state it resumes.
     """
     return list(_described(pipeline, "", {}))
 
@@ -178,10 +178,10 @@ def checked(
     seed: int | None = None,
     any_ranks: bool = False,
 ) -> Position:
-    """Return the contents of a state; raise `StateError` if `pipeline` can't go on from it.
+    """Return the contents of a state; raise `StateError` if `pipeline` can't resume from it.
 
     `epoch` and `seed` are those that the user gave; None takes those of the state. With `any_ranks` it
-    need not go on by itself on this number of ranks.
+    need not resume by itself on this number of ranks.
     """
     _FIELDS.check(state)
     _same_operators(state["operators"], descriptions(pipeline))
@@ -214,9 +214,9 @@ def checked(
 
 
 def _counted(pipeline: Chain) -> bool:
-    """Tell whether the length of a pipeline is that of datasets, the same in every epoch.
+    """Return True if the length of a pipeline is that of datasets, the same in every epoch.
 
-    A sampler's may be that of the epoch that it is told of, and that of an iterable a guess.
+    A sampler's may be that of the epoch that was set, and that of an iterable a guess.
     """
     branches = pipeline.operators[0].branches()
     return all(map(_counted, branches)) if branches else pipeline.operators[0].counted

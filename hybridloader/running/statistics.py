@@ -93,7 +93,7 @@ def _row_of_relay(executor: Executor, running: RunningRelay, loop: LoopWaits) ->
 
 
 def _row_of_caller(executor: Executor, loop: LoopWaits) -> Iterator[StageRecord]:
-    """Yield what your loop's thread does in `next()`, if there are functions in it, or nothing else."""
+    """Yield the row of your loop's thread, if it calls functions in `next()`, or there is no other."""
     nodes = executor.plan.nodes
     works = list(_pulled(nodes))
     alone = not (executor.stages or executor.relays)
@@ -110,7 +110,7 @@ def _row_of_caller(executor: Executor, loop: LoopWaits) -> Iterator[StageRecord]
 
 
 def _of_works(executor: Executor, nodes: Sequence[OperatorNode | InlineNode]) -> dict[str, Any]:
-    """Return what a record has of the operators and functions that a thread runs."""
+    """Return the operators and functions that a thread runs, as a record has them."""
     functions = [node for node in nodes if isinstance(node, InlineNode)]
     uses = [
         CoroutineUse(work.name, work.step().concurrency, parts.coroutines, parts.idle, parts.held)

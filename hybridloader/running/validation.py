@@ -13,9 +13,10 @@ _Repeats = tuple[int, ...]
 
 
 def check(plan: ChainPlan) -> None:
-    """Find what can't run, before anything is started: forks, devices, steps and backends.
+    """Find steps that can't run, before anything is started: forks, devices, steps and backends.
 
-    Raises `ValueError`, `BackendUnavailable` for a backend that can't serve here, or what a step raises.
+    Raises `ValueError`, `BackendUnavailable` for a backend that can't serve here, or the error of a
+    step.
     """
     _check_devices(plan)
     for operator in steps_in(plan.chain):
