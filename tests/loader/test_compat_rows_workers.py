@@ -39,6 +39,8 @@ from hybridloader import DataLoader, Inline, Threads, WorkerDied
 
 def test_r25_references_taken_before_our_import_tell_the_thread_who_it_is() -> None:
     script = """
+        import os
+
         from torch.utils.data import get_worker_info as one
         from torch.utils.data._utils.worker import get_worker_info as two
         import torch.utils.data
@@ -64,7 +66,10 @@ def test_r25_references_taken_before_our_import_tell_the_thread_who_it_is() -> N
                 assert one() is None
                 found += batch
             assert found == [({0}, None), ({1}, None)] * 2, found
-        theirs = torch.utils.data.DataLoader(Data(), num_workers=1, collate_fn=keep)
+        fork = "fork" if hasattr(os, "fork") else None  # the default until Python 3.14
+        theirs = torch.utils.data.DataLoader(
+            Data(), num_workers=1, collate_fn=keep, multiprocessing_context=fork
+        )
         assert [batch[0][1].id for batch in theirs] == [0] * 4
         print("fine")
     """

@@ -307,6 +307,7 @@ class Failing:
 
 def test_nothing_of_a_value_is_left_in_the_pickler_or_in_the_next_value() -> None:
     shared = np.arange(5)
+    references = sys.getrefcount(shared)  # one less since Python 3.14
     for value in ([shared, torch.arange(3)], torch.arange(3).expand(2, 3), Failing, None):
         if value is Failing:
             with pytest.raises(ResultNotSendable, match="no"):
@@ -315,7 +316,7 @@ def test_nothing_of_a_value_is_left_in_the_pickler_or_in_the_next_value() -> Non
             pack(value)
     for _ in range(2):
         assert pickle.loads(pack([shared, shared])[0])[1].tolist() == [0, 1, 2, 3, 4]
-    assert sys.getrefcount(shared) == 2
+    assert sys.getrefcount(shared) == references
     assert unpack(*pack([Nested(), "after"]))[0].tolist() == [0, 1, 2]
 
 
