@@ -79,8 +79,8 @@ class Steps(Chain):
         ----------
         function
             Takes an item. An object with a method `setup()` is copied for every worker, and `setup` is
-            called there once before the first item. Of an ``async def``, `concurrency` coroutines are in
-            work at a time in each worker, and their results are the items.
+            called there once before the first item. Of an ``async def``, `concurrency` coroutines run at
+            a time in each worker, and their results are the items.
         name
             Name of this stage in errors and tables.
         **where
@@ -180,7 +180,7 @@ class Steps(Chain):
     pin_memory = _step("pin_memory", PinMemory)
 
     def to(self, device: Any, *, prefetch: int = AHEAD, buffer_bytes: int = BUFFER_BYTES) -> Self:
-        """Batches on a device, copied there ahead by a thread of its own; see `ToDevice`.
+        """Batches on a device, copied there ahead by a thread; see `ToDevice`.
 
         ``"cpu"`` changes nothing.
         """
@@ -188,7 +188,7 @@ class Steps(Chain):
         return self if str(device).partition(":")[0] == "cpu" else self._then(step)
 
     def apply(self, step: Operator | Callable[[Self], Self]) -> Self:
-        """An operator of your own, or what a function makes of this pipeline."""
+        """Your operator after this pipeline, or the pipeline that a function makes of it."""
         if isinstance(step, Operator):
             return self._then(step)
         if not callable(step) or isinstance(step, type):

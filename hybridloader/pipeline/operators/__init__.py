@@ -1,1 +1,1 @@
-"""Operators of pipelines, each a small class of its own."""
+"""Operators of pipelines, a small class for each."""

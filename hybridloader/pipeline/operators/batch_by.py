@@ -263,8 +263,8 @@ class BatchBy(Operator):
         See `Batch`; ``Pad()`` pads.
     oversize
         Treatment of an item that alone costs more than `budget`: ``"raise"`` a `ValueError` that names
-        it; ``"skip"`` it, which `Run.skipped` lists, and one warning tells; or give it
-        ``"alone"``, in a batch of its own. `TokenBudgetBatchSampler` has the same words.
+        it; ``"skip"`` leaves it out, with one warning and an entry in `Run.skipped`; ``"alone"`` makes a
+        batch of it. `TokenBudgetBatchSampler` has the same words.
     """
 
     cost: Callable[[Any], Any]
@@ -384,7 +384,7 @@ class BatchByIterator(OperatorIterator):
                 return batch
 
     def _takes(self, item: Any, cost: Any) -> bool:
-        """Tell whether an item that no batch has room for is taken all the same."""
+        """Return True if an item that no batch has room for is taken all the same."""
         rules = self._rules
         if rules.oversize == "alone":
             return True

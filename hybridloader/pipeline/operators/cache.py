@@ -1,6 +1,6 @@
 """Cache of the items of one whole pass, in memory or in a file, for later passes.
 
-A pass counts as whole when its end was reached and no item of it raised; any other is thrown away.
+An epoch counts as whole when its end was reached and no item of it raised; any other is thrown away.
 Once there is a whole one, the steps before the cache are not even opened.
 """
 
@@ -39,7 +39,7 @@ _Kept = tuple[list[Any], list[int]]
 
 @dataclass(frozen=True)
 class Cache(Operator):
-    """Keeps what comes through the first whole pass, and gives it in every later one.
+    """Keeps the items of the first whole epoch, and gives them in every later one.
 
     The steps before are frozen with it: random choices made there are made once.
 
@@ -47,8 +47,8 @@ class Cache(Operator):
     ----------
     path
         Path of a file, which only this user can read. It is used again by later runs, and must be
-        deleted when what it was made of has changed. None keeps the items in memory, with this
-        very object: every pass gives the same objects, so change none of them in place. A copy of
+        deleted when the data or the steps before it have changed. None keeps the items in memory, with
+        this very object: every pass gives the same objects, so change none of them in place. A copy of
         the object, and one that was pickled, begins with nothing.
     fingerprint
         Description of the steps before. A file that was written with another one is refused.
@@ -56,7 +56,7 @@ class Cache(Operator):
     Raises
     ------
     CacheError
-        When a pass begins, or at an item: the file is damaged, or was written by another pipeline.
+        When an epoch begins, or at an item: the file is damaged, or was written by another pipeline.
     """
 
     path: str | os.PathLike[str] | None = None
@@ -90,7 +90,7 @@ class Cache(Operator):
         settle(self, **state, _kept=[])
 
     def ready(self) -> bool:
-        """Tell whether a whole pass is kept, so that the steps before are not needed."""
+        """Return True if a whole epoch is kept, so that the steps before are not needed."""
         return bool(self._kept) if self.path is None else os.path.exists(self.path)
 
     def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
@@ -176,7 +176,7 @@ class Cache(Operator):
 
 
 class _Shelf:
-    """The items of a pass on their way to what is `kept`."""
+    """Items of an epoch that become `kept` at its end."""
 
     def __init__(self, kept: list[_Kept], origin: list[int]) -> None:
         self._kept, self._origin = kept, origin
@@ -189,7 +189,7 @@ class _Shelf:
 
 
 class KeptIterator(OperatorIterator):
-    """A pass over what is kept. A damaged record raises; the one behind it comes next."""
+    """Iterator over the items that are kept. A damaged record raises; the one after it comes next."""
 
     def __init__(self, items: Iterator[Any], let_go: Callable[[], object] = bool) -> None:
         super().__init__(items)
@@ -203,13 +203,13 @@ class KeptIterator(OperatorIterator):
             raise
 
     def close(self) -> None:
-        """Give up what is left, and let go of the file. Idempotent."""
+        """Give up the rest, and let go of the file. Idempotent."""
         self._end()
         self._let_go()
 
 
 class KeepingIterator(OperatorIterator):
-    """A pass that is kept, in memory or in the file `path`, if it comes to its end."""
+    """An epoch that is kept, in memory or in the file `path`, if it comes to its end."""
 
     def __init__(
         self, items: Iterator[Any], writer: Writer | _Shelf | None, path: str | None = None

@@ -1,16 +1,19 @@
-"""File of a cache: the items of one pass are written, and read back.
+"""File of a cache: the items of one epoch are written, and read back.
 
 ::
 
     head      magic, version
-    records   digest of what follows | size of the pickle, number of buffers, their sizes | these
+
+    records   digest of the rest | size of the pickle, number of buffers, their sizes | pickle, buffers
+
     index     the fingerprint (utf-8), and where each record begins
+
     tail      where the index begins, size of the fingerprint | digest of these and the index | magic
 
 Numbers are in the machine's own order. Buffers begin at multiples of 64, so that arrays over them are
-aligned. As the index says where records begin, damage to one spoils no other. A file is written under a
-temporary name beside its own and renamed when it is whole, so a reader never sees half of one; it
-is not synced, because the digests find what a power failure has cut off.
+aligned. As the index has the beginnings of records, damage to one spoils no other. A file is written
+under a temporary name beside its own and renamed when it is whole, so a reader never sees half of one;
+it is not synced, because the digests find data that a power failure has cut off.
 
 Digests find damage, not malice: unpickling runs code. So a file is written for this user alone, and one
 that is somebody else's, or that others can write to, is not read.
@@ -66,7 +69,8 @@ def _digest(first: Any, *pieces: Any) -> bytes:
 
 
 def _who_else(found: os.stat_result) -> str | None:
-    """Name who besides this user and root may have written a file; None if nobody, or nobody knows."""
+    """Name who besides this user and root may have written a file; None if no one, or if it is not
+    known."""
     if not hasattr(os, "geteuid"):  # Windows: what a user's folder lets others do is inherited
         return None
     if found.st_uid not in (os.geteuid(), 0):
@@ -77,10 +81,10 @@ def _who_else(found: os.stat_result) -> str | None:
 
 
 class Writer:
-    """A file that is being written. Whoever lets go of it without `commit` has written nothing.
+    """A file that is being written. If it is let go without `commit`, nothing was written.
 
-    Any method may raise `OSError`: there is no room, say, or the file system gives files to others.
-    Call `discard` then.
+    Any method may raise `OSError`: for example, there is no room, or the file system gives files to
+    others. Call `discard` then.
     """
 
     def __init__(self, path: str, fingerprint: str) -> None:
@@ -135,7 +139,7 @@ class Writer:
             raise
 
     def discard(self) -> None:
-        """Remove what was written. Idempotent."""
+        """Remove the file. Idempotent."""
         self._finalizer()
 
     def _put(self, *pieces: Any) -> None:
@@ -174,9 +178,9 @@ def _remove(fd: int, path: str, owner: int) -> None:
 class Reader:
     """A whole file, record by record.
 
-    It is mapped copy-on-write: arrays lie over the mapping, can be written to, and keep it
-    for as long as they live; what is written to them never reaches the file. `CacheError` is raised if
-    it is damaged, was written by another pipeline, or may have been by somebody else.
+    It is mapped copy-on-write: arrays lie over the mapping, can be written to, and keep it for as long
+    as they live; changes of them never reach the file. `CacheError` is raised if it is damaged, was
+    written by another pipeline, or may have been by somebody else.
     """
 
     def __init__(self, path: str, fingerprint: str) -> None:

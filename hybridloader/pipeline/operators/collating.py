@@ -1,7 +1,7 @@
 """Collation in the thread that pulls: samples become a batch, large ones in recycled slots.
 
 The same collation and the same slots as in workers; see `hybridloader.fetching.collate` and
-`hybridloader.memory.slots`. torch is imported only if its `default_collate` is what collates.
+`hybridloader.memory.slots`. torch is imported only if its `default_collate` collates.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SIZE = "give the number of samples in a batch"
 
 
 class Collating:
-    """A collate function with slots of its own, page-locked if a device is going to read them."""
+    """A collate function and its slots, page-locked if a device is going to read them."""
 
     def __init__(
         self, collate_fn: CollateFn | None, memory: Memory, locks: PageLocks | None = None
@@ -57,7 +57,7 @@ class Collating:
 
 
 def check_collation(operator: Operator, collate_fn: Any, memory: Any) -> None:
-    """Refuse what can't be a collate function, or a limit of memory."""
+    """Refuse a wrong collate function or limit of memory."""
     if collate_fn is not None:
         what = "a function from a list of samples to a batch (list keeps them as they are)"
         function(f"{operator.name}: collate_fn", collate_fn, what)

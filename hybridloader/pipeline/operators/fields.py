@@ -1,8 +1,8 @@
 """Samples with fields: mappings, namedtuples and dataclasses, taken apart and put together again.
 
-A batch that was collated is split into the samples that it was made of. What is a batch of columns
-and what is a list of samples is decided by rules that look at types and never at lengths, so that a
-pipeline does not take one batch for this and the next one for that.
+A batch that was collated is split into the samples that it was made of. A batch of columns is
+distinguished from a list of samples by types, never by lengths. So all batches of a pipeline are taken
+alike.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from hybridloader.devices.batch_parts import like
 
 
 def is_named(value: Any) -> bool:
-    """Tell whether it is a namedtuple."""
+    """Return True if it is a namedtuple."""
     return isinstance(value, tuple) and has(value, "_fields")
 
 
 def is_array(value: Any) -> bool:
-    """Tell whether it is a tensor or array with a first dimension. Imports neither torch nor numpy."""
+    """Return True if it is a tensor or array with a first dimension. Imports neither torch nor numpy."""
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     found = (torch is not None and isinstance(value, torch.Tensor)) or (
         numpy is not None and isinstance(value, numpy.ndarray)
@@ -65,7 +65,7 @@ def samples_of(batch: Any, columns: bool | None, place: str = "the batch") -> Se
 
 
 def _holds_columns(batch: Sequence[Any], place: str) -> bool:
-    """Tell whether it holds columns: arrays of different kinds, or arrays and other things.
+    """Return True if it holds columns: arrays of different kinds, or arrays and other things.
 
     Samples that are arrays are of one dtype and number of dimensions. Columns may be, too.
     """

@@ -1,9 +1,9 @@
 """Fingerprints: short digests of the values that a step was given.
 
-They tell a step from another of the same name. They follow from values and not from addresses, so
-they are the same in every run of a script. The work is bounded: only a sample of a large value is
-read. No code of the user's is called: only the attributes of an object are read. So a dataset that
-loads samples on demand loads none.
+They distinguish a step from another of the same name. They follow from values and not from addresses, so
+they are the same in every run of a script. The work is bounded: only a sample of a large value is read.
+No code of the user's is called: only the attributes of an object are read. So a dataset that loads
+samples on demand loads none.
 
 The bodies of functions, and the contents of files, are not read.
 """

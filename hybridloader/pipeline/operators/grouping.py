@@ -174,18 +174,18 @@ class BatchIterator(OperatorIterator):
 class Unbatch(Operator):
     """The samples of every batch, one by one.
 
-    Tensors and arrays are split along their first dimension; mappings, namedtuples and dataclasses
-    field by field, and made again around every sample's part. A list or tuple of batched columns, as
-    `default_collate` makes of tuples, gives tuples; any other gives what is in it. What numbers
-    were before they were collated can't be known: they come as tensors of no dimension.
+    Tensors and arrays are split along their first dimension; mappings, namedtuples and dataclasses field
+    by field, and made again around every sample's part. A list or tuple of batched columns, as
+    `default_collate` makes of tuples, gives tuples; any other gives its elements. Numbers that were
+    collated come as tensors of no dimension: their types are not known.
 
     Parameters
     ----------
     columns
         Contents of lists and tuples, also those in fields: True, columns; False, one thing for each
-        sample. None goes by what is in them: without an array they hold samples; with arrays that
-        differ in dtype or number of dimensions, or with arrays and other things, columns; with arrays of
-        one kind it could be either, and is an error.
+        sample. None goes by their elements: without an array they hold samples; with arrays that differ
+        in dtype or number of dimensions, or with arrays and other things, columns; with arrays of one
+        kind it could be either, and is an error.
     split
         Function from a batch to an iterable of its samples, instead of these rules.
     """

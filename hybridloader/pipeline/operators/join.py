@@ -137,7 +137,7 @@ class _TurnIterator(JoinIterator):
 class Mix(_InTurn):
     """Items of several pipelines, each drawn at random from one of them, errors in their places.
 
-    The order is a function of the seed, the pass and the lengths of the pipelines.
+    The order is a function of the seed, the epoch and the lengths of the pipelines.
 
     Parameters
     ----------
@@ -149,7 +149,7 @@ class Mix(_InTurn):
     seed
         None takes the seed of the run.
     stop
-        ``"all"`` goes on with the others, in the same proportions, when one has ended. ``"first"``
+        ``"all"`` continues with the others, in the same proportions, when one has ended. ``"first"``
         ends when one that was drawn has ended.
 
     Notes

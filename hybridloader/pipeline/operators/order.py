@@ -36,8 +36,8 @@ class Shuffle(Operator):
 
     The buffer is filled with the first `buffer_size` items. Then one of those in it, each with the same
     chance, is given, and the next item comes into the buffer; at the end the rest is given in the same
-    way. So all of what fits into the buffer is shuffled uniformly, and no item comes more than
-    `buffer_size` - 1 places earlier than it would have. The order is a function of the seed, the pass
+    way. So items that fit into the buffer are shuffled uniformly, and no item comes more than
+    `buffer_size` - 1 places earlier than it would have. The order is a function of the seed, the epoch
     and the number of items.
 
     Parameters
@@ -433,12 +433,12 @@ class EnumerateIterator(OperatorIterator):
 
 @dataclass(frozen=True)
 class Repeat(Operator):
-    """All items again and again: every time a new pass over what comes before, an epoch of its own.
+    """All items again and again: each repetition is another epoch of the steps before.
 
     Parameters
     ----------
     times
-        Number of passes; None goes on until a pass gives nothing.
+        Number of passes; None repeats them until an epoch has no items.
     """
 
     times: int | None = None
@@ -469,7 +469,7 @@ class Repeat(Operator):
 
 
 class RepeatIterator(PassesIterator):
-    """Iterator of `Repeat`. The first pass begins with it, another when its turn comes."""
+    """Iterator of `Repeat`. The first repetition begins with it, another when its turn comes."""
 
     def __init__(self, upstream: Upstream, times: int | None, context: Context) -> None:
         super().__init__(context)
@@ -497,8 +497,8 @@ class ShardByRank(Operator):
     Parameters
     ----------
     num_replicas, rank
-        Number of shards, and the number of this one, from 0. None takes those of
-        `torch.distributed` if it is initialised when the pass begins, else shard 0 of 1.
+        Number of shards, and the number of this one, from 0. None takes those of `torch.distributed` if
+        it is initialised when the epoch begins, else shard 0 of 1.
     """
 
     num_replicas: int | None = None

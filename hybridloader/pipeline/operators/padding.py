@@ -1,8 +1,8 @@
 """Padding: samples of different lengths become one batch, filled up with a padding value.
 
-Where the samples are alike in shape this is what `default_collate` gives, with one difference: a list of
-numbers is one sequence, not one field for each number. Nothing is truncated, and no number is
-changed: a dtype that can't hold the padding value is an error.
+Samples of one shape give the batch of `default_collate`, with one difference: a list of numbers is one
+sequence, not one field for each number. Nothing is truncated, and no number is changed: a dtype that
+can't hold the padding value is an error.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ class Pad:
     """A collate function that pads; for any operator that takes a ``collate_fn``.
 
     Tensors, arrays and lists of numbers are padded, at the end, to the longest of the batch in every
-    dimension, and stacked; a list is what ``torch.tensor`` makes of it. Mappings, tuples and
-    namedtuples are padded field by field and have the structure that `default_collate` gives them:
-    a tuple becomes a list. Numbers and strings are collated as by `default_collate`.
+    dimension, and stacked; a list goes through ``torch.tensor``. Mappings, tuples and namedtuples are
+    padded field by field and have the structure that `default_collate` gives them: a tuple becomes a
+    list. Numbers and strings are collated as by `default_collate`.
 
     Parameters
     ----------
     padding_value
         Value to fill up with.
     lengths
-        True gives ``(batch, lengths)``: `lengths` has the structure of the batch, with an int64
-        tensor of the sizes of the first dimension for what has one, and None for the rest.
+        True gives ``(batch, lengths)``: `lengths` has the structure of the batch, with an int64 tensor
+        of the sizes of the first dimension for tensors that have one, and None for the rest.
 
     Raises
     ------
@@ -65,7 +65,7 @@ class Pad:
         return (batch, lengths) if self.lengths else batch
 
     def _field(self, samples: Sequence[Any], place: str) -> tuple[Any, Any]:
-        """Return one field of all samples, and its lengths; `place` says which one, for errors."""
+        """Return one field of all samples, and its lengths; `place` names it in errors."""
         first = samples[0]
         if {*map(type, samples)} == {_tensor_type()} or all(map(_is_sequence, samples)):
             return self._sequences(samples, place)
@@ -171,7 +171,7 @@ def _tensor_type() -> Any:
 
 
 def _is_sequence(sample: Any) -> bool:
-    """Tell whether it is a tensor, an array, or a list of numbers, also a nested one."""
+    """Return True if it is a tensor, an array, or a list of numbers, also a nested one."""
     if type(sample) is list:
         while type(sample) is list:
             if not sample:

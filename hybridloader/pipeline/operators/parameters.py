@@ -1,7 +1,8 @@
-"""Checks of what users give: operators refuse bad parameters when they are described, not when they run.
+"""Checks of a user's parameters: operators refuse bad parameters when they are described, not when they
+run.
 
-Every error says which operator and parameter, what was given, and what to give instead. Nothing here
-knows what an operator does.
+Every error names the operator, the parameter, its value and a remedy. Nothing here depends on the kind
+of operator.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from hybridloader.running.operator import INFINITE, Chain, Length
 
 
 class Named(Protocol):
-    """An operator, or what else errors are to name."""
+    """An operator, or another object that errors name."""
 
     @property
     def name(self) -> str: ...
@@ -49,7 +50,7 @@ SEED = "give an int from 0 up, or None for the seed of the run"
 
 
 def check_source(name: str, source: Any, hint: str = "") -> None:
-    """Refuse what is no iterable, nor a function that gives one. Raises `TypeError`."""
+    """Refuse an object that is no iterable, nor a function that returns one. Raises `TypeError`."""
     if isinstance(source, (str, bytes)):
         raise TypeError(
             f"{name}: a {type(source).__qualname__} would be read one character at a time: "
@@ -63,7 +64,7 @@ def check_source(name: str, source: Any, hint: str = "") -> None:
 
 
 def several(described: Named, pipelines: Iterable[Any]) -> tuple[Chain, ...]:
-    """Return `pipelines` as a tuple; refuse none, and what is none."""
+    """Return `pipelines` as a tuple; refuse an empty one, and objects that are no pipelines."""
     found = tuple(pipelines)
     if not found:
         raise ValueError(f"{described.name}: there are no pipelines; give at least one")

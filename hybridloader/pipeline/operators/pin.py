@@ -1,6 +1,6 @@
-"""Batches in page-locked memory, or on a device: made ready by a thread of their own.
+"""Batches in page-locked memory, or on a device: made ready by a thread.
 
-What is pinned and how it is copied is told in `hybridloader.devices.pinning`.
+See `hybridloader.devices.pinning` for the rules of pinning and copying.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from hybridloader.running.operator import Context, OneForOne, RelayOptions
 
 @dataclass(frozen=True)
 class PinMemory(OneForOne):
-    """Pins what torch's DataLoader pins: tensors, in containers too, and what has a `pin_memory()`.
+    """Pins tensors, in containers too, and objects with a `pin_memory()`, as torch's DataLoader does.
 
-    A thread of its own does it, on the device that was current where the pipeline was started. Without
-    an accelerator, items pass as they are, with a warning.
+    A thread does it, on the device that was current where the pipeline was started. Without an
+    accelerator, items pass as they are, with a warning.
 
     Parameters
     ----------
@@ -54,7 +54,7 @@ class PinMemory(OneForOne):
         check(self.device)
 
     def pinner(self) -> Pinner | None:
-        """Return what handles the items of one run, for the device that is current on this thread."""
+        """Return the pinner of one run, for the device that is current on this thread."""
         accelerator = current() if self.device is None else find(self.device)
         if accelerator is None or not accelerator.pins:
             return None
@@ -66,10 +66,10 @@ class PinMemory(OneForOne):
 
 @dataclass(frozen=True)
 class ToDevice(PinMemory):
-    """Copies what `PinMemory` pins to a device, ahead of whoever takes it.
+    """Copies the tensors that `PinMemory` would pin to a device, ahead of the loop.
 
-    A thread of its own queues the copies on a stream beside the others. The current stream of the thread
-    that takes an item waits for them. So it comes last, or before steps that your loop itself runs.
+    A thread queues the copies on a stream beside the others. The current stream of the thread that takes
+    an item waits for them. So it comes last, or before steps that your loop itself runs.
 
     Parameters
     ----------

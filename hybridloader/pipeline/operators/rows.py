@@ -237,7 +237,7 @@ class ZipIterator(JoinIterator):
         last.throw()
 
     def _end(self, last: Exception | None) -> NoReturn:
-        """Raise what this row raises, then `last`, then `StopIteration` for ever."""
+        """Raise the error of this row, then `last`, then always `StopIteration`."""
         self._ended, self._last = True, last
         if self._failed is not None and type(self._failed) is not LeftOut:
             self._raise_failed()

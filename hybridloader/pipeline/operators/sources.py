@@ -1,7 +1,7 @@
 """Sources of items: the indices of a dataset, or any iterable that one reader reads.
 
-The reader is the thread that pulls. What samplers and iterables mean is torch's convention, also that
-`set_epoch` tells them which pass it is.
+The reader is the thread that pulls. Samplers and iterables follow torch's conventions: `set_epoch` gets
+the number of the epoch.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ from hybridloader.running.operator import Context, Length, OperatorIterator, Sou
 class Indices(Source):
     """The indices of a map-style dataset, in the order in which it is to be read.
 
-    See `Pipeline.from_dataset`. The dataset is asked for its length when a pass begins, and for nothing
-    else. Without a sampler and without `shuffle` the indices are those of ``range(len(dataset))``.
+    See `Pipeline.from_dataset`. The dataset is asked for its length when an epoch begins, and for
+    nothing else. Without a sampler and without `shuffle` the indices are those of
+    ``range(len(dataset))``.
     """
 
     dataset: Any = field(repr=False)
@@ -157,7 +158,7 @@ class Indices(Source):
 
 
 def _is_iterable_dataset(dataset: Any) -> bool:
-    """Tell whether it is torch's, which inherits a ``__getitem__`` that always raises."""
+    """Return True if it is torch's, which inherits a ``__getitem__`` that always raises."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(dataset, torch.utils.data.IterableDataset)
 

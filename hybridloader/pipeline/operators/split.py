@@ -1,8 +1,8 @@
-"""A fork: several pipelines share one pass over what comes before them.
+"""A fork: several pipelines share one iteration of the steps before them.
 
-Every branch gets every item, the same object as the others. What one branch has had and another
-has not yet waits in a queue without bound, as with `itertools.tee`: a branch that is never pulled
-holds all that the others have had. No thread is started here; whichever branch comes first pulls.
+Every branch gets every item, the same object as the others. Items that one branch has returned and
+another has not yet wait in a queue without bound, as with `itertools.tee`: for a branch that is never
+pulled, every item of the others is kept. No thread is started here; whichever branch comes first pulls.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hybridloader.running.operator import (
 
 @dataclass(frozen=True, eq=False)
 class ForkPoint:
-    """Place where `pipeline` goes on in `count` branches.
+    """Place where `pipeline` continues in `count` branches.
 
     Every fork is another, even with the same parts. All branches are to be pulled, or closed: see the
     module.
@@ -55,7 +55,7 @@ class ForkPoint:
 
 @dataclass(frozen=True)
 class Branch(Source):
-    """One of the pipelines that a fork makes, opened once in a pass.; `number` counts from 0."""
+    """One of the pipelines that a fork makes, opened once in an epoch; `number` counts from 0."""
 
     fork: ForkPoint = field(repr=False)
     number: int
@@ -144,7 +144,7 @@ class _Trunk:
         self.queues[number] = None
 
     def close(self, number: int) -> None:
-        """Forget one branch, and close what comes before all once none is left."""
+        """Forget one branch, and close the steps before all once none is left."""
         self.forget(number)
         if self._items is not None and not any(q is not None for q in self.queues):
             self._ended = True
@@ -152,7 +152,7 @@ class _Trunk:
 
 
 class BranchIterator(Iterator[Any]):
-    """Iterator of `Branch`; each may be pulled by a thread of its own."""
+    """Iterator of `Branch`; each may be pulled by another thread."""
 
     def __init__(self, trunk: _Trunk, number: int, queue: deque[Any]) -> None:
         self._trunk, self._number = trunk, number
@@ -171,7 +171,7 @@ class BranchIterator(Iterator[Any]):
         return item
 
     def close(self) -> None:
-        """Let the others go on alone; the last one closes what comes before. Idempotent."""
+        """Leave the others alone; the last one closes the steps before. Idempotent."""
         if not self._closed:
             self._closed = True
             self._trunk.close(self._number)
@@ -185,12 +185,12 @@ class BranchIterator(Iterator[Any]):
 
 
 def leaves_out(pipelines: Sequence[Chain]) -> bool:
-    """Tell whether a step in one of `pipelines` leaves out items that fail."""
+    """Return True if a step in one of `pipelines` leaves out items that fail."""
     return any(step.leaves_out for pipeline in pipelines for step in steps_in(pipeline))
 
 
 def may_begin_at(pipelines: Sequence[Chain], n: int) -> bool:
-    """Tell whether pipelines that are pulled in step can each begin behind `n` items.
+    """Return True if pipelines that are pulled in step can each begin after `n` items.
 
     Branches of a fork can if all of them are here and want the same items next: else one of them
     would have to be given items that the others are not to see again.
@@ -212,7 +212,7 @@ def may_begin_at(pipelines: Sequence[Chain], n: int) -> bool:
 
 
 def _begins_at(pipeline: Chain, n: int) -> int | None:
-    """Return how many items of its source make its first `n`, None if a step can't say."""
+    """Return how many items of its source make its first `n`; None if a step does not know."""
     for operator in reversed(pipeline.operators[1:]):
         found = operator.seek(n)
         if found is None:
@@ -222,7 +222,7 @@ def _begins_at(pipeline: Chain, n: int) -> int | None:
 
 
 def reaches_out(pipeline: Chain) -> bool:
-    """Tell whether it holds some branches of a fork, and not all of them."""
+    """Return True if it holds some branches of a fork, and not all of them."""
     met: dict[ForkPoint, set[int]] = {}
     for operator in steps_in(pipeline):
         if isinstance(operator, Branch):

@@ -1,4 +1,4 @@
-"""Sources with a state of their own: samplers and iterables that can tell their position.
+"""Sources with a state: samplers and iterables that know their position.
 
 They have torchdata's protocol, `state_dict` and `load_state_dict`, on the object or on its iterator.
 Their state is taken now and then, before it is known whether anybody will want it: a pipeline reads
@@ -29,9 +29,9 @@ ITEMS = 64
 
 
 class Opened:
-    """A pass over an iterable, begun behind the `at` items that the run before had come to.
+    """Iteration over an iterable, begun after the `at` items before the position of a state.
 
-    The iterable has been told the number of the pass; a `drawn` one has a generator made for it.
+    The iterable has got the number of the epoch; a `drawn` one has a generator made for it.
     """
 
     def __init__(self, iterable: Any, context: Context, name: str, *, drawn: bool = False) -> None:
@@ -84,7 +84,7 @@ class Opened:
             ) from error
 
     def items(self, context: Context, every: int) -> OperatorIterator:
-        """Return the rest of the pass, marked every so many items."""
+        """Return the rest of the epoch, marked every so many items."""
         if self._computes:
             told, at, begun = self._told, self.at, copied(self._told.state_dict())
             context.mark_all(lambda n: told.state_after(begun, n - at))
@@ -99,7 +99,7 @@ class Opened:
 
 
 def generator_state(order: Any) -> str | None:
-    """Return the state of the generator from which the next pass over `order` draws; None without."""
+    """Return the state of the generator from which the next epoch of `order` draws; None without."""
     generator = _generator_of(order)
     return None if generator is None else _told(generator)
 
@@ -118,9 +118,9 @@ def _generator_of(order: Any) -> Any:
 
 
 def draws_a_seed(order: Any) -> bool:
-    """Tell whether it is torch's `RandomSampler` without a generator, maybe in torch's `BatchSampler`.
+    """Return True if it is torch's `RandomSampler` without a generator, maybe in torch's `BatchSampler`.
 
-    Others that use torch's default generator can't be told from those that use nothing.
+    Others that use torch's default generator can't be distinguished from those that use none.
     """
     if "torch" not in sys.modules:
         return False
@@ -168,7 +168,7 @@ class GeneratorIterator(OperatorIterator):
 class MarkedIterator(OperatorIterator):
     """Iterator that takes a state of `told` every `every` items, or less often if that takes long.
 
-    A state from behind the last item is never used: it may mean the beginning of the next epoch.
+    A state after the last item is never used: it may mean the beginning of the next epoch.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class MarkedIterator(OperatorIterator):
         return item
 
     def _state(self) -> Any:
-        """Return the state, or the error: only whoever wants the state is to be troubled with it."""
+        """Return the state, or the error: it is raised only if a state is asked for."""
         try:
             return copied(self._told.state_dict())
         except Exception as error:

@@ -27,7 +27,7 @@ _AT_ONCE = (list, tuple, range, str, bytes)
 
 
 class Placed(Operator):
-    """Base of the steps that the engine runs, each with a placement of its own."""
+    """Base of the steps that the engine runs, each with its placement."""
 
     placement: Placement
     label: str | None
@@ -50,7 +50,7 @@ class Placed(Operator):
 
 @dataclass(frozen=True)
 class Work(Placed):
-    """A function for each item; the kinds differ in what they make of what it returns."""
+    """A function for each item; the kinds differ in their use of its result."""
 
     function: Any
     placement: Placement = field(default_factory=Placement)
@@ -71,7 +71,7 @@ class Work(Placed):
     def _check_coroutines(
         cls, name: str, function: Any, placement: Placement, *, asked: bool
     ) -> None:
-        """Raise if what the function is and what was said about coroutines don't fit."""
+        """Raise if the kind of function and the options for coroutines don't fit."""
         if not is_async(function):
             if asked:
                 raise ValueError(
@@ -212,7 +212,7 @@ class Readers(Placed, Source):
 
 @dataclass(frozen=True)
 class Prefetch(OneForOne):
-    """Keep `count` items at hand, made by a thread of their own.
+    """Keep `count` items prefetched, by a thread.
 
     Parameters
     ----------
@@ -244,7 +244,7 @@ def name_of_function(function: Any) -> str:
 def _takes_one(function: Any) -> bool:
     """Return True if a function of Python's can be called with one argument: a signature takes 30 us.
 
-    False: a signature tells more.
+    If False, its signature is needed.
     """
     own = 0
     if type(function) is not FunctionType:
