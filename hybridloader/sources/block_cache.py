@@ -62,10 +62,17 @@ class BlockCache:
     def __reduce__(self) -> Any:
         return BlockCache, (self.folder, self.limit)
 
-    def get(self, key: str, fetch: Callable[[], Any]) -> Any:
+    def get(
+        self, key: str, fetch: Callable[[], Any], fetched: Callable[[Any], object] | None = None
+    ) -> Any:
         """Return the bytes of a block, by `fetch` if no process has put it here yet.
 
         Of several that ask for it at a time one fetches it, and the others wait.
+
+        Parameters
+        ----------
+        fetched
+            Called with what `fetch` has returned, before it is written: a disk may be slow.
         """
         name = hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:32]
         path = os.path.join(self.folder, f"{name}.block")
@@ -82,6 +89,10 @@ class BlockCache:
                 if found is None:
                     self.misses += 1
                     data = fetch()
+                    if fetched is not None:
+                        fetched(data)
+                        self._write(path, data)
+                        return data
                     # By way of the file, so that the block is not in memory of its own.
                     found = self._open(path, check=False) if self._write(path, data) else None
                     return data if found is None else found

@@ -17,6 +17,7 @@ from array import array
 from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
@@ -76,7 +77,8 @@ class _Block:
     """A block of a plan. Its fields change under the lock of the reader; `data` is set once."""
 
     __slots__ = (
-        *("chunk", "data", "error", "fetched", "left", "place", "size", "started", "stop", "uses"),
+        *("chunk", "data", "dropped", "error", "fetched", "left", "place"),
+        *("size", "started", "stop", "uses", "written"),
     )
 
     def __init__(self, place: tuple[int, int, int], size: int) -> None:
@@ -86,6 +88,8 @@ class _Block:
         self.uses = self.chunk = 0  # samples planned and not read; part of the order with the last
         self.stop = 0  # samples of the order up to the end of that part
         self.started = False  # a thread fetches it, or has
+        self.written = True  # False: it was fetched, and its thread writes it into the cache
+        self.dropped = False  # before it was written, so its bytes are held until then
         self.fetched = threading.Event()  # also if that has failed
         self.data: Any = None
         self.error: Exception | None = None
@@ -158,7 +162,11 @@ class _Plan:
         self.held += size
 
     def drop(self, number: int) -> None:
-        self.held -= self.blocks.pop(number).size
+        block = self.blocks.pop(number)
+        if block.written:
+            self.held -= block.size
+        else:
+            block.dropped = True
 
     def make_room(self, size: int, limit: int) -> bool:
         """Drop blocks of which some samples never come: a run was resumed, or ranks share a block."""
@@ -365,10 +373,15 @@ class BlockReader:
                     self._open.popitem(last=False)
         return Fetched(data, start - before, stop - before)
 
-    def _bytes_of(self, source: Source, place: tuple[int, int, int]) -> Any:
+    def _bytes_of(
+        self,
+        source: Source,
+        place: tuple[int, int, int],
+        early: Callable[[Any], object] | None = None,
+    ) -> Any:
         if self._cache is None:
             return source.fetch(*place)
-        return self._cache.get(source.fetch_key(*place), lambda: source.fetch(*place))
+        return self._cache.get(source.fetch_key(*place), lambda: source.fetch(*place), early)
 
     def close(self) -> None:
         """Drop all blocks, and wait a few seconds for fetches that have begun."""
@@ -432,17 +445,30 @@ class BlockReader:
                 self._threads.discard(threading.current_thread())
 
     def _fetch(self, source: Source, plan: _Plan, block: _Block) -> None:
-        """Fetch a block that this thread has started. An error is kept for those who read it."""
-        size = 0
+        """Fetch a block that this thread has started. An error is kept for those who read it.
+
+        Its samples can be read before it is in the cache, unless other processes read them there.
+        """
+        early = None if self._sent else partial(self._have, plan, block, written=False)
         try:
-            data = self._bytes_of(source, block.place)
-            block.data, size = None if self._sent else data, len(data)
+            data = self._bytes_of(source, block.place, early)
+            if not block.fetched.is_set():
+                self._have(plan, block, data)
         except Exception as error:
-            block.error = error
+            if not block.fetched.is_set():
+                block.error = error
+                self._have(plan, block, b"")
         with self._lock:
-            plan.held += size - block.size
-            block.size = size
-            self._largest = max(self._largest, size)
+            block.written = True
+            if block.dropped:
+                plan.held -= block.size
+
+    def _have(self, plan: _Plan, block: _Block, data: Any, *, written: bool = True) -> None:
+        with self._lock:
+            plan.held += len(data) - block.size
+            block.size, block.written = len(data), written
+            self._largest = max(self._largest, block.size)
+        block.data = None if self._sent else data
         block.fetched.set()
 
 

@@ -205,6 +205,29 @@ def test_the_second_epoch_and_another_job_read_from_the_folder(
     changed.close()
 
 
+def test_samples_do_not_wait_until_their_block_is_written(
+    store: HttpStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tar = tar_of(store, cache_dir=str(tmp_path))
+    gate, write = threading.Event(), BlockCache._write
+
+    def slowly(*arguments: Any) -> bool:
+        gate.wait()
+        return write(*arguments)
+
+    monkeypatch.setattr(BlockCache, "_write", slowly)
+    sampler = BlockShuffleSampler(tar, seed=0)
+    assert sorted(tar[index] for index in sampler) == sorted(texts())
+    assert tar._reader is not None
+    plan = tar._reader._plan
+    assert plan is not None
+    assert plan.held > 0  # bytes that are being written count
+    gate.set()
+    tar.close()
+    assert plan.held == 0
+    assert len(list(tmp_path.glob("*.block"))) == SHARDS
+
+
 def test_without_such_a_sampler_whole_archives_are_kept(store: HttpStore, tmp_path: Path) -> None:
     tar = tar_of(store, cache_dir=str(tmp_path))
     store.requests.clear()
