@@ -50,14 +50,19 @@ class BlockCache:
     limit
         Bytes of all files in it, those of other jobs included. The files used longest ago are
         removed first; a file that a process uses stays. If there is no room for a block, it is not kept.
+
+    Attributes
+    ----------
+    private
+        True if it lasts only as long as the process that made it.
     """
 
     def __init__(self, folder: str, limit: int) -> None:
         self.folder, self.limit = folder, limit
+        self.private = False
         self._lock = threading.Lock()
         # All the mutable state:
         self._room = 0.0  # bytes that may be written until the folder is looked at again
-        self.hits = self.misses = 0
 
     def __reduce__(self) -> Any:
         return BlockCache, (self.folder, self.limit)
@@ -72,7 +77,7 @@ class BlockCache:
         Parameters
         ----------
         fetched
-            Called with what `fetch` has returned, before it is written: a disk may be slow.
+            Called with the result of `fetch` before it is written: a disk may be slow.
         """
         name = hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:32]
         path = os.path.join(self.folder, f"{name}.block")
@@ -87,7 +92,6 @@ class BlockCache:
             with lock:
                 found = self._open(path)
                 if found is None:
-                    self.misses += 1
                     data = fetch()
                     if fetched is not None:
                         fetched(data)
@@ -96,7 +100,6 @@ class BlockCache:
                     # By way of the file, so that the block is not in memory of its own.
                     found = self._open(path, check=False) if self._write(path, data) else None
                     return data if found is None else found
-        self.hits += 1
         return found
 
     def _open(self, path: str, *, check: bool = True) -> Any:
@@ -183,6 +186,7 @@ def private_cache(limit: int) -> BlockCache:
     owner = _locked(os.path.join(folder, "owner"))
     owner.__enter__()
     cache = BlockCache(folder, limit)
+    cache.private = True
     weakref.finalize(cache, _remove, folder, owner, os.getpid())
     return cache
 

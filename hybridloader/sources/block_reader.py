@@ -16,22 +16,27 @@ import threading
 from array import array
 from bisect import bisect_right
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice
+from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from hybridloader._support.caller import warn_once
+from hybridloader._support.store_use import count, counting
 from hybridloader.sources.block_cache import BlockCache, private_cache
+from hybridloader.sources.counted import ahead
 
 Ints = npt.NDArray[np.int64]
 
 
 class Source(Protocol):
     """Methods of a source, for its samples from `first` to before `last` of a shard."""
+
+    shard_names: Sequence[str]
 
     def fetch(self, shard: int, first: int, last: int) -> Any:
         """Return their bytes; called from several threads."""
@@ -213,6 +218,7 @@ class BlockReader:
         # All the mutable state:
         self._cache = cache
         self._sent = False  # to other processes
+        self._begins = True  # False: another process announces blocks, and counts them
         self._starts: array[int] = array(
             "q"
         )  # first samples of the blocks, as the sampler has them
@@ -317,7 +323,7 @@ class BlockReader:
                     plan.start(block, self._size(block))
             if mine:
                 self._fetch(source, plan, block)
-            block.fetched.wait()
+            self._wait(source, block)
         if block.error is not None:
             if isinstance(block.error, FileNotFoundError):
                 raise FileNotFoundError(*block.error.args) from block.error
@@ -334,6 +340,14 @@ class BlockReader:
         if done:
             self._fill(source)
         return Fetched(data, *block.place[1:])
+
+    def _wait(self, source: Source, block: _Block) -> None:
+        if not counting():
+            block.fetched.wait()
+            return
+        began = perf_counter()
+        block.fetched.wait()
+        count(source.shard_names[block.place[0]], waited=perf_counter() - began)
 
     def advance(self, source: Source, samples: int) -> None:
         """Note that the sampler gave out so many more samples."""
@@ -381,7 +395,21 @@ class BlockReader:
     ) -> Any:
         if self._cache is None:
             return source.fetch(*place)
-        return self._cache.get(source.fetch_key(*place), lambda: source.fetch(*place), early)
+        fetches = []
+
+        def fetch() -> Any:
+            fetches.append(1)
+            return source.fetch(*place)
+
+        began = perf_counter()
+        found = self._cache.get(source.fetch_key(*place), fetch, early)
+        if counting():
+            misses, name = len(fetches), source.shard_names[place[0]]
+            if not self._begins:  # it waited until another process had fetched the block
+                count(name, waited=0.0 if misses else perf_counter() - began)
+            elif not self._cache.private:
+                count(name, hits=1 - misses, misses=misses)
+        return found
 
     def close(self) -> None:
         """Drop all blocks, and wait a few seconds for fetches that have begun."""
@@ -436,6 +464,7 @@ class BlockReader:
 
     def _run(self, source: Source, plan: _Plan, block: _Block) -> None:
         found: tuple[_Plan, _Block] | None = (plan, block)
+        ahead.reads = True
         try:
             while found is not None:
                 self._fetch(source, *found)
@@ -481,5 +510,6 @@ def _received(
 ) -> BlockReader:
     """Return a reader in another process, where no sampler announces anything, so none is missed."""
     reader = BlockReader(shard_ends, limit, cache, warns=False)
+    reader._begins = not starts
     reader._starts, reader._window = starts, window
     return reader
