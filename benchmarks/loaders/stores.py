@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import os
 import tarfile
+import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -17,11 +18,6 @@ from typing import Any
 from benchmarks.case import Spec
 from benchmarks.datasets import stored
 from benchmarks.datasets.object_store import ObjectStore
-
-WIDTH = 480
-"""Pixels of the width of a picture, whose file has 24 kB."""
-
-SHARDS = 48
 
 THREADS, MANY_THREADS = 8, 32
 """Threads that read blocks or archives, and that read samples."""
@@ -36,7 +32,7 @@ def folder_of(spec: Spec) -> str:
 
 
 def _archives(spec: Spec) -> list[str]:
-    return stored.archives(spec["samples"], SHARDS, WIDTH)
+    return stored.archives(spec["samples"], spec["shards"], spec["width"])
 
 
 def _urls(spec: Spec, store: ObjectStore) -> list[str]:
@@ -151,7 +147,9 @@ def _dict_of(pairs: list[Any], number: int) -> dict[str, Any]:
 
 def _litdata(spec: Spec, store: ObjectStore, scratch: str) -> Batches:
     import litdata
+    from litdata.streaming import downloader
 
+    downloader._OBSTORE_CLIENT_OPTIONS["allow_http"] = True  # else it asks for https alone
     dataset = litdata.StreamingDataset(
         f"s3://{_bucket(spec, 'litdata', _optimize)}/litdata",
         cache_dir=os.path.join(scratch, "cache"),
@@ -195,8 +193,9 @@ def _bucket(spec: Spec, name: str, write: Callable[[Spec, Path], None]) -> str:
     """Name of the folder, in that of the server, that `write` fills once."""
     bucket = Path(folder_of(spec), f"{name}-bucket")
     if not bucket.exists():
-        bucket.mkdir()
-        write(spec, bucket)
+        with tempfile.TemporaryDirectory(dir=bucket.parent) as beside:
+            write(spec, Path(beside, "made"))
+            Path(beside, "made").rename(bucket)
     return bucket.name
 
 
