@@ -58,7 +58,8 @@ def _tar(spec: Spec, store: ObjectStore, scratch: str, *, kind: str) -> Batches:
     sampler: Any = ShuffleSampler(tar, 0) if kind == "samples" else BlockShuffleSampler(tar, seed=0)
     workers = MANY_THREADS if kind == "samples" else THREADS
     loader: Any = DataLoader(
-        *(tar, spec["batch"]),
+        tar,
+        spec["batch"],
         sampler=sampler,
         num_workers=workers,
         backend="threads",

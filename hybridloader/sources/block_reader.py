@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hybridloader._support.caller import warn_once
+from hybridloader._support.errors import StoreError
 from hybridloader._support.store_use import count, counting
 from hybridloader.sources.block_cache import BlockCache, private_cache
 from hybridloader.sources.counted import ahead
@@ -82,7 +83,7 @@ class _Block:
     """A block of a plan. Its fields change under the lock of the reader; `data` is set once."""
 
     __slots__ = (
-        *("chunk", "data", "dropped", "error", "fetched", "left", "place"),
+        *("chunk", "data", "dropped", "failure", "fetched", "left", "place"),
         *("size", "started", "stop", "uses", "written"),
     )
 
@@ -97,7 +98,32 @@ class _Block:
         self.dropped = False  # before it was written, so its bytes are held until then
         self.fetched = threading.Event()  # also if that has failed
         self.data: Any = None
-        self.error: Exception | None = None
+        self.failure: _Failure | None = None
+
+
+class _Failure:
+    """Error of a block that could not be fetched: each of its samples raises it once.
+
+    So a shard that stays missing is waited for once, not for each of its samples. A sample that is asked
+    for again, after a retry or in the next epoch, is asked of the store again.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+        # All the mutable state:
+        self._raised: set[int] = set()
+
+    def raise_once(self, index: int) -> bool:
+        """Raise the error of a store. Return False if the sample is to be read alone.
+
+        Of bad data other samples may be whole; an own error is raised for those that are not.
+        """
+        error = self._error
+        if not isinstance(error, (FileNotFoundError, StoreError)) or index in self._raised:
+            return False
+        self._raised.add(index)
+        kind = StoreError if isinstance(error, StoreError) else FileNotFoundError
+        raise kind(*error.args) from error
 
 
 class _Plan:
@@ -224,6 +250,7 @@ class BlockReader:
         )  # first samples of the blocks, as the sampler has them
         self._window = 1  # blocks in use at the same time
         self._open: OrderedDict[int, Any] = OrderedDict()  # blocks that were read without a plan
+        self._failed: dict[int, _Failure] = {}  # blocks of these that could not be fetched
         self._plan: _Plan | None = None
         self._largest = 0  # bytes of a block
         self._threads: set[threading.Thread] = set()
@@ -302,7 +329,7 @@ class BlockReader:
 
         It is asked for once for each of its samples, or for so many `samples` at once.
 
-        Raises `FileNotFoundError` if its shard is not there.
+        Raises `FileNotFoundError` or `StoreError` if its shard is not there, or was not served.
         """
         plan = self._plan
         if plan is None:
@@ -324,10 +351,9 @@ class BlockReader:
             if mine:
                 self._fetch(source, plan, block)
             self._wait(source, block)
-        if block.error is not None:
-            if isinstance(block.error, FileNotFoundError):
-                raise FileNotFoundError(*block.error.args) from block.error
-            return None  # then its own error is raised, or none
+        if block.failure is not None:
+            block.failure.raise_once(index)
+            return None
         data = block.data
         if data is None:  # it was left to other processes
             return self._unplanned(source, index)
@@ -375,11 +401,14 @@ class BlockReader:
             stop = self._shard_ends[shard]
         data = self._open.get(number)
         if data is None:
+            failure = self._failed.get(number)
+            if failure is not None and not failure.raise_once(index):
+                self._failed.pop(number, None)
             try:
                 data = self._bytes_of(source, (shard, start - before, stop - before))
-            except FileNotFoundError:
-                raise
-            except Exception:  # then its own error is raised, or none
+            except Exception as error:
+                failure = self._failed[number] = _Failure(error)
+                failure.raise_once(index)
                 return None
             with self._lock:
                 self._open[number] = data
@@ -485,7 +514,7 @@ class BlockReader:
                 self._have(plan, block, data)
         except Exception as error:
             if not block.fetched.is_set():
-                block.error = error
+                block.failure = _Failure(error)
                 self._have(plan, block, b"")
         with self._lock:
             block.written = True

@@ -206,6 +206,47 @@ def test_a_shard_that_is_not_there_is_asked_for_once(gated: Any) -> None:
     assert not source.alone
 
 
+@pytest.mark.parametrize("backend", ["threads", "spawn"])
+def test_a_shard_that_stays_missing_is_waited_for_once_and_its_samples_are_skipped(
+    store: HttpStore, backend: str
+) -> None:
+    tar = tar_of(store, retry_seconds=0)
+    store.requests.clear()
+    store.broken["/2.tar"] = "503"
+    sampler = BlockShuffleSampler(tar, seed=0)
+    loader: Any = DataLoader(
+        *(tar, 4),
+        sampler=sampler,
+        collate_fn=list,
+        num_workers=1,
+        backend=backend,
+        on_error=Skip(budget=EACH),
+    )
+    lost = range(2 * EACH, 3 * EACH)
+    assert sorted(read(loader)) == sorted(
+        sample for number, sample in enumerate(samples()) if number not in lost
+    )
+    skipped = loader.skipped
+    assert sorted(one.index for one in skipped) == [*lost]
+    assert all("2.tar" in str(one.error) for one in skipped)
+    # The process of the sampler asks, and a worker that is another process asks for itself.
+    assert sum(path == "/2.tar" for path, _ in store.requests) == (1 if backend == "threads" else 2)
+    del store.broken["/2.tar"]
+    assert sorted(read(loader)) == sorted(samples())
+    tar.close()
+
+
+def test_a_retry_asks_again_for_a_shard_that_was_not_served(store: HttpStore) -> None:
+    tar = tar_of(store, retry_seconds=0)
+    store.faults.extend(["503"] * SHARDS)  # each block fails once, and no sample
+    sampler = BlockShuffleSampler(tar, seed=0)
+    loader: Any = DataLoader(
+        *(tar, 4), sampler=sampler, collate_fn=list, on_error=Retry(times=1, backoff=0)
+    )
+    assert sorted(read(loader)) == sorted(samples())
+    tar.close()
+
+
 def test_what_was_fetched_is_not_asked_for_again_by_a_retry(gated: Any) -> None:
     """A sample that fails after it was read is read again, and its block is used up sooner."""
     source = gated(4, 3)
