@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import json
 import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -204,6 +206,51 @@ def test_a_shard_that_is_not_there_is_asked_for_once(gated: Any) -> None:
     assert sorted(read(loader)) == [n for n in range(12) if n not in (6, 7, 8)]
     assert source.fetches[2, 0, 3] == 1
     assert not source.alone
+
+
+@pytest.mark.parametrize("trials", [range(2), pytest.param(range(2, 22), marks=pytest.mark.full)])
+@pytest.mark.parametrize("uneven", ["pad", "drop"])
+def test_two_ranks_then_three_then_five_read_the_rest_in_equal_counts(
+    store: HttpStore, trials: range, uneven: Any
+) -> None:
+    """From leg to leg at a random place, each with other workers; the last goes to the end."""
+    wanted, tar = sorted(samples()), tar_of(store)
+    for trial in trials:
+        chosen, state, seen = random.Random(trial), None, []
+        for ranks in (2, 3, 5):
+            batches = chosen.randrange(1, 4) if ranks < 5 else None
+            workers, states, counts = chosen.randrange(3), [], []
+            for rank in range(ranks):
+                sampler = BlockShuffleSampler(
+                    tar,
+                    trial,
+                    block=3,
+                    window=2,
+                    spans=2,
+                    num_replicas=ranks,
+                    rank=rank,
+                    uneven=uneven,
+                )
+                loader: Any = DataLoader(
+                    *(tar, 2),
+                    sampler=sampler,
+                    collate_fn=list,
+                    num_workers=workers,
+                    backend="threads" if workers else None,
+                )
+                if state is not None:
+                    loader.load_state_dict(state)
+                with iter(loader) as iterator:
+                    part = [sample for batch in islice(iterator, batches) for sample in batch]
+                    states.append(loader.state_dict())
+                seen += part
+                counts.append(len(part))
+            assert min(counts) == max(counts) > 0
+            state = json.loads(json.dumps(states[0]))
+        assert set(seen) <= set(wanted)
+        doubled, lost = len(seen) - len(set(seen)), len(wanted) - len(set(seen))
+        assert (doubled < 5 and not lost) if uneven == "pad" else (lost < 5 and not doubled)
+    tar.close()
 
 
 @pytest.mark.parametrize("backend", ["threads", "spawn"])
