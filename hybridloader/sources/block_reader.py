@@ -265,6 +265,11 @@ class BlockReader:
             *(self._starts, self._window),
         )
 
+    @property
+    def divided(self) -> bool:
+        """True if a sampler has said which blocks there are."""
+        return bool(self._starts)
+
     def divide(self, sizes: Ints, window: int) -> bool:
         """Have blocks of so many samples, of which `window` are in use at the same time.
 

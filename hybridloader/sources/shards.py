@@ -199,6 +199,14 @@ class Shards(ABC, Generic[T_co]):
         return partial(reader.advance, self)
 
     @property
+    def waits(self) -> bool:
+        """True if each sample waits for a request, so that threads share even the first batch.
+
+        Default: False. A source of your own that is read sample by sample may define it.
+        """
+        return False
+
+    @property
     def block_sizes(self) -> Ints:
         """Number of samples of each block of consecutive samples that are read best together.
 
