@@ -267,7 +267,7 @@ class BlockReader:
 
     @property
     def divided(self) -> bool:
-        """True if a sampler has said which blocks there are."""
+        """True if a sampler has announced its blocks."""
         return bool(self._starts)
 
     def divide(self, sizes: Ints, window: int) -> bool:
