@@ -209,7 +209,7 @@ def test_a_shard_that_is_not_there_is_asked_for_once(gated: Any) -> None:
 
 
 @pytest.mark.parametrize("trials", [range(2), pytest.param(range(2, 22), marks=pytest.mark.full)])
-@pytest.mark.parametrize("uneven", ["pad", "drop"])
+@pytest.mark.parametrize("uneven", ["pad", pytest.param("drop", marks=pytest.mark.full)])
 def test_two_ranks_then_three_then_five_read_the_rest_in_equal_counts(
     store: HttpStore, trials: range, uneven: Any
 ) -> None:
