@@ -102,21 +102,30 @@ def stores(options: Options) -> Case:
     spec = {"samples": samples, "shards": SHARDS, "width": WIDTH, "batch": 64}
     spec["workers"] = options.workers
     rivals = options.taking_part("SPDL", "webdataset", "webdataset cache", "litdata", "MosaicML")
-    variant = Variant(
+    rounds = options.most(3, quick=1)
+    whole = Variant(
         f"{samples:,} files in 48 archives",
-        spec,
+        {**spec, "decoded": False},
         (*FROM_STORES, *rivals),
-        most_rounds=options.most(3, quick=1),
+        most_rounds=rounds,
         seconds=8.0,
     )
-    return Case("stores", "archives in a store", "s / epoch", two_epochs, (variant,), check=False)
+    decoded = Variant(
+        f"{samples:,} files, decoded",
+        {**spec, "decoded": True},
+        ("blocks", *options.taking_part("SPDL", "webdataset")),
+        most_rounds=rounds,
+        seconds=20.0,
+    )
+    variants = (whole, decoded)
+    return Case("stores", "archives in a store", "s / epoch", two_epochs, variants, check=False)
 
 
 def _rate(least: float, loader: str, detail: str = "") -> Judge:
-    """`loader` has at least so many samples a second, in the first epoch or that of a `detail`."""
+    """`loader` has at least so many samples a second, undecoded, in the first epoch or by a `detail`."""
 
     def judge(results: Results, case: str) -> Found:
-        rows = chosen(results, case, "", (loader,))
+        rows = [row for row in chosen(results, case, "", (loader,)) if "decoded" not in row.variant]
         if not rows:
             return NOT_MEASURED
         row = rows[0]
@@ -137,6 +146,7 @@ TARGETS = (
     ),
     Target("stores", "ahead of SPDL", ahead_of(1, ("blocks",), "SPDL")),
     Target("stores", "ahead of litdata", ahead_of(1, ("blocks",), "litdata")),
+    Target("stores", "ahead of webdataset", ahead_of(1, ("blocks",), "webdataset")),
 )
 
 if __name__ == "__main__":

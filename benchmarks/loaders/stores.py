@@ -1,4 +1,4 @@
-"""Loaders of archives in a store: undecoded pairs of files, in batches that are lists.
+"""Loaders of archives in a store: pairs of files, decoded or not, in batches that are lists.
 
 Each is opened once, and has an iterator of batches for each epoch. Rivals read the format and the
 protocol that they are made for, by as many workers as their documents recommend for two cores.
@@ -44,6 +44,10 @@ def _pairs(spec: Spec) -> Iterator[Any]:
         yield from stored.members(path)
 
 
+def _load(spec: Spec) -> Callable[[Any], Any] | None:
+    return stored.decoded if spec["decoded"] else None
+
+
 # -- hybridloader ------------------------------------------------------------------------------------
 
 
@@ -54,7 +58,13 @@ def _tar(spec: Spec, store: ObjectStore, scratch: str, *, kind: str) -> Batches:
 
     cache = os.path.join(scratch, "cache") if kind == "cache" else None
     index = os.path.join(scratch, "index")
-    tar = Tar(_urls(spec, store), members=("jpg", "cls"), index=index, cache_dir=cache)
+    tar = Tar(
+        _urls(spec, store),
+        members=("jpg", "cls"),
+        load=_load(spec),
+        index=index,
+        cache_dir=cache,
+    )
     sampler: Any = ShuffleSampler(tar, 0) if kind == "samples" else BlockShuffleSampler(tar, seed=0)
     workers = MANY_THREADS if kind == "samples" else THREADS
     loader: Any = DataLoader(
@@ -99,7 +109,8 @@ def _webdataset(spec: Spec, store: ObjectStore, scratch: str, *, cached: bool) -
     if cached:
         os.mkdir(options["cache_dir"])
     dataset = wds.WebDataset(_urls(spec, store), shardshuffle=100, seed=0, **options)
-    dataset = dataset.shuffle(1000).to_tuple("jpg", "cls").batched(spec["batch"], collation_fn=list)
+    dataset = dataset.shuffle(1000).to_tuple("jpg", "cls").map(_load(spec) or tuple)
+    dataset = dataset.batched(spec["batch"], collation_fn=list)
     loader = wds.WebLoader(dataset, batch_size=None, num_workers=spec["workers"])
     return lambda epoch: iter(loader)
 
@@ -111,7 +122,13 @@ def _spdl(spec: Spec, store: ObjectStore, scratch: str) -> Batches:
     def epoch(number: int) -> Iterator[Any]:
         builder: Any = PipelineBuilder().add_source(_urls(spec, store))
         builder = builder.pipe(_archive, concurrency=THREADS).disaggregate()
-        pipeline = builder.aggregate(spec["batch"]).add_sink(8).build(num_threads=THREADS)
+        if load := _load(spec):
+            builder = builder.pipe(load, concurrency=spec["workers"])
+        pipeline = (
+            builder.aggregate(spec["batch"])
+            .add_sink(8)
+            .build(num_threads=THREADS + spec["workers"])
+        )
         with pipeline.auto_stop():
             yield from pipeline.get_iterator(timeout=60)
 

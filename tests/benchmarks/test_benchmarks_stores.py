@@ -19,13 +19,13 @@ from benchmarks.loaders import stores as loaders
 from benchmarks.names import FROM_STORES
 from benchmarks.runner import Runner
 
-SPEC = {"samples": 96, "shards": 4, "width": 16, "batch": 8, "workers": 2}
+SPEC = {"samples": 96, "shards": 4, "width": 16, "batch": 8, "workers": 2, "decoded": False}
 
 
 def test_every_loader_of_ours_delivers_all_samples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (variant,) = cases.stores(Options()).variants
+    variant, _ = cases.stores(Options()).variants
     assert set(variant.loaders) == set(loaders.LOADERS)
     requests = {"blocks": 4, "blocks, cache": 4, "by sample": 96, "whole archives": 4}
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -36,6 +36,7 @@ def test_every_loader_of_ours_delivers_all_samples(
         assert answer["value"] >= answer["details"]["first_batch"] > 0
         if loader == "blocks, cache":
             assert answer["details"]["second_MB"] == 0
+    assert runner.ask(cases.two_epochs, "blocks", {**SPEC, "decoded": True})["value"] > 0
     runner.close()
 
 
