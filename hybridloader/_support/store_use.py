@@ -6,6 +6,7 @@ processes report theirs with their measures. While nothing is observed, a reques
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass
@@ -68,6 +69,15 @@ _lock = threading.Lock()
 # All the mutable state:
 _uses: dict[str, StoreUse] = {}
 _observers = 0
+
+
+def _fresh_lock() -> None:
+    global _lock
+    _lock = threading.Lock()  # the one that a fork has copied may be held for ever
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_fresh_lock)
 
 
 def start_counting() -> None:

@@ -18,6 +18,8 @@ from hybridloader._support.store_use import count, counting
 
 R = TypeVar("R")
 
+_adding = threading.Lock()
+
 ahead = threading.local()
 """`ahead.reads` is True in a thread that reads ahead of the samples, so that no worker waits for it."""
 
@@ -55,13 +57,19 @@ def _time_answers(fs: Any, url: str) -> None:
         found += [*sessions.values()]
     for session in found:
         configs = attribute(session, "_trace_configs")
-        if isinstance(configs, list) and not any(hasattr(one, "counts_answers") for one in configs):
+        if isinstance(configs, list) and not any(map(_counts, configs)):
             answers, config = _Answers(url), aiohttp.TraceConfig()
-            config.counts_answers = True
             config.on_request_start.append(answers.begun)
             config.on_request_end.append(answers.answered)
+            config.counts_answers = True
             config.freeze()
-            configs.append(config)
+            with _adding:  # several threads come with the first requests
+                if not any(map(_counts, configs)):
+                    configs.append(config)
+
+
+def _counts(config: Any) -> bool:
+    return hasattr(config, "counts_answers")
 
 
 class _Answers:
