@@ -185,7 +185,9 @@ class _ThreadCrew(Crew):
         seeding = spec.seeding
         shares = spec.sharable and (seeding is None or seeding.kind is not Kind.WORKER)
         if worker == 0 and shares and not self._copies:
-            self._sharing = TaskSharing(spec.workers, spec.fetch.samples_of)
+            # An `init_fn` may seed generators, which is known only after it has run.
+            waits = spec.init_fn is None and spec.fetch.waits
+            self._sharing = TaskSharing(spec.workers, spec.fetch.samples_of, waits=waits)
         if self._sharing is not None:
             self._sharing.join(made, thread.messages)
         self.place(worker, thread)

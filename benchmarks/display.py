@@ -180,6 +180,11 @@ def cost_of(row: Measurement) -> str:
         found.append(f"{number(row.memory_mb)} MB")
     if row.details.get("first_batch"):
         found.append(f"first after {number(statistics.median(row.details['first_batch']))} s")
+    if row.details.get("second_epoch"):
+        found.append(f"epoch 2 in {number(statistics.median(row.details['second_epoch']))} s")
+    if row.details.get("requests"):
+        found.append(f"{statistics.median(row.details['requests']):.0f} requests")
+        found.append(f"{number(statistics.median(row.details['MB']))} MB read")
     if row.details.get("end_of_epoch_mb"):
         found.append(f"{number(statistics.median(row.details['end_of_epoch_mb']))} MB at the end")
     if row.details.get("close"):

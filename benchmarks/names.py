@@ -43,10 +43,23 @@ BY_SAMPLES = (f"{PIPELINE} threads",)
 BY_COROUTINES = (f"{PIPELINE} coroutines",)
 """hybridloader's `Pipeline` with an `async def`."""
 
+BY_SAMPLE = "by sample"
+FROM_STORES = ("blocks", "blocks, cache", BY_SAMPLE, "whole archives")
+"""hybridloader's `DataLoader` of `Tar`, and its `Pipeline` with a function that reads an archive."""
+
 RAY, RAY_DATA = "ray", "Ray Data"
 """hybridloader's `DataLoader` on a Ray cluster; and Ray's own."""
 
-OURS = (*DATALOADERS, RAY, *HYBRIDS, *BY_SAMPLES, *BY_COROUTINES, SEEDED, FEW_PROCESSES)
+OURS = (
+    *DATALOADERS,
+    RAY,
+    *HYBRIDS,
+    *BY_SAMPLES,
+    *BY_COROUTINES,
+    SEEDED,
+    FEW_PROCESSES,
+    *FROM_STORES,
+)
 
 FAMILIES = {
     "torchdata": "torchdata.nodes",
@@ -54,6 +67,7 @@ FAMILIES = {
     "Grain": "Grain",
     "webdataset": "webdataset",
     "litdata": "litdata",
+    "MosaicML": "MosaicML Streaming",
     "pyarrow": "pyarrow",
     "datasets": "datasets",
     "Ray": "Ray Data",
@@ -61,6 +75,7 @@ FAMILIES = {
 """First word of a rival's name -> the project. A rival may have several forms: 'SPDL threads'."""
 
 PACKAGES = {name: name for name in FAMILIES} | {"SPDL": "spdl-core", "Grain": "grain", "Ray": "ray"}
+PACKAGES["MosaicML"] = "mosaicml-streaming"
 """First word of a rival's name -> the package to install."""
 
 RIVAL_THREADS = ("torchdata threads", "SPDL threads", "Grain threads")

@@ -26,6 +26,7 @@ from benchmarks.cases import (
     small_tensors,
     stages,
     stored,
+    stores,
     training_loop,
     worker_memory,
 )
@@ -47,6 +48,7 @@ CASES: dict[str, Callable[[Options], Case]] = {
     "P14": stored.objects,
     "P15": stored.archives,
     "P16": stored.tables,
+    "stores": stores.stores,
     "P17": many_workers.many_workers,
     "P19": small_tensors.small_tensors,
     "fresh": fresh_start.fresh_start,
@@ -69,7 +71,7 @@ _WITH_TARGETS = (
     *(image_batches, small_batches, jpegs, hybrid, epochs, memory),
     *(device, stages, observing, endurance),
     *(fresh_start, worker_memory, replacement, many_workers, slow_samples, small_tensors),
-    *(stored, cluster),
+    *(stored, stores, cluster),
 )
 
 TARGETS: tuple[Target, ...] = tuple(

@@ -128,12 +128,18 @@ class Server:
 
     It stays in the process group of the process that started it, and ends with `close`, or soon after
     that process.
+
+    Parameters
+    ----------
+    module, argument
+        Module to run, with this argument and the number of the process that starts it. It prints its
+        port first.
     """
 
-    def __init__(self, width: int) -> None:
-        command = f'"$0" -m benchmarks.datasets.remote {width} {os.getpid()} & echo $! >&2'
+    def __init__(self, module: str, argument: str) -> None:
+        command = f'"$0" -m {module} "$1" {os.getpid()} & echo $! >&2'
         started = subprocess.Popen(
-            ["sh", "-c", command, sys.executable],
+            ["sh", "-c", command, sys.executable, argument],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             stdin=subprocess.DEVNULL,
@@ -161,7 +167,7 @@ def server_of(width: int) -> Server:
     if width not in _servers:
         if not _servers:
             atexit.register(close_servers, os.getpid())
-        _servers[width] = Server(width)
+        _servers[width] = Server("benchmarks.datasets.remote", str(width))
     return _servers[width]
 
 
@@ -207,11 +213,12 @@ async def _serve(width: int, owner: int) -> None:
     server = await loop.create_server(lambda: _Answers(bodies), "127.0.0.1", 0, backlog=256)
     print(server.sockets[0].getsockname()[1], flush=True)
     os.dup2(2, 1)  # the process that started it may close the pipe now
-    while _lives(owner):
+    while lives(owner):
         await asyncio.sleep(0.25)
 
 
-def _lives(pid: int) -> bool:
+def lives(pid: int) -> bool:
+    """True if there is a process of that number."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -36,12 +36,12 @@ def _made(name: str, make: Callable[[Path], None]) -> Path:
     return folder
 
 
-def archives(samples: int, shards: int = 20) -> list[str]:
+def archives(samples: int, shards: int = 20, width: int = SIDE) -> list[str]:
     """Paths of tar archives, as webdataset has them: a JPEG file and its class for each sample."""
     each = samples // shards
 
     def make(folder: Path) -> None:
-        pictures = [as_jpeg(waves(SIDE, number)) for number in range(32)]
+        pictures = [as_jpeg(waves(width, number)) for number in range(32)]
         for shard in range(shards):
             with tarfile.open(folder / f"{shard:03d}.tar", "w") as archive:
                 for number in range(each * shard, each * (shard + 1)):
@@ -53,7 +53,8 @@ def archives(samples: int, shards: int = 20) -> list[str]:
                         member.size = len(data)
                         archive.addfile(member, io.BytesIO(data))
 
-    return sorted(map(str, _made(f"tar-{samples}-{shards}", make).glob("*.tar")))
+    name = f"tar-{samples}-{shards}" + (f"-{width}" if width != SIDE else "")
+    return sorted(map(str, _made(name, make).glob("*.tar")))
 
 
 def tables(rows: int, columns: int = 20, files: int = 4) -> list[str]:

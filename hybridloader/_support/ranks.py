@@ -23,6 +23,25 @@ Slurm's ``SLURM_NTASKS_PER_NODE`` is of the job, and also set where one process 
 """
 
 
+_NUMBERS = (
+    *("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    *("MPI_LOCALRANKID", "SLURM_LOCALID"),
+)
+"""Variables with the number of this rank on its machine."""
+
+
+def local_rank(environ: Mapping[str, str] = os.environ) -> int:
+    """Return the number of this rank on this machine; 0 without a variable.
+
+    Lightning's launcher, for one, sets it without the number of ranks.
+    """
+    for name in _NUMBERS:
+        found = whole_number(environ.get(name, "").strip())
+        if found:
+            return found
+    return 0
+
+
 def ranks_here(environ: Mapping[str, str] = os.environ) -> int:
     """Return the number of ranks on this machine, this process among them; 1 without a variable.
 

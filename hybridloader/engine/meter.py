@@ -17,6 +17,7 @@ from threading import get_ident
 from time import perf_counter, sleep
 from typing import Any, NamedTuple
 
+from hybridloader._support.store_use import StoreUse, start_counting, uses, uses_since
 from hybridloader.engine.slices import Slices, Told
 
 MEASURES = "measures"
@@ -55,6 +56,8 @@ class Metering:
     """True if each pass is measured by itself: what was not told of one does not count in the next."""
     slices: int = 0
     """Slices of a trace that a worker keeps until it tells them; 0 if there is no trace."""
+    stores: bool = False
+    """True if the worker tells its use of object stores: it is a process, with counts of its own."""
 
 
 class Measures(NamedTuple):
@@ -92,6 +95,8 @@ class Measures(NamedTuple):
     """Seconds that coroutines kept it from that."""
     coroutines: int = 0
     """Number of these."""
+    stores: tuple[StoreUse, ...] = ()
+    """Use of object stores by the process of the worker."""
 
     def moved(self, seconds: float) -> Measures:
         """Return these with all times so many seconds later."""
@@ -183,6 +188,10 @@ class Meter:
         self._look = float("-inf")  # time of the next look at the GIL
         self._cpu = 0.0  # clock when it told, or when the task began
         self._reporting = 0.0
+        self._stores: dict[str, StoreUse] | None = None  # as told last
+        if metering.stores:
+            start_counting()
+            self._stores = uses()
 
     def open(self) -> None:
         """Begin, on the thread of the worker."""
@@ -202,6 +211,7 @@ class Meter:
         self.busy = self._reporting = 0.0
         self._parts.clear()
         self.parts.take()
+        self._stores_used()
         self.due = self._told = float("-inf")
         if self._cpu_clock is not None and self._alone:
             self._cpu = self._cpu_clock()
@@ -263,6 +273,7 @@ class Meter:
             if self.looks and self.parts.gathered and last > 0
             else 0.0,
             *self.parts.take(),
+            self._stores_used(),
         )
         self._told, self.due = ended, ended + EVERY
         self.looks = self.parts.looks = last >= _SHORT
@@ -315,6 +326,13 @@ class Meter:
         waited = self._clock() - began - _NAP
         # Who wakes up waits for a core first, where others use them all.
         return max(0.0, waited if queue is None else waited - queue.since())
+
+    def _stores_used(self) -> tuple[StoreUse, ...]:
+        before = self._stores
+        if before is None:
+            return ()
+        self._stores = uses()
+        return uses_since(before)
 
     def _cpu_spent(self, busy: float, last: float) -> float | None:
         if self._cpu_clock is None:

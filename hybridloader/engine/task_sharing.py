@@ -4,7 +4,7 @@ A task that takes long is given to all workers: each fetches samples of it, in t
 ends the last sample collates. So all threads work at the oldest task first, and samples of several
 tasks are in work at once. A task that takes less than it costs to wake the threads stays with its
 worker. Nothing is known of the tasks at first, so each worker begins with its own alone, until one of
-them has an answer.
+them has an answer; unless the work says that each sample waits for a store.
 
 A worker whose `init_fn` has seeded generators draws from them in the order of its tasks, so no task of
 such a crew is shared.
@@ -47,7 +47,9 @@ class TaskSharing:
     note is no harm.
     """
 
-    def __init__(self, workers: int, samples_of: Callable[[Any], Any]) -> None:
+    def __init__(
+        self, workers: int, samples_of: Callable[[Any], Any], *, waits: bool = False
+    ) -> None:
         self._samples_of = samples_of
         self._worth = max(_LEAST, workers * _EACH)
         # All the mutable state:
@@ -56,10 +58,12 @@ class TaskSharing:
         self.limit = float("inf")  # for `mean`; where it is passed, `whole` changes
         self._workers: list[Worker] = []
         self._inboxes: list[Inbox] = []
-        self._known = False  # the seconds of any task are
+        self._known = waits  # the seconds of any task are
         self._held: list[SharedTask] = []  # given to their workers alone, until they are
         self._measures: deque[Measures] = deque()  # that go with the answer of another worker
         self._lock = threading.Lock()  # while that is not known
+        if waits:
+            self.mean, self.limit = self._worth, self._worth / 2
 
     def join(self, worker: Worker, inbox: Inbox) -> None:
         """Let a worker, which has not started, take part."""

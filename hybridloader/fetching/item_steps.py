@@ -147,6 +147,11 @@ class WorkFetch(Fetch):
         first = self.steps[0].function
         return len(self.steps) == 1 and isinstance(first, MapFetch) and first.divisible
 
+    @property
+    def waits(self) -> bool:
+        first = self.steps[0].function
+        return self.divisible and isinstance(first, MapFetch) and first.waits
+
     def samples_of(self, index: Any) -> Any:
         return index[0] if type(index) is list and len(index) == 1 else None
 

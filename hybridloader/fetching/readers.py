@@ -97,6 +97,10 @@ class MapFetch(Fetch):
         )
 
     @property
+    def waits(self) -> bool:
+        return attribute(self.dataset, "waits") is True
+
+    @property
     def idle_threads(self) -> bool:
         """True if several threads were asked for, but the dataset makes a batch in one call."""
         return self.threads > 1 and self.batched and not one_by_one(self.dataset)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hybridloader._support.snapshots import snapshot
+from hybridloader._support.store_use import uses
 from hybridloader.engine.contract import Backend
 from hybridloader.engine.fetcher import Fetch
 from hybridloader.engine.relay import RelayQueue
@@ -62,6 +63,7 @@ class LoaderObservation(Observation):
     def begin_again(self) -> None:
         """Begin another pass, of which nothing is known yet."""
         self.stage.begin_again()
+        self._stores = uses()
         self.loop = self._new_loop()
         self.stage.follow_loop(self.loop)
         self._sampler = self._progress = self._budget = self._pin = None
@@ -105,7 +107,7 @@ class LoaderObservation(Observation):
         stages.append(self._row_of_stage(loop, queued, 0.0 if sampler is None else sampler.seconds))
         if pin is not None:
             stages.append(self._row_of_pin(*pin, loop.ended))
-        return self._stats_of(tuple(stages), self._batch_size)
+        return self._stats_of(tuple(stages), self._batch_size, self.stage.stores)
 
     def _row_of_pin(
         self, name: str, queue: RelayQueue, pulls: TimedPulls, ended: float
@@ -141,6 +143,7 @@ class LoaderObservation(Observation):
             queued=queued,
             skipped=len(records) - replaced,
             replaced=replaced,
+            reads=True,
         )
 
 

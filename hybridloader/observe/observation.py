@@ -10,11 +10,19 @@ import functools
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from hybridloader._support.gil import turn_at_gil
+from hybridloader._support.store_use import (
+    StoreUse,
+    start_counting,
+    stop_counting,
+    together,
+    uses,
+    uses_since,
+)
 from hybridloader.engine.contract import Backend
 from hybridloader.engine.fetcher import Fetch
 from hybridloader.engine.meter import Metering
@@ -59,18 +67,28 @@ class Observation(ABC):
         self._name, self._key = name, key
         self._reporter = None if asked.policy is None else Reporter(asked.policy)
         # All the mutable state:
+        self._stores = uses()  # as they were before
         self.loop = self._new_loop()
+        start_counting()
+        weakref.finalize(self, stop_counting).atexit = False
 
     @abstractmethod
     def stats(self) -> Stats:
         """Return the statistics until now."""
 
-    def _stats_of(self, stages: tuple[StageRecord, ...], batch_size: int | None = None) -> Stats:
+    def _stats_of(
+        self,
+        stages: tuple[StageRecord, ...],
+        batch_size: int | None = None,
+        told: Iterable[StoreUse] = (),
+    ) -> Stats:
+        """Return the statistics of `stages`, and of stores as workers have `told` their use."""
         processes = [
             stage.cpu for stage in stages if not stage.in_process and stage.cpu is not None
         ]
         loop, cores = self.loop.record(), self.loop.cores.use(sum(processes))
-        return stats_of(Recording(stages, loop, cores, turn_at_gil(), batch_size))
+        stores = together((*uses_since(self._stores), *told))
+        return stats_of(Recording(stages, loop, cores, turn_at_gil(), batch_size, stores))
 
     # -- what is observed ----------------------------------------------------------------------------
 

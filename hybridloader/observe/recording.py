@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from hybridloader._support.store_use import StoreUse
+
 
 class Span(NamedTuple):
     """Time in which a worker, or the thread of a relay, was busy."""
@@ -128,6 +130,8 @@ class StageRecord:
     """True if its workers share the GIL with the loop."""
     source: bool = False
     """True for a sampler, and for whatever reads a source."""
+    reads: bool = False
+    """True for whatever reads samples of a dataset."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options that whoever made it may change so that it changes something, and their values."""
 
@@ -186,3 +190,5 @@ class Recording:
     """Seconds after which a thread that waits for the GIL asks for it; infinite where there is none."""
     batch_size: int | None = None
     """Samples of each item; None if that is not known."""
+    stores: tuple[StoreUse, ...] = ()
+    """Use of object stores, by their names."""

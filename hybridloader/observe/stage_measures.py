@@ -15,6 +15,7 @@ from typing import Any
 from hybridloader._support.attributes import attribute
 from hybridloader._support.gil import gil_enabled
 from hybridloader._support.snapshots import snapshot
+from hybridloader._support.store_use import StoreUse, together
 from hybridloader.engine.contract import Backend
 from hybridloader.engine.fetcher import Fetch
 from hybridloader.engine.messages import Done, Result
@@ -36,7 +37,7 @@ ask an item takes 0.2 us; the others are taken to be like the first."""
 def metering_of(backend: Backend, fetch: Fetch) -> Metering:
     """Return what the meters of workers of `backend` are to measure."""
     if not backend.in_process:
-        return Metering(time.process_time)
+        return Metering(time.process_time, stores=True)
     # Of threads that work for a thread nobody knows the CPU time.
     thread_time = None if fetch.threads > 1 else getattr(time, "thread_time", None)
     alone = not backend.in_caller
@@ -110,6 +111,7 @@ class StageMeasures:
         self.starved = 0.0  # seconds that workers had nothing to do because nothing came, together
         self._blocked = 0.0  # seconds that they had nothing to do because nothing went out, as seen
         self._idle_workers, self._starved, self._since = 0, False, 0.0
+        self.stores: tuple[StoreUse, ...] = ()  # use by workers that are processes
         self._away = 0.0  # seconds that nobody pulled the stage
         self._away_since: float | None = None
 
@@ -189,6 +191,8 @@ class StageMeasures:
         self._idle += measures.idle
         self._held += measures.held
         self._coroutines += measures.coroutines
+        if measures.stores:
+            self.stores = together((*self.stores, *measures.stores))
         self._packing += measures.packing * measures.busy
         self.sending += self._scale * measures.reporting
         self._retried += measures.retried
@@ -264,6 +268,7 @@ class StageMeasures:
         skipped: int = 0,
         replaced: int = 0,
         source: bool = False,
+        reads: bool = False,
     ) -> StageRecord:
         """Return the record of the stage, with what others have counted of it."""
         weight, coroutines = None, None
@@ -305,6 +310,7 @@ class StageMeasures:
             full=self.full,
             in_process=self.backend.in_process,
             source=source,
+            reads=source or reads,
             options=self._options,
         )
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from hybridloader._support.store_use import StoreUse
 from hybridloader._support.text import html, size, table, time
 from hybridloader.observe.figures import LOOP, REST, Figures
 from hybridloader.observe.recording import CoreUse, Faults, Recording, StageRecord
@@ -116,6 +117,8 @@ class Stats:
         Cores that this program may use, and how busy they were.
     batch_size
         Samples of each item of a loader; None if it is not known, and for a pipeline.
+    stores
+        Use of object stores while it ran, by this process and by its workers.
     """
 
     stages: tuple[StageStats, ...]
@@ -124,6 +127,7 @@ class Stats:
     seconds: float
     cores: CoreUse | None = None
     batch_size: int | None = None
+    stores: tuple[StoreUse, ...] = ()
 
     @property
     def items(self) -> int:
@@ -146,17 +150,20 @@ class Stats:
             "verdict": asdict(self.verdict),
             "cores": None if self.cores is None else asdict(self.cores),
             "faults": asdict(self.faults),
+            "stores": [asdict(use) for use in self.stores],
         }
 
     def __str__(self) -> str:
-        return "\n".join([*table(self._rows()), *self._lines()])
+        stores = table(self._rows_of_stores()) if self.stores else []
+        return "\n".join([*table(self._rows()), *stores, *self._lines()])
 
     def print(self) -> None:
         """Print the table and the verdict."""
         print(self)
 
     def _repr_html_(self) -> str:
-        return html(self._rows(), self._lines())
+        stores = html(self._rows_of_stores(), []) if self.stores else ""
+        return stores + html(self._rows(), self._lines())
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw the time of each stage, and the stall by stage, to a PNG or SVG file.
@@ -197,6 +204,23 @@ class Stats:
         rows[-1][heading.index("stall")] = ""
         return rows
 
+    def _rows_of_stores(self) -> list[list[str]]:
+        """Return the cells of the table of stores, a heading first."""
+        heading = ["store", "requests", "retried", "bytes", "a request", "first byte"]
+        rows = [[*heading, "from cache", "alone", "waited"]]
+        for use in self.stores:
+            blocks = use.hits + use.misses
+            rows.append(
+                [
+                    *(use.store, f"{use.requests:,}", f"{use.retries:,}", size(use.bytes)),
+                    time(use.seconds / use.requests) if use.requests else "",
+                    time(use.first_byte / use.answered) if use.answered else "",
+                    f"{use.hits:,} of {blocks:,}" if blocks else "",
+                    *(f"{use.alone:,}", f"{use.waited:.2f} s"),
+                ]
+            )
+        return rows
+
     def _lines(self) -> list[str]:
         stall = self.stall
         return [
@@ -228,7 +252,8 @@ def stats_of(recording: Recording) -> Stats:
         figures.warmup,
     )
     return Stats(
-        (*rows, mine), stall, judge(figures), seconds, recording.cores, recording.batch_size
+        *((*rows, mine), stall, judge(figures), seconds),
+        *(recording.cores, recording.batch_size, recording.stores),
     )
 
 

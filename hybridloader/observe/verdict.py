@@ -11,7 +11,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hybridloader._support.text import time
+from hybridloader._support.store_use import StoreUse
+from hybridloader._support.text import size, time
 from hybridloader.engine.meter import EVERY
 from hybridloader.observe.figures import (
     Figures,
@@ -61,7 +62,8 @@ class Verdict:
     ----------
     cause
         ``"loop"``: your loop, loading is fast enough; ``"stage"``: the stage `stage`; ``"cores"``: too
-        few cores for it; ``"source"``: the sampler or a source; ``"start"``: the time until workers
+        few cores for it; ``"source"``: the sampler or a source; ``"store"``: an object store, for which
+        the workers of `stage` wait; ``"start"``: the time until workers
         have started, their first tasks included; ``"unknown"``: there is too little to tell.
     stage
         Name of the stage that most of the stall belongs to, or whose threads hold the GIL; None for
@@ -229,6 +231,9 @@ def _of_stage(figures: Figures, number: int) -> Verdict:
     kind, why = kind_of(stage, figures.recording.switch_interval, cores)
     if stage.source:
         held += ", which makes the input of the others"
+    use = _awaited_store(figures, stage)
+    if use is not None:
+        return Verdict("store", name, "waits", *_of_store(figures, stage, use, held))
     idle = without_data(stage)
     if idle:
         held += f"; {idle} of its {stage.workers} workers had next to nothing to read"
@@ -247,6 +252,50 @@ def _of_stage(figures: Figures, number: int) -> Verdict:
         held += f"; collate_fn took {stage.collating / stage.busy:.0%} of its busy time"
     told = f"{held}; {why}." if why else f"{held}."
     return Verdict("stage", name, kind, told, advice_on(figures, stage, kind))
+
+
+def _awaited_store(figures: Figures, stage: StageRecord) -> StoreUse | None:
+    """Return the store that the workers of a stage waited for, most of the time that they were busy."""
+    if not stage.reads:
+        return None
+    use = max(figures.recording.stores, key=lambda use: use.waited, default=None)
+    return use if use is not None and use.waited >= MOST * stage.busy > 0 else None
+
+
+def _of_store(figures: Figures, stage: StageRecord, use: StoreUse, held: str) -> tuple[str, str]:
+    """Return the evidence that a store holds the loop up, and what to change."""
+    loop, requests = figures.recording.loop, max(1, use.requests)
+    at_once = use.seconds / (loop.ended - loop.began)
+    why = f"{held}; its workers waited for {use.store} for {use.waited:.1f} s"
+    if use.requests:
+        why += (
+            f", whose {use.requests:,} requests of {size(use.bytes // requests)} took "
+            f"{time(use.seconds / requests)} each, {at_once:.1f} at a time"
+        )
+    if use.answered:
+        why += f", {time(use.first_byte / use.answered)} of it to the first byte"
+    if use.retries:
+        why += f"; {use.retries:,} of them were made again after a failure"
+    nearer = "or run nearer to the store"
+    if use.alone >= MOST * requests:
+        return f"{why}.", (
+            "Read blocks instead of samples: give the loader sampler=BlockShuffleSampler(source, seed), "
+            f"whose window fits in ahead_bytes=; {nearer}."
+        )
+    if use.waited >= MOST * use.seconds > 0:  # no blocks: each worker waits for its own requests
+        return f"{why}.", (
+            f"{_more_workers(figures, stage, 'waits')} Or pack small files into archives (hybridloader "
+            "pack), which are read in blocks."
+        )
+    if use.hits + use.misses:
+        return f"{why}.", (
+            "The next epoch finds in cache_dir= the blocks that have room in cache_bytes=; for this one "
+            f"have more blocks in flight, by a larger ahead_bytes= or a smaller block=, {nearer}."
+        )
+    return f"{why}.", (
+        "Have more blocks in flight, by a larger ahead_bytes= or a smaller block=, keep them for the "
+        f"next epoch by cache_dir=, {nearer}."
+    )
 
 
 def _short_of_cores(stage: StageRecord, kind: str | None, cores: CoreUse | None) -> str | None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hybridloader.engine.diagnosis import workers_table
+from hybridloader.fetching.readers import MapFetch
 from hybridloader.observe.observation import Asked, Observation
 from hybridloader.observe.recording import CoroutineUse, Faults, StageRecord
 from hybridloader.observe.stats import Stats
@@ -35,7 +36,10 @@ class RunObservation(Observation):
         executor = None if self._executor is None else self._executor()
         if executor is None:
             raise ReferenceError("the run is gone")
-        return self._stats_of((*_rows(executor, self.loop), *_row_of_caller(executor, self.loop)))
+        rows = (*_rows(executor, self.loop), *_row_of_caller(executor, self.loop))
+        running = (stage.measures for stage in executor.stages.values())
+        told = (use for measures in running if measures is not None for use in measures.stores)
+        return self._stats_of(rows, told=told)
 
 
 def report(executor: Executor) -> str:
@@ -66,6 +70,7 @@ def _rows(executor: Executor, loop: LoopWaits) -> Iterator[StageRecord]:
                 skipped=faults.skipped,
                 replaced=faults.replaced,
                 source=running.node.reads,
+                reads=isinstance(running.node.works[0].step().function, MapFetch),
             )
             continue
         row = _row_of_relay(executor, executor.relays[where], loop)

@@ -50,22 +50,34 @@ class BlockCache:
     limit
         Bytes of all files in it, those of other jobs included. The files used longest ago are
         removed first; a file that a process uses stays. If there is no room for a block, it is not kept.
+
+    Attributes
+    ----------
+    private
+        True if it lasts only as long as the process that made it.
     """
 
     def __init__(self, folder: str, limit: int) -> None:
         self.folder, self.limit = folder, limit
+        self.private = False
         self._lock = threading.Lock()
         # All the mutable state:
         self._room = 0.0  # bytes that may be written until the folder is looked at again
-        self.hits = self.misses = 0
 
     def __reduce__(self) -> Any:
         return BlockCache, (self.folder, self.limit)
 
-    def get(self, key: str, fetch: Callable[[], Any]) -> Any:
+    def get(
+        self, key: str, fetch: Callable[[], Any], fetched: Callable[[Any], object] | None = None
+    ) -> Any:
         """Return the bytes of a block, by `fetch` if no process has put it here yet.
 
         Of several that ask for it at a time one fetches it, and the others wait.
+
+        Parameters
+        ----------
+        fetched
+            Called with the result of `fetch` before it is written: a disk may be slow.
         """
         name = hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:32]
         path = os.path.join(self.folder, f"{name}.block")
@@ -80,12 +92,14 @@ class BlockCache:
             with lock:
                 found = self._open(path)
                 if found is None:
-                    self.misses += 1
                     data = fetch()
+                    if fetched is not None:
+                        fetched(data)
+                        self._write(path, data)
+                        return data
                     # By way of the file, so that the block is not in memory of its own.
                     found = self._open(path, check=False) if self._write(path, data) else None
                     return data if found is None else found
-        self.hits += 1
         return found
 
     def _open(self, path: str, *, check: bool = True) -> Any:
@@ -172,6 +186,7 @@ def private_cache(limit: int) -> BlockCache:
     owner = _locked(os.path.join(folder, "owner"))
     owner.__enter__()
     cache = BlockCache(folder, limit)
+    cache.private = True
     weakref.finalize(cache, _remove, folder, owner, os.getpid())
     return cache
 

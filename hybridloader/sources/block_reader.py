@@ -16,21 +16,28 @@ import threading
 from array import array
 from bisect import bisect_right
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import islice
+from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from hybridloader._support.caller import warn_once
+from hybridloader._support.errors import StoreError
+from hybridloader._support.store_use import count, counting
 from hybridloader.sources.block_cache import BlockCache, private_cache
+from hybridloader.sources.counted import ahead
 
 Ints = npt.NDArray[np.int64]
 
 
 class Source(Protocol):
     """Methods of a source, for its samples from `first` to before `last` of a shard."""
+
+    shard_names: Sequence[str]
 
     def fetch(self, shard: int, first: int, last: int) -> Any:
         """Return their bytes; called from several threads."""
@@ -76,7 +83,8 @@ class _Block:
     """A block of a plan. Its fields change under the lock of the reader; `data` is set once."""
 
     __slots__ = (
-        *("chunk", "data", "error", "fetched", "left", "place", "size", "started", "stop", "uses"),
+        *("chunk", "data", "dropped", "failure", "fetched", "left", "place"),
+        *("size", "started", "stop", "uses", "written"),
     )
 
     def __init__(self, place: tuple[int, int, int], size: int) -> None:
@@ -86,9 +94,36 @@ class _Block:
         self.uses = self.chunk = 0  # samples planned and not read; part of the order with the last
         self.stop = 0  # samples of the order up to the end of that part
         self.started = False  # a thread fetches it, or has
+        self.written = True  # False: it was fetched, and its thread writes it into the cache
+        self.dropped = False  # before it was written, so its bytes are held until then
         self.fetched = threading.Event()  # also if that has failed
         self.data: Any = None
-        self.error: Exception | None = None
+        self.failure: _Failure | None = None
+
+
+class _Failure:
+    """Error of a block that could not be fetched: each of its samples raises it once.
+
+    So a shard that stays missing is waited for once, not for each of its samples. A sample that is asked
+    for again, after a retry or in the next epoch, is asked of the store again.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+        # All the mutable state:
+        self._raised: set[int] = set()
+
+    def raise_once(self, index: int) -> bool:
+        """Raise the error of a store. Return False if the sample is to be read alone.
+
+        Of bad data other samples may be whole; an own error is raised for those that are not.
+        """
+        error = self._error
+        if not isinstance(error, (FileNotFoundError, StoreError)) or index in self._raised:
+            return False
+        self._raised.add(index)
+        kind = StoreError if isinstance(error, StoreError) else FileNotFoundError
+        raise kind(*error.args) from error
 
 
 class _Plan:
@@ -158,7 +193,11 @@ class _Plan:
         self.held += size
 
     def drop(self, number: int) -> None:
-        self.held -= self.blocks.pop(number).size
+        block = self.blocks.pop(number)
+        if block.written:
+            self.held -= block.size
+        else:
+            block.dropped = True
 
     def make_room(self, size: int, limit: int) -> bool:
         """Drop blocks of which some samples never come: a run was resumed, or ranks share a block."""
@@ -205,11 +244,13 @@ class BlockReader:
         # All the mutable state:
         self._cache = cache
         self._sent = False  # to other processes
+        self._begins = True  # False: another process announces blocks, and counts them
         self._starts: array[int] = array(
             "q"
         )  # first samples of the blocks, as the sampler has them
         self._window = 1  # blocks in use at the same time
         self._open: OrderedDict[int, Any] = OrderedDict()  # blocks that were read without a plan
+        self._failed: dict[int, _Failure] = {}  # blocks of these that could not be fetched
         self._plan: _Plan | None = None
         self._largest = 0  # bytes of a block
         self._threads: set[threading.Thread] = set()
@@ -223,6 +264,11 @@ class BlockReader:
             *(self._shard_ends, self._limit, self._cache),
             *(self._starts, self._window),
         )
+
+    @property
+    def divided(self) -> bool:
+        """True if a sampler has announced its blocks."""
+        return bool(self._starts)
 
     def divide(self, sizes: Ints, window: int) -> bool:
         """Have blocks of so many samples, of which `window` are in use at the same time.
@@ -288,7 +334,7 @@ class BlockReader:
 
         It is asked for once for each of its samples, or for so many `samples` at once.
 
-        Raises `FileNotFoundError` if its shard is not there.
+        Raises `FileNotFoundError` or `StoreError` if its shard is not there, or was not served.
         """
         plan = self._plan
         if plan is None:
@@ -309,11 +355,10 @@ class BlockReader:
                     plan.start(block, self._size(block))
             if mine:
                 self._fetch(source, plan, block)
-            block.fetched.wait()
-        if block.error is not None:
-            if isinstance(block.error, FileNotFoundError):
-                raise FileNotFoundError(*block.error.args) from block.error
-            return None  # then its own error is raised, or none
+            self._wait(source, block)
+        if block.failure is not None:
+            block.failure.raise_once(index)
+            return None
         data = block.data
         if data is None:  # it was left to other processes
             return self._unplanned(source, index)
@@ -326,6 +371,14 @@ class BlockReader:
         if done:
             self._fill(source)
         return Fetched(data, *block.place[1:])
+
+    def _wait(self, source: Source, block: _Block) -> None:
+        if not counting():
+            block.fetched.wait()
+            return
+        began = perf_counter()
+        block.fetched.wait()
+        count(source.shard_names[block.place[0]], waited=perf_counter() - began)
 
     def advance(self, source: Source, samples: int) -> None:
         """Note that the sampler gave out so many more samples."""
@@ -353,11 +406,14 @@ class BlockReader:
             stop = self._shard_ends[shard]
         data = self._open.get(number)
         if data is None:
+            failure = self._failed.get(number)
+            if failure is not None and not failure.raise_once(index):
+                self._failed.pop(number, None)
             try:
                 data = self._bytes_of(source, (shard, start - before, stop - before))
-            except FileNotFoundError:
-                raise
-            except Exception:  # then its own error is raised, or none
+            except Exception as error:
+                failure = self._failed[number] = _Failure(error)
+                failure.raise_once(index)
                 return None
             with self._lock:
                 self._open[number] = data
@@ -365,10 +421,29 @@ class BlockReader:
                     self._open.popitem(last=False)
         return Fetched(data, start - before, stop - before)
 
-    def _bytes_of(self, source: Source, place: tuple[int, int, int]) -> Any:
+    def _bytes_of(
+        self,
+        source: Source,
+        place: tuple[int, int, int],
+        early: Callable[[Any], object] | None = None,
+    ) -> Any:
         if self._cache is None:
             return source.fetch(*place)
-        return self._cache.get(source.fetch_key(*place), lambda: source.fetch(*place))
+        fetches = []
+
+        def fetch() -> Any:
+            fetches.append(1)
+            return source.fetch(*place)
+
+        began = perf_counter()
+        found = self._cache.get(source.fetch_key(*place), fetch, early)
+        if counting():
+            misses, name = len(fetches), source.shard_names[place[0]]
+            if not self._begins:  # it waited until another process had fetched the block
+                count(name, waited=0.0 if misses else perf_counter() - began)
+            elif not self._cache.private:
+                count(name, hits=1 - misses, misses=misses)
+        return found
 
     def close(self) -> None:
         """Drop all blocks, and wait a few seconds for fetches that have begun."""
@@ -423,6 +498,7 @@ class BlockReader:
 
     def _run(self, source: Source, plan: _Plan, block: _Block) -> None:
         found: tuple[_Plan, _Block] | None = (plan, block)
+        ahead.reads = True
         try:
             while found is not None:
                 self._fetch(source, *found)
@@ -432,17 +508,30 @@ class BlockReader:
                 self._threads.discard(threading.current_thread())
 
     def _fetch(self, source: Source, plan: _Plan, block: _Block) -> None:
-        """Fetch a block that this thread has started. An error is kept for those who read it."""
-        size = 0
+        """Fetch a block that this thread has started. An error is kept for those who read it.
+
+        Its samples can be read before it is in the cache, unless other processes read them there.
+        """
+        early = None if self._sent else partial(self._have, plan, block, written=False)
         try:
-            data = self._bytes_of(source, block.place)
-            block.data, size = None if self._sent else data, len(data)
+            data = self._bytes_of(source, block.place, early)
+            if not block.fetched.is_set():
+                self._have(plan, block, data)
         except Exception as error:
-            block.error = error
+            if not block.fetched.is_set():
+                block.failure = _Failure(error)
+                self._have(plan, block, b"")
         with self._lock:
-            plan.held += size - block.size
-            block.size = size
-            self._largest = max(self._largest, size)
+            block.written = True
+            if block.dropped:
+                plan.held -= block.size
+
+    def _have(self, plan: _Plan, block: _Block, data: Any, *, written: bool = True) -> None:
+        with self._lock:
+            plan.held += len(data) - block.size
+            block.size, block.written = len(data), written
+            self._largest = max(self._largest, block.size)
+        block.data = None if self._sent else data
         block.fetched.set()
 
 
@@ -455,5 +544,6 @@ def _received(
 ) -> BlockReader:
     """Return a reader in another process, where no sampler announces anything, so none is missed."""
     reader = BlockReader(shard_ends, limit, cache, warns=False)
+    reader._begins = not starts
     reader._starts, reader._window = starts, window
     return reader

@@ -115,6 +115,11 @@ class Files(Shards[Any]):
         labels: list[int] = self._labels.tolist()
         return labels
 
+    @property
+    def waits(self) -> bool:
+        """True for remote files."""
+        return any(not store.is_local for store in self._stores)
+
     def close(self) -> None:
         for store in self._stores:
             store.close()

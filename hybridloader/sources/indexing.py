@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from hybridloader._support.caller import warn_once
-from hybridloader._support.ranks import ranks_here
+from hybridloader._support.ranks import local_rank, ranks_here
 from hybridloader.sources.headers import open_headers
 from hybridloader.sources.kept import MANIFEST
 from hybridloader.sources.listing import Urls, list_files
@@ -94,6 +94,7 @@ def _index_of(place: Place, kept: str | None, locks: _Locks, wait: bool) -> TarI
     if found is not None:
         return found
     if stamp == Stamp(stamp.size, ""):  # a change would not be noticed, so it is not kept
+        _warn_many_ranks(store)
         return _made(store, path, stamp)
     if file is None or remote:
         _refuse_many_ranks(store, path)
@@ -118,13 +119,29 @@ def _made(store: Store, path: str, stamp: Stamp) -> TarIndex:
 
 
 def _refuse_many_ranks(store: Store, path: str) -> None:
-    ranks = ranks_here()
+    ranks = _ranks()
     if ranks > 1 and not store.is_local:
+        name = store.name(path)
         raise ValueError(
-            f"{store.name(path)} has no index that is kept, so each of the {ranks} ranks of this "
-            "machine would read it: give index= a folder that the ranks share. To fill it ahead "
-            "of time, run: hybridloader index URL ... -o FOLDER"
+            f"{name} has no index that is kept, so each of the {ranks} ranks of this machine would "
+            "read it: give index= a folder that the ranks share, and one of them makes each index. To "
+            f"fill it ahead of time, run: hybridloader index {name} ... -o FOLDER"
         )
+
+
+def _warn_many_ranks(store: Store) -> None:
+    ranks = _ranks()
+    if ranks > 1 and not store.is_local:
+        warn_once(
+            f"each of the {ranks} ranks of this machine reads the headers of all archives: their store "
+            "reports neither a time nor a checksum, so a change would not be noticed, and no index is "
+            "kept; copy the archives to a store that does"
+        )
+
+
+def _ranks() -> int:
+    """Return the number of ranks on this machine, or how many there are at least."""
+    return max(ranks_here(), local_rank() + 1)
 
 
 def _loaded(store: Store, file: str | None, stamp: Stamp, remote: bool) -> TarIndex | None:

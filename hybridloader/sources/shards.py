@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hybridloader._support.arguments import whole
+from hybridloader._support.store_use import count, counting
 from hybridloader.sources.block_cache import BlockCache
 from hybridloader.sources.block_reader import AHEAD, BlockReader, Fetched
 
@@ -162,7 +163,10 @@ class Shards(ABC, Generic[T_co]):
         """
         if self._reader is None:
             return None
-        return self._reader.find(self, number + (self._ends[shard - 1] if shard else 0))
+        found = self._reader.find(self, number + (self._ends[shard - 1] if shard else 0))
+        if found is None and counting():
+            count(self.shard_names[shard], alone=1)
+        return found
 
     def read_ahead(
         self, sizes: Ints, order: Iterator[Ints] | None, blocks: int
@@ -193,6 +197,14 @@ class Shards(ABC, Generic[T_co]):
         else:
             reader.begin(self, sizes, order, blocks)
         return partial(reader.advance, self)
+
+    @property
+    def waits(self) -> bool:
+        """True if each sample waits for a request, so that threads share even the first batch.
+
+        Default: False. A source of your own that is read sample by sample may define it.
+        """
+        return False
 
     @property
     def block_sizes(self) -> Ints:

@@ -19,6 +19,8 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from hybridloader._support.attributes import attribute
 from hybridloader._support.errors import SourceError, StoreError, add_note, described, is_a, part
+from hybridloader._support.store_use import counting
+from hybridloader.sources.counted import counted
 from hybridloader.sources.patience import RETRY, patiently, status_may_pass
 from hybridloader.sources.per_worker import PerWorker
 
@@ -206,6 +208,8 @@ class Store:
 
     def patiently(self, call: Callable[[], R]) -> R:
         """Return what `call` returns, and call it again after errors of the store that may pass."""
+        if counting():
+            call = counted(call, self._url, self.fs)
         return patiently(self._retry, call, self._may_pass)
 
     def _may_pass(self, error: Exception) -> bool:

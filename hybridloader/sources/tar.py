@@ -190,6 +190,12 @@ class Tar(Shards[Any]):
         ]
         self._members = np.stack([*columns, np.concatenate(codes)], axis=1)
 
+    @property
+    def waits(self) -> bool:
+        """True for remote archives without a sampler that reads blocks."""
+        remote = any(not store.is_local for store, _ in self._places)
+        return remote and (self._reader is None or not self._reader.divided)
+
     def close(self) -> None:
         super().close()
         for store, _ in self._places:

@@ -95,6 +95,38 @@ def test_all_other_samples_of_the_window_are_fetched_while_one_is_stuck() -> Non
     assert sorted([*dataset.fetched, 13]) == list(range(40))  # each once
 
 
+class Waits(Numbers):
+    """Each sample of the first batch waits until all four are asked for, and the next three batches wait
+    for the first."""
+
+    waits = True
+
+    def __init__(self) -> None:
+        super().__init__(40)
+        self.together, self.gate = threading.Barrier(4), threading.Event()
+
+    def __getitem__(self, index: int) -> int:
+        if index < 4:
+            self.together.wait(LONG)
+        elif index < 16:
+            assert self.gate.wait(LONG)
+        return index
+
+
+@pytest.mark.parametrize("form", ["loader", "pipeline"])
+def test_the_first_batch_is_shared_if_the_dataset_waits(form: str) -> None:
+    dataset = Waits()
+    sampler = [list(range(i, i + 4)) for i in range(0, 40, 4)]
+    where: Any = {"num_workers": 4, "backend": "threads"}
+    if form == "loader":
+        iterator = iter(DataLoader(dataset, 4, **where))  # type: ignore[arg-type]
+    else:
+        iterator = iter(Pipeline.from_dataset(dataset, batch_sampler=sampler, **where))
+    first = next(iterator)
+    dataset.gate.set()
+    assert lists([first, *iterator]) == [list(range(i, i + 4)) for i in range(0, 40, 4)]
+
+
 class Recorded(Numbers):
     """Tells which threads have fetched samples."""
 

@@ -129,7 +129,8 @@ def test_the_server_is_no_child_of_whoever_started_it() -> None:
 
 
 def test_the_server_ends_soon_after_who_started_it() -> None:
-    script = f"from benchmarks.datasets.remote import Server; print(Server({WIDTH})._pid)"
+    module = "benchmarks.datasets.remote"
+    script = f"from {module} import Server; print(Server('{module}', '{WIDTH}')._pid)"
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60
     )

@@ -115,10 +115,15 @@ def test_the_block_about_datapipes_runs(tmp_path: Path, monkeypatch: pytest.Monk
         ("remote_tar", "200: every sample once"),
         ("parquet_tabular", "epoch 2: "),
         ("pack_text", "none of them padding"),
+        # Five processes that import torch: 20 s.
+        pytest.param("train_from_s3", "400: every sample once", marks=pytest.mark.full),
     ],
 )
 def test_the_examples_run(name: str, said: str) -> None:
     pytest.importorskip("aiohttp")
+    if name == "train_from_s3":
+        pytest.importorskip("s3fs")
+        pytest.importorskip("moto")
     path = DOCS.parent / "examples" / f"{name}.py"
     done = subprocess.run(
         [sys.executable, "-W", "error", str(path)], capture_output=True, text=True, check=False

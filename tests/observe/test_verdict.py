@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.recordings import IDLE, recording, slept, stage
 
+from hybridloader._support.store_use import StoreUse
 from hybridloader.observe.comparing import compare
 from hybridloader.observe.recording import (
     CoreUse,
@@ -25,6 +26,13 @@ from hybridloader.observe.verdict import kind_of
 
 FULL_OF_OTHERS = CoreUse(2.0, 2.0, 0.6)
 FULL_OF_OURS = CoreUse(2.0, 2.0, 1.9)
+
+
+def from_store(waited: float = 19.0, **counts: Any) -> Recording:
+    """A stage whose 2 workers waited for a store for most of 20 s."""
+    made = recording(replace(slept(stage()), reads=True))
+    return replace(made, stores=(StoreUse("s3://photos", waited=waited, **counts),))
+
 
 TRUTHS: dict[str, tuple[Recording, str, str | None, str | None, str]] = {
     "a loop that takes its time": (
@@ -79,6 +87,41 @@ TRUTHS: dict[str, tuple[Recording, str, str | None, str | None, str]] = {
         "map(f)",
         "computes",
         "a worker for each core",
+    ),
+    "samples from a store, one by one": (
+        from_store(alone=400, requests=400, seconds=19.0),
+        "store",
+        "map(f)",
+        "waits",
+        "BlockShuffleSampler",
+    ),
+    "files from a store": (
+        from_store(requests=400, seconds=19.0),
+        "store",
+        "map(f)",
+        "waits",
+        "hybridloader pack",
+    ),
+    "blocks from a store": (
+        from_store(requests=48, seconds=100.0, retries=3),
+        "store",
+        "map(f)",
+        "waits",
+        "keep them for the next epoch by cache_dir=",
+    ),
+    "blocks from a store, with a cache": (
+        from_store(requests=48, seconds=100.0, misses=48),
+        "store",
+        "map(f)",
+        "waits",
+        "The next epoch finds in cache_dir=",
+    ),
+    "blocks from a store that is not waited for": (
+        from_store(requests=48, seconds=100.0, waited=2.0),
+        "stage",
+        "map(f)",
+        "waits",
+        "num_workers",
     ),
     "large results": (
         recording(stage(backend="fork", in_process=False, packing=15.0, sending=3.0)),
@@ -270,7 +313,11 @@ def scaled(made: Recording, by: float) -> Recording:
         brief_seconds=by * made.loop.brief_seconds,
         waits=tuple(replace_times(wait, by) for wait in made.loop.waits),
     )
-    return replace(made, stages=stages, loop=loop, switch_interval=by * made.switch_interval)
+    stores = tuple(
+        replace(one, waited=by * one.waited, seconds=by * one.seconds) for one in made.stores
+    )
+    interval = by * made.switch_interval
+    return replace(made, stages=stages, loop=loop, stores=stores, switch_interval=interval)
 
 
 def replace_times(span: Any, by: float) -> Any:

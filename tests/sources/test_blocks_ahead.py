@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import json
 import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -204,6 +206,92 @@ def test_a_shard_that_is_not_there_is_asked_for_once(gated: Any) -> None:
     assert sorted(read(loader)) == [n for n in range(12) if n not in (6, 7, 8)]
     assert source.fetches[2, 0, 3] == 1
     assert not source.alone
+
+
+@pytest.mark.parametrize("trials", [range(2), pytest.param(range(2, 22), marks=pytest.mark.full)])
+@pytest.mark.parametrize("uneven", ["pad", pytest.param("drop", marks=pytest.mark.full)])
+def test_two_ranks_then_three_then_five_read_the_rest_in_equal_counts(
+    store: HttpStore, trials: range, uneven: Any
+) -> None:
+    """From leg to leg at a random place, each with other workers; the last goes to the end."""
+    wanted, tar = sorted(samples()), tar_of(store)
+    for trial in trials:
+        chosen, state, seen = random.Random(trial), None, []
+        for ranks in (2, 3, 5):
+            batches = chosen.randrange(1, 4) if ranks < 5 else None
+            workers, states, counts = chosen.randrange(3), [], []
+            for rank in range(ranks):
+                sampler = BlockShuffleSampler(
+                    tar,
+                    trial,
+                    block=3,
+                    window=2,
+                    spans=2,
+                    num_replicas=ranks,
+                    rank=rank,
+                    uneven=uneven,
+                )
+                loader: Any = DataLoader(
+                    *(tar, 2),
+                    sampler=sampler,
+                    collate_fn=list,
+                    num_workers=workers,
+                    backend="threads" if workers else None,
+                )
+                if state is not None:
+                    loader.load_state_dict(state)
+                with iter(loader) as iterator:
+                    part = [sample for batch in islice(iterator, batches) for sample in batch]
+                    states.append(loader.state_dict())
+                seen += part
+                counts.append(len(part))
+            assert min(counts) == max(counts) > 0
+            state = json.loads(json.dumps(states[0]))
+        assert set(seen) <= set(wanted)
+        doubled, lost = len(seen) - len(set(seen)), len(wanted) - len(set(seen))
+        assert (doubled < 5 and not lost) if uneven == "pad" else (lost < 5 and not doubled)
+    tar.close()
+
+
+@pytest.mark.parametrize("backend", ["threads", "spawn"])
+def test_a_shard_that_stays_missing_is_waited_for_once_and_its_samples_are_skipped(
+    store: HttpStore, backend: str
+) -> None:
+    tar = tar_of(store, retry_seconds=0)
+    store.requests.clear()
+    store.broken["/2.tar"] = "503"
+    sampler = BlockShuffleSampler(tar, seed=0)
+    loader: Any = DataLoader(
+        *(tar, 4),
+        sampler=sampler,
+        collate_fn=list,
+        num_workers=1,
+        backend=backend,
+        on_error=Skip(budget=EACH),
+    )
+    lost = range(2 * EACH, 3 * EACH)
+    assert sorted(read(loader)) == sorted(
+        sample for number, sample in enumerate(samples()) if number not in lost
+    )
+    skipped = loader.skipped
+    assert sorted(one.index for one in skipped) == [*lost]
+    assert all("2.tar" in str(one.error) for one in skipped)
+    # The process of the sampler asks, and a worker that is another process asks for itself.
+    assert sum(path == "/2.tar" for path, _ in store.requests) == (1 if backend == "threads" else 2)
+    del store.broken["/2.tar"]
+    assert sorted(read(loader)) == sorted(samples())
+    tar.close()
+
+
+def test_a_retry_asks_again_for_a_shard_that_was_not_served(store: HttpStore) -> None:
+    tar = tar_of(store, retry_seconds=0)
+    store.faults.extend(["503"] * SHARDS)  # each block fails once, and no sample
+    sampler = BlockShuffleSampler(tar, seed=0)
+    loader: Any = DataLoader(
+        *(tar, 4), sampler=sampler, collate_fn=list, on_error=Retry(times=1, backoff=0)
+    )
+    assert sorted(read(loader)) == sorted(samples())
+    tar.close()
 
 
 def test_what_was_fetched_is_not_asked_for_again_by_a_retry(gated: Any) -> None:

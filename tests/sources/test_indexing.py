@@ -115,11 +115,25 @@ def test_ranks_without_a_shared_index_are_told_the_command(
     memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     urls = put(memory, 1)
+    told = r"each of the 4 ranks .* hybridloader index memory://.*\.tar \.\.\. -o FOLDER"
+    # Lightning's launcher sets the second alone.
+    for name, value in {"LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "3"}.items():
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            for index in (None, "beside"):
+                with pytest.raises(ValueError, match=told):
+                    Tar(urls, index=index)
+            assert len(Tar(urls, index=str(tmp_path))) == 4
+
+
+def test_ranks_that_read_a_store_without_times_are_warned(
+    store: HttpStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.files["/a.tar"] = tar_bytes(sample_members(0, 1))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    for index in (None, "beside"):
-        with pytest.raises(ValueError, match=r"each of the 4 ranks .* hybridloader index URL"):
-            Tar(urls, index=index)
-    assert len(Tar(urls, index=str(tmp_path))) == 4
+    with pytest.warns(UserWarning, match="each of the 4 ranks .* neither a time nor a checksum"):
+        tar = Tar(f"{store.url}/a.tar", index=str(tmp_path))
+    tar.close()
 
 
 def test_an_archive_that_another_rank_indexes_is_left_to_it(

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import io
+import random
 import zipfile
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,6 +73,62 @@ def test_an_archive_is_read_by_ranges(s3: Any) -> None:
     loader: Any = DataLoader(tar, 5, sampler=sampler, collate_fn=list)
     (batch,) = loader
     assert sorted(batch) == [tar[number] for number in range(5)]
+    tar.close()
+
+
+class Storm:
+    """Has a quarter of the answers to requests for objects fail: 503, cut short, or without an end."""
+
+    def __init__(self, app: Any, seed: int) -> None:
+        self.app, self._random = app, random.Random(seed)
+        self.faults: Counter[str] = Counter()
+
+    def __call__(self, environ: Any, start: Any) -> Any:
+        kinds = ["503", "less", "drop", *["ok"] * 9]
+        kind = self._random.choice(kinds) if "HTTP_RANGE" in environ else "ok"
+        self.faults[kind] += 1
+        if kind == "503":
+            start("503 Slow Down", [("Content-Length", "0")])
+            return [b""]
+        if kind == "ok":
+            return self.app(environ, start)
+        answer: list[Any] = []
+        data = b"".join(self.app(environ, lambda *told: answer.extend(told[:2])))
+        half = data[: len(data) // 2]
+        size = len(data) if kind == "drop" else len(half)
+        headers = [pair for pair in answer[1] if pair[0].lower() != "content-length"]
+        start(answer[0], [*headers, ("Content-Length", str(size))])
+        return [half]
+
+
+@pytest.mark.parametrize("backend", ["threads", pytest.param("spawn", marks=pytest.mark.full)])
+def test_a_storm_loses_doubles_and_corrupts_nothing(
+    server: Any, s3: Any, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import s3fs
+
+    monkeypatch.setattr("hybridloader.sources.patience._FIRST", 0.0)
+    fs = s3fs.S3FileSystem(**s3)
+    for shard in range(8):
+        fs.pipe_file(f"photos/storm/{shard}.tar", tar_bytes(sample_members(8 * shard, 8)))
+    options = {**s3, "config_kwargs": {"retries": {"max_attempts": 0}}}
+    tar = Tar(
+        "s3://photos/storm/{0..7}.tar",
+        members=("txt",),
+        index=str(tmp_path / "index"),
+        cache_dir=str(tmp_path / "cache"),
+        storage_options=options,
+    )
+    storm = Storm(server._server.app, 1)
+    monkeypatch.setattr(server._server, "app", storm)
+    sampler = BlockShuffleSampler(tar, seed=0, block=2, window=3)
+    loader: Any = DataLoader(
+        tar, 4, sampler=sampler, collate_fn=list, num_workers=2, backend=backend
+    )
+    wanted = sorted((text,) for _, text in sample_members(0, 64)[::2])
+    for _ in range(2):
+        assert sorted(sample for batch in loader for sample in batch) == wanted
+    assert all(storm.faults[kind] for kind in ("503", "less", "drop"))
     tar.close()
 
 

@@ -19,8 +19,16 @@ from hypothesis import strategies as st
 from support.archives import sample_members, tar_bytes, write_shards
 from support.http_store import HttpStore
 
-from hybridloader import DataLoader, Retry, ShuffleSampler, Skip, SourceError, StoreError
-from hybridloader.sources import Tar, tar_index
+from hybridloader import (
+    BlockShuffleSampler,
+    DataLoader,
+    Retry,
+    ShuffleSampler,
+    Skip,
+    SourceError,
+    StoreError,
+)
+from hybridloader.sources import Files, Tar, tar_index
 from hybridloader.sources.store import Stamp, Store
 from hybridloader.sources.tar_index import VERSION, load_index, make_index, save_index
 
@@ -32,6 +40,21 @@ def written(path: Path, members: Any) -> str:
 
 def text(number: int) -> bytes:
     return f"text {number} ".encode() * (number % 7 + 1)
+
+
+def test_threads_share_the_first_batch_of_a_remote_archive_without_blocks(
+    store: HttpStore, tmp_path: Path
+) -> None:
+    store.files["/a.tar"] = tar_bytes(sample_members(0, 4))
+    (tmp_path / "a.tar").write_bytes(store.files["/a.tar"])
+    tar, local = Tar(f"{store.url}/a.tar"), Tar(str(tmp_path / "a.tar"))
+    assert tar.waits
+    assert not local.waits
+    assert Files(f"{store.url}/a.tar").waits
+    assert not Files(str(tmp_path)).waits
+    BlockShuffleSampler(tar, seed=0)
+    assert not tar.waits
+    tar.close()
 
 
 def test_members_of_one_key_are_a_sample(tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ class HttpStore:
         such as ``"403"``, or ``"ok"``.
     answers
         Statuses with which the next requests for sizes are answered, one each; 0 ends the connection.
+    broken
+        Status with which all requests for the data of a path are answered.
     moved
         Path or URL to which a path redirects.
     requests
@@ -33,6 +35,7 @@ class HttpStore:
         self.files: dict[str, bytes] = {}
         self.faults: deque[str] = deque()
         self.answers: deque[int] = deque()
+        self.broken: dict[str, str] = {}
         self.moved: dict[str, str] = {}
         self.requests: list[tuple[str, str]] = []
         self.released = threading.Event()
@@ -66,6 +69,7 @@ def _handler(store: HttpStore) -> Any:
             if sends:
                 store.requests.append((self.path, asked))
                 fault = store.faults.popleft() if store.faults else "ok"
+                fault = store.broken.get(self.path, fault)
             if self.path in store.moved:
                 self.send_response(302)
                 self.send_header("Location", store.moved[self.path])
