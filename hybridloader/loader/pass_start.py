@@ -279,8 +279,8 @@ class PassStart:
         rereads = any(s.skip > s.position and not s.stateful for s in resume.starts)
         if rereads and self._plan.iterable and self.division is None:
             warn_once(
-                f"neither {type(self._plan.dataset).__name__} nor its iterator has a state_dict() and "
-                "load_state_dict() with its whole state, so each worker reads its part again up to its "
+                f"{type(self._plan.dataset).__name__} has no state_dict() and load_state_dict() for its "
+                "whole state, nor has its iterator, so each worker reads its part of it again up to its "
                 "position. `loader.resuming` counts the samples"
             )
         return resume.starts if resume.division is None else resume.division.sent(resume.starts)
