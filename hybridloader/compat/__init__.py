@@ -1,1 +1,1 @@
-"""Running of torch's own loaders on our engine, for code that can't be edited."""
+"""Torch's loaders on hybridloader's engine, for code that can't be edited."""

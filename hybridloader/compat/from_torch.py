@@ -1,7 +1,7 @@
-"""Conversion of a loader of torch's to one of ours, or the reason why it can't be converted.
+"""Conversion of a torch loader to a hybridloader loader, or an error that gives the reason against it.
 
-The given loader is not changed, and both draw from the same samplers and generators. Nothing is read,
-drawn or started.
+The conversion does not change the torch loader, reads no data, draws no random number and starts no
+worker. Both loaders draw from the same samplers and generators.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NOT_LOST = {
     "__weakref__", "_abc_impl",
 }
 # fmt: on
-"""Names that a subclass may define without effect on a loader whose constructor has run."""
+"""Names that a subclass may define, because they have no effect after the constructor has run."""
 
 
 def from_torch(
@@ -37,16 +37,16 @@ def from_torch(
     backend: str | Backend | None = None,
     **options: Unpack[OptionWords],
 ) -> DataLoader:
-    """Make a `hybridloader.DataLoader` that equals `loader`, on a backend of your choice.
+    """Convert a torch loader to an equal `hybridloader.DataLoader`, on a backend of your choice.
 
-    Dataset, samplers, generator and functions are the same objects, and attributes that were set on the
-    loader since it was made are kept; those with the name of an option of ours are not, and warn.
-    Iterators and persistent workers of `loader` stay with it.
+    Both loaders share the dataset, samplers, generator and functions. Attributes that were set on
+    `loader` after its construction are copied. An attribute with the name of a hybridloader option is
+    not copied and causes a warning. Iterators and persistent workers of `loader` stay with it.
 
     Parameters
     ----------
     loader
-        A loader of torch's `DataLoader`, or of a subclass that adds nothing but a constructor.
+        A `torch.utils.data.DataLoader`, or a subclass that adds nothing but a constructor.
     backend
         As in `hybridloader.DataLoader`.
     **options
@@ -55,8 +55,8 @@ def from_torch(
     Raises
     ------
     TypeError
-        It is no loader, or one of ours, or of a subclass with methods that ours would not have; the
-        message says what to do instead.
+        `loader` is not a loader, is a hybridloader loader already, or its class has methods that would
+        be lost. The message names an alternative.
     BackendUnavailable, ValueError
         There is no such backend, or the loader can't have that option.
 
@@ -73,15 +73,18 @@ def from_torch(
         get_backend(backend)
     said = Options.said("from_torch()", options)
     made = DataLoader.__new__(DataLoader)
-    # Not by the constructor: it would wrap a data pipe again, and takes no batch sampler together with
+    # Not by the constructor: it would wrap a data pipe again, and refuses a batch sampler together with
     # that sampler's batch size.
-    known = {"_prefetch_chosen": True, **vars(loader)}  # as of torch's it is not known
+    known = {
+        "_prefetch_chosen": True,
+        **vars(loader),
+    }  # torch does not record whether it was passed
     taken = sorted(vars(loader).keys() & {"backend", *Options._fields})
     if taken:
         warn(
-            f"this loader has attributes of its own that are options of hybridloader.DataLoader: "
-            f"{', '.join(taken)}; their values are not taken over. Give those to from_torch() that you "
-            "mean as options"
+            f"this loader has attributes with names of options of hybridloader.DataLoader: "
+            f"{', '.join(taken)}; their values are not used. If they are meant as options, pass them to "
+            "from_torch()"
         )
     vars(made).update(known, **said._asdict(), backend=backend, _iterator=None)
     made._plan().check()
@@ -95,15 +98,15 @@ def _refuse(loader: Any) -> None:
     kind = type(loader)
     if isinstance(loader, DataLoader):
         raise TypeError(
-            f"this {kind.__name__} is a hybridloader.DataLoader already; set its attributes, as in "
-            "loader.backend = 'threads', which the next iter(loader) reads"
+            f"this {kind.__name__} is a hybridloader.DataLoader already; set its attributes instead, as "
+            "in loader.backend = 'threads'; the next iter(loader) uses them"
         )
     if _is_fastais(loader):
         raise TypeError(
-            "this is fastai's kind of loader, whose workers keep their place on the loader itself "
-            "(`it`, `offs`): threads would overwrite it for each other. It makes torch's private "
-            "iterators by itself, too, so that nothing can take their place. Make a "
-            "hybridloader.DataLoader over its dataset, with a collate_fn, or leave it as it is"
+            "this is fastai's kind of loader, which can't be converted: its workers keep their position "
+            "on the loader itself (`it`, `offs`), which threads would overwrite for each other, and it "
+            "makes torch's private iterators itself. Make a hybridloader.DataLoader over its dataset, "
+            "with a collate_fn, or keep this loader"
         )
     if not isinstance(loader, torch.utils.data.DataLoader):
         raise TypeError(f"from_torch takes a torch.utils.data.DataLoader, {_instead(loader)}")
@@ -111,7 +114,7 @@ def _refuse(loader: Any) -> None:
     if lost:
         shown = ", ".join(lost[:4]) + (f" and {len(lost) - 4} more" if len(lost) > 4 else "")
         raise TypeError(
-            f"{kind.__name__} is a subclass of torch's DataLoader with {shown} of its own, which "
+            f"{kind.__name__} is a subclass of torch's DataLoader that defines {shown}, which "
             f"a plain hybridloader.DataLoader would not have; {_way(kind, lost)}"
         )
 
@@ -130,15 +133,15 @@ def _instead(given: Any) -> str:
     from hybridloader.pipeline.pipeline import Pipeline
 
     if isinstance(given, type):
-        does = "a loader: make one first" if issubclass(given, TorchLoader) else "one that was made"
-        return f"not the class {given.__name__}; give {does}"
+        loader = "a loader of it" if issubclass(given, TorchLoader) else "a torch DataLoader"
+        return f"not the class {given.__name__}; pass {loader}"
     name = f"not a {type(given).__name__}"
     if isinstance(given, _BaseDataLoaderIter):
-        return f"{name}; give the loader, not an iterator over it"
+        return f"{name}; pass the loader, not an iterator over it"
     if isinstance(given, Pipeline):
         return f"{name}; a pipeline has a backend for each step, in map(..., backend=...)"
     if hasattr(type(given), "__getitem__") or hasattr(type(given), "__iter__"):
-        return f"{name}; of a dataset make a hybridloader.DataLoader(dataset, ...)"
+        return f"{name}; for a dataset, make a hybridloader.DataLoader(dataset, ...)"
     return name
 
 
@@ -154,15 +157,15 @@ def _lost(kind: type) -> set[str]:
 def _way(kind: type, lost: list[str]) -> str:
     if kind.__module__.partition(".")[0] == "accelerate":
         return (
-            "accelerate's loaders hold another one: see hybridloader.integrations.accelerate, or give "
-            "from_torch their base_dataloader"
+            "accelerate's loaders wrap another loader: see hybridloader.integrations.accelerate, or "
+            "pass their base_dataloader to from_torch"
         )
     if {"state_dict", "load_state_dict"} <= set(lost):
         return (
             "a hybridloader.DataLoader has a state_dict() and a load_state_dict() itself: make one with "
-            "the arguments of this one"
+            "the same arguments"
         )
     return (
-        "make a class that is both, and use it in place of this one: "
+        "derive a class from both and use it instead: "
         f"class Mine({kind.__module__}.{kind.__qualname__}, hybridloader.DataLoader): pass"
     )

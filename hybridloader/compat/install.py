@@ -1,10 +1,10 @@
-"""Installation of our engine under torch's own loaders, for code that can't be edited.
+"""Installation of hybridloader's engine under torch's loaders, for code that can't be edited.
 
-One method of torch's `DataLoader` is replaced, `_get_iterator`, which makes the iterator of a pass.
-The class stays the same, and so does every ``isinstance``, subclass and constructor; a subclass with a
-`_get_iterator` of its own (PyG's, ultralytics', torchdata's) is asked first, as before. Loaders of ours
-are never touched, nor is anything that a batch passes through. A loader that ours would refuse is left
-to torch's own method, so that code which ran before still runs.
+`install` replaces one method of torch's `DataLoader`, `_get_iterator`, which makes the iterator of an
+epoch. The class stays the same, and so does every ``isinstance``, subclass and constructor. A subclass
+that overrides `_get_iterator` (PyG's, ultralytics', torchdata's) still takes precedence. hybridloader's
+loaders, and the path of a batch, don't change. A loader that hybridloader would refuse is left to
+torch's method, so that code which ran before still runs.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ class _Place:
     """State of the process: the replaced method of torch's class."""
 
     lock: Any = field(default_factory=threading.Lock)
-    """Held while any of the others changes."""
+    """Held while one of the other attributes changes."""
     installed: Installation | None = None
-    """The installation that makes iterators, if there is one. Read without the lock."""
+    """The installation that makes iterators, or None. Read without the lock."""
     torchs: Any = None
-    """torch's own method, once ours has replaced it."""
+    """torch's method, after ours has replaced it."""
     covered: bool = False
-    """True if ours was left in place because other code had put another one over it."""
+    """True if our method was left in place because other code had replaced it by its own."""
     awaits: bool = False
-    """True if ours replaces it as soon as torch is imported."""
+    """True if a hook replaces the method as soon as torch is imported."""
 
     def forked(self) -> None:
-        """Make a new lock in the child of a fork: a thread of the parent may have held the old one."""
+        """Make a new lock in a forked child: a thread of the parent may have held the old one."""
         self.lock = threading.Lock()
 
 
@@ -58,12 +58,12 @@ if hasattr(os, "register_at_fork"):
 
 
 class Installation:
-    """Result of `install`, to undo it: by `uninstall`, or at the end of a ``with`` block.
+    """Result of `install`. Its `uninstall`, or the end of a ``with`` block, undoes it.
 
     Attributes
     ----------
     backend
-        Backend as it was given.
+        Backend as passed.
     options
         The other keywords of the call.
     where
@@ -75,13 +75,13 @@ class Installation:
 
     @property
     def active(self) -> bool:
-        """True if torch's loaders are run by this installation now."""
+        """True if this installation runs torch's loaders now."""
         return _place.installed is self
 
     def uninstall(self) -> None:
-        """Have torch's loaders run by torch again, from the next ``iter``.
+        """Have torch run its loaders again, from the next ``iter`` on.
 
-        May be called any number of times. Existing iterators go on as they are.
+        Further calls do nothing. Existing iterators continue unchanged.
         """
         with _place.lock:
             if not self.active:
@@ -90,12 +90,13 @@ class Installation:
             over = _take_out()
         if over is not None:
             warn(
-                f"torch's DataLoader._get_iterator was replaced by {over} after install(). That is left "
-                "as it is; where it calls the method that it replaced, torch's own loader answers again"
+                f"torch's DataLoader._get_iterator was replaced by {over} after install(). uninstall() "
+                "leaves that in place; if it calls the method that it replaced, it gets torch's loader "
+                "again"
             )
 
     def iterator(self, loader: Any) -> _BaseDataLoaderIter:
-        """Return an iterator over one of torch's loaders: torch's own where ours refuses it."""
+        """Return an iterator over a torch loader: torch's if hybridloader refuses the loader."""
         import torch
 
         from hybridloader.loader.plan import LoaderPlan
@@ -106,19 +107,19 @@ class Installation:
             plan.check_arguments()
             plan = replace(plan, options=self.options.without(plan.option_problems))
             self._check_context(plan)
-        except (TypeError, ValueError) as error:  # `BackendUnavailable` is one
+        except (TypeError, ValueError) as error:  # `BackendUnavailable` is a ValueError
             return _torchs_own(loader, error)
         if self.backend is None or not get_backend(self.backend).in_process:
-            loader.check_worker_number_rationality()  # as torch's own method does
+            loader.check_worker_number_rationality()  # as torch's method does
         generator = torch.default_generator if loader.generator is None else loader.generator
         before = generator.get_state()
         try:
             return iterator_of(loader, plan)
-        except ForkUnsafe:  # torch's own loader would fork as well
+        except ForkUnsafe:  # torch's loader would fork as well
             generator.set_state(before)
             raise
         except (BackendUnavailable, ShippingError) as error:
-            # No worker has started yet, and only the sampler's iterator was made: torch draws the same.
+            # No worker has started; only the sampler's iterator was made. So torch draws the same.
             generator.set_state(before)
             return _torchs_own(loader, error)
 
@@ -129,14 +130,14 @@ class Installation:
             if plan.context_is_foreign:
                 kind = type(plan.multiprocessing_context).__qualname__
                 raise BackendUnavailable(
-                    f"its multiprocessing_context, a {kind}, has processes of its own kind; leave it "
-                    "out, or install('threads'), which starts none"
+                    f"its multiprocessing_context, a {kind}, has its own kind of processes; leave it "
+                    "out, or use install('threads'), which starts none"
                 )
             if plan.contradiction is not None:
                 warn_once(
-                    f"a loader has multiprocessing_context={plan.start_method!r}, and its workers are "
-                    f"started as install({self.backend!r}) says; install('shared-memory') would leave "
-                    "that to the loader"
+                    f"a loader has multiprocessing_context={plan.start_method!r}, but "
+                    f"install({self.backend!r}) determines how its workers start; "
+                    "install('shared-memory') would leave that to the loader"
                 )
 
     def __enter__(self) -> Installation:
@@ -153,30 +154,32 @@ class Installation:
 
 
 def install(backend: str | Backend | None = None, **options: Unpack[OptionWords]) -> Installation:
-    """Run every `torch.utils.data.DataLoader` of this process on our engine, from now on.
+    """Run every `torch.utils.data.DataLoader` of this process on hybridloader's engine.
 
-    It is meant for code that can't be edited: loaders made inside a framework or a library, or a script
-    (then see ``hybridloader run``). It takes effect when ``iter(loader)`` is called, whenever the loader
-    was made. Existing iterators go on as they are, also those of persistent workers: such a loader
-    changes over with its next iterator. It holds for this process and its forks, not for new processes.
+    This is for code that can't be edited, such as loaders inside a framework or a library. For a whole
+    script see ``hybridloader run``.
+
+    It takes effect at the next ``iter(loader)``, also for loaders that exist already. Existing iterators
+    continue unchanged; a loader with persistent workers switches with its next iterator. It applies to
+    this process and its forks, not to new processes.
 
     Parameters
     ----------
     backend
-        As in `hybridloader.DataLoader`. It comes before a loader's `multiprocessing_context`, which is
-        heeded where the backend leaves the start method open (None, ``"shared-memory"``); loaders
-        without workers run in the caller, whatever the backend.
+        As in `hybridloader.DataLoader`. A loader's `multiprocessing_context` only counts if the backend
+        leaves the start method open (None, ``"shared-memory"``). Loaders without workers run in the
+        calling thread with every backend.
     **options
-        The other keywords of `hybridloader.DataLoader`, for all loaders. A loader that can't have one
-        (`task_timeout` without workers, `threads_per_worker` or ``shard_remainders="join"`` with the
-        other kind of dataset) goes without.
+        The other keywords of `hybridloader.DataLoader`, for all loaders. An option that a loader can't
+        have is ignored for that loader: `task_timeout` without workers, and `threads_per_worker` or
+        ``shard_remainders="join"`` with the other kind of dataset.
 
     Warns
     -----
     UserWarning
-        Once for each reason, when an iterator is made: `hybridloader.DataLoader` would refuse that
-        loader (a start method that is not known, something that can't be sent or copied), and so it
-        is left to torch's own.
+        `hybridloader.DataLoader` would refuse a loader, for example because of an unknown start method
+        or an object that can't be pickled or copied. The loader is left to torch. The warning is issued
+        once for each reason, when an iterator is made.
 
     Returns
     -------
@@ -187,9 +190,9 @@ def install(backend: str | Backend | None = None, **options: Unpack[OptionWords]
     Raises
     ------
     RuntimeError
-        It is installed already, or other code has replaced the method of torch's that this replaces.
+        `install` is active already, or other code has replaced the same method of torch.
     BackendUnavailable, TypeError, ValueError
-        There is no such backend, or an option has a wrong value. Then nothing has changed.
+        There is no such backend, or an option has a wrong value. Nothing was changed.
 
     Examples
     --------
@@ -209,7 +212,7 @@ def install(backend: str | Backend | None = None, **options: Unpack[OptionWords]
         if _place.installed is not None:
             raise RuntimeError(
                 f"install() was called already, at {_place.installed.where}, with "
-                f"backend={_place.installed.backend!r}, and there is one for the whole process; call "
+                f"backend={_place.installed.backend!r}, and it applies to the whole process; call "
                 "hybridloader.uninstall() first, or leave the `with` block"
             )
         if "torch" in sys.modules:
@@ -222,7 +225,7 @@ def install(backend: str | Backend | None = None, **options: Unpack[OptionWords]
 
 
 def uninstall() -> None:
-    """Undo `install`, wherever that was called; if nothing is installed, do nothing."""
+    """Undo `install`. If nothing is installed, do nothing."""
     installed = _place.installed
     if installed is not None:
         installed.uninstall()
@@ -236,7 +239,7 @@ def _torch_is_here() -> None:
 
 
 def _put_in() -> None:
-    """Replace torch's method, under the lock; raise `RuntimeError` if other code has replaced it."""
+    """Replace torch's method, under the lock. Raises `RuntimeError` if other code has replaced it."""
     from torch.utils.data import DataLoader
 
     there: Any = vars(DataLoader)["_get_iterator"]
@@ -248,13 +251,13 @@ def _put_in() -> None:
         DataLoader._get_iterator = _get_iterator  # type: ignore[method-assign]
     elif not _place.covered:
         raise RuntimeError(
-            f"torch's DataLoader._get_iterator was replaced by {_name(there)} already, which install() "
-            "would undo; call install() before that"
+            f"torch's DataLoader._get_iterator was replaced by {_name(there)} already, and install() "
+            "would undo that; call install() before that replacement"
         )
 
 
 def _take_out() -> str | None:
-    """Restore torch's method, under the lock; return the name of a function that covers ours, if any."""
+    """Restore torch's method, under the lock; return the name of a function that replaced ours."""
     if _place.torchs is None:
         return None
     from torch.utils.data import DataLoader
@@ -267,7 +270,7 @@ def _take_out() -> str | None:
 
 
 def _get_iterator(self: Any) -> Any:
-    """Replace torch's method of this name, while something is installed."""
+    """Make an iterator in place of torch's method of this name, while `install` is active."""
     from hybridloader.loader.dataloader import DataLoader
 
     installed = _place.installed
@@ -277,10 +280,10 @@ def _get_iterator(self: Any) -> Any:
 
 
 def _torchs_own(loader: Any, refusal: Exception) -> _BaseDataLoaderIter:
-    """Return torch's own iterator over a loader that ours has refused; warn once per reason."""
+    """Return torch's iterator over a loader that hybridloader refuses; warn once per reason."""
     warn_once(
-        f"install() leaves a {type(loader).__name__} to torch's own loader, with torch's workers and "
-        f"without the options of install(), because: {refusal}"
+        f"install() leaves a {type(loader).__name__} to torch, with torch's workers and without the "
+        f"options of install(), because: {refusal}"
     )
     iterator: _BaseDataLoaderIter = _place.torchs(loader)
     return iterator

@@ -1,9 +1,9 @@
-"""Running of a script or a module in this process, as `python script.py` or `python -m module` would.
+"""Run a script or a module in this process, as `python script.py` or `python -m module` would.
 
-It becomes ``__main__``, with its own arguments and import path, and sees nothing of this package but
-the installed engine. Its tracebacks begin at its own first line, and its end is left to Python: exit
-codes, Ctrl-C, exit handlers. `runpy` finds modules, and does not run them: it takes ``__main__`` away
-again before exit handlers and the last threads have run.
+It becomes ``__main__``, with its arguments and import path. Of this package it sees only the installed
+engine. Its tracebacks begin at its first line. Python handles its end: exit codes, Ctrl-C and exit
+handlers. `runpy` only finds modules here: if it ran them, it would remove ``__main__`` before exit
+handlers and the last threads have run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 
 class NotThere(Exception):
-    """There is no such script or module; the message says so in one line."""
+    """There is no such script or module; the message is one line."""
 
 
 class Program(NamedTuple):
@@ -39,13 +39,13 @@ class Program(NamedTuple):
 
 @contextlib.contextmanager
 def _beginning_with_its_own() -> Iterator[None]:
-    """Have `sys.excepthook` print the traceback of an error from the script's own first line on."""
+    """Have `sys.excepthook` print the traceback of an error from the script's first line on."""
     try:
         yield
     except BaseException as error:
         hook, own, ours = sys.excepthook, __file__, error
 
-        def tell(
+        def report(
             kind: type[BaseException], raised: BaseException, traceback: TracebackType | None
         ) -> None:
             if raised is ours:
@@ -57,7 +57,7 @@ def _beginning_with_its_own() -> Iterator[None]:
                 traceback = raised.__traceback__ = inner
             hook(kind, raised, traceback)
 
-        sys.excepthook = tell
+        sys.excepthook = report
         raise
 
 
@@ -82,10 +82,10 @@ def script(path: str) -> Program:
 
 @_beginning_with_its_own()
 def module(name: str) -> Program:
-    """Return the module called `name`, or the ``__main__`` of a package of that name."""
+    """Return the module `name`, or the ``__main__`` of the package `name`."""
     folder = os.getcwd()
     _import_from(folder)
-    # A private function, which pdb and trace of the standard library call too (Python 3.10 to 3.14).
+    # A private function, which the standard library's pdb and trace also call (Python 3.10 to 3.14).
     find: Any = runpy._get_module_details  # type: ignore[attr-defined]
     _, spec, code = find(name, NotThere)
     return Program(spec.origin, spec.origin, code, spec, folder)
@@ -106,7 +106,7 @@ def run(program: Program, arguments: Sequence[str]) -> None:
         "__package__": None if spec is None else spec.parent,
         "__spec__": spec,
     }
-    if sys.version_info < (3, 14):  # where annotations are not evaluated before they are asked for
+    if sys.version_info < (3, 14):  # later versions evaluate annotations on access
         named["__annotations__"] = {}
     vars(main).update(named)
     sys.modules["__main__"] = main
@@ -114,6 +114,6 @@ def run(program: Program, arguments: Sequence[str]) -> None:
 
 
 def _import_from(folder: str) -> None:
-    """Put `folder` first on the import path, as Python does, but not with ``-P`` or ``-I``."""
+    """Put `folder` first on the import path, as Python does without ``-P`` and ``-I``."""
     if not (getattr(sys.flags, "safe_path", False) or sys.flags.isolated):
         sys.path[0] = folder

@@ -1,4 +1,4 @@
-"""Adapters for frameworks that rebuild loaders as torch's own, one module each.
+"""Adapters for frameworks that rebuild loaders as torch loaders, one module each.
 
-A module imports its framework when one of its functions is called, not before.
+A module imports its framework only when one of its functions is called.
 """

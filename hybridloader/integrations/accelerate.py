@@ -1,10 +1,12 @@
-"""Adapter that has accelerate, and so the Trainer of transformers, keep our loaders as they are.
+"""Adapter for accelerate, and so for the Trainer of transformers, that keeps hybridloader's loaders.
 
-accelerate rebuilds every loader that it prepares: it reads torch's parameters from it by name, and calls
-torch's `DataLoader` with them. Our options (`backend`, `on_error`, ...) are lost without a warning. With
-`keep_loaders`, and until it is undone, a loader of ours is rebuilt as one of ours; torch's as before.
-It changes five things of accelerate, all of them or none, and only if accelerate is built as expected.
-It never changes anything when it is imported, and never touches torch.
+accelerate rebuilds every loader that it prepares: it reads torch's parameters from the loader by name,
+and calls torch's `DataLoader` with them. The options of hybridloader (`backend`, `on_error`, ...) are
+lost without a warning. `keep_loaders` makes accelerate rebuild a hybridloader loader as one; torch's
+loaders are rebuilt as before.
+
+`keep_loaders` changes five attributes of accelerate, all or none, and only if accelerate is built as
+expected. Importing this module changes nothing, and torch is never changed.
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ from hybridloader._support.caller import warn
 from hybridloader._support.errors import described
 
 TESTED = ("1.15", "1.15")
-"""First and last release of accelerate with which all tests pass. Older ones, from 1.0 on, have the same
-shape, but lose their count of epochs in `skip_first_batches`."""
+"""First and last release of accelerate with which all tests pass. Older releases, from 1.0 on, are
+built the same way, but lose their count of epochs in `skip_first_batches`."""
 
 KEY = "_hybridloader_source"
-"""Name under which accelerate reads the loader itself from a loader of ours, and passes it on."""
+"""Attribute through which accelerate reads the loader itself, and parameter that passes it on."""
 
 _INSTALL = 'accelerate is not installed. Install it with: pip install "accelerate>=1.15"'
 
@@ -33,7 +35,7 @@ _MISSING = object()
 
 
 class KeptLoaders:
-    """Result of `keep_loaders`, to undo it: by `undo`, or at the end of a ``with`` block."""
+    """Result of `keep_loaders`. Its `undo`, or the end of a ``with`` block, undoes it."""
 
     def __init__(self) -> None:
         self._active = True
@@ -41,12 +43,12 @@ class KeptLoaders:
     def undo(self) -> None:
         """Undo the changes to accelerate, unless another call of `keep_loaders` needs them.
 
-        May be called any number of times. Loaders that were prepared in the meantime stay ours.
+        Further calls do nothing. Loaders that accelerate has prepared stay hybridloader's.
 
         Raises
         ------
         RuntimeError
-            Other code has changed the same things in accelerate since; nothing was done.
+            Other code has changed the same attributes of accelerate since; nothing was undone.
         """
         if not self._active:
             return
@@ -67,38 +69,39 @@ _kept: list[KeptLoaders] = []
 """Results of `keep_loaders` that were not undone; the last one undoes the changes."""
 
 _changes: list[_Change] = []
-"""Changes made to accelerate, in order. Empty when all were undone."""
+"""Changes made to accelerate, in order. Empty if there are none to undo."""
 
 
 def keep_loaders() -> KeptLoaders:
     """Have accelerate keep hybridloader's loaders, with all their options.
 
     Call it once, at the beginning of the script, in each process that trains (`accelerate launch` runs
-    the script in each). From then on, a `hybridloader.DataLoader` is still one behind
-    `Accelerator.prepare` and `skip_first_batches`, in shards and in dispatch, also with an iterable
-    dataset; so is what a `Trainer` prepares. Under ``use_stateful_dataloader=True`` it saves and loads
-    its own state; torchdata's loader is not used. With ``seeding="sample"`` the epoch is accelerate's:
-    the number of the pass, or what `set_epoch` of the prepared loader was told.
+    the script in each). From then on, `Accelerator.prepare`, `skip_first_batches` and a `Trainer` keep a
+    `hybridloader.DataLoader`. This holds for shards, for dispatch, and for iterable datasets.
 
-    A subclass is rebuilt as a plain `hybridloader.DataLoader`, since its constructor is not known.
+    With ``use_stateful_dataloader=True`` the loader saves and loads its state itself; torchdata's loader
+    is not used. With ``seeding="sample"`` accelerate determines the epoch: it is the number of the
+    epoch, or the argument of the prepared loader's `set_epoch`.
+
+    A subclass is rebuilt as a plain `hybridloader.DataLoader`, since its constructor is unknown.
 
     Returns
     -------
     KeptLoaders
-        Undo it with its `undo`, or use it as a context manager. Calling this twice is harmless; the
-        changes end when the last one is undone.
+        Undo it with its `undo`, or use it as a context manager. Several calls are allowed; undoing the
+        last result ends the changes.
 
     Raises
     ------
     ImportError
         accelerate is not installed.
     RuntimeError
-        accelerate is not built as expected. The message says where, and nothing was changed.
+        accelerate is not built as expected. The message lists the differences; nothing was changed.
 
     Warns
     -----
     UserWarning
-        Once, if this release of accelerate was not tested.
+        This release of accelerate was not tested. Issued once.
 
     Examples
     --------
@@ -121,8 +124,8 @@ def keep_loaders() -> KeptLoaders:
         if problems:
             raise RuntimeError(
                 f"accelerate {release} is not built as expected (tested: {'-'.join(TESTED)}), "
-                "so hybridloader's loaders can't be kept in it; nothing was changed. "
-                f"{'; '.join(problems)}. Use a release that was tested, or "
+                "so it can't keep hybridloader's loaders; nothing was changed. "
+                f"{'; '.join(problems)}. Use a tested release, or "
                 "hybridloader.install(backend=...)"
             )
         _warn_if_untested(release)
@@ -135,7 +138,7 @@ def keep_loaders() -> KeptLoaders:
 
 
 class _Change(NamedTuple):
-    """Attribute of a class or module that is set, and the value before: `_MISSING` if it had none."""
+    """New value of an attribute, and its previous value: `_MISSING` if it had none."""
 
     home: Any
     name: str
@@ -164,15 +167,15 @@ def _undo(changes: list[_Change]) -> None:
     lost = [f"{change.home.__name__}.{change.name}" for change in changes if not change.stands]
     if lost:
         raise RuntimeError(
-            f"{', '.join(lost)} was changed by somebody else after keep_loaders(); undo that first. "
-            "Nothing was done"
+            f"{', '.join(lost)} was changed by other code after keep_loaders(); undo that first. "
+            "Nothing was undone"
         )
     for change in reversed(changes):
         change.undo()
 
 
 def _change(module: Any) -> list[str]:
-    """Make all changes; if they have no effect, undo them and return the reasons."""
+    """Make all changes; if they don't work, undo them and return the reasons."""
     from hybridloader.loader.dataloader import DataLoader
 
     adapter = module.DataLoaderAdapter
@@ -183,8 +186,8 @@ def _change(module: Any) -> list[str]:
         _Change.of(module, "_PYTORCH_DATALOADER_KWARGS", parameters),
         _Change.of(module, "DataLoader", _rebuilt),
         _Change.of(adapter, "__init__", _adapting(adapter.__init__)),
-        _Change.of(shard, "set_epoch", _telling(shard.set_epoch)),
-        _Change.of(dispatcher, "set_epoch", _telling(dispatcher.set_epoch)),
+        _Change.of(shard, "set_epoch", _announcing(shard.set_epoch)),
+        _Change.of(dispatcher, "set_epoch", _announcing(dispatcher.set_epoch)),
     ]
     for change in changes:
         change.make()
@@ -197,7 +200,7 @@ def _change(module: Any) -> list[str]:
 
 
 def _rebuilt(*args: Any, _hybridloader_source: Any = None, **kwargs: Any) -> Any:
-    """Make a loader of the kind that accelerate has read; it calls this in place of `DataLoader`."""
+    """Make a loader of the kind that accelerate read; accelerate calls this instead of `DataLoader`."""
     source = _hybridloader_source
     if source is None:
         import torch.utils.data
@@ -208,13 +211,13 @@ def _rebuilt(*args: Any, _hybridloader_source: Any = None, **kwargs: Any) -> Any
 
     make: Any = DataLoader
     loader = make(*args, **{name: getattr(source, name) for name in _own_parameters()}, **kwargs)
-    loader._prefetch_chosen = source._prefetch_chosen  # its `prefetch_factor` is torch's 2 if not
+    loader._prefetch_chosen = source._prefetch_chosen  # else torch's default 2 would look chosen
     record = record_of(source)
     announce(loader, upcoming(source, record))
     if record.loaded is not None:
         warn(
-            "this loader has loaded a state, and accelerate makes another loader of it, which begins "
-            "without; call load_state_dict() on what accelerator.prepare() returns"
+            "this loader has loaded a state, but accelerate makes a new loader from it, which begins "
+            "without a state; call load_state_dict() on the result of accelerator.prepare()"
         )
     return loader
 
@@ -230,7 +233,7 @@ def _own_parameters() -> tuple[str, ...]:
 
 
 def _adapting(init: Callable[..., None]) -> Callable[..., None]:
-    """Wrap `DataLoaderAdapter.__init__` so that torchdata's loader gets nothing of ours."""
+    """Wrap `DataLoaderAdapter.__init__` so that our loader is never passed to torchdata's."""
 
     @functools.wraps(init)
     def adapting(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -240,18 +243,18 @@ def _adapting(init: Callable[..., None]) -> Callable[..., None]:
             return
         given = inspect.signature(init).bind(self, *args, **kwargs)
         stateful = given.arguments.get("use_stateful_dataloader", False)
-        given.arguments["use_stateful_dataloader"] = False  # ours has a state of its own
+        given.arguments["use_stateful_dataloader"] = False  # ours saves its state itself
         init(*given.args, **given.kwargs)
         self.use_stateful_dataloader = stateful
 
     return adapting
 
 
-def _telling(set_epoch: Callable[[Any, int], None]) -> Callable[[Any, int], None]:
-    """Wrap a `set_epoch` of accelerate, which tells samplers and dataset, to tell the loader too."""
+def _announcing(set_epoch: Callable[[Any, int], None]) -> Callable[[Any, int], None]:
+    """Wrap a `set_epoch` of accelerate, which informs samplers and dataset, to inform the loader too."""
 
     @functools.wraps(set_epoch)
-    def telling(self: Any, epoch: int) -> None:
+    def announcing(self: Any, epoch: int) -> None:
         set_epoch(self, epoch)
         from hybridloader.loader.dataloader import DataLoader
         from hybridloader.loader.record import announce
@@ -260,14 +263,14 @@ def _telling(set_epoch: Callable[[Any, int], None]) -> Callable[[Any, int], None
         if isinstance(base, DataLoader):
             announce(base, epoch)
 
-    return telling
+    return announcing
 
 
 # -- checks of accelerate ----------------------------------------------------------------------------
 
 
 def _unexpected(module: types.ModuleType) -> Iterator[str]:
-    """Yield a text for each part of accelerate's module that is not as the changes need it."""
+    """Yield a text for each part of accelerate's module that does not fit the changes."""
     import torch.utils.data
 
     if getattr(module, "DataLoader", None) is not torch.utils.data.DataLoader:
@@ -309,7 +312,7 @@ def _names(code: types.CodeType) -> set[str]:
 
 
 def _ineffective(module: types.ModuleType) -> Iterator[str]:
-    """Yield the failure, if there is one, of the changes on two loaders that read nothing."""
+    """Try the changes on two loaders without reading data; yield the failure, if any."""
     import torch.utils.data
 
     from hybridloader.loader.dataloader import DataLoader
@@ -342,6 +345,6 @@ def _warn_if_untested(release: str) -> None:
         from hybridloader._version import __version__
 
         warn(
-            f"hybridloader {__version__} was tested with accelerate {'-'.join(TESTED)}, and "
+            f"hybridloader {__version__} was tested with accelerate {'-'.join(TESTED)}, but "
             f"this is accelerate {release}. It is built as expected, so loaders are kept"
         )

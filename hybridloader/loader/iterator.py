@@ -1,6 +1,6 @@
-"""Iterator of a `DataLoader`: all that torch's iterator promises, on one `Stage`.
+"""Iterator of a `DataLoader`: the behaviour of torch's iterator, on one `Stage`.
 
-Seeds, the sampler's iterator and the order of draws from the generators come from torch's base class.
+Torch's base class provides seeds, the sampler's iterator and the order of draws from the generators.
 Workers get batches by torch's rule of dispatch.
 """
 
@@ -73,11 +73,11 @@ _profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 
 class LoaderIterator(_BaseDataLoaderIter):
-    """Iterator over one pass of a loader of torch's; with persistent workers, over one after another.
+    """Iterator over an epoch of a loader; with persistent workers, over one epoch after another.
 
-    A context manager, which closes the iterator when it is left. The workers end when the iterator is
-    closed, let go or (if they are not persistent) exhausted. torch's base class reads `loader`; all
-    code here asks `plan` instead.
+    As a context manager it closes itself at the end of the block. The workers end when the iterator is
+    closed, deleted or, unless they are persistent, exhausted. torch's base class reads `loader`; this
+    class only reads `plan`.
     """
 
     def __init__(self, loader: torch.utils.data.DataLoader[Any], plan: LoaderPlan) -> None:
@@ -86,7 +86,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             super().__init__(loader)
             self._resume()
         self._plan, self._backend, options = plan, plan.backend, plan.options
-        # torch's base class leaves numbers of numpy's as they are.
+        # torch's base class keeps numpy integers as they are.
         self._num_workers = int(plan.num_workers)
         self._prefetch_factor = int(plan.prefetch_factor or 2)
         self._on_error = parse_on_error(options.on_error)
@@ -116,7 +116,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         if self._num_workers == 0:
             self._begin()
         else:
-            # As torch: the sampler's iter() is called a second time here.
+            # As in torch, this calls the sampler's iter() a second time.
             self._reset(loader, first_iter=True)
         self._note_begin()
 
@@ -173,7 +173,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             tells=self._plan.state_every > 0,
             metering=None if self._observation is None else self._observation.meters,
         )
-        # A pinning thread's consumer has the time limit itself; an inline worker is the caller.
+        # The consumer of a pinning thread has the time limit instead; an inline worker is the caller.
         waits = self._pin_thread is None and not self._backend.in_caller
         return Stage(
             self._backend,
@@ -192,7 +192,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         )
 
     def _rule_of_dispatch(self) -> Dispatch:
-        """Return torch's rule, or another where no batch depends on the worker that makes it."""
+        """Return torch's rule, or a faster one if no batch depends on the worker that makes it."""
         if not self._plan.in_order:
             return round_robin_with_room
         plan = self._plan
@@ -208,7 +208,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             if self._observation is not None:
                 self._observation.begin_again()
             self._reopen(loader)
-        if self._stage.closed:  # a worker had died, or the iterator was closed: start again
+        if self._stage.closed:  # a worker died, or the iterator was closed: start again
             self._stage = self._start(self._new_fetch())
         changes = () if first_iter or self._watch is None else self._watch.changes()
         self._begin(changes)
@@ -216,9 +216,9 @@ class LoaderIterator(_BaseDataLoaderIter):
             self._note_begin()
 
     def _reset_first(self, loader: Any) -> None:
-        """Draw what torch draws here, once more: the sampler's iterator, and a seed for data pipes.
+        """Repeat two draws as torch does: the sampler's iterator, and a seed for data pipes.
 
-        torch's workers have the seed that was drawn before they were started; this one is used nowhere.
+        torch's workers have the seed that was drawn before they started; this second one is unused.
         """
         shared_seed = self._shared_seed
         if self._pass_start.resume is None:
@@ -228,7 +228,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         self._shared_seed = shared_seed
 
     def _reopen(self, loader: Any) -> None:
-        """Start another pass; from a state that was loaded, with other workers."""
+        """Begin another epoch; after a state was loaded, with new workers."""
         if self._pin_thread is not None:
             self._pin_thread.break_off()
         self._pass_start = PassStart(self._plan.again(loader), again=True)
@@ -247,7 +247,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         return Drawn(self._sampler_iter, int(self._base_seed), self._shared_seed)
 
     def _resume(self) -> None:
-        """Put the values of the state in the place of those that torch's base class has drawn."""
+        """Replace the values that torch's base class has drawn by those of the state."""
         drawn = self._pass_start.resumed(self._drawn)
         if drawn.shared_seed is not None and drawn.shared_seed != self._shared_seed:
             self._dataset = seed_datapipe(self._dataset, drawn.shared_seed)
@@ -265,20 +265,20 @@ class LoaderIterator(_BaseDataLoaderIter):
         )
 
     def _begin(self, changes: tuple[Change, ...] = ()) -> None:
-        """Begin a pass, with no errors and no waiting samples."""
+        """Begin an epoch, without errors and waiting samples."""
         start, stage = self._pass_start, self._stage
         del self._pass_start
         progress = self._progress = start.progress(self._drawn)
         progress.exhausted = stage.exhausted
         if isinstance(self._dispatch, ResumedDispatch):
             start.direct(self._dispatch)
-        # If results come in order and without states, the last one tells the place.
+        # If results come in order and without states, the last one determines the position.
         plain = self._plan.in_order and self._on_error is None and not self._sends_states
         ahead = self._prefetch_factor * self._num_workers if plain else None
         if ahead is not None and self._reorder is not None:
             ahead += self._reorder.tasks
             if self._pinner is not None:
-                ahead += self._pinner.prefetch + 2  # in the queue, in the thread's hand, and taken
+                ahead += self._pinner.prefetch + 2  # queued, held by the thread, and taken
         source = start.source(self._sampler_iter, progress, stage.next_seq, ahead)
         if self._observation is not None and not progress.iterable:
             source = self._observation.drawn(source)
@@ -295,24 +295,24 @@ class LoaderIterator(_BaseDataLoaderIter):
 
     def _wait_for_workers(self, progress: Progress) -> None:
         for worker, event in self._stage.opened().items():
-            told = event.told
-            if isinstance(told, Failure):
+            report = event.told
+            if isinstance(report, Failure):
                 self.close()
-                raise told.to_exception(
+                raise report.to_exception(
                     f"In worker {worker} of stage 'DataLoader', at its beginning."
                 )
-            if told is not None:
-                progress.note_opened(worker, told)
+            if report is not None:
+                progress.note_opened(worker, report)
 
     def _results(
         self, source: Iterator[Any], progress: Progress, changes: tuple[Change, ...]
     ) -> Results:
-        """Begin the pass of the stage; return its results, for this thread."""
+        """Begin an epoch of the stage; return its results, for this thread."""
         stage, thread = self._stage, self._pin_thread
         if thread is None:
             stage.begin(source, self._shared_seed, changes)
             return stage
-        # As many as torch draws before the first batch. An iterable dataset ignores indices.
+        # torch draws this many before the first batch. An iterable dataset ignores indices.
         window = self._prefetch_factor * self._num_workers
         if progress.iterable or self._reorder is not None:
             window = 0
@@ -333,12 +333,12 @@ class LoaderIterator(_BaseDataLoaderIter):
                 next(self)
             except StopIteration:
                 raise StateError(
-                    f"_num_yielded is {count} in the state, and the dataset gave only {done} batches"
+                    f"_num_yielded is {count} in the state, but the dataset has only {done} batches"
                 ) from None
             except Exception as error:
                 if is_ours(error, (*ENDS, WorkerTimeout)):
                     raise
-                # A batch that failed is one that was given: it has been raised, before the state.
+                # A failed batch counts as returned: its error was raised before the state was taken.
 
     def _filled(self, batches: Iterator[Any], results: Results, progress: Progress) -> FullBatches:
         if self._on_error is not None:
@@ -347,7 +347,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             self._budget = record.budget = ErrorBudget(self._on_error, "DataLoader", epoch)
         collate = self._seeds.collating(self._collate_fn, lambda: progress.yielded)
         pin = None if self._pinner is None or self._pin_thread is None else self._pinner.here
-        # A pinning thread does not see the batches that are made here.
+        # The pinning thread does not see batches that are made here.
         collate_fn = collate if pin is None else lambda samples: pin(collate(samples))
         return FullBatches(
             batches,
@@ -360,9 +360,9 @@ class LoaderIterator(_BaseDataLoaderIter):
         )
 
     def __next__(self) -> Any:
-        # torch's method enters a profiler range for every batch, which costs 15-30 us; only a running
-        # profiler sees it. It also warns of more batches than a length that was asked for. If somebody
-        # has replaced it (as monitors do), it is called.
+        # torch's method enters a profiler range for every batch, which costs 15-30 us and only matters
+        # to a running profiler. It also warns of more batches than the dataset's len(). Monitors may
+        # have replaced it; then it is called.
         if (
             _BaseDataLoaderIter.__next__ is not _TORCHS_NEXT
             or self._IterableDataset_len_called is not None
@@ -395,13 +395,13 @@ class LoaderIterator(_BaseDataLoaderIter):
             try:
                 data = self._pinner.here(data)
             except Exception as error:
-                place = f"at batch {self._progress.yielded} of this pass"
+                place = f"at batch {self._progress.yielded} of this epoch"
                 add_note(error, f"In stage {self._pinner.stage!r} of the loader, {place}.")
                 raise
         self._progress.yielded += 1
         if loop is not None:
             seconds = perf_counter() - began
-            if seconds < loop.brief:  # as `note` does, which would be a call more
+            if seconds < loop.brief:  # inlined from `note`, to save a call
                 loop.brief_seconds += seconds
             else:
                 loop.note(began, began + seconds)
@@ -409,11 +409,11 @@ class LoaderIterator(_BaseDataLoaderIter):
 
     @property
     def skipped(self) -> tuple[Skipped, ...]:
-        """Samples of this pass that were left out or replaced, in the order of the batches."""
+        """Samples of this epoch that were skipped or replaced, in the order of the batches."""
         return () if self._budget is None else tuple(self._budget.records)
 
     def report(self) -> str:
-        """Return a table of the workers and their work. From any thread."""
+        """Return a table of the workers and their tasks. Any thread may call it."""
         return workers_table(self._stage.report())
 
     def stats(self) -> Stats:
@@ -430,7 +430,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         self.close()
 
     def close(self) -> None:
-        """End the workers now: any number of times, from any thread; within some 2 seconds."""
+        """End the workers, within about 2 seconds. Any thread may call it, any number of times."""
         if self._pin_thread is not None:
             self._pin_thread.close()
         self._stage.close()
@@ -449,7 +449,7 @@ class LoaderIterator(_BaseDataLoaderIter):
 
 def _last(results: Results, *, workers: bool) -> tuple[int | None, Outcome | None]:
     """Return the worker of the last of `results`, and the outcome of its samples."""
-    # The outcome is removed: an inline worker's error has a traceback, which holds the caller's frames.
+    # The outcome is removed: the traceback of an inline worker's error refers to the caller's frames.
     last = results.last
     extras, last.extras = last.extras, None
     outcome = None if extras is None else extras.get("outcome")
@@ -457,9 +457,9 @@ def _last(results: Results, *, workers: bool) -> tuple[int | None, Outcome | Non
 
 
 class PassSeeds:
-    """Seeds of one loader iterator, whose workers have `base_seed` and whose first pass is `epoch`.
+    """Seeds of one loader iterator with the workers' seed `base_seed` and the first epoch `epoch`.
 
-    Nothing is drawn here: a policy without a seed takes the one that torch has drawn for the workers.
+    This draws nothing: a policy without a seed uses the seed that torch has drawn for the workers.
     """
 
     def __init__(
@@ -470,20 +470,20 @@ class PassSeeds:
         *,
         threads: bool,
         several: bool,
-        stays: bool,  # the seed is that of several passes, because the workers stay
+        stays: bool,  # several epochs use the seed, because the workers are persistent
     ) -> None:
         self._origin = origin = origin_of(seeding, base_seed, threads=threads, several=several)
         asked = origin is not None and origin.kind is Kind.SAMPLE
         self.seed = base_seed if origin is None else origin.seed
-        # As torch's workers, which know no epoch: a script that resumes by restoring the generator, and
-        # begins to count again, draws the same numbers.
+        # torch's workers have no epoch. So a script that resumes by restoring the generator, and counts
+        # epochs from 0 again, draws the same numbers.
         self._counts = asked or stays
         self.counter = None if self._origin is None else ItemCounter(items=False)
-        """Counter that tells workers the number of each pass; None if samples are not seeded."""
+        """Counter that sends workers the number of each epoch; None if samples are not seeded."""
         self.begin(epoch)
 
     def begin(self, epoch: int) -> None:
-        """Begin pass number `epoch`."""
+        """Begin epoch number `epoch`."""
         if self.counter is not None:
             self.counter.begin(epoch if self._counts else 0)
 
@@ -497,10 +497,10 @@ class PassSeeds:
     def collating(
         self, collate_fn: Callable[[Any], Any], number: Callable[[], int]
     ) -> Callable[[Any], Any]:
-        """Return `collate_fn` for batches that are made on this side, of samples left over from others.
+        """Return `collate_fn` for batches that this process makes of samples left over from others.
 
-        Each is seeded by its `number` in the pass, which a state knows too, and leaves the caller's
-        generators as they were.
+        Each call is seeded by the `number` of the batch in the epoch, which a state also has. It leaves
+        the caller's generators unchanged.
         """
         origin = self.origin
         if origin is None:
@@ -518,7 +518,7 @@ class _WeakLoaderMethod:
     """Method of a loader, such as its `collate_fn`, that does not keep the loader alive.
 
     Otherwise a worker thread would keep the loader, and with persistent workers the iterator, alive
-    for ever. The iterator holds the method itself as long as it lives.
+    forever. The iterator keeps the method alive.
     """
 
     def __init__(self, method: types.MethodType) -> None:
@@ -532,7 +532,7 @@ class _WeakLoaderMethod:
 
 
 def for_workers(function: Any, backend: Backend) -> Any:
-    """Return `function` as workers of `backend` get it."""
+    """Return `function` in the form in which it is passed to workers of `backend`."""
     if not backend.in_process:
         return without_torch(function)
     method = isinstance(function, types.MethodType)
@@ -547,7 +547,7 @@ def fetch_of(
     *,
     sends_states: bool,  # the dataset's state goes with results
 ) -> Fetch:
-    """Return the fetch of a loader's workers; warn if its threads would have nothing to do."""
+    """Return the fetch of a loader's workers; warn if its threads would be idle."""
     dataset, collate_fn = plan.dataset, for_workers(plan.collate_fn, backend)
     if plan.iterable:
         share = share_of(dataset)

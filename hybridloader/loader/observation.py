@@ -1,4 +1,4 @@
-"""Observation of a loader: what is measured of the latest pass of one iterator."""
+"""Observation of a loader: the measurements of the latest epoch of one iterator."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ STAGE, SAMPLER = "DataLoader", "sampler"
 class LoaderObservation(Observation):
     """Observation of the latest epoch of an iterator, whose stage has `workers` and a `window` of tasks.
 
-    Its loader has this `number`, and may change `options`; see `StageRecord`. It outlives the iterator,
-    and holds no loader, no sampler, no batch and no worker.
+    `number` is that of the loader; `options` are those of `StageRecord`. The observation outlives the
+    iterator, and refers to no loader, sampler, batch or worker.
     """
 
     def __init__(
@@ -45,23 +45,23 @@ class LoaderObservation(Observation):
         self.meters = self.metering(backend, fetch, by_pass=True)
         self.stage = self.measures(STAGE, number, backend, fetch, workers, window, options)
         self._batch_size: int | None = None
-        # All the other mutable state, of the pass that runs:
+        # All the other mutable state, of the present epoch:
         self._running: weakref.ref[Stage] | None = None
         self._sampler: SourceTimes | None = None
         self._progress: Progress | None = None
-        self._before = 0  # batches of this pass that an earlier run has had
+        self._before = 0  # batches of this epoch that an earlier run returned
         self._budget: ErrorBudget | None = None
         self._pin: tuple[str, RelayQueue, TimedPulls] | None = None
         self.stage.follow_loop(self.loop)
 
     def of(self, iterator: object, batch_size: int | None) -> None:
-        """Count no further once `iterator`, of batches of so many samples, is gone."""
+        """Observe `iterator`, and stop counting when it is collected."""
         self._batch_size = batch_size
         finalizer = weakref.finalize(iterator, self.end)
         finalizer.atexit = False
 
     def begin_again(self) -> None:
-        """Begin another pass, of which nothing is known yet."""
+        """Begin another epoch; reset all measurements."""
         self.stage.begin_again()
         self._stores = uses()
         self.loop = self._new_loop()
@@ -69,7 +69,7 @@ class LoaderObservation(Observation):
         self._sampler = self._progress = self._budget = self._pin = None
 
     def begun(self, stage: Stage, progress: Progress, budget: ErrorBudget | None) -> None:
-        """Note that ``iter()`` returns: what it took is a wait of the loop's."""
+        """Note that ``iter()`` returns; its time counts as a wait of the loop."""
         self._running, self._progress, self._budget = weakref.ref(stage), progress, budget
         self._before = progress.yielded
         self.started(self.stage, stage)
@@ -79,7 +79,7 @@ class LoaderObservation(Observation):
         self.begin_reports()
 
     def pinned(self, stage: str, queue: RelayQueue, pulls: TimedPulls) -> None:
-        """Note that a thread will pin, or copy to a device, what it pulls into `queue`."""
+        """Note that a thread will pin batches, or copy them to a device, and put them into `queue`."""
         self._pin = stage, queue, pulls
         self.relay(stage, queue)
         pulls.waits = self.waits("wait", pulls.waits)
@@ -95,7 +95,7 @@ class LoaderObservation(Observation):
         super().finished()
 
     def stats(self) -> Stats:
-        # Another thread may be beginning a pass, in which these are None at first.
+        # Another thread may be beginning an epoch, in which these are None at first.
         progress, sampler, pin = self._progress, self._sampler, self._pin
         if progress is not None:
             self.loop.items = max(0, progress.yielded - self._before)
@@ -126,11 +126,11 @@ class LoaderObservation(Observation):
         records = () if budget is None else tuple(budget.records)
         replaced = sum(record.replaced for record in records)
         first = loop.ended if measures.first is None else measures.first
-        # Seconds of all workers: until they had started, with work, and without any.
+        # Worker seconds: until the start, and without work.
         starting = measures.workers * min(max(0.0, first - loop.began), loop.ended - loop.began)
         whole = measures.workers * (loop.ended - loop.began)
         idle = max(0.0, whole - starting - measures.busy - measures.sending)
-        if measures.backend.in_caller:  # it is the loop that works then
+        if measures.backend.in_caller:  # the loop's thread does the work
             idle = 0.0
         starved = min(idle, measures.workers * asking)
         return measures.record(

@@ -1,7 +1,7 @@
-"""Start of a pass of a loader: at its beginning, or where a state was taken.
+"""Start of an epoch of a loader: at its beginning, or at the position of a state.
 
-A loaded state is applied here, in one order: the generators, the sampler, the dataset, and only then
-workers start. For a loader that has loaded no state, only the start of the pass is noted.
+A loaded state is applied in this order: the generators, the sampler, the dataset; then workers start.
+For a loader without a loaded state, only the start of the epoch is recorded.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _NOTHING = nullcontext()
 
 
 class ResumedDispatch:
-    """Rule of dispatch, with an exception for the first tasks of a resumed pass."""
+    """Rule of dispatch, with an exception for the first tasks of a resumed epoch."""
 
     def __init__(self, rule: Dispatch) -> None:
         self._rule = rule
@@ -60,7 +60,7 @@ class ResumedDispatch:
 
 
 class Drawn(NamedTuple):
-    """Values that torch's base class draws for a pass; a state has others in their place."""
+    """Values that torch's base class draws for an epoch; those of a loaded state replace them."""
 
     indices: Iterator[Any]
     """Iterator of the sampler."""
@@ -71,7 +71,7 @@ class Drawn(NamedTuple):
 
 
 class PassStart:
-    """Start of one pass; `again` if the workers of the pass before stay."""
+    """Start of one epoch; `again` if the workers of the previous epoch are kept."""
 
     def __init__(self, plan: LoaderPlan, *, again: bool) -> None:
         self._plan, self._again = plan, again
@@ -85,33 +85,33 @@ class PassStart:
             if plan.seeded_by_sample and "seed" not in self.replay.steps:
                 resume.base_seed = before.base_seed
         self.resume = resume
-        """Place at which the pass is resumed; None at its beginning, if it begins as torch begins it."""
+        """Position at which the epoch resumes; None if it begins at its beginning, as in torch."""
         if resume is not None and resume.fresh:
             resume.replay = resume.replay.at_later_epoch(samplers)
         if resume is not None and resume.as_they_stand:
             resume.replay = SamplerReplay.of(samplers, resume.replay.steps)
         self.epoch = plan.epoch if resume is None else resume.next_epoch
-        """Number of the pass."""
+        """Number of the epoch."""
         self._eager = False
-        self._default: Any = None  # state of torch's default generator before the pass
+        self._default: Any = None  # state of torch's default generator before the epoch
 
     @property
     def seed_stays(self) -> bool:
-        """True if the workers' seed is that of the later passes, too."""
+        """True if later epochs use the same seed for the workers."""
         replay = self.replay if self.resume is None else self.resume.replay
         if replay.later is not None:
             return "seed" not in replay.later
         return bool(self._plan.persistent_workers and self._plan.num_workers)
 
     def generators_restored(self) -> AbstractContextManager[None]:
-        """Keep the generators as in the state while the sampler's iterator is made."""
+        """Set the generators to the state while the sampler's iterator is made."""
         return _NOTHING if self.resume is None else self._restored(self.resume)
 
     @contextmanager
     def _restored(self, resume: ResumePoint) -> Iterator[None]:
         before = torch.get_rng_state()
         saved = resume.replay.generators.get(DEFAULT, before)
-        # If the training code has restored torch's generator, a new pass draws from it as ever.
+        # If the training code has restored torch's generator, a new epoch draws from it as usual.
         keeps = resume.as_they_stand or (resume.fresh and torch.equal(saved, before))
         self._eager, self._default = not keeps, before
         try:
@@ -122,11 +122,11 @@ class PassStart:
             raise
         if not keeps:
             torch.set_rng_state(before)
-        if resume.dataset is not None:  # which may hold that very generator
+        if resume.dataset is not None:  # after the generators: it may contain one of them
             load_into(self._plan.dataset, resume.dataset, "the dataset")
 
     def resumed(self, drawn: Drawn) -> Drawn:
-        """Return `drawn` as the state has it; it is what torch draws for a pass that begins."""
+        """Return `drawn`, torch's draws for a new epoch, with the values of the loaded state."""
         resume, plan = self.resume, self._plan
         if resume is None:
             return drawn
@@ -136,10 +136,10 @@ class PassStart:
             drawn = drawn._replace(shared_seed=resume.shared_seed)
         if plan.iterable and not (resume.fresh and drawn.shared_seed is None):
             if resume.as_they_stand and resume.over and resume.base_seed is None:
-                # Another seed than that of the pass that is over.
+                # A different seed from that of the finished epoch.
                 return drawn._replace(base_seed=plan.samplers.draw_seed())
             return drawn
-        if resume.fresh:  # what torch has drawn from it is drawn again, or is not to be drawn
+        if resume.fresh:  # undo torch's draws: they are drawn again, or must not be drawn
             torch.set_rng_state(self._default)
         indices, seed = self._indices(resume)
         if resume.base_seed is None and seed is not None:
@@ -148,7 +148,7 @@ class PassStart:
 
     def _indices(self, resume: ResumePoint) -> IndicesAndSeed:
         samplers, replay = self._plan.samplers, resume.replay
-        if resume.empty:  # the pass after it begins as if it had just ended
+        if resume.empty:  # the next epoch begins as if this one had just ended
             replay.restore(samplers)
             return iter(()), None
         if resume.over:
@@ -162,21 +162,21 @@ class PassStart:
         return replay.indices(samplers, resume.count, resume.check, eager=eager)
 
     def _is_through(self, resume: ResumePoint) -> bool:
-        """Tell whether the sampler is at its next epoch, which is how ours describe an end.
+        """Return True if the sampler is at its next epoch: so hybridloader's samplers mark an end.
 
-        The sampler that has loaded the state is asked: with another number of ranks, the rest may be
-        too little for ``uneven="drop"``.
+        This asks the sampler that has loaded the state. With another number of ranks, ``uneven="drop"``
+        may drop the whole rest.
         """
         upcoming = attribute(self._plan.samplers.stateful, "upcoming_state_dict", None)
         start = resume.replay.start
         if upcoming is None or start is None:
             return False
         where = upcoming()
-        # Within an epoch it may have been given another one than at the start, by a late `set_epoch`.
+        # A late `set_epoch` may have changed the epoch since its start.
         return bool(where["epoch"] > start.kept["epoch"]) and not where["position"]
 
     def _indices_of_next_pass(self, resume: ResumePoint) -> IndicesAndSeed:
-        """Make the iterator of the pass after one that somebody has declared over."""
+        """Make the iterator of the epoch after one that was declared over by an edited state."""
         samplers, replay = self._plan.samplers, resume.replay
         if resume.sampler is not None:
             load_sampler(samplers, resume.sampler, resume.since, replay.steps)
@@ -187,17 +187,17 @@ class PassStart:
         else:
             epoch = replay.at_later_epoch(samplers).epoch
             indices, _ = replay.indices(samplers, 0, None, eager=False)
-            # To the end: RandomSampler draws one more permutation there, and uses nothing of it.
+            # To the end: RandomSampler draws one more permutation there, which it does not use.
             deque(indices, maxlen=0)
             samplers.tell_epoch(epoch)
         self.replay = SamplerReplay.of(samplers, replay.later or replay.steps, replay.later)
         if resume.as_they_stand and resume.sampler is not None and self.replay.start is not None:
-            # Before a sampler is asked again, its state may be that of the pass before.
+            # Until a sampler is asked again, its state may be that of the previous epoch.
             self.replay = self.replay._replace(start=resume.sampler.sampler)
         return self.replay.indices(samplers, 0, None, eager=True)
 
     def progress(self, drawn: Drawn) -> Progress:
-        """Make the progress of this pass, which is the loader's from now on."""
+        """Make the progress of this epoch, and record it as the loader's."""
         plan, resume, record = self._plan, self.resume, self._plan.record
         made = Progress(self.replay, self.epoch, plan.num_workers, iterable=plan.iterable)
         made.base_seed, made.shared_seed = int(drawn.base_seed), drawn.shared_seed
@@ -235,7 +235,7 @@ class PassStart:
         return chain(leads, progress.logged_with_states(indices, *access))
 
     def _leads(self) -> list[Any]:
-        """Items that are fetched again before the sampler goes on."""
+        """Items that are fetched again before the sampler continues."""
         resume = self.resume
         if resume is None:
             return []
@@ -270,7 +270,7 @@ class PassStart:
 
     @property
     def starts(self) -> tuple[ShardStart, ...]:
-        """Places where the workers begin."""
+        """Positions at which the workers begin."""
         resume = self.resume
         if resume is None or not resume.starts:
             return ()
@@ -279,18 +279,18 @@ class PassStart:
         rereads = any(s.skip > s.position and not s.stateful for s in resume.starts)
         if rereads and self._plan.iterable and self.division is None:
             warn_once(
-                f"{type(self._plan.dataset).__name__} has no state_dict() and load_state_dict() that "
-                "tell all of its state, nor has its iterator, so each worker reads its part of it again "
-                "up to its place. `loader.resuming` counts the samples"
+                f"{type(self._plan.dataset).__name__} has no state_dict() and load_state_dict() for its "
+                "whole state, nor has its iterator, so each worker reads its part of it again up to its "
+                "position. `loader.resuming` counts the samples"
             )
         return resume.starts if resume.division is None else resume.division.sent(resume.starts)
 
 
 def _replay_now(plan: LoaderPlan, *, again: bool) -> tuple[SamplerReplay, bool]:
-    """Return how a pass begins now, and whether that is how torch begins it.
+    """Return the replay of an epoch that begins now, and True if torch would begin it in this way.
 
-    After a state was loaded, a pass begins as in the loader that was saved, also if this one has other
-    workers, so that all epochs are those of the run that was saved. A data pipe begins as torch's.
+    After a state was loaded, an epoch begins as in the saved loader, even if this loader has other
+    workers. So all epochs are equal to those of the saved run. A data pipe begins as in torch.
     """
     as_torch, progress = steps_of(plan.num_workers, again=again), plan.record.progress
     later = None if progress is None or is_datapipe(plan.dataset) else progress.replay.later
@@ -299,7 +299,7 @@ def _replay_now(plan: LoaderPlan, *, again: bool) -> tuple[SamplerReplay, bool]:
 
 
 def state_of(plan: LoaderPlan, *, stays: bool) -> dict[str, Any]:
-    """Return the state of a loader, whose workers may stay for another pass."""
+    """Return the state of a loader; `stays` if its workers are kept for the next epoch."""
     waiting, progress = plan.record.loaded, plan.record.progress
     if waiting is not None:
         return dict(copied(dict(waiting)))
@@ -325,9 +325,9 @@ def state_of(plan: LoaderPlan, *, stays: bool) -> dict[str, Any]:
 
 
 def load(plan: LoaderPlan, state: Any) -> int | None:
-    """Have the loader's next pass begin at `state`; return its epoch, or None without a state."""
+    """Make `state` the start of the loader's next epoch; return its number, or None without a state."""
     if isinstance(state, Mapping) and not state:
-        plan.record.loaded = None  # as torchdata: an empty dict is no state
+        plan.record.loaded = None  # as in torchdata, an empty dict is no state
         return None
     resume = read(plan, state)
     plan.record.loaded = copied(dict(state))
@@ -335,7 +335,7 @@ def load(plan: LoaderPlan, state: Any) -> int | None:
 
 
 def leave_for_epoch(plan: LoaderPlan, epoch: int) -> None:
-    """Drop the state that was loaded, with a warning, if it is of another epoch than `epoch`."""
+    """Drop the loaded state, with a warning, if it is of another epoch than `epoch`."""
     state = plan.record.loaded
     if state is None or (place := read(plan, state).next_epoch) == epoch:
         return

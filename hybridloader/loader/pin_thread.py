@@ -1,11 +1,11 @@
-"""Results of a loader's stage, pinned or copied to a device before they are asked for.
+"""Results of a loader's stage, pinned or copied to a device before the loop asks for them.
 
     sampler --> your thread --> [ stage ] --> pinning thread --> queue --> your thread
 
-The pinning thread pulls the stage, handles the batches and puts them into a queue that is bounded in
-batches and in bytes. Batches are counted on the consumer's thread, when they are taken: those in the
-queue were not handed out yet. The sampler is asked there too, for one index for each result that is
-taken, as torch does; so its draws depend on no thread of ours.
+The pinning thread pulls the stage, pins or copies the batches, and puts them into a queue that is
+bounded in batches and in bytes. The consumer's thread counts batches when it takes them from the queue.
+It also asks the sampler for one index for each result that it takes, as torch does. So the sampler's
+draws don't depend on the pinning thread.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from hybridloader.running.runner import Runner
 
 
 class _QueuedResult(NamedTuple):
-    """Result or error of the stage on its way to the consumer, with what the stage said of it."""
+    """Result or error of the stage on its way to the consumer, with the stage's report on it."""
 
     seq: int
     worker: int
@@ -55,7 +55,7 @@ class _QueuedResult(NamedTuple):
 class IndexFeed(Feed):
     """Feed of a stage with indices that the consumer's thread draws.
 
-    Holds no sampler: a thread holds the stage, and a sampler may hold the loader.
+    It refers to no sampler: a thread keeps the stage alive, and a sampler may refer to the loader.
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class IndexFeed(Feed):
             if not is_a(error, StopIteration):
                 self._error = Raised(error)
             self._ended, source = True, None
-        self._tell()
+        self._notify()
         return source
 
     def draw(self, most: int | None) -> Any:
@@ -89,23 +89,23 @@ class IndexFeed(Feed):
         raise no_answer(NotReady("the sampler is asked when a batch is taken"))
 
     def ended_by(self, error: Exception) -> bool:
-        return True  # as torch: nobody asks a sampler again that has raised
+        return True  # as in torch, a sampler that has raised is not asked again
 
     def when_ready(self, wake: Callable[[], None]) -> None:
         self._wake = wake
-        if self._indices or self._ended:  # it came meanwhile
-            self._tell()
+        if self._indices or self._ended:  # added meanwhile
+            self._notify()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         wake, self._wake = self._wake, None
         if wake is not None:
             wake()
 
 
 class _PinningIterator(Iterator[Any]):
-    """Iterator that the pinning thread runs: pulls the results of one pass and pins them.
+    """Iterator of the pinning thread: pulls the results of an epoch and pins them.
 
-    The number of the `first` batch is for errors; `pulls` measures what it waits for the stage.
+    Errors count batches from `first`; `pulls` measures the waits for the stage.
     """
 
     def __init__(
@@ -132,14 +132,14 @@ class _PinningIterator(Iterator[Any]):
         try:
             extras = stage.last.extras
             if extras is not None and "outcome" in extras and extras["outcome"].short is not None:
-                # Samples, of which a batch is yet to be made.
+                # Samples that still have to be collated into a batch.
                 return _QueuedResult(*self._place, extras, result.pop())
             sent = self._pinner.send(result)
             return _QueuedResult(*self._place, extras, sent, sent.size)
         except Exception as error:
             add_note(
                 error,
-                f"In stage {self._pinner.stage!r} of the loader, at batch {self._number} of this pass.",
+                f"In stage {self._pinner.stage!r} of the loader, at batch {self._number} of this epoch.",
             )
             return _QueuedResult(*self._place, error=Raised(error))
 
@@ -150,9 +150,9 @@ class _PinningIterator(Iterator[Any]):
 
 
 class PinnedResults(Iterator[Any]):
-    """Results of one pass, for the consumer's thread; used in place of the stage.
+    """Results of one epoch, for the consumer's thread; it takes the place of the stage.
 
-    `feed` is the stage's, and `source` gives its indices; None if the stage draws them itself.
+    `source` provides the indices of the stage's `feed`; None if the stage draws them itself.
     """
 
     def __init__(
@@ -169,13 +169,13 @@ class PinnedResults(Iterator[Any]):
         # All the mutable state:
         self.last = Last()
         self._source = source
-        self._failed = False  # with an error after which nothing more will come
+        self._failed = False  # by an error that ends the results
 
     def __next__(self) -> Any:
         if os.getpid() != self._thread.owner:
             raise no_answer(
                 IteratorClosed(
-                    "this iterator belongs to the process that this one was forked from; make one here"
+                    "this iterator belongs to the parent of this forked process; make a new one here"
                 )
             )
         queued = self._wait()
@@ -192,8 +192,8 @@ class PinnedResults(Iterator[Any]):
         except Exception:
             raise
         except BaseException:
-            last.seq = before  # nobody was given what came
-            with suppress(KeyboardInterrupt):  # one more; the finalizer ends what is left
+            last.seq = before  # the result was not returned
+            with suppress(KeyboardInterrupt):  # a second interrupt; the finalizer ends the rest
                 self._thread.close()
             raise
 
@@ -208,18 +208,18 @@ class PinnedResults(Iterator[Any]):
                 raise
         except IteratorClosed:
             pass
-        except BaseException:  # the thread has died of it; or an interrupt may have taken a batch
+        except BaseException:  # the thread died of it, or an interrupt may have lost a batch
             with suppress(KeyboardInterrupt):
                 self._thread.close()
             raise
-        self._stage.pull(self._epoch, wait=True)  # raises the reason why there is no more
-        raise no_answer(IteratorClosed("this pass was broken off"))
+        self._stage.pull(self._epoch, wait=True)  # raises the reason
+        raise no_answer(IteratorClosed("this epoch was ended early"))
 
 
 class PinThread(Runner):
-    """Pinning thread of one loader iterator: one thread for each pass, never two that pull.
+    """Pinning threads of one loader iterator: one thread per epoch, and never two that pull at once.
 
-    Its consumer waits `timeout` seconds for one result; 0 waits for ever.
+    The consumer waits `timeout` seconds for one result; 0 waits forever.
     """
 
     def __init__(self, pinner: Pinner, timeout: float) -> None:
@@ -240,10 +240,10 @@ class PinThread(Runner):
         first: int,
         observation: LoaderObservation | None = None,
     ) -> PinnedResults:
-        """Begin a pass, whose batches are numbered from `first`; `break_off` must have ended the last.
+        """Begin an epoch with batches numbered from `first`; `break_off` must have ended the last one.
 
-        `window` indices of `source` are drawn in advance. If it is 0, the stage draws them itself, on
-        the thread.
+        `window` indices of `source` are drawn in advance. If it is 0, the stage draws the indices, on
+        the pinning thread.
         """
         feed, pinner = IndexFeed(), self.pinner
         left: Iterator[Any] | None = source if window else None
@@ -276,5 +276,5 @@ class PinThread(Runner):
 
     @property
     def empty(self) -> bool:
-        """True if no batch or error waits that was pulled in time."""
+        """True if no batch or error waits in the queue."""
         return self._relay is None or not self._relay.queue.items

@@ -1,7 +1,7 @@
-"""Plan of a pass over a loader: the loader's attributes, read once when an iterator is made.
+"""Plan of an epoch of a loader: the loader's attributes, read once when an iterator is made.
 
-Nothing is cached from one iterator to the next, because frameworks change attributes in between. All
-code behind an iterator gets the plan, never the loader. Contradictions are refused here.
+The plan is not cached from one iterator to the next, because frameworks change attributes in between.
+The code that an iterator calls gets the plan, never the loader. Contradictions are refused here.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from hybridloader.seeding.sample_seeds import SampleSeeding, parse_seeding
 
 @dataclass(frozen=True)
 class LoaderPlan:
-    """Attributes of a loader, torch's or ours, as they are now, under torch's names."""
+    """Present attributes of a loader, torch's or hybridloader's, under torch's names."""
 
     dataset: Any
     batch_size: int | None
@@ -58,22 +58,22 @@ class LoaderPlan:
     samplers: Samplers
     length_called: int | None
     chosen: str | Backend | None
-    """Backend, or its name, that the user has chosen; None takes what torch would take."""
+    """Backend, or its name, chosen by the user; None for processes started as in torch."""
     options: Options
     prefetch_chosen: bool
-    """True if `prefetch_factor` was given, so that no more batches may be asked for."""
+    """True if `prefetch_factor` was passed, so that no more batches may be in flight."""
     state_every: int
-    """Least number of a worker's results from one with the dataset's state to the next; 0: as often as
-    is cheap."""
+    """Least number of a worker's results from one with the dataset's state to the next; 0 for as often
+    as is cheap."""
     epoch: int
-    """Number of the next pass."""
+    """Number of the next epoch."""
     record: LoaderRecord
 
     @classmethod
     def of(cls, loader: Any, backend: str | Backend | None, options: Options) -> LoaderPlan:
-        """Read `loader`, torch's or ours: only attributes that torch's loaders have."""
+        """Read `loader`, torch's or hybridloader's, through attributes that torch's loaders have."""
         plan, record = cls.__new__(cls), record_of(loader)
-        # `__init__` of a frozen dataclass takes 8 us, and each `state_dict()` makes a plan, too.
+        # `__init__` of a frozen dataclass takes 8 us, and each `state_dict()` also makes a plan.
         vars(plan).update(
             zip(_OF_THE_LOADER, _read(loader), strict=True),
             iterable=loader._dataset_kind == _DatasetKind.Iterable,
@@ -82,7 +82,7 @@ class LoaderPlan:
             length_called=loader._IterableDataset_len_called,
             chosen=backend,
             options=options,
-            # torch's own loaders can't tell: theirs is 2 if None was given.
+            # torch's loaders store 2 if None was passed, so an explicit 2 can't be distinguished.
             prefetch_chosen=attribute(loader, "_prefetch_chosen", True)
             or loader.prefetch_factor not in (None, 2),
             state_every=attribute(loader, "_state_every", 0),
@@ -92,16 +92,17 @@ class LoaderPlan:
         return plan
 
     def again(self, loader: Any) -> LoaderPlan:
-        """Read `loader` for another pass of the same workers: as with torch, their number stays."""
+        """Read `loader` for another epoch of the same workers; as in torch, their number is kept."""
         plan = LoaderPlan.of(loader, self.chosen, self.options)
         return replace(plan, num_workers=self.num_workers, prefetch_factor=self.prefetch_factor)
 
     @property
     def reorder(self) -> ReorderLimit | None:
-        """Limit of the batches that may wait behind a late one; None: as many as torch asks for ahead.
+        """Limit of the batches that may wait for a late one; None for as many as torch prefetches.
 
-        The sampler is then asked earlier than torch asks it, so nobody must be able to tell. If a pass
-        is broken off, workers that stay have done more tasks than torch's: none may depend on that.
+        With a limit, the sampler is asked earlier than in torch, which must not be observable. If an
+        epoch is ended early, persistent workers have done more tasks than torch's, so no batch may
+        depend on the number of tasks.
         """
         if self.iterable or self.prefetch_chosen or not (self.num_workers and self.in_order):
             return None
@@ -111,7 +112,7 @@ class LoaderPlan:
 
     @property
     def seeded_by_sample(self) -> bool:
-        """True if what a sample draws depends on no worker."""
+        """True if the random numbers of a sample don't depend on its worker."""
         return isinstance(parse_seeding(self.options.seeding), SampleSeeding)
 
     @property
@@ -122,17 +123,17 @@ class LoaderPlan:
 
     @property
     def takes_arrays(self) -> bool:
-        """True if the dataset makes a batch of an array of indices, and nobody else looks at them."""
+        """True if the dataset takes an array of indices and no other code reads the indices."""
         if self.seeded_by_sample or self.options.on_error != "raise" or not self.in_order:
             return False  # `not in_order`: a state has the indices that were passed over
-        # A subclass with a `__getitems__` of its own may want lists.
+        # A subclass that overrides `__getitems__` may need lists.
         parts = map(vars, type(self.dataset).__mro__)
         maker: Mapping[str, Any] = next((part for part in parts if "__getitems__" in part), {})
         return maker.get("takes_arrays") is True
 
     @property
     def joins(self) -> bool:
-        """True if what is left over of the workers' shards is joined to full batches."""
+        """True if the last samples of the workers' shards are joined to full batches."""
         return self.options.shard_remainders == "join"
 
     @property
@@ -148,22 +149,22 @@ class LoaderPlan:
         self.check_options()
 
     def check_options(self) -> None:
-        """Refuse options that torch's loader has not. Raises `TypeError` or `ValueError`."""
+        """Refuse invalid options beyond torch's. Raises `TypeError` or `ValueError`."""
         self.options.check()
         for problem in (*self.option_problems.values(), self.contradiction):
             if problem is not None:
                 raise ValueError(problem)
 
     def check_arguments(self) -> None:
-        """Refuse values that torch's constructor lets through, or that were set after it.
+        """Refuse wrong values that torch's constructor accepts, or that were set after it.
 
         They would fail in a worker, at the first batch, or never. Raises `TypeError` or `ValueError`.
         """
-        # For torch, True is 1.
+        # torch accepts True as 1.
         if not isinstance(self.num_workers, bool):
-            whole("num_workers", self.num_workers, instead="give an int, or 0 for no workers")
+            whole("num_workers", self.num_workers, instead="use an int, or 0 for no workers")
         if not (self.prefetch_factor is None or isinstance(self.prefetch_factor, bool)):
-            instead = "give how many batches each worker is asked for ahead, or None for 2"
+            instead = "use the number of batches that each worker prefetches, or None for 2"
             whole("prefetch_factor", self.prefetch_factor, 1, instead=instead)
         if not isinstance(self.timeout, bool):
             seconds("timeout", self.timeout)
@@ -172,13 +173,14 @@ class LoaderPlan:
             function("worker_init_fn", self.worker_init_fn, "a function of the worker's number")
         for name in ("pin_memory", "persistent_workers", "in_order", "drop_last"):
             value = getattr(self, name)
-            if not (value is None or isinstance(value, int)):  # as torch; but any text is true
+            # As in torch, except that texts, which are all true, are refused.
+            if not (value is None or isinstance(value, int)):
                 flag(name, value)
         generator = self.samplers.generator
         if not (generator is None or isinstance(generator, torch.Generator)):
             raise TypeError(
                 f"generator must be a torch.Generator, got {generator!r}; "
-                "say torch.Generator().manual_seed(...), or None"
+                "use torch.Generator().manual_seed(...), or None"
             )
         _check_dataset(self.dataset)
         for name in ("sampler", "batch_sampler"):
@@ -197,23 +199,24 @@ class LoaderPlan:
 
     @property
     def option_problems(self) -> dict[str, str]:
-        """Reasons why this loader can't have an option that it was given, by the option's name."""
+        """Reasons why this loader can't have some of its options, by the option's name."""
         found = {}
         threads, timeout = self.options.threads_per_worker, self.options.task_timeout
         if threads > 1 and self.iterable:
             found["threads_per_worker"] = (
-                f"threads_per_worker={threads} can't serve an iterable dataset, which is read by one "
-                "next() after the other; raise num_workers, and let __iter__ read a part in each worker"
+                f"threads_per_worker={threads} has no use for an iterable dataset, which is read by one "
+                "next() at a time; raise num_workers, and let __iter__ read a part in each worker"
             )
         elif threads > 1 and not self.batched:
             found["threads_per_worker"] = (
-                f"threads_per_worker={threads} fetches the samples of a batch together, and with "
-                "batch_size=None there is one sample at a time; raise num_workers, or give a batch_size"
+                f"threads_per_worker={threads} fetches the samples of a batch together, but with "
+                "batch_size=None there is one sample at a time; raise num_workers, or set batch_size"
             )
         if threads > 1 and self.options.seeding == "worker" and self.on_threads:
             found["seeding"] = (
-                f"seeding='worker' seeds each worker once, and threads_per_worker={threads} threads "
-                "of a worker would draw in any order; leave one of them out, or use seeding='sample'"
+                f"seeding='worker' seeds each worker once, but the {threads} threads of "
+                f"threads_per_worker={threads} would draw in any order; leave one of them out, or use "
+                "seeding='sample'"
             )
         if timeout > 0 and self.num_workers == 0:
             found["task_timeout"] = (
@@ -228,9 +231,9 @@ class LoaderPlan:
         return found
 
     def advisable(self, fetch: Fetch) -> dict[str, Any]:
-        """Return the options that may be changed so that it changes something, and their values."""
+        """Return the options that advice may name, because they have an effect, with their values."""
         found = options_of(self.backend, fetch, int(self.num_workers))
-        if self.multiprocessing_context is not None:  # which no other backend may contradict
+        if self.multiprocessing_context is not None:  # another backend might contradict it
             del found["backend"]
         if self.num_workers:
             found["persistent_workers"] = bool(self.persistent_workers)
@@ -240,12 +243,12 @@ class LoaderPlan:
 
     @functools.cached_property
     def asked(self) -> Backend | None:
-        """Backend that the user has chosen, if any."""
+        """Backend chosen by the user, or None."""
         return None if self.chosen is None else get_backend(self.chosen)
 
     @functools.cached_property
     def backend(self) -> Backend:
-        """Backend that runs the pass. Starts nothing."""
+        """Backend that runs the epoch. Starts nothing."""
         from hybridloader.backends.inline import Inline
         from hybridloader.backends.process.backend import AsTorch
 
@@ -281,7 +284,7 @@ class LoaderPlan:
         if chosen.started_by(method) is not None:
             return None
         known = method in ("loky", *multiprocessing.get_all_start_methods())
-        hint = f", or say SharedMemory(start_method={method!r})" if known else ""
+        hint = f", or use SharedMemory(start_method={method!r})" if known else ""
         return (
             f"backend {chosen!r} contradicts multiprocessing_context={method!r}; "
             f"leave one of them out{hint}"
@@ -289,9 +292,9 @@ class LoaderPlan:
 
     @property
     def context_is_foreign(self) -> bool:
-        """True if `multiprocessing_context` starts processes in a way of its own.
+        """True if `multiprocessing_context` starts other processes than those of the standard library.
 
-        MONAI's starts threads, for one. A backend with its start method would do something else.
+        MONAI's, for example, starts threads. A backend with the same start method would not.
         """
         method = self.start_method
         if method in (None, "loky"):
@@ -304,23 +307,23 @@ class LoaderPlan:
         return kind not in ordinary
 
     def warn(self) -> None:
-        """Warn once of a backend that has no workers, and of a context whose processes are not used."""
+        """Warn once of a backend without workers, and of a context whose processes are not used."""
         if self.num_workers and self.context_is_foreign:
             kind = type(self.multiprocessing_context).__name__
             warn_once(
-                f"the {kind} that was given as multiprocessing_context has a Process of its own, which "
-                f"is not used: {self.backend!r} starts its workers by {self.start_method!r} itself. Set "
-                "up a worker in worker_init_fn, or use torch's DataLoader for this."
+                f"the Process class of the {kind} that was passed as multiprocessing_context is not "
+                f"used: {self.backend!r} starts its workers by {self.start_method!r}. Set up a worker "
+                "in worker_init_fn, or use torch's DataLoader."
             )
         if self.asked is not None and not (self.num_workers or self.asked.in_caller):
             warn_once(
                 f"backend={self.asked.name!r} has no workers with num_workers=0: the calling thread "
-                "does the work. Give num_workers to use it."
+                "does the work. Set num_workers to use it."
             )
 
 
 _OF_THE_LOADER = tuple(LoaderPlan.__dataclass_fields__)[:14]
-"""Fields that have the names of attributes of the loader."""
+"""Fields with the names of attributes of the loader."""
 
 _read = attrgetter(*_OF_THE_LOADER)
 

@@ -1,8 +1,8 @@
-"""Progress of one pass of a loader, as its caller has seen it: counted while results are handed out.
+"""Progress of one epoch of a loader, counted as results are returned to the caller.
 
-The counts outlive the iterator, so that a state can be taken after an early `break`. They hold no
-sample, no worker and no sampler, and never look ahead: of batches that were prefetched and not handed
-out, only the indices are kept, at most as many as the prefetch window has.
+The counts outlive the iterator, so that a state can be taken after an early `break`. They refer to no
+sample, no worker and no sampler. Prefetched batches that were not returned don't count: only their
+indices are kept, at most as many as the prefetch window has.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from hybridloader.loader.samplers import SamplerReplay, SamplerState
 
 
 class SamplerCheckpoint(NamedTuple):
-    """State of a sampler after `number` of its items, and the state that was taken before that.
+    """State of a sampler after `number` of its items, and the state taken before that.
 
-    After its last item, a sampler may already have the state of its next epoch's beginning.
+    After its last item, a sampler may already have the state of the beginning of its next epoch.
     """
 
     number: int
@@ -41,13 +41,13 @@ DrawnItem = tuple[int, Any, "SamplerCheckpoint | None"]
 """Number of an item of the sampler, the item, and the checkpoint from which it can be drawn again."""
 
 UNKNOWN = object()
-"""Stands for an item that was drawn before the state from which a pass is resumed."""
+"""Stands for an item that was drawn before the state from which an epoch resumes."""
 
 _BEGINNING = ShardStart()
 
 
 class Results(Protocol):
-    """Iterator over results, with what the stage says of the last one."""
+    """Iterator over results, with the stage's report on the last one."""
 
     last: Last
 
@@ -57,7 +57,7 @@ class Results(Protocol):
 
 
 class Progress:
-    """Counts of one pass over a dataset that `workers` workers read, or the caller if there are none.
+    """Counts of one epoch over a dataset that `workers` workers read, or the caller if there are none.
 
     `replay` describes how the sampler's iterator was made.
     """
@@ -69,36 +69,39 @@ class Progress:
         self.base_seed = 0
         self.shared_seed: int | None = None
         self.yielded = 0
-        """Batches that the caller was given."""
+        """Number of batches returned to the caller."""
         self.count = 0
-        """Items of the sampler, from its first, that were handed out or are in `missing`; for an
-        iterable dataset, results that were handed out."""
+        """Number of items of the sampler, from its first, that were returned or are in `missing`; for an
+        iterable dataset, of results that were returned."""
         self.missing: dict[int, DrawnItem] = {}
-        """Items among these that were not handed out, by number."""
+        """Items among these that were not returned, by number."""
         self.log: deque[DrawnItem] = deque()
         """Items that were drawn after these, in order; if nothing is counted, the last ones drawn."""
         self.at: DrawnItem | None = None
-        """The last of the first `count` items."""
+        """Last of the first `count` items."""
         self.end = -1
-        """Number of all items, once the sampler has ended; -1 before."""
+        """Number of all items, after the sampler has ended; -1 before."""
         self.places = [ShardStart(again=[]) for _ in range(readers)]
-        """Places of the workers after the results that were handed out, if the dataset is iterable or
-        workers hold its state. `ShardStart.again` is a list that grows."""
+        """Positions of the workers after the returned results, if the dataset is iterable or workers
+        have its state. `ShardStart.again` is a list that grows."""
         self.remainders: dict[int, ShardStart] = {}
-        """Places of workers before the last samples of their shards, which wait to be joined."""
+        """Positions of workers before the last samples of their shards, which wait to be joined."""
         self.last_worker = -1
-        """Worker of the result that was handed out last; -1 if there was none."""
+        """Worker of the result that was returned last; -1 if there was none."""
         self.finished = False
-        """True if the caller has met the end of the pass."""
+        """True if the caller has reached the end of the epoch."""
         self.first: tuple[int, ...] = ()
-        """Workers that are to be asked first and have not answered."""
+        """Workers that must be asked first and have not answered."""
         self.exhausted: Mapping[int, Exhausted] = {}
-        """Ends of shards, by worker; the last results of these may still be on their way."""
+        """Ends of shards, by worker; their last results may still be in flight."""
         self.division: ShardDivision | None = None
-        """Division of the shards that an iterable dataset names, if it does."""
-        self._rereading = readers * [0]  # samples that each worker has yet to read again
+        """Division of the shards that an iterable dataset names; None if it names none."""
+        self._rereading = readers * [0]  # samples that each worker still has to read again
         self._reread_in_all = 0
-        self._before = _BEGINNING, 0  # place of the last worker, and its tasks to repeat, before
+        self._before = (
+            _BEGINNING,
+            0,
+        )  # previous position of the last worker, and its tasks to repeat
         self._latest: DrawnItem | None = None
         self._shift = 0  # from the numbers of tasks to those of the sampler's items
         self._first = 0  # number of the first task
@@ -108,12 +111,12 @@ class Progress:
 
     @cached_property
     def own_dataset(self) -> Latest:
-        """Copy of the state of the caller's own dataset."""
+        """Copy of the state of the caller's dataset."""
         return Latest()
 
     @cached_property
     def waiting(self) -> WaitingSamples:
-        """Samples that came and were not handed out."""
+        """Samples that were received but not returned."""
         return WaitingSamples()
 
     def resume_workers(self, starts: Sequence[ShardStart]) -> None:
@@ -124,18 +127,18 @@ class Progress:
 
     @property
     def stateful(self) -> bool:
-        """True if a worker's next pass may begin elsewhere than at the beginning, as `ends` tells."""
+        """True if a worker may begin its next epoch at another position, which `ends` returns."""
         return bool(self.exhausted) or any(place.stateful for place in self.places)
 
     @property
     def resuming(self) -> tuple[int, int] | None:
-        """Samples read again, and how many are to be; None if there are none left."""
+        """Number of samples read again, and number to read again; None if there are none left."""
         if not any(self._rereading):
             return None
         return self._reread_in_all - sum(self._rereading), self._reread_in_all
 
     def begin(self, first: int, ahead: int | None, leads: Sequence[Any] = ()) -> None:
-        """Begin with task `first`; the items `leads` come again before the sampler goes on.
+        """Begin with task `first`; the items `leads` are repeated before the sampler continues.
 
         If results come in order and with nothing beside them, nothing needs to be counted; `ahead` is
         then the most items that are drawn ahead of those handed out, and None otherwise.
@@ -144,21 +147,21 @@ class Progress:
         self._shift, self._first, self._seq = first - number, first, first - 1
         self._counted = ahead is None or bool(leads)
         if ahead is not None and not leads:
-            # Besides these, the last item, and one more while it is handed out.
+            # Plus the last item, and one more while it is returned.
             self.log = deque(maxlen=ahead + 2)
         self.missing = {n: (n, lead, None) for n, lead in enumerate(leads, number)}
 
     # -- as items are drawn --------------------------------------------------------------------------
 
     def logged(self, indices: Iterator[Any]) -> Iterator[Any]:
-        """Return `indices`, each of which is logged without a step of Python."""
+        """Return `indices`, which C code logs as they are drawn."""
         drawn = zip(itertools.count(self.count), indices, itertools.repeat(None))
         return map(itemgetter(1), itertools.filterfalse(self.log.append, drawn))
 
     def logged_with_states(
         self, indices: Iterator[Any], take: Callable[[], SamplerState], cadence: Cadence | None
     ) -> Iterator[Any]:
-        """Return `indices`, each of which is logged with the checkpoint before it."""
+        """Return `indices`, which are logged with the checkpoint before each as they are drawn."""
         log, number = self.log, self.count
         checkpoint = None if self.at is None else self.at[2]
         for index in indices:
@@ -173,17 +176,17 @@ class Progress:
             yield index
         self.end = number
 
-    # -- as results are handed out -------------------------------------------------------------------
+    # -- as results are returned ---------------------------------------------------------------------
 
     def watch(self, results: Results) -> Iterator[Any]:
-        """Return `results`, counted as they are handed out."""
+        """Return `results`, which are counted as they are returned."""
         if self._counted:
             return CountedResults(results, self)
         self._last = results.last
         return results
 
     def settle(self) -> None:
-        """Find the place of the pass, if nothing is counted."""
+        """Find the position in the epoch, if results are not counted."""
         last = self._last
         if last is None or last.seq < self._first:
             return
@@ -192,9 +195,9 @@ class Progress:
         self.at = next((item for item in self.log.copy() if item[0] == number), None)
 
     def note_result(self, last: Last, error: Exception | None = None) -> None:
-        """Count a result or an error that was handed out, unless it is of no task of this pass."""
+        """Count a returned result or error, if it is of a task of this epoch."""
         seq = last.seq
-        if seq == self._seq or seq < self._first:  # a late one of the pass before
+        if seq == self._seq or seq < self._first:  # a late one of the previous epoch
             return
         self._seq = seq
         worker = self.last_worker = last.worker
@@ -216,13 +219,13 @@ class Progress:
             self.places[worker].again.append(item[1])
 
     def note_opened(self, worker: int, state: ShardStart) -> None:
-        """Note the state with which a worker began."""
+        """Note the state in which a worker began."""
         at = self.places[worker].skip
         self.places[worker] = state._replace(position=at, skip=at, again=[])
         self._rereading[worker] = 0
 
     def _handed_out(self, number: int) -> DrawnItem | None:
-        """Return the item of a result, and count it."""
+        """Return the item of a returned result, and count it."""
         if number < self.count:
             item = self.missing.pop(number, None)
         else:
@@ -251,7 +254,7 @@ class Progress:
     # -- for a state ---------------------------------------------------------------------------------
 
     def checkpoint(self, length: Callable[[], int | None]) -> SamplerCheckpoint | None:
-        """Return the checkpoint to resume from; `length` returns the number of the sampler's items."""
+        """Return the checkpoint to resume from; `length` returns the length of the sampler."""
         found = None if self.at is None else self.at[2]
         if found is None or found.number < self.count or found.before is None:
             return found
@@ -263,7 +266,7 @@ class Progress:
 
     @property
     def indices_left(self) -> tuple[list[Any], list[Any]]:
-        """Indices of waiting samples, and whole items, that were drawn and must be fetched again."""
+        """Return the indices of waiting samples, and the whole items, that must be fetched again."""
         apart = [index for _, index in self.waiting.samples]
         whole = []
         for number in sorted(self.missing):
@@ -277,7 +280,7 @@ class Progress:
         return apart, whole
 
     def ends(self) -> list[ShardStart]:
-        """Return where each worker begins the next pass, if it stays."""
+        """Return the position at which each persistent worker begins the next epoch."""
         ends = []
         for worker, at in enumerate(self.places):
             end = self.exhausted.get(worker)
@@ -290,18 +293,18 @@ class Progress:
         return ends
 
     def starts(self) -> list[ShardStart]:
-        """Return where each worker resumes this pass."""
+        """Return the position at which each worker resumes this epoch."""
         starts = list(self.places)
         for end in list(self.exhausted.values()):  # a pinning thread may add to them
             now = starts[end.worker]
-            if now.skip == end.position:  # all its results were handed out
+            if now.skip == end.position:  # all its results were returned
                 last = now if end.told is None else end.told
                 at = now.position if end.told is None else end.position
                 starts[end.worker] = ShardStart(at, end.position, last.dataset, last.iterator, True)
         if self.waiting.whole:
             place, count = self._before
             starts[self.last_worker] = place._replace(again=place.again[:count])
-        oldest: dict[int | None, int] = {}  # number of the first sample that waits, by worker
+        oldest: dict[int | None, int] = {}  # number of the first waiting sample, by worker
         for worker, number in self.waiting.samples:
             oldest.setdefault(worker, number)
         for worker, place in self.remainders.items():
@@ -311,7 +314,7 @@ class Progress:
 
 
 class CountedResults(Iterator[Any]):
-    """Results of a stage, each of which `progress` counts as it is handed out."""
+    """Results of a stage; `progress` counts each as it is returned."""
 
     def __init__(self, results: Results, progress: Progress) -> None:
         self._results, self._progress = results, progress

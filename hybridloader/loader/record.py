@@ -1,8 +1,8 @@
-"""Records of loaders: what is known of a loader beside its attributes, as long as it lives.
+"""Records of loaders: data about a loader outside its attributes, as long as the loader lives.
 
-A record is found by the loader's identity. It is no attribute, because frameworks watch what is set on
-a loader, copy it and pickle it. It is not in a `weakref.WeakKeyDictionary`, because a user's subclass
-may have an ``__eq__``: without a ``__hash__`` it would be refused, and equal loaders would share one.
+A record is found by the loader's identity. It is not an attribute, because frameworks watch, copy and
+pickle the attributes of a loader. It is not in a `weakref.WeakKeyDictionary`, because a user's subclass
+may define ``__eq__``: without ``__hash__`` it would be refused, and equal loaders would share a record.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ class LoaderRecord:
 
     def __init__(self) -> None:
         self.begun: int | None = None
-        """Epoch of the pass that began last; None before, and after another one was announced."""
+        """Number of the epoch that began last; None before, and after another epoch was announced."""
         self.progress: Progress | None = None
-        """Progress of the latest pass."""
+        """Progress of the latest epoch."""
         self.loaded: Mapping[str, Any] | None = None
-        """State that was loaded, until the next pass begins."""
+        """Loaded state, until the next epoch begins."""
         self.given: Any = None
-        """State as `StatefulDataLoader` was given it; the error, if it could not be loaded."""
+        """State as passed to `StatefulDataLoader`, and the error if it could not be loaded."""
         self.budget: ErrorBudget | None = None
-        """Error records of the latest pass that has an `on_error`."""
+        """Error records of the latest epoch with an `on_error`."""
         self.observation: LoaderObservation | None = None
         """Observation of the latest iterator, if it is observed."""
         self.kept: KeptBatches | None = None
-        """Batches that are given again, under ``hybridloader run --headroom``."""
+        """Batches that are returned again, under ``hybridloader run --headroom``."""
         self.report: weakref.WeakMethod[Callable[[], str]] | None = None
         """Method `report` of the latest iterator."""
         self.number = next(_numbers)
-        """Number of the loader, by which traces and watches know it."""
+        """Number of the loader, by which traces and watches identify it."""
 
 
 _records: dict[int, tuple[weakref.ref[Any], LoaderRecord]] = {}
 
 
 def record_of(loader: Any) -> LoaderRecord:
-    """Return the record of `loader`. On any thread; the loader may die on any."""
+    """Return the record of `loader`. Any thread may call it, and any may collect the loader."""
     place = id(loader)  # no other loader's before `forget` was called: memory is freed after that
     entry = _records.get(place)
     if entry is None:
@@ -67,13 +67,13 @@ def record_of(loader: Any) -> LoaderRecord:
 
 
 def announce(loader: Any, epoch: int) -> None:
-    """Make the next pass that of `epoch`, which is an attribute of the loader and pickled with it."""
+    """Set the number of the next epoch, as an attribute of the loader that is pickled with it."""
     loader._epoch = epoch
     record_of(loader).begun = None
 
 
 def upcoming(loader: Any, record: LoaderRecord) -> int:
-    """Return the epoch of the next pass: the one announced, or the one after the pass before."""
+    """Return the number of the next epoch: the announced one, or the one after the previous epoch."""
     begun = record.begun
-    # 0 for a loader of torch's, which has no such attribute.
+    # 0 for a torch loader, which has no such attribute.
     return int(attribute(loader, "_epoch", 0)) if begun is None else begun + 1

@@ -1,9 +1,9 @@
-"""Full batches out of those that came short: a loader goes on without the samples that failed.
+"""Full batches made of short ones: a loader continues without the samples that failed.
 
-The good samples of a short batch wait, in order, for those of the next short batch. As soon as they are
-enough they make one full batch, in the place of the one that completed it. The rest at the end of the
-pass makes a last, smaller one. That depends on the order of the batches alone: not on workers, backend
-or timing. No sample is fetched again, and fewer samples wait than a batch has.
+The good samples of a short batch wait, in order, for those of the next short batch. Once there are
+enough, they make one full batch, in the place of the batch that completed it. The rest at the end of the
+epoch makes a last, smaller batch. The result only depends on the order of the batches, not on workers,
+backend or timing. No sample is fetched again, and fewer samples wait than a batch has.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ T = TypeVar("T")
 
 
 class Refill(Generic[T]):
-    """Queue of good samples, taken out a batch at a time."""
+    """Queue of good samples, which leave it a batch at a time."""
 
     def __init__(self) -> None:
         self._waiting: deque[T] = deque()
 
     def add(self, good: Iterable[T], wanted: int) -> list[T] | None:
-        """Add the `good` samples of a batch of `wanted`; return a full batch if they are enough now.
+        """Add the `good` samples of a batch of `wanted`; return a full batch if there are enough now.
 
-        One batch at most, so fewer wait than the largest batch wanted: a short one brings fewer than
-        it wants, and a full one takes as many.
+        One batch is enough to return: a short batch adds fewer samples than `wanted`, and a full batch
+        removes as many. So fewer samples wait than the largest batch has.
         """
         self._waiting.extend(good)
         if not 0 < wanted <= len(self._waiting):
@@ -39,7 +39,7 @@ class Refill(Generic[T]):
         return [self._waiting.popleft() for _ in range(wanted)]
 
     def rest(self) -> list[T]:
-        """Take out all samples that wait."""
+        """Remove and return all waiting samples."""
         rest = list(self._waiting)
         self._waiting.clear()
         return rest
@@ -49,29 +49,29 @@ class Refill(Generic[T]):
 
 
 class WaitingSamples:
-    """Indices of samples that have come and were not handed out yet, so that a state can name them.
+    """Indices of samples that were received but not yet returned, for a state.
 
-    Holds no sample, so that it may be kept for longer than these.
+    It refers to no sample, so it may outlive the samples.
     """
 
     def __init__(self) -> None:
         self.samples: deque[tuple[int | None, Any]] = deque()
-        """Worker and index of each sample that waits, in order."""
+        """Worker and index of each waiting sample, in order."""
         self.whole = False
         """True if the last result, a whole batch, waits too, because an error was raised first."""
 
     def handed_out(self, count: int) -> None:
-        """Forget the first `count` samples: they were handed out, or their error was told."""
+        """Remove the first `count` samples: they were returned, or their error was raised."""
         for _ in range(count):
             self.samples.popleft()
 
 
 class FullBatches(Iterator[Any]):
-    """Batches of one pass of a loader whose `results` may be short.
+    """Batches of one epoch of a loader whose `results` may be short.
 
     `last` returns the worker of the last result and the outcome of its samples, if it has one. `budget`
-    counts failures; it is None without an error policy. `copies` says that waiting samples are copied,
-    because they lie in memory that workers use again. `waiting` names them for a state.
+    counts failures; it is None without an error policy. With `copies`, waiting samples are copied,
+    because workers reuse their memory. `waiting` keeps their indices for a state.
     """
 
     def __init__(
@@ -115,7 +115,9 @@ class FullBatches(Iterator[Any]):
                 if self._budget is not None:
                     self._budget.count(outcome.attempted, outcome.failures, worker)
             except TooManyErrors:
-                self._take(found, outcome, worker)  # for a caller who catches it and goes on
+                self._take(
+                    found, outcome, worker
+                )  # for a caller that catches the error and continues
                 raise
             self._take(found, outcome, worker)
         data, count = self._ready.popleft()
@@ -143,14 +145,14 @@ class FullBatches(Iterator[Any]):
                 raise
             failure = Failure(foreign(error))
             failures = [FailureRecord(index, n, failure) for n, (index, _) in enumerate(batch)]
-            self._budget.count(0, failures, None)  # attempted before, one by one
+            self._budget.count(0, failures, None)  # attempts were counted before, one by one
             return
         self._ready.append((data, len(batch)))
 
 
 def _own(sample: Any) -> Any:
-    """Copy `sample`: it may wait until the end of the pass, and a worker needs its slots."""
+    """Copy `sample`: it may wait until the end of the epoch, and the worker needs its slots."""
     try:
         return copy.deepcopy(sample)
-    except Exception:  # it then keeps a slot busy, and the worker takes another
+    except Exception:  # it keeps its slot, and the worker uses another one
         return sample

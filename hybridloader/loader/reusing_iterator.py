@@ -1,4 +1,4 @@
-"""Iterators of a loader that loads a few batches and gives them again, for ``run --headroom``."""
+"""Iterators of a loader that loads a few batches and returns them again, for ``run --headroom``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hybridloader.observe.headroom import KeptBatches, running_reuse
 
 
 class ReusingIterator(LoaderIterator):
-    """Iterator that loads some batches, and then gives these again, without workers."""
+    """Iterator that loads some batches, and then returns these again, without workers."""
 
     def __init__(self, loader: Any, plan: LoaderPlan, kept: KeptBatches) -> None:
         self._kept = kept
@@ -38,7 +38,7 @@ class ReusingIterator(LoaderIterator):
 
 
 class ReplayIterator(_BaseDataLoaderIter):
-    """Iterator over batches that are there already."""
+    """Iterator over batches that are already in memory."""
 
     def __init__(self, loader: Any, kept: KeptBatches) -> None:
         super().__init__(loader)
@@ -53,7 +53,7 @@ class ReplayIterator(_BaseDataLoaderIter):
 
 
 def iterator_of(loader: Any, plan: LoaderPlan) -> _BaseDataLoaderIter:
-    """Make the iterator of a loader: one that gives batches again, if the command asks for that."""
+    """Make the iterator of a loader: one that reuses batches, if the command asks for that."""
     reuse = running_reuse()
     if reuse is None:
         return LoaderIterator(loader, plan)

@@ -1,10 +1,10 @@
-"""Samplers of a loader, the generators that they draw from, and the replay of what they drew.
+"""Samplers of a loader, their generators, and the replay of their draws.
 
-Nothing is drawn for a loader that loads no state. A sampler without a state repeats itself if its
-generators stand as they stood when its iterator was made, so the iterator is made so again, and its
-first items are skipped. Afterwards the loader's generator and the sampler's stay where that has brought
-them, since they will be drawn from again. torch's default generator belongs to the training code; the
-caller restores it.
+Nothing is drawn for a loader that loads no state. A sampler without a state repeats its order if its
+generators have the same states as when its iterator was made. So a replay restores these states, makes
+the iterator again, and skips its first items. The generators of the loader and of the sampler then keep
+their new states for later draws. torch's default generator belongs to the training code; the caller
+restores it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ DEFAULT = "default"
 """Name of torch's default generator in a state."""
 
 SAMPLERS = "sampler"
-"""Name of the sampler's own generator in a state."""
+"""Name of the sampler's generator in a state."""
 
 
 _DRAWN_AT_ONCE = (
@@ -51,11 +51,11 @@ _DRAWN_AT_ONCE = (
 
 
 _LONGEST_CHAIN = 16
-"""Samplers around one another that are looked at; real ones are two to four."""
+"""Largest number of nested samplers to look at; real chains have two to four."""
 
 
 class SamplerState(NamedTuple):
-    """State of a sampler, and of the iterator over it; None for what has no state."""
+    """States of a sampler and of the iterator over it; None for one without a state."""
 
     sampler: Given | None
     iterator: Given | None
@@ -67,13 +67,13 @@ class Samplers(NamedTuple):
     outer: Any
     """Sampler whose items are the tasks: the sampler of batches, if there is one."""
     generator: Any
-    """The loader's own generator."""
+    """Generator of the loader."""
 
     chain: list[Any]
     """The outer sampler, and those that it draws from, down to the sampler of samples."""
 
     stateful: Any
-    """Sampler whose state follows what is drawn; None if there is none."""
+    """Sampler with a state that follows its draws; None if there is none."""
 
     @classmethod
     def of(cls, loader: Any) -> Samplers:
@@ -99,7 +99,7 @@ class Samplers(NamedTuple):
 
     @property
     def generators(self) -> dict[str, Any]:
-        """Generators that the loader and its samplers draw from, by name, as far as is known."""
+        """Known generators that the loader and its samplers draw from, by name."""
         found: dict[str, Any] = {}
         if self.generator is not None:
             found["loader"] = self.generator
@@ -138,10 +138,10 @@ class Samplers(NamedTuple):
 
     @property
     def unobserved(self) -> bool:
-        """True if nobody can tell when an index is asked for, once the first was.
+        """True if the times at which indices after the first are drawn can't be observed.
 
-        That is known of exact types alone: a class of the user's may do anything. A `RandomSampler`
-        without a generator makes one of its own; with one, it draws from it after its last index.
+        This is only known for exact types: a user's class may do anything. A `RandomSampler` without a
+        generator makes a private one; with a generator, it draws from it after its last index.
         """
         batches, inner = self.chain[0], self.chain[-1]
         if len(self.chain) > 2 or (batches is not inner and not is_plain(batches)):
@@ -152,7 +152,7 @@ class Samplers(NamedTuple):
 
     @property
     def _seeded(self) -> Any:
-        """Sampler with a `set_epoch()`, whose order follows from the epoch."""
+        """Sampler with a `set_epoch()`, whose order depends on the epoch."""
         for sampler in self.chain:
             if callable(attribute(sampler, "set_epoch")):
                 return sampler
@@ -160,23 +160,23 @@ class Samplers(NamedTuple):
 
     @property
     def told_epoch(self) -> int | None:
-        """Epoch that was given last to a sampler with a `set_epoch()`; None if there is none."""
+        """Last epoch passed to a sampler with a `set_epoch()`; None if there is no such sampler."""
         epoch = attribute(self._seeded, "epoch", None)
         return epoch if type(epoch) is int else None
 
     def tell_epoch(self, epoch: int | None) -> None:
-        """Give such a sampler another epoch, if it has a different one.
+        """Set the epoch of such a sampler, unless it has that epoch.
 
-        One of ours may be within that epoch, and begin the next one if it is not told.
+        A sampler of hybridloader may be within that epoch; without the call it would begin the next one.
         """
         if epoch is not None and (self.told_epoch != epoch or is_ours(self._seeded)):
             self._seeded.set_epoch(epoch)
 
     def drawn_in_batches(self, batches: Iterator[Any], *, arrays: bool) -> Iterator[Any]:
-        """Return what `batches` are, drawn a batch at a time where the sampler of samples can do that.
+        """Return the items of `batches`, drawn a batch at a time if the sampler of samples supports it.
 
-        One by one, its indices cost the calling thread 3 times as much. As `arrays`, 4,096 of them cost
-        it 80 us less than as a list.
+        Drawn one by one, indices cost the calling thread 3 times as much. With `arrays`, 4,096 indices
+        cost it 80 us less than as a list.
         """
         inner = self.chain[-1]
         of_one = attribute(inner, "batches") if len(self.chain) == 2 and is_ours(inner) else None
@@ -193,7 +193,7 @@ class Samplers(NamedTuple):
     def state_access(
         self, indices: Iterator[Any]
     ) -> tuple[Callable[[], SamplerState], Cadence | None] | None:
-        """Return a function that takes the state after the last item of `indices`, and its cadence.
+        """Return a function that returns the state after the last item of `indices`, and its cadence.
 
         None if there is no state. A cadence of None takes it after every item.
         """
@@ -219,7 +219,7 @@ class Samplers(NamedTuple):
 
 
 class PeekedIndices(Iterator[Any]):
-    """Iterator of which the first item was drawn, to see whether there is one."""
+    """Iterator whose first item was already drawn, to see if there is one."""
 
     def __init__(self, first: Any, rest: Iterator[Any]) -> None:
         self.rest = rest
@@ -232,8 +232,8 @@ class PeekedIndices(Iterator[Any]):
 def _chain(outer: Any) -> list[Any]:
     """Return `outer` and the samplers that it draws from.
 
-    accelerate puts one sampler of batches around another, as its `batch_sampler`. A mock has another one
-    behind every name, for ever.
+    accelerate wraps one sampler of batches in another, as its `batch_sampler`. A mock has every
+    attribute, so the chain would never end.
     """
     found = [outer]
     while len(found) < _LONGEST_CHAIN:
@@ -260,13 +260,13 @@ def is_ours(sampler: Any) -> bool:
 
 
 IndicesAndSeed = tuple[Iterator[Any], int | None]
-"""The rest of a sampler's items, and the workers' seed if it was drawn on the way."""
+"""Rest of a sampler's items, and the workers' seed if it was drawn meanwhile."""
 
 
 def steps_of(workers: int, *, again: bool) -> tuple[str, ...]:
-    """Return what torch does to the sampler and the generators at the beginning of a pass, in order.
+    """Return torch's steps on the sampler and the generators at the beginning of an epoch, in order.
 
-    New worker processes take a second iterator; workers that stay (`again`) keep their seed.
+    With new worker processes it makes a second iterator; persistent workers (`again`) keep their seed.
     """
     if again:
         return ("iter",)
@@ -274,10 +274,10 @@ def steps_of(workers: int, *, again: bool) -> tuple[str, ...]:
 
 
 class SamplerReplay(NamedTuple):
-    """Description of how the sampler's iterator of one pass was made, from which it is made again."""
+    """Record of how the sampler's iterator of one epoch was made, from which it can be made again."""
 
     steps: tuple[str, ...]
-    """Steps that were done, in order, as `steps_of` says."""
+    """Steps that were done, in order, as of `steps_of`."""
     generators: dict[str, torch.Tensor]
     """States of the generators before these steps, by name."""
     start: Given | None
@@ -285,13 +285,13 @@ class SamplerReplay(NamedTuple):
     epoch: int | None
     """Epoch of the sampler, if it has one and no state."""
     later: tuple[str, ...] | None = None
-    """Steps of the later passes, if they are those of a loader that was saved; None: as torch does."""
+    """Steps of the later epochs, if they are those of a saved loader; None for torch's."""
 
     @staticmethod
     def of(
         samplers: Samplers, steps: tuple[str, ...], later: tuple[str, ...] | None = None
     ) -> SamplerReplay:
-        """Describe a pass that begins now. Draws nothing."""
+        """Return the replay of an epoch that begins now. Draws nothing."""
         stateful = samplers.stateful
         start = None
         if stateful is not None:
@@ -302,7 +302,7 @@ class SamplerReplay(NamedTuple):
         return SamplerReplay(steps, states, start, epoch, later)
 
     def at_later_epoch(self, samplers: Samplers) -> SamplerReplay:
-        """Return this for a pass from its beginning: with the sampler's epoch, if that is later."""
+        """Return this for an epoch from its beginning: with the sampler's epoch, if that is later."""
         told = samplers.told_epoch
         if self.epoch is None or told is None or told < self.epoch:
             return self
@@ -318,10 +318,10 @@ class SamplerReplay(NamedTuple):
     def indices(
         self, samplers: Samplers, count: int, check: int | None, *, eager: bool
     ) -> IndicesAndSeed:
-        """Make the sampler's iterator as it was made, and skip its first `count` items.
+        """Make the sampler's iterator in the recorded way, and skip its first `count` items.
 
-        `check` is `check_of` the last of these, if it is known. If `eager`, the sampler's draws for its
-        first item are made now.
+        `check` is `check_of` the last of these, if known. With `eager`, the sampler draws for its first
+        item now.
         """
         sampler = samplers.outer
         self.restore(samplers)
@@ -367,7 +367,7 @@ def load_sampler(
     *,
     begins: bool = False,
 ) -> IndicesAndSeed:
-    """Load a sampler's own state and skip `since` items more; the cost is the same at any place.
+    """Load the state of a sampler and skip `since` more items; the cost is the same at any position.
 
     The iterator was made in `steps`; it `begins` if nothing was drawn from it.
     """
@@ -382,7 +382,7 @@ def load_sampler(
             indices.load_state_dict(copied(state.iterator.kept))
             own = getattr(samplers.chain[-1], "generator", None)
             if steps[-1:] == ("seed",) and own is not None and own is samplers.generator:
-                samplers.draw_seed()  # was drawn after it: the next pass draws what it would have
+                samplers.draw_seed()  # drawn after it, so that the next epoch draws the same
         if begins:
             indices = _begun(samplers, indices, eager=False)
     except StateError:
@@ -402,10 +402,10 @@ def load_sampler(
 
 
 def _begun(samplers: Samplers, indices: Iterator[Any], *, eager: bool) -> Iterator[Any]:
-    """Begin a pass from its start.
+    """Begin an epoch from its start.
 
-    After an epoch the state of a sampler may be the end of that epoch, as of torchdata's distributed
-    one. Then no item comes, and the sampler begins its next epoch with the next iterator.
+    After an epoch, a sampler's state may be the end of that epoch, as for torchdata's distributed
+    sampler. Then no item comes, and the sampler begins its next epoch with the next iterator.
     """
     stateful = samplers.stateful
     ends = stateful is not None and not is_ours(stateful)
@@ -437,7 +437,7 @@ def _shortcut(samplers: Samplers, indices: Iterator[Any], count: int) -> tuple[I
 
 
 def _skip(items: Iterator[Any], most: int) -> int:
-    """Skip up to `most` items, without a step of Python for each; return how many there were."""
+    """Skip up to `most` items, without Python code for each; return the number of skipped items."""
     numbers = itertools.count()
     deque(zip(islice(items, most), numbers, strict=False), maxlen=0)
     return next(numbers)

@@ -1,7 +1,7 @@
 """State of a loader as a dict: written, read and checked.
 
-The keys are torchdata's where it has such, because frameworks edit these; all else is under one key of
-ours. Writing and reading change no sampler, generator or worker.
+The keys are torchdata's if it has them, because frameworks edit these. The other fields are under one
+key, `OWN`. Writing and reading change no sampler, generator or worker.
 """
 
 from __future__ import annotations
@@ -31,62 +31,62 @@ from hybridloader.loader.progress import UNKNOWN, Progress
 from hybridloader.loader.samplers import SamplerReplay, SamplerState, check_of, steps_of
 
 VERSION = 1
-"""Version of the fields under `OWN`; it changes with the meaning of a field."""
+"""Version of the fields under `OWN`; it changes if the meaning of a field changes."""
 
 OWN = "_hybridloader"
 
 
 @dataclass
 class ResumePoint:
-    """Place at which a pass is resumed, as a state describes it."""
+    """Position at which an epoch resumes, read from a state."""
 
     replay: SamplerReplay
     """Description of how the sampler's iterator was made."""
     epoch: int
     fresh: bool = False
-    """True if the pass begins at its beginning, because the one before was over, or none had begun."""
+    """True if the epoch begins at its beginning: the previous one was over, or none had begun."""
     empty: bool = False
-    """True if nothing is left of the pass."""
+    """True if nothing is left of the epoch."""
     over: bool = False
-    """True if somebody has declared the pass over, so that the next one begins."""
+    """True if an edit of the state declares the epoch over, so that the next one begins."""
     count: int = 0
-    """Items of the sampler that were handed out; `discard` is not among them."""
+    """Number of the sampler's items that were returned, without `discard`."""
     yielded: int = 0
-    """Batches that the caller was given; `discard` is not among them."""
+    """Number of batches returned to the caller, without `discard`."""
     check: int | None = None
-    """Checksum of the last of these items, if it is known."""
+    """Checksum of the last of these items, if known."""
     sampler: SamplerState | None = None
-    """State of the sampler there, or `since` items before, if it is known."""
+    """State of the sampler at this position, or `since` items earlier, if known."""
     since: int = 0
     base_seed: int | None = None
     shared_seed: int | None = None
     dataset: Any = None
-    """State of the caller's own dataset."""
+    """State of the caller's dataset."""
     apart: list[Any] = field(default_factory=list)
-    """Indices of samples that are fetched again before the sampler goes on."""
+    """Indices of samples that are fetched again before the sampler continues."""
     whole: list[Any] = field(default_factory=list)
-    """Items of the sampler that are fetched again before it goes on."""
+    """Items of the sampler that are fetched again before it continues."""
     starts: tuple[ShardStart, ...] = ()
-    """Starts of workers that read an iterable dataset, or hold the dataset's state."""
+    """Starts of workers that read an iterable dataset, or have the dataset's state."""
     first: tuple[int, ...] = ()
     """Workers that are asked first, in this order."""
     last: int = -1
     """Worker whose turn was last."""
     discard: int = 0
-    """Batches to be made and dropped, if there is no other way to get to the place."""
+    """Number of batches to make and drop, if there is no other way to the position."""
     division: ShardDivision | None = None
-    """Division of named shards among the workers; None: that of a whole epoch, if there are any."""
+    """Division of named shards among the workers; None for that of a whole epoch, or without shards."""
     as_they_stand: bool = False
-    """True if the state has no generators, so that the loader's are drawn from as they are."""
+    """True if the state has no generators, so that the loader's generators stay as they are."""
 
     @property
     def next_epoch(self) -> int:
-        """Epoch of the pass that is resumed; if that is over, of the one after it."""
+        """Number of the resumed epoch; if that is over, of the next one."""
         return max(0, self.epoch - self.empty) + self.over
 
 
 def agreement(plan: LoaderPlan) -> dict[str, Any]:
-    """Return fields in which the loader that loads a state must equal the one that saved it."""
+    """Return the fields that must be equal in the loaders that save and load a state."""
     own = {
         "kind": "iterable" if plan.iterable else "map",
         "length": None if plan.iterable else length_of(plan.dataset),
@@ -100,11 +100,11 @@ def agreement(plan: LoaderPlan) -> dict[str, Any]:
 
 
 START, WITHIN, END = "start", "within", "end"
-"""Places at which a state is taken: before any pass, in one, or after its end."""
+"""Positions at which a state is taken: before the first epoch, within an epoch, or after its end."""
 
 
 def written(plan: LoaderPlan, progress: Progress, where: str) -> dict[str, Any]:
-    """Return the state of a pass; before any pass and after an end, that of the next pass."""
+    """Return the state of an epoch; before the first epoch and after an end, that of the next one."""
     over, iterable, replay = where != WITHIN, progress.iterable, progress.replay
     dataset = None
     if (over or not iterable) and is_stateful(plan.dataset):
@@ -120,7 +120,7 @@ def written(plan: LoaderPlan, progress: Progress, where: str) -> dict[str, Any]:
     stay = bool(plan.num_workers and plan.persistent_workers)
     starts = progress.starts()
     told = (iterable and not over) or any(start.stateful for start in starts)
-    # Nothing in the dict is shared with this pass; a copy of all, with tensors, would take 100 us more.
+    # Nothing in the dict is shared with this epoch; a copy of it, with tensors, would take 100 us more.
     sampler_state = None if sampler is None else given(sampler.sampler)
     index_state = {"samples_yielded": count * size, "sampler_state": sampler_state}
     if plan.batch_size is None:  # accelerate multiplies it with batch_size if it is there
@@ -170,13 +170,13 @@ def _shards(progress: Progress, where: str, starts: list[ShardStart]) -> dict[st
 
 
 def _first(progress: Progress) -> list[int]:
-    """Return workers whose last samples wait to be joined, in that order."""
+    """Return the workers whose last samples wait to be joined, in order."""
     waiting = [w for w, _ in progress.waiting.samples if w is not None and w in progress.remainders]
     return list(dict.fromkeys([*waiting, *progress.first]))
 
 
 def snapshots_of(starts: list[ShardStart]) -> dict[str, Any]:
-    """Return the places where workers resume, by their names."""
+    """Return the positions at which workers resume, by the workers' names."""
     return {
         f"worker_{number}": {
             "worker_id": number,
@@ -232,7 +232,7 @@ _COUNTED = Schema("sampler", (COUNT, "samples_yielded"))
 
 
 def read(plan: LoaderPlan, state: Any) -> ResumePoint:
-    """Return the place that `state` describes, checked as far as that changes nothing."""
+    """Return the position in `state`, with all checks that have no side effect."""
     own: Any = state.get(OWN) if isinstance(state, Mapping) else None
     if isinstance(state, Mapping) and not isinstance(own, Mapping):
         more = ""
@@ -289,7 +289,7 @@ def _read(plan: LoaderPlan, state: Mapping[str, Any], own: Mapping[str, Any]) ->
 
 
 def _is_of_this_rank(plan: LoaderPlan, own: Mapping[str, Any]) -> bool:
-    """Tell whether the rank that saved the state draws as this one; all ranks have come equally far."""
+    """Return True if this rank draws as the one that saved; all ranks have come equally far."""
     share = own.get("share")
     here = None if own["kind"] == "iterable" else plan.samplers.share
     if share is None or here is None or share == here:
@@ -313,7 +313,7 @@ def _sampler_state(state: Mapping[str, Any]) -> SamplerState | None:
 def _count_of(
     plan: LoaderPlan, state: Mapping[str, Any], own: Mapping[str, Any]
 ) -> tuple[int, bool]:
-    """Return the sampler's items that were handed out, and whether somebody has edited that number."""
+    """Return the number of returned items of the sampler, and True if that number was edited."""
     count, yielded = state["_sampler_iter_yielded"], state["_num_yielded"]
     within = state["_index_sampler_state"]
     samples = own["samples"]
@@ -404,7 +404,7 @@ def _read_workers(
 def _divide(
     plan: LoaderPlan, state: Mapping[str, Any], own: Mapping[str, Any], resume: ResumePoint
 ) -> bool:
-    """Note how named shards are divided; return True if not as in the loader that was saved."""
+    """Note the division of named shards; return True if it differs from that of the saved loader."""
     saved = own.get("shards")
     whole = ShardDivision.of(plan.dataset, plan.readers) if plan.iterable else None
     if whole is None:
@@ -425,7 +425,7 @@ def _divide(
 
 
 def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return one state of those of all ranks, of loaders whose datasets name their shards."""
+    """Merge the states of all ranks into one, for loaders whose datasets name their shards."""
     owns = []
     for number, state in enumerate(states):
         own: Any = state.get(OWN) if isinstance(state, Mapping) else None

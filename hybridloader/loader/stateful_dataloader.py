@@ -1,7 +1,7 @@
-"""`StatefulDataLoader`, a replacement for torchdata's: its order and its states on our engine.
+"""`StatefulDataLoader`, a replacement for torchdata's, with its order and states, on the engine.
 
-It is a `DataLoader` but for two things: ``shuffle=True`` draws as torchdata's sampler does, and states
-are written and read in torchdata's form. The code here does not know what a state holds.
+It differs from `DataLoader` in two respects: ``shuffle=True`` draws as torchdata's sampler does, and
+states have torchdata's form. This module does not know the contents of a state.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ class StatefulDataLoader(DataLoader):
     """A `DataLoader` that replaces torchdata's `StatefulDataLoader`.
 
     Its `state_dict` has the keys and shapes of torchdata's, and `load_state_dict` takes states that
-    torchdata saved. See docs/frameworks/torchdata.md for where it differs.
+    torchdata saved. docs/frameworks/torchdata.md lists the differences.
 
     Parameters
     ----------
     dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, collate_fn, pin_memory, \
 drop_last, timeout, worker_init_fn, multiprocessing_context, generator, prefetch_factor, \
 persistent_workers, pin_memory_device, in_order
-        As torchdata's, which are torch's. ``shuffle=True`` draws the order that torchdata's sampler
-        draws, which is not that of torch's.
+        As torchdata's, which are torch's. ``shuffle=True`` draws the order of torchdata's sampler, which
+        differs from torch's.
     snapshot_every_n_steps
-        Batches of a worker from one with the state of a stateful dataset to the next. States are
-        sent less often where they would take more than 2 % of the time. When a state is loaded,
-        later batches are made again. 0 or None sends states only at the beginning, and at the end
-        of the worker's part. torchdata can load states that were taken with 1, if the dataset's
-        `state_dict` takes less than 2 ms and a sampler's less than 50 us.
+        Number of a worker's batches between two states of a stateful dataset. States are sent less
+        often if they would take more than 2 % of the time. After a state is loaded, the batches since
+        the last sent state are made again. 0 or None sends states only at the beginning and at the end
+        of the worker's part. torchdata can load states taken with 1, if the dataset's `state_dict`
+        takes less than 2 ms and a sampler's less than 50 us.
     backend, threads_per_worker, on_error, on_worker_death, task_timeout, seeding, shard_remainders, \
 device, observe
         As `DataLoader`'s.
@@ -83,7 +83,7 @@ device, observe
     """
 
     _begun = False
-    """True if `_iterator` was made to take a state, and ``iter`` has not used it yet."""
+    """True if `state_dict` made `_iterator`, and ``iter`` has not used it yet."""
 
     @property
     def _state_every(self) -> int:  # type: ignore[override]
@@ -130,8 +130,8 @@ device, observe
         super().__init__(**{name: given[name] for name in given.keys() & _OURS.keys()})
         if batch_sampler is None and type(self.batch_sampler) is BatchSampler:
             made = self.batch_sampler
-            # torch's loader refuses another one once it is made, and a `batch_sampler` that is given
-            # takes its `batch_size` from it.
+            # torch's loader refuses a new one after its construction, and passing a `batch_sampler`
+            # would remove its `batch_size`.
             vars(self)["batch_sampler"] = BatchOrder(made.sampler, made.batch_size, made.drop_last)
 
     def __iter__(self) -> _BaseDataLoaderIter:
@@ -156,14 +156,14 @@ device, observe
         return begun
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next pass that of `epoch`, as `DataLoader.set_epoch`; `state_dict` began none yet."""
+        """Set the number of the next epoch, as `DataLoader.set_epoch`; drop an unused first one."""
         self._drop_begun()
         super().set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the latest pass, in torchdata's form.
+        """Return the state of the latest epoch, in torchdata's form.
 
-        If there was no pass, this begins the first one, as torchdata does. ``iter`` uses it.
+        If there was no epoch, this begins the first one, as torchdata does; the next ``iter`` uses it.
 
         Raises
         ------
@@ -178,19 +178,19 @@ device, observe
         return torchdata_form.state_of(plan, state_of(plan, stays=self._iterator is not None))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Have the next pass go on where `state_dict` was taken.
+        """Resume from `state_dict` at the next ``iter()``.
 
         Parameters
         ----------
         state_dict
-            The result of `state_dict`, of this class or of torchdata's. ``{}`` means no state.
+            Result of `state_dict`, of this class or of torchdata's. ``{}`` means no state.
 
         Raises
         ------
         StateError
-            A `ValueError`: the state is of another kind of loader, or was cut off; the message
-            names the field. If it is of another number of workers, ``iter`` raises the error; that
-            is an `AssertionError` too, as with torchdata.
+            A `ValueError`: the state is of another kind of loader, or was truncated; the message names
+            the field. For another number of workers ``iter`` raises the error, which is then also an
+            `AssertionError`, as in torchdata.
         """
         self._drop_begun()
         torchdata_form.load(self._plan_ahead(), state_dict, super().load_state_dict)

@@ -1,8 +1,8 @@
-"""State of a loader in torchdata's form: our own dict in other shapes, and back.
+"""State of a loader in torchdata's form: conversion of hybridloader's state dict, and back.
 
-torchdata has two shapes, one without workers and one with workers. Values that have no place in them
-are under one key of ours, as plain values; torchdata ignores it. A state without that key was saved by
-torchdata. It has no state of torch's generators, so they are drawn from as they are, as torchdata does.
+torchdata has two shapes, one without workers and one with workers. Values without a place in them are
+plain values under one key, `OWN`, which torchdata ignores. A state without that key was saved by
+torchdata. It has no state of torch's generators, so these stay as they are, as in torchdata.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hybridloader.loader.samplers import steps_of
 from hybridloader.loader.state import OWN, VERSION, WITHIN, agreement, given, snapshots_of
 
 _SHARED = ("_sampler_iter_yielded", "_IterableDataset_len_called", "_shared_seed")
-"""Keys that both of torchdata's shapes have, and that our own dict has under the same names."""
+"""Keys of both of torchdata's shapes that hybridloader's dict has under the same names."""
 
 _NO_FETCHER = {"dataset_iter_state": None, "fetcher_ended": False}
 
@@ -35,7 +35,7 @@ class WorkersDiffer(StateError, AssertionError):
 def load(
     plan: LoaderPlan, state: Mapping[str, Any], load_own: Callable[[Mapping[str, Any]], None]
 ) -> None:
-    """Have `load_own` load `state` in our own form."""
+    """Convert `state` to hybridloader's form and pass it to `load_own`."""
     record = plan.record
     record.given = None
     if isinstance(state, Mapping) and not state:
@@ -63,7 +63,7 @@ def state_of(plan: LoaderPlan, own: dict[str, Any]) -> dict[str, Any]:
 
 
 def written(plan: LoaderPlan, own: dict[str, Any]) -> dict[str, Any]:
-    """Return a state of ours in torchdata's form."""
+    """Return `own`, a state in hybridloader's form, in torchdata's form."""
     finished, yielded, progress = (
         own["_iterator_finished"],
         own["_num_yielded"],
@@ -133,12 +133,12 @@ def _worker(plan: LoaderPlan, number: int, place: Mapping[str, Any] | None) -> d
 
 
 def _sampler_states(plan: LoaderPlan, own: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return the states of the sampler that is drawn from, and of its iterator."""
+    """Return the states of the loader's sampler and of its iterator."""
     within, progress = own["_index_sampler_state"] or {}, plan.record.progress
     sampler, iterator = within.get("sampler_state"), own["_sampler_iter_state"]
     if own["_iterator_finished"] or own[OWN]["since"]:
-        # torchdata writes those after the last item that was handed out; our own dict has earlier ones,
-        # or those of the next pass.
+        # torchdata writes those after the last returned item; hybridloader's dict has earlier ones, or
+        # those of the next epoch.
         at = None if progress is None else progress.at
         checkpoint = None if at is None else at[2]
         sampler = None if checkpoint is None else given(checkpoint.state.sampler)
@@ -159,11 +159,11 @@ def _sampler_states(plan: LoaderPlan, own: Mapping[str, Any]) -> tuple[Any, Any]
 
 
 def _text(state: Any) -> str:
-    """Return the state of a generator, some 5 kB, as a text of that size."""
+    """Return the state of a generator, about 5 kB, as a text of that size."""
     return _packed(state.numpy().tobytes())
 
 
-@functools.lru_cache(maxsize=8)  # it stays the same throughout a pass, and takes 60 us
+@functools.lru_cache(maxsize=8)  # the result is the same during an epoch, and takes 60 us
 def _packed(state: bytes) -> str:
     return base64.b64encode(zlib.compress(state, 1)).decode()
 
@@ -172,7 +172,7 @@ def _packed(state: bytes) -> str:
 
 
 def read(plan: LoaderPlan, state: Any) -> dict[str, Any]:
-    """Return `state` in our own form; raise `WorkersDiffer` if it is of another number of workers."""
+    """Return `state` in hybridloader's form. Raises `WorkersDiffer` for another number of workers."""
     if not isinstance(state, Mapping):
         raise StateError(f"the state of a loader is a dict, got {type(state).__name__}")
     if "_snapshot" not in state and "_num_workers" in state:
@@ -284,7 +284,7 @@ def _place(
 def _read_theirs(
     plan: LoaderPlan, own: dict[str, Any], snapshots: Mapping[str, Any], again: int
 ) -> None:
-    """Add the fields that only our own form has, for a state that torchdata saved."""
+    """Add the fields that only hybridloader's form has, for a state that torchdata saved."""
     finished, iterable = own["_iterator_finished"], plan.iterable
     places = {name: _place(place) for name, place in snapshots.items()}
     has_states = any(

@@ -1,7 +1,7 @@
 """Order of torchdata's loaders: the samplers of a `StatefulDataLoader`.
 
 They draw the same permutations at the same times as torchdata's samplers, number by number. Their
-states have the same keys. Nothing here needs torchdata.
+states have the same keys. This module does not need torchdata.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from hybridloader._support.state_copies import is_stateful
 
 
 class RandomOrder(RandomSampler):
-    """Random permutations, drawn from a generator of the sampler's own.
+    """Random permutations, drawn from the sampler's generator.
 
     Parameters
     ----------
     data_source
         The dataset; only its length is used.
     generator
-        None: a new one, whose seed is drawn from torch's default generator now.
+        Generator to draw from. None makes one, and draws its seed from torch's default generator now.
     """
 
     generator: torch.Generator
@@ -40,7 +40,7 @@ class RandomOrder(RandomSampler):
 
 
 class _Permutation(Iterator[int]):
-    """One permutation, drawn at once. Its state is the generator's before the draw, and a count."""
+    """One permutation, drawn at once. Its state is a count, and the generator's before the draw."""
 
     def __init__(self, generator: torch.Generator, length: int) -> None:
         self._generator, self._length = generator, length
@@ -74,7 +74,7 @@ class _Permutation(Iterator[int]):
 
 
 class BatchOrder(BatchSampler):
-    """Batches of a sampler. If the sampler's iterator has a state, so has that over batches."""
+    """Batches of a sampler. If the sampler's iterator has a state, so has the iterator over batches."""
 
     def __iter__(self) -> Iterator[list[int]]:
         samples = iter(self.sampler)  # now, and not with the first batch
@@ -108,11 +108,11 @@ class _Batches(Iterator[list[int]]):
 
 
 def tells_anew(iterator: Any) -> bool:
-    """Tell whether each state of `iterator` is a new dict in which nothing is changed later."""
+    """Return True if each state of `iterator` is a new dict that does not change later."""
     samples = iterator._samples if type(iterator) is _Batches else iterator
     return type(samples) is _Permutation
 
 
 def is_plain(batches: Any) -> bool:
-    """Tell whether a batch sampler draws nothing ahead of its batches, as torch's own and ours."""
+    """Return True if a batch sampler draws nothing ahead of its batches, as torch's does."""
     return type(batches) is BatchSampler or type(batches) is BatchOrder

@@ -1,4 +1,4 @@
-"""Statistics and traces of loaders and pipelines: what waited for what, and what to change."""
+"""Statistics and traces of loaders and pipelines: where the time goes, and what to change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Comparison of two statistics: what changed, and by how much."""
+"""Comparison of two statistics: each figure before and after, and its ratio."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from hybridloader.observe.recording import Faults
 from hybridloader.observe.stats import StageStats, Stats
 
 LITTLE = 0.01
-"""Load below which a stage is not compared."""
+"""Load below which a stage is left out of the comparison."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """One figure, before and after; None where there was no such stage.
+    """One figure, before and after; None if that run had no such stage.
 
-    `unit` is ``"s"``, ``"%"`` (a share from 0 to 1), ``"/s"``, or empty for a number.
+    `unit` is ``"s"``, ``"%"`` (a share from 0 to 1), ``"/s"``, or empty for a count.
     """
 
     name: str
@@ -28,7 +28,7 @@ class Change:
 
     @property
     def ratio(self) -> float | None:
-        """After, as a multiple of before; None if there is nothing to divide by."""
+        """`after` divided by `before`; None if either is missing or `before` is 0."""
         if self.before is None or self.after is None or self.before <= 0:
             return None
         return self.after / self.before
@@ -36,7 +36,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two statistics side by side; printed, a table and a sentence."""
+    """Two statistics side by side; prints as a table and two sentences."""
 
     before: Stats
     after: Stats
@@ -44,15 +44,15 @@ class Comparison:
 
     @property
     def speedup(self) -> float | None:
-        """Multiple of the rate before that the rate after is; None if one of them had no items.
+        """Rate after divided by the rate before; None if one of the runs had no items.
 
-        It is samples a second where both batch sizes are known, else items.
+        Rates are samples per second if both batch sizes are known, else items per second.
         """
         return self.changes[0].ratio
 
     @property
     def summary(self) -> str:
-        """What changed, as a sentence."""
+        """Summary of the changes, as a sentence."""
         speedup, shares = self.speedup, (self.before.stall.share, self.after.stall.share)
         if not speedup:
             return "One of the two had no items."
@@ -119,23 +119,23 @@ _SHOW: dict[str, Callable[[float], str]] = {
 
 
 def compare(a: Stats, b: Stats) -> Comparison:
-    """Compare two statistics, such as those of two epochs with other numbers of workers.
+    """Compare two statistics, such as those of two epochs with different numbers of workers.
 
     Parameters
     ----------
     a, b
-        Results of `stats()`, of loaders or pipelines: the one before, and the one after a change.
+        Results of `stats()` of loaders or pipelines, before and after a change.
 
     Returns
     -------
     Comparison
-        Figures side by side; stages are matched by their names. Of two loaders whose batch sizes are
-        known, it is samples that are counted, so that these may differ. Printed, it is a table.
+        Figures side by side; it prints as a table. Stages are matched by name. If both batch sizes
+        are known, rates count samples, so that runs with different batch sizes can be compared.
 
     Raises
     ------
     TypeError
-        One of them is no result of `stats()`.
+        `a` or `b` is not a result of `stats()`.
     """
     for stats in (a, b):
         if not isinstance(stats, Stats):
@@ -162,12 +162,12 @@ def compare(a: Stats, b: Stats) -> Comparison:
 def _of_stage(name: str, a: Stats, b: Stats, unit: str) -> list[Change]:
     one, other = _rows_of(name, a, b)
 
-    def change(what: str, shown: str, figure: Callable[[StageStats, Stats], float]) -> Change:
+    def change(label: str, unit: str, figure: Callable[[StageStats, Stats], float]) -> Change:
         before, after = (
             None if stage is None else figure(stage, stats)
             for stage, stats in ((one, a), (other, b))
         )
-        return Change(f"{name}: {what}", before, after, shown)
+        return Change(f"{name}: {label}", before, after, unit)
 
     changes = [
         change(
@@ -179,7 +179,7 @@ def _of_stage(name: str, a: Stats, b: Stats, unit: str) -> list[Change]:
     ]
     stalls = change("stall", "s", lambda stage, _: stage.stall)
     if all((stage is None or stage.load < LITTLE) for stage in (one, other)):
-        return []  # whatever it takes, it does not matter
+        return []  # a stage without load can't explain a difference
     return [*changes, stalls] if stalls.before or stalls.after else changes
 
 

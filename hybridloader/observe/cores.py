@@ -17,20 +17,20 @@ _PROC = Path("/proc")
 
 
 class Limit(NamedTuple):
-    """Cores that this process may use, and the folder of the cgroup whose quota says so, if one does."""
+    """Cores that this process may use, and the folder of the cgroup whose quota limits them, if any."""
 
     cores: float
     folder: Path | None = None
 
 
 def limit(mounts: Path = _CGROUPS, proc: Path = _PROC) -> Limit:
-    """Return what limits the cores of this process: affinity, or a quota, which may be a fraction."""
+    """Return the limit on this process's cores: its affinity, or a lower (maybe fractional) quota."""
     return _within_quotas(len(affinity()), mounts, proc)
 
 
 def _within_quotas(cores: float, mounts: Path, proc: Path) -> Limit:
     found = Limit(float(cores))
-    # With version 1 each controller has a tree of its own, or one with another: "cpuacct,cpu".
+    # In cgroup version 1 a controller has a separate tree, or shares one: "cpuacct,cpu".
     for folder, _ in cgroups("cpu", proc, mounts.joinpath):
         quota = _quota(folder)
         if quota is not None and quota < found.cores:
@@ -39,15 +39,15 @@ def _within_quotas(cores: float, mounts: Path, proc: Path) -> Limit:
 
 
 def available(mounts: Path = _CGROUPS, proc: Path = _PROC) -> float:
-    """Return the number of cores that this process may use, a fraction if a quota says so."""
+    """Return the number of cores that this process may use; a quota may make it a fraction."""
     return limit(mounts, proc).cores
 
 
 def share(ranks: int, mounts: Path = _CGROUPS, proc: Path = _PROC) -> float:
-    """Return the number of cores that are this process's own where `ranks` like it share the machine.
+    """Return this process's share of the cores of a machine with `ranks` ranks.
 
-    The cores that the cgroups leave to the job are divided by `ranks`. A rank that is bound to no more
-    than its share has the cores that it is bound to: these are not divided again.
+    The cores that the cgroups leave to the job are divided by `ranks`. A rank whose affinity is already
+    narrower than that keeps all cores of its affinity.
     """
     own = available(mounts, proc)
     if ranks == 1:
@@ -56,7 +56,7 @@ def share(ranks: int, mounts: Path = _CGROUPS, proc: Path = _PROC) -> float:
 
 
 def _cores_of_job(mounts: Path, proc: Path) -> int:
-    """Return the number of cores in the cpuset of this process's cgroup; the machine's without one."""
+    """Return the number of cores in the cpuset of this process's cgroup, else of the machine."""
     for folder, _ in cgroups("cpuset", proc, mounts.joinpath):
         for name in ("cpuset.cpus.effective", "cpuset.effective_cpus"):
             try:  # "0-3,8"
@@ -88,7 +88,7 @@ def _quota(folder: Path) -> float | None:
 
 
 class _Reading(NamedTuple):
-    """Seconds on the clock, of busy cores, of this process; periods of the quota, and throttled ones."""
+    """Clock, busy seconds of the cores and of this process; quota periods, all and throttled ones."""
 
     time: float
     busy: float | None
@@ -98,10 +98,10 @@ class _Reading(NamedTuple):
 
 
 def read(cores: Iterable[int], folder: Path | None = None, proc: Path = _PROC) -> _Reading:
-    """Look at the clocks of the machine, or of the cgroup in `folder` if its quota is the limit.
+    """Read the CPU clocks of the machine, or of the cgroup in `folder` if its quota is the limit.
 
-    The cores that a container sees may be busy with the work of others on the same host. What counts
-    against a quota is the time that its own cgroup has used.
+    A container also sees cores that other containers of the host keep busy. Only the time of the
+    container's cgroup counts against its quota.
     """
     now, own = time.perf_counter(), time.process_time()
     if folder is None:
@@ -115,7 +115,7 @@ def read(cores: Iterable[int], folder: Path | None = None, proc: Path = _PROC) -
 
 
 def _counts(path: Path, name: str | None = None) -> dict[str, float]:
-    """Return the numbers of a file by their names; a file of one number has none, so it is `name`."""
+    """Return the numbers of a file by name; `name` is for a file that is one number without a name."""
     try:
         words = [*([] if name is None else [name]), *text_of(path).split()]
         return {words[i]: float(words[i + 1]) for i in range(0, len(words), 2)}
@@ -124,14 +124,14 @@ def _counts(path: Path, name: str | None = None) -> dict[str, float]:
 
 
 def _busy(cores: set[int], proc: Path) -> float | None:
-    """Return the seconds that `cores` have been busy since the machine started; None if not known."""
+    """Return the busy seconds of `cores` since the machine started; None if unknown."""
     try:
         tick = os.sysconf("SC_CLK_TCK")
         total = 0
         for line in text_of(proc / "stat").splitlines():
             name, *words = line.split()
             if name.startswith("cpu") and name[3:].isdecimal() and int(name[3:]) in cores:
-                # User, nice, system, idle, waiting for a disk, interrupts, stolen by others.
+                # user, nice, system, idle, iowait, irq, softirq, steal
                 user, nice, system, _, _, *rest = map(int, words[:8])
                 total += user + nice + system + sum(rest)
         return total / tick if total else None
@@ -140,7 +140,7 @@ def _busy(cores: set[int], proc: Path) -> float | None:
 
 
 class CoreUsage:
-    """Use of the cores from when this is made until its end."""
+    """Use of the cores from the construction of this object until `end`."""
 
     def __init__(self) -> None:
         self._cores = affinity()
@@ -152,7 +152,7 @@ class CoreUsage:
         self._after: _Reading | None = None
 
     def end(self) -> None:
-        """Count no further."""
+        """Stop counting."""
         self._after = self._read()
 
     def _read(self) -> _Reading:
@@ -166,7 +166,7 @@ class CoreUsage:
             return CoreUse(self.available, share=self._share)
         busy = None
         if before.busy is not None and after.busy is not None:
-            # A cgroup may use more than its quota for a moment, and ticks are counted late.
+            # A cgroup may briefly exceed its quota, and the kernel counts ticks late.
             busy = min((after.busy - before.busy) / seconds, self.available)
         own = (after.own - before.own + workers) / seconds
         periods = after.periods - before.periods

@@ -1,9 +1,8 @@
-"""Figures of a recording that statistics show and the verdict is made of: pure functions.
+"""Figures of a recording, for statistics and the verdict: pure functions.
 
-First the attribution of a loop's waits to the stages that were busy meanwhile. At each moment of a wait
-the stall belongs to the stages that are busy then, in proportion to the busy share of their workers. A
-moment in which no stage is busy belongs to none; of one in which a worker is known to work half of the
-time, half does.
+`stall_by_stage` attributes the waits of a loop to stages. Each moment of a wait is divided among the
+stages that are busy then, in proportion to the busy shares of their workers. A moment in which no stage
+is busy belongs to none. Half of a moment belongs to none if the only busy worker works half of the time.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def stall_by_stage(stages: Sequence[Iterable[Span]], waits: Iterable[Wait]) -> l
             continue
         busy[number] += step
         active += density
-        # Not what is left by rounding, once the last span has ended.
+        # Exactly 0 after the last span: the sum would keep a rounding error.
         parts[number] = max(0.0, parts[number] + part) if busy[number] else 0.0
     return found
 
@@ -78,7 +77,7 @@ def overlap(waits: Iterable[Wait], times: Sequence[Wait | Span]) -> float:
 
 
 def within(waits: Iterable[Wait], began: float, ended: float) -> list[Wait]:
-    """Return what of `waits` is between two times."""
+    """Return `waits` cut to the time from `began` to `ended`."""
     cut = (Wait(max(wait.began, began), min(wait.ended, ended)) for wait in waits)
     return [wait for wait in cut if wait.ended > wait.began]
 
@@ -91,14 +90,14 @@ def length(waits: Iterable[Wait | Span]) -> float:
 def percentile(loop: LoopRecord, waits: Sequence[Wait], part: float) -> float:
     """Return the seconds that a call of `next()` did not exceed in `part` of the calls.
 
-    `waits` are those of `loop.waits` that count. Shorter calls take what they take on average.
+    `waits` are the entries of `loop.waits` to count. Shorter calls count with their mean.
     """
     longer = len(loop.waits)
-    # Those that were dropped had shorter calls among them, too.
+    # Shorter calls also lie between the waits that were dropped.
     brief = round(loop.brief * longer / (longer + loop.dropped)) if loop.dropped else loop.brief
     shorter = loop.brief_seconds / loop.brief if loop.brief else 0.0
     rank = max(0, math.ceil(part * (brief + len(waits))) - 1)
-    if rank >= brief and waits:  # one of these may have been cut to what counts of it
+    if rank >= brief and waits:  # `within` may have cut one of these
         return max(shorter, sorted(wait.ended - wait.began for wait in waits)[rank - brief])
     return shorter
 
@@ -107,11 +106,11 @@ LOOP = "your loop"
 """Name of the row of the loop that takes the items."""
 
 FIRST = 3
-"""Multiple of any other task that the first of a worker takes, from which the start of the worker, such
-as a file that it opens, is the larger part of it."""
+"""A worker's first task counts as slow from this multiple of its other tasks: then most of its time is
+start-up work, such as opening a file."""
 
 NOTHING = 0.25
-"""Part of the work of the worker that has most, below which another has next to nothing."""
+"""A worker with less than this fraction of the busiest worker's time has next to nothing to do."""
 
 REST = "none of them"
 """Name of the stall in which no stage was busy."""
@@ -127,13 +126,13 @@ class Figures:
     full: float | None
     """Time at which the prefetch was full; None if it never was."""
     seconds: float
-    """Seconds since the prefetch was full, as all below."""
+    """Seconds since the prefetch was full; the fields below also count from then."""
     calls: int
     """Calls of `next()`."""
     stall: float
-    """Seconds that it spent in `next()`."""
+    """Seconds that the loop spent in `next()`."""
     warmup: float
-    """Seconds that it spent there before."""
+    """Seconds that the loop spent in `next()` before the prefetch was full."""
     p50: float
     p99: float
     by_stage: tuple[float, ...]
@@ -161,17 +160,17 @@ class Figures:
         seconds, whole = loop.ended - since, loop.ended - loop.began
         later = within(loop.waits, since, loop.ended)
         kept = length(loop.waits)
-        # Shorter calls, and those that were dropped, are spread over the time as the others are not.
+        # Shorter calls and dropped ones have no known times: assume they are spread evenly.
         spread = max(0.0, loop.waited - kept)
         part = seconds / whole if whole > 0 else 0.0
         stall = min(seconds, length(later) + spread * part)
-        # Of each stage as long as all rings go back.
+        # Only the time that the rings of all stages still cover.
         known = [since, *(s.since for s in recording.stages if s.since is not None)]
         if loop.dropped and loop.waits:
             known.append(loop.waits[0].began)
         seen = within(later, max(known), loop.ended)
         shares = stall_by_stage([stage.spans for stage in recording.stages], seen)
-        if not seen and stall > 0:  # only short calls: each stage as often as it was busy
+        if not seen and stall > 0:  # only short calls: divide the stall by the loads of the stages
             shares = _by_load(recording.stages)
         measured = length(seen) if seen else 1.0
         stages = recording.stages
@@ -196,7 +195,7 @@ class Figures:
 
 
 def slow_firsts(stage: StageRecord) -> list[Wait]:
-    """Return the times in which workers did first tasks that took a multiple of any other."""
+    """Return the times of first tasks that took a multiple of the mean of later ones."""
     if stage.later is None:
         return []
     least = FIRST * stage.later
@@ -204,15 +203,15 @@ def slow_firsts(stage: StageRecord) -> list[Wait]:
 
 
 def without_data(stage: StageRecord) -> int:
-    """Return how many workers had next to nothing to do, as others read all of the data."""
+    """Return the number of workers with next to nothing to read, because others read the data."""
     most = max(stage.parts, default=0.0)
     return sum(busy < NOTHING * most for busy in stage.parts)
 
 
 def _full(recording: Recording) -> float | None:
-    """Return when the last stage was full, of those that ever were; None if none was.
+    """Return the time at which the last of the stages was full; None if none ever was.
 
-    A stage of quick tasks may have had too few of them for that to be seen.
+    A stage of quick tasks may have reported too rarely for that to be seen.
     """
     begun = [stage for stage in recording.stages if stage.first is not None]
     if not begun:

@@ -1,8 +1,8 @@
-"""Headroom: speed of a training step on batches that are there already.
+"""Headroom: how much faster a loop could be if loading cost nothing.
 
-Of a step that a program gives, by `headroom`; or of a script as it is, under ``hybridloader run
---headroom``: its loaders give a few of their batches again and again. Their iterators ask for that once,
-by `running_reuse`.
+`headroom` times a training step with loading, then on batches that are already in memory. ``hybridloader
+run --headroom`` does it for an unchanged script: its loaders return a few of their batches again and
+again. An iterator checks for that once, by `running_reuse`, when it is made.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from hybridloader._support.text import time as shown
 from hybridloader.observe.program_block import ProgramBlock, numbered
 
 WARM_UP = 4
-"""Steps at the beginning that are not timed: workers start, kernels are compiled."""
+"""First steps, which are not timed: workers start, kernels are compiled."""
 
 
 @dataclass(frozen=True)
 class Headroom:
-    """Speed of a loop with loading, and on batches that are there already.
+    """Speed of a loop with loading, and on batches that are already in memory.
 
     Attributes
     ----------
     loading
-        Seconds of one step with loading, on average.
+        Mean seconds per step with loading.
     ready
-        Seconds of one step on batches that are there already, on average.
+        Mean seconds per step on batches that are already in memory.
     steps
-        Steps that were timed of each.
+        Number of steps timed each way.
     batches
-        Batches that were used again and again.
+        Number of batches that were reused.
     """
 
     loading: float
@@ -47,16 +47,16 @@ class Headroom:
 
     @property
     def speedup(self) -> float:
-        """Greatest factor by which the loop would be faster if loading cost nothing; 1 or more."""
+        """Upper bound of the speedup if loading cost nothing; 1 or more."""
         return max(1.0, self.loading / self.ready) if self.ready > 0 else 1.0
 
     @property
     def share(self) -> float:
-        """Share of the time of a step that loading takes, from 0 to 1."""
+        """Share of a step's time that loading takes, from 0 to 1."""
         return 1 - 1 / self.speedup
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all of this as a dict of JSON types."""
+        """Return the attributes and the properties as a dict of JSON types."""
         return asdict(self) | {"speedup": self.speedup, "share": self.share}
 
     @property
@@ -64,7 +64,7 @@ class Headroom:
         """Both speeds, as a sentence."""
         return (
             f"{_rate(self.loading)} batches/s with loading ({shown(self.loading)} a step), "
-            f"{_rate(self.ready)} on batches that are there already ({shown(self.ready)}): "
+            f"{_rate(self.ready)} on batches in memory ({shown(self.ready)}): "
             f"at most {self.speedup:.2f} times as fast if loading cost nothing."
         )
 
@@ -72,12 +72,12 @@ class Headroom:
         return f"{self.summary} {self.steps} steps of each, on {self.batches} batches."
 
     def print(self) -> None:
-        """Print it as a sentence."""
+        """Print the summary."""
         print(self)
 
     def _repr_html_(self) -> str:
         rows = [["", "a step", "batches/s"]]
-        for name, seconds in (("with loading", self.loading), ("batches there", self.ready)):
+        for name, seconds in (("with loading", self.loading), ("batches in memory", self.ready)):
             rows.append([name, shown(seconds), _rate(seconds)])
         return html(rows, [str(self)])
 
@@ -91,36 +91,35 @@ def headroom(
 ) -> Headroom:
     """Measure how much faster a training loop could be at most, if loading cost nothing.
 
-    The loop is timed with loading, as it is; then the loader is let go, and `step` is timed on a few
-    of its batches, again and again. Both times the device is waited for at the begin and at the end.
-    `step` does what it does: a model is trained on, and a step that changes a batch gets it changed
-    the next time.
+    The loop is timed with loading first. Then the loader is closed, and `step` is timed on a few of its
+    batches, again and again. Each measurement begins and ends by waiting for the device. `step` has its
+    usual effects: a model is trained further, and a batch that `step` changes in place stays changed.
 
     Parameters
     ----------
     loader
-        Loader, pipeline, or other iterable of batches; iterated once, not to its end unless it is
-        shorter.
+        Loader, pipeline, or other iterable of batches. It is iterated once, until enough steps were
+        timed or it ends.
     step
         Function of one batch: the body of your loop, such as forward, backward and ``optimizer.step()``.
-        If it copies the batch to the device, that is part of it.
+        Copying the batch to the device counts if `step` does it.
     steps
-        Steps to time of each, at most; fewer if `loader` is shorter. Beforehand 4 steps, or half of
-        those there are, are not timed.
+        Maximum number of steps to time each way; fewer if `loader` is shorter. The first 4 steps, or
+        half of them if there are fewer than 8, are not timed.
     batches
-        Batches that are kept and used again. They stay in memory meanwhile.
+        Number of batches to keep and reuse. They stay in memory meanwhile.
 
     Returns
     -------
     Headroom
-        Times in seconds, and `speedup`.
+        Seconds per step, and `speedup`.
 
     Raises
     ------
     TypeError
         `loader` can't be iterated, or `step` can't be called.
     ValueError
-        `steps` or `batches` is below 1, or `loader` gave fewer than 2 batches.
+        `steps` or `batches` is below 1, or `loader` returned fewer than 2 batches.
 
     Examples
     --------
@@ -133,7 +132,7 @@ def headroom(
 
 
 def synchronize() -> None:
-    """Wait until torch's device has done all that it was given, if there is one in use."""
+    """Wait until the device has finished its work, if torch uses one."""
     torch = sys.modules.get("torch")
     if torch is not None and device_in_use() is not None:  # else it would make a context
         torch.accelerator.synchronize()
@@ -147,16 +146,16 @@ def measure(
     clock: Callable[[], float],
     wait: Callable[[], None],  # until the device is done
 ) -> Headroom:
-    """Do what `headroom` describes, with this clock and this device."""
+    """Implement `headroom` with this clock and this device."""
     function("step", step, "a function of one batch")
     steps, batches = whole("steps", steps, 1), whole("batches", batches, 1)
     try:
         iterator = iter(loader)
     except TypeError as error:
         if hasattr(loader, "__iter__"):
-            raise  # of its own
+            raise  # raised inside the loader's __iter__
         raise TypeError(
-            f"headroom() takes a loader or a pipeline first, not {short(loader)}: {error}"
+            f"headroom() takes a loader or a pipeline as `loader`, not {short(loader)}: {error}"
         ) from None
     kept, taken, warm = list[Any](), 0, WARM_UP
     length = length_of(loader)
@@ -184,8 +183,8 @@ def measure(
     timed = taken - warm
     if timed < 1:
         raise ValueError(
-            f"headroom() needs {warm + 1} batches at least, and the loader gave {taken}; give it more "
-            "data, or smaller batches"
+            f"headroom() needs at least {warm + 1} batches, but the loader returned {taken}; use more "
+            "data or smaller batches"
         )
     loading = (ended - began) / timed
     began = _since(clock, wait)
@@ -205,13 +204,13 @@ def _rate(seconds: float) -> str:
 
 
 LOADED, KEPT = 36, 4
-"""Batches of a loader that are loaded at most, and those of them that are given again."""
+"""Most batches of a loader that are loaded, and how many of these are reused."""
 
 WAITS = 8
-"""Steps without loading from one wait for the device to the next: what was launched is not yet done."""
+"""Steps without loading between two waits for the device. Launched kernels may still run meanwhile."""
 
 LEAST = 2
-"""Batches to load, at least: one before the steps that are timed, and one of these."""
+"""Fewest batches to load: one that is not timed and one that is."""
 
 
 class LoopTimes:
@@ -220,23 +219,23 @@ class LoopTimes:
     def __init__(
         self,
         name: str,
-        length: int | None,  # batches of an epoch; None: nobody knows
+        length: int | None,  # batches of an epoch; None: unknown
         clock: Callable[[], float] = time.perf_counter,
         wait: Callable[[], None] = synchronize,  # until the device is done
     ) -> None:
         self.name, self.length = name, length
         half = min(LOADED, (length or 0) // 2)
-        self.loads = half if half >= LEAST else 0  # batches to load; 0: all, as ever
+        self.loads = half if half >= LEAST else 0  # batches to load; 0: all, without reuse
         self.warm = min(WARM_UP, self.loads // 2)
         self._clock, self._wait = clock, wait
         # All the mutable state:
         self._mark = 0.0
         self.loading = self.ready = 0.0  # seconds
-        self.steps = 0  # without loading, which the device has done
-        self._launched = 0  # others
+        self.steps = 0  # without loading, finished by the device
+        self._launched = 0  # without loading, not yet waited for
 
     def mark(self) -> None:
-        """Begin to measure."""
+        """Start the measurement."""
         self._launched = 0
         self._wait()
         self._mark = self._clock()
@@ -247,7 +246,7 @@ class LoopTimes:
         self.loading = self._clock() - self._mark
 
     def step(self, *, last: bool) -> None:
-        """Note a step on a batch that was there already; now and then, wait for the device."""
+        """Note a step on a reused batch; wait for the device once in several steps."""
         self._launched += 1
         if not last and self._launched < WAITS:
             return
@@ -273,7 +272,7 @@ class LoopTimes:
 
 
 class KeptBatches:
-    """First batches of one loader, and the order in which they are given again."""
+    """First batches of one loader, and the order in which they are returned again."""
 
     def __init__(self, times: LoopTimes) -> None:
         self.times = times
@@ -282,7 +281,7 @@ class KeptBatches:
         self._loaded = self._given = 0  # in this epoch
 
     def begin(self) -> None:
-        """Begin an epoch: load anew, unless enough was loaded in the one before."""
+        """Begin an epoch: load again, unless the previous epoch loaded enough."""
         self._given = 0
         if not self.enough:
             self._loaded = 0
@@ -290,11 +289,11 @@ class KeptBatches:
 
     @property
     def enough(self) -> bool:
-        """True if no batch more is loaded."""
+        """True if no further batch is to be loaded."""
         return self.times.steps > 0 or 0 < self.times.loads <= self._loaded
 
     def keep(self, batch: Any) -> bool:
-        """Note a batch that was loaded; return True if it was the last one."""
+        """Note a loaded batch; return True if it was the last one to load."""
         if self.times.loads and len(self._kept) < KEPT:
             self._kept.append(batch)
         self._loaded += 1
@@ -306,7 +305,7 @@ class KeptBatches:
         return self.enough
 
     def again(self) -> Any:
-        """Return a batch that is there already; raise `StopIteration` at the end of the epoch."""
+        """Return a kept batch; raise `StopIteration` at the end of the epoch."""
         last = self._given >= (self.times.length or 0)
         if self._given:
             self.times.step(last=last)
@@ -321,7 +320,7 @@ class KeptBatches:
 class Reuse(ProgramBlock):
     """Reuse of batches by all loaders whose iterators are made while it runs; for one use.
 
-    At its end it writes what was measured, a line for each loader.
+    Its end writes a line of measurements for each loader.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -336,7 +335,7 @@ class Reuse(ProgramBlock):
             print(f"hybridloader: {times}", file=stream)
         if any(times.steps for times in self.times):
             print(
-                "hybridloader: most steps had the same few batches; what was trained is of no use",
+                "hybridloader: most steps used the same few batches; discard the trained weights",
                 file=stream,
             )
 

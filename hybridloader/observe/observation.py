@@ -1,7 +1,7 @@
-"""Observation of one loader or pipeline: statistics, a trace, a watch and reports, by one way.
+"""Observation of one loader or pipeline, which feeds statistics, traces, watches and reports.
 
-It is made only if somebody asks for it when an iterator is made: by `observe`, or because a trace or a
-watch runs. Without one no clock is read, no worker has a meter, and a stage has no observer.
+An iterator makes one only if `observe` asks for it or a trace or a watch runs at that time. Without one
+no clock is read, no worker has a meter, and no stage has an observer.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from hybridloader.observe.watching import Watch, running_watch
 
 
 class Asked(NamedTuple):
-    """Who asks for an observation."""
+    """Consumers of an observation: a trace, a watch, reports."""
 
     policy: Observe | None
     trace: Trace | None
@@ -49,7 +49,7 @@ class Asked(NamedTuple):
 
 
 def asked(observe: bool | Observe) -> Asked | None:
-    """Return who asks for an observation of an iterator that is made now; None if nobody does."""
+    """Return the consumers for an iterator that is made now; None if there are none."""
     trace, watch = running_trace(), running_watch()
     if trace is None and watch is None and not observe:
         return None
@@ -59,7 +59,7 @@ def asked(observe: bool | Observe) -> Asked | None:
 class Observation(ABC):
     """Observation of one iterator, or of one pipeline's epochs. `stats` is for any thread.
 
-    `name` and `key` are those by which a watch knows it. It holds no iterator and no worker.
+    A watch shows it as `name` and recognises it by `key`. It refers to no iterator and no worker.
     """
 
     def __init__(self, asked: Asked, name: str, key: Hashable) -> None:
@@ -107,7 +107,7 @@ class Observation(ABC):
     def measures(
         self,
         name: str,
-        key: Hashable,  # tells the stage from others of its name in a trace
+        key: Hashable,  # distinguishes stages of one name in a trace
         backend: Backend,
         fetch: Fetch,
         workers: int,
@@ -128,11 +128,11 @@ class Observation(ABC):
             measures.stage = weakref.ref(stage)
 
     def name_of(self, name: str, key: Hashable) -> str:
-        """Return a name that no other thread or stage has in the trace, if one runs."""
+        """Return `name`, made unique in the trace if one runs."""
         return name if self.trace is None else self.trace.name_of(name, key)
 
     def relay(self, name: str, queue: RelayQueue) -> RelaySleeps:
-        """Have the sleeps at the queue of a relay noted, before its thread starts."""
+        """Record the sleeps at a relay's queue; to be called before the relay's thread starts."""
         sleeps = queue.sleeps = RelaySleeps(queue.items)
         trace = self.trace
         if trace is not None:
@@ -146,11 +146,11 @@ class Observation(ABC):
         return sleeps
 
     def waits(self, name: str, ring: deque[tuple[float, float]]) -> deque[tuple[float, float]]:
-        """Return a ring of waits whose entries are slices of a trace, too, if one runs."""
+        """Return a ring of waits whose entries also become slices of the trace, if one runs."""
         return ring if self.trace is None else TracedWaits(self.trace, name, ring)
 
     def budget(self, budget: ErrorBudget) -> None:
-        """Have items that are left out or replaced in the trace, if one runs."""
+        """Add skipped and replaced items to the trace, if one runs."""
         if self.trace is not None:
             budget.told = functools.partial(skipped_in, self.trace)
 
@@ -162,12 +162,12 @@ class Observation(ABC):
             self._watch.see(self._name, self._key, self.stats)
 
     def look(self) -> None:
-        """Have the watch remember what is known now."""
+        """Have the watch remember the statistics until now."""
         if self._watch is not None:
             self._watch.look(self._key)
 
     def begin_reports(self) -> None:
-        """Begin to report an epoch: `report` is to be called from `loop.due` on, between two items."""
+        """Start the reports of an epoch: from `loop.due` on, the loop calls `report` between items."""
         if self._reporter is not None:
             self._reporter.begin(self.loop)
 
@@ -177,10 +177,10 @@ class Observation(ABC):
             self._reporter.report(self.stats)
 
     def finished(self) -> None:
-        """Note that all items of the epoch have come."""
+        """Note that the epoch has returned all its items."""
         if self._reporter is not None:
             self._reporter.end(self.stats)
 
     def end(self) -> None:
-        """Count no further."""
+        """Stop counting."""
         self.loop.end()

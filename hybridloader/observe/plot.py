@@ -1,4 +1,4 @@
-"""Pictures: the time of each stage and what the loop waited for; and a part of a trace."""
+"""Pictures: the time and the stall of each stage, and a part of a trace."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _STALL, _WORST = "#e0a0a2", "#c44e52"
 
 
 def new_figure(asked: str, size: tuple[float, float]) -> Any:
-    """Return an empty figure of `size` inches, for what was `asked`."""
+    """Return an empty figure of `size` inches; `asked` names the caller in the error."""
     try:
-        # Not pyplot: that would choose a display, and keep every figure.
+        # Not pyplot, which would pick a display and keep every figure.
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -37,7 +37,7 @@ def draw(
     worst: str | None,  # name of the stage to mark
     title: str,
 ) -> None:
-    """Draw to a file, of the kind that the end of its name says."""
+    """Draw to a file, in the format of its extension."""
     figure = new_figure("plot()", (9, 1.9 + 0.45 * len(names)))
     times, waits = figure.subplots(1, 2, sharey=True, width_ratios=(2, 1))
     wholes = [sum(seconds) or 1.0 for seconds in zip(*parts.values(), strict=True)]
@@ -72,7 +72,7 @@ _OF_SLICES = {
     "wait for room": "#d8d8d8",
 }
 _OTHERS = ("#55a868", "#64b5cd", "#4878a8", "#b47cc7", "#8fb08c")
-"""Colours of the steps of pipelines."""
+"""Colours of the other slices, such as the steps of pipelines."""
 
 
 def plot_trace(
@@ -87,19 +87,19 @@ def plot_trace(
     Parameters
     ----------
     trace
-        File that `hybridloader.trace` has written.
+        File written by `hybridloader.trace`.
     path
-        Picture to write; its ending says of what kind, such as ``.png`` or ``.svg``.
+        Picture to write; the extension picks its format, such as ``.png`` or ``.svg``.
     begin, seconds
-        Part to draw, in seconds since the first slice; None is until the end. Some tenths of a second
-        are as much as a picture can show.
+        Begin of the part to draw, in seconds since the first slice, and its length; None is until the
+        end. A picture can show a few tenths of a second.
 
     Raises
     ------
     ImportError
-        matplotlib is not installed; ``pip install 'hybridloader[plot]'`` does it.
+        matplotlib is not installed; ``pip install 'hybridloader[plot]'`` installs it.
     ValueError
-        The file is no trace, or there is nothing in that part.
+        The file is not a trace, or that part of the trace has no slices.
     """
     events = read(trace)["traceEvents"]
     slices = [event for event in events if event["ph"] == "X"]
@@ -159,7 +159,7 @@ def _end(event: dict[str, Any]) -> float:
 
 
 def _with_depths(slices: list[dict[str, Any]]) -> list[tuple[dict[str, Any], int]]:
-    """Return slices, which are in their order, each with the number of those around it."""
+    """Return each slice with the number of slices around it; `slices` are sorted by begin."""
     found, around = [], defaultdict[Any, list[float]](list)
     for event in slices:
         ends = around[event["pid"], event["tid"]]

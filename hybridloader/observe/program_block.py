@@ -1,4 +1,4 @@
-"""Blocks that concern a whole program, such as a trace: loaders that begin meanwhile ask for them."""
+"""Context managers for a whole program, such as a trace: loaders that begin inside one look it up."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 
 class ProgramBlock(ABC):
-    """Context manager, for one use. Of each kind one is found at a time, the latest.
+    """Context manager, for one use. `running` returns the latest of each subclass.
 
-    A process that is forked within it has none: there it neither runs nor ends.
+    In a process that is forked inside the block it neither runs nor ends.
     """
 
     _latest: ClassVar[ProgramBlock | None] = None
-    """The one that runs, on each class its own."""
+    """Running block; each subclass sets this attribute on itself."""
 
     def __init__(self) -> None:
         self._owner = os.getpid()
@@ -34,26 +34,26 @@ class ProgramBlock(ABC):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if os.getpid() != self._owner:  # a fork that goes its own way
+        if os.getpid() != self._owner:  # a forked child that left the block
             return
         if type(self)._latest is self:
             type(self)._latest = None
         self._end(error)
 
     def _begin(self) -> None:  # noqa: B027  # most have nothing to do
-        """Do what there is to do before it runs; what this raises keeps it from running."""
+        """Prepare the block; an error raised here keeps it from running."""
 
     @abstractmethod
     def _end(self, error: BaseException | None) -> None:
-        """Do what there is to do at its end; `error` is what ended it."""
+        """Finish the block; `error` is the exception that ended it, or None."""
 
     @classmethod
     def running(cls) -> Self | None:
-        """Return the one that runs in this process, if any."""
+        """Return the block that runs in this process, or None."""
         found = cls._latest
         return found if isinstance(found, cls) and found._owner == os.getpid() else None
 
 
 def numbered(name: str, number: int) -> str:
-    """Return a name for the first, second ... of those with this `name`: ``"DataLoader 2"``."""
+    """Return `name` for number 1, else `name` with its number: ``"DataLoader 2"``."""
     return name if number == 1 else f"{name} {number}"

@@ -1,7 +1,7 @@
-"""Recording of one run: what was measured until now, as plain frozen data.
+"""Recording of one run: the measurements until now, as plain frozen data.
 
-All times are seconds of `time.perf_counter`. What is not known is None. `figures` and `verdict`
-are functions of these, without a clock or a thread.
+All times are seconds of `time.perf_counter`. Unknown values are None. `figures` and `verdict` are
+functions of recordings, without a clock or a thread.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ class Span(NamedTuple):
     began: float
     ended: float
     part: float = 1.0
-    """Busy share of the workers of its stage meanwhile, by this one: 0.5 for one of two that works
-    without a pause."""
+    """This worker's part of its stage's capacity: 0.5 for one of two workers, if it never pauses."""
     density: float = 1.0
     """Busy share of this worker meanwhile, from 0 to 1."""
 
@@ -33,16 +32,16 @@ class Wait(NamedTuple):
 
 
 class CoroutineUse(NamedTuple):
-    """Use of the event loops that a step with an ``async def`` function has."""
+    """Use of the event loops of a step whose function is ``async def``."""
 
     step: str
     concurrency: int
     begun: int
     """Number of coroutines."""
     idle: float
-    """Seconds that they waited for something that a coroutine awaits."""
+    """Seconds that the event loops waited for something that a coroutine awaits."""
     held: float
-    """Seconds that coroutines kept them from that."""
+    """Seconds that coroutines ran and blocked the event loops."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +53,11 @@ class Faults:
     skipped
         Items that failed and were left out.
     replaced
-        Items that failed, and in whose places others were put.
+        Items that failed and were replaced by others.
     retried
-        Calls that were made again because the one before had failed.
+        Calls that were repeated because the previous call failed.
     restarted
-        Workers that died, or ran over, and in whose places others were started.
+        Workers that were restarted because they died or exceeded a time limit.
     """
 
     skipped: int = 0
@@ -84,56 +83,56 @@ class StageRecord:
 
     name: str
     backend: str
-    """Backend that it runs on; ``"thread"`` for a relay's, ``"caller"`` for the loop's own thread."""
+    """Backend of the stage; ``"thread"`` for a relay, ``"caller"`` for the loop's thread."""
     workers: int = 1
     items: int = 0
     busy: float = 0.0
-    """Seconds that its workers worked, together; as the next three."""
+    """Busy seconds, summed over workers, as are the next three."""
     starved: float = 0.0
     blocked: float = 0.0
     other: float = 0.0
     cpu: float | None = None
     """CPU seconds of its workers."""
     wait_for_core: float | None = None
-    """Seconds that its workers could have run and had no core."""
+    """Seconds that its workers were runnable but had no core."""
     gil_waits: tuple[float, ...] = ()
-    """Seconds that its threads waited for the GIL when they had let go of it, at some moments."""
+    """Seconds that its threads took to get the GIL back after releasing it, sampled."""
     collating: float = 0.0
     """Seconds of `busy` that `collate_fn` took."""
     packing: float = 0.0
-    """Seconds of `busy` that went into packing results."""
+    """Seconds of `busy` that packing results took."""
     sending: float = 0.0
-    """Seconds besides, that went into sending results, and into opening them."""
+    """Seconds, not in `busy`, that sending and opening results took."""
     bytes: int | None = None
     arrays: float = 0.0
-    """Share of these that is of tensors and arrays, and not pickled."""
+    """Share of `bytes` in tensors and arrays, which are not pickled."""
     queued: int = 0
     faults: Faults = field(default=Faults())
     spans: tuple[Span, ...] = ()
     latencies: tuple[float, ...] = ()
-    """Seconds from the end of a task to when it was heard, where that was waited for."""
+    """Seconds from the end of a task until its result was received, for results that were waited for."""
     since: float | None = None
-    """Time before which `spans` has nothing, because it was dropped."""
+    """Time before which spans were dropped."""
     first: float | None = None
     """Time at which its first task began."""
     firsts: tuple[Wait, ...] = ()
-    """Times in which each of its workers did its first task."""
+    """Times of the first task of each worker."""
     later: float | None = None
-    """Seconds of any other task, on average; None if there were no others."""
+    """Mean seconds of the other tasks; None if there were none."""
     parts: tuple[float, ...] = ()
-    """Busy seconds of each worker, if each reads a part of the data of its own."""
+    """Busy seconds of each worker, if each worker reads a separate part of the data."""
     coroutines: CoroutineUse | None = None
     """Use of event loops, if its function, or the slowest of its functions, is an ``async def``."""
     full: float | None = None
-    """Time at which as many tasks had come back as its window holds."""
+    """Time at which a whole window of tasks had returned."""
     in_process: bool = True
     """True if its workers share the GIL with the loop."""
     source: bool = False
-    """True for a sampler, and for whatever reads a source."""
+    """True for a sampler and for the reader of a source."""
     reads: bool = False
-    """True for whatever reads samples of a dataset."""
+    """True for a stage that reads samples of a dataset."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Options that whoever made it may change so that it changes something, and their values."""
+    """Options of the user's constructor that affect this stage, with their values."""
 
 
 @dataclass(frozen=True)
@@ -144,14 +143,14 @@ class LoopRecord:
     ended: float
     items: int = 0
     waited: float = 0.0
-    """Seconds spent in `next()`, in all."""
+    """Total seconds spent in `next()`."""
     waits: tuple[Wait, ...] = ()
-    """The longer ones of these, in their order."""
+    """The longer waits, in order."""
     brief: int = 0
-    """Number of the shorter ones, which are not in `waits`."""
+    """Number of shorter waits, which are not in `waits`."""
     brief_seconds: float = 0.0
     dropped: int = 0
-    """Number of longer ones that are no more in `waits`."""
+    """Number of longer waits that were dropped from `waits`."""
 
 
 @dataclass(frozen=True)
@@ -161,15 +160,15 @@ class CoreUse:
     Attributes
     ----------
     cores
-        Number of cores, by affinity and cgroup quota; with a quota it may be a fraction.
+        Number of cores, by affinity and cgroup quota; a quota may make it a fraction.
     busy
-        Number of these that were busy on average, with this program or another; None: not known.
+        Mean number of these cores that were busy, with any program; None if unknown.
     own
-        Number of cores that this program and its workers kept busy; None: not known.
+        Mean number of cores that this program and its workers kept busy; None if unknown.
     throttled
         Share of the time in which the quota had run out, from 0 to 1.
     share
-        Number of cores of this rank, if several run on the machine; None: there is one.
+        Number of cores for this rank if the machine runs several ranks; None if it runs one.
     """
 
     cores: float
@@ -181,14 +180,14 @@ class CoreUse:
 
 @dataclass(frozen=True)
 class Recording:
-    """Measurements of one run: stages from the source on, branches before what joins them."""
+    """Measurements of one run: stages in order from the source, branches before their join."""
 
     stages: tuple[StageRecord, ...]
     loop: LoopRecord
     cores: CoreUse | None = None
     switch_interval: float = 0.005
-    """Seconds after which a thread that waits for the GIL asks for it; infinite where there is none."""
+    """Seconds after which a waiting thread requests the GIL; infinite in a free-threaded Python."""
     batch_size: int | None = None
-    """Samples of each item; None if that is not known."""
+    """Samples per item; None if unknown."""
     stores: tuple[StoreUse, ...] = ()
     """Use of object stores, by their names."""

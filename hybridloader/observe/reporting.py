@@ -1,4 +1,4 @@
-"""Reports while a loop runs: statistics for a function of the user's, now and then."""
+"""Reports while a loop runs: the user's function is called with statistics at intervals."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from hybridloader.observe.thread_times import LoopWaits
 
 @dataclass(frozen=True)
 class Observe:
-    """Policy of `observe`: a function that is told the statistics while your loop runs.
+    """Policy of `observe`: a function that receives the statistics while your loop runs.
 
-    It is called on the thread of your loop, between two batches, and at the end of each epoch. What it
-    takes is time of your loop. If it raises, a warning says so once, and the loop goes on.
+    The thread of your loop calls it between two batches and at the end of each epoch, so its time adds
+    to the loop's. If it raises, one warning reports the first error and the loop continues.
 
     Parameters
     ----------
     on_stats
         Function of one `Stats`.
     every
-        Seconds from one call to the next, at least.
+        Minimum number of seconds between two calls.
 
     Raises
     ------
     TypeError, ValueError
-        `on_stats` can't be called, or `every` is not above 0.
+        `on_stats` is not callable, or `every` is not above 0.
 
     Examples
     --------
@@ -65,7 +65,7 @@ class Reporter:
         self._policy = policy
         # All the mutable state:
         self._warned = False
-        self._loop: LoopWaits | None = None  # whose `due` says when; infinity after the end
+        self._loop: LoopWaits | None = None  # `due`: time of the next call; inf after the end
 
     def begin(self, loop: LoopWaits) -> None:
         """Begin an epoch of a loop."""
@@ -89,8 +89,8 @@ class Reporter:
             if not self._warned:
                 self._warned = True
                 warn(
-                    f"on_stats raised {described(error)}. The loop goes on, and calls it "
-                    f"again every {self._policy.every:g} s; this is not told again"
+                    f"on_stats raised {described(error)}. The loop continues and still calls it "
+                    f"every {self._policy.every:g} s; later errors are not reported"
                 )
         finally:
             if self._loop is not None:

@@ -1,4 +1,4 @@
-"""Measures of the workers of one stage, as they tell them: spans of work, CPU time, bytes.
+"""Measures that the workers of one stage report: spans of work, CPU time, bytes.
 
 The thread that pulls the stage writes them; `stats()` reads them from any thread.
 """
@@ -27,25 +27,25 @@ from hybridloader.observe.recording import CoroutineUse, Faults, Span, StageReco
 from hybridloader.observe.thread_times import LoopWaits
 
 _SLOW = 1e-4
-"""Seconds of opening a result from which the next ones are timed, too."""
+"""If opening a result takes at least this many seconds, the next results are timed, too."""
 
 _WEIGHED, _NESTED = 8, 2
-"""Items of a container, and containers within one another, that are looked into for bytes, at most. To
-ask an item takes 0.2 us; the others are taken to be like the first."""
+"""Items of a container that are weighed, and depth of nested containers, at most. Weighing an item takes
+0.2 us; the other items are assumed to be like the first ones."""
 
 
 def metering_of(backend: Backend, fetch: Fetch) -> Metering:
-    """Return what the meters of workers of `backend` are to measure."""
+    """Return the specification of the meters of `backend`'s workers."""
     if not backend.in_process:
         return Metering(time.process_time, stores=True)
-    # Of threads that work for a thread nobody knows the CPU time.
+    # The CPU time of the helper threads of one worker thread is unknown.
     thread_time = None if fetch.threads > 1 else getattr(time, "thread_time", None)
     alone = not backend.in_caller
     return Metering(thread_time, alone=alone, gil=alone and gil_enabled())
 
 
 def options_of(backend: Backend, fetch: Fetch, workers: int) -> dict[str, Any]:
-    """Return what may be changed of a stage, and change something: options and their values."""
+    """Return the options of a stage that a user can change with effect, and their values."""
     found: dict[str, Any] = {"backend": backend.name, "num_workers": workers}
     if fetch.spreads:
         found["threads_per_worker"] = fetch.threads
@@ -55,9 +55,9 @@ def options_of(backend: Backend, fetch: Fetch, workers: int) -> dict[str, Any]:
 class StageMeasures:
     """Measures of one stage, and its `Observer`. It is full once `window` tasks have come back.
 
-    `options` are those of `StageRecord`. If it follows `each` task, as in a pipeline, the seconds of all
-    its tasks and waits are counted, and those of idle workers by cause. A loader, whose tasks may take
-    microseconds, has the measures of meters alone.
+    `options` are those of `StageRecord`. With `each`, as in a pipeline, it counts the seconds of all
+    tasks and waits, and the seconds of idle workers by cause. A loader, whose tasks may take
+    microseconds, only has the measures of the meters.
     """
 
     def __init__(
@@ -78,10 +78,10 @@ class StageMeasures:
         self.begin_again()
 
     def begin_again(self) -> None:
-        """Forget all that was measured."""
+        """Reset all measures."""
         # All the mutable state:
-        self._tasks = 0  # that have come back
-        self._unmeasured = 0  # of these, since one told measures
+        self._tasks = 0  # returned
+        self._unmeasured = 0  # returned since a task reported measures
         self.restarted = 0
         self.opens_slowly = False
         self.busy = 0.0
@@ -97,32 +97,32 @@ class StageMeasures:
         self._retried = 0
         self._weight = self._weighed = 0  # bytes of some results, and their number
         self._array_weight = 0  # bytes of these that are of arrays
-        self._scale = 1  # tasks for each one that told measures
+        self._scale = 1  # tasks per task that reported measures
         self._spans: deque[Span] = deque(maxlen=REMEMBERED)
         self._dropped: float | None = None  # end of the last span that was dropped
         self._latencies: deque[float] = deque(maxlen=REMEMBERED)
         self._gil_waits: deque[float] = deque(maxlen=REMEMBERED)
-        # Of a stage that is followed task by task:
+        # Only with `each`:
         self.began: float | None = None
         self.ended: float | None = None
         self.worked = 0.0  # seconds that workers worked, together
-        self.waited = 0.0  # seconds that whoever pulls the stage waited for it
+        self.waited = 0.0  # seconds that the consumer of the stage waited for it
         self.waits: deque[tuple[float, float]] = deque(maxlen=REMEMBERED)  # begin and end of each
-        self.starved = 0.0  # seconds that workers had nothing to do because nothing came, together
-        self._blocked = 0.0  # seconds that they had nothing to do because nothing went out, as seen
+        self.starved = 0.0  # worker seconds idle for lack of input
+        self._blocked = 0.0  # worker seconds idle because results were not taken, while pulled
         self._idle_workers, self._starved, self._since = 0, False, 0.0
         self.stores: tuple[StoreUse, ...] = ()  # use by workers that are processes
-        self._away = 0.0  # seconds that nobody pulled the stage
+        self._away = 0.0  # seconds in which the consumer did not pull the stage
         self._away_since: float | None = None
 
     def follow_loop(self, loop: LoopWaits) -> None:
-        """Have the loop that takes the results note more of its waits, if a trace wants to know."""
+        """Note the loop that takes the results; a trace makes it note shorter waits, too."""
 
     # -- called by the stage -------------------------------------------------------------------------
 
     def idle(self, workers: int, *, starved: bool) -> None:
         if not (workers or self._idle_workers) and self.began is not None:
-            return  # all were at work and are: no look at the clock, in most batches
+            return  # all workers are and were busy, as for most batches: don't read the clock
         now = self._clock()
         if self._idle_workers:
             passed = self._idle_workers * (now - self._since)
@@ -152,9 +152,9 @@ class StageMeasures:
         self._scale, self._unmeasured = self._unmeasured, 0
         self._note(measures, since, now)
         for others in measures.others:
-            self._note(others, math.inf, now)  # nobody waits for these
+            self._note(others, math.inf, now)  # the consumer does not wait for these
         self._busy_of[event.worker] += measures.busy
-        size = size_told(event.payload)
+        size = reported_bytes(event.payload)
         if size is not None:
             self._array_weight += event.payload.array_bytes
             self._weight += size
@@ -199,7 +199,7 @@ class StageMeasures:
         ended = measures.spans[-1][1]
         if since < ended < now:
             self._latencies.append(now - ended)
-        sent = max(since, ended)  # from when on it was waited for
+        sent = max(since, ended)  # from then on the consumer waited for it
         if sent < now:
             self.sending += now - sent
             self._add(sent, now, 1.0)
@@ -210,16 +210,16 @@ class StageMeasures:
             self._dropped = max(self._dropped or 0.0, self._spans[0].ended)
         self._spans.append(Span(began, ended, density / self.workers, density))
 
-    # -- called by whoever pulls a stage that is followed task by task ---------------------------------
+    # -- called by the consumer of the stage, with `each` ----------------------------------------------
 
     def pulled(self) -> None:
-        """Note that somebody asks for results."""
+        """Note that the consumer asks for results."""
         if self._away_since is not None:
             self._away += self._clock() - self._away_since
             self._away_since = None
 
     def turned_away(self) -> None:
-        """Note that nobody asks for results any more."""
+        """Note that the consumer no longer asks for results."""
         self._away_since = self._clock()
 
     def close(self) -> None:
@@ -239,16 +239,16 @@ class StageMeasures:
 
     @property
     def blocked(self) -> float:
-        """Seconds that workers had nothing to do because nobody took results, together.
+        """Worker seconds idle because no consumer took results.
 
-        While nobody pulls the stage, nobody sees when its workers have done what they have; what they
-        did not work of that time is counted.
+        While the consumer does not pull the stage, the ends of tasks are not seen. All time that the
+        workers did not work then counts as blocked.
         """
         return min(self._rest, max(self._blocked, self.workers * self._away))
 
     @property
     def other(self) -> float:
-        """Seconds that workers started, were handed tasks, or waited for a CPU, together."""
+        """Worker seconds spent starting, receiving tasks, or waiting for a CPU."""
         return self._rest - self.blocked
 
     @property
@@ -270,7 +270,7 @@ class StageMeasures:
         source: bool = False,
         reads: bool = False,
     ) -> StageRecord:
-        """Return the record of the stage, with what others have counted of it."""
+        """Return the record of the stage; the arguments are counted elsewhere."""
         weight, coroutines = None, None
         if self._weighed:
             weight = self._weight * self._tasks // self._weighed
@@ -315,17 +315,17 @@ class StageMeasures:
         )
 
 
-def size_told(payload: Any) -> int | None:
-    """Return the bytes of a result, if it tells them at once."""
+def reported_bytes(payload: Any) -> int | None:
+    """Return the bytes of a result; None if it does not report them at once."""
     if not isinstance(payload, ByReference):
         return known_bytes(payload) or None
     try:
-        return _told(payload.peek(), _NESTED) or None
-    except Exception:  # of an `nbytes` that raises
+        return _nbytes(payload.peek(), _NESTED) or None
+    except Exception:  # an `nbytes` that raises
         return None
 
 
-def _told(value: Any, depth: int) -> int:
+def _nbytes(value: Any, depth: int) -> int:
     size = attribute(value, "nbytes")
     if isinstance(size, int):
         return size
@@ -333,4 +333,4 @@ def _told(value: Any, depth: int) -> int:
         return 0
     count = min(len(value), _WEIGHED)
     items = itertools.islice(value.values() if isinstance(value, dict) else value, count)
-    return sum(_told(item, depth - 1) for item in items) * len(value) // count
+    return sum(_nbytes(item, depth - 1) for item in items) * len(value) // count

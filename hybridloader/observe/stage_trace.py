@@ -1,4 +1,4 @@
-"""Trace of one stage: its workers' slices as they tell them, and what its consumer does with results."""
+"""Trace of one stage: the slices that its workers report, and those of the results' consumer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _COUNTED = 1e-3
 
 
 class StageTrace(StageMeasures):
-    """Measures of one stage which also go into a trace. `key` tells it from others of its name."""
+    """Measures of one stage that also go into a trace. `key` distinguishes stages of one name."""
 
     def __init__(
         self, trace: Trace, name: str, key: Hashable, *of_the_stage: Any, each: bool
@@ -31,9 +31,9 @@ class StageTrace(StageMeasures):
         self._trace, self._name = trace, trace.name_of(name, key)
         # All the other mutable state:
         self._loop: LoopWaits | None = None  # that takes the results
-        self._long = True  # each task has slices of its own
+        self._long = True  # each task has separate slices
         self.stage: weakref.ref[Stage] | None = None
-        """Stage whose tasks are counted, once it has started."""
+        """Stage whose tasks are counted; None before it has started."""
         self._counter = Throttled(self._count)
         super().__init__(*of_the_stage, each=each)
 
@@ -56,7 +56,7 @@ class StageTrace(StageMeasures):
             if each.retried:
                 self._trace.instant("retried", track, stage=self._name, calls=each.retried)
         self._long = self.opens_slowly = event.seconds >= LONG
-        if self._loop is not None:  # it notes each of its waits where tasks are long
+        if self._loop is not None:  # if tasks are long, it notes each of its waits
             self._loop.brief = 0.0 if self._long else BRIEF
         self._counter()
 
@@ -72,27 +72,32 @@ class StageTrace(StageMeasures):
         self._trace.instant("worker replaced", stage=self._name, worker=worker, cause=cause)
 
     def raised(self, worker: int, seq: int, error: BaseException) -> None:
-        told = described(error)
-        self._trace.instant("error", stage=self._name, worker=worker, task=seq, told=told)
+        self._trace.instant(
+            "error", stage=self._name, worker=worker, task=seq, message=described(error)
+        )
 
-    def _take_in(self, told: Told) -> Track:
-        """Take in slices of a worker; return its track."""
+    def _take_in(self, report: Told) -> Track:
+        """Add the slices that a worker reported; return its track."""
         trace, name = self._trace, self._name
-        who = f"{name} worker {told.worker}"
-        own = trace.here() if self.backend.in_caller else (told.process, f"{who}/{told.thread}")
-        trace.name_track(own, who, f"{who} ({self.backend.name})")
-        trace.drop(told.dropped)
-        for what, began, ended, thread, number in told.slices:
+        worker = f"{name} worker {report.worker}"
+        own = (
+            trace.here()
+            if self.backend.in_caller
+            else (report.process, f"{worker}/{report.thread}")
+        )
+        trace.name_track(own, worker, f"{worker} ({self.backend.name})")
+        trace.drop(report.dropped)
+        for kind, began, ended, thread, number in report.slices:
             track = own
-            if thread != told.thread:
-                track = told.process, f"{who}/{thread}"
-                trace.name_track(track, f"{who}, more threads", who)
-            if what == TASK:
-                trace.slice(what, began, ended, track, task=number, flow=(name, number))
-            elif what == TASKS:
-                trace.slice(what, began, ended, track, tasks=number)
+            if thread != report.thread:
+                track = report.process, f"{worker}/{thread}"
+                trace.name_track(track, f"{worker}, more threads", worker)
+            if kind == TASK:
+                trace.slice(kind, began, ended, track, task=number, flow=(name, number))
+            elif kind == TASKS:
+                trace.slice(kind, began, ended, track, tasks=number)
             else:
-                trace.slice(what, began, ended, track)
+                trace.slice(kind, began, ended, track)
         return own
 
     def _count(self) -> None:
@@ -107,7 +112,7 @@ class StageTrace(StageMeasures):
 
 
 class Throttled:
-    """Function that is called at most once in a millisecond, from one thread."""
+    """Function that runs at most once per millisecond, called by one thread."""
 
     def __init__(self, function: Callable[[], None]) -> None:
         self._function = function
@@ -121,7 +126,7 @@ class Throttled:
 
 
 class LocalSlices(Slices):
-    """Slices of functions that a thread of this process calls, straight into the trace."""
+    """Slices of functions that a thread of this process calls, added to the trace directly."""
 
     def __init__(self, trace: Trace) -> None:
         super().__init__(1)
@@ -133,6 +138,8 @@ class LocalSlices(Slices):
 
 
 def skipped_in(trace: Trace, record: Skipped) -> None:
-    """Note in the trace that a sample was left out or replaced."""
-    told = {"stage": record.stage, "worker": record.worker, "index": record.index}
-    trace.instant("replaced" if record.replaced else "skipped", **told, error=repr_of(record.error))
+    """Note in the trace that a sample was skipped or replaced."""
+    place = {"stage": record.stage, "worker": record.worker, "index": record.index}
+    trace.instant(
+        "replaced" if record.replaced else "skipped", **place, error=repr_of(record.error)
+    )

@@ -1,4 +1,4 @@
-"""Statistics of a loader or a pipeline, one type for both, made of a `Recording`."""
+"""Statistics of a loader or a pipeline, computed from a `Recording`."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ class StageStats:
     Attributes
     ----------
     name
-        Name of the stage; ``"your loop"`` is the one that takes the items, ``"sampler"`` a loader's.
+        Name of the stage; ``"your loop"`` takes the items, ``"sampler"`` is the sampler of a loader.
     backend
-        Backend that it runs on; ``"thread"`` for a thread between two stages, ``"caller"`` for yours.
+        Backend; ``"thread"`` for a thread between two stages, ``"caller"`` for your loop's thread.
     num_workers
         Number of workers.
     items
-        Items that came out of it: batches, for a loader.
+        Items that left the stage; a loader's are batches.
     busy
-        Seconds that its workers worked, together, as the next four.
+        Seconds of work, summed over workers, as are the next four.
     starved
-        Seconds that they had nothing to do because nothing came in.
+        Idle seconds for lack of input.
     blocked
-        Seconds that they had nothing to do because nobody took what they had done.
+        Idle seconds because results were not taken.
     other
-        Seconds that they started, were handed tasks or handed over results.
+        Seconds spent starting, receiving tasks or handing over results.
     cpu
-        CPU seconds that they used; None if that is not known.
+        CPU seconds; None if unknown.
     bytes
-        Bytes of its results, as far as these tell; None if they do not.
+        Bytes of the results, estimated; None if the results do not report their size.
     queued
-        Items that are under way in it, or wait behind it.
+        Items in flight in the stage, or waiting after it.
     stall
-        Seconds that your loop waited for it, once the prefetch was full.
+        Seconds that your loop waited for the stage after the prefetch was full.
     faults
         Faults, by kind.
     """
@@ -66,27 +66,27 @@ class StageStats:
 
     @property
     def load(self) -> float:
-        """Busy share of its workers' time, from 0 to 1."""
+        """Busy share of the workers' time, from 0 to 1."""
         whole = self.busy + self.starved + self.blocked + self.other
         return min(1.0, self.busy / whole) if whole > 0 else 0.0
 
 
 @dataclass(frozen=True)
 class Stall:
-    """Seconds that a loop waited in `next()`, once the prefetch was full.
+    """Seconds that a loop waited in `next()` after the prefetch was full.
 
     Attributes
     ----------
     seconds
-        Seconds in all.
+        Total seconds.
     share
-        Share of the time since then, from 0 to 1.
+        Share of the time after the prefetch was full, from 0 to 1.
     p50, p99
-        Seconds that half, and 99 % of the batches were waited for at most.
+        Median and 99th percentile of the wait for one batch, in seconds.
     by_stage
         Seconds by the name of the stage that was busy meanwhile. ``"none of them"`` has the rest.
     warmup
-        Seconds that were waited before the prefetch was full.
+        Seconds that the loop waited before the prefetch was full.
     """
 
     seconds: float = 0.0
@@ -101,22 +101,22 @@ class Stall:
 class Stats:
     """Statistics of a loader's latest epoch, or of a run of a pipeline, until now.
 
-    Printed, it is a table and the verdict; a notebook shows both.
+    It prints as a table and the verdict; a notebook shows both.
 
     Attributes
     ----------
     stages
-        Statistics of each, from the source on, your loop last.
+        Statistics of each stage, in order from the source; your loop is last.
     stall
         Seconds that your loop waited.
     verdict
-        Answer to what holds your loop up, and what to change.
+        Bottleneck of the loop, and advice.
     seconds
-        Seconds since it began.
+        Seconds since the epoch or run began.
     cores
         Cores that this program may use, and how busy they were.
     batch_size
-        Samples of each item of a loader; None if it is not known, and for a pipeline.
+        Samples per item of a loader; None if unknown, and for a pipeline.
     stores
         Use of object stores while it ran, by this process and by its workers.
     """
@@ -131,7 +131,7 @@ class Stats:
 
     @property
     def items(self) -> int:
-        """Items, or batches, that your loop got."""
+        """Items, or batches, that your loop has received."""
         return self.stages[-1].items
 
     @property
@@ -140,7 +140,7 @@ class Stats:
         return sum((stage.faults for stage in self.stages), Faults())
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all of this as a dict of JSON types."""
+        """Return the attributes and the properties as a dict of JSON types."""
         return {
             "seconds": self.seconds,
             "items": self.items,
@@ -171,7 +171,7 @@ class Stats:
         Raises
         ------
         ImportError
-            matplotlib is not installed; `pip install 'hybridloader[plot]'` does it.
+            matplotlib is not installed; `pip install 'hybridloader[plot]'` installs it.
         """
         from hybridloader.observe.plot import draw
 
@@ -185,7 +185,7 @@ class Stats:
         )
 
     def _rows(self) -> list[list[str]]:
-        """Return the cells of the table, a heading first."""
+        """Return the cells of the table, the heading first."""
         faults = [name for name, count in vars(self.faults).items() if count]
         sized = any(stage.bytes for stage in self.stages)
         heading = ["stage", "where", "items", *_CAUSES, "load", "cpu", "queued", "stall"]
@@ -232,7 +232,7 @@ class Stats:
 
 
 def stats_of(recording: Recording) -> Stats:
-    """Return the statistics that a recording makes."""
+    """Return the statistics of a recording."""
     figures = Figures.of(recording)
     loop = recording.loop
     seconds = loop.ended - loop.began

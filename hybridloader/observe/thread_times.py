@@ -1,4 +1,4 @@
-"""Times of threads without a meter: of your loop, of a sampler on its way, and of relays."""
+"""Times of threads without a meter: the loop's thread, its sampler, and relays."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hybridloader.observe.figures import between
 from hybridloader.observe.recording import LoopRecord, Span, StageRecord, Wait
 
 BRIEF = 1e-4
-"""Seconds of a `next()` below which it is only added up, unless a trace wants to know."""
+"""Calls of `next()` shorter than this many seconds are only summed, unless a trace runs."""
 
 
 class LoopWaits:
@@ -28,12 +28,12 @@ class LoopWaits:
         # All the mutable state:
         self.began = perf_counter()
         self.ended: float | None = None
-        self.items = 0  # counted by whoever calls `note`
+        self.items = 0  # counted by the caller of `note`
         self.longer = 0  # calls of `next()`
         self.brief_seconds = self.longer_seconds = 0.0
         self.waits: deque[tuple[float, float]] = deque(maxlen=REMEMBERED)
-        self.brief = BRIEF  # seconds below which a call is only added up
-        self.due = math.inf  # time from which a report is due, before the next call
+        self.brief = BRIEF  # calls of fewer seconds are only summed
+        self.due = math.inf  # time of the next report
 
     def note(self, began: float, ended: float) -> None:
         """Note a call of `next()`."""
@@ -62,7 +62,7 @@ class LoopWaits:
         return (perf_counter() if self.ended is None else self.ended) - self.began
 
     def record(self) -> LoopRecord:
-        """Return what was measured until now."""
+        """Return the measurements until now."""
         waits = tuple(Wait(*wait) for wait in snapshot(self.waits))
         return LoopRecord(
             began=self.began,
@@ -77,20 +77,20 @@ class LoopWaits:
 
 
 SAMPLED = 64
-"""Number of quick indices of which one is timed: the others are passed on by C code."""
+"""One of so many quick indices is timed: C code passes the others on."""
 
 
 class SourceTimes:
-    """Seconds that a source took."""
+    """Time that a source takes to return its items."""
 
     def __init__(self) -> None:
         # All the mutable state:
         self.seconds = 0.0
         self.longer: deque[tuple[float, float]] = deque(maxlen=REMEMBERED)
-        """Begin and end of the calls that took longest."""
+        """Begin and end of the longer calls."""
 
     def timed(self, source: Iterator[Any]) -> Iterator[Any]:
-        """Return the items of `source`. An error of it ends them."""
+        """Return the items of `source`, timed. An error that it raises passes through."""
         return itertools.chain.from_iterable(self._parts(source))
 
     def _parts(self, source: Iterator[Any]) -> Iterator[Iterator[Any]]:
@@ -111,7 +111,7 @@ class SourceTimes:
                 yield itertools.islice(source, SAMPLED - 1)
 
     def record(self, name: str, items: int, loop: LoopRecord) -> StageRecord:
-        """Return what was measured; the source has given `items`."""
+        """Return the measurements; `items` is the number that the source has returned."""
         spans = tuple(Span(*pair) for pair in snapshot(self.longer))
         return StageRecord(
             name=name,
@@ -126,11 +126,11 @@ class SourceTimes:
 
 
 Pause = tuple[float, float]
-"""Begin and end of a time in which a thread slept."""
+"""Begin and end of a thread's sleep."""
 
 
 class TimedPulls:
-    """Time that a thread waits for what it pulls. That thread writes, another may read."""
+    """Time that a thread waits for its input. That thread writes, another may read."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -140,7 +140,7 @@ class TimedPulls:
         self.waits: deque[Pause] = deque(maxlen=REMEMBERED)  # the longer ones
 
     def timed(self, pull: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `pull`, whose calls are measured."""
+        """Return `pull` with its calls measured."""
         clock = self._clock
 
         def measured(*arguments: Any, **keywords: Any) -> Any:
@@ -158,13 +158,13 @@ class TimedPulls:
 
 def record_of_relay(
     name: str,
-    queue: RelayQueue,  # whose sleeps are noted
+    queue: RelayQueue,  # it notes its sleeps
     began: float,
     ended: float,
     *,
-    waited: float,  # seconds that its thread waited for what it pulls
-    waits: Sequence[Pause] = (),  # begin and end of these
-    **others: Any,  # of the record
+    waited: float,  # seconds that its thread waited for input
+    waits: Sequence[Pause] = (),  # begins and ends of these waits
+    **others: Any,  # fields of the record
 ) -> StageRecord:
     """Return the record of a relay's thread, which is busy when it does not sleep."""
     sleeps = queue.sleeps
@@ -191,11 +191,11 @@ def record_of_caller(
     name: str,
     loop: LoopWaits,
     *,
-    waited: float,  # seconds that it waited for what it pulls
-    waits: Iterable[Pause] = (),  # begin and end of these
-    **others: Any,  # of the record
+    waited: float,  # seconds that it waited for input
+    waits: Iterable[Pause] = (),  # begins and ends of these waits
+    **others: Any,  # fields of the record
 ) -> StageRecord:
-    """Return the record of what the loop's own thread does in `next()`, when it does not wait there."""
+    """Return the record of the work that the loop's thread does inside `next()`."""
     made = loop.record()
     away = between(made.began, made.ended, made.waits)
     pauses = [*((span.began, span.ended) for span in away), *waits]

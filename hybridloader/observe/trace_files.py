@@ -20,10 +20,10 @@ Track = tuple[int, str]
 """Process id, and a name for the thread that no other has in the trace."""
 
 TAKEN = "open"
-"""Name of the slice in which a result is opened by whoever takes it: there a task's arrow ends."""
+"""Name of the slice in which the consumer opens a result; the arrow of its task ends there."""
 
 LOOP = ("iter()", "next()")
-"""Names of the slices in which a loop waits for an iterator, and for an item."""
+"""Names of the slices in which a loop waits for an iterator and for an item."""
 
 
 class Event(NamedTuple):
@@ -35,18 +35,18 @@ class Event(NamedTuple):
     name: str
     began: float
     ended: float
-    told: dict[str, Any]
-    """Details. Of a task and of its `TAKEN`, ``"flow"`` names both."""
+    details: dict[str, Any]
+    """Details. A task and its `TAKEN` have the same ``"flow"``."""
 
 
 class Recorded(NamedTuple):
-    """All that a trace has recorded."""
+    """Contents of a trace."""
 
     events: tuple[Event, ...]
     tracks: dict[Track, str]
     processes: dict[int, str]
     dropped: int
-    """Number of older events for which there was no room."""
+    """Number of older events that were dropped for lack of room."""
     dropped_by_workers: int
     base: int
     """Nanoseconds from 1970 until the zero of the clock."""
@@ -76,9 +76,9 @@ def chrome_trace(recorded: Recorded) -> dict[str, Any]:
 
 
 def merged(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
-    """Return `theirs` on our time line, with the events of `ours`, on tracks of their own.
+    """Return `theirs` on the time line of `ours`, with the events of `ours` on separate tracks.
 
-    Torch's zero is so far away that a float has no nanoseconds left; ours is when the machine started.
+    Torch's zero is so long ago that a float can't resolve nanoseconds; ours is the start of the machine.
     """
     shift = (theirs["baseTimeNanoseconds"] - ours["baseTimeNanoseconds"]) / 1000
     taken = {(event.get("pid"), event.get("tid")) for event in theirs["traceEvents"]}
@@ -92,14 +92,14 @@ def merged(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
     for event in ours["traceEvents"]:
         of_process = event["ph"] == "M" and event["name"].startswith("process_")
         if of_process and event["pid"] in named:
-            continue  # it is called as they call it
+            continue  # the process keeps the name that torch gave it
         event = dict(event)
         if "id" in event:
             event["id"] = f"hybridloader-{event['id']}"
         place = event["pid"], event["tid"]
         if place in taken and event["tid"] != 0:
             if place not in moved:
-                free = 1 << 24  # above what a kernel gives
+                free = 1 << 24  # above the thread ids of the kernel
                 while (event["pid"], free) in taken:
                     free += 1
                 taken.add((event["pid"], free))
@@ -119,7 +119,7 @@ def merged(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _numbers(recorded: Recorded) -> dict[int, dict[str, int]]:
-    """Return the number of each thread that has events, by process: threads with loops come first."""
+    """Return the numbers of the threads with events, by process; threads with loops come first."""
     numbers: dict[int, dict[str, int]] = {pid: {} for pid in recorded.processes}
     present = {event.track for event in recorded.events if event.kind != "C"}
     loops = {event.track for event in recorded.events if event.name in LOOP}
@@ -134,9 +134,9 @@ def _numbers(recorded: Recorded) -> dict[int, dict[str, int]]:
 
 
 def _in_order(events: Iterable[Event]) -> list[Event]:
-    """Return `events` by their begin, outer slices before those within them.
+    """Return `events` sorted by begin, outer slices before inner ones.
 
-    Of slices with the same times, the outer one was added last.
+    If slices have the same times, the outer one was added last.
     """
     made = list(events)
     made.reverse()
@@ -148,10 +148,11 @@ def _nanoseconds(seconds: float) -> int:
 
 
 def _microseconds(nanoseconds: int, more: float = 0.25) -> float:
-    """Return microseconds that are these nanoseconds for readers that cut off the rest.
+    """Return microseconds from which a reader that truncates gets exactly these nanoseconds.
 
-    Perfetto does (`CoerceToTs`), and ``69321924167.078 * 1000`` is less than the whole number. A
-    nanosecond less would end an inner slice behind its outer one. So there is a part of one `more`.
+    Perfetto truncates (`CoerceToTs`), and ``69321924167.078 * 1000`` is less than the whole number. With
+    a nanosecond lost, an inner slice could end after its outer one. So `more`, a fraction of a
+    nanosecond, is added.
     """
     return round((nanoseconds + more) / 1000, 5)
 
@@ -163,18 +164,18 @@ def _event(event: Event, numbers: dict[int, dict[str, int]]) -> dict[str, Any]:
     made |= {"pid": pid, "tid": numbers[pid][thread] if event.kind != "C" else 0}
     made["ts"] = _microseconds(began)
     if event.kind == "X":
-        # Of rounded ends, so that slices stay within one another.
+        # The difference of rounded times, so that slices stay nested.
         made["dur"] = _microseconds(_nanoseconds(event.ended) - began, 0.01)
     elif event.kind == "i":
         made["s"] = "t"
-    told = {name: _plain(value) for name, value in event.told.items() if name != "flow"}
-    if told:
-        made["args"] = told
+    details = {name: _plain(value) for name, value in event.details.items() if name != "flow"}
+    if details:
+        made["args"] = details
     return made
 
 
 def _plain(value: Any) -> Any:
-    """Return a detail as JSON has it: an index, or an error, may be any object of the user's."""
+    """Return a detail as a JSON value; an index or an error may be any object of the user."""
     if isinstance(value, (str, int, type(None))) or (
         isinstance(value, float) and math.isfinite(value)
     ):
@@ -183,27 +184,27 @@ def _plain(value: Any) -> Any:
 
 
 def _flows(events: Iterable[Event], numbers: dict[int, dict[str, int]]) -> Iterator[dict[str, Any]]:
-    """Yield arrows from tasks to where their results are taken, of which both ends are known."""
+    """Yield the arrows from tasks to the slices that open their results, if both are recorded."""
     begins: defaultdict[Any, list[Event]] = defaultdict(list)
     ends: defaultdict[Any, list[Event]] = defaultdict(list)
     for event in events:
-        flow = event.told.get("flow")
+        flow = event.details.get("flow")
         if flow is not None:
             (ends if event.name == TAKEN else begins)[flow].append(event)
     number = 0
     for flow, tasks in begins.items():
         taken = sorted(ends.get(flow, ()), key=lambda event: event.began)
         for task in sorted(tasks, key=lambda event: event.began, reverse=True):
-            behind = [event for event in taken if event.began >= task.ended]
-            if not behind:
+            later = [event for event in taken if event.began >= task.ended]
+            if not later:
                 continue
-            taken.remove(behind[0])
+            taken.remove(later[0])
             number += 1
             head = {"cat": "hybridloader", "name": "result", "id": number}
             until = max(_nanoseconds(task.began), _nanoseconds(task.ended) - 1)
             for kind, event, when in (
                 ("s", task, until),
-                ("f", behind[0], _nanoseconds(behind[0].began)),
+                ("f", later[0], _nanoseconds(later[0].began)),
             ):
                 pid, thread = event.track
                 bound = {"bp": "e"} if kind == "f" else {}
@@ -211,8 +212,8 @@ def _flows(events: Iterable[Event], numbers: dict[int, dict[str, int]]) -> Itera
                 yield {"ph": kind, **head, **place, **bound}
 
 
-def _meta(what: str, pid: int, tid: int, **told: Any) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": told}
+def _meta(kind: str, pid: int, tid: int, **details: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": details}
 
 
 _ENDINGS = (".json", ".json.gz")
@@ -221,19 +222,19 @@ _ENDINGS = (".json", ".json.gz")
 def check_path(path: str | os.PathLike[str], *, writable: bool = False) -> str:
     """Return the path of a trace as text.
 
-    Raises `ValueError` if its ending is none of a trace, and `OSError` if it is to be `writable` and
-    is not.
+    Raises `ValueError` if its extension is not that of a trace, and `OSError` if it must be `writable`
+    and is not.
     """
     text = os.fspath(path)
     if not isinstance(text, str) or not text.endswith(_ENDINGS):
-        raise ValueError(f"a trace is a file .json or .json.gz, not {path!r}")
+        raise ValueError(f"the path of a trace must end in .json or .json.gz, not be {path!r}")
     if writable:
         there = os.path.exists(text)
         try:
             open(text, "ab").close()
         except OSError as error:
-            told = f"the trace can't be written: {error.strerror}"
-            raise type(error)(error.errno, told, text) from None
+            message = f"the trace can't be written: {error.strerror}"
+            raise type(error)(error.errno, message, text) from None
         if not there:
             os.remove(text)
     return text
@@ -245,19 +246,19 @@ def write(path: str, trace: dict[str, Any]) -> None:
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the trace in a file. Raises `ValueError` if there is none in it."""
+    """Return the trace in a file. Raises `ValueError` if the file is not a trace."""
     text = os.fspath(path)
     data = Path(text).read_bytes()
     try:
         found = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
     except (ValueError, OSError, EOFError) as error:
-        raise ValueError(f"{text}: no JSON, so no trace: {error}") from None
+        raise ValueError(f"{text}: not a trace: the file is not JSON: {error}") from None
     if not isinstance(found, dict) or not isinstance(found.get("traceEvents"), list):
-        raise ValueError(f"{text}: no trace in Chrome's JSON form: it has no list 'traceEvents'")
+        raise ValueError(f"{text}: not a trace in Chrome's JSON form: it has no list 'traceEvents'")
     if not isinstance(found.get("baseTimeNanoseconds"), int):
         raise ValueError(
-            f"{text}: no 'baseTimeNanoseconds', so nobody knows when it was; torch.profiler writes it "
-            "since torch 2.4"
+            f"{text}: the trace has no 'baseTimeNanoseconds', so its time is unknown; torch.profiler "
+            "writes it since torch 2.4"
         )
     return found
 
@@ -270,16 +271,16 @@ def merge(
     Parameters
     ----------
     ours
-        File that `hybridloader.trace` has written.
+        File written by `hybridloader.trace`.
     theirs
-        File that ``torch.profiler.profile.export_chrome_trace`` has written.
+        File written by ``torch.profiler.profile.export_chrome_trace``.
     out
         File to write, ``.json`` or ``.json.gz``.
 
     Raises
     ------
     ValueError
-        One of the files is no trace, or does not tell its time.
+        A file is not a trace, or has no absolute time.
     OSError
         A file can't be read or written.
     """

@@ -1,6 +1,6 @@
-"""Trace of a program: what its loaders and pipelines did and when, in a bounded buffer.
+"""Trace of a program: the events of its loaders and pipelines, in a bounded buffer.
 
-Whatever begins while a trace runs asks for it once, by `running_trace`. Nothing else asks.
+An iterator or a run looks for a trace once, by `running_trace`, when it is made.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from hybridloader.observe.program_block import ProgramBlock, numbered
 from hybridloader.observe.trace_files import Event, Recorded, Track, check_path, chrome_trace, write
 
 EVENTS = 250_000
-"""Events that a trace keeps: 60 to 100 MB of memory, some MB of a compressed file, and two seconds in
-which it is written."""
+"""Events that a trace keeps. They take 60 to 100 MB of memory and a few MB of a compressed file, which
+takes two seconds to write."""
 
 SLICES = 4096
-"""Slices that a worker keeps until it tells them, 10 ms later at most unless a task takes longer."""
+"""Slices that a worker keeps until it reports them, within 10 ms unless a task takes longer."""
 
 
 class Clocks(NamedTuple):
-    """Times of one moment, by `time.perf_counter` and since 1970; seconds, and nanoseconds."""
+    """One moment as seconds of `time.perf_counter`, and as nanoseconds since 1970."""
 
     counter: float
     unix: int
@@ -36,7 +36,7 @@ class Clocks(NamedTuple):
     @classmethod
     def now(cls) -> Clocks:
         tries = []
-        for _ in range(5):  # the one with the least between its looks at the clock
+        for _ in range(5):  # keep the reading with the least time between its two clock reads
             before, unix, after = time.perf_counter(), time.time_ns(), time.perf_counter()
             tries.append((after - before, cls((before + after) / 2, unix)))
         return min(tries)[1]
@@ -67,32 +67,32 @@ class Trace(ProgramBlock):
 
     def _begin(self) -> None:
         if self._clocks is not None:
-            raise RuntimeError("this trace has begun before; make another")
+            raise RuntimeError("this trace has begun before; make a new one")
         if (other := Trace.running()) is not None:
             raise RuntimeError(
-                f"a trace to {other.path!r} runs already, and sees all loaders; end it first"
+                f"a trace to {other.path!r} runs already and records all loaders; end it first"
             )
         self.path = os.path.abspath(
             check_path(self.path, writable=True)
-        )  # it may change its folder
+        )  # absolute: the program may change its folder
         self._processes[self._owner] = "your program"
         self._clocks = Clocks.now()
 
     def _end(self, error: BaseException | None) -> None:
         if error is not None:
-            self.instant(type(error).__name__, told=brief(error))
+            self.instant(type(error).__name__, message=brief(error))
         self._over = True
         try:
             write(self.path, chrome_trace(self._recorded()))
         except Exception as failed:
             if error is None:
                 raise
-            warn(f"the trace was lost: {failed}")  # the error of the program counts more
+            warn(f"the trace was lost: {failed}")  # the program's error is the one to raise
 
     def _recorded(self) -> Recorded:
-        """Return what was recorded, and forget it."""
+        """Return the contents of the trace, and empty it."""
         assert self._clocks is not None
-        # One by one, as a thread that saw the trace run may still add one.
+        # One by one, as another thread may still add an event.
         events = tuple(self._events.popleft() for _ in range(len(self._events)))
         dropped = next(self._added) - len(events)
         base = self._clocks.unix - round(self._clocks.counter * 1e9)
@@ -102,18 +102,18 @@ class Trace(ProgramBlock):
     # -- events --------------------------------------------------------------------------------------
 
     def slice(
-        self, name: str, began: float, ended: float, track: Track | None = None, **told: Any
+        self, name: str, began: float, ended: float, track: Track | None = None, **details: Any
     ) -> None:
-        """Add time that a thread spent on something; None for `track` is the calling thread."""
-        self._add(Event("X", track or self.here(), name, began, ended, told))
+        """Add a slice of a thread's time; None for `track` is the calling thread."""
+        self._add(Event("X", track or self.here(), name, began, ended, details))
 
-    def instant(self, name: str, track: Track | None = None, **told: Any) -> None:
-        """Add something that happens now."""
+    def instant(self, name: str, track: Track | None = None, **details: Any) -> None:
+        """Add an event that happens now."""
         now = time.perf_counter()
-        self._add(Event("i", track or self.here(), name, now, now, told))
+        self._add(Event("i", track or self.here(), name, now, now, details))
 
     def counter(self, name: str, value: int) -> None:
-        """Add the value that something has now."""
+        """Add the present value of a counter."""
         now = time.perf_counter()
         self._add(Event("C", (self._owner, ""), name, now, now, {"value": value}))
 
@@ -123,11 +123,11 @@ class Trace(ProgramBlock):
             self._events.append(event)
 
     def drop(self, count: int) -> None:
-        """Count slices that a worker had no room for."""
+        """Count slices that a worker dropped for lack of room."""
         self._dropped += count
 
     def here(self) -> Track:
-        """Return the track of the calling thread. A later thread of the same identity has another."""
+        """Return the track of the calling thread. A later thread with the same id gets a new track."""
         try:
             track: Track = self._mine.track
         except AttributeError:
@@ -139,12 +139,12 @@ class Trace(ProgramBlock):
     # -- names ---------------------------------------------------------------------------------------
 
     def name_track(self, track: Track, name: str, process: str) -> None:
-        """Name the track of a worker, unless it has a name, and its process."""
+        """Name the track of a worker and its process, unless they have names."""
         self._tracks.setdefault(track, name)
         self._processes.setdefault(track[0], process)
 
     def name_of(self, stage: str, key: Hashable) -> str:
-        """Return a name for a stage of its own: ``"DataLoader"``, then ``"DataLoader 2"``."""
+        """Return a unique name for a stage: ``"DataLoader"``, then ``"DataLoader 2"``."""
         with self._naming:
             if (stage, key) not in self._names:
                 number = 1 + sum(name == stage for name, _ in self._names)
@@ -153,22 +153,22 @@ class Trace(ProgramBlock):
 
 
 def running_trace() -> Trace | None:
-    """Return the trace that runs in this process, if any."""
+    """Return the trace that runs in this process, or None."""
     return Trace.running()
 
 
 def trace(path: str | os.PathLike[str], *, max_events: int = EVENTS) -> Trace:
-    """Record what all loaders and pipelines do, as a file for Perfetto or ``chrome://tracing``.
+    """Record all loaders and pipelines in a file for Perfetto or ``chrome://tracing``.
 
-    It sees the iterators that are made while it runs. See docs/traces.md for what is in it. When the
-    block ends, also by an error, the file is written.
+    The trace records iterators that are made inside the block; docs/traces.md lists its contents. The
+    file is written when the block ends, also by an error.
 
     Parameters
     ----------
     path
-        File to write, ``.json`` or ``.json.gz``. One that is there is replaced.
+        File to write, ``.json`` or ``.json.gz``. An existing file is replaced.
     max_events
-        Events that are kept, the latest ones; those dropped are counted in the trace.
+        Number of events to keep; older ones are dropped, and the trace has their number.
 
     Returns
     -------
@@ -178,7 +178,7 @@ def trace(path: str | os.PathLike[str], *, max_events: int = EVENTS) -> Trace:
     Raises
     ------
     ValueError
-        The path has another ending.
+        The path has another extension.
     OSError
         The file can't be written; raised as the block begins.
     RuntimeError
@@ -195,15 +195,15 @@ def trace(path: str | os.PathLike[str], *, max_events: int = EVENTS) -> Trace:
 
 
 class TracedWaits(deque[tuple[float, float]]):
-    """Ring of begins and ends, each of which is also a slice of the thread that adds it."""
+    """Ring of begins and ends; each entry also becomes a slice of the thread that adds it."""
 
     def __init__(
         self,
         trace: Trace,
         name: str,
-        before: deque[tuple[float, float]],  # the ring in whose place it is put
-        first: str | None = None,  # name of the first of them
-        also: Callable[[], None] | None = None,  # called with each
+        before: deque[tuple[float, float]],  # the ring that this one replaces
+        first: str | None = None,  # name of the first slice, if it differs
+        also: Callable[[], None] | None = None,  # called after each entry
     ) -> None:
         super().__init__(before, before.maxlen)
         self._trace, self._name, self._first, self._also = trace, name, first, also

@@ -1,8 +1,7 @@
-"""Verdict on a recording: what holds the loop up, by what evidence, and what to change.
+"""Verdict on a recording: the bottleneck of the loop, the evidence, and advice.
 
-Pure functions: the verdict, the kind of a stage's work, and the advice. The rules, and why they are in
-this order, are in decision 30. `StageRecord.options` lists what a constructor takes, so that no advice
-is refused.
+Pure functions: the verdict, the kind of a stage's work, and the advice. Decision 30 has the rules and
+the reasons for their order. Advice only names `StageRecord.options`, which the constructor takes.
 """
 
 from __future__ import annotations
@@ -25,58 +24,57 @@ from hybridloader.observe.figures import (
 )
 from hybridloader.observe.recording import CoreUse, StageRecord
 
-# Shares of a time that was measured in the same run, so that a machine that is ten times as slow gets
-# the same verdict. What is in seconds is a multiple of a period of our own.
+# Thresholds are shares of times of the same run, so that a machine ten times as slow gets the same
+# verdict. Thresholds in seconds are multiples of one of our periods.
 
 LEAST_CALLS = 5
 LEAST_SECONDS = 5 * EVERY
-"""Less than this, after the prefetch was full, tells nothing: a worker has told its measures five times
-at most, and one late batch of four would be a quarter of the stall."""
+"""Calls of `next()`, and seconds, after the prefetch was full that a verdict needs. With less, a worker
+has reported at most five times, and one late batch of four would be a quarter of the stall."""
 
 STALL = 0.05
-"""Share of the stall in the time below which the loop itself is what takes the time: if loading cost
-nothing, the loop would be 1 / (1 - 0.05) times as fast, which is 5 %."""
+"""Below this share of the stall in the time, the loop itself is the bottleneck: if loading cost
+nothing, the loop would be 1 / (1 - 0.05) times as fast, a gain of 5 %."""
 
 LITTLE = 0.2
-"""The same, if no stage was busy for most of it. To take a batch that is there costs time, too, in which
-no stage is busy: of a step that takes as little as a few of these, it is that share."""
+"""Same threshold if no stage was busy during most of the stall. Taking a prefetched batch costs time in
+which no stage is busy; if a step takes only a few times as long, that cost reaches this share."""
 
 START = 0.2
-"""Share of the time that is waited for the start, or before the prefetch was full, from which it
-matters: it is the most that workers which are kept could win, 1 / (1 - 0.2) is 25 %."""
+"""From this share of the time on, waiting for the start, or before the prefetch was full, matters:
+persistent workers could gain at most 1 / (1 - 0.2), which is 25 %."""
 
 FOR_CORES = 0.25
-"""Share of a stage's busy time that it waits for cores, from which these are too few: cores of its own
-would make it 1 / (1 - 0.25) times as fast. Below it, the stage itself is most of what is to be won."""
+"""From this share of a stage's busy time on, waiting for cores means that there are too few: with enough
+cores the stage would be 1 / (1 - 0.25) times as fast. Below it, the stage's work has more to gain."""
 
 BESIDE = 0.5
-"""CPU seconds a second of threads, from which it matters to a loop's step whether they hold the GIL: it
-would have to wait for half of the time."""
+"""CPU seconds per second of a stage's threads from which their use of the GIL matters to the loop's
+step, which would have to wait for half of the time."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Answer to what holds the loop up.
+    """Bottleneck of the loop.
 
     Attributes
     ----------
     cause
         ``"loop"``: your loop, loading is fast enough; ``"stage"``: the stage `stage`; ``"cores"``: too
         few cores for it; ``"source"``: the sampler or a source; ``"store"``: an object store, for which
-        the workers of `stage` wait; ``"start"``: the time until workers
-        have started, their first tasks included; ``"unknown"``: there is too little to tell.
+        the workers of `stage` wait; ``"start"``: the start of the workers, including their first tasks;
+        ``"unknown"``: there are too few measurements.
     stage
         Name of the stage that most of the stall belongs to, or whose threads hold the GIL; None for
         ``"loop"``, ``"start"`` and ``"unknown"``.
     kind
-        Kind of its work: ``"waits"`` (for a disk or a network), ``"computes"``, ``"holds-gil"`` (its
-        threads keep each other and the loop from running), ``"transport"`` (packing, sending and
-        opening results), ``"blocks-loop"`` (coroutines that keep their event loop from the others);
-        None where it is not known.
+        Kind of the stage's work: ``"waits"`` (for a disk or a network), ``"computes"``, ``"holds-gil"``
+        (its threads keep each other and the loop from running), ``"transport"`` (packing, sending and
+        opening results), ``"blocks-loop"`` (coroutines that block their event loop); None if unknown.
     evidence
-        Figure behind it, as a sentence.
+        Figures that support the verdict, as a sentence.
     advice
-        What to change, as a sentence.
+        Changes to try, as a sentence.
     """
 
     cause: str
@@ -97,7 +95,7 @@ def judge(figures: Figures) -> Verdict:
         return _plain(
             "unknown",
             "No batch has come yet.",
-            "Ask again once the loop has run for a while.",
+            "Call stats() again after the loop has run for a while.",
         )
     start = _of_start(figures, whole)
     if start is not None:
@@ -106,7 +104,7 @@ def judge(figures: Figures) -> Verdict:
         return _plain(
             "unknown",
             f"Since the prefetch was full, {figures.calls} batches came, in {figures.seconds:.2f} s.",
-            "That is too short to tell; take more batches.",
+            "That is too short for a verdict; run more batches.",
         )
     if figures.share < STALL:
         return _of_held_loop(figures) or _of_loop(figures, whole)
@@ -132,28 +130,28 @@ def _of_loop(figures: Figures, whole: float) -> Verdict:
 
 
 def _of_beginning(figures: Figures, whole: float) -> Verdict:
-    """Judge a loop that waited before the prefetch was full, and hardly since."""
+    """Judge a loop that waited mostly before the prefetch was full."""
     loop, stages = figures.recording.loop, figures.recording.stages
     waits = within(loop.waits, loop.began, figures.full or loop.ended)
     shares = dict(
         zip(figures.names, stall_by_stage([stage.spans for stage in stages], waits), strict=True)
     )
     most = max(shares, key=shares.__getitem__, default=None)
-    what = f", most of it for {most}" if most and shares[most] >= MOST * figures.warmup else ""
+    part = f", most of it for {most}" if most and shares[most] >= MOST * figures.warmup else ""
     return _plain(
         "start",
-        f"Your loop waited {time(figures.warmup)} of {time(whole)} before the prefetch was full{what}, "
-        f"and {time(figures.stall)} since.",
-        "Loading was fast enough since, so a longer epoch waits for a smaller share of its time; make "
-        "the first batches come sooner.",
+        f"Your loop waited {time(figures.warmup)} of {time(whole)} before the prefetch was full{part}, "
+        f"and {time(figures.stall)} after that.",
+        "Loading was fast enough after that, so a longer epoch waits for a smaller share of its time; "
+        "make the first batches come sooner.",
     )
 
 
 def _of_held_loop(figures: Figures) -> Verdict | None:
-    """Judge a loop that waits for no batch, and whose step waits for the GIL that threads hold.
+    """Judge a loop that waits for no batch while the threads of a stage hold the GIL.
 
-    All threads of the program compute no more than one would, loading is much of that, and a thread
-    that lets go of the GIL has to wait for it.
+    Three conditions hold then: all threads of the program together use no more CPU than one thread
+    could; loading is a large part of that; a thread that releases the GIL waits to get it back.
     """
     cores = figures.recording.cores
     if cores is None or cores.own is None or cores.own > ONE_CORE[1]:
@@ -170,10 +168,10 @@ def _of_held_loop(figures: Figures) -> Verdict | None:
                 "stage",
                 name,
                 "holds-gil",
-                f"The bottleneck is {name}, whose threads hold the GIL: they computed as much as "
-                f"{rate:.1f} cores, the whole program {cores.own:.1f}, and at "
-                f"{len(late)} of {len(waits)} looks a thread that had let go of the GIL waited "
-                f"{time(late[len(late) // 2])} for it, at the median. So does your step; for batches "
+                f"The bottleneck is {name}, whose threads hold the GIL: they used {rate:.1f} cores, the "
+                f"whole program {cores.own:.1f}, and in {len(late)} of {len(waits)} samples a thread "
+                f"that had released the GIL waited for it, {time(late[len(late) // 2])} at the median. "
+                "Your step waits for the GIL in the same way; for batches "
                 f"your loop waited for {figures.share:.1%} of the time.",
                 LEAVE_THE_GIL,
             )
@@ -181,21 +179,21 @@ def _of_held_loop(figures: Figures) -> Verdict | None:
 
 
 def _of_none(figures: Figures, whole: float) -> Verdict:
-    """Judge a stall in most of which no stage was busy."""
+    """Judge a stall during most of which no stage was busy."""
     if figures.share < LITTLE:
         return _of_loop(figures, whole)
     waited = (
-        f"Your loop waited for {figures.share:.0%} of the time, for most of that no stage was busy"
+        f"Your loop waited for {figures.share:.0%} of the time; during most of it no stage was busy"
     )
     cores = figures.recording.cores
     if cores is not None and cores.busy is not None and cores.busy >= FULL * cores.cores:
-        told = f"{waited}, and {cores.busy:.1f} of {cores.cores:g} cores were."
-        return Verdict("cores", None, None, told, for_cores(cores, None))
-    return _plain("unknown", f"{waited}.", "Look for what the times of the table have in common.")
+        evidence = f"{waited}, and {cores.busy:.1f} of {cores.cores:g} cores were busy."
+        return Verdict("cores", None, None, evidence, for_cores(cores, None))
+    return _plain("unknown", f"{waited}.", "Compare the times in the table, or record a trace.")
 
 
 def _of_start(figures: Figures, whole: float) -> Verdict | None:
-    """Judge a loop that mostly waited until workers had started, and for slow first tasks of theirs."""
+    """Judge a loop that mostly waited for workers to start, and for their slow first tasks."""
     recording, waited = figures.recording, figures.late + figures.opening
     rest = max(0.0, recording.loop.waited - waited)
     if waited < max(START * whole, LEAST_SECONDS) or waited <= rest:
@@ -205,16 +203,16 @@ def _of_start(figures: Figures, whole: float) -> Verdict | None:
         met = [stage for stage in recording.stages if stage.first is not None]
         first = min(met, key=lambda stage: stage.first or 0.0)
         why, advice = (
-            f"until the first began with its work, {time(rest)} for all else",
+            f"until the first worker began its work, {time(rest)} for everything else",
             for_start(first, late=True),
         )
     else:
         slowest = max(recording.stages, key=lambda stage: length(slow_firsts(stage)))
         firsts = sorted(wait.ended - wait.began for wait in slow_firsts(slowest))
         why, advice = (
-            f"for their first tasks, {time(rest)} for all else; these took "
-            f"{time(firsts[len(firsts) // 2])}, others {time(slowest.later or 0.0)}, as if they opened "
-            "or loaded something then",
+            f"for their first tasks, {time(rest)} for everything else; first tasks took "
+            f"{time(firsts[len(firsts) // 2])}, later ones {time(slowest.later or 0.0)}, probably "
+            "because the first ones open or load something",
             for_start(slowest, late=False),
         )
     return _plain("start", f"{held} {why}.", advice)
@@ -250,8 +248,8 @@ def _of_stage(figures: Figures, number: int) -> Verdict:
         return Verdict("cores", name, kind, f"{held}; {short}.", for_cores(cores, kind))
     if stage.collating >= MOST * stage.busy > 0:
         held += f"; collate_fn took {stage.collating / stage.busy:.0%} of its busy time"
-    told = f"{held}; {why}." if why else f"{held}."
-    return Verdict("stage", name, kind, told, advice_on(figures, stage, kind))
+    evidence = f"{held}; {why}." if why else f"{held}."
+    return Verdict("stage", name, kind, evidence, advice_on(figures, stage, kind))
 
 
 def _awaited_store(figures: Figures, stage: StageRecord) -> StoreUse | None:
@@ -299,12 +297,12 @@ def _of_store(figures: Figures, stage: StageRecord, use: StoreUse, held: str) ->
 
 
 def _short_of_cores(stage: StageRecord, kind: str | None, cores: CoreUse | None) -> str | None:
-    """Return the figure that shows that a stage had too few cores; None if it had enough."""
+    """Return evidence that a stage had too few cores; None if it had enough."""
     if cores is None or kind == "transport":
         return None
     if stage.wait_for_core is not None and stage.busy > 0:
         part = min(1.0, stage.wait_for_core / stage.busy)
-        # Of workers that wait for a disk, more wait for a core at the same time, too.
+        # If workers wait for a disk, more of them also wait for a core at the same time.
         least = MOST if kind in ("waits", "blocks-loop") else FOR_CORES
         if part >= least:
             return f"its workers waited for a core for {part:.0%} of their busy time"
@@ -318,48 +316,48 @@ def _short_of_cores(stage: StageRecord, kind: str | None, cores: CoreUse | None)
 
 
 FULL = 0.95
-"""Share of the cores that are busy, from which no worker more helps a stage that computes. The kernel
+"""Busy share of the cores from which adding workers does not help a stage that computes. The kernel
 counts ticks of 10 ms, and a core idles for a moment at each switch: all busy reads as 0.97 to 1."""
 
 COMPUTES = 0.5
-"""Share of CPU time in the busy time, less the waits for a core, from which a stage computes and does
-not wait: the larger part."""
+"""A stage computes, rather than waits, if CPU time is at least this share of its busy time without the
+waits for a core."""
 
 MENTIONED = 0.05
-"""Share of the busy time that a wait for a core takes, from which it is mentioned."""
+"""Share of the busy time from which the evidence mentions a wait for a core."""
 
 TURN = 0.5
-"""Least part of their turns for which threads compute if they hold the GIL. They take turns then, and
-the turns of all of them together last as long as they are busy, less their waits for a core."""
+"""Threads hold the GIL if they compute for at least this share of their turns. They take turns then; all
+turns together last as long as the threads are busy, without their waits for a core."""
 
 HELD = 0.5
-"""Part of the interpreter's switch interval by which results of threads are late, if another holds the
-GIL: whoever waits for it asks after one interval. It may be asked for already, so it is half on average.
-What else makes a thread late (to wake it takes 0.1 ms) is no multiple of the interval."""
+"""Delay of threads' results, in switch intervals of the interpreter, from which another thread holds the
+GIL. A waiting thread requests it after one interval; a request may already be pending, so the mean delay
+is half an interval. Other delays (waking a thread takes 0.1 ms) do not depend on the interval."""
 
 AT_ONCE, LATE = 1.2, 0.1
-"""Threads that are busy at once, and part of the switch interval by which their results are late, or
-they wait for the GIL, if they take turns: more than one, and more than it takes to wake a thread."""
+"""Threads take turns if this many are busy at once and their results, or their waits for the GIL, take
+this part of the switch interval: more than one thread, and more time than waking a thread takes."""
 
 OWN_WORK = 5e-4
-"""Seconds for which a coroutine keeps the event loop, below which that is the loop's own work."""
+"""If a coroutine keeps the event loop for fewer seconds, it is overhead of the event loop."""
 
 LOOKS = 3
-"""Looks at the GIL from which they tell something."""
+"""Fewest samples of waits for the GIL for a conclusion."""
 
 HELD_AT = 0.125
-"""Share of the looks at which the GIL was held, from which it is in the way. Of two threads that compute
-in Python and a loop it was 0.24 to 0.68, of threads that wait for a disk 0."""
+"""Share of samples with a held GIL from which the GIL is a bottleneck. Two threads that compute in
+Python beside a loop had 0.24 to 0.68; threads that wait for a disk had 0."""
 
 ONE_CORE = (0.7, 1.2)
-"""CPU seconds a second of several threads that take turns at the GIL: 1, less what they leave it for and
-what passing it on costs, and more where a part of the work is done without it."""
+"""CPU seconds per second of several threads that take turns at the GIL. It is 1, less the time outside
+and the cost of passing the GIL on, plus the work that is done without it."""
 
 
 def kind_of(
     stage: StageRecord, switch_interval: float = 0.005, cores: CoreUse | None = None
 ) -> tuple[str | None, str]:
-    """Return the kind of a stage's work, and the figure that shows it."""
+    """Return the kind of a stage's work, and the evidence for it."""
     moved = stage.packing + stage.sending
     working = max(0.0, stage.busy - stage.packing)
     if moved > working and moved > 0 and not stage.in_process:
@@ -371,7 +369,7 @@ def kind_of(
     if use is None or use.held < MOST * stage.busy or stage.busy <= 0:
         return kind, why
     turn = use.held / max(1, use.begun)
-    if turn < OWN_WORK:  # it is the event loop's
+    if turn < OWN_WORK:  # overhead of the event loop
         return kind, why
     held = (
         f"each coroutine of {use.step} kept the event loop for {time(turn)}, and the loop waited for "
@@ -383,12 +381,12 @@ def kind_of(
 def _kind_by_times(
     stage: StageRecord, switch_interval: float, cores: CoreUse | None
 ) -> tuple[str | None, str]:
-    """Return the kind as the times of CPU, cores and GIL show it, and these."""
+    """Return the kind by the times of CPU, cores and GIL, and these as evidence."""
     if _holds_gil(stage, switch_interval):
         return (
             "holds-gil",
             f"a quarter of its results were picked up {time(_late_by(stage))} late or more, "
-            "as the GIL was held",
+            "because the GIL was held",
         )
     use = stage.coroutines
     if stage.cpu is None or stage.busy <= 0:
@@ -401,8 +399,8 @@ def _kind_by_times(
     spent = f"{min(1.0, stage.cpu / stage.busy):.0%} of its busy time was CPU time"
     for_core = _without_core(stage)
     if for_core >= MENTIONED * stage.busy:
-        spent += f", {for_core / stage.busy:.0%} a wait for a core"
-    # Of a thread that could run and had no core, it is not known what it would have done.
+        spent += f", {for_core / stage.busy:.0%} waiting for a core"
+    # A runnable thread without a core might have computed or waited, so leave that time out.
     waited = max(0.0, stage.busy - stage.cpu - for_core)
     computed = stage.cpu / (stage.cpu + waited) if stage.cpu else 0.0
     elapsed = elapsed_of(stage)
@@ -416,18 +414,18 @@ def _kind_by_times(
         return "computes", spent
     full = cores is None or cores.busy is None or cores.busy >= FULL * cores.cores
     if stage.wait_for_core is None and full:
-        return None, f"{spent}, and it is not known here how long it waited for a core"
+        return None, f"{spent}; its waits for a core can't be measured on this system"
     return "waits", spent
 
 
 def _holds_gil(stage: StageRecord, switch_interval: float) -> bool:
-    """Return True if threads take turns at the GIL: one computes, or waits for a core that has it."""
-    # Where all wait for a core at once, none of them holds the others up.
+    """Return True if threads take turns at the GIL: its holder computes or waits for a core."""
+    # If all wait for a core at once, none of them delays the others.
     for_core, waits = _without_core(stage), stage.gil_waits
     turn = stage.busy / stage.workers - for_core
     if turn <= 0:
         turn = (stage.busy - for_core) / stage.workers
-    # Late as cores were busy: whoever let go of the GIL has got it back at once.
+    # If threads that release the GIL get it back at once, results are late because cores were busy.
     free = (
         stage.workers > 1
         and len(waits) >= LOOKS
@@ -442,7 +440,7 @@ def _holds_gil(stage: StageRecord, switch_interval: float) -> bool:
 
 
 def _without_core(stage: StageRecord) -> float:
-    """Return the busy seconds in which workers had no core: they wait for one between tasks, too."""
+    """Return the busy seconds without a core; `wait_for_core` also counts waits between tasks."""
     return min(stage.wait_for_core or 0.0, max(0.0, stage.busy - (stage.cpu or 0.0)))
 
 
@@ -463,17 +461,17 @@ def elapsed_of(stage: StageRecord) -> float:
 
 
 OTHERS = 0.25
-"""Share of the cores that other programs keep busy, from which the advice is about them."""
+"""Share of the cores kept busy by other programs from which the advice is about those programs."""
 
 MORE = 8
-"""Multiple of the workers that is advised at most: the figures tell nothing of what is in the way then,
-such as a disk or the loop's own thread."""
+"""Largest multiple of the workers to advise: beyond it another limit is likely, such as a disk or the
+loop's thread, of which the figures have nothing."""
 
 MOST = 0.5
 """Share from which a part of the work is most of it."""
 
 SMALL = 16 * 1024
-"""Bytes of a result below which it is not its size that takes time to send."""
+"""Bytes of a result below which its size does not determine the time to send it."""
 
 LEAVE_THE_GIL = (
     "Use processes (backend='shared-memory' or 'spawn'), or functions that release the GIL."
@@ -481,11 +479,11 @@ LEAVE_THE_GIL = (
 
 
 def advice_on(figures: Figures, stage: StageRecord, kind: str | None) -> str:
-    """Return what to change of the stage that most of the stall belongs to."""
+    """Return the advice for the stage that most of the stall belongs to."""
     if kind == "blocks-loop":
         return (
-            "If it waits, await that: by an asynchronous library, or asyncio.to_thread. If it computes, "
-            "do that in a map() of an ordinary function, with workers."
+            "If it waits, await that with an asynchronous library or asyncio.to_thread. If it computes, "
+            "move that to a map() of an ordinary function, with workers."
         )
     coroutines = _more_coroutines(figures, stage) if kind == "waits" else None
     if coroutines is not None:
@@ -503,44 +501,44 @@ def advice_on(figures: Figures, stage: StageRecord, kind: str | None) -> str:
         return _smaller(stage)
     if without_data(stage):
         return (
-            "Split the data into as many parts of one size as there are workers, or more: until then "
-            "more workers will not help."
+            "Split the data into parts of equal size, at least one for each worker: until then more "
+            "workers will not help."
         )
     return _more_workers(figures, stage, kind)
 
 
 def for_loop(figures: Figures) -> str:
-    """Return what to change if loading is fast enough."""
+    """Return the advice if loading is fast enough."""
     workers = any(stage.workers > 1 for stage in figures.recording.stages)
     fewer = ", or take workers away" if workers else ""
     return f"Loading is fast enough; make the training step faster{fewer}."
 
 
 def for_start(stage: StageRecord, *, late: bool) -> str:
-    """Return what to change if workers start `late`, or are slow with their first tasks."""
+    """Return the advice if workers start `late`, or else are slow with their first tasks."""
     less = "load less at their start" if late else "open or load less with the first sample"
     if stage.backend == "inline" or stage.options.get("persistent_workers"):
-        kept = "Later epochs do not wait for it" if late else "Keep it from one epoch to the next"
+        kept = "Later epochs do not wait for it" if late else "Keep it open for later epochs"
         return f"{kept}, or {less}."
     how = "epochs() of a pipeline"
     if "persistent_workers" in stage.options:
         how = "persistent_workers=True"
-    found = [f"Keep workers from one epoch to the next ({how})", less]
+    found = [f"Keep workers for later epochs ({how})", less]
     if late and not stage.in_process and "backend" in stage.options:
         found.append("use threads")
     return f"{', '.join(found[:-1])}, or {found[-1]}."
 
 
 def for_cores(cores: CoreUse, kind: str | None) -> str:
-    """Return what to change if cores are too few."""
+    """Return the advice if there are too few cores."""
     more = "more workers will not help"
     if kind == "waits":
         more = "or take more workers, which wait at the same time"
     others = None if cores.busy is None or cores.own is None else cores.busy - cores.own
     if others is not None and others >= OTHERS * cores.cores:
         return (
-            f"Other programs kept {others:.1f} of the {cores.cores:g} cores busy: end them, or go where "
-            f"cores are free; {more}."
+            f"Other programs kept {others:.1f} of the {cores.cores:g} cores busy: stop them, or use "
+            f"a machine with free cores; {more}."
         )
     return (
         f"This program needs more than the {cores.cores:g} cores that it may use: make the work cheaper "
@@ -567,7 +565,7 @@ def _smaller(stage: StageRecord) -> str:
             f"fewer of them{threads}."
         )
     if stage.bytes is not None and stage.items and stage.bytes < SMALL * stage.items:
-        return f"Its results are small, and so is the work: make batches larger{threads}."
+        return f"Its results are small and so is their work: make batches larger{threads}."
     return (
         "Return tensors or arrays, which go through shared memory, and fewer of them; do the part "
         f"that makes results large or slow to pickle after the workers{threads}."
@@ -593,7 +591,7 @@ def _more_workers(figures: Figures, stage: StageRecord, kind: str | None) -> str
     if kind is None and stage.cpu is not None:
         return (
             f"If cores are free, more workers wait at the same time: try num_workers={wanted} "
-            f"({workers} now). If other programs keep the cores busy, end them."
+            f"({workers} now). If other programs keep the cores busy, stop them."
         )
     if cores is not None:
         most = cores.cores if cores.share is None else cores.share
@@ -608,12 +606,12 @@ def _more_workers(figures: Figures, stage: StageRecord, kind: str | None) -> str
 
 
 def _workers_wanted(figures: Figures, stage: StageRecord) -> int:
-    """Return the number of workers that would keep up with the loop, if more of them were as fast."""
-    own = figures.seconds - figures.stall  # that the loop needs itself
-    # It was the bottleneck, so its workers were busy for most of the time, whatever was not told yet.
+    """Return the number of workers that would keep up with the loop, if the stage scaled linearly."""
+    own = figures.seconds - figures.stall  # seconds that the loop needs itself
+    # The bottleneck's workers were busy for most of the time, even if they have not reported all yet.
     load = max(load_of(stage), 0.5) * stage.workers
     if own <= 0:
         return 2 * stage.workers
-    # A tenth of a worker is less than the figures are good for.
+    # The figures are not precise to a tenth of a worker.
     wanted = math.ceil(load * figures.seconds / own - 0.1)
     return max(stage.workers + 1, min(wanted, MORE * stage.workers))

@@ -1,9 +1,9 @@
 """Watch: statistics of all loaders and pipelines of a program, shown while it runs.
 
-Whatever begins while a watch runs asks for it once, by `running_watch`. A thread shows the statistics;
-nothing of it is on the path of a batch. On a terminal they are a table below the cursor, which stays
-where the script has left it. Whatever the script writes clears the table first; the next showing draws
-it again. So no line of the script's is held back, wrapped or moved.
+An iterator or a run looks for a watch once, by `running_watch`, when it is made. A separate thread shows
+the statistics, so the path of a batch has no part of it. On a terminal they are a table below the
+cursor, and the cursor stays where the script left it. Each write of the script clears the table first,
+and the thread draws it again a second later. So no line of the script is held back, wrapped or moved.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from hybridloader.observe.program_block import ProgramBlock, numbered
 from hybridloader.observe.stats import Stats
 
 SHOWN = 12
-"""Loaders that are shown, the latest ones."""
+"""Maximum number of loaders to show, the latest ones."""
 
 
 class WatchedRow(NamedTuple):
-    """State of one loader, for people."""
+    """Statistics of one loader, formatted."""
 
     name: str
     rate: str
@@ -39,10 +39,10 @@ class WatchedRow(NamedTuple):
 
 
 class Display(Protocol):
-    """Place where the rows are shown."""
+    """Output for the rows."""
 
     every: float
-    """Seconds from one showing to the next."""
+    """Seconds between two updates."""
 
     def begin(self) -> None: ...
 
@@ -62,7 +62,7 @@ class _Watched:
     def look(self) -> None:
         try:
             stats, before = self.stats(), self.latest
-        except Exception:  # a pass began meanwhile, on another thread: the next look sees it
+        except Exception:  # another thread began an epoch meanwhile: the next look sees it
             return
         if stats is None:
             return
@@ -71,7 +71,7 @@ class _Watched:
         if before is not None and before.seconds < passed and before.items <= items:
             items, passed = items - before.items, passed - before.seconds
         elif before is not None and before.seconds == passed:
-            return  # it is over: the rate stays
+            return  # the epoch is over: keep its rate
         self.rate = items / passed if passed > 0 else 0.0
 
     def row(self) -> WatchedRow | None:
@@ -89,7 +89,7 @@ class _Watched:
 
 
 class SameObject:
-    """Key that stands for one object, which it keeps."""
+    """Key that is equal only for the same object, which it keeps alive."""
 
     __slots__ = ("_object",)
 
@@ -132,12 +132,12 @@ class Watch(ProgramBlock):
                 raise
 
     def see(self, name: str, key: Hashable, stats: Callable[[], Stats | None]) -> None:
-        """Watch what `stats` tells, in the place of what had this `key`."""
+        """Watch the result of `stats`, in place of an earlier entry with this `key`."""
         with self._lock:
             before = self._watched.get(key)
             if before is not None:
                 before.stats, before.latest = stats, None
-                self._watched[key] = self._watched.pop(key)  # it is the latest one now
+                self._watched[key] = self._watched.pop(key)  # moved to the end: the latest
                 return
             number = self._numbers[name] = self._numbers.get(name, 0) + 1
             self._watched[key] = _Watched(numbered(name, number), stats)
@@ -145,14 +145,14 @@ class Watch(ProgramBlock):
                 del self._watched[next(iter(self._watched))]
 
     def look(self, key: Hashable) -> None:
-        """Remember what is known of `key` before it goes."""
+        """Remember the statistics of `key` before it is closed."""
         with self._lock:
             watched = self._watched.get(key)
             if watched is not None:
                 watched.look()
 
     def rows(self) -> list[WatchedRow]:
-        """Return what is known now."""
+        """Return the rows as of now."""
         with self._lock:
             for watched in self._watched.values():
                 watched.look()
@@ -168,18 +168,18 @@ class Watch(ProgramBlock):
 
 
 def running_watch() -> Watch | None:
-    """Return the watch that runs in this process, if any."""
+    """Return the watch that runs in this process, or None."""
     return Watch.running()
 
 
 _BELOW = "\x1b[J"
-"""Clears from the cursor on."""
+"""Clears the screen from the cursor to its end."""
 
 _HEADING = ("loader", "batches", "stall", "load of its stages", "verdict")
 
 
 class Lines:
-    """Lines of text, every 30 seconds and at the end, of each loader that has gone on."""
+    """Line of text for each loader with new batches, every 30 seconds and at the end."""
 
     every = 30.0
 
@@ -210,7 +210,7 @@ class Lines:
 
 
 class LiveTable:
-    """Table on the terminal that `stream` is, drawn anew every second."""
+    """Table on the terminal `stream`, drawn again every second."""
 
     every = 1.0
 
@@ -232,8 +232,8 @@ class LiveTable:
                 setattr(sys, name, proxy)
 
     def write(self, stream: TextIO, texts: Iterable[str]) -> int:
-        """Write what the script writes."""
-        if os.getpid() != self._owner:  # in a worker: its parent may have held the lock
+        """Write the script's `texts` to `stream`, after clearing the table."""
+        if os.getpid() != self._owner:  # a forked worker: its parent may have held the lock
             return stream.write(_BELOW + "".join(texts)) - len(_BELOW)
         with self._lock:
             text = "".join(texts)
@@ -253,7 +253,7 @@ class LiveTable:
             return
         width, height = self._size()
         lines = drawn(rows, width).splitlines()[: max(1, height - 2)]
-        down = "\x1bD" * len(lines)  # scrolls if need be, and stays in its column
+        down = "\x1bD" * len(lines)  # scrolls at the bottom, and keeps the column
         with self._lock:
             for proxy in self._proxies.values():
                 proxy.flush()
@@ -277,7 +277,7 @@ class LiveTable:
 
 
 class _Cleared(io.TextIOBase):
-    """Stream of the script's; the table below is cleared before it is written to."""
+    """Stream of the script that clears the table before each write."""
 
     def __init__(self, stream: TextIO, table: LiveTable) -> None:
         self.stream, self._table = stream, table
@@ -312,11 +312,11 @@ class _Cleared(io.TextIOBase):
         return self.stream.errors
 
     def close(self) -> None:
-        """Leave the stream open: letting this go closes it."""
+        """Leave the script's stream open: `io` closes this object when it is collected."""
 
 
 def _size_of(stream: TextIO) -> tuple[int, int]:
-    """Return columns and lines of the terminal that a stream is; standard output may be a file."""
+    """Return columns and lines of the terminal `stream`; standard output may be a file."""
     try:
         return os.get_terminal_size(stream.fileno())
     except (OSError, ValueError):
@@ -344,7 +344,7 @@ def watch(stream: TextIO | None = None) -> Watch:
     Raises
     ------
     ImportError
-        It is a terminal, and rich is not installed.
+        `stream` is a terminal and rich is not installed.
     """
     stream = sys.stderr if stream is None else stream
     display: Display = Lines(stream)

@@ -1,10 +1,11 @@
-"""`SharedDict`: a mapping of millions of keys, once for all worker processes.
+"""`SharedDict`: a mapping of millions of keys, stored once for all worker processes.
 
-It is three `SharedList`: the keys, the values, and a hash table that finds a key, so no process builds
-a dict of its own. Neither torch nor numpy is imported here.
+It consists of three `SharedList`: the keys, the values, and a hash table that finds a key. So no process
+builds a dict. This module imports neither torch nor numpy.
 
-The table has open addressing with linear probing. A word of it is 0 for no entry, or the hash of a key
-above the number of its entry plus one. It is filled once; nothing is removed or rehashed.
+The table has open addressing with linear probing. A word is 0 for no entry; otherwise its upper bits are
+the hash of a key, and its lower bits the number of the entry plus one. The table is filled once; nothing
+is removed or rehashed.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ Computer Programming 3, 6.4). A CRC is linear: the names of numbered files would
 
 
 class SharedDict(Unchanging, Mapping[K, V]):
-    """A read-only dict whose keys and values lie once in shared memory.
+    """A read-only dict with one copy of its keys and values, in shared memory.
 
-    Iterates in the order of insertion. See `SharedList` for the types of values, and for how long a
+    It iterates in the order of insertion. `SharedList` documents the types of values, and how long a
     pickle can be read.
 
     Parameters
     ----------
     mapping_or_pairs
-        A mapping, or an iterable of pairs (taken a few at a time). A key that comes again takes the
-        later value, as in a dict. Keys are str, bytes, int, float, bool, None and tuples of these.
-        They are equal when Python says so: ``shared[1]``, ``shared[1.0]``, ``shared[True]`` and
+        A mapping, or an iterable of pairs, which is read a few at a time. If a key comes twice, the
+        later value counts, as in a dict. Keys are str, bytes, int, float, bool, None and tuples of
+        these. Keys compare as in Python: ``shared[1]``, ``shared[1.0]``, ``shared[True]`` and
         ``shared[numpy.int64(1)]`` are the same.
 
     Raises
@@ -56,8 +57,8 @@ class SharedDict(Unchanging, Mapping[K, V]):
 
     Notes
     -----
-    A key that is, or holds, a NaN is never found, since it is not equal to itself. (A dict finds the
-    very same object, which does not exist here.)
+    A key that is or contains a NaN is never found, since it is not equal to itself. (A dict finds the
+    identical object, but here each access makes a new one.)
 
     Examples
     --------
@@ -79,7 +80,7 @@ class SharedDict(Unchanging, Mapping[K, V]):
                 column.add(table)
                 self._attach(keys, values, SharedList._over(*column.share()))
             return
-        # Rare, so it may take twice the time: each key where it came first, with the last value.
+        # Repeated keys are rare, so this may take twice the time: first position, last value.
         last = {first: entry for entry, first in again.items()}
         entries = (entry for entry in range(len(keys)) if entry not in again)
         SharedDict.__init__(self, ((keys[n], values[last.get(n, n)]) for n in entries))
@@ -151,12 +152,12 @@ class _Items(ItemsView[K, V]):
 
 
 def stable_hash(key: Any) -> int:
-    """31 bits, the same in every process, and the same for equal keys.
+    """Hash of 31 bits that is the same in every process, and the same for equal keys.
 
-    Python randomises its hashes of texts and bytes. Those of numbers, and of tuples of numbers, are the
-    same everywhere, and for numpy's numbers too. CRC-32 takes 0.1 microseconds for a path of 60 bytes,
-    blake2b 0.5; keys with the same hash are told apart by comparing them. Raises `TypeError` if the key
-    can't be hashed.
+    Python randomises its hashes of texts and bytes. Its hashes of numbers, numpy's included, and of
+    tuples of numbers are the same everywhere. CRC-32 takes 0.1 microseconds for a path of 60 bytes,
+    blake2b 0.5. Keys with the same hash are distinguished by comparing them. Raises `TypeError` if the
+    key can't be hashed.
     """
     if isinstance(key, (str, bytes)):
         value = crc32(str.encode(key, "utf-8", "surrogatepass") if isinstance(key, str) else key)
@@ -168,7 +169,7 @@ def stable_hash(key: Any) -> int:
 
 
 def _fill(hashes: array[int], keys: SharedList[Any]) -> tuple[array[int], dict[int, int]]:
-    """The table; and for each entry whose key came before, the entry where it came first."""
+    """Return the table, and for each entry with a repeated key the first entry with that key."""
     mask = (1 << max(3, (len(hashes) * 3 // 2).bit_length())) - 1  # two thirds fill it
     table = array("q", bytes(8 * (mask + 1)))
     again: dict[int, int] = {}
@@ -193,7 +194,7 @@ def _pairs_of(source: Any) -> Iterator[Any]:
 
 
 def _write(pairs: Iterator[Any]) -> tuple[SharedList[Any], SharedList[Any], array[int]]:
-    """Write all keys and all values. Returns them, and the hash of each key."""
+    """Write all keys and all values. Return both, and the hash of each key."""
     hashes = array("I")
     with closing(Column("SharedDict")) as keys, closing(Column("SharedDict")) as values:
         for chunk in chunks(pairs, lambda: keys.size + values.size):
@@ -205,7 +206,7 @@ def _write(pairs: Iterator[Any]) -> tuple[SharedList[Any], SharedList[Any], arra
 
 
 def _pair(pair: Any) -> tuple[Any, Any]:
-    """`pair` as a key and a value. Raises `TypeError` if it is none, or the key can't be one."""
+    """Return `pair` as a key and a value. Raises `TypeError` if it is no pair or its key is invalid."""
     try:
         key, value = pair
     except (TypeError, ValueError):

@@ -1,6 +1,6 @@
-"""Samplers that torch lacks: for huge datasets, resumable, by block, with many weights, and by length.
+"""Samplers for huge datasets, shuffling by block, many weights, batches by length, and resuming.
 
-Names are imported when they are first used; `Permutation` needs no torch.
+Names are imported when they are first used; `Permutation` does not import torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Checks of the arguments of samplers: seeds, numbers of samples, lengths and weights.
 
-Errors come at once and name the argument. Nothing is rounded, clipped or guessed. torch is not
-imported: a tensor is recognised by its methods.
+Errors are raised at once and name the argument. Nothing is rounded, clipped or guessed. The module does
+not import torch: it recognises a tensor by its methods.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from hybridloader._support.arguments import whole
 from hybridloader._support.attributes import has
 
 LARGEST = 2**63 - 1
-"""The largest length or epoch: that of int64."""
+"""Largest length or epoch: the maximum of int64."""
 
 MOST_SAMPLES = 2**62
-"""The largest number of samples. It leaves room in int64 for an index and a number of ranks."""
+"""Largest number of samples. It leaves room in int64 for an index and a number of ranks."""
 
 
 def seed_of(value: Any) -> int:
-    """A seed of 64 bits, such as ``torch.initial_seed()`` gives."""
+    """Return `value` as a seed of 64 bits, such as that of ``torch.initial_seed()``."""
     return whole("seed", value, 0, 2**64 - 1)
 
 
 def count_of(name: str, source: int | Sized) -> int:
-    """The number of samples: `source` itself, or its length."""
+    """Return the number of samples: `source` itself, or its length."""
     if isinstance(source, Sized):
         return whole(f"len({name})", len(source), 0, MOST_SAMPLES)
     if has(source, "__index__"):
@@ -41,7 +41,7 @@ def count_of(name: str, source: int | Sized) -> int:
 
 
 def _array(name: str, values: Any) -> npt.NDArray[Any]:
-    """A one-dimensional array of the numbers in a sequence, an array or a tensor."""
+    """Return the numbers of a sequence, an array or a tensor as an array of one dimension."""
     if has(values, "detach"):
         values = values.detach().cpu()
         values = (values.double() if values.is_floating_point() else values).numpy()
@@ -59,7 +59,7 @@ def _array(name: str, values: Any) -> npt.NDArray[Any]:
 
 
 def lengths_of(lengths: Any) -> npt.NDArray[np.int64]:
-    """Lengths of samples: whole numbers from 0 up."""
+    """Return lengths of samples as int64. Raises unless they are whole numbers from 0 up."""
     array = _array("lengths", lengths)
     if array.dtype.kind == "f":
         raise TypeError(
@@ -75,7 +75,7 @@ def lengths_of(lengths: Any) -> npt.NDArray[np.int64]:
 
 
 def weights_of(weights: Any) -> npt.NDArray[np.float64]:
-    """Weights to draw by: finite, from 0 up, not all 0."""
+    """Return weights as float64. Raises unless they are finite, not negative, and not all 0."""
     array = _array("weights", weights)
     if not array.size:
         raise ValueError("weights is empty: there is nothing to draw from")
@@ -93,6 +93,6 @@ def weights_of(weights: Any) -> npt.NDArray[np.float64]:
 
 
 def fingerprint(array: npt.NDArray[Any]) -> int:
-    """A checksum of the contents, the same on every platform."""
+    """Return a checksum of the contents, the same on every platform."""
     plain = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
     return zlib.crc32(plain.view(np.uint8).data)

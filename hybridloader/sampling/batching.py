@@ -1,7 +1,7 @@
-"""Base of the batch samplers: samples of one class, shuffled, cut into batches, and batches shuffled.
+"""Base of the batch samplers: shuffle the samples of a class, cut them into batches, shuffle these.
 
-The classes follow from the lengths and are made once. An epoch adds two orders, one of the samples
-and one of the batches. Both follow from seed and epoch, so a position is a number of batches.
+The classes depend on the lengths only and are computed once. An epoch adds two orders, one of the
+samples and one of the batches. Both depend on seed and epoch only, so a position is a number of batches.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class EpochPlan(NamedTuple):
 
 
 class PlannedBatchSampler(ResumableSampler[list[int]]):
-    """A sampler of batches, each of samples of one class or of neighbouring ones.
+    """Sampler of batches, each with samples of one class or of neighbouring classes.
 
     A subclass sets `_classes`, a number for each sample, and `_cuts`, or it overrides `_cut`. `shuffle`
     shuffles the samples within a class, and the batches. The lengths have been checked.
@@ -49,7 +49,7 @@ class PlannedBatchSampler(ResumableSampler[list[int]]):
         self.shuffle = flag("shuffle", shuffle)
         self._fingerprint = fingerprint(lengths)
         self._classes: npt.NDArray[np.unsignedinteger[Any]]
-        self._cuts: Cuts | None = None  # where they are the same in every epoch
+        self._cuts: Cuts | None = None  # if they are the same in every epoch
         self._plan: EpochPlan | None = None
 
     def _cut(self, samples: Ints) -> Cuts:
@@ -57,8 +57,8 @@ class PlannedBatchSampler(ResumableSampler[list[int]]):
         raise NotImplementedError
 
     def _classify(self, classes: npt.NDArray[np.integer[Any]]) -> Ints:
-        """Set the class of each sample. Returns the number of samples of each class."""
-        # In 16 bits if these do: numpy sorts those by radix, several times as fast as others.
+        """Set the class of each sample. Return the number of samples of each class."""
+        # In 16 bits if possible: numpy sorts these by radix, several times as fast as others.
         most = int(classes.max()) if classes.size else 0
         self._classes = classes.astype(np.uint16 if most < 2**16 else np.uint32)
         return np.bincount(self._classes).astype(np.int64)
@@ -82,7 +82,7 @@ class PlannedBatchSampler(ResumableSampler[list[int]]):
 
     def _planned(self, epoch: int) -> EpochPlan:
         if self._plan is None or self._plan.epoch != epoch:
-            self._plan = None  # frees the memory of the one before
+            self._plan = None  # frees the memory of the previous plan
             samples = self._arranged(epoch)
             cuts = self._cuts or self._cut(samples)
             batches = Permutation(len(cuts.starts), self.seed, epoch, purpose="batches")
@@ -90,7 +90,7 @@ class PlannedBatchSampler(ResumableSampler[list[int]]):
         return self._plan
 
     def _arranged(self, epoch: int) -> Ints:
-        """The samples class by class, each class in random order."""
+        """Return the samples class by class, each class in random order."""
         if not self.shuffle:
             return np.argsort(self._classes, kind="stable")
         samples = Permutation(self._n, self.seed, epoch, purpose="samples").read(0, self._n)

@@ -153,15 +153,15 @@ class BlockShuffleSampler(DistributedShuffleSampler):
 
     def __iter__(self) -> Iterator[int]:
         items = super().__iter__()
-        return items if self._read_ahead is None else self._told(items)
+        return items if self._read_ahead is None else self._reporting(items)
 
     def batches(
         self, batch_size: int, drop_last: bool, *, arrays: bool = False
     ) -> Iterator[Sequence[int]]:
         items = super().batches(batch_size, drop_last, arrays=arrays)
-        return items if self._read_ahead is None else self._told(items)
+        return items if self._read_ahead is None else self._reporting(items)
 
-    def _told(self, items: Iterator[Any]) -> Iterator[Any]:
+    def _reporting(self, items: Iterator[Any]) -> Iterator[Any]:
         """Yield items, and report each to the source."""
         for item in items:
             if self._given is not None:

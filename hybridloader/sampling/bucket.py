@@ -15,7 +15,7 @@ from hybridloader.sampling.batching import Cuts, Ints, PlannedBatchSampler
 def _cut_each(counts: Ints, size: int, *, drop_last: bool) -> Cuts:
     """Cut each class into batches of `size` samples, where `counts` are the sizes of the classes."""
     batches = counts // size if drop_last else -(-counts // size)
-    of = np.repeat(np.arange(len(counts)), batches)  # the class of each batch
+    of = np.repeat(np.arange(len(counts)), batches)  # class of each batch
     offsets = np.cumsum(counts) - counts
     number = np.arange(len(of)) - (np.cumsum(batches) - batches)[of]
     starts = offsets[of] + number * size
@@ -23,42 +23,42 @@ def _cut_each(counts: Ints, size: int, *, drop_last: bool) -> Cuts:
 
 
 class BucketBatchSampler(PlannedBatchSampler):
-    """Batches of samples of similar length: each from one bucket, in random order of all batches.
+    """Batches of samples of similar length, in random order. Each batch is from one bucket.
 
     Give either `buckets` or `width`.
 
     Parameters
     ----------
     lengths
-        The length of each sample: a list, an array or a tensor of whole numbers.
+        Length of each sample: a list, an array or a tensor of whole numbers.
     batch_size
         Samples in a batch. The last batch of each bucket may have fewer.
     buckets
-        The number of buckets, which then have about as many samples each; or the lengths at which new
-        ones begin: ``[50, 100]`` makes three, below 50, from 50 to 99, and from 100 on. Samples of the
-        same length are in the same bucket.
+        Number of buckets, which then have about as many samples each; or the lengths at which new
+        buckets begin: ``[50, 100]`` makes three, below 50, from 50 to 99, and from 100 on. Samples of
+        the same length are in the same bucket.
     width
-        Lengths in a bucket: ``10`` makes 0 to 9, 10 to 19, and so on.
+        Number of lengths in a bucket: ``10`` makes 0 to 9, 10 to 19, and so on.
     seed
-        From 0 to ``2**64 - 1``. Seed and epoch give the batches, on every platform.
+        From 0 to ``2**64 - 1``. Seed and epoch determine the batches, on every platform.
     drop_last
-        Leave out the batches that are not full. `left_out` says how many samples that are; which ones
-        differs by epoch.
+        Leave out the batches that are not full. `left_out` is the number of samples in these; each
+        epoch leaves out different ones.
     shuffle
         Shuffle the samples within a bucket, and the batches. If False, batches come bucket by bucket,
         and samples in the order of their indices.
     epoch
-        The first epoch. Each iteration has other batches; see `ResumableSampler`.
+        First epoch. Each iteration has different batches; see `ResumableSampler`.
 
     Attributes
     ----------
     left_out : int
-        Samples that are in no batch of an epoch.
+        Number of samples that are in no batch of an epoch.
 
     Notes
     -----
-    Each epoch has the same number of batches. The first item of an epoch sorts the samples, which takes
-    8 bytes and some 200 ns for each; the result is kept until the next epoch.
+    Each epoch has the same number of batches. The first batch of an epoch sorts the samples, which takes
+    8 bytes and about 200 ns per sample; the result is kept until the next epoch.
 
     Examples
     --------
@@ -106,7 +106,7 @@ class BucketBatchSampler(PlannedBatchSampler):
 
 
 def _buckets(buckets: Any) -> int | list[int]:
-    """A number of buckets, or the lengths at which new ones begin."""
+    """Return `buckets` as a number, or as the lengths at which new buckets begin."""
     if isinstance(buckets, (int, np.integer)):
         return whole("buckets", buckets, 1)
     if not isinstance(buckets, Iterable):
@@ -120,7 +120,7 @@ def _buckets(buckets: Any) -> int | list[int]:
 
 
 def _bounds(lengths: Ints, buckets: int | list[int] | None) -> Any:
-    """The lengths at which new buckets begin, the first bucket excepted."""
+    """Return the lengths at which new buckets begin, without the first bucket."""
     if not isinstance(buckets, int):
         return buckets or []
     number = min(buckets, len(lengths))

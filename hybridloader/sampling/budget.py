@@ -13,18 +13,18 @@ from hybridloader.sampling.batching import Cuts, Ints, PlannedBatchSampler
 OVERSIZE = ("raise", "skip", "alone")
 
 _BANDS = 4
-"""Bits below the highest bit of a length that its band tells apart: a band is at most 1/16 wide."""
+"""Bits below the highest bit of a length that determine its band: a band is at most 1/16 wide."""
 
 
 def _bands(lengths: Ints) -> Ints:
-    """The band of each length. It rises by one where the length rises by 1/32 to 1/16."""
+    """Return the band of each length. It rises by one where the length rises by 1/32 to 1/16."""
     exponent = np.maximum(np.frexp(lengths.astype(np.float64))[1] - 1 - _BANDS, 0).astype(np.int64)
     bands: Ints = (exponent << _BANDS) + (lengths >> exponent)
     return bands
 
 
 def _distinct(lengths: Ints) -> tuple[Ints, Any]:
-    """The distinct lengths, ascending, and for each sample the index of its own."""
+    """Return the distinct lengths, ascending, and for each sample the index of its length."""
     most = int(lengths.max()) if lengths.size else 0
     if most >= max(4 * len(lengths), 2**16):
         return np.unique(lengths, return_inverse=True)
@@ -37,10 +37,10 @@ def _distinct(lengths: Ints) -> tuple[Ints, Any]:
 def _cut_filling(counts: Ints, sizes: Ints) -> Cuts:
     """Cut the samples into batches; a batch may continue into the next classes.
 
-    Sizes of batches do not grow from class to class, so one within that of its last class is within all.
+    Batch sizes do not grow from class to class, so a batch that fits its last class fits them all.
     """
     starts: list[int] = []
-    at = opened = 0  # the start of the class; that of the batch which is not cut yet
+    at = opened = 0  # start of the class; start of the batch that is not cut yet
     for count, size in zip(counts.tolist(), sizes.tolist(), strict=True):
         if at - opened > size:
             starts.append(opened)
@@ -71,16 +71,16 @@ class TokenBudgetBatchSampler(PlannedBatchSampler):
     max_size
         The most samples in a batch. None: no limit.
     seed
-        From 0 to ``2**64 - 1``. Seed and epoch give the batches, on every platform.
+        From 0 to ``2**64 - 1``. Seed and epoch determine the batches, on every platform.
     oversize
-        Treatment of a sample that alone costs more than `budget`: ``"raise"`` a `ValueError` that names
-        it; ``"skip"`` it, in every epoch; or give it ``"alone"``, in a batch of its own. `oversized`
-        is their number. `Pipeline.batch_by` has the same words.
+        Treatment of a sample that alone costs more than `budget`. ``"raise"`` raises a `ValueError` that
+        names the sample; ``"skip"`` leaves it out, in every epoch; ``"alone"`` makes a batch of this
+        sample only. `oversized` is the number of such samples. `Pipeline.batch_by` has the same option.
     shuffle
         Shuffle the samples and the batches. If False, padded batches ascend in length, and packed ones
         are in the order of the indices.
     epoch
-        The first epoch. Each iteration has other batches; see `ResumableSampler`.
+        First epoch. Each iteration has different batches; see `ResumableSampler`.
 
     Attributes
     ----------
@@ -94,12 +94,12 @@ class TokenBudgetBatchSampler(PlannedBatchSampler):
 
     Notes
     -----
-    Samples of which as many fit into the budget, and whose lengths are within 1/16 of each other, are a
-    class. A padded batch is a random choice from a class; the last of a class is filled up from the
-    next. So each epoch has the same number of padded batches. Packed batches are filled in random
-    order, and ``len`` is that of the epoch `self.epoch`.
+    Samples form a class if equally many of them fit into the budget and their lengths are within 1/16 of
+    each other. A padded batch is a random choice from a class; the last batch of a class is filled up
+    from the next class. So each epoch has the same number of padded batches. Packed batches are filled
+    in random order, and ``len`` is that of the epoch `self.epoch`.
 
-    The first item of an epoch sorts the samples, which takes 8 bytes and some 200 ns for each; the
+    The first batch of an epoch sorts the samples, which takes 8 bytes and about 200 ns per sample; the
     result is kept until the next epoch.
 
     Examples
@@ -144,7 +144,7 @@ class TokenBudgetBatchSampler(PlannedBatchSampler):
         if self.padded:
             self._cuts = self._cut_padded(costs)
             return
-        self._classify(above.astype(np.int64) * (oversize == "skip"))  # those that are skipped last
+        self._classify(above.astype(np.int64) * (oversize == "skip"))  # skipped samples are last
         most = int(costs.max()) if costs.size else 0
         if most * len(costs) > LARGEST - self.budget:
             raise ValueError(f"lengths of up to {most} are too long to add up; use a coarser unit")
@@ -156,8 +156,8 @@ class TokenBudgetBatchSampler(PlannedBatchSampler):
         sizes = np.maximum(self.budget // distinct, 1)
         if self.max_size is not None:
             sizes = np.minimum(sizes, self.max_size)
-        # None of these ever turns back, so a class ends where one of them changes. Samples above the
-        # budget are classes of their own, the last ones, so that they can be left out.
+        # All of these are monotonic, so a class ends where one of them changes. Samples above the budget
+        # are separate classes, the last ones, so that they can be left out.
         marks = sizes, _bands(distinct), distinct > self.budget
         new = np.any([np.diff(mark) != 0 for mark in marks], axis=0)
         begins = np.append(True, new)[: len(distinct)]
@@ -172,7 +172,7 @@ class TokenBudgetBatchSampler(PlannedBatchSampler):
         sums = np.cumsum(costs, dtype=np.int64)
         ends = np.searchsorted(sums, sums - costs + self.budget, side="right")
         at = np.arange(len(sums))
-        np.maximum(ends, at + 1, out=ends)  # one above the budget is alone
+        np.maximum(ends, at + 1, out=ends)  # a sample above the budget is alone
         if self.max_size is not None:
             np.minimum(ends, at + self.max_size, out=ends)
         starts, at_start, jumps = [], 0, memoryview(ends)

@@ -1,8 +1,8 @@
 """`DistributedShuffleSampler`: the indices of an epoch, divided among ranks.
 
-The ranks take turns along one order, so after as many steps on each the epoch is at one position, and
-only that is saved. Ranks do not talk to each other: to save all of them after the same step, and to
-load the same state on all, is the caller's part.
+The ranks take turns along one order. So after equally many steps on each rank, the epoch has one
+position, and the state is only this position. Ranks do not communicate: the caller saves all of them
+after the same step, and loads the same state on all.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ Ints = npt.NDArray[np.int64]
 
 
 def _group(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
-    """The number of ranks, and this one; None takes torch.distributed's."""
+    """Return the number of ranks and this rank; None takes torch.distributed's."""
     if num_replicas is None or rank is None:
         import torch.distributed as dist
 
         if not (dist.is_available() and dist.is_initialized()):
             raise ValueError(
-                f"num_replicas is {num_replicas} and rank is {rank}, and torch.distributed is not "
-                "initialised, which could tell: call torch.distributed.init_process_group first, or "
-                "give both"
+                f"num_replicas is {num_replicas} and rank is {rank}, but torch.distributed is not "
+                "initialised, from which a None is taken: call torch.distributed.init_process_group "
+                "first, or pass both"
             )
         num_replicas = dist.get_world_size() if num_replicas is None else num_replicas
         rank = dist.get_rank() if rank is None else rank
@@ -45,8 +45,8 @@ def _group(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
 class DistributedShuffleSampler(ResumableSampler[int]):
     """This rank's part of all indices in random order, in constant memory.
 
-    Rank ``r`` of ``w`` takes the positions ``r``, ``r + w``, ``r + 2 w``, ... of the order that a
-    `ShuffleSampler` with the same seed has.
+    Rank ``r`` of ``w`` takes the positions ``r``, ``r + w``, ``r + 2 w``, ... of the order of a
+    `ShuffleSampler` with the same seed.
 
     Parameters
     ----------
@@ -60,22 +60,22 @@ class DistributedShuffleSampler(ResumableSampler[int]):
     uneven
         Treatment of the last indices if they are too few for all ranks. ``"pad"`` adds indices from
         the beginning, as torch's `DistributedSampler` does, so some come twice. ``"drop"`` leaves
-        them out. ``"exact"`` gives some ranks one index less: right for evaluation, wrong where
-        every rank must make as many steps.
+        them out. ``"exact"`` gives some ranks one index less: right for evaluation, wrong if all ranks
+        must make equally many steps.
     shuffle
-        Take the indices in random order (default), or in their own.
+        True (default) for random order, False for ascending order.
     epoch
-        The first epoch. Each iteration has another order, as with `ShuffleSampler`; call `set_epoch`
-        if some rank iterates more often than others.
+        First epoch. Each iteration has a different order, as with `ShuffleSampler`; call `set_epoch` if
+        some rank iterates more often than others.
 
     Notes
     -----
-    After as many steps on each rank, the state is the same on all of them. It may be loaded with
+    After equally many steps on each rank, the state is the same on all ranks. It may be loaded with
     another `num_replicas`, on all ranks, and continues after the last index that any rank had. With
-    batches, save after the same batch everywhere: states saved after different steps lose or repeat
-    indices, and no rank can tell. Of such states, `merge_states` makes one.
+    batches, save after the same batch on all ranks: states saved after different steps lose or repeat
+    indices, and no rank can detect that. `merge_states` makes one state from such states.
 
-    ``len`` is that of a whole epoch, also after a state was loaded.
+    ``len`` is the length of a whole epoch, also after a state was loaded.
 
     Examples
     --------
@@ -118,11 +118,11 @@ class DistributedShuffleSampler(ResumableSampler[int]):
         return self._steps(SamplerPlace(0))
 
     def _shared(self, place: SamplerPlace) -> int:
-        """The number of indices that all ranks get from `place` on."""
+        """Return the number of indices that all ranks together get from `place` on."""
         return (self._n if place.left is None else place.left.size) - place.position
 
     def _steps(self, place: SamplerPlace) -> int:
-        """The number of indices that this rank gets from `place` on."""
+        """Return the number of indices that this rank gets from `place` on."""
         return self._steps_of(place, self.num_replicas, self.rank)
 
     def _steps_of(self, place: SamplerPlace, ranks: int, rank: int) -> int:
@@ -154,11 +154,11 @@ class DistributedShuffleSampler(ResumableSampler[int]):
         return self._indices(place.epoch, positions)
 
     def _indices(self, epoch: int, positions: Ints) -> Ints:
-        """The indices at `positions` of the order of `epoch`, that of all ranks."""
+        """Return the indices at `positions` of the order of `epoch`, which all ranks share."""
         return order_of(self._n, self.seed, epoch).take(positions) if self.shuffle else positions
 
     def steps_after(self, state: Mapping[str, Any], ranks: int, rank: int) -> int:
-        """The number of indices that `rank` of `ranks` gets from `state` on, its own, in this epoch."""
+        """Return the number of indices that `rank` of `ranks` gets in the epoch of its `state`."""
         return self._steps_of(self._place_in(state), ranks, rank)
 
     def merge_states(
@@ -166,26 +166,27 @@ class DistributedShuffleSampler(ResumableSampler[int]):
         states: Sequence[Mapping[str, Any] | None],
         wanted: Sequence[tuple[Sequence[int], int]] = (),
     ) -> dict[str, Any] | None:
-        """One state from which any number of ranks get what those that had `states` have left.
+        """Merge the states of all ranks into one, from which any number of ranks get the rest.
 
         Parameters
         ----------
         states
-            State of each rank, by its number, in the same epoch; they may have made different numbers of
-            steps. None for a rank that has had all of its indices.
+            States of one epoch, by rank. The ranks may have made different numbers of steps. None stands
+            for a rank that has had all of its indices.
         wanted
-            For each rank, which of the indices after its state are left: some numbers, counted from the
-            state on, and a number from which on all are. Default: all. The former come first.
+            Indices after each rank's state that are left: some numbers, counted from the state, and a
+            number from which on all indices are left. Default: all. The single numbers come first.
 
         Returns
         -------
         dict or None
-            None if nothing is left. The order is another one, unless all have made as many steps.
+            None if no index is left. The order of the rest is a new one, unless all ranks have made
+            equally many steps.
 
         Raises
         ------
         StateError
-            The states are of different epochs or runs, or what is left takes more than 7 kB.
+            The states are of different epochs or runs, or the merged state takes more than 7 kB.
         """
         kept = [state for state in states if state is not None]
         if not kept:
@@ -195,7 +196,7 @@ class DistributedShuffleSampler(ResumableSampler[int]):
                 if other.get(name) != kept[0].get(name):
                     raise StateError(
                         f"{name} is {kept[0].get(name)!r:.80} in the state of one rank and "
-                        f"{other.get(name)!r:.80} in that of another; give states of one run"
+                        f"{other.get(name)!r:.80} in that of another; pass states of one run"
                     )
         ranks = len(states)
         place = self._place_in(kept[0])
@@ -204,7 +205,7 @@ class DistributedShuffleSampler(ResumableSampler[int]):
         for rank, state in enumerate(states):
             early, rest = wanted[rank] if wanted else ((), 0)
             if state is None:
-                # The end: as many turns after that of another rank as are needed.
+                # The end: far enough after another rank's turn.
                 turns.append(place.position + ranks * -(-(size - place.position) // ranks))
                 continue
             at = state["position"]
@@ -215,10 +216,10 @@ class DistributedShuffleSampler(ResumableSampler[int]):
         if not first and len(set(turns)) == 1:
             return {**kept[0], "position": turns[0]} if turns[0] < size else None
         merged = Leftover(size, turns, first, place.left)
-        told = merged.told()
-        if sum(len(text) for level in told for text in level[1:]) > LONGEST:
+        left = merged.saved()
+        if sum(len(text) for level in left for text in level[1:]) > LONGEST:
             raise StateError(
                 f"left: the indices that {ranks} ranks have left take more than {LONGEST:,} characters; "
-                "save where less waits in buffers, or at the end of an epoch"
+                "save when fewer batches wait in buffers, or at the end of an epoch"
             )
-        return {**kept[0], "position": 0, "left": told} if merged.size else None
+        return {**kept[0], "position": 0, "left": left} if merged.size else None

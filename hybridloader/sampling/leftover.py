@@ -1,7 +1,7 @@
-"""Indices that several ranks have left of an order that they shared, as an order for other ranks.
+"""Indices that several ranks have left of a shared order, as an order for other ranks.
 
-Each rank has come to its own position, so the rest is ragged at its beginning. Nothing is kept for an
-index of the rest: it is computed from the position of each rank. The rest may have a rest in turn.
+Each rank has a different position, so the rest is ragged at its beginning. An index of the rest is
+computed from the positions of the ranks; nothing is stored per index. A rest may have a rest in turn.
 """
 
 from __future__ import annotations
@@ -20,27 +20,28 @@ from hybridloader._support.errors import StateError, described, no_answer
 Ints = npt.NDArray[np.int64]
 
 LONGEST = 7_000
-"""Characters of the texts of one state: a state is to stay below 10 KB."""
+"""Most characters of the texts in one state, which must stay below 10 KB."""
 
-Told = list[list[Any]]
+Saved = list[list[Any]]
 """A `Leftover` in a state: for each time that ranks were merged the number of ranks, the position of
 each, and positions that come first, both as texts."""
 
 
 class Leftover:
-    """An order of the positions that `ranks` have left of an order of `size` positions.
+    """Order of the positions that `ranks` have left of an order of `size` positions.
 
     Parameters
     ----------
     size
-        Number of positions of the order that they shared, which is that of `before`, if given.
+        Number of positions of the shared order; that of `before`, if given.
     turns
-        Position at which the next turn of each rank begins: rank ``r`` has ``turns[r] + r`` and every
-        `ranks`-th one from there left. They are alike modulo the number of ranks.
+        Position at which the next turn of each rank begins. Rank ``r`` has left the position
+        ``turns[r] + r`` and every `ranks`-th one from there. All turns are equal modulo the number of
+        ranks.
     first
-        Positions that are left besides, and come first.
+        Further positions that are left. They come first.
     before
-        The order that was shared, if it was itself left by ranks.
+        The shared order, if it was itself the rest of an order.
     """
 
     def __init__(
@@ -52,14 +53,14 @@ class Leftover:
         self._base = int(self._turns.min())
         self._tail: Ints | None
         begins = (self._turns - self._base) // ranks  # in turns from the base on
-        self._order = np.argsort(begins, kind="stable")  # ranks, by when they join in
+        self._order = np.argsort(begins, kind="stable")  # ranks, by their first turn
         full, rest = divmod(max(0, size - self._base), ranks)  # turns of all ranks, and one of some
         joins = np.minimum(begins[self._order], full)
         # From turn `_joins[k]` on, k + 1 ranks take turns, until all do.
         self._joins = joins
         lengths = np.diff(joins) * np.arange(1, ranks)
         self._ends = np.cumsum(np.concatenate([[len(self._first)], lengths]))
-        # From where all take turns on, positions follow each other. It may lie behind the end.
+        # Where all ranks take turns, positions are consecutive. That may begin after the end.
         self._tail_at, self._tail = self._base + int(begins.max()) * ranks, None
         tail = max(0, size - self._tail_at)
         if begins.max() > full:
@@ -85,28 +86,28 @@ class Leftover:
             found[ragged] = self._base + turn * self._ranks + self._order[rank]
         return found if self._before is None else self._before.take(found)
 
-    def told(self) -> Told:
+    def saved(self) -> Saved:
         """Return it as JSON values. Raises `StateError` if they are too long for a state."""
         own = [self._ranks, _packed(self._turns), _packed(self._first)]
-        return [*([] if self._before is None else self._before.told()), own]
+        return [*([] if self._before is None else self._before.saved()), own]
 
 
-def leftover_of(size: int, told: Any) -> Leftover | None:
+def leftover_of(size: int, saved: Any) -> Leftover | None:
     """Return the parts of the state of a sampler of `size` indices. Raises `StateError`."""
-    if not told:
+    if not saved:
         return None
     try:
-        return _read(size, tuple((int(ranks), str(t), str(f)) for ranks, t, f in told))
+        return _read(size, tuple((int(ranks), str(t), str(f)) for ranks, t, f in saved))
     except (TypeError, ValueError, zlib.error) as error:
         raise no_answer(
-            StateError(f"left: the indices that ranks had left are damaged: {described(error)}")
+            StateError(f"left: the positions that ranks had left are damaged: {described(error)}")
         ) from error
 
 
 @functools.lru_cache(maxsize=8)
-def _read(size: int, told: tuple[tuple[int, str, str], ...]) -> Leftover:
+def _read(size: int, saved: tuple[tuple[int, str, str], ...]) -> Leftover:
     found: Leftover | None = None
-    for ranks, turns, first in told:
+    for ranks, turns, first in saved:
         begins, early = _unpacked(turns), _unpacked(first)
         if (
             len(begins) != ranks
@@ -116,7 +117,7 @@ def _read(size: int, told: tuple[tuple[int, str, str], ...]) -> Leftover:
         ):
             raise ValueError(f"{len(begins)} positions of {ranks} ranks")
         if len(early) and not 0 <= early.min() <= early.max() < size:
-            raise ValueError("a position that is beyond the last one")
+            raise ValueError("a position beyond the last one")
         found = Leftover(size, begins, early, found)  # type: ignore[arg-type]
         size = found.size
     assert found is not None

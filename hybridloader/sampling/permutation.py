@@ -1,7 +1,7 @@
 """`Permutation`: a random order of any size that is computed, not stored: a keyed bijection of range(n).
 
-Each position is mapped on its own, so nothing is built or kept, and any position is found at once. Only
-integers of 64 bits are added, multiplied, shifted and compared, so the order is the same on every
+Each position is mapped independently, so nothing is stored, and any position is found at once. The
+mapping only adds, multiplies, shifts and compares integers of 64 bits, so the order is the same on every
 platform and with every numpy. It is for shuffling, not for secrets.
 """
 
@@ -20,8 +20,8 @@ from hybridloader.sampling.arguments import LARGEST, MOST_SAMPLES, seed_of
 Words = npt.NDArray[np.uint64]
 
 BLOCK = 32_768
-"""Positions that are mapped at a time. 4096 take 73 ns each, for the calls of numpy; these take 27, and
-65,536 take 23 and twice the memory."""
+"""Positions to map at a time. With 4096 at a time a position takes 73 ns, mostly numpy's calls; with
+this many 27; with 65,536 it takes 23 ns and twice the memory."""
 
 ROUNDS = 8
 """Rounds of the Feistel network; SHA-512 gives as many keys.
@@ -39,7 +39,7 @@ _HALF = np.uint64(32)
 
 
 def key_words(purpose: str, seed: int, epoch: int) -> Words:
-    """Eight words of 64 bits that depend on every bit of the arguments."""
+    """Return eight words of 64 bits that depend on every bit of the arguments."""
     digest = hashlib.sha512(f"hybridloader/{purpose}/{seed}/{epoch}".encode()).digest()
     return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
 
@@ -130,7 +130,7 @@ class Permutation:
         return self._n
 
     def take(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """The values at `positions`, which must be from 0 to below `n`."""
+        """Return the values at `positions`, which must be from 0 to below `n`."""
         values = np.empty(len(positions), np.int64)
         for start in range(0, len(positions), BLOCK):
             block = positions[start : start + BLOCK].astype(np.uint64)
@@ -140,7 +140,7 @@ class Permutation:
         return values
 
     def read(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """The values from position `start` to before `stop`, as an array."""
+        """Return the values from position `start` to before `stop`, as an array."""
         if not 0 <= start <= stop <= self._n:
             raise IndexError(f"no positions from {start} to {stop} in an order of {self._n}")
         return self.take(np.arange(start, stop, dtype=np.int64))
@@ -158,4 +158,4 @@ class Permutation:
 
 
 order_of = functools.lru_cache(maxsize=16)(Permutation)
-"""A `Permutation` from a cache of the last ones; it never changes."""
+"""Return a `Permutation` from a cache of recent ones; it never changes."""

@@ -1,9 +1,9 @@
 """Base of the samplers: epochs, and a position in an epoch that can be saved and loaded.
 
 A sampler keeps the position of the iterator that yielded last. An iterator reads its start from the
-sampler when its first item is asked for, not before, because loaders call ``iter`` and throw the
-iterator away. The position counts what the sampler gave out: a loader with workers asks ahead, so the
-state to save beside a batch is the one that the sampler had at that batch.
+sampler at its first item, not earlier, because loaders call ``iter`` and discard the iterator. The
+position counts the items that the sampler has yielded. A loader with workers asks ahead, so it saves the
+sampler's state at the batch that your loop received.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from hybridloader.sampling.permutation import BLOCK
 T_co = TypeVar("T_co", covariant=True)
 
 Items = Any
-"""Several items: a list, or an array if they are numbers."""
+"""Several items: an array of numbers, or a list."""
 
 VERSION = 1
-"""Version of the state. It changes with the meaning of a field, and with the order of a seed."""
+"""Version of the state. It changes if the meaning of a field or the order for a seed changes."""
 
 
 class SamplerPlace:
-    """The place of an iteration: its epoch, and the position of its next item.
+    """Place of an iteration: its epoch, and the position of its next item.
 
-    The position is one in the order of the epoch, or in that of what was `left` of it by other ranks.
+    The position counts in the order of the epoch, or in the order of the rest that other ranks `left`.
     """
 
     __slots__ = ("epoch", "left", "position")
@@ -41,9 +41,9 @@ class SamplerPlace:
 
 
 class ResumableSampler(Sampler[T_co]):
-    """A sampler whose order depends on a seed and an epoch alone, and that can start anywhere in it.
+    """Sampler whose order depends only on a seed and an epoch, and that can start at any position.
 
-    A base class: `ShuffleSampler` and the others define the order.
+    This is a base class: `ShuffleSampler` and the other subclasses define the order.
 
     Parameters
     ----------
@@ -52,25 +52,25 @@ class ResumableSampler(Sampler[T_co]):
     seed
         From 0 to ``2**64 - 1``.
     epoch
-        The first epoch.
+        First epoch.
 
     Notes
     -----
-    Each iteration is an epoch: the one that `set_epoch` named, or else the one after the last that
-    began, even if that was broken off. An iteration begins when its first item is asked for; ``iter``
-    alone does nothing.
+    Each iteration is an epoch: the one set by `set_epoch`, or else the one after the last epoch that
+    began, even if that one was not finished. An iteration begins at its first item; ``iter`` alone does
+    nothing.
 
-    A sampler must not be read from several threads at the same time.
+    Only one thread at a time may read a sampler.
     """
 
     _STATED: ClassVar[tuple[str, ...]] = ("seed",)
-    """Attributes in which a state must agree with the sampler that loads it; values as in JSON."""
+    """Attributes that must be equal in a state and in the sampler that loads it; values as in JSON."""
 
     _OPTIONAL: ClassVar[str] = ""
-    """Further fields of a state, each with a ``?``."""
+    """Further fields of a state, each followed by a ``?``."""
 
     _BLOCK: ClassVar[int] = BLOCK
-    """Positions that are computed at a time."""
+    """Number of positions to compute at a time."""
 
     _step = 1
     """Positions from an item to the next one."""
@@ -85,28 +85,28 @@ class ResumableSampler(Sampler[T_co]):
         self._place: SamplerPlace | None = None  # of the iteration that yielded last, until it ends
 
     def _read(self, epoch: int, start: int, stop: int) -> Items:
-        """The items from position `start` to before `stop`."""
+        """Return the items from position `start` to before `stop`."""
         raise NotImplementedError
 
     def _positions(self, epoch: int) -> int:
-        """The number of positions of `epoch`."""
+        """Return the number of positions of `epoch`."""
         return self._n
 
     def _goes_on(self, place: SamplerPlace) -> bool:
-        """True if there is an item at `place`."""
+        """Return True if there is an item at `place`."""
         return place.position < self._positions(place.epoch)
 
     def _place_in(self, state: Mapping[str, Any]) -> SamplerPlace:
-        """The place of a state, which has been checked but for its position."""
+        """Return the place of a state; the state has been checked, except for its position."""
         return SamplerPlace(state["epoch"], state["position"])
 
     def _items(self, place: SamplerPlace, most: int) -> Items:
-        """The `most` items that follow `place`, or as many as there are."""
+        """Return the `most` items that follow `place`, or fewer at the end."""
         stop = min(place.position + most, self._positions(place.epoch))
         return self._read(place.epoch, place.position, stop)
 
     def _agreement(self) -> dict[str, Any]:
-        """Fields in which a state must agree with this sampler."""
+        """Return the fields that must be equal in a state and in this sampler."""
         return {"n": self._n, **{name: getattr(self, name) for name in self._STATED}}
 
     def __iter__(self) -> Iterator[T_co]:
@@ -120,16 +120,16 @@ class ResumableSampler(Sampler[T_co]):
     def batches(
         self, batch_size: int, drop_last: bool, *, arrays: bool = False
     ) -> Iterator[Sequence[T_co]]:
-        """The batches that torch's `BatchSampler` makes of this sampler, which cost less this way.
+        """Return the batches of torch's `BatchSampler` over this sampler, at a lower cost.
 
         Parameters
         ----------
         batch_size
-            Items of a batch.
+            Items in a batch.
         drop_last
             Leave out the last batch if it has fewer.
         arrays
-            Give batches of numbers as arrays of int64: no number is then an object of Python's.
+            Return batches of numbers as arrays of int64, without a Python object for each number.
         """
         for place, items in self._blocks(max(1, self._BLOCK // batch_size) * batch_size):
             items = items if arrays else _listed(items)
@@ -141,7 +141,7 @@ class ResumableSampler(Sampler[T_co]):
                 yield batch
 
     def _blocks(self, most: int) -> Iterator[tuple[SamplerPlace, Items]]:
-        """Begin an epoch, and give up to `most` items at a time; their reader moves the place on."""
+        """Begin an epoch; yield up to `most` items at a time. The caller advances the place."""
         place = self._upcoming()  # with the first item
         self._next, self._begun, self._place = None, place.epoch, place
         items = self._items(place, most)
@@ -157,14 +157,14 @@ class ResumableSampler(Sampler[T_co]):
 
     @property
     def epoch(self) -> int:
-        """The current epoch, or, between two of them, the next."""
+        """Current epoch; between two epochs, the next one."""
         return (self._place or self._upcoming()).epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Make `epoch` the next iteration's.
+        """Set the epoch of the next iteration.
 
-        A position that was loaded and not used yet is kept if it is in `epoch`. Running iterations are
-        not affected.
+        A loaded position that no iteration has used yet is kept if it is in `epoch`. Running iterations
+        are not affected.
         """
         epoch = whole("epoch", epoch, 0)
         if self._next is None or self._next.epoch != epoch:
@@ -172,24 +172,24 @@ class ResumableSampler(Sampler[T_co]):
         self._place = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of the iterator that yielded last, as a dict that JSON can hold.
+        """Return the position of the iterator that yielded last, as a dict of JSON types.
 
         Returns
         -------
         dict
-            ``epoch`` and ``position`` say what comes next; the end of an epoch is the start of the
-            next. The other fields are a version, the kind of sampler, and everything in which the
-            sampler that loads the state must agree.
+            ``epoch`` and ``position`` of the next item; the end of an epoch is the start of the next.
+            The other fields are a version, the kind of sampler, and the arguments that must be equal in
+            the sampler that loads the state.
         """
         return self._state_at(self._place or self._upcoming())
 
     def state_after(self, state: Mapping[str, Any], items: int) -> dict[str, Any] | None:
-        """State of an iterator `items` items behind the one that has `state`, without drawing these.
+        """Return the state `items` items after `state`, without drawing these items.
 
         Returns
         -------
         dict or None
-            None behind the last item of the epoch.
+            None after the last item of the epoch.
         """
         place = self._place_in(state)
         place.position += items * self._step
@@ -198,22 +198,21 @@ class ResumableSampler(Sampler[T_co]):
         return {**state, "position": place.position}
 
     def upcoming_state_dict(self) -> dict[str, Any]:
-        """The start of the next iteration. It differs from `state_dict` within an iteration."""
+        """Return the start of the next iteration. Within an iteration it differs from `state_dict`."""
         return self._state_at(self._upcoming())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Start the next iteration where `state_dict` says. Running iterations are not affected.
+        """Start the next iteration at the position in `state_dict`. Running iterations don't change.
 
         Parameters
         ----------
         state_dict
-            A state of this sampler or of one that was made with the same arguments, also in another
-            process.
+            State of a sampler with the same arguments, maybe from another process.
 
         Raises
         ------
         StateError
-            A `ValueError`: this is no such state. The sampler is unchanged.
+            A `ValueError`: `state_dict` is not such a state. The sampler is unchanged.
         """
         kind = type(self).__name__
         fields = (up_to(LARGEST - 1), "epoch"), (ANY, f"position {self._OPTIONAL}")
@@ -230,9 +229,9 @@ class ResumableSampler(Sampler[T_co]):
 
     def _state_at(self, place: SamplerPlace) -> dict[str, Any]:
         place = self._settled(place)
-        told = {"version": VERSION, "sampler": type(self).__name__, **self._agreement()}
-        told.update(epoch=place.epoch, position=place.position)
-        return told if place.left is None else {**told, "left": place.left.told()}
+        state = {"version": VERSION, "sampler": type(self).__name__, **self._agreement()}
+        state.update(epoch=place.epoch, position=place.position)
+        return state if place.left is None else {**state, "left": place.left.saved()}
 
     def _settled(self, place: SamplerPlace) -> SamplerPlace:
         """Return `place`, or the start of the next epoch if it is the end of one."""

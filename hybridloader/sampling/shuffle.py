@@ -13,19 +13,19 @@ from hybridloader.sampling.resumable import ResumableSampler
 
 
 class ShuffleSampler(ResumableSampler[int]):
-    """All indices in random order. No list of them is stored, and any position is found at once.
+    """All indices in random order, without a list of them. Any position is found at once.
 
-    torch's `RandomSampler` makes a list of all indices first, of 40 bytes each, and to resume draws
-    the whole list again.
+    torch's `RandomSampler` first makes a list of all indices, 40 bytes each, and draws the whole list
+    again to resume.
 
     Parameters
     ----------
     data_source
         The dataset, or anything else with a length, which is read once; or the number of samples.
     seed
-        From 0 to ``2**64 - 1``. Seed and epoch give the order, on every platform.
+        From 0 to ``2**64 - 1``. Seed and epoch determine the order, on every platform.
     epoch
-        The first epoch. Each iteration has another order; see `ResumableSampler`.
+        First epoch. Each iteration has a different order; see `ResumableSampler`.
 
     Examples
     --------
@@ -45,11 +45,11 @@ class ShuffleSampler(ResumableSampler[int]):
         super().__init__(count_of("data_source", data_source), seed, epoch)
 
     def order(self, epoch: int | None = None) -> Permutation:
-        """The order of `epoch` (None: that of `self.epoch`): ``order[k]`` is its k-th index."""
+        """Return the order of `epoch`, by default `self.epoch`: ``order[k]`` is its k-th index."""
         return order_of(self._n, self.seed, self.epoch if epoch is None else epoch)
 
     def at(self, k: int) -> int:
-        """The k-th index of the epoch `self.epoch`."""
+        """Return the k-th index of the epoch `self.epoch`."""
         return self.order()[k]
 
     def _read(self, epoch: int, start: int, stop: int) -> npt.NDArray[np.int64]:

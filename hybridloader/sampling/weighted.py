@@ -1,8 +1,8 @@
 """`WeightedSampler`: draws by weight from any number of indices; `torch.multinomial` ends at 2^24.
 
-Draw k of an epoch depends on seed, epoch and k alone, by a generator that counts (Philox), so it is
-found without those before. Weights are summed in float64, in short runs and then over the runs, so that
-small ones are not lost beside a large sum.
+Draw k of an epoch depends only on seed, epoch and k, by a counter-based generator (Philox). So it is
+computed without the draws before it. Weights are summed in float64, in short runs and then over the
+runs, so that small weights are not lost in a large sum.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from hybridloader.sampling.resumable import ResumableSampler
 Floats = npt.NDArray[np.float64]
 
 RUN = 256
-"""Weights in a run: 2 KB of sums. The sums over the runs take 1.6 MB for 5e7 weights, which fit into a
-cache; a draw takes 0.4 us, against 1.9 us of `numpy.searchsorted` in all sums."""
+"""Weights in a run: 2 KB of sums. The sums over the runs take 1.6 MB for 5e7 weights, which fits into a
+cache. A draw takes 0.4 us; `numpy.searchsorted` in all sums takes 1.9 us."""
 
 _BUILT_AT_ONCE = 4096 * RUN
 
 
 def _exponent(weights: Floats) -> int:
-    """The power of 2 that scales the largest weight to about 1: no bit is lost, no sum overflows."""
+    """Return the power of 2 that scales the largest weight to about 1: exact, without overflows."""
     return -int(np.frexp(weights.max())[1])
 
 
 def uniform_draws(seed: int, epoch: int, start: int, stop: int) -> npt.NDArray[np.uint64]:
-    """Random numbers of `epoch` from number `start` to before `stop`: whole, and below ``2**53``.
+    """Return random numbers `start` to before `stop` of `epoch`: whole, and below ``2**53``.
 
-    Made of the raw words of Philox, which numpy promises to keep (NEP 19), unlike the methods of its
-    `Generator`.
+    They are made of the raw words of Philox, which numpy guarantees to keep (NEP 19), unlike the methods
+    of its `Generator`.
     """
     first = start // 4  # one value of the counter makes four words
     counter = np.array([first, 0, 0, 0], np.uint64)
@@ -46,10 +46,10 @@ def uniform_draws(seed: int, epoch: int, start: int, stop: int) -> npt.NDArray[n
 
 
 class Sums:
-    """Running sums of the weights, in which a number below the total finds a category.
+    """Cumulative sums of the weights, in which `find` looks up categories.
 
-    They have two levels: the runs of `RUN` weights, and the sums within each. No weight is negative, and
-    not all are 0.
+    They have two levels: the sums over runs of `RUN` weights, and the sums within each run. No weight is
+    negative, and not all are 0.
     """
 
     def __init__(self, weights: Floats) -> None:
@@ -68,7 +68,7 @@ class Sums:
         self._over = np.concatenate(([0.0], np.cumsum(table[:, -1])))
 
     def find(self, draws: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-        """The category of each of `draws`, which are whole numbers below ``2**53``."""
+        """Return the category of each of `draws`, which are whole numbers below ``2**53``."""
         # Below the total, even when rounded: (1 - 2**-53) of it is nearer to the next number below.
         sought = draws * (self._over[-1] * 2.0**-53)
         run = np.searchsorted(self._over, sought, side="right") - 1
@@ -84,31 +84,31 @@ class Sums:
 
 
 class WeightedSampler(ResumableSampler[int]):
-    """Indices drawn in proportion to their weights, from any number of them.
+    """Indices drawn in proportion to their weights, for any number of weights.
 
-    torch's `WeightedRandomSampler` draws all of an epoch at once, from at most 2^24 weights.
+    torch's `WeightedRandomSampler` draws a whole epoch at once, from at most 2^24 weights.
 
     Parameters
     ----------
     weights
-        The weight of each index: a sequence, an array or a tensor. The sum need not be 1; an index of
+        Weight of each index: a sequence, an array or a tensor. The sum need not be 1; an index of
         weight 0 is never drawn.
     num_samples
-        Draws in an epoch.
+        Number of draws in an epoch.
     replacement
         Allow an index to be drawn again (default). If False, all draws of an epoch are made at once, by
-        exponential keys (Efraimidis and Spirakis, Information Processing Letters 97, 2006), in the
-        memory of four arrays as long as `weights`. They come in the order of drawing one after the
-        other. `num_samples` is then at most the number of weights above 0.
+        exponential keys (Efraimidis and Spirakis, Information Processing Letters 97, 2006). This takes
+        the memory of four arrays as long as `weights`. The draws have the order of sequential drawing.
+        `num_samples` is then at most the number of weights above 0.
     seed
-        From 0 to ``2**64 - 1``. Seed and epoch give the draws.
+        From 0 to ``2**64 - 1``. Seed and epoch determine the draws.
     epoch
-        The first epoch. Each iteration has other draws; see `ResumableSampler`.
+        First epoch. Each iteration has different draws; see `ResumableSampler`.
 
     Notes
     -----
-    A weight takes 8 bytes, 16 without replacement. Weights below 1e-16 of their sum may be taken for
-    0. With replacement the draws are the same on every platform. Without, the keys are logarithms,
+    A weight takes 8 bytes, without replacement 16. Weights below 1e-16 of their sum may count as 0. With
+    replacement the draws are the same on every platform. Without replacement the keys are logarithms,
     whose last bit may differ between platforms.
 
     Examples
@@ -150,7 +150,7 @@ class WeightedSampler(ResumableSampler[int]):
         self._rates = np.maximum(np.ldexp(given[self._above], _exponent(given)), 1e-300)
 
     def at(self, k: int) -> int:
-        """The k-th draw of the epoch `self.epoch`."""
+        """Return the k-th draw of the epoch `self.epoch`."""
         k = whole("k", k, 0, self.num_samples - 1)
         return int(self._read(self.epoch, k, k + 1)[0])
 
@@ -171,10 +171,10 @@ class WeightedSampler(ResumableSampler[int]):
         return self._chosen[1][start:stop]
 
     def _choose(self, epoch: int) -> npt.NDArray[np.int64]:
-        """An epoch of draws without replacement.
+        """Return the draws of an epoch without replacement.
 
-        Each index has an exponential time whose rate is its weight. The first ones, in their order, are
-        draws without replacement.
+        Each index gets an exponential random time with its weight as the rate. The indices with the
+        earliest times, in order, are draws without replacement.
         """
         n = len(self._rates)
         times = (uniform_draws(self.seed, epoch, 0, n) + np.uint64(1)) * 2.0**-53

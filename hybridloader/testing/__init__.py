@@ -1,10 +1,13 @@
 """Contract suite for authors of backends, and tools for tests that replace waiting.
 
 `BackendContract` is the executable form of `hybridloader.engine.contract`: subclass it in a test
-module, set `backend`, and pytest runs the suite. With a `Gate` a test decides when a worker goes on,
-whichever kind of worker it is; with `FakeClock` and `ScriptedBackend` it decides what happens and when,
-without any worker; `FakeAccelerator` is a device without a GPU. Nothing here is imported by the rest of
-the package.
+module, set `backend`, and pytest runs the suite. The other tools are:
+
+- `Gate` stops workers of any kind until the test opens it;
+- `FakeClock` and `ScriptedBackend` let a test script events and times, without any worker;
+- `FakeAccelerator` is a device without a GPU.
+
+The rest of the package does not import this one.
 """
 
 from hybridloader.testing.fake_accelerator import FakeAccelerator

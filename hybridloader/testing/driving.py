@@ -13,7 +13,7 @@ from hybridloader.testing.tools import DEADLINE
 
 
 class Running:
-    """Started crew whose events are collected until those that were asked for are there."""
+    """Started crew that collects events until the wanted ones have arrived."""
 
     def __init__(self, crew: Crew, spec: WorkerSpec) -> None:
         self.raw, self._spec = crew, spec
@@ -37,7 +37,7 @@ class Running:
         self.raw.send(worker, message)
 
     def ask(self, indices: Iterable[Any], workers: int = 1) -> list[Done | Failed]:
-        """Send a task for each index to `workers` in turn, and return their results as they come."""
+        """Send a task for each index to `workers` in turn; return the results in order of arrival."""
         seq = -1
         for seq, index in enumerate(indices):
             self.raw.send(seq % workers, Task(seq, index))

@@ -1,10 +1,10 @@
-"""Device in this process's memory that a test moves on, to test without a GPU.
+"""Fake device in this process's memory, controlled by a test, to test without a GPU.
 
-Work queued on its streams is done when the test calls `run`, and a copy reads its source only then.
-Memory of the device is used again as a caching allocator does it: at once on the stream that it was
-made for, with other streams heeded only if `keep_for` was told of them. So memory that is used again
-too early, on either side, shows as a wrong batch, as on a real device. It refuses what torch or a driver
-would refuse; docs/devices.md lists that.
+The device does the work queued on its streams when the test calls `run`; a copy reads its source only
+then. It reuses memory as a caching allocator does: at once on the stream that allocated it, and waiting
+only for other streams that were passed to `keep_for`. So memory that host or device reuses too early
+shows as a wrong batch, as on a real device. The device refuses calls that torch or a driver would
+refuse; docs/devices.md lists them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class FakeMark:
 
 @dataclass(eq=False)
 class FakeStream:
-    """Stream that does its work in order, as far as marks of other streams let it."""
+    """Stream that does its work in order, as far as marks of other streams allow."""
 
     name: str
     queue: deque[Callable[[], object]] = field(default_factory=deque)  # a False: not possible yet
@@ -44,7 +44,7 @@ class FakeStream:
 
 @dataclass(eq=False)
 class _Block:
-    """Memory of the device, and the marks that must be reached before it is used again."""
+    """Memory of the device, and the marks that must be reached before its reuse."""
 
     memory: Any
     stream: FakeStream
@@ -60,24 +60,24 @@ class FakeAccelerator:
     name
         Name of the device.
     lockable
-        Bytes that `page_lock` may have locked at once; None: any number.
+        Most bytes that `page_lock` may have locked at once; None for no limit.
     pinnable
-        Bytes in living tensors that `pin` may have made; None: any number.
+        Most bytes of living tensors made by `pin`; None for no limit.
     manual
-        Whether the streams stand still until `run` is called; else all work is done at once.
+        If True, streams stand still until `run` is called; else all work is done at once.
 
     Attributes
     ----------
     locked
         Bytes that are page-locked now, by address.
     pinned
-        Bytes of living memory that `pin` has made, by address.
+        Bytes of living memory made by `pin`, by address.
     entered
         Identities of the threads that chose the device.
     kept
         Calls of `keep_for`: the address of the tensor's memory, and the stream.
     refused
-        Texts of all refusals, also of those not raised: `page_unlock` never raises.
+        Texts of all refusals, also of those that were not raised: `page_unlock` never raises.
     """
 
     pins = True
@@ -250,7 +250,7 @@ class FakeAccelerator:
         copy = _over(self._allocate(_size_of(tensor), stream), tensor)
         source = self._source(tensor)
         self._queue(stream, lambda: copy.copy_(source()))
-        if not self.queues_copies:  # the host waits, for as many streams as it takes
+        if not self.queues_copies:  # the host waits until the copy is made
             self.run(stream)
             if stream.queue:
                 self.run()
@@ -259,12 +259,12 @@ class FakeAccelerator:
     def _source(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Return the function that reads the source once the copy is made.
 
-        In pages that were locked by others, it reads whatever is there by then.
+        From pages that other code locked, it reads the contents of that later time.
         """
         storage = tensor.untyped_storage()
         address, size = storage.data_ptr(), storage.nbytes()
         if address in self.pinned:
-            return lambda: tensor  # torch's allocator keeps memory that it has pinned until then
+            return lambda: tensor  # torch's allocator keeps its pinned memory until then
         if not self.is_pinned(tensor):
             staged = tensor.clone()  # the driver does so before it returns
             return lambda: staged
@@ -342,7 +342,7 @@ class FakeAccelerator:
 
     def _release(self, address: int) -> None:
         if self._user != os.getpid():
-            return  # in a fork: a thread that had the lock is not there to give it back
+            return  # in a fork: the thread that held the lock does not exist there
         with self._lock:
             block = self._blocks.pop(address)
             block.marks = [self._marked(stream) for stream in block.keepers]

@@ -118,7 +118,7 @@ class BackendContract:
                 assert array.shape == (1 << 20,)
                 assert array.min() == array.max() == seq
 
-    def test_results_that_nobody_wants_can_be_discarded(self) -> None:
+    def test_unwanted_results_can_be_discarded(self) -> None:
         with self.crew(self.spec(filled)) as crew:
             for index in range(8):
                 (result,) = crew.ask([index])
@@ -140,7 +140,7 @@ class BackendContract:
 
     # -- results that a device reads ---------------------------------------------------------------
 
-    def test_what_a_device_reads_is_not_written_to_before_it_has_and_no_lock_is_left(self) -> None:
+    def test_memory_is_not_reused_before_a_device_has_read_it_and_no_lock_is_left(self) -> None:
         """A crew that does not lock pages passes as well: the device then reads at once."""
         import torch
 
@@ -163,7 +163,7 @@ class BackendContract:
         locks.collect()
         assert device.locked == {}
 
-    def test_pages_that_can_not_be_locked_are_told_of_once_and_results_come(self) -> None:
+    def test_pages_that_can_not_be_locked_cause_one_warning_and_results_come(self) -> None:
         device = FakeAccelerator(lockable=0)
         with self.crew(self.spec(collated), PageLocks(device)) as crew:
             with warnings.catch_warnings(record=True) as caught:
@@ -213,7 +213,7 @@ class BackendContract:
             assert [result.seq for result in results] == list(range(6))
             assert crew.open(results[5]) == 3
 
-    def test_a_shard_ends_once_and_begins_anew_with_the_epoch(self) -> None:
+    def test_a_shard_ends_once_and_begins_again_with_the_epoch(self) -> None:
         with self.crew(WorkerSpec("contract", 1, Count(2))) as crew:
             for epoch in range(2):
                 if epoch:
@@ -227,7 +227,7 @@ class BackendContract:
 
     # -- who am I --------------------------------------------------------------------------------
 
-    def test_worker_info_tells_who_it_is_inside_and_nothing_outside(self) -> None:
+    def test_worker_info_identifies_the_worker_inside_and_is_none_outside(self) -> None:
         with self.crew(self.spec(who, workers=2, base_seed=1000)) as crew:
             results = crew.ask([None, None], workers=2)
             answers = {result.worker: crew.open(result) for result in results}
@@ -247,7 +247,7 @@ class BackendContract:
 
     # -- ending ----------------------------------------------------------------------------------
 
-    def test_a_worker_that_is_told_to_stop_exits_cleanly(self) -> None:
+    def test_a_worker_that_gets_a_stop_message_exits_cleanly(self) -> None:
         with self.crew(self.spec(echo, workers=2)) as crew:
             crew.ask("a")
             crew.send(0, Stop())
@@ -274,7 +274,7 @@ class BackendContract:
             assert exited.cause
 
     def test_a_new_worker_takes_the_place_of_one_that_was_killed(self) -> None:
-        """Tasks that the dead worker had not answered are forgotten."""
+        """Tasks without an answer from the dead worker are forgotten."""
         spec = self.spec(filled, workers=2)
         with self.crew(spec) as crew:
             before = {result.seq: result for result in crew.ask([100, 101], workers=2)}
@@ -316,7 +316,7 @@ class BackendContract:
             crew.raw.close()
             crew.raw.wake()
 
-    def test_a_crew_may_be_told_to_leave_before_it_is_closed(self) -> None:
+    def test_a_crew_may_get_a_stop_message_before_it_is_closed(self) -> None:
         with self.crew(self.spec(filled, workers=2)) as crew:
             for seq in range(20):
                 crew.send(seq % 2, Task(seq, seq))
@@ -326,7 +326,7 @@ class BackendContract:
             crew.raw.close()
             assert not any(handle.is_alive() for handle in handles)
 
-    def test_a_crew_that_never_started_anyone_can_be_closed(self) -> None:
+    def test_a_crew_that_never_started_a_worker_can_be_closed(self) -> None:
         crew = self.backend.open()
         assert list(crew.handles()) == []
         crew.close()

@@ -1,4 +1,4 @@
-"""Tools that replace waiting: a clock and a gate that a test moves, and workers that follow a script."""
+"""Tools that replace waiting: a clock and a gate that a test controls, and scripted workers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hybridloader.engine.contract import Backend, Crew
 from hybridloader.engine.messages import Event, Message, WorkerSpec
 
 DEADLINE = 60.0
-"""Seconds after which a test that waits for a worker gives up; never reached when all is well."""
+"""Seconds after which a test that waits for a worker gives up; a correct test never waits that long."""
 
 
 class FakeClock:
@@ -50,7 +50,7 @@ class Gate:
         (self.folder / "open").touch()
 
     def arrive(self) -> None:
-        """Report, from a worker, that it is here, and wait until the gate is open."""
+        """Report the arrival of a worker, and wait until the gate is open. Called by workers."""
         descriptor, _ = tempfile.mkstemp(prefix="arrived-", dir=self.folder)
         os.close(descriptor)
         opened = self.folder / "open"
@@ -59,7 +59,7 @@ class Gate:
         )
 
     def await_arrivals(self, count: int = 1) -> None:
-        """Wait, in the test, until `count` workers have arrived."""
+        """Wait until `count` workers have arrived. Called by the test."""
         self._until(
             lambda: len(list(self.folder.glob("arrived-*"))) >= count, "no worker came to the gate"
         )
@@ -70,7 +70,7 @@ class Gate:
         while not condition():
             if time.monotonic() > deadline:
                 raise TimeoutError(complaint)
-            time.sleep(0.002)  # the one place that looks again and again, so that tests need not
+            time.sleep(0.002)  # the only place that polls, so that tests need not
 
 
 def _remove(folder: Path, owner: int) -> None:

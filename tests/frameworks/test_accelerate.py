@@ -104,7 +104,7 @@ def test_a_state_that_was_loaded_before_is_not_taken_along_and_a_warning_says_so
     loader = numbers()
     loader.load_state_dict(loader.state_dict())
     with pytest.warns(
-        UserWarning, match=r"has loaded a state.*what accelerator.prepare\(\) returns"
+        UserWarning, match=r"has loaded a state.*the result of accelerator.prepare\(\)"
     ):
         accelerator().prepare(loader)
 

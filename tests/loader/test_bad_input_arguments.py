@@ -79,7 +79,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"worker_init_fn": 3}, TypeError, "worker_init_fn must be a function .*got 3"),
     ({"worker_init_fn": "seed"}, TypeError, "worker_init_fn must be a function .*'seed'"),
     ({"worker_init_fn": {}}, TypeError, "worker_init_fn must be a function .*{}"),
-    ({"generator": 3}, TypeError, r"generator must be a torch.Generator, got 3; say torch\.Gen"),
+    ({"generator": 3}, TypeError, r"generator must be a torch.Generator, got 3; use torch\.Gen"),
     ({"generator": "cpu"}, TypeError, "generator must be a torch.Generator, got 'cpu'"),
     ({"generator": np.random.default_rng(0)}, TypeError, "generator must be a torch.Generator"),
     ({"sampler": 3}, TypeError, "sampler must be an iterable of indices, got 3"),

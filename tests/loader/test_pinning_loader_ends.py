@@ -60,7 +60,7 @@ def test_what_fails_on_the_way_comes_in_its_place_and_says_where(backend: str | 
     assert type(error) is LookupError
     assert error.args == ("not this one", 3)
     if sys.version_info >= (3, 11):
-        assert error.__notes__ == ["In stage 'to' of the loader, at batch 2 of this pass."]
+        assert error.__notes__ == ["In stage 'to' of the loader, at batch 2 of this epoch."]
 
 
 def failing_at_two(index: int) -> int:

@@ -277,7 +277,7 @@ def test_a_context_with_a_process_of_its_own_is_warned_of() -> None:
     caller.warn_once.cache_clear()
     context: Any = Context()
     loader = DataLoader(Numbers(2), num_workers=1, multiprocessing_context=context)
-    with pytest.warns(UserWarning, match="Context that was given as multiprocessing_context"):
+    with pytest.warns(UserWarning, match="Context that was passed as multiprocessing_context"):
         assert flat(loader) == [0, 1]
     ordinary: Any = torch.multiprocessing.get_context("fork")
     assert flat(DataLoader(Numbers(2), num_workers=1, multiprocessing_context=ordinary)) == [0, 1]

@@ -142,12 +142,12 @@ def fails(batch: Any) -> None:
 @pytest.mark.parametrize(
     ("loader", "step", "options", "kind", "says"),
     [
-        (5, print, {}, TypeError, "takes a loader or a pipeline first, not 5"),
+        (5, print, {}, TypeError, "takes a loader or a pipeline as `loader`, not 5"),
         ([1, 2], 7, {}, TypeError, "step must be a function of one batch"),
         ([1, 2], print, {"steps": 0}, ValueError, "steps"),
         ([1, 2], print, {"batches": 1.5}, TypeError, "batches"),
-        ([], print, {}, ValueError, "needs 1 batches at least, and the loader gave 0"),
-        (iter([1, 2]), abs, {}, ValueError, "needs 5 batches at least, and the loader gave 2"),
+        ([], print, {}, ValueError, "needs at least 1 batches, but the loader returned 0"),
+        (iter([1, 2]), abs, {}, ValueError, "needs at least 5 batches, but the loader returned 2"),
         ([1, 2], fails, {}, ArithmeticError, "1"),
     ],
 )

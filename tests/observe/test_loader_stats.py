@@ -187,11 +187,11 @@ def test_a_file_that_workers_open_with_their_first_sample_is_their_start(
     stats = loader.stats()
     verdict = stats.verdict
     assert verdict.cause == "start", str(stats)
-    slow_start = backend == "spawn" and "until the first began" in verdict.evidence
+    slow_start = backend == "spawn" and "until the first worker began" in verdict.evidence
     assert slow_start or "for their first tasks" in verdict.evidence
     if workers:
         kept = loader.persistent_workers
-        assert ("Keep it from one" if kept else "persistent_workers=True") in verdict.advice
+        assert ("Keep it open" if kept else "persistent_workers=True") in verdict.advice
     if loader.persistent_workers:
         for _ in loader:
             time.sleep(NAP)

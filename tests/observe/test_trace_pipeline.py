@@ -174,7 +174,7 @@ def test_merging_moves_tracks_that_are_taken() -> None:
 
 @pytest.mark.parametrize(
     ("text", "what"),
-    [("", "no JSON"), ("[]", "no list"), ('{"traceEvents": []}', "no 'baseTimeNanoseconds'")],
+    [("", "not JSON"), ("[]", "no list"), ('{"traceEvents": []}', "no 'baseTimeNanoseconds'")],
 )
 def test_merging_what_is_no_trace(tmp_path: Path, text: str, what: str) -> None:
     (tmp_path / "bad.json").write_text(text)

@@ -184,7 +184,7 @@ TRUTHS: dict[str, tuple[Recording, str, str | None, str | None, str]] = {
         "stage",
         "map(f)",
         None,
-        "If other programs keep the cores busy, end them",
+        "If other programs keep the cores busy, stop them",
     ),
     "sleep on cores that are free, on such a system": (
         recording(replace(slept(stage()), wait_for_core=None)),
@@ -256,7 +256,7 @@ TRUTHS: dict[str, tuple[Recording, str, str | None, str | None, str]] = {
         "waits",
         "num_workers=4",
     ),
-    "nobody was busy": (recording(stage(load=0.0)), "unknown", None, None, "have in common"),
+    "nobody was busy": (recording(stage(load=0.0)), "unknown", None, None, "Compare the times"),
     "nobody was busy, and no core free": (
         recording(stage(load=0.0), cores=FULL_OF_OTHERS),
         "cores",
@@ -424,7 +424,7 @@ def test_a_source_that_begins_late_is_no_late_worker() -> None:
     verdict = stats_of(Recording((source, late), loop, IDLE)).verdict
     assert verdict.cause == "start"
     assert "most of it for read" in verdict.evidence
-    assert "fast enough since" in verdict.advice
+    assert "fast enough after" in verdict.advice
 
 
 def test_a_slow_first_batch_is_not_the_start() -> None:
@@ -558,7 +558,7 @@ def test_a_loop_whose_step_waits_for_the_gil_is_told_so(
     verdict = stats_of(recording(record, wait=0.0, cores=CoreUse(2.0, 1.2, own))).verdict
     if held:
         assert (verdict.cause, verdict.stage, verdict.kind) == ("stage", "map(f)", "holds-gil")
-        assert "at 3 of 3 looks" in verdict.evidence
+        assert "in 3 of 3 samples" in verdict.evidence
         assert "processes" in verdict.advice
     else:
         assert verdict.cause == "loop"

@@ -356,5 +356,5 @@ def test_states_that_are_not_those_of_all_ranks_are_refused() -> None:
     later.close()
     state: Any = pipe.merge_states(states)
     state["marks"][":0"]["value"]["left"][0][1] = "x"
-    with pytest.raises(StateError, match="left: the indices that ranks had left are damaged"):
+    with pytest.raises(StateError, match="left: the positions that ranks had left are damaged"):
         pipe.run(state=state)
