@@ -377,7 +377,7 @@ def test_a_state_that_can_not_be_told_troubles_only_who_asks_for_it() -> None:
 
     with Pipeline.from_iterable(Broken(9)).run() as run:
         assert next(run) == 0
-        with pytest.raises(StateError, match=r"could not return its state.*no disk"):
+        with pytest.raises(StateError, match=r"could not tell its state.*no disk"):
             run.state_dict()
         assert list(run) == list(range(1, 9))
         assert run.state_dict()["finished"]
