@@ -1,8 +1,8 @@
 """Fallback of a loader inside a daemonic process: threads instead of processes.
 
 multiprocessing forbids daemonic processes to have children, and every loader's workers are daemonic;
-torch raises an AssertionError there. The fallback is for backends that say that they start children, and
-never for one that somebody opens by hand, which raises `BackendUnavailable`.
+torch raises an AssertionError there. The fallback replaces only backends that set `children`. A program
+that opens such a backend directly gets `BackendUnavailable` instead.
 """
 
 from __future__ import annotations

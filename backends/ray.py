@@ -39,8 +39,8 @@ class Ray(engine.Backend):
     Parameters
     ----------
     num_cpus, resources, scheduling_strategy, runtime_env
-        Options of each worker's actor: what it takes of the cluster, where it may be placed, and what
-        its process needs. As in Ray.
+        Options of each worker's actor, as in Ray: its resources, its placement, and the environment of
+        its process.
     address
         Cluster to connect to, as `ray.init` takes it. None takes the one that this process is connected
         to, or that the environment names (RAY_ADDRESS).
@@ -301,7 +301,7 @@ def _connect(address: str | None) -> None:
 
 
 def _connection() -> Any:
-    """Return what tells this connection to a cluster from any other; None if there is none."""
+    """Return an identifier of this connection to a cluster; None if there is no connection."""
     ray = _package()
     if ray.is_initialized():
         with suppress(Exception):  # another thread shuts it down

@@ -1,12 +1,12 @@
 """Codec of the frames between parent and worker: messages one way, events the other.
 
-All have one form. The first part of a frame is some fixed fields, the numbers of slots that are given
-back, and a body, which is a pickle. That is all of a small task or result, the path of every index and
-of every batch without a large array, so it is kept short. Large buffers lie in slots, and the first part
-tells where; without slots they follow as further parts. The codec never writes to a stream.
+All have one form. The first part of a frame contains fixed fields, the numbers of returned slots, and a
+body, which is a pickle. Small tasks and results have no other part. Each index and each batch without
+large arrays takes this path, so it is short. Large buffers are in slots, and the first part contains
+their places; without slots they follow as further parts. The codec never writes to a stream.
 
-Whatever is wrong with a frame is a `DamagedMessage` (docs/security.md). The fixed fields have a check of
-their own, as a wrong number there would be a wrong batch.
+Any error in a frame raises `DamagedMessage` (docs/security.md). The fixed fields have a separate check,
+because a wrong number there would give a wrong batch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Crew of worker processes: the parent's side, whatever way the processes are started.
 
 `fork`, `spawn` and `shared-memory` differ only by the multiprocessing context that starts the
-process. The crew never opens a result, and knows nothing of what the workers do.
+process. The crew never opens a result, and does not depend on the work of its workers.
 """
 
 from __future__ import annotations
@@ -316,7 +316,7 @@ class ProcessCrew(Crew):
             shipment.close()
 
     def _take_place(self, number: int, worker: _ProcessWorker, handle: ProcessHandle) -> None:
-        """Note a worker that has started, and free what belonged to the one before it.
+        """Record a worker that has started, and free the resources of the one before it.
 
         It is the same worker if it had to be started another way.
         """

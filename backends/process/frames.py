@@ -77,8 +77,8 @@ class Decoder:
     """Takes bytes as they come, gives frames as they become whole.
 
     Small frames are cut out of the bytes that were read; for a large one `room` offers its own memory,
-    so that the reader can read straight into it. Once it has raised `DamagedMessage` it does so ever
-    after: nobody can tell where the next frame would begin.
+    so that the reader can read straight into it. After the first `DamagedMessage`, each call raises
+    one: the start of the next frame is unknown.
     """
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class Decoder:
         """Descriptors that came in, not yet claimed by a frame."""
 
     def room(self) -> memoryview | None:
-        """Memory for the next bytes of a frame under way; None if none is under way."""
+        """Return memory for the next bytes of an incomplete frame; None if no frame is incomplete."""
         if self.body is None or self._filled == len(self.body):
             return None
         return memoryview(self.body)[self._filled :]

@@ -21,7 +21,7 @@ _TIGHT = 0.9
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Figures of the kernel, in bytes but for the kills by its OOM killer; None where not told."""
+    """Figures of the kernel, in bytes except for the kills by its OOM killer; None if unknown."""
 
     limit: int | None = None  # of the tightest cgroup on the way up
     used: int | None = None  # in that cgroup, with its caches
@@ -141,7 +141,7 @@ def _in_words(state: MemoryReport, *, shm: bool) -> str:
 
 
 def _size(count: int | None) -> str:
-    """Format bytes as ``"1.98 GiB"``: three digits, which tell 1.98 of 2.00 from 2 of 2."""
+    """Format bytes as ``"1.98 GiB"``: three digits, so that 1.98 of 2.00 differs from 2 of 2."""
     count = count or 0
     power = min((max(count, 1).bit_length() - 1) // 10, len(_UNITS) - 1)
     return f"{count} B" if power == 0 else f"{count / 1024**power:.2f} {_UNITS[power]}"

@@ -1,6 +1,6 @@
 """Watch of a worker process on its parent: it leaves signals to it, and ends when it is gone.
 
-It knows nothing of tasks; it only cancels what the worker is doing.
+It does not depend on tasks; it only cancels the current work of the worker.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class ParentWatch:
         self._end()
 
     def _end(self) -> NoReturn:
-        """Let the worker close what it reads, and end the process in any case."""
+        """Let the worker close its sources, and end the process in any case."""
         with self._changing:
             self.context.cancelled = True
         # The worker, which reads the end of its stream, ends the process meanwhile.

@@ -21,7 +21,7 @@ _NOTHING = memoryview(b"")
 class SlotReference:
     """Use of one slot by one result, shared by the parent and the workers that it is forwarded to.
 
-    The worker that filled the slot is told once, when the last of them is done.
+    When the last of them is done, the worker that filled the slot is notified once.
     """
 
     __slots__ = ("_number", "_reader", "_users")
@@ -147,12 +147,12 @@ class ProcessResult(Payload):
 
 
 class SlottedResult(ProcessResult):
-    """Result with something in slots, which go back even if nobody takes the result."""
+    """Result with data in slots, which are returned even if the result is never taken."""
 
     __slots__ = ()
 
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        """Discard a result that nobody took, as in a queue that was closed.
+        """Discard a result that was never taken, for instance in a closed queue.
 
         At Python's own end all memory goes back by itself, and modules may be empty already: nothing
         that `discard` needs is there, hence the function as a default.

@@ -1,4 +1,4 @@
-"""Checks of arguments, where they are given: the error names the argument and says what to give.
+"""Checks of arguments where the user passes them: the error names the argument and the valid values.
 
 Nothing is rounded, clipped or guessed, and nothing is imported to check a value.
 """
@@ -19,10 +19,10 @@ T = TypeVar("T")
 def whole(
     name: str, value: Any, least: int | None = None, most: int | None = None, instead: str = ""
 ) -> int:
-    """Return `value` as an int; numpy's integers are welcome, True and False are not.
+    """Return `value` as an int; numpy's integers are accepted, True and False are not.
 
-    Raises `TypeError` for all else, and `ValueError` beyond the limits `least` and `most`. Errors name
-    the argument `name`, and end with what to give `instead`.
+    Raises `TypeError` for any other type, and `ValueError` below `least` or above `most`. Errors name
+    the argument `name`, and end with the advice `instead`.
     """
     hint = f"; {instead}" if instead else ""
     try:
@@ -39,21 +39,21 @@ def whole(
 
 
 def is_number(value: Any) -> bool:
-    """True if `value` is a real number, which True and False are not meant as."""
+    """Return True if `value` is a real number and no bool."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def seconds(name: str, value: Any, *, above: bool = False) -> None:
-    """Check that `value` can be waited for, or raise `ValueError`; 0 passes unless it must be above."""
+    """Check that `value` is a valid timeout, or raise `ValueError`; `above` refuses 0."""
     if not is_number(value) or not (value > 0 if above else value >= 0):  # NaN is neither
         least = "above 0" if above else "0 or more"
         raise ValueError(f"{name} is seconds, {least}, not {short(value)}")
     if value > threading.TIMEOUT_MAX:
-        raise ValueError(f"{name}={value!r} is more seconds than can be waited for; 0 is for ever")
+        raise ValueError(f"{name}={value!r} is more seconds than Python can wait; 0 waits forever")
 
 
 def flag(name: str, value: Any) -> bool:
-    """Return `value`, True or False of Python's or numpy's, as a bool. Raises `TypeError`."""
+    """Return `value`, a bool of Python or numpy, as Python's bool. Raises `TypeError`."""
     if not isinstance(value, bool) and type(value).__name__ not in ("bool", "bool_"):
         raise TypeError(f"{name} must be True or False, got {short(value)}")
     return bool(value)
@@ -85,12 +85,12 @@ def policy(
     value: Any,
     words: Mapping[str, Callable[[], T] | None],
     kinds: tuple[type[T], ...],
-    told: str,
+    choices: str,
     hint: str = "",
 ) -> T | None:
-    """Return `value` if it is a policy of one of `kinds`, or the policy that `words` makes of its name.
+    """Return `value` if it is an instance of `kinds`, or the policy that `words` makes from its name.
 
-    Raises `ValueError`, with the choices that `told` describes, for all else.
+    Raises `ValueError` with the description `choices` for any other value.
     """
     if isinstance(value, kinds):
         return value
@@ -99,4 +99,4 @@ def policy(
         return None if make is None else make()
     if isinstance(value, type) and issubclass(value, kinds):
         hint = f"; {value.__name__} is the class, write {value.__name__}(...)"
-    raise ValueError(f"{name} must be {told}, not {value!r}{hint}")
+    raise ValueError(f"{name} must be {choices}, not {value!r}{hint}")

@@ -1,8 +1,8 @@
-"""Attributes of objects that are not ours, such as a dataset, a sampler, an item or a function.
+"""Attributes of foreign objects, such as a dataset, a sampler, an item or a user's function.
 
-``__getattr__`` of a foreign class may raise any exception for a name that it does not know. For
-instance ``class Config(dict): __getattr__ = dict.__getitem__`` raises `KeyError`. `hasattr`, and
-`getattr` with a default, pass that on. So all code that looks for an attribute of a foreign object
+``__getattr__`` of a foreign class may raise any exception for an unknown name. For instance
+``class Config(dict): __getattr__ = dict.__getitem__`` raises `KeyError`. `hasattr`, and `getattr`
+with a default, raise that error too. So all code that looks for an attribute of a foreign object
 uses these functions.
 """
 
@@ -18,9 +18,9 @@ _MISSING = object()
 
 
 class Fallback(Generic[T]):
-    """Read-only property that an attribute of the same name on the object hides, as it hides a method.
+    """Read-only property that an object's own attribute of the same name replaces, as with a method.
 
-    For names that torch does not use, and a user's subclass may.
+    It serves names that torch does not use and that a user's subclass may use.
     """
 
     def __init__(self, read: Callable[[Any], T]) -> None:
@@ -37,11 +37,11 @@ class Fallback(Generic[T]):
 def attribute(thing: Any, name: str, default: Any = None) -> Any:
     """Return ``getattr(thing, name, default)``, whatever its ``__getattr__`` raises.
 
-    An error of an attribute that its class defines, a property for instance, is passed on.
+    An error is raised only if the class defines the attribute, as a property for instance.
     """
     try:
         return getattr(thing, name, default)
-    except Exception:  # as above: of any type
+    except Exception:  # a foreign __getattr__ may raise any type
         if any(name in vars(kind) for kind in type(thing).__mro__):
             raise
         return default
@@ -53,7 +53,7 @@ def has(thing: Any, name: str) -> bool:
 
 
 def own_attributes(thing: Any) -> dict[str, Any]:
-    """Return the attributes in the object itself, its slots too. Runs no code of its class."""
+    """Return the attributes stored in the object, slots included. Runs no code of its class."""
     found: dict[str, Any] = {}
     for kind in type(thing).__mro__:
         for name, member in list(type.__getattribute__(kind, "__dict__").items()):
@@ -72,7 +72,7 @@ def own_attributes(thing: Any) -> dict[str, Any]:
 
 
 def length_of(thing: Any) -> int | None:
-    """Return ``len(thing)``, or None if it has none, or one that raises `NotImplementedError`."""
+    """Return ``len(thing)``; None if it has no length or raises `NotImplementedError`."""
     try:
         return len(thing)
     except (TypeError, NotImplementedError):
@@ -80,7 +80,7 @@ def length_of(thing: Any) -> int | None:
 
 
 def close(thing: Any) -> None:
-    """Close what can be closed; most iterators hold nothing and have no `close`."""
+    """Call ``close`` of `thing` if it has one; most iterators hold no resource and have none."""
     shut = attribute(thing, "close")
     if shut is not None:
         shut()

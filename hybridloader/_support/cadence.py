@@ -1,8 +1,8 @@
-"""Times at which a state is taken: every step if that is cheap, else a small share of the time.
+"""Times at which a state is taken: after every step if that is cheap, else rarely.
 
-A state is asked for when a sampler or a worker is already ahead of the result handed out last, so
-states are taken on the way. A resumed pass starts from the last one and repeats the few steps after
-it, which took at most `SHARE` times as long as taking the state.
+When the user asks for a state, the sampler and the workers have already prefetched beyond the result
+that the loop received last. So states are taken during the epoch. A resumed epoch starts from the last
+state and repeats the few steps after it. These took at most `SHARE` times as long as taking the state.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from time import perf_counter
 
-SHARE = 50  # reciprocal of the share of time that taking states may take: 1/50, or 2 %
-FREE = 50e-6  # seconds; a state that takes no longer is taken with every step
+SHARE = 50  # reciprocal of the share of time that may be spent on states: 1/50, or 2 %
+FREE = 50e-6  # seconds; a state that takes no longer is taken after every step
 
 ASKED = 2e-3
-"""Seconds; replaces `FREE` where the user has chosen how often a state is taken, and so pays."""
+"""Seconds; replaces `FREE` where the user chose how often a state is taken, and so accepts the cost."""
 
 _COLD = 1e-3
-"""Seconds; a first state that took less is taken again with the next step: caches were cold."""
+"""Seconds; after a first state that took less, the next step is measured too: caches were cold."""
 
 
 class Cadence:
@@ -33,13 +33,13 @@ class Cadence:
     ) -> None:
         self._clock, self._every, self._free = clock, every, free
         # All the mutable state:
-        self._left = 0  # steps before which none is due
+        self._left = 0  # number of steps until a state may be due
         self._began = 0.0
-        self._cost = -1.0  # of taking one; negative: none was taken yet
-        self._next = 0.0  # when the next one is due
+        self._cost = -1.0  # estimated seconds for one state; negative: none was taken yet
+        self._next = 0.0  # time at which the next state is due
 
     def due(self) -> bool:
-        """Tell whether the state is to be taken now. If so, a call of `taken` must follow."""
+        """Return True if the state is to be taken now. If so, a call of `taken` must follow."""
         if self._left:
             self._left -= 1
             return False
@@ -47,7 +47,7 @@ class Cadence:
         return self._began >= self._next
 
     def taken(self) -> None:
-        """Note that the state was taken, or could not be."""
+        """Record that the state was taken, or that taking it failed."""
         self._left = self._every - 1
         now, before = self._clock(), self._cost
         first, cost = before < 0, now - self._began
@@ -56,5 +56,5 @@ class Cadence:
         self._next = now + (SHARE - 1) * self._cost if dear else 0.0
 
     def go_on(self, since: int) -> None:
-        """Count `since` steps that an earlier process did after it took its last state."""
+        """Count `since` steps that an earlier process did after its last state."""
         self._left = max(0, self._every - 1 - since)

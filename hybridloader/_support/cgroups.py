@@ -1,6 +1,6 @@
-"""Cgroups of this process, and the small files of the kernel that tell of them.
+"""Cgroups of this process, and readers of the kernel's small files that describe them.
 
-What can't be read is empty, or None: nothing here raises. Linux only; elsewhere there are none.
+Nothing here raises: a file that can't be read gives an empty text, or None. Only Linux has cgroups.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ def cgroups(
     proc
         Folder ``/proc``.
     mount
-        Function that returns where a tree is mounted, from its controllers as /proc names them: several
-        may share one in version 1, such as ``"cpu,cpuacct"``. They are ``""`` for version 2, which has
-        one tree.
+        Function that returns the mount point of a tree. Its argument is the tree's controllers as /proc
+        lists them. In version 1 several may share a tree, such as ``"cpu,cpuacct"``. Version 2 has one
+        tree, and its controllers are ``""``.
 
     Yields
     ------
     tuple
-        Folder, and True if it is of version 2. In a container the path in /proc may not exist, and the
-        mounted cgroup is the container's own, so the folders around it up to the mount follow.
+        Folder, and True if it is of version 2. Its parent folders up to the mount follow: in a container
+        the path in /proc may not exist, because the mounted cgroup is that of the container.
     """
     for line in text_of(proc / "self/cgroup").splitlines():
         number, _, rest = line.partition(":")
@@ -43,9 +43,9 @@ def cgroups(
 
 
 def text_of(path: Path) -> str:
-    """Read a small file of the kernel's; empty if it can't be read."""
+    """Return the text of a small kernel file; empty if it can't be read."""
     try:
-        with open(path, "rb", buffering=0) as file:  # the layers above take longer than the reading
+        with open(path, "rb", buffering=0) as file:  # buffers cost more than the read
             return os.fsdecode(file.readall())
     except (OSError, ValueError):  # ValueError: a path with a NUL
         return ""
@@ -56,5 +56,5 @@ def number_in(path: Path) -> int | None:
 
 
 def whole_number(word: str) -> int | None:
-    """Read a number; no count of the kernel's has more digits, and `int` refuses a word of thousands."""
+    """Return `word` as an int; None if it is no number, or longer than any count of the kernel."""
     return int(word) if word.isascii() and word.isdigit() and len(word) <= 20 else None

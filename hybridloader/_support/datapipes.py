@@ -9,11 +9,11 @@ from typing import Any
 
 
 def is_datapipe(dataset: Any) -> bool:
-    """Tell whether `dataset` is one of torch's data pipes.
+    """Return True if `dataset` is one of torch's data pipes.
 
     torch finds the parts of a pipe by pickling it. Meanwhile it keeps a hook on the class
-    (torch/utils/data/graph.py, 2.13), so a pipe that is walked or pickled on another thread in that
-    moment comes out as ``'STUB'``.
+    (torch/utils/data/graph.py, 2.13). A pipe that another thread walks or pickles at that moment
+    becomes ``'STUB'``.
     """
     data = sys.modules.get("torch.utils.data")
     return data is not None and isinstance(dataset, (data.IterDataPipe, data.MapDataPipe))
@@ -24,7 +24,7 @@ _walking = threading.Lock()
 
 def _fresh_lock() -> None:
     global _walking
-    _walking = threading.Lock()  # the one that a fork has copied may be held for ever
+    _walking = threading.Lock()  # a copy from the parent may stay locked forever
 
 
 if hasattr(os, "register_at_fork"):

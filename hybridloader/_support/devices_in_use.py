@@ -1,4 +1,4 @@
-"""Devices of torch that this process uses; asking neither imports torch nor uses another device."""
+"""torch devices that this process uses; a query neither imports torch nor uses another device."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ _SPELT = {"cuda": "CUDA", "xpu": "XPU", "mps": "MPS"}
 
 
 def modules() -> dict[str, Any]:
-    """Modules such as `torch.cuda`, by the kind of device; empty if torch is not imported.
+    """Return modules such as `torch.cuda`, by the kind of device; empty if torch is not imported.
 
-    They are the module of the accelerator that `torch.accelerator` names, and CUDA's: where that
-    accelerator comes from outside of torch, CUDA may be in use beside it.
+    The modules are CUDA's and that of the accelerator which `torch.accelerator` names. If another
+    package provides that accelerator, CUDA may be in use too.
     """
     torch = sys.modules.get("torch")
     if torch is None:
@@ -25,13 +25,13 @@ def modules() -> dict[str, Any]:
 
 
 def initialised(module: Any) -> bool | None:
-    """Tell whether this process has a context of that kind; None if the module can't tell."""
-    tell = getattr(module, "is_initialized", None)
-    return None if tell is None else bool(tell())
+    """Return True if this process has a context on such a device; None if the module can't report it."""
+    query = getattr(module, "is_initialized", None)
+    return None if query is None else bool(query())
 
 
 def device_in_use() -> str | None:
-    """Return the kind of device that this process has a context of, for messages; None if none."""
+    """Return the kind of device on which this process has a context, for messages; None if none."""
     for kind, module in modules().items():
         if initialised(module):
             return _SPELT.get(kind, kind)

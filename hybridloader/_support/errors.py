@@ -1,8 +1,8 @@
 """Exceptions that hybridloader raises, and handling of exceptions that foreign code has raised.
 
 The class of a foreign exception may define anything: a ``__str__`` that raises, a ``__getattr__`` that
-does not know ``__notes__``, a property ``__class__``, which `isinstance` asks. So all code that tests,
-words, annotates or copies an exception that is not ours uses the functions here, which raise nothing.
+does not know ``__notes__``, a property ``__class__``, which `isinstance` reads. So all code that tests,
+prints, annotates or copies a foreign exception uses the functions here, which raise nothing.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ class HybridLoaderError(Exception):
 
 
 class BackendUnavailable(HybridLoaderError, ValueError):
-    """The backend is unknown, is not installed, or can't serve on this machine or in this process."""
+    """The backend is unknown, not installed, or unusable on this machine or in this process."""
 
 
 class ForkUnsafe(BackendUnavailable):
-    """A fork that was asked for by name would harm a library that is in use."""
+    """The user asked for a fork by name, and it would harm a library that is in use."""
 
 
 class ShippingError(HybridLoaderError, TypeError):
@@ -31,27 +31,27 @@ class ShippingError(HybridLoaderError, TypeError):
 
 
 class CacheError(HybridLoaderError, ValueError):
-    """A cache file is damaged, or is not of this pipeline; the message says what to do."""
+    """A cache file is damaged, or belongs to another pipeline; the message names the remedy."""
 
 
 class StateError(HybridLoaderError, ValueError):
-    """The state of a run can't be taken, or is not of this pipeline; the message names the field."""
+    """A state can't be taken, or belongs to another pipeline or loader; the message names the field."""
 
 
 class SourceError(HybridLoaderError, ValueError):
-    """The data of a source are bad, and will be when asked again; the message names file and member."""
+    """The data of a source are bad, so a retry can't help; the message names the file and the member."""
 
 
 class StoreError(HybridLoaderError, OSError):
-    """A store of files did not serve a request, which may pass; the message names the file."""
+    """A store of files failed to serve a request, so a retry may help; the message names the file."""
 
 
 class DamagedMessage(HybridLoaderError, ValueError):
-    """A message from another process can't have been written by it; nothing of it was used."""
+    """A message is not one that the other process can have written; no part of it was used."""
 
 
 class ResultNotSendable(HybridLoaderError, TypeError):
-    """A worker made a result that can't be pickled, so that it can't be sent back."""
+    """A worker made a result that can't be pickled, so it can't be sent to the loader."""
 
 
 class WorkerDied(HybridLoaderError, RuntimeError):
@@ -61,12 +61,12 @@ class WorkerDied(HybridLoaderError, RuntimeError):
 class WorkerTimeout(HybridLoaderError, RuntimeError, TimeoutError):
     """No result came within `timeout` seconds. A `RuntimeError`, as with torch's loader.
 
-    The iterator stays usable: calling ``next()`` again goes on waiting for the same batch.
+    The iterator stays usable: another ``next()`` continues to wait for the same batch.
     """
 
 
 class TaskTimeout(WorkerTimeout):
-    """A worker took longer than `task_timeout` seconds for one task. The iterator is closed by it."""
+    """A worker took longer than `task_timeout` seconds for one task. This closes the iterator."""
 
 
 class TooManyErrors(HybridLoaderError, RuntimeError):
@@ -81,15 +81,15 @@ class ShardLost(HybridLoaderError, RuntimeError):
 
 
 class IteratorClosed(HybridLoaderError, RuntimeError):
-    """The iterator was closed while, or before, it was asked for its next item."""
+    """The iterator was closed before or during a call of ``next()``."""
 
 
 class NotReady(HybridLoaderError):
-    """There is no item yet, and the call was not to wait. Ask again."""
+    """A call that does not wait found no item yet. Call again later."""
 
 
 class IllegalTransition(HybridLoaderError, RuntimeError):
-    """A state machine was asked for a transition that its table does not hold. Nothing was changed."""
+    """The table of a state machine does not contain the requested transition. Nothing was changed."""
 
 
 _PARTS = vars(BaseException)
@@ -101,17 +101,17 @@ def part(error: BaseException, name: str) -> Any:
 
 
 def set_part(error: BaseException, name: str, value: Any) -> None:
-    """Set such a part of an exception."""
+    """Set a part of an exception that `part` returns."""
     _PARTS[name].__set__(error, value)
 
 
 def is_a(error: BaseException, kinds: type[E] | tuple[type[E], ...]) -> TypeGuard[E]:
-    """Return ``isinstance(error, kinds)``, as an ``except`` clause finds it."""
+    """Return True if ``except kinds`` would catch `error`."""
     return issubclass(type(error), kinds)
 
 
 def text_of(error: BaseException) -> str:
-    """Return ``str(error)``, or a text in its place."""
+    """Return ``str(error)``, or a substitute if that raises."""
     try:
         return str(error)
     except Exception as second:
@@ -119,7 +119,7 @@ def text_of(error: BaseException) -> str:
 
 
 def repr_of(error: BaseException) -> str:
-    """Return ``repr(error)``, or a text in its place."""
+    """Return ``repr(error)``, or a substitute if that raises."""
     try:
         return repr(error)
     except Exception as second:
@@ -141,7 +141,7 @@ def traceback_of(error: BaseException) -> str:
 
 
 def show(error: BaseException) -> None:
-    """Print the traceback of an exception that nobody can be given."""
+    """Print the traceback of an exception that can't be raised anywhere."""
     print(traceback_of(error), end="", file=sys.stderr)
 
 
@@ -153,7 +153,7 @@ def add_note(error: BaseException, note: str) -> None:
 
 
 class Raised:
-    """Error in a queue, in the place of an item."""
+    """Error in a queue of items."""
 
     __slots__ = ("error",)
 
@@ -161,7 +161,7 @@ class Raised:
         self.error = error
 
     def throw(self) -> NoReturn:
-        """Raise the error, once, and drop it: in a frame of its own traceback it would make a cycle."""
+        """Raise the error, once, and drop it: this frame is in its traceback, which makes a cycle."""
         error = self.error
         del self.error
         try:
@@ -171,10 +171,10 @@ class Raised:
 
 
 def foreign(error: Exception, what: str = "the dataset, or a function,") -> Exception:
-    """Return `error`, which foreign code has raised, as an error like any other: it ends no iterator.
+    """Return `error`, which foreign code has raised, as an ordinary error that ends no iterator.
 
-    A `StopIteration` becomes a `RuntimeError` (PEP 479). An error that an iterator of ours has raised
-    within that code loses its mark (`no_answer`).
+    A `StopIteration` becomes a `RuntimeError` (PEP 479). An error from a hybridloader iterator that the
+    foreign code uses loses its mark (`no_answer`).
     """
     if is_a(error, StopIteration):
         leak = RuntimeError(f"{what} raised StopIteration")
@@ -185,20 +185,20 @@ def foreign(error: Exception, what: str = "the dataset, or a function,") -> Exce
     return error
 
 
-# -- errors that are raised where an item was asked for -----------------------------------------------
+# -- marks of errors that an iterator raises from next() ----------------------------------------------
 
 _PLACE = "_hybridloader_place"
-"""Attribute of an exception: nothing else goes with it through threads and the steps of users."""
+"""Attribute of an exception: only attributes stay with it through threads and users' functions."""
 
 ENDS = (IteratorClosed, WorkerDied, StateError)
-"""Errors of an iterator of ours after which nothing more will come."""
+"""Errors after which a hybridloader iterator returns no more items."""
 
 NO_ITEM = (NotReady, WorkerTimeout)
-"""Errors of an iterator of ours that are not raised in the place of an item, and end nothing."""
+"""Errors that a hybridloader iterator raises in addition to its items; it remains usable."""
 
 
 def mark(error: BaseException, place: str | None) -> None:
-    """Mark where in a stream of items an error stands; None: in the place of one item."""
+    """Mark the place of an error in a stream of items; None: it replaces one item."""
     part(error, "__dict__")[_PLACE] = place
 
 
@@ -209,17 +209,17 @@ def place_of(error: BaseException) -> str | None:
 
 
 def keeps_number(error: BaseException) -> bool:
-    """Return True if functions that are seeded by the numbers of their items give one to `error`.
+    """Return True if `error` counts as an item for functions seeded by item numbers.
 
-    It is raised in the place of an item that a resumed run does not make again. Other errors get none.
+    Such an error replaces an item that a resumed run does not make again. Other errors get no number.
     """
     return place_of(error) == "not needed"
 
 
 def no_answer(error: E) -> E:
-    """Mark `error`, a new one of ours, as raised instead of an answer; return it.
+    """Mark `error`, which this package made, as raised in addition to the items; return it.
 
-    The same item may still come, or none at all. The type alone does not show this: a user's function
+    The same item may still follow, or none at all. The type alone does not show this: a user's function
     may raise an error of any type, and may itself use a loader.
     """
     mark(error, "beside")
@@ -232,10 +232,10 @@ def takes_a_place(error: BaseException) -> bool:
 
 
 def counts_as_item(error: BaseException) -> bool:
-    """Return True if whoever numbers items gives a number to `error`."""
+    """Return True if `error` gets a number where items are numbered."""
     return not is_ours(error, (*ENDS, *NO_ITEM))
 
 
 def is_ours(error: BaseException, kinds: type[E] | tuple[type[E], ...]) -> TypeGuard[E]:
-    """Return True if `error` is of `kinds` and an iterator of ours raised it instead of an answer."""
+    """Return True if `error` is one of `kinds` and an iterator marked it with `no_answer`."""
     return is_a(error, kinds) and not takes_a_place(error)

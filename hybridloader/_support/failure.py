@@ -1,8 +1,8 @@
 """Transport of an exception from a worker to the consumer.
 
-A user's exception keeps its type and its arguments. A note says where it happened (Python 3.11 and
-later show notes below the message). If it comes from another process, its ``__cause__`` holds the
-worker's traceback as text.
+A user's exception keeps its type and its arguments. A note names the stage, the worker and the task
+(Python 3.11 and later show notes below the message). The ``__cause__`` of an exception from another
+process holds the worker's traceback as text.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class WorkerTraceback(Exception):
 
 
 class Failure:
-    """Exception on its way from a worker to the consumer.
+    """Exception that a worker sends to the consumer.
 
-    Within a process it carries the exception itself. When pickled it carries the exception's type,
-    arguments and attributes, and its traceback as text. An exception whose own pickling is broken
-    (a constructor with several arguments is the common case) is rebuilt without calling the
-    constructor, so it arrives with the same type and ``args``; so is each exception within it, such
-    as the members of a group.
+    Within a process it holds the exception itself. Its pickle holds the exception's type, arguments and
+    attributes, and the traceback as text. Some exceptions can't be pickled by their own methods; a
+    constructor with several arguments is the common cause. They are rebuilt without a call of the
+    constructor, so they arrive with the same type and ``args``. This applies to each nested exception
+    too, such as the members of a group.
     """
 
     def __init__(self, exception: BaseException) -> None:
@@ -47,10 +47,10 @@ class Failure:
         self.traceback: str | None = None
 
     def to_exception(self, note: str) -> BaseException:
-        """Return the exception, once, with `note` added to say where it happened, unless that is empty.
+        """Return the exception, once. `note` names its stage and worker, and is added unless empty.
 
-        The failure drops it: it is in a frame of the traceback that the exception gets when it is
-        raised, and together they would keep the whole iterator alive.
+        The failure drops the exception. The failure is in a frame of the traceback that the exception
+        gets when raised, so a reference from it would be a cycle that keeps the whole iterator alive.
         """
         exception = self.exception
         del self.exception
@@ -73,17 +73,17 @@ class Failure:
 def twin(exception: Exception) -> Exception:
     """Return another exception of the same type, arguments, attributes, notes, cause and traceback.
 
-    For a worker that answers many tasks with one error: an exception that the consumer raises collects
-    the consumer's frames in its traceback, and a worker thread must not keep these. Of a class that lets
-    no other be made, it is a `RuntimeError` that names it.
+    A worker that answers many tasks with one error sends copies of it. An exception that the consumer
+    raises collects the consumer's frames in its traceback, and a worker thread must not keep these
+    alive. If the class can't be copied, the result is a `RuntimeError` with its name and text.
     """
     kind, args = type(exception), part(exception, "args")
-    try:  # OSError and its like keep more than their arguments
+    try:  # copy.copy, because OSError and others keep more than their arguments
         other: Any = copy.copy(exception)
         found = part(other, "args")
         same = type(other) is kind and len(found) == len(args)
         same = same and all(a is b for a, b in zip(found, args, strict=True))
-    except Exception:  # a constructor that wants other arguments than it passes on
+    except Exception:  # a constructor that does not accept `args`
         same = False
     if not same:
         try:
@@ -101,20 +101,20 @@ def twin(exception: Exception) -> Exception:
 class _Freezer:
     """Pickles exceptions so that they are certain to load again.
 
-    Each exception within another (a member of a group, a cause kept in an attribute) is pickled by
-    itself, so that one that is broken costs none of the others its type.
+    Each nested exception (a member of a group, a cause kept in an attribute) is pickled separately. So
+    one that can't be pickled does not change the type of the others.
     """
 
     def __init__(self) -> None:
-        self._under_way: list[BaseException] = []
+        self._freezing: list[BaseException] = []
         self._frozen: dict[int, bytes] = {}
 
     def freeze(self, exception: BaseException) -> bytes:
         frozen = self._frozen.get(id(exception))
         if frozen is None:
-            self._under_way.append(exception)
+            self._freezing.append(exception)
             frozen = self._frozen[id(exception)] = self._freeze(exception)
-            self._under_way.pop()
+            self._freezing.pop()
         return frozen
 
     def _freeze(self, exception: BaseException) -> bytes:
@@ -131,7 +131,7 @@ class _Freezer:
         state = {name: self._sendable(value) for name, value in attributes.items()}
         try:
             return self._dumps(_Parts(kind, args, state))
-        except Exception:  # the class itself can't be pickled: tell its name
+        except Exception:  # the class itself can't be pickled: the message holds its name
             message = f"{kind.__module__}.{kind.__qualname__}: {text_of(exception)}"
             return self._dumps(_Parts(RuntimeError, (message,), {}))
 
@@ -141,12 +141,12 @@ class _Freezer:
         except Exception:  # as above
             try:
                 return repr(value)
-            except Exception:  # of something nested without end, for instance
+            except Exception:  # a RecursionError, for instance
                 return f"<{type(value).__qualname__} that can't be shown>"
         return value
 
     def _dumps(self, thing: Any) -> bytes:
-        """Pickle, with classes by reference if possible: an ``except`` at home must match them."""
+        """Pickle `thing`, classes by reference if possible: an ``except`` must match them."""
         try:
             return self._dump(thing, pickle.Pickler)
         except Exception:  # as above
@@ -156,7 +156,7 @@ class _Freezer:
 
     def _dump(self, thing: Any, base: Any) -> bytes:
         def reduce(obj: Any) -> Any:
-            if not issubclass(type(obj), BaseException) or any(obj is e for e in self._under_way):
+            if not issubclass(type(obj), BaseException) or any(obj is e for e in self._freezing):
                 return None
             return _thaw, (self.freeze(obj), id(type(obj)))
 
@@ -166,7 +166,7 @@ class _Freezer:
 
 
 def _alike(found: BaseException, sent: BaseException) -> bool:
-    """Tell whether both have the same arguments, as far as these can be compared for sure."""
+    """Return True if both have the same arguments; values that aren't plain compare by type alone."""
     plain = (str, bytes, int, bool, type(None))
     first, second = part(found, "args"), part(sent, "args")
     return len(first) == len(second) and all(
@@ -183,7 +183,7 @@ class _Parts(NamedTuple):
     state: dict[str, Any]
 
     def assemble(self) -> BaseException:
-        # By the `__new__` of the built-in class: one in Python may want other arguments, as __init__.
+        # Use `__new__` of the built-in base class: one written in Python may require other arguments.
         home = next(
             base
             for base in self.kind.__mro__
@@ -196,10 +196,10 @@ class _Parts(NamedTuple):
 
 
 def _original(received: type[BaseException], address: int) -> type[BaseException]:
-    """Return the class that `received` is a copy of, if this process has it.
+    """Return the class of this process of which `received` is a copy; `received` if there is none.
 
-    A class made in a function is sent by value. That of a forked worker is the class at the same
-    address here, which an ``except`` here names.
+    A class made in a function is sent by value. The original of a forked worker's class has the same
+    address in this process, and an ``except`` clause in this process names that original.
     """
     todo: list[type[BaseException]] = [BaseException]
     while todo:

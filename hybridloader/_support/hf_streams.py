@@ -1,4 +1,4 @@
-"""Streams of Hugging Face's datasets, known by the names of their classes: nothing is imported here."""
+"""Streams of Hugging Face's datasets, recognised by the names of their classes without an import."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hybridloader._support.caller import warn_once
 
 
 def is_stream(dataset: Any) -> bool:
-    """True for an `IterableDataset` of datasets."""
+    """Return True for an `IterableDataset` of the package datasets."""
     return any(
         kind.__name__ == "IterableDataset" and kind.__module__.partition(".")[0] == "datasets"
         for kind in type(dataset).__mro__
@@ -17,9 +17,9 @@ def is_stream(dataset: Any) -> bool:
 
 
 def has_buffer(dataset: Any) -> bool:
-    """True for a stream that is shuffled within a buffer: its state leaves out what lies in that.
+    """Return True for a stream that is shuffled within a buffer: its state omits the buffered samples.
 
-    Going on from such a state loses those samples, and in a worker raises IndexError (datasets 5.2).
+    Resuming from such a state loses these samples, and in a worker raises IndexError (datasets 5.2).
     """
     return is_stream(dataset) and any(
         type(part).__name__ == "BufferShuffledExamplesIterable"
@@ -51,7 +51,7 @@ def warn_of_few_shards(dataset: Any, workers: int, stage: str) -> None:
     if workers > shards:
         warn_once(
             f"stage {stage!r}: the dataset has {shards} shards for {workers} workers of this rank, so "
-            f"{workers - shards} of them have nothing to read; take num_workers={shards}, or cut the "
+            f"{workers - shards} of them have nothing to read; use num_workers={shards}, or split the "
             "data into more shards"
         )
     ranks = attribute(split, "world_size", 1)
@@ -60,6 +60,6 @@ def warn_of_few_shards(dataset: Any, workers: int, stage: str) -> None:
     if ranks > 1 and not by_shards:
         warn_once(
             f"stage {stage!r}: {total} shards can't be divided evenly among {ranks} ranks, so each rank "
-            f"reads all of the data and drops what is for the others; cut the data into a multiple of "
-            f"{ranks} shards"
+            f"reads all of the data and drops the samples of the others; split the data into a multiple "
+            f"of {ranks} shards"
         )

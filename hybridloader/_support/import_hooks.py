@@ -1,7 +1,7 @@
 """Hooks that run as soon as a module is imported: now, or right after its first import.
 
-A worker process that needs no torch imports none. If the user's code imports it later, it must be
-seeded and told its number of threads before that code uses it.
+A worker process imports torch only if it needs it. If the user's code imports torch later, a hook
+sets torch's seed and number of threads before that code uses torch.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from types import ModuleType
 
 
 def when_imported(name: str, act: Callable[[], None]) -> None:
-    """Call `act` once the module `name` has been imported; the import raises its errors.
+    """Call `act` once the module `name` has been imported.
 
-    `act` may import `name`.
+    The import raises the errors of `act`. `act` may import `name`.
     """
     if name in sys.modules:
         act()
@@ -29,14 +29,14 @@ def when_imported(name: str, act: Callable[[], None]) -> None:
 class _Finder(MetaPathFinder):
     def __init__(self, name: str, act: Callable[[], None]) -> None:
         self._name, self._act = name, act
-        self._looking = threading.local()  # another thread may import it meanwhile
+        self._looking = threading.local()  # per thread: another may import the module meanwhile
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname != self._name or hasattr(self._looking, "now"):
             return None
-        self._looking.now = True  # the others are asked, by way of this very list
+        self._looking.now = True  # find_spec asks all finders in sys.meta_path, this one too
         try:
             spec = importlib.util.find_spec(fullname)
         finally:
@@ -62,7 +62,7 @@ class _ThenAct(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         spec = module.__spec__
-        module.__loader__ = self._loader  # nobody else shall see this one
+        module.__loader__ = self._loader  # user code sees the module's real loader
         if spec is not None:
             spec.loader = self._loader
         self._loader.exec_module(module)

@@ -1,11 +1,11 @@
 """Objects that processes share: multiprocessing's locks, values, queues, connections and proxies.
 
-Python pickles them only while it starts a process, because a handle of the operating system has to
-go along with each start: a descriptor, or on Windows a handle made for that one process. The work of a
-stage is pickled once for all workers. So objects with a handle are left out of that pickle and put into
-a table, `Inherited`, which is pickled with the arguments of every process that is started.
+Python pickles them only while it starts a process, because each start must pass a handle of the
+operating system: a descriptor, or on Windows a handle made for that one process. The work of a stage
+is pickled once for all workers. So that pickle leaves out objects with a handle. They are put into a
+table, `Inherited`, which is pickled with the arguments of each process that is started.
 
-Within a process nothing is sent, and such objects are not copied: `Shared` recognises them.
+Within a process nothing is sent. `Shared` recognises such objects, so that they are not copied there.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _SHARED = frozenset(
     + [f"multiprocessing.{name}" for name in ("shared_memory", "sharedctypes", "synchronize")]
     + [f"loky.backend.{name}" for name in ("queues", "synchronize")]
 )
-"""Modules whose classes, and classes derived from these, are of shared objects."""
+"""Modules whose classes, and the classes derived from them, make shared objects."""
 
 _HOLDERS = (
     ("multiprocessing.synchronize", "SemLock"),
     ("loky.backend.synchronize", "SemLock"),
     ("multiprocessing.connection", "_ConnectionBase"),
     ("multiprocessing.heap", "Arena"),
-    ("multiprocessing.managers", "BaseProxy"),  # holds the key that its manager asks for
+    ("multiprocessing.managers", "BaseProxy"),  # holds the key of its manager
     ("socket", "socket"),
 )
-"""Classes of objects that hold a handle themselves. The others are made of these."""
+"""Classes of objects that hold a handle themselves. Other shared objects contain these."""
 
 Reducer = Callable[[Any], Any]
 
@@ -47,14 +47,14 @@ _PLAIN = (
     types.MethodDescriptorType,
     types.WrapperDescriptorType,
 )
-"""Types that multiprocessing was told about, and that cloudpickle sends better."""
+"""Types that multiprocessing registers a reducer for, and that cloudpickle pickles better."""
 
 
 class Inherited:
-    """Table of objects that go along with the start of each process.
+    """Table of objects that are passed at the start of each process.
 
-    `blame` makes an error that names the object. If `at_once`, each object is pickled as it is taken, to
-    find the one that raises.
+    `blame` makes an error that names the object. With `at_once`, each object is pickled when it is
+    taken, to find the one that raises.
     """
 
     def __init__(
@@ -66,18 +66,18 @@ class Inherited:
         self._holders = (_Descriptor, *_known(_HOLDERS))
 
     def take(self, thing: Any) -> int | None:
-        """Put `thing` into the table and return its number, if it holds a handle.
+        """Put `thing` into the table and return its number; return None if it holds no handle.
 
-        Raises `pickle.PicklingError` if no process but a forked one can have that handle.
+        Raises `pickle.PicklingError` if only a forked process can use that handle.
         """
         if not isinstance(thing, self._holders):
             return None
         semaphore = getattr(thing, "_semlock", None)
         if semaphore is not None and semaphore.name is None and os.name == "posix":
-            # Python itself refuses it from 3.11.5 and 3.12 on; before, using it crashes the worker.
+            # Python refuses it since 3.11.5 and 3.12; before, its use crashes the worker.
             raise pickle.PicklingError(
-                "it is made for forked processes alone. Make it by a context that serves others too, "
-                "as in multiprocessing.get_context('spawn').Lock()"
+                "it works in forked processes only. Make it by a context that also serves other "
+                "processes, as in multiprocessing.get_context('spawn').Lock()"
             )
         if self._at_once:
             _dumps([thing])
@@ -116,10 +116,10 @@ def _dumps(objects: list[Any]) -> bytes:
 
 
 def reducer(thing: Any) -> Reducer | None:
-    """Return the function by which multiprocessing pickles `thing`; None if it was told of none.
+    """Return the reducer that multiprocessing has registered for `thing`; None if there is none.
 
-    It is None, too, for objects that share nothing, and for torch's: our own way with tensors
-    shares the same ones, and moves none into shared memory.
+    It is None, too, for objects that share nothing and for objects of torch: `memory.tensors` shares
+    the same tensors, without moving any into shared memory.
     """
     reduction = sys.modules.get("multiprocessing.reduction")
     if reduction is None:
@@ -130,16 +130,16 @@ def reducer(thing: Any) -> Reducer | None:
     home = getattr(found, "__module__", None) or ""
     if home == "multiprocessing.managers" or home.partition(".")[0] == "torch":
         return None
-    # The type of a ctypes object is registered as soon as one of its kind lies in shared memory.
+    # multiprocessing registers a ctypes type as soon as one object of the type is in shared memory.
     if home == "multiprocessing.sharedctypes" and "_wrapper" not in vars(thing):
         return None
     return found
 
 
 def reduce_structure(kind: Any) -> Any:
-    """Return how to pickle a ctypes structure or union that can't be imported; None for all else.
+    """Return the reduction of a ctypes structure or union that can't be imported; None for others.
 
-    One defined in the main script, for instance: cloudpickle can't pickle its field descriptors.
+    A class defined in the main script is one: cloudpickle can't pickle its field descriptors.
     """
     ctypes = sys.modules.get("ctypes")
     if ctypes is None or not isinstance(kind, (type(ctypes.Structure), type(ctypes.Union))):
@@ -153,7 +153,7 @@ def reduce_structure(kind: Any) -> Any:
     core = {name: names[name] for name in _LAYOUT if name in names}
     made = {*core, *_OF_EACH, *(field[0] for field in core.get("_fields_", ()))}
     rest = {name: value for name, value in names.items() if name not in made}
-    # In two steps, as its methods may name it themselves.
+    # In two steps, because the methods of the class may refer to the class.
     return _structure, (kind.__name__, kind.__bases__, core), rest, None, None, _complete
 
 
@@ -172,9 +172,9 @@ def _complete(kind: Any, names: dict[str, Any]) -> None:
 
 @contextmanager
 def as_if_starting() -> Iterator[None]:
-    """Let objects be pickled on this thread as if a process were being started.
+    """Make multiprocessing pickle objects on this thread as if it were starting a process.
 
-    Then objects that are made of others, such as an event that holds a lock, do not refuse it.
+    Otherwise objects that contain shared ones, such as an event that holds a lock, refuse to be pickled.
     """
     from multiprocessing import context
 
@@ -188,17 +188,17 @@ def as_if_starting() -> Iterator[None]:
 
 
 class _Handle(int):
-    """Handle that must not be pickled as the number that it is in this process."""
+    """Handle that refuses to be pickled, because its number is valid in this process only."""
 
     def __reduce__(self) -> Any:
         raise pickle.PicklingError(
-            "a handle was duplicated for a process that is not there yet; use "
+            "a handle was duplicated for a process that has not started yet; use "
             "multiprocessing.reduction.DupFd instead"
         )
 
 
 class _Descriptor:
-    """Descriptor that goes along with the start of each process: `multiprocessing.reduction.DupFd`."""
+    """Descriptor passed at the start of each process, in place of `multiprocessing.reduction.DupFd`."""
 
     def __init__(self, handle: int) -> None:
         self._number = int(handle)

@@ -1,7 +1,7 @@
-"""Pickler that asks a function first, for one call.
+"""Pickler with a reducer function per instance.
 
-Its class is made once. A class that is made for each call, over what it pickles, is garbage until a
-collection, and on Python 3.13t for ever: there, classes are immortal as soon as a thread has begun.
+Its class is made once. A class made for each call would stay in memory until the garbage collector
+runs. On Python 3.13t it would stay forever: classes are immortal there once a thread has started.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from typing import Any
 
 @functools.cache
 def reducing_pickler(base: Any) -> Any:
-    """Return a class of `base` whose instances take a function ``reduce`` after the file.
+    """Return a subclass of `base` whose instances take a function ``reduce`` after the file.
 
-    It returns how to pickle an object, as `reducer_override` does, or None to leave that to `base`.
+    ``reduce`` returns the reduction of an object, as `reducer_override` does, or None to leave the
+    object to `base`.
     """
     otherwise = getattr(base, "reducer_override", lambda pickler, obj: NotImplemented)
 

@@ -1,8 +1,8 @@
-"""Copies of states: a sampler or a dataset may go on changing the state that it returned.
+"""Copies of states: a sampler or a dataset may later change the state that it returned.
 
-A state is copied when it is taken, and again when it is handed out. So neither its owner nor its
-receiver can change the kept one. If copying is slow, all who ask for a kept state share one copy.
-Nothing here knows when a state is taken.
+A state is copied when it is taken, and again when it is returned to the user. So neither its owner nor
+its receiver can change the kept copy. If copying is slow, all receivers of a kept state share one copy.
+`cadence` decides when a state is taken.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from hybridloader._support.hf_streams import has_buffer
 from hybridloader._support.inheritance import Shared
 
 DEAR = 100e-6
-"""Seconds from which one copy is shared by all who ask: that of a list of 5,000 numbers, say."""
+"""Seconds; a slower copy is shared by all receivers. A list of 5,000 numbers takes this long."""
 
 
 def copied(state: Any) -> Any:
-    """Copy `state`; only immutable objects, and those shared by nature, are shared with the copy.
+    """Return a copy of `state` that shares with it only immutable objects and those of `Shared`.
 
     The copy is made by a pickle, without the tensors: for a list of numbers that is 8 times as fast
-    as `copy.deepcopy`. If something can't be pickled, it is made by `copy.deepcopy`.
+    as `copy.deepcopy`. If a part can't be pickled, `copy.deepcopy` makes the copy.
     """
     try:
         return _Fingerprint(state).copy()
@@ -38,11 +38,11 @@ def copied(state: Any) -> Any:
 
 
 class Latest:
-    """Keeps the latest copy of one state, which is asked for again and again.
+    """Latest copy of one state that is taken repeatedly.
 
-    If copying is slow, a state that has not changed is not copied anew. A tensor has changed if its
-    version has: every operation of torch that writes to it raises the version. A write through
-    ``.data`` or a numpy array over the same memory does not, and is found when the cadence is due.
+    If copying is slow, an unchanged state is not copied again. A tensor has changed if its version has:
+    every torch operation that writes to the tensor raises the version. A write through ``.data`` or
+    through a numpy array over the same memory does not; it is found when the cadence is due.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class Latest:
 
 
 class _Fingerprint:
-    """Pickle of a state, with its tensors and its shared objects beside it."""
+    """Pickle of a state; its tensors and its shared objects are kept separately."""
 
     def __init__(self, state: Any) -> None:
         stream = io.BytesIO()
@@ -103,7 +103,7 @@ def _found(number: int) -> Any:
 
 
 class _Pickler(pickle.Pickler):
-    """Leaves tensors out: pickling 16 MB in torch's way takes 25 ms, and copying them 4 ms."""
+    """Pickler that leaves out tensors: pickling 16 MB by torch's reducer takes 25 ms, a copy 4 ms."""
 
     def __init__(self, stream: io.BytesIO) -> None:
         super().__init__(stream, protocol=5)
@@ -141,7 +141,7 @@ def _refuse(reason: str) -> NoReturn:
 
 
 class Given:
-    """State that is kept; `kept` itself is never handed out."""
+    """State that is kept; `given` returns copies of `kept`, never `kept` itself."""
 
     keep: ClassVar[staticmethod[[Any], Any]]  # makes `kept` from a state
     opened: ClassVar[staticmethod[[Any], Any]]  # makes a state from `kept`
@@ -151,7 +151,7 @@ class Given:
         self._one: Any = None  # a copy that was slow to make
 
     def given(self) -> Any:
-        """Return a copy; if copying is slow, the one that was given before."""
+        """Return a copy; if copying is slow, the same copy each time."""
         if self._one is not None:
             return self._one
         began = perf_counter()
@@ -171,21 +171,21 @@ class Kept(Given):
 
 
 class Frozen(Given):
-    """State kept as a pickle, as it travels between processes."""
+    """State kept as a pickle, the form in which processes send it."""
 
     keep, opened = staticmethod(pickle.dumps), staticmethod(pickle.loads)
 
 
 class Missing(Given):
-    """State that could not be taken: asking for it raises the reason."""
+    """State that could not be taken: `given` raises the reason."""
 
     opened = staticmethod(_refuse)
 
 
 def set_epoch(source: Any, epoch: int) -> None:
-    """Call `set_epoch` of a source of samples, if it has one, and of a sampler within it."""
+    """Call `set_epoch` of a source of samples and of the sampler within it, where they have one."""
     inner = attribute(source, "sampler")
-    if is_stateful(inner):  # in torch's BatchSampler, which passes no epoch on
+    if is_stateful(inner):  # torch's BatchSampler does not forward the epoch
         set_epoch(inner, epoch)
     own = attribute(source, "set_epoch")
     if callable(own):
@@ -193,7 +193,7 @@ def set_epoch(source: Any, epoch: int) -> None:
 
 
 def is_stateful(thing: Any) -> bool:
-    """True if `thing` has both methods of torchdata's `Stateful`, and they tell its whole state."""
+    """Return True if `thing` has both methods of torchdata's `Stateful` and its state is complete."""
     return (
         callable(attribute(thing, "state_dict"))
         and callable(attribute(thing, "load_state_dict"))
@@ -205,7 +205,10 @@ def is_stateful(thing: Any) -> bool:
 def kept(
     thing: Any, what: str, kind: type[Given] = Kept, asked: Callable[[], Any] | None = None
 ) -> Any:
-    """Keep the state of `thing` as `taken` gives it; None if that is None. Never raises."""
+    """Return the state of `thing`, kept as `kind`; None if the state is None.
+
+    Never raises: a state that can't be taken is kept as `Missing`.
+    """
     try:
         state = taken(thing, what, lambda s: None if s is None else kind.keep(s), asked)
     except StateError as error:
@@ -227,7 +230,7 @@ def taken(
     try:
         state = (asked or thing.state_dict)()
     except Exception as error:
-        raise StateError(f"{name} could not tell its state: {described(error)}") from error
+        raise StateError(f"{name} could not return its state: {described(error)}") from error
     return made(copying, state, name)
 
 
@@ -241,8 +244,8 @@ def made(copying: Callable[[Any], Any], state: Any, what: str) -> Any:
             names = [repr(name) for name, value in state.items() if not _picklable(value)]
             culprit = f", because of {', '.join(names)}" if names else ""
         raise StateError(
-            f"{what} could not have its state copied: it can't be pickled{culprit} "
-            f"({described(error)}); leave out of state_dict() what can be made again"
+            f"the state of {what} could not be copied: it can't be pickled{culprit} "
+            f"({described(error)}); leave objects that can be rebuilt out of state_dict()"
         ) from error
 
 
@@ -255,7 +258,7 @@ def _picklable(value: Any) -> bool:
 
 
 def load_into(thing: Any, state: Any, what: str) -> None:
-    """Let `thing`, which errors call `what`, go on from `state`. Raises what its method raises."""
+    """Resume `thing`, named `what` in errors, from `state`. Errors of its method are raised."""
     check_takes(thing, what)
     try:
         thing.load_state_dict(state)
@@ -267,6 +270,6 @@ def load_into(thing: Any, state: Any, what: str) -> None:
 def check_takes(thing: Any, what: str) -> None:
     if not is_stateful(thing):
         raise StateError(
-            f"the state to go on from holds one of {what}, and {type(thing).__name__} has no "
+            f"the loaded state includes a state of {what}, but {type(thing).__name__} has no "
             "load_state_dict(); make the loader with the dataset that it had when the state was taken"
         )

@@ -1,6 +1,7 @@
-"""Check of a saved state against a table: a rule for each field, and one wording for what is wrong.
+"""Check of a saved state against a table with a rule for each field.
 
-Every error names the field, what the state has, and what it would have to be. Nothing is changed.
+Every error names the field, its value in the state, and the values that are valid. The check changes
+nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from hybridloader._support.errors import StateError
 
 
 class Rule(NamedTuple):
-    """A condition of a field, in words and as a function."""
+    """Condition of a field, in words and as a function."""
 
     words: str
     fits: Callable[[Any], bool]
@@ -51,10 +52,10 @@ def dict_of(rule: Rule, words: str) -> Rule:
 
 
 def place_dropped(epoch: int, place: int) -> str:
-    """Word the warning that `set_epoch` drops the place of a state, which is in epoch `place`."""
+    """Return the warning that `set_epoch` drops the position of a state, which is in epoch `place`."""
     return (
-        f"set_epoch({epoch}) drops the place that was loaded, which is in epoch {place}; load the state "
-        "after set_epoch(), or start with that epoch"
+        f"set_epoch({epoch}) drops the position that was loaded, which is in epoch {place}; load the "
+        "state after set_epoch(), or start with that epoch"
     )
 
 
@@ -63,9 +64,9 @@ class Schema:
 
     def __init__(
         self,
-        of: str,  # owner of such a state, for errors
+        of: str,  # owner of the state, for errors
         *table: tuple[Rule, str],  # a rule and the names of its fields; optional ones end in ``?``
-        version: int | None = None,  # the one that can be read; None: the state has none
+        version: int | None = None,  # version that can be read; None: the state has no version
         kind: tuple[str, str] | None = None,  # field that names the owner, and its value
         exact: bool = False,  # refuse other fields
     ) -> None:
@@ -73,14 +74,14 @@ class Schema:
         self.of, self.version, self.kind, self.exact = of, version, kind, exact
         self._rules = {name.rstrip("?"): rule for name, rule in named}
         self._needed = {name for name, _ in named if not name.endswith("?")}
-        self._told = {"version"} if version is not None else set()
+        self._headers = {"version"} if version is not None else set()
         if kind is not None:
-            self._told.add(kind[0])
+            self._headers.add(kind[0])
 
     def check(self, state: Any, agreement: Mapping[str, Any] | None = None) -> None:
-        """Raise `StateError` if `state` is no such state, with the first thing that is wrong.
+        """Raise `StateError` for the first field of `state` that breaks a rule.
 
-        `agreement` has further fields, with the values that they must have.
+        `agreement` maps the names of further fields to the values that they must have.
         """
         if not isinstance(state, Mapping):
             raise StateError(f"the state of a {self.of} is a dict, got {type(state).__name__}")
@@ -91,11 +92,11 @@ class Schema:
             if there != here or isinstance(there, bool) != isinstance(here, bool):
                 raise StateError(
                     f"{name} is {there!r} in the state and {here!r} in this {self.of}; make the "
-                    f"{self.of} as it was made when the state was taken"
+                    f"{self.of} with the arguments that it had when the state was taken"
                 )
         if missing := {*self._needed, *agreement} - {*state}:
-            raise StateError(f"the state lacks {_listed(missing)}: was it cut off?")
-        if self.exact and (foreign := {*state} - {*self._rules, *agreement, *self._told}):
+            raise StateError(f"the state lacks {_listed(missing)}: was it truncated?")
+        if self.exact and (foreign := {*state} - {*self._rules, *agreement, *self._headers}):
             raise StateError(
                 f"the state has {_listed(foreign)}, which no state of this version has"
             )
@@ -106,7 +107,7 @@ class Schema:
                 )
 
     def _check_kind(self, state: Mapping[str, Any]) -> None:
-        if not state.keys() >= self._told:
+        if not state.keys() >= self._headers:
             raise StateError(f"this is not the state of a {self.of}: it has {_listed(state)}")
         if self.kind is not None and state[self.kind[0]] != self.kind[1]:
             raise StateError(

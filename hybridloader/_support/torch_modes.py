@@ -1,7 +1,7 @@
-"""Modes of torch that belong to a thread: gradients, inference, autocast and the default device.
+"""Thread-local modes of torch: gradients, inference, autocast and the default device.
 
-A thread of ours takes over those of the thread that it works for. torch is not imported for it. Other
-modes of a thread are not taken over: docs/backends.md lists them.
+A thread of this package adopts these modes from the thread that it works for. docs/backends.md lists
+the modes that it does not adopt. torch is not imported for this.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 
 class Modes(NamedTuple):
-    """Modes of a thread, not all of which are those of a new thread."""
+    """Modes of a thread; at least one differs from those of a new thread."""
 
     grad: bool
     inference: bool
@@ -28,7 +28,7 @@ _OF_A_NEW_THREAD = Modes(True, False, (), True, "cpu")
 
 
 def modes_here() -> Modes | None:
-    """Return the modes of this thread; None if they are those of a new thread."""
+    """Return the modes of this thread; None if they equal those of a new thread."""
     torch: Any = sys.modules.get("torch")
     if torch is None:
         return None
@@ -40,19 +40,19 @@ def modes_here() -> Modes | None:
         torch.is_inference_mode_enabled(),
         tuple((kind, torch.get_autocast_dtype(kind)) for kind in on),
         torch.is_autocast_cache_enabled() if on else True,
-        # A default device is one of torch's function modes, and these are rare.
+        # torch implements a default device as a function mode; most threads have none.
         str(torch.get_default_device()) if torch._C._is_torch_function_mode_enabled() else "cpu",
     )
     return None if modes == _OF_A_NEW_THREAD else modes
 
 
 class TakenModes(ExitStack):
-    """Modes that a thread of ours has taken over; left at the end of the block. For one thread."""
+    """Modes that this thread has adopted; the end of the block restores the thread's modes."""
 
     _modes: Modes | None = None
 
     def take(self, modes: Modes | None) -> None:
-        """Take `modes` in place of those that were taken before, if they are others."""
+        """Adopt `modes` in place of the ones adopted before, if they differ."""
         if modes == self._modes:
             return
         self.close()
@@ -66,8 +66,8 @@ class TakenModes(ExitStack):
         for kind, dtype in modes.autocast:
             self.enter_context(torch.autocast(kind, dtype, cache_enabled=modes.cache))
         if modes.device != "cpu":
-            # Not by `with device:`. That also notes the device for the process, which threads that enter
-            # and leave in any order would leave wrong; torch.compile then compiles anew.
+            # `with device:` also records the device for the whole process. Threads that enter and leave
+            # in any order would leave a wrong device there, and torch.compile would compile again.
             device, mode = torch.utils._device.DeviceContext(modes.device), torch.overrides
             mode.TorchFunctionMode.__enter__(device)
             self.callback(mode.TorchFunctionMode.__exit__, device, None, None, None)

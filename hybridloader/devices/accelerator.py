@@ -25,7 +25,7 @@ _installed: list[Accelerator] = []
 
 @contextmanager
 def taken_for_current(accelerator: Accelerator) -> Iterator[None]:
-    """Have `current` return `accelerator` within the block, on every thread."""
+    """Make `current` return `accelerator` within the block, on every thread."""
     _installed.append(accelerator)
     try:
         yield

@@ -1,7 +1,7 @@
 """Parts of a batch that are pinned or moved to a device.
 
-Containers are taken apart and rebuilt by the rules of torch's `pin_memory`, and dataclasses besides.
-Nothing here pins or moves anything, and torch is not imported before a batch is looked at.
+Containers are rebuilt by the rules of torch's `pin_memory`, and dataclasses too. This module pins and
+moves nothing, and imports torch only when it examines a batch.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Pinning of batches and copying to a device: on a thread of ours, or on the caller's.
+"""Pinning of batches and copying to a device, on a thread of the loader or on the caller's.
 
-Copies to a device are queued on one side stream. The current stream of the thread that takes a batch
-waits for them; the host never waits. Where a device can't do that, copies are made one after another:
-by our thread, if the device has a single stream, else by the thread that takes the batch. Nothing here
-starts a thread, or knows where batches come from.
+Copies to a device are queued on one side stream. The current stream of the consumer's thread waits for
+them; the host never waits. If the device does not support this, copies are made one after another: by
+the loader's thread if the device has a single stream, otherwise by the consumer's. This module starts no
+thread, and does not depend on the source of the batches.
 """
 
 from __future__ import annotations
@@ -33,33 +33,34 @@ from hybridloader.devices.batch_parts import (
 from hybridloader.memory.accelerator import Accelerator, StreamMark
 from hybridloader.memory.page_locks import PageLocks
 
-AHEAD = 2  # default number of batches that wait: one to take, one that is copied meanwhile
+AHEAD = 2  # default number of batches that wait: one to take, one that is being copied
 
 BUFFER_BYTES = 1 << 30
-"""Default number of bytes that wait: several batches of vision or language, and little beside the
+"""Default maximum of bytes that wait: several batches of vision or language, and little compared to the
 memory of a model."""
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """Device that batches are copied to, and how many may wait there.
+    """Device that batches are copied to, and the number of batches that may wait there.
 
-    ``DataLoader(device="cuda")`` says ``Transfer("cuda")``. See docs/devices.md.
+    ``DataLoader(device="cuda")`` is short for ``DataLoader(device=Transfer("cuda"))``. See
+    docs/devices.md.
 
     Parameters
     ----------
     device
-        A str such as ``"cuda"`` or ``"cuda:1"``, a `torch.device` or an `Accelerator`. Without an index,
-        the device that is current where the iterator is made. ``"cpu"`` changes nothing.
+        A str such as ``"cuda"`` or ``"cuda:1"``, a `torch.device` or an `Accelerator`. Without an index
+        it is the current device of the thread that makes the iterator. ``"cpu"`` changes nothing.
     prefetch
-        Batches that may wait on the device, at least 1. One more is being copied meanwhile.
+        Number of batches that may wait on the device, at least 1. One more is copied at the same time.
     buffer_bytes
-        Bytes that these batches may have together. A larger batch waits alone.
+        Maximum of bytes of these batches together. A larger batch waits alone.
 
     Raises
     ------
     TypeError, ValueError
-        A number is out of range. The device itself is looked for later.
+        A number is out of range. The device itself is checked later.
     """
 
     device: Any
@@ -77,16 +78,16 @@ class Transfer:
 
 
 def check(device: Any) -> None:
-    """Raise `TypeError` or `ValueError` for a device that is not there, and say which there are."""
+    """Raise `TypeError` or `ValueError`, with the available devices, if `device` is not one of them."""
     if device is not None:
         find(Transfer.of(device).device)
 
 
 def pinner_for(device: Any, *, pin_memory: bool) -> Pinner | None:
-    """Return the object that handles the batches of one iterator; None if nothing is to be done.
+    """Return the object that pins or copies the batches of one iterator; None if none is needed.
 
-    `device` is None, a `Transfer`, or the device of one. The device that is current on this thread
-    counts. Makes no context on it, so that workers may be forked after this.
+    `device` is None, a `Transfer`, or the device of one. Without an index it is the current device of
+    this thread. Makes no context on the device, so that workers may be forked after this.
     """
     transfer = None if device is None else Transfer.of(device)
     accelerator = None if transfer is None else find(transfer.device)
@@ -99,28 +100,29 @@ def pinner_for(device: Any, *, pin_memory: bool) -> Pinner | None:
 
 
 class Sent:
-    """Batch on its way from the thread that pins to the thread that takes it.
+    """Batch that the thread that pins passes to the consumer's thread.
 
-    Tensors on the device, and objects with a `record_stream()`, are `used`: they must be told the stream
-    of the thread that takes the batch.
+    `used` holds its tensors on the device and its objects with a `record_stream()`: the stream of the
+    consumer's thread must be recorded for them.
     """
 
     data: Any = None  # the batch
     size = 0  # bytes of its tensors, as far as they can be found
-    mark: StreamMark | None = None  # behind the copies; None if there are none
-    late = False  # a part has yet to be moved, by the thread that takes it
+    mark: StreamMark | None = None  # after the copies; None if there are none
+    late = False  # the consumer's thread must still move a part
 
     def __init__(self) -> None:
         self.used: list[Any] = []
 
 
 class Pinner:
-    """Puts batches into page-locked memory.
+    """Copies batches into page-locked memory.
 
-    One thread calls `prepare` and `send`, another one `take`; `here` does both, on any. So many batches
-    and bytes as `prefetch` and `buffer_bytes` say may wait behind `send`.
+    One thread calls `prepare` and `send`, another one calls `take`; `here` does both, on any thread. At
+    most `prefetch` batches and `buffer_bytes` bytes wait between `send` and `take`.
 
-    The `locks` are those of the workers' slots: they are told which streams read them.
+    `locks` are the page locks of the workers' slots: this object passes them the streams that read the
+    slots.
     """
 
     stage = "pin_memory"  # name of the stage in errors
@@ -139,12 +141,12 @@ class Pinner:
         self._given: set[str] = set()  # advice that was given
 
     def prepare(self) -> None:
-        """Have this thread, one of ours, use the device, and no more than one core."""
+        """Set the device of this thread, which the loader owns, and limit it to one core."""
         self.accelerator.enter()
         one_thread_on_this_thread()
 
     def send(self, batch: list[Any]) -> Sent:
-        """Handle the one batch in the list, which is emptied so that no reference to it is left."""
+        """Pin or copy the one batch in the list, which is emptied so that it keeps no reference."""
         sent = Sent()
         sent.data = self._handled(batch.pop(), sent)
         return sent
@@ -156,14 +158,14 @@ class Pinner:
         return sent.data
 
     def here(self, batch: Any) -> Any:
-        """Handle `batch` on this thread, and return it."""
+        """Pin or copy `batch` on this thread, and return the result."""
         self._read_by_this_stream()
         data = self._handled(batch, Sent())
         self.warn()
         return data
 
     def warn(self) -> None:
-        """Warn of tensors not pinned, once for each advice. On the thread that takes batches."""
+        """Warn of tensors not pinned, once for each advice. For the consumer's thread."""
         if self.locks is not None:
             self.locks.warn()
         if self.refusal is None:
@@ -177,7 +179,7 @@ class Pinner:
             )
 
     def _read_by_this_stream(self) -> None:
-        """Have slots that are freed from now on, on any thread, wait for this thread's stream."""
+        """Make slots that are released from now on, on any thread, wait for this thread's stream."""
         if self.locks is not None:
             self.locks.wait_for(self.accelerator.current_stream())
 
@@ -185,7 +187,7 @@ class Pinner:
         return mapped(batch, pins_itself, functools.partial(self._pin, sent))
 
     def _pin(self, sent: Sent, part: Any) -> Any:
-        """Return a tensor, or an object that can pin itself, pinned if the device knows that at all."""
+        """Return a tensor, or an object that can pin itself, pinned if the device supports that."""
         pins = self.accelerator.pins
         if not is_tensor(part):
             part = part.pin_memory() if pins else part
@@ -206,9 +208,9 @@ class Pinner:
 class Mover(Pinner):
     """Copies batches to a device, from page-locked memory.
 
-    All copies are queued on one stream. The current stream of the thread that takes a batch waits for
-    them, and the allocator is told of it, so that the memory is not used again before it is done. If the
-    device can't do that, nothing is handed from one stream to another.
+    All copies are queued on one stream. The current stream of the consumer's thread waits for them. That
+    stream is recorded in the allocator, so that the memory is not reused before the stream has read it.
+    If the device does not support this, the stream that copies a batch is the one that uses it.
     """
 
     stage = "to"
@@ -227,7 +229,7 @@ class Mover(Pinner):
         accelerator, sent = self.accelerator, Sent()
         if self.stream is not None:
             with accelerator.on(self.stream):
-                # The last reference to the source goes in here: slots look at the current stream.
+                # The last reference to the source dies in this block: slots read the current stream.
                 sent.data = self._handled(batch.pop(), sent, handed=True)
                 sent.mark = accelerator.mark(self.stream)
         elif accelerator.one_stream:
@@ -256,7 +258,7 @@ class Mover(Pinner):
         if not sent.late:
             return sent.data
         return mapped(
-            sent.data, lambda part: type(part) is _Late, lambda late: self._ask(late.part)
+            sent.data, lambda part: type(part) is _Late, lambda late: self._to_device(late.part)
         )
 
     def _handled(self, batch: Any, sent: Sent, *, handed: bool = False) -> Any:
@@ -276,10 +278,10 @@ class Mover(Pinner):
             # Its pin_memory() has returned something else, perhaps a container.
             return mapped(part, is_tensor_or_movable, functools.partial(self._move, sent, handed))
         if handed and not has(part, "record_stream") and tensors_in(part) is None:
-            # The allocator can't be told of its memory, so the thread that takes it moves it.
+            # Its memory can't be recorded in the allocator, so the consumer's thread moves it.
             sent.late = True
             return _Late(part)
-        part = self._ask(part)
+        part = self._to_device(part)
         tensors = tensors_in(part) or ()
         if has(part, "record_stream"):
             sent.used.append(part)
@@ -288,7 +290,7 @@ class Mover(Pinner):
         sent.size += sum(bytes_of(tensor) for tensor in tensors)
         return part
 
-    def _ask(self, part: Any) -> Any:
+    def _to_device(self, part: Any) -> Any:
         name = self.accelerator.name
         if self.accelerator.queues_copies and takes_non_blocking(type(part)):
             return part.to(name, non_blocking=True)
@@ -296,6 +298,6 @@ class Mover(Pinner):
 
 
 class _Late(NamedTuple):
-    """Part of a batch that is moved by the thread that takes it."""
+    """Part of a batch that the consumer's thread moves."""
 
     part: Any

@@ -35,7 +35,7 @@ class _Streams(NamedTuple):
 
 _streams_of: dict[torch.device, _Streams] = {}
 """Streams of each device of this process, made once. torch's allocator keeps the memory that a
-stream has used for that stream, so a new stream for every pass would take as much memory again."""
+stream has used for that stream, so a new stream for each epoch would take as much memory again."""
 
 
 class TorchAccelerator:
@@ -182,8 +182,8 @@ class TorchAccelerator:
     def _forget_error(self) -> None:
         """Clear the error that a call of the CUDA runtime has left on this thread.
 
-        Else torch would raise it from this thread's next kernel, which did not cause it. torch does
-        not expose cudaGetLastError, but calls it after each launch.
+        Otherwise torch would raise it from this thread's next kernel, which did not cause it. torch
+        does not expose cudaGetLastError, but calls it after each launch.
         """
         import torch
 

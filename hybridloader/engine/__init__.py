@@ -1,4 +1,4 @@
-"""Everything that an author of a backend needs, in one module that imports neither torch nor numpy.
+"""Names for authors of a backend, in one module that imports neither torch nor numpy.
 
 Write three classes, with six methods in all:
 
@@ -6,8 +6,8 @@ Write three classes, with six methods in all:
 - `Crew`: `start` starts a worker and `send` sends it a message;
 - `WorkerHandle`: `is_alive`, `terminate` and `join`, as of `multiprocessing.Process`.
 
-`hybridloader.engine.contract` says what each method must do, and which others have a default. The
-worker itself is ready made: make it by `thread_worker` or `process_worker`, and run it by `serve`.
+`hybridloader.engine.contract` documents the duties of each method, and the methods that have a default.
+The engine provides the worker: make it by `thread_worker` or `process_worker`, and run it by `serve`.
 """
 
 from __future__ import annotations

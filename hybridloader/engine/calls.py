@@ -66,7 +66,7 @@ _Packed = tuple[Parts, Place | None]
 
 
 class _Here(threading.local):
-    """Calls that a thread makes, and whether it is told of their ends."""
+    """Calls that a thread makes, and whether the transport reports their ends on it."""
 
     making = 0
     """Calls that it makes now."""
@@ -78,7 +78,7 @@ _here = _Here()
 
 
 def _when_done(call: Future[Any], then: Callable[[Future[Any]], None]) -> None:
-    """Call `then` as a call ends, on the thread that is told of it; here and now if it has ended."""
+    """Call `then` when a call ends, on the thread that reports its end; at once if it has ended."""
     _here.making += 1
     try:
         call.add_done_callback(partial(_tell, then))
@@ -93,15 +93,15 @@ def _tell(then: Callable[[Future[Any]], None], call: Future[Any]) -> None:
 
 
 class CallingHandle(WorkerHandle):
-    """Handle of a `CalledWorker`: makes its calls, and reports what they return in their order.
+    """Handle of a `CalledWorker`: makes its calls, and reports the returned events in order.
 
-    A call costs the same for many messages as for one. So while `UNDER_WAY` calls are under way, tasks
-    wait, until one of them returns or a bundle of tasks is full, and go in one call. A long task fills a
-    bundle by itself, so it is a call at once.
+    A call costs the same for many messages as for one. So while `UNDER_WAY` calls are in flight, tasks
+    wait until one of them returns or a bundle of tasks is full, and are sent in one call. A long task
+    fills a bundle by itself, so it is sent at once.
 
-    Calls may end in any order, on any thread. A thread that tells of an end, the main one apart, is
-    taken for the transport's own, and can't `join`. What the worker has sent before it died is reported
-    before its `Exited`. A subclass writes `call` and `end`, and calls `begin`.
+    Calls may end in any order, on any thread. A thread that reports an end, the main one excepted, is
+    taken for the transport's own, and can't `join`. Events that the worker sent before it died are
+    reported before its `Exited`. A subclass writes `call` and `end`, and calls `begin`.
 
     Parameters
     ----------
@@ -110,7 +110,7 @@ class CallingHandle(WorkerHandle):
     report
         `Crew.report`.
     alone
-        True if each task is to be a call of its own, as where its time is limited.
+        True if each task needs its own call, for instance because its time is limited.
     """
 
     _life: Future[Any]  # of `run`: it ends as the worker ends
@@ -137,12 +137,12 @@ class CallingHandle(WorkerHandle):
     def call(self, method: str, *arguments: Any) -> Future[Any]:
         """Call a method of the worker; calls of `step` are made in order, the others beside them.
 
-        Small calls of `step` are made on any thread, such as that which tells of an end.
+        Small calls of `step` are made on any thread, such as the one that reports an end.
         """
         raise NotImplementedError
 
     def started(self) -> None:  # most hold nothing for it
-        """Let go of what the worker needed to start: it has."""
+        """Release the objects that the worker needed to start; it has started."""
 
     def end(self) -> None:
         """Kill the worker, if it is there; the call of `run` ends with an error."""
@@ -195,7 +195,7 @@ class CallingHandle(WorkerHandle):
                 self._flush()
 
     def leave(self) -> None:
-        """Have the worker leave out the rest of its batch, and what waits, and end."""
+        """Make the worker end without the rest of its batch and its waiting tasks."""
         with self._lock:
             self._queue.clear()
         with suppress(Exception):  # it is gone
@@ -203,7 +203,7 @@ class CallingHandle(WorkerHandle):
                 self.call("leave")
 
     def stack(self, timeout: float = 1.0) -> str:
-        """Return the worker's stack; one in native code that holds the GIL can't tell it."""
+        """Return the worker's stack; a worker in native code that holds the GIL can't return it."""
         try:
             return str(self.call("stack").result(timeout))
         except Exception as error:

@@ -166,7 +166,7 @@ class Crew(ABC):
     # -- with a default --------------------------------------------------------------------------
 
     def settle(self) -> None:  # noqa: B027  # workers with a process of their own disturb nobody
-        """Wait until the caller may go on; called after all calls of `start` of an epoch.
+        """Wait until the caller may continue; called after all calls of `start` of an epoch.
 
         Workers that share the caller's random generators run `spec.init_fn` while the caller waits, here
         or in `start`. Afterwards the states of these generators are restored.
@@ -175,20 +175,21 @@ class Crew(ABC):
     def page_lock(self, locks: PageLocks) -> None:  # noqa: B027  # memory of its own need not be
         """Lock the pages of large results, because a device is going to read them.
 
-        Called once, before any worker starts, and only if the consumer of this stage pins. Such
-        memory is used again when `locks` says that the device is done with it
-        (`PageLocks.after_device`), and is unlocked before it is unmapped; by the end of `close` all is
-        unlocked but that of results still in use. If a lock is refused, results lie in ordinary
-        memory, and `wait` warns (`PageLocks.warn`). Workers in other processes have no part in this.
+        Called once, before any worker starts, and only if the consumer of this stage pins. Such memory
+        is reused after the device has read it (`PageLocks.after_device`), and unlocked before it is
+        unmapped. At the end of `close` only memory of results still in use is locked. If the driver
+        refuses a lock, results are made in ordinary memory, and `wait` warns (`PageLocks.warn`). Workers
+        in other processes do not take part in this.
         """
 
     def flush(self) -> None:  # noqa: B027  # most crews have nothing to do
         """Send the messages that `send` has queued, if it does not do so itself; so does `wait`."""
 
     def wait(self, timeout: float | None) -> Sequence[Event]:
-        """Return the events that have come; wait `timeout` seconds for the first (None: for ever).
+        """Return the events since the last call; wait `timeout` seconds for the first (None: forever).
 
-        May return early and empty, and does so after `wake`. By default, events come from `report`.
+        May return early and empty, and does so after `wake`. By default, the events are those passed to
+        `report`.
         """
         if self.upkeep is not None:
             self.upkeep()
@@ -205,7 +206,7 @@ class Crew(ABC):
         return found
 
     def wake(self) -> None:
-        """Let a `wait` that is under way, or else the next one, return at once."""
+        """Make the current `wait`, or else the next one, return at once."""
         self.__events.put(None)
 
     def kill(self, worker: int) -> None:
@@ -222,9 +223,9 @@ class Crew(ABC):
     def leave(self) -> None:
         """Begin to end all workers, without waiting; `close` follows. Idempotent, never raises.
 
-        The time limit of `close` counts from the first call of this, so several crews that are told to
-        leave and then closed take no longer than the slowest. By default, each worker is sent a `Stop`:
-        it first does its tasks, as far as there is time.
+        The time limit of `close` starts with the first call of this. So several crews that leave and are
+        then closed take no longer than the slowest. By default, each worker is sent a `Stop`: it first
+        does its tasks, as far as time allows.
         """
         if self.__left is None:
             self.__left = time.monotonic()

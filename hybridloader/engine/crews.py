@@ -59,7 +59,7 @@ def closed_with(holder: Any, runner: Any) -> weakref.finalize[[], Any]:
 def close_once(holder: Any, runner: Any) -> None:
     """Close `runner` by the `_finalizer` of `holder`, and have another one if that was interrupted.
 
-    Of several threads that call it, one closes, and the others go on at once.
+    If several threads call it, one closes the runner, and the others return at once.
     """
     try:
         holder._finalizer()

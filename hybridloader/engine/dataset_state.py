@@ -1,9 +1,9 @@
-"""State of a dataset: it goes with results to the parent, and to the workers that resume from it.
+"""State of a dataset: workers send it to the parent with results, and resume from it.
 
-A dataset, or the iterator over it, that has `state_dict` and `load_state_dict` is asked for its
-state after a result, because only then does it belong to that result. Its `Cadence` says how often.
-The state is pickled at once, so that nothing that the worker does later can change it. A failure to
-take it raises nothing here: a loader that nobody asks for its state must not fail because of one.
+A dataset, or the iterator over it, may have `state_dict` and `load_state_dict`. Its state is taken after
+a result, because only then does it belong to that result. A `Cadence` decides how often. The state is
+pickled at once, so that the worker can't change it later. A failure to take it raises nothing here: the
+loader fails only if the user asks for that state.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ShardStart(NamedTuple):
 
     @property
     def stateful(self) -> bool:
-        """True if there is a state to go on from."""
+        """True if there is a state to resume from."""
         return self.dataset is not None or self.iterator is not None
 
     @property
@@ -66,7 +66,7 @@ class DatasetStates:
         self._cadence = cadence
 
     def due(self, *, ended: bool) -> ShardStart | None:
-        """Return the state behind the result that was just made, if it is to go with it."""
+        """Return the state after the newest result; None if it is not sent with that result."""
         due = self._cadence.due()
         if not (due or ended):
             return None
@@ -76,7 +76,7 @@ class DatasetStates:
         return state
 
     def go_on(self, since: int) -> None:
-        """Count the results since the state that this fetcher goes on from."""
+        """Count the results since the state from which this fetcher resumes."""
         self._cadence.go_on(since)
 
     def now(self, *, ended: bool) -> ShardStart:

@@ -1,4 +1,4 @@
-"""Words of errors: which stage, which worker, which indices, what happened, what to try."""
+"""Texts of errors: stage, worker, indices, cause, and advice."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ def name_of(handles: Sequence[WorkerHandle], worker: int) -> str:
 
 
 def end_of(stage: str, handles: Sequence[WorkerHandle], worker: int) -> str:
-    """Say how a worker process ended, in torch's words, which people match on.
+    """Return the end of a worker process in torch's words, which programs match.
 
-    They are from ``torch/csrc/DataLoader.cpp``, with the stage's name for "DataLoader". The text is
-    empty if the worker is no process of this machine, or has not ended.
+    They are from ``torch/csrc/DataLoader.cpp``, with the stage's name in place of "DataLoader". The text
+    is empty if the worker is no process of this machine, or has not ended.
     """
     handle = handles[worker] if worker < len(handles) else None
     if handle is None or handle.known_pid in (None, os.getpid()) or handle.exitcode is None:

@@ -30,7 +30,7 @@ _GATHERING = 1e-3
 
 
 class Feed(ABC):
-    """A source of indices that is never waited for, and that goes on behind an error."""
+    """Source of indices whose `draw` never waits. It may return further indices after an error."""
 
     @abstractmethod
     def draw(self, most: int | None) -> Any:
@@ -67,10 +67,10 @@ class Observer(Protocol):
         """Note that the thread that pulls the stage waited for events."""
 
     def came(self, event: Result, since: float, count: int) -> None:
-        """Note a result, and take the `Measures` out of its extras.
+        """Record a result, and remove the `Measures` from its extras.
 
-        Somebody has waited for a result `since` then; infinity if nobody waits. It is the last of
-        `count` results since the one before that was noted.
+        `since` is the time from which the consumer has waited for a result; infinity if it does not
+        wait. The result is the last of `count` results since the previous call.
         """
 
     def opened(self, seq: int, began: float, ended: float) -> None:

@@ -27,7 +27,7 @@ class ItemCounter:
     next: int = 0  # number of the next new item
 
     def begin(self, epoch: int, first: int = 0) -> None:
-        """Begin a pass with item number `first`; called before the stage begins it."""
+        """Begin an epoch with item number `first`; called before the stage begins it."""
         self.epoch, self.next = epoch, first
 
 

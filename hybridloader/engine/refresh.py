@@ -1,10 +1,12 @@
-"""Changes of the dataset since the last epoch, so that persistent workers see them.
+"""Changes of the dataset since the last epoch, which are sent to persistent workers.
 
-Before each new epoch the attributes that were *rebound* since the last one are sent along: on any
-object, those whose new value is plain (a number, a string, None, or a tuple of such); on an object that
-has a `set_epoch` method, every one that can be pickled. Changes in place, and those of a worker to its
-own copy, are left alone. The same goes for the datasets that it holds in attributes or lists, and so
-on. docs/decisions/0005 says why.
+Each new epoch sends the attributes that were *rebound* since the last one:
+
+- on any object, those whose new value is plain (a number, a string, None, or a tuple of such);
+- on an object that has a `set_epoch` method, each that can be pickled.
+
+Changes in place are not sent, and changes that a worker makes to its copy stay. The same applies to
+datasets in attributes or lists of the dataset, at any depth. docs/decisions/0005 has the reasons.
 """
 
 from __future__ import annotations

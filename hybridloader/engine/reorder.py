@@ -1,7 +1,7 @@
-"""Limit of the results that wait for one that is late, though they are done.
+"""Limit of the finished results that wait for a late one.
 
-Results come out in the order of their tasks. While one of them is late, those behind it wait, and
-workers go on with other tasks as long as this limit lets them (decision 27).
+Results are returned in the order of their tasks. While one of them is late, the following ones wait, and
+workers do other tasks up to this limit (decision 27).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ worker took for the result, it had better rest (decision 27)."""
 
 
 class ReorderLimit:
-    """Limit of the results of one stage that wait behind a late one, in tasks and in bytes.
+    """Limit of the results of one stage that wait for a late one, in tasks and in bytes.
 
-    The bytes are an estimate: each result counts as much as the largest of those seen lately. One is
-    looked at whenever a worker has nothing to do, so a stage that never stalls looks at none.
+    The bytes are an estimate: each result counts as much as the largest recent one. A result is measured
+    only when a worker has nothing to do, so a stage that never stalls measures none.
     """
 
     def __init__(self, workers: int, nbytes: int = BYTES) -> None:

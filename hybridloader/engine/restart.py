@@ -1,4 +1,4 @@
-"""Policy for workers that die: how often they are replaced, and a sample that kills them is tried."""
+"""Policy for workers that die: the numbers of restarts, and of attempts at a sample that kills them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from hybridloader._support.arguments import policy, seconds, whole
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """Policy to replace workers that die, and to send their tasks to the new ones.
+    """Policy to restart workers that die, and to send their tasks to the restarted ones.
 
-    A worker that dies before it has got ready is replaced too. If none ever gets ready (the dataset's
-    import ends it, for instance), that goes on until `max_restarts`, and the error says so.
+    A worker that dies before it is ready is restarted too. If no worker becomes ready (the dataset's
+    import ends it, for instance), restarts continue until `max_restarts`; then an error is raised.
 
     Parameters
     ----------
@@ -23,9 +23,9 @@ class RestartPolicy:
     window_seconds
         Seconds that a restart counts.
     deaths_per_sample
-        Number of deaths at the same sample after which it is given up: an error takes its place, which
-        `on_error` may skip or replace. If it is not known which sample of its task the worker was at,
-        the whole task is given up.
+        Number of deaths at the same sample after which it is given up: an error replaces it, which
+        `on_error` may skip or replace. If the sample within the task is unknown, the whole task is given
+        up.
     """
 
     max_restarts: int = 10
@@ -45,5 +45,5 @@ class RestartPolicy:
         """
         if value is None:
             return None
-        told = '"raise", "restart" or a RestartPolicy'
-        return policy(name, value, {"raise": None, "restart": cls}, (cls,), told)
+        choices = '"raise", "restart" or a RestartPolicy'
+        return policy(name, value, {"raise": None, "restart": cls}, (cls,), choices)

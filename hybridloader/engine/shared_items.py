@@ -44,7 +44,7 @@ class SharedItems:
         *,
         alone: bool = False,  # until they are `shared`
     ) -> bool:
-        """Work at items until none is left to begin; True if this call has finished the last one."""
+        """Process items until all have begun; return True if this call has finished the last one."""
         todo, begun, results, me = self.todo, self.begun, self.results, get_ident()
         since = perf_counter()
         while True:
@@ -71,7 +71,7 @@ class SharedItems:
                 return False
 
     def stop(self) -> bool:
-        """Begin no more items; True if none is under way either."""
+        """Begin no more items; return True if none is in flight."""
         last = False
         try:
             while True:
@@ -120,6 +120,6 @@ class SharedTask(SharedItems):
 
 
 class Alone(NamedTuple):
-    """Message: fetch the samples of a task of your own, until they are shared."""
+    """Message: the worker fetches the samples of its task alone, until they are shared."""
 
     task: SharedTask

@@ -1,8 +1,8 @@
-"""Slices of a worker: what its threads did and when, for a trace. They exist only where one is made.
+"""Slices of a worker: the activities of its threads, with times, for a trace; none without a trace.
 
-A worker keeps them in a bounded ring, and sends them along with its measures. Tasks of `LONG` seconds
-have slices each. Of shorter ones those have, whose measures are told; all others until the next are one
-slice, so that they cost no more than a meter does.
+A worker keeps them in a bounded ring, and sends them with its measures. Each task of `LONG` seconds or
+more has its own slices. A shorter task has them only if its measures are reported; the other short tasks
+are joined in one slice, so that they cost no more than a meter.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Slice(NamedTuple):
 
 
 class Told(NamedTuple):
-    """Slices of a worker since it told the last ones."""
+    """Slices of a worker since its last report."""
 
     process: int
     thread: int
@@ -62,7 +62,7 @@ class Told(NamedTuple):
 
 
 class Slices:
-    """Ring of the slices of one worker, of which the last `limit` are kept until they are told."""
+    """Ring of the slices of one worker: it keeps the last `limit` until they are reported."""
 
     def __init__(self, limit: int, *, alone: bool = True) -> None:
         self.worker = 0  # set by its worker
@@ -121,7 +121,7 @@ class Slices:
         self._free = ended
 
     def failed(self, number: int) -> None:
-        """Note that the task in hand has raised an error."""
+        """Record that the current task has raised an error."""
         if self.on:
             ended = perf_counter()
             self.task(number, ended, ended)
@@ -137,13 +137,13 @@ class Slices:
         self._free = ended
 
     def span(self, name: str, began: float, ended: float) -> None:
-        """Note what the worker did between two tasks."""
+        """Record an activity of the worker between two tasks."""
         if ended - began >= SEEN:
             self.add(name, began, ended)
             self._free = ended
 
     def _idle(self, until: float) -> None:
-        """Note what was from the last slice until now."""
+        """Record the time from the last slice until now."""
         free, short, parts = self._free, self.short, self._parts
         self.short, self._parts = 0, False
         if free is None or not self._alone or until - free < SEEN:
@@ -154,7 +154,7 @@ class Slices:
             self.add("wait", free, until)
 
     def tell(self, due: float) -> Told:
-        """Return the slices since the last ones that were told; the next measures are `due` then."""
+        """Return the slices since the last report; the next measures are `due` then."""
         self._due = due
         if not self.on:
             self.since = due

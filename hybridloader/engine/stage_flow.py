@@ -1,7 +1,7 @@
-"""Flow control of a pipeline's stage: how many items, and bytes, are under way.
+"""Flow control of a pipeline's stage: the number of items and bytes in flight.
 
-It holds the stage back where more is under way than its `prefetch` or `buffer_bytes` allow, and passes
-the seconds of each task on to the sizes of the next ones. The thread that pulls the stage writes it.
+It limits the items and bytes in flight to the stage's `prefetch` and `buffer_bytes`, and passes the
+seconds of each task to its feed, which sizes the next tasks. Only the consumer's thread writes to it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from hybridloader.engine.relay import RelayQueue
 
 
 class StageFlow:
-    """Items and bytes under way in one stage; for `prefetch` and `buffer_bytes` see `Placement`.
+    """Items and bytes in flight in one stage; for `prefetch` and `buffer_bytes` see `Placement`.
 
-    Each item under way counts as many bytes as the largest result until then; until there is one, only
-    one item for each worker is let in. One task is always let in.
+    Each item in flight counts as many bytes as the largest result so far. Before the first result, each
+    worker may have one item. One task is always allowed.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class StageFlow:
         self._bytes: dict[int, int] = {}  # of each result that waits
 
     def room(self) -> int | None:
-        """Return how many more items may be under way; None: any number."""
+        """Return the number of further items that may be in flight; None: any number."""
         queued = self.queued
         room = None
         if self._prefetch is not None:
@@ -60,13 +60,13 @@ class StageFlow:
         return room
 
     def sent(self, seq: int, index: Any) -> None:
-        """Note that task `seq` was sent."""
+        """Record that task `seq` was sent."""
         count = items_in(index)
         self.queued += count
         self._items[seq] = count
 
     def came(self, event: Result) -> None:
-        """Note that a task was done, or has failed."""
+        """Record that a task was done, or has failed."""
         if not isinstance(event, Done):
             return
         if self.learn is not None:
@@ -78,7 +78,7 @@ class StageFlow:
             self._largest = max(self._largest, largest, 1)
 
     def left(self, seq: int) -> None:
-        """Note that the result of task `seq` was handed out, or will never be."""
+        """Record that the result of task `seq` was returned, or will never be."""
         self.queued -= self._items.pop(seq, 0)
         if self._bytes:
             self.queued_bytes -= self._bytes.pop(seq, 0)

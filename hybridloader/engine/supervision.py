@@ -1,9 +1,9 @@
-"""Supervision of a stage's workers: one that dies is replaced, one that runs over is killed.
+"""Supervision of a stage's workers: it restarts workers that die and kills those that exceed their time.
 
-A new worker has the number and the seed of the dead one and is sent its unanswered tasks, so order
-and count of the results are as if nothing had happened. A sample at which workers die again and again
-is given up: a `GivenUp` takes its place in the task, and the fetcher treats it as a sample that
-raised. Supervision never decides what becomes of an error.
+A restarted worker has the number and the seed of the dead one and gets its unanswered tasks. So order
+and number of the results do not change. A sample at which workers die repeatedly is given up: a
+`GivenUp` replaces it in the task, and the fetcher treats it as a sample that raised. Error policies, not
+this module, decide how an error is handled.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _NEVER_READY = (
 
 
 class Supervisor:
-    """Replaces the workers of one stage, and sees that no task takes too long.
+    """Restarts the workers of one stage, and limits the time of each task.
 
-    A task's time counts from when its worker can have begun with it: when it was sent, or when the task
-    before it was answered, as far as the stage has heard. So nobody is blamed for a consumer that was
-    away for long. A worker that does not get ready runs over, too, after `START` seconds more.
+    A task's time starts when its worker can have begun it: when the task was sent, or when the stage
+    received the result of the task before. So the time of a busy consumer does not count.
+    A worker that does not become ready exceeds its time `START` seconds later.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class Supervisor:
         return True
 
     def _blamed(self, death: Exited, held: Sequence[int]) -> int | None:
-        """Return the task that the worker died of, as far as one can tell."""
+        """Return the task that most likely killed the worker."""
         if self._scheduler.workers[death.worker] is WorkerState.STARTING:
             return None  # it has begun with none
         if death.at is None:

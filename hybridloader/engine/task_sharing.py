@@ -1,10 +1,10 @@
-"""Sharing of tasks among the workers of a crew of threads, so that a slow sample holds up one of them.
+"""Sharing of tasks among the workers of a crew of threads, so that a slow sample delays only one.
 
-A task that takes long is given to all workers: each fetches samples of it, in turn, and the one that
-ends the last sample collates. So all threads work at the oldest task first, and samples of several
-tasks are in work at once. A task that takes less than it costs to wake the threads stays with its
-worker. Nothing is known of the tasks at first, so each worker begins with its own alone, until one of
-them has an answer; unless the work says that each sample waits for a store.
+All workers share a long task: each fetches samples of it in turn, and the one that ends the last sample
+collates. So all threads work on the oldest task first, and samples of several tasks are in flight at
+once. A task that is shorter than the time to wake the threads stays with its worker. The length of the
+first tasks is unknown, so each worker begins alone, until one of them has a result; or all share them
+from the first on, if each sample waits for a store.
 
 A worker whose `init_fn` has seeded generators draws from them in the order of its tasks, so no task of
 such a crew is shared.
@@ -111,7 +111,7 @@ class TaskSharing:
                 self._decide(self.whole)
 
     def at_work(self, worker: int) -> tuple[SharedTask, dict[int, int]] | None:
-        """Return the oldest task of `worker` that any worker is at, and its samples under way.
+        """Return the oldest task of `worker` that any worker is fetching, and its samples in flight.
 
         These are the places of the samples, each with the identity of its thread.
         """

@@ -1,14 +1,14 @@
 """Tasks of one worker whose samples its threads, or coroutines, fetch: several tasks at a time.
 
-The threads work at the oldest task first, and go on with the next one as soon as no sample of it is
-left to begin. So a slow sample holds up one of them. The worker's own thread fetches no sample of these
-tasks: it takes messages, and collates and answers the tasks in their order, each once its samples have
-ended. So whatever draws or counts in a collation does so as if there were one task at a time.
+The threads fetch samples of the oldest task first. They start on the next task as soon as all samples of
+the oldest have begun, so a slow sample delays one thread only. The worker's own thread fetches no
+samples of these tasks: it takes messages, and collates and answers the tasks in order, each after its
+samples have ended. So a collation that draws random numbers behaves as with one task at a time.
 
 Coroutines run on the worker's own thread, while it would wait for a message.
 
-Tasks that take little are done one at a time, as ever, and so is the first one for threads: to pass a
-task to another thread and back takes some 20 us.
+Short tasks are done one at a time, and so is the first task with threads: passing a task to another
+thread and back takes about 20 us.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class TasksUnderWay:
         self._later: deque[Any] = deque()
 
     def next(self) -> Any:
-        """Wait for what the worker is to do next."""
+        """Wait for the worker's next message."""
         begun, later = self._begun, self._later
         while True:
             if begun and begun[0].samples.ended:
@@ -106,7 +106,7 @@ class TasksUnderWay:
         self._report(event)
 
     def close(self) -> None:
-        """Begin no more samples, and wait for those under way."""
+        """Begin no more samples, and wait for those in flight."""
         left = [task.samples for task in self._begun]
         self._begun.clear()
         for samples in left:

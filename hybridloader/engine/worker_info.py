@@ -1,12 +1,13 @@
 """`get_worker_info` for workers of every kind, and functions to be called at the end of a worker.
 
-torch keeps the answer in one global of the process, which is wrong for a worker thread. Ours is kept
-per thread, and the code of torch's function is replaced, so that it asks the thread first, however it
-was imported. torch's `collate_tensor_fn` is told None (docs/decisions/0004 says why). Limits:
+torch keeps the result in one global of the process, which is wrong for a worker thread. Here it is
+kept per thread, and the code of torch's function is replaced by code that reads the thread's result
+first. So it does not matter how the function was imported. torch's `collate_tensor_fn` receives None
+(docs/decisions/0004 has the reason). Limits:
 
-- In a worker thread the answer belongs to that thread and to those of `threads_per_worker`. A thread or
-  an executor that a dataset starts by itself is told None, as in the training script; hand it the
-  `WorkerInfo`. In a worker process every thread has the answer, as with torch.
+- In a worker thread the result belongs to that thread and to those of `threads_per_worker`. Other
+  threads that a dataset starts receive None, as in the training script; pass them the `WorkerInfo`. In
+  a worker process every thread receives the result, as with torch.
 - Code that reads ``torch.utils.data._utils.worker._worker_info`` finds torch's global, which is set in
   worker processes and stays None in threads. A function that was made out of torch's code before the
   first worker started finds the same.
@@ -42,7 +43,7 @@ _at_end: dict[int, list[Callable[[], Any]]] = {}
 
 
 def _forget_thread() -> None:
-    """Forget what the thread that forked was: the child is no worker, or a worker of another loader.
+    """Forget the info of the thread that forked: the child is no worker, or a worker of another loader.
 
     The functions that workers of the parent registered are the parent's, too.
     """
@@ -55,7 +56,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def get_worker_info() -> WorkerInfo | None:
-    """Tell about the worker that runs this code; None outside of any worker.
+    """Return information about the worker that runs this code; None outside of any worker.
 
     Returns
     -------
@@ -152,9 +153,9 @@ def _teach_torch() -> None:
 
 
 def at_end_of_worker(function: Callable[[], Any]) -> bool:
-    """Have `function` called when the worker that runs this code ends; False if there is none.
+    """Register `function` for the end of the worker that runs this code; return False without a worker.
 
-    What the function raises is printed. It may be called on another thread of the worker.
+    An error that the function raises is printed. It may run on another thread of the worker.
     """
     info = get_worker_info()
     if info is None:

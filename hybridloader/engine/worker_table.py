@@ -1,7 +1,7 @@
-"""Table of a stage's workers: the tasks that each has, since when, and how many it has done.
+"""Table of a stage's workers: the tasks of each, their start times, and the number of tasks done.
 
-It holds counts and times, and words errors from them. The stage and its supervisor write into it; it
-decides nothing and commands nobody.
+It holds counts and times, and makes error texts from them. The stage and its supervisor write to it and
+make all decisions.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class WorkerTable:
         self.failed: Any = None  # index of the task that was last handed out as an error, if any
 
     def begin(self) -> None:
-        """Note that an epoch begins: all shards are read from their beginning."""
+        """Begin an epoch: all shards are read from their beginning."""
         self.position = [0] * len(self.position)
 
     def take_in(self, results: Iterable[Result]) -> None:
-        """Note results that workers reported, of this epoch or of one before."""
+        """Record results that workers reported, of this epoch or an earlier one."""
         now, first = self.clock(), self.scheduler.first
         for result in results:
             worker = result.worker
@@ -106,7 +106,7 @@ class WorkerTable:
         return name_of(self.crew.handles(), worker)
 
     def place(self, worker: int, index: Any, doing: str) -> str:
-        """Say where an exception came from, in one line."""
+        """Return the origin of an exception, in one line."""
         return f"In stage {self.spec.stage!r}, {self.name(worker)}, {doing} {brief(index)}."
 
     def death_report(self, fault: Fault, refusal: str) -> str:

@@ -1,1 +1,1 @@
-"""Memory that batches are made in and sent through, and what is packed into it."""
+"""Memory in which batches are made and sent, and the packing of values into it."""

@@ -1,4 +1,4 @@
-"""Interface of the device that batches are on their way to: all that is asked of one."""
+"""Interface of the device that batches are copied to."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ if TYPE_CHECKING:
 
 
 class StreamMark(Protocol):
-    """A point in a stream, such as an event of torch's."""
+    """Point in a stream, such as a `torch.cuda.Event`."""
 
     def query(self) -> bool:
-        """True if the device has come to it. Never waits."""
+        """Return True if the device has reached it. Never waits."""
 
 
 class Accelerator(Protocol):
@@ -25,57 +25,57 @@ class Accelerator(Protocol):
 
     @property
     def pins(self) -> bool:
-        """True if it knows page-locked memory."""
+        """True if the device supports page-locked memory."""
 
     @property
     def locks_pages(self) -> bool:
-        """True if `page_lock` can be had at all."""
+        """True if the device supports `page_lock`."""
 
     @property
     def queues_copies(self) -> bool:
         """True if `move` may return before the copy is made.
 
-        For that, a stream can be marked, another stream can wait for the mark, and the allocator
-        can be told of the other stream. If False, `side_stream`, `mark`, `hold_up` and `keep_for`
+        Such a device supports marks in streams, streams that wait for marks, and an allocator that
+        accepts further streams of a tensor. If False, `side_stream`, `mark`, `hold_up` and `keep_for`
         are not called.
         """
 
     @property
     def one_stream(self) -> bool:
-        """True if all its work is done in one order, whichever thread has queued it.
+        """True if the device does the work of all threads in the order in which it was queued.
 
-        Where this and `queues_copies` are false, a batch is safe only on the stream that copied it.
+        If this and `queues_copies` are False, a batch is safe only on the stream that copied it.
         """
 
     def enter(self) -> None:
-        """Make it the current device of this thread, for good."""
+        """Make it the current device of this thread, permanently."""
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor` in page-locked memory: itself, if it is there already, or on a device.
+        """Return `tensor` in page-locked memory: itself if it is page-locked or on a device.
 
-        Raises `RuntimeError`, also where the system locks no more pages.
+        Raises `RuntimeError`, also if the system locks no more pages.
         """
 
     def page_lock(self, address: int, size: int) -> None:
-        """Have the driver lock the pages of `size` bytes.
+        """Make the driver lock the pages of `size` bytes.
 
-        Raises `OSError` if it refuses, with the number `ENOMEM` if no more can be locked.
+        Raises `OSError` if the driver refuses, with errno `ENOMEM` if it can't lock more pages.
         """
 
     def page_unlock(self, address: int) -> None:
-        """Undo that; the pages may be unmapped then. Never raises, also while Python shuts down."""
+        """Unlock these pages before they are unmapped. Never raises, even while Python shuts down."""
 
     def side_stream(self) -> Any:
-        """A stream that runs beside those of the user; None if copies are not queued."""
+        """Return a stream that runs in parallel to the user's; None if copies are not queued."""
 
     def current_stream(self) -> Any:
-        """The stream of this thread."""
+        """Return the current stream of this thread."""
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Tell whether `tensor` is on this device: parts of a moved batch may stay on the host."""
+        """Return True if `tensor` is on this device: parts of a moved batch may stay on the host."""
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
-        """Queue what this thread does within on `stream`."""
+        """Make `stream` the current stream of this thread within the block."""
 
     def move(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy `tensor` to the device on this thread's stream; return itself if it is there.
@@ -84,13 +84,13 @@ class Accelerator(Protocol):
         """
 
     def mark(self, stream: Any) -> StreamMark:
-        """A mark behind all that has been queued on `stream` so far."""
+        """Return a mark after all work that is queued on `stream` now."""
 
     def hold_up(self, stream: Any, mark: StreamMark) -> None:
-        """`stream` waits for `mark`; the host does not."""
+        """Make `stream` wait for `mark`; the host does not wait."""
 
     def keep_for(self, tensor: torch.Tensor, stream: Any) -> None:
-        """Tell the allocator that `stream` uses `tensor` too, so that its memory is not reused early.
+        """Record in the allocator that `stream` uses `tensor` too, so that it frees the memory later.
 
         Called only for a tensor that the device `holds`: torch refuses others.
         """

@@ -11,8 +11,8 @@ from typing import Any
 from hybridloader._support.inheritance import Shared
 
 _DEEPEST = 25
-"""Steps at most in the path that an error shows. A search in endlessly nested objects would take
-minutes, and nobody needs a path of more than a line or two."""
+"""Maximum number of steps in the path that an error shows. A search in endlessly nested objects would
+take minutes, and a path of more than two lines helps no reader."""
 
 
 def culprit(thing: Any, path: str, attempt: Callable[[Any], None]) -> str:
@@ -20,12 +20,12 @@ def culprit(thing: Any, path: str, attempt: Callable[[Any], None]) -> str:
     deepest, seen, shared = (path, thing), {id(thing): thing}, Shared()
     way = [deepest]
     for _ in range(_DEEPEST):
-        if deepest[1] in shared:  # made by a library: its parts are nothing to the user
+        if deepest[1] in shared:  # made by a library: the user does not know its parts
             break
         for step, part in _parts(deepest[1]):
             if id(part) in seen:
                 continue
-            seen[id(part)] = part  # kept, as some are made as we look, and a number may come again
+            seen[id(part)] = part  # kept: the search makes some parts, whose ids could be reused
             try:
                 attempt(part)
             except Exception:
@@ -34,7 +34,7 @@ def culprit(thing: Any, path: str, attempt: Callable[[Any], None]) -> str:
                 break
         else:
             break
-    else:  # nested without an end: of objects that make others of their kind the first says most
+    else:  # nested endlessly: report the first object that contains others of its type
         kinds = [type(part) for _, part in way]
         repeated = (
             kind not in _CONTAINERS and kind in kinds[i + 1 :] for i, kind in enumerate(kinds)
@@ -58,7 +58,7 @@ def _parts(thing: Any) -> Iterator[tuple[str, Any]]:
         yield ".__self__", thing.__self__
     elif isinstance(thing, functools.partial):
         yield from ((".func", thing.func), (".args", thing.args), (".keywords", thing.keywords))
-    elif isinstance(thing, type):  # one that can't be imported goes along with all that is in it
+    elif isinstance(thing, type):  # a class that can't be imported is pickled with its contents
         yield from ((f".{name}", value) for name, value in vars(thing).items() if not _own(value))
         yield from ((f".<base>.{base.__name__}", base) for base in thing.__bases__)
     elif type(thing) not in _CONTAINERS:
@@ -69,14 +69,14 @@ _CONTAINERS = (dict, list, tuple, deque, set, frozenset)
 
 
 def _own(value: Any) -> bool:
-    """True if Python makes it anew for each class: slots, ``__dict__``, ``__weakref__``."""
+    """Return True for members that Python makes for each class: slots, ``__dict__``, ``__weakref__``."""
     return isinstance(value, (types.MemberDescriptorType, types.GetSetDescriptorType))
 
 
 def _parts_of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     code = function.__code__
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        if cell != types.CellType():  # an empty cell can be pickled, but not looked into
+        if cell != types.CellType():  # an empty cell can be pickled, but has no contents
             yield f".<closure>.{name}", cell.cell_contents
     for name in code.co_names:
         if name in function.__globals__:
@@ -87,15 +87,15 @@ def _parts_of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]
 
 
 def _parts_of_state(thing: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the parts that an object pickles: what ``__getstate__`` omits is not to blame."""
+    """Yield the parts that an object pickles; ``__getstate__`` may omit attributes."""
     try:
         reduced = thing.__reduce_ex__(5)
-    except Exception:  # it is to blame itself
+    except Exception:  # the object itself is the culprit
         return
     if not isinstance(reduced, tuple):
         return
     arguments, state = reduced[1], reduced[2] if len(reduced) > 2 else None
-    # An object with slots gives a pair, of its `__dict__` and of its slots.
+    # The state of an object with slots is a pair: its `__dict__` and its slots.
     for named in state if isinstance(state, tuple) and len(state) == 2 else (state,):
         if isinstance(named, dict):
             yield from ((f".{name}", value) for name, value in named.items())

@@ -1,9 +1,9 @@
 """Descriptors of the parent: those that a forked worker must close, and kept ones of segments.
 
-A segment needs its descriptor once for every process that maps it. Results that are opened in the
-parent never need it again; results that are forwarded to another stage need it until every worker
-there has mapped the segment. The number that is kept is bounded for the whole process, so that
-``ulimit -n`` is left to the user: without a descriptor a slot is copied, slower and never wrong.
+Each process that maps a segment needs its descriptor once. A parent that opens the results does not
+need the descriptor again. A parent that forwards them to another stage needs it until each worker there
+has mapped the segment. The whole process keeps a bounded number of descriptors, so that the user has
+most of ``ulimit -n``. A slot without a descriptor is copied, which is slower and equally correct.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import os
 import threading
 from functools import cache
 
-MOST = 256  # descriptors kept at most, whatever the limit: 256 segments of 38 MB are 10 GB
-_SHARE = 4  # divisor of the descriptors that this process may have
+MOST = 256  # maximum number of kept descriptors: 256 segments of 38 MB are 10 GB
+_SHARE = 4  # divisor of the descriptors that this process may open
 
 ours: set[int] = set()
-"""All descriptors of backends that are this process's own. In a forked worker they would keep memory
-alive, and other workers from seeing that our end of their connection is closed."""
+"""All descriptors of backends in this process. In a forked worker they would keep memory alive, and hide
+from other workers that the parent's end of their connection is closed."""
 
 kept: set[int] = set()  # descriptors of segments; they are among `ours`
 
@@ -26,7 +26,7 @@ _lock = threading.RLock()  # reentrant, because a collection may end a crew at a
 
 def _fresh_lock() -> None:
     global _lock
-    _lock = threading.RLock()  # the one that a fork has copied may be held for ever
+    _lock = threading.RLock()  # a copy from the parent may stay locked forever
 
 
 if hasattr(os, "register_at_fork"):
@@ -35,7 +35,7 @@ if hasattr(os, "register_at_fork"):
 
 @cache
 def _most() -> int:
-    import resource  # where descriptors travel there is this module
+    import resource  # platforms that send descriptors have this module
 
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MOST if soft == resource.RLIM_INFINITY else min(MOST, soft // _SHARE)
@@ -48,7 +48,7 @@ class KeptDescriptor:
         self._fd: int | None = fd
 
     def duplicate(self) -> int | None:
-        """Make another one, for the caller; None if this one was closed, or there is no room."""
+        """Return a duplicate that the caller owns; None if this one is closed or no number is free."""
         with _lock:
             if self._fd is None:
                 return None
@@ -67,7 +67,7 @@ class KeptDescriptor:
 
 
 def keep_descriptor(fd: int) -> KeptDescriptor | None:
-    """Take over `fd`; None if enough are kept already, and then it stays the caller's."""
+    """Take ownership of `fd`; return None, and leave `fd` to the caller, if enough are kept."""
     with _lock:
         if len(kept) >= _most():
             return None

@@ -1,6 +1,6 @@
-"""Forks of this process that the user's code makes: each may keep the batches that are open then.
+"""Forks of this process by the user's code: each child may keep the batches that are open then.
 
-Our own workers are forks, too; they are left out, because they look at no batch.
+Forked workers do not count, because they read no batch.
 """
 
 from __future__ import annotations
@@ -12,26 +12,24 @@ from contextlib import contextmanager
 
 
 class _OfThisThread(threading.local):
-    ours = False  # a worker of ours is being forked
+    ours = False  # this thread is forking a worker
 
 
 class Forks:
     """Mark of the latest fork. Two equal marks mean that there was no fork between them."""
 
     def __init__(self) -> None:
-        self.latest = (
-            object()
-        )  # no count: of two threads that fork at once, one would not be counted
+        self.latest = object()  # not a counter: two threads that fork at once might count one fork
         self._thread = _OfThisThread()
 
     def note(self) -> None:
-        """Mark a fork by the user's code."""
+        """Record a fork by the user's code."""
         if not self._thread.ours:
             self.latest = object()
 
     @contextmanager
     def of_ours(self) -> Iterator[None]:
-        """Leave out the forks that this thread makes within the block."""
+        """Do not count the forks that this thread makes within the block."""
         self._thread.ours = True
         try:
             yield
@@ -42,5 +40,5 @@ class Forks:
 forks = Forks()
 
 if hasattr(os, "register_at_fork"):
-    # Before it, too: another thread may let go of a batch that the fork has just copied.
+    # Before the fork too: another thread may release a batch that the fork has just copied.
     os.register_at_fork(before=forks.note, after_in_parent=forks.note)

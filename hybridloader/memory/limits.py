@@ -1,6 +1,6 @@
-"""Limits of the memory for batches: the policy a user sets, and the memory that this process has.
+"""Limits of the memory for batches: the user's policy, and the memory available to this process.
 
-This module reads small files of the kernel, and takes no memory itself.
+This module reads small files of the kernel, and allocates no memory for batches.
 """
 
 from __future__ import annotations
@@ -21,31 +21,30 @@ from hybridloader._support.text import short
 KINDS = ("nameless", "named", "stream")
 
 SHARE = 0.5
-"""Share of this process's memory that slots may take by default."""
+"""Default share of this process's memory that slots may take."""
 
 
 @dataclass(frozen=True)
 class Memory:
     """Memory that a stage may take for the large tensors and arrays of its batches.
 
-    Large results live in *slots* that are filled again and again, because fresh pages, not bytes,
-    are what a loader spends its time on. Batches that the training code keeps hold on to their
-    slots; past the limit batches are copied to ordinary memory instead, with one warning. Nothing
-    ever waits for a slot.
+    Large results are made in *slots* that are reused, because a loader spends more time on fresh pages
+    than on the bytes. A batch that the training code keeps also keeps its slot. Beyond the limit,
+    batches are copied to ordinary memory, with one warning. No call waits for a slot.
 
     Parameters
     ----------
     limit
-        Bytes that all slots of one iterator may take together (an int), or a share of the memory
-        that this process has (a float above 0 and up to 1). None takes half of it. The memory
-        that a process has is the least of the machine's and of the limits of its cgroups (v1 and
-        v2), as in containers. The ranks of a job on one machine have equal parts of it, if their
-        launcher sets their number (torchrun's ``LOCAL_WORLD_SIZE``, MPI's, Slurm's).
+        Maximum number of bytes of all slots of one iterator (an int), or a share of the memory
+        available to this process (a float above 0 and up to 1). None is a share of 0.5. The available
+        memory is the smallest of the machine's memory and the limits of the process's cgroups (v1 and
+        v2), as in containers. The ranks of a job on one machine divide it equally, if their launcher
+        sets their number (torchrun's ``LOCAL_WORLD_SIZE``, MPI's, Slurm's).
     kind
         Way of sharing slots with processes: ``"nameless"`` (Linux, macOS), ``"named"``
         (`multiprocessing.shared_memory`, everywhere, limited by the size of /dev/shm),
-        ``"stream"`` (not at all: batches go through the socket or pipe). None takes the first that
-        the platform has. No matter for threads.
+        ``"stream"`` (no slots: batches are sent through the socket or pipe). None takes the first that
+        the platform supports. Threads ignore it.
 
     Raises
     ------
@@ -77,7 +76,7 @@ class Memory:
             raise ValueError(f"Memory: unknown kind {self.kind!r}; there are: {', '.join(KINDS)}")
 
     def bytes(self) -> int:
-        """Give the limit in bytes. The memory that this process has is read once."""
+        """Return the limit in bytes. The memory available to this process is read once."""
         if isinstance(self.limit, int):
             return self.limit
         return max(1, int(_own_limit() * (self.limit or SHARE) / ranks_here()))
@@ -115,7 +114,7 @@ def warn_of_overflow(reason: str) -> None:
 
 
 def process_limit(root: Path = Path("/")) -> int:
-    """Bytes of memory that this process has: the machine's, or less where cgroups in `root` say so."""
+    """Return the bytes available to this process: the machine's memory or the least cgroup limit."""
     limits = (number_in(group / names.limit) for group, names in memory_cgroups(root))
     return min([_machine(), *filter(None, limits)])
 
@@ -123,7 +122,7 @@ def process_limit(root: Path = Path("/")) -> int:
 class Names(NamedTuple):
     """Names of the files of a memory cgroup."""
 
-    limit: str  # v1 says "none" by a huge number, v2 by "max"
+    limit: str  # no limit is a huge number in v1, "max" in v2
     used: str
     events: str
 

@@ -1,8 +1,8 @@
 """Packing of a value into a small header and large buffers, and back.
 
-The header is an ordinary pickle. Large flat memory of the value (tensors, numpy arrays, everything
-that speaks pickle protocol 5) is left out of it and given as buffers, so that they can travel without
-another copy. Nothing here knows how they travel.
+The header is an ordinary pickle. It omits the large flat memory of the value (tensors, numpy arrays,
+objects that support the buffers of pickle protocol 5). That memory is returned as buffers, which can
+be sent without another copy. The caller sends header and buffers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hybridloader.memory.tensors import Tensors
 IN_BAND = 32 * 1024
 """Bytes below which a buffer stays in the header.
 
-Buffers share their memory with the rest of the batch: whoever keeps the labels would keep the images.
+Buffers share their memory with the rest of the batch: code that keeps the labels would keep the images.
 Copying 32 KB costs about 3 microseconds, less than handling one buffer.
 """
 
@@ -34,13 +34,13 @@ Packed = tuple[bytes, list[memoryview]]
 def pack(value: Any, what: str = "a result", *, other_main: bool = False) -> Packed:
     """Split `value` into a header and the buffers left out of it.
 
-    The buffers are views of the memory of `value`: use them before it changes. If the reader has an
-    `other_main`, objects from ``__main__`` are sent whole. Raises `ResultNotSendable`, which calls the
-    value `what`, if something in it can't be pickled.
+    The buffers are views of the memory of `value`: use them before it changes. `other_main` is True if
+    the reader has another ``__main__``; objects from ``__main__`` are then pickled by value. Raises
+    `ResultNotSendable`, with the name `what`, if a part of the value can't be pickled.
     """
     try:
         packer = _idle.pop()
-    except IndexError:  # the first, or others are at work on other threads
+    except IndexError:  # the first call, or other threads use the rest
         packer = _Packer(_Plain)
     if packer.functions != copyreg.dispatch_table:
         packer = _Packer(_Plain)
@@ -77,26 +77,26 @@ _NAMES_OF_ONE_PROCESS = re.compile(_MAIN), re.compile(b"cloudpickle")
 
 
 def reads_the_same_everywhere(header: bytes | memoryview) -> bool:
-    """True if a process with another ``__main__`` and other functions reads this header alike.
+    """Return True if a process with another ``__main__`` loads the same objects from this header.
 
-    A class that was sent whole (by cloudpickle) may be the reader's own here and a twin of it there. A
-    megabyte is searched in a millisecond; loading and packing it takes several times as long.
+    A class that cloudpickle sent by value is the original in one process and a copy in another. The
+    search takes a millisecond for a megabyte; loading and packing take several times as long.
     """
     return not any(name.search(header) for name in _NAMES_OF_ONE_PROCESS)
 
 
 def unpack(header: bytes | memoryview, buffers: Sequence[memoryview]) -> Any:
-    """Load what `pack` gave; the value shares memory with `buffers`.
+    """Load a value from the result of `pack`; the value shares memory with `buffers`.
 
-    Raises `DamagedMessage` if the header is no pickle, or not all of one. Errors that its objects raise
-    stay as they are.
+    Raises `DamagedMessage` if the header is no complete pickle. Errors that its objects raise are
+    raised unchanged.
     """
     try:
         return pickle.loads(header, buffers=buffers)
     except _NO_PICKLE as error:
         # In no variable: this frame is in that traceback, and the cycle would keep the buffers.
         if getattr(error.__traceback__, "tb_next", None) is not None:
-            raise  # by an object's own code
+            raise  # the code of an object raised it
         raise DamagedMessage(f"a pickle of {len(header):,} bytes is damaged: {error!r}") from error
 
 
@@ -104,11 +104,11 @@ _NO_PICKLE = (
     pickle.UnpicklingError, EOFError, ValueError, LookupError, OverflowError, MemoryError, StopIteration
 )  # fmt: skip
 """Errors of the unpickler itself for bytes that are no pickle. `AttributeError`, `ImportError` and
-`TypeError` are left out: these tell of a class that is gone or has changed."""
+`TypeError` are left out: they mean that a class is missing or has changed."""
 
 
 class Around:
-    """Pickle around another that has blocks of small tensors, to be loaded before that one."""
+    """Outer pickle with blocks of small tensors, which are loaded before the inner pickle."""
 
     def __init__(self, header: bytes, buffers: list[Any]) -> None:
         self._parts = header, buffers
@@ -118,17 +118,17 @@ class Around:
 
 
 def _around(blocks: Blocks, header: bytes, buffers: list[memoryview]) -> Packed:
-    """Pack what `_take` gave of a value with blocks."""
+    """Pack the header and the buffers that `_take` returned for a value with blocks."""
     large: list[memoryview] = []
     around = Around(header, [*map(blocks.part, buffers)])
     return pickle.dumps(around, 5, buffer_callback=keep_small(large)), large
 
 
 def _open(header: bytes, buffers: list[Any]) -> Any:
-    """Load the pickle within; those of its buffers that are tuples are blocks.
+    """Load the inner pickle; those of its buffers that are tuples are blocks.
 
-    The garbage collector pauses meanwhile. Nothing here becomes garbage, and while thousands of tensors
-    are made it would look at each several times, which takes longer than to make them (decision 29).
+    The garbage collector is paused, because no garbage arises. It would examine each of thousands of new
+    tensors several times, which takes longer than making them (decision 29).
     """
     pauses = gc.isenabled() and threading.current_thread() is threading.main_thread()
     if pauses:
@@ -142,15 +142,15 @@ def _open(header: bytes, buffers: list[Any]) -> Any:
 
 
 _LARGE_HEADER = 64 * 1024
-"""Bytes of a header above which its packer is not used again: it would keep as much memory."""
+"""Bytes of a header above which its packer is not reused: it would keep that much memory."""
 
-_CLASSES = 1000  # classes that a packer remembers, and so keeps, at most
+_CLASSES = 1000  # maximum number of classes that a packer remembers and so keeps alive
 
 
 class _Packer:
     """Pickler with the pieces that it writes and the buffers that it leaves out, for one caller.
 
-    Making one takes longer than packing a small batch, so those that packed well are kept in `_idle`.
+    Making a packer takes longer than packing a small batch, so `_idle` keeps packers for reuse.
     """
 
     def __init__(self, pickler: Callable[..., Any]) -> None:
@@ -191,7 +191,7 @@ _idle: list[_Packer] = []
 
 
 def keep_small(buffers: list[memoryview]) -> Callable[[pickle.PickleBuffer], bool]:
-    """Make a `buffer_callback` that puts all but small buffers into `buffers`."""
+    """Return a `buffer_callback` that puts buffers into `buffers`, except small ones."""
 
     def keep(buffer: pickle.PickleBuffer) -> bool:
         raw = buffer.raw()
@@ -204,7 +204,7 @@ def keep_small(buffers: list[memoryview]) -> Callable[[pickle.PickleBuffer], boo
 
 
 class _Plain(pickle.Pickler):
-    """C pickler that knows tensors."""
+    """C pickler that reduces tensors by `Tensors`."""
 
     def __init__(self, out: Any, keep: Callable[..., bool], tensors: Tensors) -> None:
         super().__init__(out, protocol=5, buffer_callback=keep)
@@ -212,7 +212,7 @@ class _Plain(pickle.Pickler):
 
 
 class _Table(dict[type, Callable[[Any], Any]]):
-    """Table of the functions that reduce objects, by class; `Tensors` is asked once for each class.
+    """Table of reducers by class; `Tensors.way_of` is called once for each class.
 
     A `reducer_override` would do the same, but takes a microsecond more for every object.
     """
@@ -222,9 +222,9 @@ class _Table(dict[type, Callable[[Any], Any]]):
         self._way_of = tensors.way_of
 
     def __missing__(self, kind: type) -> Callable[[Any], Any]:
-        if issubclass(kind, type):  # these go by their name, if they are not in the table
+        if issubclass(kind, type):  # classes are pickled by name, unless in the table
             raise KeyError(kind)
-        if len(self) > _CLASSES:  # of a dataset that makes classes as it goes
+        if len(self) > _CLASSES:  # a dataset makes classes all the time
             self.clear()
             self.update(copyreg.dispatch_table)
         found = self[kind] = self._way_of(kind) or _as_it_says

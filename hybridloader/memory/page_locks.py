@@ -1,20 +1,22 @@
-"""Slots whose pages are locked for a device, and are used again only after the device has read them.
+"""Slots whose pages are locked for a device, and reused only after the device has read them.
 
-A batch is collated into such a slot, or mapped as a worker process has filled it, and the device reads
-it right there: the host never copies it again. A consumer that pins gives its `PageLocks` to a crew
-(`Crew.page_lock`). Nothing here waits for the device, and nothing here knows of slots or batches.
+A worker fills such a slot, and the device reads the batch from it: the host makes no further copy. A
+consumer that pins passes its `PageLocks` to a crew (`Crew.page_lock`). This module never waits for the
+device, and does not depend on slots or batches.
 
-Each iterator that pins makes one before any worker starts, if its accelerator `locks_pages`, and calls
-`PageLocks.wait_for` with the current stream, on the thread that uses the batches, before each batch is
-handed out. A stage that collates in the thread that pulls it asks by `PrivateSlots.page_lock`.
+Each iterator that pins makes a `PageLocks` before any worker starts, if its accelerator `locks_pages`.
+Before it returns a batch, it calls `PageLocks.wait_for` with the current stream, on the thread that
+uses the batches. A stage that collates in the consumer's thread calls `PrivateSlots.page_lock`.
 
-When the last view of a batch's memory dies, on any thread, a mark is put behind all that is queued by
-then on the current stream of that thread, and on every stream that `wait_for` was told of. The memory
-is filled again, or given back, when all these marks have passed; until then it counts as in use. So
-everything is safe that is safe with torch's loader, except a copy on a stream of the user's own for
-which none of these streams waits, and a copy to another device than the one that the loader pins for.
-No call tells which streams have read memory that torch has not allocated. docs/devices.md says what a
-user does then ("Your part"), docs/decisions/0018 what else was looked into.
+The last view of a batch's memory may die on any thread. Then a mark is queued on the current stream of
+that thread and on each stream passed to `wait_for`. When all these marks have passed, the memory is
+reused or freed; until then it counts as in use. This is as safe as torch's loader, with two exceptions:
+
+- a copy on a stream that the user made, if none of these streams waits for it;
+- a copy to a device other than the one that the loader pins for.
+
+No call reports which streams have read memory that torch has not allocated. docs/devices.md describes
+the remedy ("Your part"), docs/decisions/0018 the alternatives.
 """
 
 from __future__ import annotations
@@ -33,18 +35,18 @@ if TYPE_CHECKING:
     from hybridloader.memory.segments import Mapping
 
 _LOOKS = 64
-"""Pieces of memory that one `collect` looks at: each is a call to the driver, and `collect` is called
-for each message to a worker. The others have their turn with the next."""
+"""Pieces of memory that one `collect` checks: each check is a call to the driver, and `collect` is
+called for each message to a worker. The next `collect` checks the following ones."""
 
 _UNKNOWN = object()
-"""Stream of a device that can't tell its current one any more: nothing ever passes on it."""
+"""Stream of a device that can't report its current stream any more: no mark ever passes on it."""
 
 
 class _Waiting:
-    """Memory that the device may still read, and the function to call once it does not.
+    """Memory that the device may still read, and the function to call when it no longer does.
 
-    `points` are the streams that it waits for, each with its mark. The mark is None as long as none can
-    be made, or asked, on that stream: one that is being captured in a graph takes none.
+    `points` are the streams that it waits for, each with its mark. The mark is None as long as that
+    stream accepts no mark or query, for instance while a graph captures the stream.
     """
 
     __slots__ = ("locks", "points", "then")
@@ -56,7 +58,7 @@ class _Waiting:
         self.points: list[tuple[Any, StreamMark | None]] = [(stream, None) for stream in streams]
 
     def over(self) -> bool:
-        """True if the device is done with it, as far as can be told. Never waits."""
+        """Return True if all marks have passed. Never waits."""
         left = []
         for stream, mark in self.points:
             try:
@@ -78,23 +80,23 @@ _made: weakref.WeakSet[PageLocks] = weakref.WeakSet()
 
 
 def locked_bytes() -> int:
-    """Bytes of slots that are page-locked in this process now, for all consumers."""
+    """Return the bytes of slots that are page-locked in this process now, for all consumers."""
     return sum(locks.size for locks in list(_made) if locks.here)
 
 
 class PageLocks:
-    """Locks pages of slots for one device, counts them, and tells when the device is done with one.
+    """Page locks of slots for one device, and the memory that the device still reads.
 
     All methods may be called from any thread; `after_device` and its functions also from finalizers.
-    In a fork it does nothing: the device is the parent's.
+    In a forked process it does nothing: the device belongs to the parent.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator  # the device that reads the batches
         self._owner = os.getpid()
         # All the mutable state; only by operations that are atomic:
-        self.refusal: str | None = None  # why the last pages that were to be locked are not
-        self._full = False  # because no more can be locked
+        self.refusal: str | None = None  # reason why the last pages could not be locked
+        self._full = False  # the reason is a limit of locked memory
         self._locked: dict[int, int] = {}  # bytes, by address
         self._streams: dict[Any, None] = {}  # in the order of `wait_for`
         self._warned = False
@@ -113,7 +115,7 @@ class PageLocks:
         return os.getpid() == self._owner
 
     def enter(self) -> None:
-        """Make the device the current one of this thread, for good; for threads of ours alone.
+        """Make the device the current one of this thread, permanently; for workers' threads only.
 
         Otherwise their calls to the driver would open a context on device 0.
         """
@@ -123,7 +125,7 @@ class PageLocks:
             self._refuse(f"{self.accelerator.name} can't be used from a worker's thread: {error}")
 
     def lock(self, mapping: Mapping) -> bool:
-        """Lock the pages of `mapping` until it goes. False if they are not; `refusal` says why."""
+        """Lock the pages of `mapping` until its end; return False and set `refusal` if that fails."""
         if not self.here:
             return False
         try:
@@ -140,22 +142,22 @@ class PageLocks:
         self.refusal, self._full = reason, full
 
     def unlock(self, address: int) -> None:
-        """Unlock the pages at `address`. Nobody may be looking at them."""
+        """Unlock the pages at `address`, which must not be in use."""
         if not self.here or self._locked.pop(address, None) is None:
             return
         try:
             self.accelerator.page_unlock(address)
-        except Exception:  # in a finalizer there is nobody to tell
+        except Exception:  # a finalizer has no caller that could handle it
             pass
 
     def wait_for(self, stream: Any) -> None:
-        """Have memory that dies from now on wait for `stream`, too."""
+        """Make memory that is released from now on wait for `stream`, too."""
         self._streams[stream] = None
 
     def after_device(self, then: Callable[[], object]) -> None:
-        """Call `then` from some `collect`, once the device has done the work that is queued by now.
+        """Make a later `collect` call `then`, after the device has done the work that is queued now.
 
-        For finalizers: it never raises and never waits. `then` must hold the memory.
+        For finalizers: it never raises and never waits. `then` must keep the memory alive.
         """
         if not self.here:
             return
@@ -168,7 +170,7 @@ class PageLocks:
         _waiting.append(waiting)
 
     def collect(self) -> None:
-        """Look at some of the memory of this process, and free what the device is done with."""
+        """Check some of this process's released memory, and free pieces that the device has read."""
         for _ in range(min(len(_waiting), _LOOKS)):
             try:
                 waiting = _waiting.popleft()
@@ -179,7 +181,7 @@ class PageLocks:
                 continue
             try:
                 over = waiting.over()
-            except BaseException:  # Ctrl-C: the device may be reading all the same
+            except BaseException:  # Ctrl-C: the device may still be reading
                 _waiting.append(waiting)
                 raise
             if over:
@@ -188,7 +190,7 @@ class PageLocks:
                 _waiting.append(waiting)
 
     def warn(self) -> None:
-        """Warn, once, that pages could not be locked. On the thread that pulls."""
+        """Warn, once, that pages could not be locked. For the consumer's thread."""
         if self.refusal is None or self._warned:
             return
         self._warned = True
@@ -196,8 +198,8 @@ class PageLocks:
         if self._full:
             where = f" ({self.size:,} bytes are locked already{_limit()})"
             advice = (
-                ". Raise the limit, keep fewer batches, or let slots take less: Memory(limit=...) of "
-                "the backend"
+                ". Raise the limit, keep fewer batches, or allow less memory for slots: Memory(limit="
+                "...) of the backend"
             )
         warn(
             f"a slot of memory for batches is not page-locked: {self.refusal}{where}. Batches in it are "

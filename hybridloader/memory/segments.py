@@ -1,10 +1,14 @@
-"""Memory that two processes map: making, sending and mapping it. Knows nothing of slots or batches.
+"""Segments of memory that two processes map. This module does not depend on slots or batches.
 
-There are two kinds. A *nameless* segment is an anonymous file (memfd on Linux; on macOS a POSIX
-segment whose name lives for an instant): it has no name that could be left behind, it is not limited
-by the size of /dev/shm, and its descriptor travels over a socket and is closed as soon as it is
-mapped. A *named* segment is a `multiprocessing.shared_memory.SharedMemory`, for platforms whose
-connections carry no descriptors. Nothing POSIX-only is touched at import.
+There are two kinds:
+
+- A *nameless* segment is an anonymous file (memfd on Linux; on macOS a POSIX segment whose name is
+  unlinked at once). No name can leak, and the size of /dev/shm does not limit it. Its descriptor is
+  sent over a socket, and closed as soon as the segment is mapped.
+- A *named* segment is a `multiprocessing.shared_memory.SharedMemory`, for platforms whose connections
+  carry no descriptors.
+
+The import uses nothing that only POSIX has.
 """
 
 from __future__ import annotations
@@ -24,21 +28,21 @@ class Ticket(NamedTuple):
     """Information that the other process needs in order to map a segment."""
 
     size: int  # bytes
-    name: str | None  # None: a descriptor goes along
+    name: str | None  # None: a descriptor is sent too
 
 
 class Mapping:
-    """Bytes mapped into this process, `size` of them; given back when nobody refers to them any more."""
+    """`size` bytes mapped into this process, and unmapped when the last reference is gone."""
 
     def __init__(self, address: int, size: int, owner: Any = None) -> None:
         self.address, self.size, self._owner = address, size, owner
         self._ends: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
 
     def at_end(self, function: Callable[..., object], *args: Any) -> None:
-        """Call ``function(*args)`` when it is given back, the last one that was added first.
+        """Call ``function(*args)`` before it is unmapped, the last added function first.
 
-        The memory is there until all have been called. From any thread; nothing is called while Python
-        shuts down, which gives all memory back.
+        The memory stays mapped until all functions have returned. They run on any thread, but not while
+        Python shuts down, which frees all memory.
         """
         if not self._ends:
             weakref.finalize(self, _end, self._ends).atexit = False
@@ -53,7 +57,7 @@ class Mapping:
         return (ctypes.c_ubyte * length).from_address(self.address + start)
 
     def lasting_view(self, start: int = 0, size: int | None = None) -> memoryview:
-        """Return `size` bytes from `start`, which stay mapped for as long as somebody views them."""
+        """Return `size` bytes from `start`, which stay mapped as long as a view of them exists."""
         array = self.view(start, size)
         weakref.finalize(array, id, self).atexit = False
         return memoryview(array).cast("B")
@@ -72,12 +76,12 @@ def nameless_available() -> bool:
 def make(size: int, name: str | None) -> tuple[Mapping, Ticket, int | None]:
     """Make a segment of `size` bytes, with a name or without, and map it.
 
-    The descriptor is to be sent along with the ticket of a nameless segment, and then closed. Raises
-    `OSError` if there is no memory for it; nothing is left behind.
+    The caller sends the descriptor with the ticket of a nameless segment, and then closes it. Raises
+    `OSError` if there is no memory for the segment; nothing leaks then.
     """
     if name is not None:
         segment = _shared_memory(name, size)
-        try:  # a full /dev/shm shall be an error here, not a SIGBUS later
+        try:  # a full /dev/shm then raises here, instead of a SIGBUS later
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(segment._fd, 0, size)
         except BaseException:
@@ -94,10 +98,10 @@ def make(size: int, name: str | None) -> tuple[Mapping, Ticket, int | None]:
 
 
 def make_private(size: int, *, forks_share: bool = False) -> Mapping:
-    """Map `size` bytes of this process alone. Raises `OSError` when there is no memory for them.
+    """Map `size` bytes for this process only. Raises `OSError` when there is no memory for them.
 
-    If `forks_share`, a fork sees these pages instead of getting a copy. A copy on write gives the parent
-    new pages while a device goes on reading the old ones.
+    If `forks_share`, a forked process shares these pages. Otherwise a write after a fork would give the
+    parent new pages, while a device still reads the old ones.
     """
     if forks_share or sys.platform == "win32":
         pages = mmap.mmap(-1, size)
@@ -113,7 +117,7 @@ def make_private(size: int, *, forks_share: bool = False) -> Mapping:
 
 
 def address_of(buffer: memoryview) -> int | None:
-    """Address of the bytes of `buffer`; None for a read-only or empty one."""
+    """Return the address of the bytes of `buffer`; None for a read-only or empty one."""
     if buffer.readonly or buffer.nbytes == 0:
         return None
     return ctypes.addressof(ctypes.c_ubyte.from_buffer(buffer))
@@ -122,19 +126,19 @@ def address_of(buffer: memoryview) -> int | None:
 def open_named(name: str) -> Mapping:
     """Map a named segment that another process has made."""
     mapping = _map_named(_shared_memory(name, 0))
-    unlink(name)  # both have it open, so the name has done its work
+    unlink(name)  # both processes have it open and need the name no more
     return mapping
 
 
 def anonymous_file(size: int) -> int:
-    """Make `size` bytes of shared memory that no path leads to, and return their descriptor.
+    """Make `size` bytes of shared memory without a path, and return their descriptor.
 
     `posix_fallocate` makes a lack of memory an error here instead of a SIGBUS later.
     """
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("hybridloader", os.MFD_CLOEXEC)
     else:
-        name = f"/hl-{os.getpid()}-{os.urandom(6).hex()}"  # macOS takes 31 bytes at most
+        name = f"/hl-{os.getpid()}-{os.urandom(6).hex()}"  # macOS allows 31 bytes
         shm: Any = _posix_shm()
         fd = shm.shm_open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode=0o600)
         shm.shm_unlink(name)
@@ -150,10 +154,10 @@ def anonymous_file(size: int) -> int:
 
 
 def nameless_file() -> int:
-    """Make an empty file that no path leads to, for `write`, and return its descriptor.
+    """Make an empty file without a path, for `write`, and return its descriptor.
 
-    Where there is no memfd it is an unlinked one on disk: macOS lets nobody write to a POSIX segment
-    with `write`, nor map one privately.
+    Without memfd it is an unlinked file on disk: macOS supports neither `write` to a POSIX segment nor a
+    private mapping of one.
     """
     if hasattr(os, "memfd_create"):
         return os.memfd_create("hybridloader", os.MFD_CLOEXEC)
@@ -166,9 +170,9 @@ def nameless_file() -> int:
 def map_descriptor(fd: int, size: int, *, private: bool = False) -> Mapping:
     """Map `size` bytes of the file `fd`, for reading and writing.
 
-    `mmap.mmap` would keep a descriptor for as long as it lives (before Python 3.13 always), and ten
-    thousand batches that are kept would run into ``ulimit -n``. libc's `mmap` keeps none. If `private`,
-    writes stay with this process: a page is copied when it is first written.
+    `mmap.mmap` keeps a descriptor open as long as it exists (always before Python 3.13), so ten thousand
+    kept batches would reach ``ulimit -n``. libc's `mmap` keeps none. If `private`, writes are visible to
+    this process only: a page is copied at its first write.
     """
     # PROT_* are 1 and 2, MAP_SHARED is 1 and MAP_PRIVATE 2 on Linux, macOS and the BSDs.
     flags = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
@@ -188,13 +192,13 @@ def _map_named(segment: Any) -> Mapping:
 
 
 def unlink(name: str) -> bool:
-    """Take the name off a segment, if it has it still. Does nothing where names go by themselves."""
+    """Remove the name of a segment, and return True if it existed. Does nothing on Windows."""
     shm = _posix_shm()
     if shm is None:
         return False
     try:
         shm.shm_unlink(f"/{name}")
-    except OSError:  # it has gone; or there is no /dev/shm, or none that can be written to
+    except OSError:  # the name is gone, or /dev/shm is missing or read-only
         return False
     return True
 
@@ -207,7 +211,7 @@ def _shared_memory(name: str, size: int) -> Any:
         return shared_memory.SharedMemory(name, size > 0, size, track=False)
     segment = shared_memory.SharedMemory(name, size > 0, size)
     if sys.platform != "win32":
-        # Else this process's resource tracker would unlink it at its own end, and complain.
+        # Otherwise this process's resource tracker would unlink it at exit, with a warning.
         from multiprocessing import resource_tracker
 
         resource_tracker.unregister(f"/{name}", "shared_memory")

@@ -1,10 +1,12 @@
-"""Slots between two processes: the writer fills its own, the reader maps them as it hears of them.
+"""Slots shared by two processes: the writer fills them, and the reader maps the announced ones.
 
-A batch's place in slots travels as a `SlotMap`, which has numbers and places; the memory itself never
-moves. The reader returns a number when the last array over that slot has died there. Nothing here
-waits: a buffer without a slot goes through the stream, and a reader that keeps too much copies out.
-Results go from a worker to its parent, large tasks the other way. A
-`MappedSegment` has what a third process needs in order to map a slot; this module tells nobody.
+A message contains a `SlotMap` with the numbers and places of a batch's buffers; the memory itself is
+not sent. The reader returns a slot's number when the last array over that slot has died in the reader.
+Workers send results to their parent this way, and the parent sends large tasks.
+
+No call waits. A buffer without a slot is sent through the stream. A reader that keeps too many slots
+copies the batch and returns the slot at once. A `MappedSegment` has the data that a third process needs
+to map a slot; another module sends them.
 """
 
 from __future__ import annotations
@@ -29,11 +31,11 @@ if TYPE_CHECKING:
     from hybridloader.memory.page_locks import PageLocks
 
 ALIGN = 64
-"""Bytes at which every buffer in a slot begins: a cache line, and what AVX-512 loads like best."""
+"""Alignment in bytes of the buffers in a slot: a cache line, which suits AVX-512 loads."""
 
 MOST_NEW = 48
-"""Segments that one batch may announce: their descriptors go in one message, and 253 is the kernel's
-limit (SCM_MAX_FD)."""
+"""Number of segments that one batch may announce: one message carries their descriptors, and the
+kernel's limit is 253 (SCM_MAX_FD)."""
 
 
 _aliases = itertools.count(-1, -1)
@@ -41,12 +43,12 @@ _lendings = itertools.count()
 
 
 def both_ways(share: int) -> tuple[int, int]:
-    """Split a worker's bytes where slots go both ways: the limit of each writer, and of each reader."""
+    """Split a worker's bytes among two directions: the limit of each writer, and of each reader."""
     return max(1, share // 2), share // 4
 
 
 def task_names(names: str) -> str:
-    """Prefix of the names of a worker's slots for tasks, given that of its slots for results."""
+    """Return the name prefix of a worker's slots for tasks, from that of its slots for results."""
     return f"{names}t"
 
 
@@ -59,7 +61,7 @@ class BufferPlace(NamedTuple):
 
 
 class Notice(NamedTuple):
-    """Notice of a segment that is new to the other side, with what it needs in order to map it."""
+    """Announcement of a new segment, with the data that the reader needs to map it."""
 
     segment: int
     capacity: int  # bytes of each of its slots
@@ -67,21 +69,19 @@ class Notice(NamedTuple):
 
 
 class SlotMap(NamedTuple):
-    """Places of a batch's buffers, as the other side is told of them."""
+    """Message from writer to reader: the places of a batch's buffers."""
 
-    spans: tuple[
-        BufferPlace | None, ...
-    ]  # of each buffer; None for one that goes through the stream
-    new: tuple[Notice, ...]  # segments that the other side does not know yet
+    spans: tuple[BufferPlace | None, ...]  # of each buffer; None: the buffer is in the stream
+    new: tuple[Notice, ...]  # segments that the reader does not know yet
     retired: tuple[int, ...]  # segments that no longer exist
-    refusal: str | None  # why a slot could not be had, if that was so
+    refusal: str | None  # reason why a buffer got no slot, if one did not
 
 
 class SlotWriter:
-    """Slots that this process fills, and that the reader maps as it hears of them.
+    """Slots that this process fills and that the reader maps.
 
-    They have `limit` bytes together. `names` is the prefix of the names of named segments, before their
-    numbers; None: they have no names.
+    `limit` is the maximum of their bytes in total. `names` is the prefix of the names of named segments,
+    before their numbers; None: they have no names.
     """
 
     def __init__(self, limit: int, names: str | None = None) -> None:
@@ -98,19 +98,19 @@ class SlotWriter:
         self._swept = False
         self.pool = Pool(make, limit)
         self.lower, self.close = self.pool.lower, self.pool.close
-        # Samples on threads of a worker take slots too, while it sends a batch.
+        # Threads of a worker take slots for samples while it sends a batch.
         self._taking = threading.Lock()
 
     def empty(self, size: int) -> Any | None:
-        """Make a buffer of `size` bytes, with anything in it; None if there can be none."""
+        """Return an uninitialised buffer of `size` bytes; None if no slot is available."""
         with self._taking:
             return self.pool.empty(size)
 
     def write(self, buffers: Sequence[memoryview]) -> tuple[SlotMap, list[int]]:
-        """Copy into slots those of `buffers` that do not lie in one already.
+        """Copy into slots those of `buffers` that are not in a slot yet.
 
-        The map is to be sent to the reader, which keeps every slot that it names in use until it returns
-        it; the descriptors are to be sent along, and then closed.
+        The caller sends the map and the descriptors to the reader, and then closes the descriptors. Each
+        slot in the map stays in use until the reader returns it.
         """
         with self._taking:
             return self._write(buffers)
@@ -128,7 +128,7 @@ class SlotWriter:
             self._copy(buffers, [i for i in missing if i not in alone], where, taken)
             return self._announce(where, taken)
         finally:
-            for number in taken:  # slots that the reader is not told of
+            for number in taken:  # slots that the map does not name
                 self.pool.release(number)
 
     def release(self, numbers: Sequence[int]) -> None:
@@ -136,12 +136,12 @@ class SlotWriter:
             self.pool.drop(number)
 
     def sweep(self) -> None:
-        """Unlink segments that a reader, which is gone, never opened; name no more. From any thread."""
+        """Unlink segments that the reader, now gone, never opened; make no more. From any thread."""
         if self._names is None:
             return
         with self._naming:
             self._swept = True
-        for number in range(self.pool.made + 1):  # one may have its name and not be counted yet
+        for number in range(self.pool.made + 1):  # the last may not be counted yet
             segments.unlink(f"{self._names}{number}")
 
     def _find(self, buffer: memoryview) -> BufferPlace | None:
@@ -164,7 +164,7 @@ class SlotWriter:
         if number is None:
             return
         taken.add(number)
-        # All of it: ctypes makes a type for every other size, in 26 us, and slots are of few sizes.
+        # The whole slot: ctypes makes a type for each new size, in 26 us, and slots have few sizes.
         target = memoryview(self.pool.view(number)).cast("B")
         for i, start in zip(those, starts, strict=True):
             size = buffers[i].nbytes
@@ -190,7 +190,7 @@ class SlotWriter:
                 fds += segment.hand_over()
             used.add(span.slot)
         for number in used - taken:
-            pool.retain(number)  # for the reader, to which our own reference to the others passes
+            pool.retain(number)  # for the reader; slots in `taken` pass their reference to it
         taken -= used
         retired, pool.retired = tuple(pool.retired), []
         refusal, pool.refusal = pool.refusal, None
@@ -198,14 +198,14 @@ class SlotWriter:
 
 
 class MappedSegment:
-    """A segment as its reader sees it: slots of `capacity` bytes, one after the other.
+    """Segment in its reader: consecutive slots of `capacity` bytes.
 
-    It counts nothing that the writer has to know: that is `SlotReader`'s. Its pages may be locked for a
-    device, from the first batch that is opened over it until its end.
+    `SlotReader` counts the slots for the writer. The pages may be locked for a device, from the first
+    batch that is opened over the segment until its end.
 
-    `alias` is its number for processes other than reader and writer: below 0, and no other segment that
-    this process knows has it. `listeners` are called with it when the segment is gone, from any thread:
-    their processes know it, too.
+    `alias` is the segment's number for processes other than reader and writer. It is below 0 and unique
+    in this process. `listeners` are called with the alias when the segment is gone, from any thread:
+    their processes know the segment, too.
     """
 
     def __init__(
@@ -219,16 +219,16 @@ class MappedSegment:
         self.listeners: set[Callable[[int], None]] = set()
         self.locks: PageLocks | None = None  # None: its pages are not locked
         self._lock_asked = self._ended = False
-        self._lent: set[int] = set()  # batches over it that are open; finalizers take them out
+        self._lent: set[int] = set()  # open batches over it; finalizers remove them
 
     def mapped(self) -> Mapping:
-        """The memory. Raises `MemoryError` if it could not be mapped."""
+        """Return the memory. Raises `MemoryError` if it could not be mapped."""
         if isinstance(self.mapping, OSError):
             raise MemoryError(f"a slot of shared memory can't be mapped here: {self.mapping}")
         return self.mapping
 
     def slot(self, place: int) -> Any:
-        """Return one slot, whole. The mapping must outlive it."""
+        """Return a view of one slot. The mapping must outlive it."""
         mapping, start = self.mapped(), place * self.capacity
         if start + self.capacity > mapping.size:
             raise IndexError(f"a segment of {mapping.size:,} bytes has no slot {place}")
@@ -239,26 +239,26 @@ class MappedSegment:
         return self.mapped().lasting_view(place * self.capacity + start, size)
 
     def lend(self) -> int:
-        """Note that a batch over it is open; the number is for `give_back`."""
+        """Record that a batch over it is open; return the number for `give_back`."""
         lent = next(_lendings)
         self._lent.add(lent)
         return lent
 
     def give_back(self, lent: int) -> None:
-        """Note that neither that batch nor the device looks at it any more. From any thread."""
+        """Record that neither that batch nor the device reads it any more. From any thread."""
         self._lent.discard(lent)
         if self._ended:
             self.unlock_soon()
 
     def lock(self, locks: PageLocks) -> None:
-        """Lock the pages. The driver is asked once; a second call does nothing."""
+        """Lock the pages. Only the first call does this; later ones do nothing."""
         if not self._lock_asked:
             self._lock_asked = True
             if locks.lock(self.mapped()):
                 self.locks = locks
 
     def unlock_soon(self) -> None:
-        self._ended = True  # first this: a finalizer on another thread does it the other way round
+        self._ended = True  # before the check; `give_back` changes `_lent` before it reads this
         if self.locks is not None and not self._lent:
             self.locks.unlock(self.mapped().address)
 
@@ -268,7 +268,7 @@ class MappedSegment:
             self.kept = None
 
     def end(self) -> None:
-        """Tell all listeners that it is gone, or that nobody will forward it any more."""
+        """Call all listeners: the segment is gone, or will not be forwarded any more."""
         self.unkeep()
         for listener in list(self.listeners):
             listener(self.alias)
@@ -276,12 +276,12 @@ class MappedSegment:
 
 
 class SlotReader:
-    """View of one process on the slots of another.
+    """Slots of another process, mapped in this one.
 
-    A consumer that keeps more than `limit` bytes of slots in use gets its batches copied out instead.
-    That is below the writer's limit, so that the writer always finds a free slot. If the reader `keeps`
-    descriptors of new segments, then as far as there is room, and each until the first batch over its
-    segment is opened; longer if `forwards` was set.
+    A consumer that keeps more than `limit` bytes of slots in use receives copies of its batches. That
+    limit is below the writer's, so that the writer always finds a free slot. A reader that `keeps`
+    descriptors of new segments keeps as many as the process allows. It closes each when the first batch
+    over its segment is opened, unless `forwards` is set.
     """
 
     def __init__(
@@ -298,12 +298,12 @@ class SlotReader:
         self._keeps = keeps
         # All the mutable state:
         self.segments: dict[int, MappedSegment] = {}  # by number
-        self.overflow: str | None = None  # why the last batch was copied out
-        self.forwards = False  # batches go on to other processes, which will need descriptors
-        self.highest = -1  # highest number of a segment of the writer's
+        self.overflow: str | None = None  # reason why the last batch was copied
+        self.forwards = False  # batches are forwarded to processes that will need descriptors
+        self.highest = -1  # highest segment number of the writer
         self.lent = 0  # bytes of the slots that open batches keep in use
         self._returned: deque[tuple[int, int]] = deque()  # slot, bytes lent; from any thread
-        self._free: list[int] = []  # returned, and not yet told
+        self._free: list[int] = []  # returned, and not yet reported to the writer
 
     @property
     def size(self) -> int:  # bytes of all segments that are known
@@ -311,11 +311,11 @@ class SlotReader:
         return sum(mapping.size for mapping in mapped if not isinstance(mapping, OSError))
 
     def waiting(self) -> list[int]:
-        """Slots that were given back, and that the writer has not been told of. Takes none."""
+        """Return the slots that were returned here and not yet reported to the writer. Takes none."""
         return list(dict.fromkeys([*self._free, *(number for number, _ in self._returned)]))
 
     def learn(self, slot_map: SlotMap, fds: list[int]) -> None:
-        """Map new segments of `slot_map`, forget retired ones. Takes over `fds`."""
+        """Map new segments of `slot_map`, forget retired ones. Takes ownership of `fds`."""
         for number in slot_map.retired:
             gone = self.segments.pop(number, None)
             if gone is not None:
@@ -331,7 +331,7 @@ class SlotReader:
         try:
             if ticket.name is not None:
                 return segments.open_named(ticket.name), None
-            if not fds:  # the kernel leaves out those for which this process has no room
+            if not fds:  # the kernel omits descriptors beyond this process's limit
                 raise OSError(errno.EMFILE, "its descriptor has not arrived (ulimit -n)")
             fd = fds.pop(0)
             kept = keep_descriptor(fd) if self._keeps else None
@@ -340,7 +340,7 @@ class SlotReader:
             finally:
                 if kept is None:
                     os.close(fd)
-        except OSError as error:  # told when a batch is opened, and with those over it alone
+        except OSError as error:  # raised when a batch over this segment is opened
             if kept is not None:
                 kept.close()
             return error, None
@@ -365,7 +365,7 @@ class SlotReader:
         return found
 
     def give_back(self, slot_map: SlotMap) -> None:
-        """Return the slots of a batch that nobody wants."""
+        """Return the slots of a batch that was discarded."""
         for number in slots_of(slot_map):
             if not self.forwards:
                 self.segments[place_of(number)[0]].unkeep()
@@ -381,7 +381,7 @@ class SlotReader:
         self._returned.append((number, 0))
 
     def returned(self) -> list[int]:
-        """Take the slots whose last array has died since the last call, and that no device reads."""
+        """Take the slots whose last array has died since the previous call, and that no device reads."""
         if self.locks is not None:
             self.locks.collect()
         if self._returned:
@@ -390,9 +390,9 @@ class SlotReader:
         return found
 
     def close(self) -> None:
-        """End all segments: the writer is gone. Batches that came can still be opened.
+        """End all segments: the writer is gone. Batches that have arrived can still be opened.
 
-        Pages that nobody looks at are unlocked now, others with the last view of them.
+        Unused pages are unlocked now, others with the last view of them.
         """
         if self.locks is not None:
             self.locks.collect()
@@ -401,7 +401,7 @@ class SlotReader:
             segment.unlock_soon()
 
     def sweep(self) -> None:
-        """Unlink segments that the writer, which is gone, had made and nobody has opened here."""
+        """Unlink segments that the writer, now gone, had made and that were never opened here."""
         if self._names is None:
             return
         number = absent = 0
@@ -426,7 +426,7 @@ class SlotReader:
         self._collect()
         if self.lent + size > self.limit:
             self.overflow = (
-                f"the batches that are kept hold {self.lent:,} bytes of slots, of "
+                f"the batches that the program keeps hold {self.lent:,} bytes of slots, of "
                 f"{self.limit:,} for each worker"
             )
             copied = memoryview(bytearray(array))
@@ -436,7 +436,7 @@ class SlotReader:
         if self.locks is not None:
             segment.lock(self.locks)
         back = partial(_hand_in, self._returned, number, segment, segment.lend(), forks.latest)
-        # It also keeps the mapping alive for as long as there is a view of it.
+        # `back` also keeps the mapping alive as long as a view of it exists.
         after = (back,) if segment.locks is None else (segment.locks.after_device, back)
         weakref.finalize(array, *after).atexit = False
         return memoryview(array).cast("B")

@@ -1,8 +1,8 @@
-"""Shipping of a stage's work to processes that share no memory, with errors that name the culprit.
+"""Shipping of a stage's work to worker processes, with errors that name the culprit.
 
-cloudpickle does the work, so that lambdas, classes defined in a function and whatever lives in
-``__main__`` arrive, without a ``__main__`` guard. Tensors that are in shared memory stay shared: a
-dataset that keeps its epoch in such a tensor sees in every worker what the parent writes to it.
+It uses cloudpickle, so that lambdas, classes defined in a function and objects of ``__main__`` arrive
+without a ``__main__`` guard. Tensors in shared memory stay shared: if a dataset keeps its epoch in such
+a tensor, each worker reads the value that the parent writes.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from hybridloader.memory.tensors import Tensors, check_leaf, reduce_sparse
 _local = threading.local()
 
 MOST_FDS = 250
-"""Descriptors that go along in one message; the kernel's limit is 253 (SCM_MAX_FD). More tensors in
-shared memory than that are copied."""
+"""Maximum number of descriptors in one message; the kernel's limit is 253 (SCM_MAX_FD). Further tensors
+in shared memory are copied."""
 
 
 class _Contents(NamedTuple):
-    """Table of contents of the file that goes along."""
+    """Table of contents of the file that is sent with a message."""
 
     places: list[tuple[int, int]]  # first byte and size of each part, the pickle first
-    descriptors: int  # number of those that go along
+    descriptors: int  # number of descriptors in the message
 
 
 class _NoRoom(OSError):
-    """There is no room for what is sent."""
+    """The file for the pickle can't grow."""
 
 
 class _File(io.FileIO):
-    """File whose lack of room can be told from an error of what is pickled into it."""
+    """File whose lack of room raises `_NoRoom`, unlike errors of the pickled objects."""
 
     def write(self, data: Any) -> int:
         try:
@@ -65,14 +65,14 @@ class _File(io.FileIO):
 class Shipment:
     """Pickle of an object, made once and sent to any number of workers.
 
-    The parts of its frame are a table of contents if the pickle and its buffers lie in a file, otherwise
-    these themselves.
+    `parts` is a table of contents if a file holds the pickle and its buffers; otherwise it is the pickle
+    and the buffers.
     """
 
     def __init__(self, parts: list[Any], fds: list[int]) -> None:
         self.parts = parts
-        self.fds = fds  # descriptors that must go along, owned by this; the first is the file's
-        self.inherited: Inherited | None = None  # to be handed to each process as it is started
+        self.fds = fds  # owned descriptors to be sent too; the first is the file's
+        self.inherited: Inherited | None = None  # passed to each process at its start
 
     def close(self) -> None:
         while self.fds:
@@ -80,13 +80,14 @@ class Shipment:
 
 
 def ship(thing: Any, what: str, *, share: bool) -> Shipment:
-    """Pickle `thing`, which errors call `what`.
+    """Pickle `thing`, named `what` in errors.
 
-    If descriptors can be sent along (`share`), the pickle goes once into a file without a name, which
-    all workers map: its large arrays and tensors are not copied, until one is written to. And tensors in
-    shared memory stay shared. Otherwise each worker gets a copy of everything. Raises `ShippingError`,
-    which names the attribute that is to blame, if it can't be pickled, and `OSError` if there is no room
-    for it, or no descriptor.
+    If descriptors can be sent (`share`), the pickle is written once into a file without a name. All
+    workers map that file. Its large arrays and tensors are not copied until a worker writes to them, and
+    tensors in shared memory stay shared. Without `share`, each worker gets a copy of everything.
+
+    Raises `ShippingError` with the attribute that can't be pickled, and `OSError` if there is no room
+    for the pickle or no free descriptor.
     """
 
     def blame(error: Exception, *, starting: bool) -> ShippingError:
@@ -126,10 +127,10 @@ def ship(thing: Any, what: str, *, share: bool) -> Shipment:
 
 
 def receive(parts: list[memoryview], fds: list[int], inherited: Inherited | None = None) -> Any:
-    """Load what `ship` packed, in the worker; closes `fds`.
+    """Load a shipment in the worker; closes `fds`.
 
-    Raises `ShippingError` if not all of it has arrived, or something in it can't be loaded in this
-    process, as its cause says.
+    Raises `ShippingError` if a part has not arrived or can't be loaded in this process; its
+    ``__cause__`` is the reason.
     """
     _local.fds = fds
     try:
@@ -140,20 +141,20 @@ def receive(parts: list[memoryview], fds: list[int], inherited: Inherited | None
         found = pickle.loads(parts[0], buffers=parts[1:])
         if not isinstance(found, _Contents):
             return found
-        if len(fds) != found.descriptors:  # the kernel leaves out those for which there is no room
+        if len(fds) != found.descriptors:  # the kernel omits descriptors beyond the limit
             raise DamagedMessage(
                 f"{len(fds)} of {found.descriptors} descriptors have arrived; raise the limit for this "
                 "process (ulimit -n)"
             )
         whole = map_descriptor(fds[0], os.fstat(fds[0]).st_size, private=True).lasting_view()
         if any(min(at, size) < 0 or at + size > len(whole) for at, size in found.places):
-            raise DamagedMessage(f"it is cut off, at {len(whole):,} bytes")
+            raise DamagedMessage(f"it is truncated, at {len(whole):,} bytes")
         pickled, *buffers = (whole[at : at + size] for at, size in found.places)
         return pickle.loads(pickled, buffers=buffers)
-    except Exception as error:  # also EOFError, which to a worker would mean that it may go
+    except Exception as error:  # also EOFError, which would end the worker without an error
         raise ShippingError(
-            f"what the parent has sent can't be loaded in this worker process: {repr_of(error)}. The "
-            "worker imports it anew: is its module, and all that it needs, there and the same?"
+            f"the work from the parent can't be loaded in this worker process: {repr_of(error)}. The "
+            "worker imports it again: check that it finds the same module and the same dependencies"
         ) from error
     finally:
         _local.fds, _local.inherited = [], []
@@ -162,9 +163,9 @@ def receive(parts: list[memoryview], fds: list[int], inherited: Inherited | None
 
 
 def _take_main_along() -> None:
-    """Have cloudpickle send objects of the main module also where that has another name.
+    """Make cloudpickle send objects of the main module by value if that is named ``__mp_main__``.
 
-    In a process that multiprocessing spawned it is ``__mp_main__``, which no worker can import.
+    That is its name in a process that multiprocessing spawned, and no worker can import it.
     """
     import cloudpickle
 
@@ -175,7 +176,7 @@ def _take_main_along() -> None:
 def _write(
     thing: Any, file: IO[bytes], fds: list[int] | None, inherited: Inherited
 ) -> list[tuple[int, int]]:
-    """Write the pickle, then the buffers; give first byte and size of each."""
+    """Write the pickle, then the buffers; return the first byte and the size of each."""
     tensors = Tensors()
     while True:
         buffers: list[memoryview] = []
@@ -198,11 +199,11 @@ def _write(
 
 
 def replicate(thing: Any, what: str) -> Any:
-    """Make a private copy of `thing` within this process, as if it had been sent to another.
+    """Make a private copy of `thing` within this process, as if it were sent to another.
 
-    Functions, classes and modules are not copied, and neither are objects that processes would share:
-    tensors in shared memory, multiprocessing's locks, values, queues and proxies. Raises
-    `ShippingError`, which names the attribute that is to blame, if it can't be copied.
+    Functions, classes and modules are not copied, nor are objects that processes would share: tensors in
+    shared memory, multiprocessing's locks, values, queues and proxies. Raises `ShippingError` with the
+    attribute that can't be copied.
     """
     import cloudpickle
 
@@ -216,7 +217,7 @@ def replicate(thing: Any, what: str) -> Any:
         return _kept, (len(kept) - 1,)
 
     def reduce(obj: Any) -> Any:
-        if obj is _kept:  # the unpickler itself needs it, by its name
+        if obj is _kept:  # the unpickler imports it by name
             return None
         if isinstance(obj, _NEVER_COPIED) or obj in shared or _is_shared(obj):
             return keep(obj)
@@ -237,8 +238,8 @@ def replicate(thing: Any, what: str) -> Any:
         return copy(thing)
     except Exception as error:
         raise ShippingError(
-            f"{culprit(thing, what, copy)} can't be copied, and each worker needs a copy of its "
-            f"own: {text_of(error)}"
+            f"{culprit(thing, what, copy)} can't be copied, and each worker needs its own copy: "
+            f"{text_of(error)}"
         ) from error
 
 
@@ -254,15 +255,15 @@ def _inherited(number: int) -> Any:
 
 
 def _is_tensor(obj: Any) -> bool:
-    """True if `obj` is a tensor, and of no subclass."""
+    """Return True if `obj` is a tensor, and of no subclass."""
     torch = sys.modules.get("torch")
     return torch is not None and type(obj) is torch.Tensor
 
 
 def _is_shared(obj: Any) -> bool:
-    """True if `obj` is a tensor, or the storage of one, in shared memory."""
+    """Return True if `obj` is a tensor, or the storage of one, in shared memory."""
     torch = sys.modules.get("torch")
-    # A sparse tensor is made of others, each of which may be shared.
+    # A sparse tensor consists of dense ones, which are checked separately.
     dense = _is_tensor(obj) and obj.layout is torch.strided  # type: ignore[union-attr]
     if not dense and (torch is None or type(obj) is not torch.UntypedStorage):
         return False
@@ -270,10 +271,10 @@ def _is_shared(obj: Any) -> bool:
 
 
 def _reduce_storage(obj: Any, untyped: Callable[[Any], Any]) -> Any:
-    """Reduce `obj` by `untyped` if it is an untyped storage; a typed one holds an untyped one.
+    """Reduce `obj` by `untyped` if it is an untyped storage; a typed storage contains one.
 
-    Tensors of a subclass are pickled by their storage. torch can't load an untyped storage that it
-    has pickled, and it pickles the storage once for each tensor over it.
+    Tensors of a subclass are pickled with their storage. torch can't load an untyped storage that it
+    has pickled, and it pickles a storage once for each tensor over it.
     """
     torch = sys.modules.get("torch")
     if torch is None:
@@ -293,7 +294,7 @@ def _typed(untyped: Any, dtype: Any) -> Any:
 
 
 def _as_bytes(untyped: Any) -> Any:
-    """Reduce a storage to a tensor over it: tensors can be pickled already."""
+    """Reduce a storage to a tensor over it, which this module can pickle."""
     import torch
 
     return _storage_of, (torch.empty(0, dtype=torch.uint8, device="cpu").set_(untyped),)
@@ -335,7 +336,7 @@ def _pickler(
 
 
 def _reduce_shared(tensor: Any, fds: list[int]) -> Any:
-    # torch.multiprocessing.reductions does the same over a socket of its own
+    # torch.multiprocessing.reductions does the same over its own socket
     # (_share_fd_cpu_ / _new_shared_fd_cpu; torch 2.13).
     check_leaf(tensor)
     fd, size = tensor.untyped_storage()._share_fd_cpu_()[:2]

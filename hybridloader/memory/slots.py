@@ -1,18 +1,18 @@
-"""Recycled slots: memory that large tensors and arrays are made in, again and again.
+"""Slots: memory that is reused for large tensors and arrays.
 
-Fresh pages, not bytes, are what a loader spends its time on (docs/internals.md has figures). So a slot
-is mapped once and used again when the last array over it has died.
+A loader spends more time on fresh pages than on bytes (docs/internals.md has figures). So a slot is
+mapped once, and reused when the last array over it has died.
 
-A slot counts its references: one for every buffer of this process over it, and, between processes,
-one for every batch in which the other side has it. The count goes down only by way of a queue that
-finalizers may write to from any thread. At zero the slot is free; nobody ever writes to one that
-is not. So a collated tensor that a user's function keeps is safe, in the worker as in the parent.
+A slot counts its references: one for each buffer of this process over it, and one for each batch in
+which another process has it. Only a queue that finalizers may write to from any thread lowers the
+count. At zero the slot is free, and only free slots are written to. So a collated tensor that a user's
+function keeps is safe, in the worker and in the parent.
 
-Where a device reads the batches, the pages of a slot may be locked for it; a reference then ends
-once the device has read them (`memory/page_locks.py`).
+If a device reads the batches, the pages of a slot may be locked for it. Then a reference ends after
+the device has read them (`memory/page_locks.py`).
 
-No call here waits. Without a free slot, without room below the limit, or without memory, the answer
-is None, and the batch is made in ordinary memory.
+No call here waits. It returns None if no slot is free and the limit or the system allows no new one;
+the batch is then made in ordinary memory.
 """
 
 from __future__ import annotations
@@ -36,44 +36,44 @@ if TYPE_CHECKING:
     from hybridloader.memory.page_locks import PageLocks
 
 OWN = 256 * 1024
-"""Bytes from which a buffer gets a slot of its own. Smaller buffers of a batch share one: copying them
-takes less than 25 microseconds each, and a slot each would cost more."""
+"""Bytes from which a buffer gets its own slot. Smaller buffers of a batch share one: copying a buffer
+takes less than 25 microseconds, and its own slot would cost more."""
 
 IDLE = 64
-"""Number of takes after which a segment is given back, if no slot of it was in use meanwhile."""
+"""Number of takes after which a segment is freed, if none of its slots was in use meanwhile."""
 
 GROWTH = 512
 """Divisor of the limit: a segment of several slots takes at most 1/512 of it. So a full pool has at most
-1,024 mappings, besides the first small ones of each size. Linux allows a process 65,530 mappings
-(vm.max_map_count), which one for each batch of 36 KB would use up at 2.4 GB."""
+1,024 mappings, apart from the first small ones of each size. Linux allows a process 65,530 mappings
+(vm.max_map_count). A mapping for each batch of 36 KB would use them up at 2.4 GB."""
 
 _PLACE_BITS = 24
 
 KEPT = 1 << 62
-"""Bit of the number of a slot that is given back, but not to be filled again: a fork may look at it."""
+"""Bit in the number of a returned slot that must not be filled again: a forked process may read it."""
 
 
 def number_of(segment: int, place: int) -> int:
-    """Return the number of a slot: one int, which stands for the slot in messages."""
+    """Return the number of a slot: the int that identifies it in messages."""
     return segment << _PLACE_BITS | place
 
 
 def place_of(number: int) -> tuple[int, int]:
-    """Return the number of the segment that a slot is in, and the slot's place in the segment."""
+    """Return the number of a slot's segment, and the slot's place in that segment."""
     return number >> _PLACE_BITS, number & (1 << _PLACE_BITS) - 1
 
 
 class Segment:
-    """Mapping that is cut into slots of `capacity` bytes; its pages are locked by `locks`, if any."""
+    """Mapping divided into slots of `capacity` bytes; `locks` has locked its pages, if set."""
 
     def __init__(self, number: int, capacity: int, slots: int, made: Made) -> None:
         self.number, self.capacity = number, capacity
-        self.mapping, self.ticket, fd = made  # no ticket: the reader was told
+        self.mapping, self.ticket, fd = made  # no ticket: the reader knows the segment
         self._fds = [] if fd is None else [fd]
         self.references = [0] * slots  # of each slot
-        self.free = list(range(slots - 1, -1, -1))  # the one that was freed last at the end
-        self.kept: set[int] = set()  # places that are never to be free again
-        self.lost = 0  # those of them that nobody here uses
+        self.free = list(range(slots - 1, -1, -1))  # places; the end was freed last
+        self.kept: set[int] = set()  # places that must not become free again
+        self.lost = 0  # number of `kept` places without references
         self.last = 0
         self.locks: PageLocks | None = None
 
@@ -82,7 +82,7 @@ class Segment:
         return len(self.free) + self.lost == len(self.references)
 
     def hand_over(self) -> list[int]:
-        """Give the descriptor, if there is one, to the caller, who closes it; once. From any thread."""
+        """Return the descriptor, if there is one, once; the caller closes it. From any thread."""
         self.ticket = None
         try:
             return [self._fds.pop()]  # atomic: two threads never get the same one
@@ -90,7 +90,7 @@ class Segment:
             return []
 
     def close(self) -> None:
-        """Close the descriptor and unlink the name: nobody will be told of it any more."""
+        """Close the descriptor and unlink the name: no other process will map the segment any more."""
         ticket = self.ticket
         for fd in self.hand_over():
             os.close(fd)
@@ -99,7 +99,7 @@ class Segment:
 
 
 def capacity_for(size: int) -> int:
-    """Round up to an eighth of a power of two (at least a page), so that slots fit again."""
+    """Round up to an eighth of a power of two (at least a page), so that slots can be reused."""
     step = max(mmap.PAGESIZE, 1 << max(0, size.bit_length() - 4))
     return -(-size // step) * step
 
@@ -110,38 +110,38 @@ _ByNumber = OrderedDict[int, Segment]  # a plain dict takes ever longer to find 
 
 
 class Pool:
-    """Slots of one process, up to `limit` bytes together.
+    """Slots of one process, up to `limit` bytes in total.
 
-    Slots of one size lie together in segments. Each new segment is as large as all earlier ones of
-    that size together, up to a part of the limit. So a worker that fills a few slots again and
-    again has no more than it needs, and a worker whose batches are kept has few mappings. The
-    number of slots makes no call slower.
+    Segments contain slots of one size. Each new segment is as large as all earlier ones of that size
+    together, up to a part of the limit. So a worker that reuses a few slots has no more than it needs,
+    and a worker whose batches are kept has few mappings. The time of a call does not depend on the
+    number of slots.
     """
 
     def __init__(
         self,
         make: Callable[[int, int], Made],  # given size and number of a segment; may raise `OSError`
-        limit: int,  # bytes of all segments together
-        locks: PageLocks | None = None,  # to lock the pages of new segments
+        limit: int,  # bytes of all segments
+        locks: PageLocks | None = None,  # locks the pages of new segments
     ) -> None:
         self._make = make
         self._limit = limit
         self.locks = locks
         # All the mutable state:
         self.segments: dict[int, Segment] = {}  # by number
-        self.size = self.made = 0  # bytes of all, and how many there have ever been
-        self.retired: list[int] = []  # given back, and the reader has not been told
-        self.refusal: str | None = None  # why the last slot that was wanted could not be had
+        self.size = self.made = 0  # bytes of all segments, and number of segments ever made
+        self.retired: list[int] = []  # freed segments to be announced to the reader
+        self.refusal: str | None = None  # reason why the last request got no slot
         self._starts: list[int] = []  # addresses of the segments, in order
         self._by_start: list[Segment] = []  # in that order
         self._slots: Counter[int] = Counter()  # number of slots, by their size
-        self._roomy: dict[int, _ByNumber] = {}  # segments with a free slot, by the size of that
-        self._unused: _ByNumber = OrderedDict()  # those that nobody uses, unused for longest first
-        self._dropped: deque[int] = deque()  # slots with a reference less; filled from any thread
+        self._roomy: dict[int, _ByNumber] = {}  # segments with a free slot, by its size
+        self._unused: _ByNumber = OrderedDict()  # segments without references, oldest first
+        self._dropped: deque[int] = deque()  # slots to be released once; filled from any thread
         self._takes = 0
 
     def empty(self, size: int) -> Any | None:
-        """Make a buffer of `size` bytes over a slot of its own, with anything in it; or None.
+        """Return an uninitialised buffer of `size` bytes over a new slot; None if there is no slot.
 
         The slot is in use until the last view of the buffer dies.
         """
@@ -149,7 +149,7 @@ class Pool:
         if number is None:
             return None
         segment, buffer = self.segment_of(number), self.view(number, size)
-        # It also keeps the mapping alive for as long as there is a view of it.
+        # `gone` also keeps the mapping alive as long as a view of it exists.
         shared = None if self.locks is None else forks.latest  # pages that forks share are locked
         gone = partial(_drop, self._dropped, number, segment.mapping, shared)
         after = (gone,) if segment.locks is None else (segment.locks.after_device, gone)
@@ -157,7 +157,7 @@ class Pool:
         return buffer
 
     def take(self, size: int) -> int | None:
-        """Take a slot of at least `size` bytes, with one reference; None if there can be none."""
+        """Take a slot of at least `size` bytes, with one reference; None if no slot is available."""
         if self.locks is not None and not self.locks.here:
             self._abandon()
         self._collect()
@@ -201,7 +201,7 @@ class Pool:
                     self._retire(segment)
 
     def drop(self, number: int) -> None:
-        """Take a reference off at the next `take`. May be called from any thread."""
+        """Release a reference at the next `take`. May be called from any thread."""
         self._dropped.append(number)
 
     def segment_of(self, number: int) -> Segment:
@@ -215,7 +215,7 @@ class Pool:
         return segment.mapping.view(start, segment.capacity if size is None else size)
 
     def find(self, address: int, size: int) -> tuple[int, int] | None:
-        """Find the slot that has all these bytes, and their place in it; None if there is none."""
+        """Return the slot that contains all these bytes, and their start in it; None if none does."""
         before = bisect_right(self._starts, address)
         if not before:
             return None
@@ -226,11 +226,11 @@ class Pool:
         return number_of(segment.number, place), start
 
     def lower(self, limit: int) -> None:
-        """Lower the limit, in bytes; segments in use above it are given back as they become free."""
+        """Lower the limit, in bytes; segments in use above it are freed when they become unused."""
         self._limit = min(self._limit, limit)
 
     def close(self) -> None:
-        """Forget all slots, and make no more; their memory goes with the last view of each."""
+        """Forget all slots, and make no more; the last view of each frees its memory."""
         self._limit = 0
         self._collect()
         for segment in self.segments.values():
@@ -238,7 +238,7 @@ class Pool:
         self._forget()
 
     def _abandon(self) -> None:
-        """Forget, in a fork, the parent's slots: it would see what is written to them."""
+        """Forget the parent's slots in a forked process: the parent would see writes to them."""
         self.locks = None
         self._dropped.clear()
         self._forget()
@@ -259,7 +259,7 @@ class Pool:
             self._retire(self._oldest())
 
     def _with_room(self, size: int) -> Segment | None:
-        """Find a segment with a free slot for `size` bytes, at most twice as large as needed."""
+        """Return a segment with a free slot for `size` bytes, at most twice as large as needed."""
         capacity = capacity_for(size)
         most = 2 * capacity
         while capacity <= most:
@@ -315,7 +315,7 @@ class Pool:
         del self._starts[at], self._by_start[at]
         self._slots[segment.capacity] -= len(segment.references)
         self.size -= segment.mapping.size
-        if segment.ticket is None:  # the reader has heard of it
+        if segment.ticket is None:  # the reader knows the segment
             self.retired.append(segment.number)
         segment.close()
 
@@ -325,14 +325,14 @@ def _drop(dropped: deque[int], number: int, mapping: Mapping, before: object) ->
 
 
 class PrivateSlots:
-    """Slots for workers of this very process; any of its threads may take one."""
+    """Slots for workers of this process; any of its threads may take one."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self.pool = Pool(_make_private, limit)
         self._taking = threading.Lock()
         self._warned = False
-        self.refusal: str | None = None  # why there was no slot for a batch, to be warned of
+        self.refusal: str | None = None  # reason why a batch got no slot, for a warning
 
     @property
     def locks(self) -> PageLocks | None:
@@ -344,11 +344,11 @@ class PrivateSlots:
         return self.pool.size
 
     def page_lock(self, locks: PageLocks) -> None:
-        """Lock the pages of all slots, for a consumer that pins. Before the first is taken."""
+        """Lock the pages of all slots, for a consumer that pins. Call it before the first is taken."""
         self.pool = Pool(_make_lockable, self._limit, locks)
 
     def empty(self, size: int) -> Any | None:
-        """Make a buffer of `size` bytes, with anything in it; None if there can be none."""
+        """Return an uninitialised buffer of `size` bytes; None if no slot is available."""
         with self._taking:
             found = self.pool.empty(size)
         if found is None and not self._warned:
@@ -365,10 +365,10 @@ class PrivateSlots:
             warn_of_overflow(reason)
 
     def close(self) -> None:
-        """Make no more slots; free ones are given back now, others with their last view.
+        """Make no more slots; free ones are freed now, others with their last view.
 
-        Never waits: a finalizer may come here on a thread that is taking one. Then all go with their
-        last view.
+        Never waits: a finalizer may call this on a thread that is taking a slot. Then each slot is freed
+        with its last view.
         """
         if self._taking.acquire(blocking=False):
             try:

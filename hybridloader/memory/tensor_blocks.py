@@ -1,13 +1,13 @@
-"""Blocks: the many small tensors of one pickle, each kind of them as one buffer.
+"""Blocks: many small tensors of one pickle, sent as one buffer for each kind.
 
-A tensor that is reduced alone costs some 2 microseconds where it is packed and 1 to 2 where it is
-rebuilt, whatever its size. So from the first `FEW` on, small tensors go into blocks: one for each dtype
-and shape of a row, where they may differ in length. In the pickle proper there is only a call of `next`
-for each, on an iterator that comes in the place of one of the pickle's buffers. The iterators are loaded
-before that pickle, by a pickle around it (`packing.Around`).
+A tensor that is reduced alone costs about 2 microseconds to pack and 1 to 2 to rebuild, whatever its
+size. So after the first `FEW`, small tensors are put into blocks. A block holds the tensors of one dtype
+and row shape; their lengths may differ. For each tensor, the pickle contains only a call of `next` on an
+iterator. The iterator replaces one of the pickle's buffers. An outer pickle loads the iterators first
+(`packing.Around`).
 
-The tensors that come out have a storage each. Storages lie in pieces of at most `SMALL` bytes, so one
-tensor that is kept keeps no more than that.
+Each rebuilt tensor has its own storage. Storages share pieces of at most `SMALL` bytes, so a tensor that
+is kept keeps no more than that alive.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from hybridloader.memory.tensors import (
 )
 
 FEW = 16
-"""Tensors of a pickle that are reduced alone, before any goes into a block: making and opening a block
-takes as long as some 10 tensors."""
+"""Number of tensors of a pickle that are reduced alone before blocks are used. Making and opening a
+block takes as long as about 10 tensors."""
 
 SMALL = 4096
-"""Bytes of a tensor above which it is reduced alone, and of the pieces that others lie in: a page. With
-a file of shared memory for each tensor, as torch's workers make, none takes less."""
+"""Bytes of a tensor above which it is reduced alone, and of the pieces that hold smaller ones: a page.
+torch's workers make a file of shared memory for each tensor, which takes at least as much."""
 
 MOST = 64
-"""Blocks of one pickle at most: further kinds of tensors are reduced alone."""
+"""Maximum number of blocks of one pickle: further kinds of tensors are reduced alone."""
 
 _HERE = NUMPY_HAS | {"bfloat16"}
 
@@ -47,13 +47,13 @@ Kind = tuple[Any, Any]  # dtype (of torch, or the name of one) and shape
 
 
 class _Mark(bytearray):
-    """Empty buffer that stands for a block in the pickle."""
+    """Empty buffer that represents a block in the pickle."""
 
     number: int
 
 
 class Block:
-    """Small tensors of one dtype that differ in nothing but the size of their first dimension."""
+    """Small tensors of one dtype whose shapes differ at most in the first dimension."""
 
     def __init__(self, number: int, dtype: Any, row: tuple[int, ...] | None) -> None:
         self.dtype, self.row = dtype, row  # `row` is the shape without its first size; None: 0-d
@@ -62,12 +62,12 @@ class Block:
         self.take = self.tensors.append
         mark = _Mark()
         mark.number = number
-        # Each time the same object: after the first, the pickle has a reference to it of two bytes.
+        # Always the same object: after the first, the pickle contains a reference of two bytes.
         self.way: Any = (next, (pickle.PickleBuffer(mark),))
         self.parts: tuple[Any, ...] = ()  # arguments of `rebuild_block`, once gathered
 
     def gather(self) -> bool:
-        """Put the bytes of the tensors together; False if that can't be done."""
+        """Join the bytes of the tensors in `parts`; return False if that is impossible."""
         name, lengths, shape = self.dtype, None, self.shapes[0]
         if type(name) is str:  # `AsTensor` objects
             data: Any = bytearray().join([tensor.numbers for tensor in self.tensors])
@@ -88,7 +88,7 @@ class Block:
 
 
 def _joined(tensors: list[Any], scalars: bool) -> Any | None:
-    """Return contiguous tensors of one dtype in one; None if some are not plain ones on the CPU."""
+    """Return contiguous tensors of one dtype joined into one; None unless all are plain CPU tensors."""
     torch: Any = sys.modules["torch"]
     kind = torch.Tensor
     try:
@@ -99,18 +99,18 @@ def _joined(tensors: list[Any], scalars: bool) -> Any | None:
         if any(map(kind.is_neg, tensors)) or any(map(kind.is_conj, tensors)):
             return None
         return torch.stack(tensors) if scalars else torch.cat(tensors)
-    except Exception:  # of a kind that torch can't do this with: it is left to their own reduction
+    except Exception:  # torch can't join this kind: the tensors are reduced alone
         return None
 
 
 class Blocks(dict[Kind, Block | None]):
-    """Blocks of one pickle, by the kinds of the tensors in them; None for a kind that has none."""
+    """Blocks of one pickle, by the kinds of the tensors in them; None for a kind without a block."""
 
     def __init__(self) -> None:
         super().__init__()
         # All the mutable state, beside the dict's own:
         self.made: list[Block] = []
-        self.closed = False  # no tensor goes into a block any more
+        self.closed = False  # no more tensors are put into blocks
         self._by_row: dict[Kind, Block | None] = {}
 
     def __missing__(self, kind: Kind) -> Block | None:
@@ -130,23 +130,23 @@ class Blocks(dict[Kind, Block | None]):
         return block
 
     def tensors(self) -> Iterator[Any]:
-        """All tensors of torch's in the blocks."""
+        """Yield the torch tensors in the blocks."""
         for block in self.made:
             if type(block.dtype) is not str:
                 yield from block.tensors
 
     def gather(self) -> bool:
-        """Make all blocks ready to be sent; False if that can't be done with some of the tensors."""
+        """Prepare all blocks to be sent; return False if some tensors can't be joined."""
         return all(block.gather() for block in self.made)
 
     def part(self, buffer: memoryview) -> Any:
-        """Return what to send for a buffer of the pickle: a block's parts, if it stands for one."""
+        """Return the object to send for a buffer of the pickle: for a mark, the parts of its block."""
         if is_mark(buffer):
             return self.made[buffer.obj.number].parts  # type: ignore[attr-defined]
         return pickle.PickleBuffer(buffer)
 
     def forget(self, *, closed: bool = False) -> None:
-        """Begin with another pickle."""
+        """Reset for another pickle."""
         self.clear()
         self._by_row.clear()
         self.made.clear()
@@ -154,7 +154,7 @@ class Blocks(dict[Kind, Block | None]):
 
 
 class TensorsInBlocks(Tensors):
-    """Reduces the tensors of one pickle, and small ones in blocks once a few were reduced alone."""
+    """Reducer of the tensors of one pickle; after the first few, it puts small ones into blocks."""
 
     few = FEW
 
@@ -182,13 +182,13 @@ class TensorsInBlocks(Tensors):
                 return None
             if self.bases and tensor.untyped_storage().data_ptr() in self.bases:
                 return None
-        except RuntimeError:  # a nested or a sparse tensor, which has no such thing
+        except RuntimeError:  # nested and sparse tensors lack some of these attributes
             return None
         block.take(tensor)
         return block.way
 
     def another_pass(self) -> bool:
-        """Tell whether another pass over the value is needed, and prepare it."""
+        """Prepare another pickling, and return True, if the value must be pickled again."""
         blocks = self.blocks
         if not blocks.made:
             return self.several_over_one_storage()
@@ -204,13 +204,13 @@ class TensorsInBlocks(Tensors):
 
 
 def is_mark(buffer: memoryview) -> bool:
-    """Return True if this buffer of a pickle stands for a block."""
+    """Return True if this buffer of a pickle represents a block."""
     return type(buffer.obj) is _Mark
 
 
 @cache
 def _size_of(name: str) -> int:
-    """Bytes of an element; of the dtypes in `_HERE`."""
+    """Return the bytes of an element, for the dtypes in `_HERE`."""
     if name == "bool":
         return 1
     return int(name.lstrip("abcdefghijklmnopqrstuvwxyz")) // 8
@@ -220,12 +220,12 @@ def rebuild_block(
     data: Any,
     dtype: str,
     shape: tuple[int, ...],  # of each tensor, or of each of their rows
-    lengths: list[int] | None,  # numbers of rows; None: all are of that shape
+    lengths: list[int] | None,  # numbers of rows; None: all have that shape
 ) -> Iterator[Any]:
     """Make the tensors of a block."""
     import torch as imported
 
-    torch: Any = imported  # its stubs give some of these functions no value
+    torch: Any = imported  # torch's stubs lack some of these return types
     if (not shape and lengths is None) or dtype not in NUMPY_HAS:  # numpy has no views of these
         flat = torch.frombuffer(data, dtype=dtype_of(dtype))
         if lengths is not None:
@@ -237,7 +237,7 @@ def rebuild_block(
     whole, step = memoryview(data).cast("B"), _size_of(dtype) * prod(shape)
 
     def piece(start: int, end: int) -> Any:
-        # A copy: the tensors would keep all of `data`, and the slot that it may lie in.
+        # A copy, because the tensors would keep all of `data` and its slot alive.
         return np.frombuffer(bytearray(whole[start * step : end * step]), dtype).reshape(-1, *shape)
 
     if lengths is None:

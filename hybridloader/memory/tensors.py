@@ -1,7 +1,7 @@
-"""Reduction of tensors and arrays to flat buffers on their way into a pickle, and back from these.
+"""Reduction of tensors and arrays to flat buffers of a pickle, and their reconstruction.
 
-Special tensors (another device, quantized, a class that pickles in its own way) are left to their
-own pickling. Packing never imports torch or numpy: it uses them only if they are imported already.
+Special tensors (another device, quantized, a class with its own reducer) use their own pickling.
+Packing never imports torch or numpy: it uses them only if they are imported already.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ def _torch() -> Any:
 
 @cache
 def _usual_reduction() -> tuple[Any, tuple[Any, ...]]:
-    """Return torch's functions that restore a subclass, and the data within it."""
+    """Return torch's functions that rebuild a subclass, and the tensor within it."""
     torch: Any = _torch()
     inners = torch._utils._rebuild_tensor_v2, torch._utils._rebuild_tensor_v3
     return torch._tensor._rebuild_from_type_v2, inners
 
 
 class Tensors:
-    """Reduces the tensors of one pickle: dense CPU ones to one flat buffer each.
+    """Reducer of the tensors of one pickle: a dense CPU tensor becomes one flat buffer.
 
-    Tensors over one storage would arrive with a storage each. So if a first pass finds such
-    tensors, a second pass sends the used part of their storage once.
+    Tensors over one storage would arrive with separate storages. So if the first pickling finds such
+    tensors, the value is pickled again, with the used part of their storage once.
     """
 
     few = sys.maxsize
-    """Tensors that are reduced alone before `together` is asked about each."""
+    """Number of tensors that are reduced alone before `together` is called for each."""
 
     def __init__(self) -> None:
         # All the mutable state:
-        self.met: list[Any] = []  # tensors that were reduced alone since the last call of `forget`
+        self.met: list[Any] = []  # tensors that were reduced alone since the last `forget`
         self.bases: dict[int, list[_Base]] = {}  # in order, by the address of their storage
 
     def way_of(self, kind: type) -> Callable[[Any], Any] | None:
         """Return the function that reduces objects of this class; None leaves them to the pickler.
 
-        A process that has imported neither torch nor numpy has nothing of theirs to send.
+        A process that has not imported torch or numpy has none of their objects to send.
         """
         torch: Any = sys.modules.get("torch")
         if torch is not None and issubclass(kind, torch.Tensor):
@@ -61,7 +61,7 @@ class Tensors:
         return reduce_array if numpy is not None and kind is numpy.ndarray else None
 
     def reduce_subclass(self, tensor: torch.Tensor) -> Any:
-        """Reduce `tensor` as its class does, but send its memory as that of a plain tensor."""
+        """Reduce `tensor` as its class does, but send its memory like that of a plain tensor."""
         reduced: Any = tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
         usual, inners = _usual_reduction()
         if type(reduced) is tuple and reduced[0] is usual and len(reduced) == 2:
@@ -77,16 +77,16 @@ class Tensors:
             array: Any
             try:
                 array = tensor.numpy()
-            except (TypeError, RuntimeError):  # on a device, sparse, of a dtype that numpy has not
+            except (TypeError, RuntimeError):  # on a device, sparse, or of a dtype that numpy lacks
                 array = None
-            if array is not None and array.size and array.flags.c_contiguous:  # as nearly all
+            if array is not None and array.size and array.flags.c_contiguous:  # nearly all
                 self.met.append(tensor)
                 name = name_of(tensor.dtype)
                 return rebuild_tensor, (pickle.PickleBuffer(array), name, array.shape, None, False)
         return self._reduce(tensor)
 
     def together(self, tensor: torch.Tensor) -> Any:
-        """Reduce `tensor` together with others; None if it is to be reduced alone."""
+        """Reduce `tensor` together with others; None if it must be reduced alone."""
         return None
 
     def _reduce(self, tensor: torch.Tensor) -> Any:
@@ -111,14 +111,14 @@ class Tensors:
             order = _dense_order(plain)
             if order is None and plain is tensor and (base := _smaller_base(plain)) is not None:
                 return _rebuild_view, (base, *base.place(plain))
-        # In the order of its strides a dense tensor is contiguous memory: no copy, and the other
-        # side gets the same strides back (channels_last stays channels_last).
+        # A dense tensor is contiguous memory in the order of its strides: this makes no copy, and the
+        # reader rebuilds the same strides (channels_last stays channels_last).
         flat = plain.contiguous() if order is None else plain.permute(order).contiguous()
         name = name_of(plain.dtype)
         return rebuild_tensor, (buffer_of(flat, name), name, tuple(flat.shape), order, grad)
 
     def _base_of(self, tensor: torch.Tensor) -> _Base | None:
-        """Find the storage part that is sent once and covers `tensor`; None if there is none."""
+        """Return the storage part that is sent once and covers `tensor`; None if there is none."""
         bases = self.bases.get(tensor.untyped_storage().data_ptr())
         if bases is None or not tensor.numel():
             return None
@@ -127,7 +127,7 @@ class Tensors:
         return bases[place - 1] if place and end <= bases[place - 1].end else None
 
     def several_over_one_storage(self, more: Iterable[Any] = ()) -> bool:
-        """Tell whether a second pass is needed for those that were met and `more`, and prepare it."""
+        """Prepare another pickling, and return True, if tensors of `met` and `more` share a storage."""
         met = [*self.met, *more]
         if len(met) < 2 or self.bases:
             return False
@@ -145,7 +145,7 @@ class Tensors:
         return bool(self.bases)
 
     def forget(self) -> None:
-        """Begin with another pickle."""
+        """Reset for another pickle."""
         self.met.clear()
         self.bases.clear()
 
@@ -160,14 +160,14 @@ def check_leaf(tensor: torch.Tensor) -> None:
 
 
 def reduce_array(array: Any) -> Any:
-    """Reduce an array as numpy does; a read-only array arrives writable, as a copy is."""
+    """Reduce an array as numpy does; a read-only array arrives writable, like a copy."""
     reduced = array.__reduce_ex__(5)
     if array.flags.writeable or type(reduced[1][0]) is not pickle.PickleBuffer:
         return reduced
     rebuild, (_, *how) = reduced
     memory: Any = bytearray()
     if array.nbytes:
-        # Contiguous memory, which the pickle may not take for read-only. Nobody writes to it here.
+        # Contiguous memory that the pickle must not mark as read-only. This process never writes to it.
         memory = (ctypes.c_ubyte * array.nbytes).from_address(array.ctypes.data)
         memory.kept = array
     return rebuild, (pickle.PickleBuffer(memory), *how)
@@ -186,18 +186,18 @@ NUMPY_HAS = frozenset({
 
 
 def buffer_of(flat: torch.Tensor, dtype: str) -> Any:
-    """Give the memory of a contiguous tensor as an object that pickles by protocol 5."""
+    """Return the memory of a contiguous tensor as an object that pickles by protocol 5."""
     if flat.numel() == 0:
         return b""
     if dtype not in NUMPY_HAS:
-        # as_strided, because a single element may have any stride and still be contiguous
+        # as_strided, because a contiguous tensor of one element may have any stride
         flat = flat.as_strided((flat.numel(),), (1,)).view(_torch().uint8)
     array: Any = flat.numpy()
     return pickle.PickleBuffer(array)
 
 
 class _Base:
-    """Part of one storage that several tensors cover; pickled once, by the pickle's memo."""
+    """Part of one storage that several tensors use; the pickle's memo writes it once."""
 
     def __init__(self, storage: torch.UntypedStorage, start: int, end: int) -> None:
         self.start, self.end = start, end
@@ -226,16 +226,16 @@ def _shared_parts(tensors: list[torch.Tensor]) -> list[tuple[int, int]]:
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """First byte of its storage that `tensor` covers, and the one after the last."""
+    """Return the first byte of the storage that `tensor` covers, and the end after the last."""
     last: int = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     start, size = int(tensor.storage_offset()), tensor.element_size()
     return start * size, (start + last + 1) * size
 
 
 def _smaller_base(tensor: torch.Tensor) -> _Base | None:
-    """Return the part of its storage that `tensor` covers, if that is smaller than its elements.
+    """Return the part of the storage that `tensor` covers, if that is smaller than its elements.
 
-    So it is after `expand`: three numbers stay three numbers, as with torch.
+    It is smaller after `expand`: three numbers are sent as three numbers, as with torch.
     """
     if not tensor.numel():
         return None
@@ -245,20 +245,20 @@ def _smaller_base(tensor: torch.Tensor) -> _Base | None:
 
 
 def _dense_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """Return the dimensions by falling stride, if that is another order and leaves no gap."""
+    """Return the dimensions by falling stride, if the elements leave no gap in that order."""
     stride = tensor.stride()
     order = tuple(sorted(range(tensor.dim()), key=stride.__getitem__, reverse=True))
     return order if tensor.permute(order).is_contiguous() else None
 
 
 def tensor_over(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Make a contiguous tensor over the memory of `buffer`; it is no view of another tensor."""
+    """Return a contiguous tensor over the memory of `buffer`, which is no view of another tensor."""
     flat: torch.Tensor = _torch().frombuffer(buffer, dtype=dtype)
     return flat if len(shape) == 1 else _over(flat, shape, _steps(shape))
 
 
 def _steps(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor, in elements."""
+    """Return the strides of a contiguous tensor, in elements."""
     step, steps = 1, []
     for size in reversed(shape):
         steps.append(step)
@@ -280,7 +280,7 @@ def rebuild_tensor(
         tensor = _torch().empty(shape, dtype=kind, device="cpu")
     elif order is None:
         tensor = tensor_over(data, kind, shape)
-    else:  # `shape` is in the order of the memory: back to that of the dimensions
+    else:  # `shape` is in the order of the memory: restore that of the dimensions
         steps = _steps(shape)
         back = sorted(range(len(order)), key=order.__getitem__)
         where = tuple(shape[i] for i in back), tuple(steps[i] for i in back)
@@ -294,7 +294,7 @@ def dtype_of(name: str) -> Any:
 
 
 class AsTensor:
-    """Numbers that are to arrive as a tensor; made without torch."""
+    """Numbers that arrive as a tensor; made without torch."""
 
     __slots__ = ("dtype", "numbers", "shape")
 
@@ -329,9 +329,9 @@ def _rebuild_view(
 
 # -- sparse tensors ----------------------------------------------------------------------------------
 
-# torch's own pickles of sparse tensors hold their dense parts, too. But torch 2.13 keeps every sparse
-# tensor that was loaded from a pickle in a list (`torch._utils._sparse_tensors_to_validate`), which only
-# `torch.load` clears. So a process that receives sparse batches would keep them all.
+# torch's own pickles of sparse tensors contain their dense parts, too. But torch 2.13 puts each sparse
+# tensor that it loads from a pickle into a list (`torch._utils._sparse_tensors_to_validate`), which only
+# `torch.load` clears. So a process that receives sparse batches would keep all of them.
 
 _ROWS, _COLUMNS = ("sparse_csr", "sparse_bsr"), ("sparse_csc", "sparse_bsc")
 

@@ -1,7 +1,7 @@
-"""Slots that a thread collates into; whoever collates is told as soon as there are some.
+"""Slots that a thread collates into, and hooks that run when a process first uses slots.
 
-A backend sets them on the threads of its workers. The code that collates lies above, and may be loaded
-later.
+A backend sets the slots of its workers' threads. The code that collates is in a higher layer, and may
+be loaded later; it registers a hook.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ class Slots(Protocol):
     """Source of memory for a worker's batches."""
 
     def empty(self, size: int) -> Any | None:
-        """Return an uninitialised buffer of `size` bytes; None if there can be none."""
+        """Return an uninitialised buffer of `size` bytes; None if no slot is available."""
 
 
 class _OnThisThread(threading.local):
-    slots: Slots | None = None  # slots to collate into; None: each batch gets memory of its own
+    slots: Slots | None = None  # slots to collate into; None: each batch gets new memory
 
 
 on_this_thread = _OnThisThread()
@@ -43,7 +43,7 @@ def when_slots_are_used(act: Callable[[], None]) -> None:
 
 
 def collate_into(slots: Slots) -> None:
-    """Collate into `slots` on this thread of a worker process, whatever does the collation."""
+    """Collate into `slots` on this thread of a worker process, and run the hooks at the first call."""
     global _used
     set_slots(slots)
     if not _used:

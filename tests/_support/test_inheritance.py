@@ -98,8 +98,8 @@ def _closed() -> Any:
 @pytest.mark.parametrize(
     ("make", "kind", "why"),
     [
-        (FORK.Event, "Event", "made for forked processes alone.*get_context"),
-        (lambda: FORK.Value("i"), "Synchronized", "made for forked processes alone"),
+        (FORK.Event, "Event", "works in forked processes only.*get_context"),
+        (lambda: FORK.Value("i"), "Synchronized", "works in forked processes only"),
         (_closed, "Connection", "handle is closed"),  # found out as the process is started
     ],
 )

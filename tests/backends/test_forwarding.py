@@ -211,7 +211,9 @@ def test_a_second_worker_that_keeps_all_is_given_copies_and_its_parent_warns_onc
         assert through(a, b, range(40), ahead=1) == list(range(1, 41))
         b.raw.wait(0)
         assert slots_in_use(a) <= 8
-    assert ["in worker 0, the batches that are kept" in str(one.message) for one in told] == [True]
+    assert [
+        "in worker 0, the batches that the program keeps" in str(one.message) for one in told
+    ] == [True]
 
 
 def test_a_task_that_fails_gives_the_slots_of_its_input_back() -> None:

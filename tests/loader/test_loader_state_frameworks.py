@@ -185,7 +185,7 @@ def test_set_epoch_keeps_a_place_in_that_epoch_and_says_that_it_drops_another() 
             other.set_epoch(epoch)
             assert taken + flat(other) == whole
         else:
-            with pytest.warns(UserWarning, match=r"set_epoch\(5\) drops the place.*epoch 1"):
+            with pytest.warns(UserWarning, match=r"set_epoch\(5\) drops the position.*epoch 1"):
                 other.set_epoch(epoch)
             assert len(flat(other)) == BATCHES
 

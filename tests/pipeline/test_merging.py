@@ -280,7 +280,7 @@ def test_ranks_that_have_ended_have_nothing_left_and_the_next_epoch_is_whole() -
     assert ended["finished"]
     assert sorted(item for loader in others for item in loader) == wanted
     others[0].load_state_dict(state)
-    with pytest.warns(UserWarning, match=r"set_epoch\(5\) drops the place"):
+    with pytest.warns(UserWarning, match=r"set_epoch\(5\) drops the position"):
         others[0].set_epoch(5)
 
 

@@ -178,7 +178,7 @@ def test_set_epoch_keeps_the_place_in_that_epoch_and_drops_another_with_a_warnin
     loader.set_epoch(2)
     found += loader
     loader.load_state_dict(state)
-    with pytest.warns(UserWarning, match=r"set_epoch\(1\) drops the place.*in epoch 2"):
+    with pytest.warns(UserWarning, match=r"set_epoch\(1\) drops the position.*in epoch 2"):
         loader.set_epoch(1)
     assert list(loader) == whole[1]
     assert len(found) == len(whole[0])

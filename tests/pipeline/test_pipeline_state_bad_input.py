@@ -80,7 +80,7 @@ FIELDS = [
 meanwhile, and would take functions of `random` and numpy that are replaced for its threads."""
 
 for _name in FIELDS:
-    BAD[f"without {_name}"] = (without(_name), f"the state lacks {_name}: was it cut off?")
+    BAD[f"without {_name}"] = (without(_name), f"the state lacks {_name}: was it truncated?")
 
 
 @pytest.mark.parametrize("name", sorted(BAD))
