@@ -318,15 +318,16 @@ class Search:
         workers, threads = place.workers, place.threads
         near: list[Place] = []
         if workers:
+            quarter = max(1, workers // 4)
             near += [place._replace(workers=2 * workers)]
-            near += [place._replace(workers=n) for n in (workers // 2, workers - 1) if n > 0]
+            near += [place._replace(workers=n) for n in (workers // 2, workers - quarter) if n > 0]
             if stage.threads_inside:
                 near += [place._replace(threads=2 * threads)]
                 near += [place._replace(threads=threads // 2)] if threads > 1 else []
                 # As many threads in all, in fewer processes or in more.
                 if workers > 1:
                     near += [place._replace(workers=workers // 2, threads=2 * threads)]
-            near += [place._replace(workers=workers + 1)]
+            near += [place._replace(workers=workers + quarter)]
         process = self._process_backend()
         cores = self.limits.whole_cores
         if place.processes:

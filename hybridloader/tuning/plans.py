@@ -212,9 +212,7 @@ class Limits:
             return max(2, self.whole_cores)  # two are needed to find out
         if costs.computing > COMPUTES:
             return self.whole_cores
-        return min(
-            MOST_THREADS, max(2, math.ceil(OVERLAP * self.whole_cores / costs.computing))
-        )
+        return min(MOST_THREADS, max(2, math.ceil(OVERLAP * self.whole_cores / costs.computing)))
 
 
 def limits_here(cpus: float | None, memory: int | float) -> Limits:
@@ -256,7 +254,9 @@ def _backends() -> tuple[tuple[str, ...], dict[str, str]]:
     if "fork" not in multiprocessing.get_all_start_methods():
         refused["fork"] = "this platform has no fork"
     elif multiprocessing.get_start_method() != "fork":
-        refused["fork"] = f"the start method of multiprocessing is {multiprocessing.get_start_method()!r}"
+        refused["fork"] = (
+            f"the start method of multiprocessing is {multiprocessing.get_start_method()!r}"
+        )
     elif (device := device_in_use()) is not None:
         refused["fork"] = f"{device} is initialised, which does not survive a fork"
     elif (hazard := fork_hazard()) is not None:

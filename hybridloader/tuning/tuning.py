@@ -108,9 +108,9 @@ class Tuning:
     def _lines(self) -> list[str]:
         left_out = "; ".join(f"{name}: {why}" for name, why in self.limits.refused.items())
         ended = "Ended by Ctrl-C after" if self.interrupted else "Took"
-        gain = f", {self.rate / self.before:.2f} times as fast as it was" if self.before else ""
+        gain = f" {self.rate / self.before:.2f} times as fast as it was." if self.before else ""
         return [
-            f"{self.reason[:-1] if self.reason.endswith('.') else self.reason}{gain}.",
+            self.reason + gain,
             f"{ended} {self.seconds:.1f} s, {len(self.trials)} plans; {self.limits.cores:g} CPUs. "
             f"Not offered: {left_out or 'nothing'}.",
             self.code,
