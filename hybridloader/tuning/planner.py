@@ -126,9 +126,14 @@ class Search:
 
     @property
     def good(self) -> list[Trial]:
-        """Trials that did not fail, the fastest first."""
+        """Trials that did not fail, the fastest first.
+
+        A plan that was tried before the bytes of a result were known, and exceeds the memory, is left
+        out, unless there is no other.
+        """
         good = [trial for trial in self.trials.values() if trial.rates]
-        return sorted(good, key=lambda trial: -trial.rate)
+        within = [trial for trial in good if self._allowed(trial.plan)]
+        return sorted(within or good, key=lambda trial: -trial.rate)
 
     def keeps_up(self, trial: Trial) -> bool:
         """Return True if a rate is asked for, and this trial reached it."""
@@ -171,10 +176,16 @@ class Search:
             elif plan == self.start and plan not in self.trials:
                 self.refused[plan] = self.limits.problem(plan, self.stages, self.costs) or ""
             self._learn(ones, twos)
-        for plan in self._firsts():
-            if self._open(plan):
+        for plan in (*self._firsts(), self._all(INLINE)):
+            if self._open(plan) and (plan != self._all(INLINE) or self._is_last_resort):
                 yield plan
         yield from self._climb()
+
+    @property
+    def _is_last_resort(self) -> bool:
+        """True if no plan within the limits has given a result, or the results are tiny."""
+        tiny = all(cost is not None and cost.kind == "tiny" for cost in self.costs)
+        return tiny or not any(t.rates and self._allowed(t.plan) for t in self.trials.values())
 
     def _climb(self) -> Iterator[Plan]:
         base = self._fastest()

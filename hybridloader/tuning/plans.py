@@ -1,4 +1,4 @@
-"""Plans of workers, costs of stages, and the limits that no plan exceeds: values without behaviour in time.
+"""Plans of workers, costs of stages, and the limits that no plan exceeds.
 
 Nothing here reads a clock, starts a worker or knows a loader.
 """
@@ -26,7 +26,7 @@ MOST_THREADS = 64
 """Threads of a stage, at most."""
 
 PER_PROCESS = 8
-"""Descriptors of a worker process, at most: its connection, its sentinel, and segments of its results."""
+"""Descriptors of a worker process, at most: its connection, its sentinel, segments of its results."""
 
 IN_PROCESS = ("inline", "threads")
 
@@ -253,10 +253,8 @@ def _backends() -> tuple[tuple[str, ...], dict[str, str]]:
         return tuple(offered), dict.fromkeys(("fork", "spawn"), reason)
     if "fork" not in multiprocessing.get_all_start_methods():
         refused["fork"] = "this platform has no fork"
-    elif multiprocessing.get_start_method() != "fork":
-        refused["fork"] = (
-            f"the start method of multiprocessing is {multiprocessing.get_start_method()!r}"
-        )
+    elif (method := multiprocessing.get_start_method()) != "fork":
+        refused["fork"] = f"the start method of multiprocessing is {method!r}"
     elif (device := device_in_use()) is not None:
         refused["fork"] = f"{device} is initialised, which does not survive a fork"
     elif (hazard := fork_hazard()) is not None:

@@ -157,11 +157,9 @@ class LoaderSubject(Subject):
                     last[:] = [iter(loader)]
                     yield last[0]
 
-            passes = epochs()
             try:
-                yield _Endless(passes, loader.stats, ("DataLoader",))
+                yield _Endless(epochs(), loader.stats, ("DataLoader",))
             finally:
-                passes.close()
                 for iterator in last:
                     iterator.close()
 
@@ -220,7 +218,7 @@ class PipelineSubject(Subject):
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
         for operator in pipeline.operators:
-            items = operator.items if isinstance(operator, Items) else None
+            items = operator.source if isinstance(operator, Items) else None
             if items is not None and hasattr(type(items), "__next__"):
                 raise TypeError(
                     "tune() reads the source of a pipeline several times, and this one can be read only "
@@ -244,7 +242,7 @@ class PipelineSubject(Subject):
 
     @contextlib.contextmanager
     def open(self, plan: Plan, timeout: float) -> Iterator[Running]:
-        with untouched_generators(*(vars(op).get("sampler") for op in self._pipeline.operators)):
+        with untouched_generators(*self._pipeline.operators):
             epochs = self._placed(plan, timeout).epochs(None, seed=0, observe=True)
             last: list[Any] = []
 

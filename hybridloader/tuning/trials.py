@@ -1,11 +1,12 @@
 """Measurement of one plan on real items: rates of consecutive parts of a short run.
 
-What is measured is a `Subject`: the loader or pipeline, which can be run with any plan. The clock is an
+A `Subject` is a loader or pipeline that can be run with any plan. The clock is an
 argument, so that tests move it.
 """
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -164,7 +165,7 @@ def rates_of(times: list[float], skip: int) -> tuple[float, ...]:
     parts = max(1, min(PARTS, count // max(2, skip)))
     edges = [round(part * count / parts) for part in range(parts + 1)]
     rates = []
-    for low, high in zip(edges, edges[1:], strict=False):
+    for low, high in itertools.pairwise(edges):
         took = measured[high] - measured[low]
         if took > 0:
             rates.append((high - low) / took)

@@ -223,7 +223,8 @@ class Tuner:
         from hybridloader.observe.headroom import synchronize
 
         assert self._call is not None
-        times, began = [], self._clock()
+        times: list[float] = []
+        began = self._clock()
         while len(times) < KEPT or self._clock() - began < seconds:
             synchronize()
             before = self._clock()

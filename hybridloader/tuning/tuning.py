@@ -1,4 +1,4 @@
-"""Result of a tuning: what was tried, what each plan gave, and the plan that was chosen."""
+"""Result of a tuning: the trials, and the plan that was chosen."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class Tuning:
     def apply(self) -> Any:
         """Return the loader or pipeline with the chosen plan.
 
-        A loader of ours is changed, and returned: its next ``iter()`` uses the plan. For a loader of
-        torch's, a new one of ours is made by `from_torch`. A pipeline is not changed; a new one is made.
+        A `hybridloader.DataLoader` is changed, and returned: its next ``iter()`` uses the plan. For a
+        loader of torch's, `from_torch` makes a new one. A pipeline is not changed; a new one is made.
         """
         return self._subject.apply(self.plan)
 
