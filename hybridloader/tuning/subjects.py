@@ -180,7 +180,7 @@ class LoaderSubject(Subject):
             if place.workers and place.backend != self.start[0].backend:
                 loader.multiprocessing_context = None
             if not place.workers:
-                loader.persistent_workers, loader.prefetch_factor = False, None
+                loader.prefetch_factor = None
             elif loader.prefetch_factor is None:
                 loader.prefetch_factor = 2  # torch's default
         return loader
