@@ -21,6 +21,9 @@ NOISE = 0.03
 CLOSE = 0.05
 """Share by which a cheaper plan may be slower than the fastest, at most, and be chosen."""
 
+FIRST = 32
+"""Threads of the first plan for a stage that waits, at most; the search may go beyond."""
+
 KEEPS_UP = 0.95
 """Share of the rate asked for from which on a plan keeps up with it."""
 
@@ -280,7 +283,8 @@ class Search:
             return [Place("threads", max(2, cores))]
         several = math.ceil(cores / cost.computing)
         within = math.ceil(1 / cost.computing) if stage.threads_inside else 1
-        threads = [Place("threads", max(2, min(several, self.limits.most_concurrent(cost))))]
+        many = min(several, FIRST, self.limits.most_concurrent(cost))
+        threads = [Place("threads", max(2, many))]
         processes = [Place(process, cores)] if process else []
         if cost.kind == "tiny":
             return [INLINE]

@@ -20,7 +20,7 @@ PARTS = 8
 """Parts of a trial, each with a rate, at most."""
 
 LEAST = 3
-"""Results after the first ones that a trial waits for, if there is time."""
+"""Rounds of results that a trial waits for, if there is time."""
 
 MOST = 20_000
 """Results of a trial, at most: tiny ones say no more after as many."""
@@ -79,11 +79,12 @@ class Empty(ValueError):
 
 @dataclass(frozen=True)
 class Measured:
-    """A trial, the error that ended it if one did, and seconds until its first result."""
+    """A trial, and the error that ended it, if one did."""
 
     trial: Trial
     error: Exception | None
-    started: float
+    overhead: float
+    """Seconds until its first result, and from its last one until its workers had ended."""
     kept: tuple[Any, ...] = ()
     """First results, if they were asked for."""
 
@@ -117,7 +118,7 @@ def measure(
     try:
         with subject.open(plan, max(1.0, deadline - began)) as running:
             times = [began]
-            skip = _ramp(plan)
+            together = _together(plan)
             for result in _results(running):
                 if step is not None:
                     step(result)
@@ -126,7 +127,7 @@ def measure(
                 del result
                 now = clock()
                 times.append(now)
-                several = len(times) > skip + LEAST and now - times[1] >= seconds
+                several = len(times) > LEAST * together + 1 and now - times[1] >= seconds
                 if several or now >= deadline or len(times) > MOST:
                     break
             stages = running.stages()
@@ -135,12 +136,13 @@ def measure(
     if len(times) == 1:
         empty = Empty(f"{subject.name} gives no {subject.unit}, so there is nothing to measure")
         return Measured(Trial(plan, error=str(empty)), empty, clock() - began)
-    trial = Trial(plan, rates_of(times, skip), stages)
-    return Measured(trial, None, times[1] - began, tuple(kept))
+    trial = Trial(plan, rates_of(times, together), stages)
+    overhead = clock() - times[-1] + times[1] - began
+    return Measured(trial, None, overhead, tuple(kept))
 
 
-def _ramp(plan: Plan) -> int:
-    """Return the number of first results that come at once, as all workers began at the same time."""
+def _together(plan: Plan) -> int:
+    """Return the number of results that come at once, as all workers began at the same time."""
     return max((place.concurrent for place in plan), default=1)
 
 
@@ -152,24 +154,26 @@ def _results(running: Running) -> Iterator[Any]:
             return
 
 
-def rates_of(times: list[float], skip: int) -> tuple[float, ...]:
+def rates_of(times: list[float], together: int) -> tuple[float, ...]:
     """Return the rates of parts of a run that began at ``times[0]``, and had a result at each other.
 
-    The first `skip` results are left out, if three times as many came. A run of few results has one
-    rate: that of all of them.
+    `together` results may come at once, for one round of all workers. So a part has a whole number of
+    rounds: from one result to the one at the same place in a later round. Without a whole round there is
+    one rate: that of all results after the first, if these took twice as long as the first, as where
+    the loop is slow; else that of all, with the start.
     """
-    measured = times[1 + skip :] if len(times) > 3 * skip + 1 else times[1:]
-    if len(measured) < LEAST:
-        measured = times
-    count = len(measured) - 1
-    parts = max(1, min(PARTS, count // max(2, skip)))
-    edges = [round(part * count / parts) for part in range(parts + 1)]
-    rates = []
-    for low, high in itertools.pairwise(edges):
-        took = measured[high] - measured[low]
-        if took > 0:
-            rates.append((high - low) / took)
-    return tuple(rates)
+    results = times[1:]
+    rounds = (len(results) - 1) // together
+    parts = min(PARTS, rounds)
+    if not parts:
+        first, took = times[1] - times[0], times[-1] - times[1]
+        count = len(results) - 1
+        if took < 2 * first:
+            took, count = took + first, count + 1
+        return (count / took,) if took > 0 else ()
+    edges = [together * round(part * rounds / parts) for part in range(parts + 1)]
+    found = [(high - low, results[high] - results[low]) for low, high in itertools.pairwise(edges)]
+    return tuple(count / took for count, took in found if took > 0)
 
 
 def in_a_line(error: BaseException) -> str:

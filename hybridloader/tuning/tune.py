@@ -20,8 +20,8 @@ from hybridloader.tuning.tuning import Tuning
 TRIALS = 14
 """Trials for which `seconds` are divided."""
 
-STARTS = {"inline": 0.0, "threads": 0.02, "fork": 0.3, "spawn": 4.0, "shared-memory": 2.0}
-"""Seconds until the first result of a backend, before that was measured; 5 for any other."""
+OVERHEADS = {"inline": 0.0, "threads": 0.02, "fork": 0.3, "spawn": 4.0, "shared-memory": 2.0}
+"""Seconds to start and end workers of a backend, before these are measured; 5 for any other."""
 
 KEPT = 4
 """Batches on which the training step alone is timed."""
@@ -126,7 +126,7 @@ class Tuner:
         target = None if step is None or callable(step) else float(step)
         self.search = Search(subject.stages, subject.start, limits, gil_enabled(), target)
         # All the mutable state:
-        self._starts = dict(STARTS)
+        self._overheads = dict(OVERHEADS)
         self._first_error: Exception | None = None
         self._shown = 0
 
@@ -165,7 +165,7 @@ class Tuner:
         slice_ = self.seconds / TRIALS
         for plan in self.search.plans():
             now = self._clock()
-            needed = max((self._start_of(place.backend) for place in plan), default=0.0)
+            needed = max((self._overhead_of(place.backend) for place in plan), default=0.0)
             if self.search.best is not None and now + needed + slice_ / 2 > deadline:
                 if now + slice_ / 2 > deadline:
                     break
@@ -186,7 +186,7 @@ class Tuner:
             if measured.kept and timed:
                 self.search.target = self._rate_of_step(measured.kept, slice_)
             for place in plan:
-                self._starts[place.backend] = measured.started
+                self._overheads[place.backend] = measured.overhead
             self.search.note(measured.trial)
 
     def _is_final(self, plan: Plan, measured: Measured) -> bool:
@@ -215,8 +215,8 @@ class Tuner:
         )
         return error
 
-    def _start_of(self, backend: str) -> float:
-        return self._starts.get(backend, 5.0)
+    def _overhead_of(self, backend: str) -> float:
+        return self._overheads.get(backend, 5.0)
 
     def _rate_of_step(self, batches: tuple[Any, ...], seconds: float) -> float | None:
         """Return how many calls of the step are possible in a second, if loading took no time."""

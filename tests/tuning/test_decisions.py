@@ -207,11 +207,10 @@ def test_the_kinds_of_work() -> None:
     assert Costs(1e-2).kind == "releases-gil"  # nothing is known: threads
 
 
-def test_rates_leave_out_the_first_results_that_come_at_once() -> None:
-    times = [0.0, 1.0, 1.0, 1.0, 1.0]  # a ramp of four, then one a second
-    times += [1.0 + n for n in range(1, 40)]
-    assert rates_of(times, 4) == pytest.approx((1.0,) * 8)
-    assert rates_of([0.0, 0.5], 4) == pytest.approx((2.0,))  # all there is
+def test_rates_are_of_whole_rounds_of_results_that_come_at_once() -> None:
+    rounds = [0.0, *(float(n) for n in range(3, 40) for _ in range(4))]  # four a second, at once
+    assert rates_of([*rounds, 40.0, 40.0], 4) == pytest.approx((4.0,) * 8)
+    assert rates_of([0.0, 0.5, 0.5], 4) == pytest.approx((4.0,))  # no whole round: all there is
 
 
 def known(trial: Trial) -> tuple[Costs | None, ...]:
