@@ -94,19 +94,25 @@ class LoaderSubject(Subject):
 
     name, unit = "DataLoader", "batches"
 
-    def __init__(self, loader: torch.utils.data.DataLoader[Any]) -> None:
+    def __init__(
+        self, loader: torch.utils.data.DataLoader[Any], *, keep_threads: bool = False
+    ) -> None:
+        """Take a loader; with `keep_threads` its `threads_per_worker` stays in every plan."""
+        self._keep_threads = keep_threads
         self._ours = isinstance(loader, DataLoader)
         # Of torch's, one of ours with the same attributes: refused here if it can't be had.
         self._loader: Any = loader if self._ours else from_torch(loader)
         self._iterable = isinstance(loader.dataset, torch.utils.data.IterableDataset)
         whole = callable(attribute(loader.dataset, "__getitems__"))
-        self.stages = (Stage("DataLoader", not (self._iterable or whole), shares_task=True),)
+        inside = not (self._iterable or whole or keep_threads)
+        self.stages = (Stage("DataLoader", inside, shares_task=True),)
         self.start = (self._place(),)
         self._indices: list[Any] | None = None
 
     def _place(self) -> Place:
         loader = self._loader
-        workers, threads = int(loader.num_workers), int(loader.threads_per_worker)
+        workers = int(loader.num_workers)
+        threads = 1 if self._keep_threads else int(loader.threads_per_worker)
         if not workers:
             return Place("inline", 0, threads)
         if loader.backend is not None:
@@ -117,7 +123,9 @@ class LoaderSubject(Subject):
         return {
             "num_workers": place.workers,
             "backend": None if not place.workers else self._backend(place),
-            "threads_per_worker": place.threads,
+            "threads_per_worker": (
+                self._loader.threads_per_worker if self._keep_threads else place.threads
+            ),
         }
 
     def _backend(self, place: Place) -> Any:

@@ -57,9 +57,12 @@ def test_the_loop_is_timed_without_waits(of: type[torch.utils.data.DataLoader[in
             clock.now += 5.0
             return index
 
-    with pytest.raises(TunedEnd), FirstLoader(found.append, batches=3, clock=clock):
+    def script() -> None:
         for _ in of(Waits(), 2):
             clock.now += 0.25
+
+    with pytest.raises(TunedEnd), FirstLoader(found.append, batches=3, clock=clock):
+        script()
     assert [round(one.loop, 3) for one in found] == [0.25]
     assert found[0].place is not None
     assert found[0].place.file == __file__
