@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from hybridloader.tuning.planner import Search
-from hybridloader.tuning.plans import Limits, Place, Plan, limits_here, shown
-from hybridloader.tuning.subjects import LoaderSubject
+from hybridloader.tuning.plans import Limits, Place, Plan, limits_here
+from hybridloader.tuning.subjects import LoaderSubject, PipelineSubject
 from hybridloader.tuning.tune import Tuner, with_the_users
 from hybridloader.tuning.tuning import Tuning
 
 if TYPE_CHECKING:
     from hybridloader.loader.auto import Auto
+    from hybridloader.pipeline.pipeline import Pipeline
 
 SECONDS = 5.0
 """Limit of the measurement."""
@@ -45,12 +46,29 @@ def choose(loader: Any, auto: Auto) -> Tuning:
     if tuning.interrupted:
         raise KeyboardInterrupt
     tuning.apply()
-    gain = f"{tuning.rate:,.1f} batches/s, chosen from {len(tuning.trials)} plans"
+    _report("DataLoader", tuning)
+    return tuning
+
+
+def choose_for_pipeline(pipeline: Pipeline) -> Pipeline:
+    """Return `pipeline` with measured workers for its steps with ``"auto"``; report them in a line."""
+    subject = PipelineSubject(pipeline, only_auto=True)
+    limits = with_the_users(limits_here(None, MEMORY), subject.start)
+    tuning = Tuner(subject, limits, SECONDS).run()
+    if tuning.interrupted:
+        raise KeyboardInterrupt
+    _report("Pipeline", tuning, [stage.name for stage in subject.stages])
+    return subject.apply(tuning.plan)
+
+
+def _report(name: str, tuning: Tuning, stages: Sequence[str] = ()) -> None:
+    names = [f"{stage} on " for stage in stages] or [""]
+    places = "; ".join(f"{n}{p}" for n, p in zip(names, tuning.plan, strict=True))
     print(
-        f"hybridloader: DataLoader uses {shown(tuning.plan)}: {gain} in {tuning.seconds:.1f} s",
+        f"hybridloader: {name} uses {places}: {tuning.rate:,.1f}/s, chosen from "
+        f"{len(tuning.trials)} plans in {tuning.seconds:.1f} s",
         file=sys.stderr,
     )
-    return tuning
 
 
 def tuner_of(subject: LoaderSubject, auto: Auto, limits: Limits, **more: Any) -> Tuner:

@@ -225,7 +225,7 @@ class Search:
 
     def _all(self, place: Place) -> Plan:
         """Return a plan with `place` for each stage."""
-        return tuple(place for _ in self.stages)
+        return tuple(stage.within(place) for stage in self.stages)
 
     def _allowed(self, plan: Plan) -> bool:
         return self.limits.problem(plan, self.stages, self.costs) is None
@@ -274,7 +274,11 @@ class Search:
             tuple(places[min(number, len(places) - 1)] for places in options)
             for number in range(longest)
         ]
-        return [self._fitted(plan) for plan in plans]
+        placed = [
+            tuple(s.within(p) if p.workers else p for s, p in zip(self.stages, plan, strict=True))
+            for plan in plans
+        ]
+        return [self._fitted(plan) for plan in placed]
 
     def _first_places(self, stage: Stage, cost: Costs | None) -> list[Place]:
         cores = self.limits.whole_cores

@@ -85,11 +85,18 @@ class Stage:
         True if `threads_per_worker` has an effect.
     shares_task
         True if the threads of a worker share one result, as those of a loader share a batch.
+    only
+        Backend of all its workers, if that is not to be chosen.
     """
 
     name: str
     threads_inside: bool = True
     shares_task: bool = False
+    only: str | None = None
+
+    def within(self, place: Place) -> Place:
+        """Return `place` with the backend that is not to be chosen, if there is one."""
+        return place if self.only is None else place._replace(backend=self.only)
 
 
 @dataclass(frozen=True)
@@ -197,6 +204,8 @@ class Limits:
         for place, stage, cost in zip(plan, stages, costs, strict=True):
             if place.backend not in self.backends:
                 return f"no {place.backend}: {self.refused.get(place.backend, 'not offered')}"
+            if stage.only not in (None, place.backend):
+                return f"{stage.name} is to have {stage.only}"
             if place.concurrent > self.most_concurrent(cost):
                 return f"{place.concurrent} threads of {stage.name}, and {self.cores:g} CPUs"
             tasks = place.workers if stage.shares_task else place.concurrent

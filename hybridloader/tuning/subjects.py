@@ -223,7 +223,8 @@ class PipelineSubject(Subject):
 
     name, unit = "Pipeline", "items"
 
-    def __init__(self, pipeline: Pipeline) -> None:
+    def __init__(self, pipeline: Pipeline, *, only_auto: bool = False) -> None:
+        """Take a pipeline; with `only_auto`, the stages that leave their workers to a measurement."""
         self._pipeline = pipeline
         for operator in pipeline.operators:
             items = operator.source if isinstance(operator, Items) else None
@@ -233,20 +234,23 @@ class PipelineSubject(Subject):
                     "once; give a function that makes it, as in from_iterable(lambda: read(file))"
                 )
         self._groups = _groups(pipeline.operators)
+        if only_auto:
+            self._groups = [group for group in self._groups if _auto(pipeline.operators[group[0]])]
         if not self._groups:
             raise TypeError(
                 "tune() found no step of this pipeline to place: it has no map(), filter() or "
                 "flat_map(), and its source is no slow dataset"
             )
         firsts = [pipeline.operators[group[0]] for group in self._groups]
+        self.start = tuple(_place_of(work.placement) for work in firsts if work.placement)
         self.stages = tuple(
             Stage(
                 _AND.join(pipeline.operators[at].name for at in group),
-                not work.step().concurrency,
+                not work.step().concurrency and not only_auto,
+                only=place.backend if only_auto and _auto(work) == "num_workers" else None,
             )
-            for group, work in zip(self._groups, firsts, strict=True)
+            for group, work, place in zip(self._groups, firsts, self.start, strict=True)
         )
-        self.start = tuple(_place_of(work.placement) for work in firsts if work.placement)
 
     @contextlib.contextmanager
     def open(self, plan: Plan, timeout: float) -> Iterator[Running]:
@@ -275,9 +279,10 @@ class PipelineSubject(Subject):
                 placement: Placement = work.placement
                 if place != before:
                     placement = _moved(placement, place)
+                placement = replace(placement, auto="")
                 if timeout is not None and not placement.inline:
                     placement = replace(placement, timeout=timeout)
-                if placement is not work.placement:
+                if placement != work.placement:
                     operators[at] = replace(work, placement=placement)
         return Pipeline(operators)
 
@@ -294,6 +299,10 @@ class PipelineSubject(Subject):
                 words.append(f"threads_per_worker={place.threads}")
             lines.append(f"{stage.name}: {', '.join(words)}")
         return "\n".join(lines)
+
+
+def _auto(operator: Operator) -> str:
+    return "" if operator.placement is None else operator.placement.auto
 
 
 def _groups(operators: Sequence[Operator]) -> list[list[int]]:
