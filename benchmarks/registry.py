@@ -27,6 +27,7 @@ from benchmarks.cases import (
     stages,
     stored,
     training_loop,
+    tuning,
     worker_memory,
 )
 from benchmarks.targets import Target
@@ -59,6 +60,7 @@ CASES: dict[str, Callable[[Options], Case]] = {
     "resume": resuming.resume,
     "resume_pipeline": resuming_pipelines.resume_pipeline,
     "seeding": seeding.seeding,
+    "tune": tuning.tuning,
     "ray": cluster.cluster,
     "descriptors": endurance.descriptors,
     "devshm": endurance.devshm,
