@@ -211,7 +211,8 @@ persistent_workers, pin_memory_device, in_order
         self._prefetch_chosen = prefetch_factor is not None
         self.observe = observe
         super().__init__(**{name: given[name] for name in given.keys() & _TORCHS.keys()})
-        self._auto = auto
+        if auto is not None:
+            self._auto = auto
         self._plan().check()
 
     def _plan(self) -> LoaderPlan:
