@@ -354,7 +354,7 @@ class Search:
         elif process is not None:
             count = min(cores, max(1, workers))
             inside = max(1, place.concurrent // count) if stage.threads_inside else 1
-            near += [Place(process, count, inside)]
+            near += [Place(process, cores), Place(process, count, inside)]
         if not workers:
             near += [Place("threads", 1)]
         near += [INLINE]

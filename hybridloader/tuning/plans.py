@@ -137,9 +137,13 @@ class Costs:
             return "tiny"
         if self.computing <= WAITS:
             return "waits"
-        if self.computing <= COMPUTES:
+        known = self.gil and self.speedup is not None
+        # On busy cores a thread also waits for a core, and seems to wait for something else.
+        if self.computing <= COMPUTES and not (
+            known and self.computing > 0.5 and (self.speedup or 0.0) < ALONE
+        ):
             return "mixed"
-        holds = self.gil and self.speedup is not None and self.speedup < SPEEDUP
+        holds = known and (self.speedup or 0.0) < SPEEDUP
         return "holds-gil" if holds else "releases-gil"
 
     def to_dict(self) -> dict[str, Any]:
@@ -157,6 +161,9 @@ TINY = 100e-6
 
 WAITS, COMPUTES = 0.1, 0.8
 """Shares of CPU time up to which a stage waits, and from which on it computes."""
+
+ALONE = 1.2
+"""Speedup of two threads below which work that waits for less than half of the time holds the GIL."""
 
 SPEEDUP = 1.4
 """Speedup of two threads from which on they are taken to release the GIL."""

@@ -201,6 +201,8 @@ def test_the_kinds_of_work() -> None:
     assert Costs(5e-6).kind == "tiny"
     assert Costs(1e-2, 1e-4).kind == "waits"
     assert Costs(1e-2, 3e-3).kind == "mixed"
+    assert Costs(1e-2, 6e-3, speedup=1.1).kind == "holds-gil"  # it waits for a core
+    assert Costs(1e-2, 6e-3, speedup=1.5).kind == "mixed"
     assert Costs(1e-2, 1e-2, speedup=1.0).kind == "holds-gil"
     assert Costs(1e-2, 1e-2, speedup=1.0, gil=False).kind == "releases-gil"
     assert Costs(1e-2, 1e-2, speedup=1.9).kind == "releases-gil"

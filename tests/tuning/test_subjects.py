@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 import torch.utils.data
 
 import hybridloader
-from hybridloader import DataLoader, Pipeline, WorkerDied, tune
+from hybridloader import DataLoader, Pipeline, WorkerDied, WorkerTimeout, tune
 from hybridloader.observe import plot
 from hybridloader.tuning.plans import INLINE, Place
 from hybridloader.tuning.subjects import subject_of
@@ -147,6 +148,24 @@ def test_bad_datasets_give_their_error_and_leave_nothing() -> None:
         tune(DataLoader([], 8), seconds=SECONDS)  # type: ignore[arg-type]
     with pytest.raises(Empty, match="Pipeline gives no items"):
         tune(Pipeline.from_iterable(list).map(double), seconds=SECONDS)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("words", [{"num_workers": 0}, {"num_workers": 1, "backend": "fork"}])
+def test_a_dataset_that_hangs_gives_an_error(words: dict[str, Any]) -> None:
+    gate = threading.Event()
+
+    class Hangs(Squares):
+        def __getitem__(self, index: int) -> int:
+            gate.wait(60)
+            return index
+
+    try:
+        with pytest.raises(WorkerTimeout) as caught:
+            tune(DataLoader(Hangs(), 8, **words), seconds=SECONDS)
+    finally:
+        gate.set()
+    assert "tune() had no batch of DataLoader from any plan" in caught.value.__notes__[0]
 
 
 def test_what_can_t_be_tuned_is_refused() -> None:
