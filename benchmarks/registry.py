@@ -28,6 +28,7 @@ from benchmarks.cases import (
     stored,
     stores,
     training_loop,
+    tuning,
     worker_memory,
 )
 from benchmarks.targets import Target
@@ -61,6 +62,7 @@ CASES: dict[str, Callable[[Options], Case]] = {
     "resume": resuming.resume,
     "resume_pipeline": resuming_pipelines.resume_pipeline,
     "seeding": seeding.seeding,
+    "tune": tuning.tuning,
     "ray": cluster.cluster,
     "descriptors": endurance.descriptors,
     "devshm": endurance.devshm,

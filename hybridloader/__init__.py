@@ -69,6 +69,8 @@ if TYPE_CHECKING:
     from hybridloader.sampling import WeightedSampler as WeightedSampler
     from hybridloader.seeding.sample_generators import rng as rng
     from hybridloader.seeding.sample_seeds import SampleSeeding as SampleSeeding
+    from hybridloader.tuning.tune import tune as tune
+    from hybridloader.tuning.tuning import Tuning as Tuning
 
 __getattr__, __dir__, __all__ = lazily(
     __name__,
@@ -107,5 +109,7 @@ __getattr__, __dir__, __all__ = lazily(
         "seeding.sample_seeds": "SampleSeeding",
         "sampling": "BlockShuffleSampler BucketBatchSampler DistributedShuffleSampler ShuffleSampler "
         "TokenBudgetBatchSampler WeightedSampler",
+        "tuning.tune": "tune",
+        "tuning.tuning": "Tuning",
     },
 )

@@ -87,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
         help="measure all backends after the training (default: yes)",
     )
     _add_run(commands)
+    _add_tune(commands)
     _add_index(commands)
     _add_pack(commands)
     return parser
@@ -133,6 +134,36 @@ def _add_run(commands: Any) -> None:
     )
     run.add_argument("script", metavar="SCRIPT")
     run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT").required = False
+
+
+def _add_tune(commands: Any) -> None:
+    tune = commands.add_parser(
+        "tune",
+        usage="%(prog)s [OPTION ...] SCRIPT [ARGUMENT ...]",
+        help="run a script up to its first loader, and measure which workers load fastest",
+        description="Run a Python script until a DataLoader, torch's or hybridloader's, has had 8 "
+        "batches. Then measure plans of workers for this loader, print a table and the line to change, "
+        "and end the script. The script is not edited.",
+        epilog="Arguments after SCRIPT are passed to it.",
+        allow_abbrev=False,
+    )
+    tune.set_defaults(run=_tune, parser=tune)
+    tune.add_argument("--seconds", type=float, default=20.0, metavar="S", help="default: 20")
+    tune.add_argument("--cpus", type=float, metavar="N", help="CPUs to use at most")
+    tune.add_argument(
+        "--memory",
+        type=float,
+        default=0.5,
+        metavar="SHARE",
+        help="share of the memory; default: 0.5",
+    )
+    tune.add_argument(
+        "--keep-up",
+        action="store_true",
+        help="choose the cheapest plan that keeps up with the script's loop, not the fastest",
+    )
+    tune.add_argument("script", metavar="SCRIPT")
+    tune.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT").required = False
 
 
 def _add_index(commands: Any) -> None:
@@ -273,6 +304,41 @@ def _run(arguments: argparse.Namespace) -> str | None:
                 return str(error)
         script.run(program, arguments.arguments)
     return None
+
+
+def _tune(arguments: argparse.Namespace) -> str | None:
+    """Tune the first loader of a script; return the error as text, or None."""
+    from hybridloader.compat import script
+    from hybridloader.tuning.script_loader import FirstLoader, Found, TunedEnd
+    from hybridloader.tuning.tune import tune
+
+    try:
+        program = script.script(arguments.script)
+    except script.NotThere as error:
+        return str(error)
+
+    def tuned(found: Found) -> None:
+        step = 1 / found.loop if arguments.keep_up and found.loop > 0 else None
+        result = tune(
+            found.loader,
+            seconds=arguments.seconds,
+            step=step,
+            cpus=arguments.cpus,
+            memory=arguments.memory,
+        )
+        if found.place is not None:
+            print(f"The loader was made at {found.place}")
+        print(result)
+
+    first = FirstLoader(tuned)
+    try:
+        with first:
+            script.run(program, arguments.arguments)
+    except TunedEnd:
+        return None
+    return (
+        "the script ended before a DataLoader had 9 batches; Pipelines are tuned by tune(pipeline)"
+    )
 
 
 def _index(arguments: argparse.Namespace) -> str | None:

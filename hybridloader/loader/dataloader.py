@@ -21,6 +21,7 @@ from hybridloader._support.attributes import Fallback, attribute
 from hybridloader._support.errors import add_note
 from hybridloader.engine.contract import Backend
 from hybridloader.engine.registry import get_backend
+from hybridloader.loader.auto import Auto, chooser, settled
 from hybridloader.loader.observation import nothing_observed
 from hybridloader.loader.options import Options
 from hybridloader.loader.pass_start import leave_for_epoch, load, state_of
@@ -63,14 +64,17 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # Ligh
     dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, collate_fn, pin_memory, \
 drop_last, timeout, worker_init_fn, multiprocessing_context, generator, prefetch_factor, \
 persistent_workers, pin_memory_device, in_order
-        As torch's. `timeout` is in seconds.
+        As torch's. `timeout` is in seconds. ``num_workers="auto"`` measures for at most 5
+        seconds before the first batch of the first epoch, and keeps its choice (docs/tuning.md). Batches
+        and their order do not depend on it; with ``seeding="sample"``, random numbers do not, either.
     backend
         Kind of the workers: a name, or a `Backend` with options, such as
         ``SharedMemory(start_method="forkserver")``. Names are ``"inline"``, ``"threads"``, ``"fork"``,
         ``"spawn"``, ``"shared-memory"``, ``"ray"``, and those of installed extensions; case does not
         matter, and ``_`` equals ``-``. None starts processes as torch does on this platform, by
         `multiprocessing_context`; their batches return through shared memory. With
-        ``num_workers=0`` the calling thread does the work on any backend.
+        ``num_workers=0`` the calling thread does the work on any backend. ``"auto"`` chooses as
+        ``num_workers="auto"`` does.
     threads_per_worker
         Number of threads in each worker that fetch the samples of a batch at the same time. For
         samples that wait: a batch of 256 samples of 20 ms each takes 0.33 s with 16 threads, and 5 s
@@ -142,6 +146,12 @@ persistent_workers, pin_memory_device, in_order
     _epoch = 0
     """Epoch that was announced last."""
 
+    _auto: Auto | None = None
+    """Parameters that are chosen when the first epoch begins."""
+
+    _tuning: Any = None
+    """`Tuning` by which they were chosen."""
+
     _state_every = 0
     """Least number of a worker's results from one with the dataset's state to the next; ``iter`` waits
     for the first state, which a worker sends when it has begun. 0: as often as is cheap, and ``iter``
@@ -157,7 +167,7 @@ persistent_workers, pin_memory_device, in_order
         shuffle: bool | None = None,
         sampler: Sampler[Any] | Iterable[Any] | None = None,
         batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
-        num_workers: int = 0,
+        num_workers: int | str = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         pin_memory: bool = False,
         drop_last: bool = False,
@@ -180,6 +190,8 @@ persistent_workers, pin_memory_device, in_order
         device: str | torch.device | Accelerator | Transfer | None = None,
         observe: bool | Observe = False,
     ) -> None:
+        auto = Auto.of(dataset, num_workers, backend, multiprocessing_context)
+        num_workers, backend = settled(auto, num_workers, backend)
         if backend is not None:
             get_backend(backend)
         if prefetch_factor == 0:
@@ -199,6 +211,8 @@ persistent_workers, pin_memory_device, in_order
         self._prefetch_chosen = prefetch_factor is not None
         self.observe = observe
         super().__init__(**{name: given[name] for name in given.keys() & _TORCHS.keys()})
+        if auto is not None:
+            self._auto = auto
         self._plan().check()
 
     def _plan(self) -> LoaderPlan:
@@ -212,6 +226,16 @@ persistent_workers, pin_memory_device, in_order
         return replace(plan, num_workers=latest.workers)
 
     def _get_iterator(self) -> _BaseDataLoaderIter:
+        if self._auto is not None:
+            auto, self._auto = (
+                self._auto,
+                None,
+            )  # the measurement may iterate over a loader of its own
+            try:
+                self._tuning = chooser().choose(self, auto)
+            except BaseException:
+                self._auto = auto
+                raise
         plan = self._plan()
         plan.check_arguments()
         try:
@@ -308,6 +332,11 @@ persistent_workers, pin_memory_device, in_order
         epoch = load(self._plan_ahead(), state_dict)
         if epoch is not None:
             announce(self, epoch)
+
+    @Fallback
+    def tuning(self) -> Any:
+        """`Tuning` that chose for ``"auto"``; None before the first epoch, or without ``"auto"``."""
+        return self._tuning
 
     @staticmethod
     def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

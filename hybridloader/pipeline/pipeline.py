@@ -6,6 +6,7 @@ extended in several ways and iterated any number of times, also at the same time
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import math
 import sys
@@ -50,9 +51,10 @@ class Pipeline(Steps):
     [[0, 1, 4], [9, 16, 25]]
     """
 
-    __slots__ = ("_calls", "_epoch")
+    __slots__ = ("_calls", "_chosen", "_epoch")
 
     _calls: int
+    _chosen: list[Pipeline]  # its placements in place of "auto", once they are measured
     _epoch: Iterator[int]
 
     def __init__(self, operators: Sequence[Operator]) -> None:
@@ -70,6 +72,7 @@ class Pipeline(Steps):
             )
         object.__setattr__(self, "operators", tuple(operators))
         object.__setattr__(self, "_calls", calls)
+        object.__setattr__(self, "_chosen", [])
         object.__setattr__(self, "_epoch", itertools.count())
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -308,6 +311,19 @@ class Pipeline(Steps):
 
         return merged(self, states)
 
+    def settled(self) -> Pipeline:
+        """Return the pipeline with measured workers for the steps with ``"auto"``; see docs/tuning.md.
+
+        It is measured at the first call, for at most 5 seconds, and not again.
+        """
+        placements = (operator.placement for operator in self.operators)
+        if not any(placement is not None and placement.auto for placement in placements):
+            return self
+        if not self._chosen:
+            chooser: Any = importlib.import_module(_CHOOSER)  # a layer above, so by its name
+            self._chosen.append(chooser.choose_for_pipeline(self))
+        return self._chosen[0]
+
     # -- what it is ----------------------------------------------------------------------------------
 
     def __len__(self) -> int:
@@ -353,6 +369,8 @@ class Pipeline(Steps):
         # No subclass, whose `__init__` may take something else.
         return cast("Self", Pipeline(operators))
 
+
+_CHOOSER = "hybridloader.tuning.auto"
 
 _MOST_CALLS = 600
 """Greatest depth of nested calls for running a pipeline. The loop around it needs some of the 1,000

@@ -62,6 +62,10 @@ class Chain:
             length = operator.length(length)
         return length
 
+    def settled(self) -> Chain:
+        """Return this chain with workers for the steps that leave them to a measurement."""
+        return self
+
 
 class Mark(NamedTuple):
     """Note of an operator for states: after `at` items of epoch `epoch`, it can resume from `value`.

@@ -21,7 +21,7 @@ class Where(TypedDict, total=False):
     """The keywords of a stage; see `Placement`."""
 
     backend: str | Backend | None
-    num_workers: int | None
+    num_workers: int | str | None
     in_order: bool
     prefetch: int | None
     buffer_bytes: int | None
@@ -80,6 +80,9 @@ class Placement:
         of a dataset by its index). None does so on threads, for all functions of a stage together, and
         seeds each worker once in processes. ``"worker"`` seeds each worker once, ``"shared"`` none that
         is a thread. It needs no backend.
+    auto
+        Parameters to choose by measurement before the first epoch: none (``""``), ``"num_workers"``,
+        or ``"both"``: `backend`, too. Set by ``num_workers="auto"`` and ``backend="auto"``.
     ranks
         Number of ranks on this machine, if `num_workers` follows from it.
     """
@@ -98,6 +101,7 @@ class Placement:
     on_worker_death: RestartPolicy | None = None
     task_timeout: float = 0
     seeding: SampleSeeding | str | None = None
+    auto: str = ""
     ranks: int = field(default=1, compare=False)
 
     @classmethod
@@ -115,6 +119,9 @@ class Placement:
                 f"stage {stage!r}: concurrency", given.pop("concurrency"), 1
             )
         backend, workers = given.pop("backend", None), given.pop("num_workers", None)
+        if AUTO in (backend, workers):
+            given["auto"], backend = _asked_to_choose(stage, backend, workers)
+            workers = 1  # until it is chosen
         if backend is None and (given or workers is not None or faults.get("on_worker_death")):
             told = ", ".join(key for key in where if key not in _ANYWHERE)
             raise ValueError(
@@ -189,6 +196,19 @@ _POLICIES: dict[str, Callable[[Any, str], Any]] = {
     "on_worker_death": RestartPolicy.of,
     "seeding": parse_seeding,
 }
+
+
+AUTO = "auto"
+
+
+def _asked_to_choose(stage: str, backend: Any, workers: Any) -> tuple[str, Any]:
+    """Return what ``"auto"`` asks to choose, and the backend until then."""
+    if backend is None or workers not in (AUTO, None):
+        raise ValueError(
+            f"stage {stage!r}: num_workers='auto' needs a backend, or backend='auto' chooses both; "
+            "backend='auto' needs no num_workers"
+        )
+    return ("both", "threads") if backend == AUTO else ("num_workers", backend)
 
 
 def _cores(ranks: int) -> int:

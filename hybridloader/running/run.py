@@ -305,6 +305,7 @@ def executor_of(
     idle: bool = False,
 ) -> Executor:
     """Make the executor of a run, or of several; it is observed if somebody asks for that."""
+    chain = chain.settled()
     who = asked(observe)
     observation = None if who is None else RunObservation(who, chain)
     executor = Executor(chain, seed, resumed, first=first, idle=idle, observation=observation)

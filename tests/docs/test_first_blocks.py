@@ -19,6 +19,7 @@ NOT_YET = {
     "docs/free-threading.md": "DataLoader",
     "docs/pipelines.md": "files",
     "docs/sources.md": "decode",
+    "docs/tuning.md": "20 seconds",
 }
 """Page -> the name that its first block uses and does not define, or the resource that it needs."""
 

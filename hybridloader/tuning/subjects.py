@@ -1,0 +1,359 @@
+"""Loaders and pipelines as subjects of a tuning, by their public attributes.
+
+A loader is measured by another one over the same dataset, which draws from own samplers and generators.
+A pipeline is measured by its own operators with other placements.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.utils.data
+
+from hybridloader._support.attributes import attribute
+from hybridloader.compat.from_torch import from_torch
+from hybridloader.engine.registry import get_backend
+from hybridloader.loader.dataloader import DataLoader
+from hybridloader.loader.options import Options
+from hybridloader.observe.stats import Stats
+from hybridloader.pipeline.operators.sources import Items
+from hybridloader.pipeline.operators.work import Lookup, Readers, Work
+from hybridloader.pipeline.pipeline import Pipeline
+from hybridloader.running.operator import Operator
+from hybridloader.running.placement import Placement
+from hybridloader.tuning.planner import StageTrial
+from hybridloader.tuning.plans import INLINE, Place, Plan, Stage
+from hybridloader.tuning.trials import Running, Subject
+from hybridloader.tuning.untouched import untouched_generators
+
+_AND = " + "
+"""Text between the names of functions that share a stage."""
+
+DRAWN = 1 << 16
+"""Indices, or batches of them, that are drawn from a sampler for a measurement, at most."""
+
+
+def subject_of(given: Any) -> Subject:
+    """Return `given` as a subject. Raises `TypeError` if it is neither a loader nor a pipeline."""
+    if isinstance(given, Subject):
+        return given
+    if isinstance(given, Pipeline):
+        return PipelineSubject(given)
+    if isinstance(given, torch.utils.data.DataLoader):
+        return LoaderSubject(given)
+    raise TypeError(
+        f"tune() takes a DataLoader, ours or torch's, or a Pipeline, not a {type(given).__qualname__}"
+    )
+
+
+class _Endless(Running):
+    """Results of epoch after epoch, and the figures of the stages from statistics."""
+
+    def __init__(self, epochs: Iterator[Any], stats: Any, names: Sequence[str]) -> None:
+        self._epochs, self._stats, self._names = epochs, stats, names
+        self._epoch: Iterator[Any] = iter(())
+        self._empty = False
+
+    def __next__(self) -> Any:
+        while True:
+            try:
+                result = next(self._epoch)
+            except StopIteration:
+                if self._empty:  # an epoch without a result
+                    raise
+                self._epoch, self._empty = next(self._epochs), True
+                continue
+            self._empty = False
+            return result
+
+    def stages(self) -> tuple[StageTrial | None, ...]:
+        stats: Stats = self._stats()
+        return tuple(_figures(stats, name) for name in self._names)
+
+
+def _figures(stats: Stats, name: str) -> StageTrial | None:
+    """Return the figures of the stage `name`, which may be a part of a row."""
+    for row in stats.stages:
+        if {*name.split(_AND)} <= {*row.name.split(_AND)} and row.items:
+            count = row.items
+            cpu = None if row.cpu is None else row.cpu / count
+            return StageTrial(row.busy / count, cpu, (row.bytes or 0) // count, row.load)
+    return None
+
+
+# -- loaders -------------------------------------------------------------------------------------------
+
+
+class LoaderSubject(Subject):
+    """A loader, ours or torch's."""
+
+    name, unit = "DataLoader", "batches"
+
+    def __init__(
+        self, loader: torch.utils.data.DataLoader[Any], *, keep_threads: bool = False
+    ) -> None:
+        """Take a loader; with `keep_threads` its `threads_per_worker` stays in every plan."""
+        self._keep_threads = keep_threads
+        self._ours = isinstance(loader, DataLoader)
+        # Of torch's, one of ours with the same attributes: refused here if it can't be had.
+        self._loader: Any = loader if self._ours else from_torch(loader)
+        self._iterable = isinstance(loader.dataset, torch.utils.data.IterableDataset)
+        whole = callable(attribute(loader.dataset, "__getitems__"))
+        inside = not (self._iterable or whole or keep_threads)
+        self.stages = (Stage("DataLoader", inside, shares_task=True),)
+        self.start = (self._place(),)
+        self._indices: list[Any] | None = None
+
+    def _place(self) -> Place:
+        loader = self._loader
+        workers = int(loader.num_workers)
+        threads = 1 if self._keep_threads else int(loader.threads_per_worker)
+        if not workers:
+            return Place("inline", 0, threads)
+        if loader.backend is not None:
+            return Place(get_backend(loader.backend).name, workers, threads)
+        return Place("shared-memory", workers, threads)
+
+    def _options(self, place: Place) -> dict[str, Any]:
+        return {
+            "num_workers": place.workers,
+            "backend": None if not place.workers else self._backend(place),
+            "threads_per_worker": (
+                self._loader.threads_per_worker if self._keep_threads else place.threads
+            ),
+        }
+
+    def _backend(self, place: Place) -> Any:
+        """Return the backend of a place: the user's object if it is of that kind."""
+        mine = self._loader.backend
+        if mine is not None and get_backend(mine).name == place.backend:
+            return mine
+        return place.backend
+
+    @contextlib.contextmanager
+    def open(self, plan: Plan, timeout: float) -> Iterator[Running]:
+        ours, (place,) = self._loader, plan
+        own = Options.of(ours)
+        keywords: dict[str, Any] = own._asdict() | self._options(place) | {"observe": True}
+        keywords |= {
+            "collate_fn": ours.collate_fn,
+            "pin_memory": ours.pin_memory,
+            "worker_init_fn": ours.worker_init_fn,
+            "in_order": ours.in_order,
+            "timeout": timeout if place.workers else 0,
+            "generator": torch.Generator().manual_seed(0),
+            "prefetch_factor": ours.prefetch_factor if place.workers else None,
+            "persistent_workers": bool(place.workers),
+        }
+        if self._iterable:
+            keywords |= {"batch_size": ours.batch_size, "drop_last": ours.drop_last}
+        elif ours.batch_sampler is not None:
+            keywords["batch_sampler"] = _Again(self._drawn(ours.batch_sampler))
+        else:
+            keywords |= {"batch_size": None, "sampler": _Again(self._drawn(ours.sampler))}
+        with untouched_generators(ours, ours.dataset):
+            loader = DataLoader(ours.dataset, **keywords)
+            last: list[Any] = []
+
+            def epochs() -> Iterator[Any]:
+                while True:
+                    last[:] = [iter(loader)]
+                    yield last[0]
+
+            try:
+                yield _Endless(epochs(), loader.stats, ("DataLoader",))
+            finally:
+                for iterator in last:
+                    iterator.close()
+
+    def _drawn(self, sampler: Any) -> list[Any]:
+        """Return indices of the loader's sampler, drawn once; its generators are as before."""
+        if self._indices is None:
+            with untouched_generators(sampler, self._loader):
+                self._indices = list(itertools.islice(iter(sampler), DRAWN))
+        return self._indices
+
+    def apply(self, plan: Plan) -> DataLoader:
+        (place,) = plan
+        loader: DataLoader = self._loader
+        if plan != self.start:
+            loader._iterator = None  # persistent workers of the plan before end
+            for name, value in self._options(place).items():
+                setattr(loader, name, value)
+            if place.workers and place.backend != self.start[0].backend:
+                loader.multiprocessing_context = None
+            if not place.workers:
+                loader.prefetch_factor = None
+            elif loader.prefetch_factor is None:
+                loader.prefetch_factor = 2  # torch's default
+        return loader
+
+    def code(self, plan: Plan) -> str:
+        (place,) = plan
+        words = [f"num_workers={place.workers}"]
+        if place.workers and not (plan == self.start and self._loader.backend is None):
+            words.append(f"backend={self._backend(place)!r}")
+        if place.threads > 1 or self._loader.threads_per_worker > 1:
+            words.append(f"threads_per_worker={place.threads}")
+        if not place.workers and self._loader.persistent_workers:
+            words.append("persistent_workers=False")
+        return f"hybridloader.DataLoader(..., {', '.join(words)})"
+
+
+class _Again:
+    """Indices again and again, as a sampler or a batch sampler."""
+
+    def __init__(self, indices: list[Any]) -> None:
+        self._indices = indices
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.cycle(self._indices)
+
+
+# -- pipelines -----------------------------------------------------------------------------------------
+
+
+class PipelineSubject(Subject):
+    """A pipeline: each function, or row of functions with equal placements, is a stage."""
+
+    name, unit = "Pipeline", "items"
+
+    def __init__(self, pipeline: Pipeline, *, only_auto: bool = False) -> None:
+        """Take a pipeline; with `only_auto`, the stages that leave their workers to a measurement."""
+        self._pipeline = pipeline
+        for operator in pipeline.operators:
+            items = operator.source if isinstance(operator, Items) else None
+            if items is not None and hasattr(type(items), "__next__"):
+                raise TypeError(
+                    "tune() reads the source of a pipeline several times, and this one can be read only "
+                    "once; give a function that makes it, as in from_iterable(lambda: read(file))"
+                )
+        self._groups = _groups(pipeline.operators)
+        if only_auto:
+            self._groups = [group for group in self._groups if _auto(pipeline.operators[group[0]])]
+        if not self._groups:
+            raise TypeError(
+                "tune() found no step of this pipeline to place: it has no map(), filter() or "
+                "flat_map(), and its source is no slow dataset"
+            )
+        firsts = [pipeline.operators[group[0]] for group in self._groups]
+        self.start = tuple(_place_of(work.placement) for work in firsts if work.placement)
+        self.stages = tuple(
+            Stage(
+                _AND.join(pipeline.operators[at].name for at in group),
+                not work.step().concurrency and not only_auto,
+                only=place.backend if only_auto and _auto(work) == "num_workers" else None,
+            )
+            for group, work, place in zip(self._groups, firsts, self.start, strict=True)
+        )
+
+    @contextlib.contextmanager
+    def open(self, plan: Plan, timeout: float) -> Iterator[Running]:
+        with untouched_generators(*self._pipeline.operators):
+            epochs = self._placed(plan, timeout).epochs(None, seed=0, observe=True)
+            last: list[Any] = []
+
+            def runs() -> Iterator[Any]:
+                for run in epochs:
+                    last[:] = [run]
+                    yield run
+
+            with epochs:
+                yield _Endless(
+                    runs(), lambda: last[0].stats(), [stage.name for stage in self.stages]
+                )
+
+    def apply(self, plan: Plan) -> Pipeline:
+        return self._placed(plan, None)
+
+    def _placed(self, plan: Plan, timeout: float | None) -> Pipeline:
+        operators: list[Operator] = list(self._pipeline.operators)
+        for group, place, before in zip(self._groups, plan, self.start, strict=True):
+            for at in group:
+                work: Any = operators[at]
+                placement: Placement = work.placement
+                if place != before:
+                    placement = _moved(placement, place)
+                placement = replace(placement, auto="")
+                if timeout is not None and not placement.inline:
+                    placement = replace(placement, timeout=timeout)
+                if placement != work.placement:
+                    operators[at] = replace(work, placement=placement)
+        return Pipeline(operators)
+
+    def code(self, plan: Plan) -> str:
+        lines = []
+        for stage, place in zip(self.stages, plan, strict=True):
+            if place == INLINE:
+                lines.append(f"{stage.name}: no backend")
+                continue
+            words = [f"backend={place.backend!r}"]
+            if place.workers:
+                words.append(f"num_workers={place.workers}")
+            if place.threads > 1:
+                words.append(f"threads_per_worker={place.threads}")
+            lines.append(f"{stage.name}: {', '.join(words)}")
+        return "\n".join(lines)
+
+
+def _auto(operator: Operator) -> str:
+    return "" if operator.placement is None else operator.placement.auto
+
+
+def _groups(operators: Sequence[Operator]) -> list[list[int]]:
+    """Return the numbers of the operators to be placed: a row with equal placements is one group."""
+    groups: list[list[int]] = []
+    for at, operator in enumerate(operators):
+        if not isinstance(operator, Work) or isinstance(operator, Readers) or operator.cheap:
+            continue
+        joins = (
+            groups
+            and groups[-1][-1] == at - 1
+            and operators[at - 1].placement == operator.placement
+            and operator.placement.fuse
+            and not operator.step().concurrency
+            and type(operators[at - 1]) is not Lookup
+        )
+        if joins:
+            groups[-1].append(at)
+        else:
+            groups.append([at])
+    return groups
+
+
+def _place_of(placement: Placement) -> Place:
+    if placement.backend is None or placement.backend.in_caller:
+        return INLINE
+    return Place(placement.backend.name, placement.num_workers, placement.threads_per_worker)
+
+
+def _moved(placement: Placement, place: Place) -> Placement:
+    """Return a placement with the workers of `place`, and all other options that it may have."""
+    if place == INLINE:
+        return replace(
+            placement,
+            backend=None,
+            num_workers=1,
+            threads_per_worker=1,
+            prefetch=None,
+            buffer_bytes=None,
+            timeout=0,
+            task_timeout=0,
+            on_worker_death=None,
+        )
+    mine = placement.backend
+    backend = (
+        mine if mine is not None and mine.name == place.backend else get_backend(place.backend)
+    )
+    return replace(
+        placement,
+        backend=backend,
+        num_workers=place.workers,
+        threads_per_worker=place.threads,
+        ranks=1,
+    )

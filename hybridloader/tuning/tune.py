@@ -1,0 +1,254 @@
+"""`tune`: measured choice of workers within a limit of time."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TextIO
+
+from hybridloader._support.arguments import seconds as check_seconds
+from hybridloader._support.errors import add_note
+from hybridloader._support.gil import gil_enabled
+from hybridloader.tuning.planner import Search
+from hybridloader.tuning.plans import Limits, Plan, limits_here, shown
+from hybridloader.tuning.trials import Measured, Subject, measure
+from hybridloader.tuning.tuning import Tuning
+
+TRIALS = 14
+"""Trials for which `seconds` are divided."""
+
+OVERHEADS = {"inline": 0.0, "threads": 0.02, "fork": 0.3, "spawn": 4.0, "shared-memory": 2.0}
+"""Seconds to start and end workers of a backend, before these are measured; 5 for any other."""
+
+KEPT = 4
+"""Batches on which the training step alone is timed."""
+
+
+def tune(
+    loader_or_pipeline: Any,
+    seconds: float = 20,
+    step: Callable[[Any], object] | float | None = None,
+    cpus: float | None = None,
+    memory: int | float = 0.5,
+) -> Tuning:
+    """Measure which workers load fastest, or cheapest, and return the choice.
+
+    Plans are tried on real items for about a second each: one thread, two threads, the plan as it is,
+    then plans that follow from these, with more and with fewer workers. Samples are read with own
+    generators: random numbers, samplers and epochs of your program are as before. An iterable dataset,
+    or the source of a pipeline, is read from its beginning for every plan. Functions and datasets are
+    called from several threads, and in several processes.
+
+    Parameters
+    ----------
+    loader_or_pipeline
+        A `DataLoader`, ours or torch's, or a `Pipeline`.
+    seconds
+        Limit of the time; the workers of the last plan may take up to 2 seconds more to end.
+    step
+        Your training step, called with real batches (it trains the model), or a number of batches (of
+        items, for a pipeline) a second. The choice is then the cheapest plan that keeps up with it.
+        None: the fastest plan, and the cheapest of those as fast.
+    cpus
+        CPUs to use at most. None: those of the affinity and the cgroup quota, divided by the ranks on
+        this machine.
+    memory
+        Memory for batches and worker processes: a share (a float) of that of this process, divided by
+        the ranks, or bytes (an int).
+
+    Returns
+    -------
+    Tuning
+        A table of the trials, `apply` and `code`.
+
+    Raises
+    ------
+    ValueError
+        The dataset is empty, or a parameter is out of its range.
+    TypeError
+        It is neither a loader nor a pipeline, or a loader that `from_torch` refuses.
+    WorkerTimeout
+        No batch came within `seconds`.
+    Exception
+        Errors of the dataset or of a function, if neither one thread nor the plan as it is gave a batch.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from hybridloader import DataLoader, tune
+    >>> data = torch.utils.data.TensorDataset(torch.arange(1000))
+    >>> tuning = tune(DataLoader(data, 100, num_workers=2), seconds=0.5)
+    >>> loader = tuning.apply()
+    """
+    from hybridloader.tuning.subjects import subject_of
+
+    check_seconds("tune: seconds", seconds)
+    if seconds <= 0:
+        raise ValueError(f"tune: seconds must be above 0, not {seconds!r}")
+    if cpus is not None and not cpus > 0:
+        raise ValueError(f"tune: cpus must be above 0, not {cpus!r}")
+    if not (step is None or callable(step) or (isinstance(step, (int, float)) and step > 0)):
+        raise TypeError(
+            f"tune: step must be a function of a batch, or batches a second above 0, not {step!r}"
+        )
+    subject = subject_of(loader_or_pipeline)
+    limits = with_the_users(limits_here(cpus, memory), subject.start)
+    return Tuner(subject, limits, seconds, step).run()
+
+
+def with_the_users(limits: Limits, start: Plan) -> Limits:
+    """Return the limits with the backends that the user has chosen, unless they are not safe here."""
+    mine = {place.backend for place in start} - {*limits.backends}
+    if "fork" in limits.refused:
+        mine.discard("fork")
+    refused = {name: why for name, why in limits.refused.items() if name not in mine}
+    return replace(limits, backends=(*limits.backends, *sorted(mine)), refused=refused)
+
+
+class Tuner:
+    """One tuning: it measures the plans that a `Search` proposes, until these or the time end."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        limits: Limits,
+        seconds: float,
+        step: Callable[[Any], object] | float | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        stream: TextIO | None = None,
+    ) -> None:
+        self.subject, self.seconds, self._clock = subject, seconds, clock
+        self._stream = sys.stderr if stream is None else stream
+        self._call = step if callable(step) else None
+        target = None if step is None or callable(step) else float(step)
+        self.search = Search(subject.stages, subject.start, limits, gil_enabled(), target)
+        # All the mutable state:
+        self._overheads = dict(OVERHEADS)
+        self._first_error: Exception | None = None
+        self._shown = 0
+
+    def run(self) -> Tuning:
+        """Measure, and return the result."""
+        began = self._clock()
+        deadline = began + self.seconds
+        interrupted = False
+        try:
+            self._measure_all(began, deadline)
+        except KeyboardInterrupt:
+            if self.search.best is None:
+                raise
+            interrupted = True
+        finally:
+            self._say("")
+        best = self.search.best
+        if best is None:
+            raise self._failure()
+        before = self.search.trials.get(self.subject.start)
+        return Tuning(
+            trials=tuple(self.search.trials.values()),
+            plan=best.plan,
+            rate=best.rate,
+            before=before.rate if before is not None and before.rates else None,
+            target=self.search.target,
+            keeps_up=None if self.search.target is None else self.search.keeps_up(best),
+            seconds=self._clock() - began,
+            interrupted=interrupted,
+            limits=self.search.limits,
+            _search=self.search,
+            _subject=self.subject,
+        )
+
+    def _measure_all(self, began: float, deadline: float) -> None:
+        slice_ = self.seconds / TRIALS
+        for plan in self.search.plans():
+            now = self._clock()
+            needed = max((self._overhead_of(place.backend) for place in plan), default=0.0)
+            if self.search.best is not None and now + needed + slice_ / 2 > deadline:
+                if now + slice_ / 2 > deadline:
+                    break
+                continue  # another backend may start sooner
+            self._progress(plan, now - began)
+            timed = self._call is not None and self.search.target is None
+            measured = measure(
+                self.subject,
+                plan,
+                slice_,
+                min(deadline, now + needed + 3 * slice_) if self.search.good else deadline,
+                self._clock,
+                step=self._call,
+                keep=KEPT if timed else 0,
+            )
+            if measured.error is not None and self._is_final(plan, measured):
+                break
+            if measured.kept and timed:
+                self.search.target = self._rate_of_step(measured.kept, slice_)
+            for place in plan:
+                self._overheads[place.backend] = measured.overhead
+            self.search.note(measured.trial)
+
+    def _is_final(self, plan: Plan, measured: Measured) -> bool:
+        """Note an error; return True if no other plan can do better."""
+        from hybridloader._support.errors import WorkerTimeout
+        from hybridloader.tuning.trials import Empty
+
+        error = measured.error
+        if self._first_error is None:
+            self._first_error = error
+        self.search.note(measured.trial)
+        if self.search.good:
+            return False
+        return isinstance(error, (Empty, WorkerTimeout)) or (plan == self.subject.start)
+
+    def _failure(self) -> Exception:
+        error = self._first_error
+        if error is None:
+            return ValueError(
+                f"tune() had no time for one trial of {self.subject.name}; give it more seconds"
+            )
+        add_note(
+            error,
+            f"tune() had no batch of {self.subject.name} from any plan: "
+            + "; ".join(f"{shown(t.plan)}: {t.error}" for t in self.search.trials.values()),
+        )
+        return error
+
+    def _overhead_of(self, backend: str) -> float:
+        return self._overheads.get(backend, 5.0)
+
+    def _rate_of_step(self, batches: tuple[Any, ...], seconds: float) -> float | None:
+        """Return how many calls of the step are possible in a second, if loading took no time."""
+        from hybridloader.observe.headroom import synchronize
+
+        assert self._call is not None
+        times: list[float] = []
+        began = self._clock()
+        while len(times) < KEPT or self._clock() - began < seconds:
+            synchronize()
+            before = self._clock()
+            self._call(batches[len(times) % len(batches)])
+            synchronize()
+            times.append(self._clock() - before)
+            if len(times) >= 100 or (self._clock() - began > 2 * seconds and len(times) > 1):
+                break
+        median = statistics.median(times)
+        return 1 / median if median > 0 else None
+
+    # -- progress ------------------------------------------------------------------------------------
+
+    def _progress(self, plan: Plan, passed: float) -> None:
+        best = self.search.best
+        so_far = "" if best is None else f"; best: {shown(best.plan)}, {best.rate:,.1f}/s"
+        self._say(f"tune: {passed:.0f} of {self.seconds:.0f} s, trying {shown(plan)}{so_far}")
+
+    def _say(self, text: str) -> None:
+        """Show one line of progress in place of the last one, on a terminal."""
+        if self._stream is None or not self._stream.isatty():
+            return
+        self._stream.write("\r" + text.ljust(self._shown))
+        if not text:
+            self._stream.write("\r")
+        self._stream.flush()
+        self._shown = len(text)

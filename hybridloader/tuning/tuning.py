@@ -1,0 +1,157 @@
+"""Result of a tuning: the trials, and the plan that was chosen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hybridloader._support.text import html, table
+from hybridloader.tuning.planner import Search, Trial
+from hybridloader.tuning.plans import Limits, Plan, shown
+
+if TYPE_CHECKING:
+    from hybridloader.tuning.trials import Subject
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Result of `tune`. Printed, it is a table of the trials, the reason, and the code to paste.
+
+    Attributes
+    ----------
+    trials
+        Trials, in the order in which they were made: the plan, its rate, its error if it failed.
+    plan
+        Chosen plan: a place (backend, workers, threads of each) for each stage.
+    rate
+        Results a second of that plan: batches of a loader, items of a pipeline.
+    before
+        Results a second as it was; None if it was not measured.
+    target
+        Results a second that were asked for, by `step`; None: as many as possible.
+    keeps_up
+        True if the plan reaches the target; None without one.
+    seconds
+        Seconds that it took.
+    interrupted
+        True if Ctrl-C ended it.
+    limits
+        Limits that no plan exceeded.
+    """
+
+    trials: tuple[Trial, ...]
+    plan: Plan
+    rate: float
+    before: float | None
+    target: float | None
+    keeps_up: bool | None
+    seconds: float
+    interrupted: bool
+    limits: Limits
+    _search: Search = field(repr=False, compare=False)
+    _subject: Subject = field(repr=False, compare=False)
+
+    def apply(self) -> Any:
+        """Return the loader or pipeline with the chosen plan.
+
+        A `hybridloader.DataLoader` is changed, and returned: its next ``iter()`` uses the plan. For a
+        loader of torch's, `from_torch` makes a new one. A pipeline is not changed; a new one is made.
+        """
+        return self._subject.apply(self.plan)
+
+    @property
+    def code(self) -> str:
+        """Code to paste into the program."""
+        return self._subject.code(self.plan)
+
+    @property
+    def reason(self) -> str:
+        """Reason of the choice, as a sentence or two."""
+        return self._search.reason()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the result as a dict of JSON types."""
+        return {
+            "trials": [trial.to_dict() for trial in self.trials],
+            "plan": [place._asdict() for place in self.plan],
+            "stages": [stage.name for stage in self._search.stages],
+            "costs": [cost and cost.to_dict() for cost in self._search.costs],
+            "rate": self.rate,
+            "before": self.before,
+            "target": self.target,
+            "keeps_up": self.keeps_up,
+            "seconds": self.seconds,
+            "interrupted": self.interrupted,
+            "cores": self.limits.cores,
+            "memory": self.limits.memory,
+            "refused": dict(self.limits.refused),
+            "reason": self.reason,
+            "code": self.code,
+        }
+
+    def _rows(self) -> list[list[str]]:
+        rows = [["plan", f"{self._subject.unit}/s", "+-", "", ""]]
+        for trial in self.trials:
+            marks = []
+            if trial.plan == self._search.start:
+                marks.append("as it was")
+            if trial.plan == self.plan:
+                marks.append("chosen")
+            rate = f"{trial.rate:,.1f}" if trial.rates else ""
+            noise = f"{trial.noise:.0%}" if len(trial.rates) > 1 else ""
+            rows.append([shown(trial.plan), rate, noise, ", ".join(marks), trial.error or ""])
+        for plan, why in self._search.refused.items():
+            rows.append([shown(plan), "", "", "as it was", f"beyond the limits: {why}"])
+        return rows if any(row[4] for row in rows) else [row[:4] for row in rows]
+
+    def _lines(self) -> list[str]:
+        left_out = "; ".join(f"{name}: {why}" for name, why in self.limits.refused.items())
+        ended = "Ended by Ctrl-C after" if self.interrupted else "Took"
+        gain = f" {self.rate / self.before:.2f} times as fast as it was." if self.before else ""
+        return [
+            self.reason + gain,
+            f"{ended} {self.seconds:.1f} s, {len(self.trials)} plans; {self.limits.cores:g} CPUs. "
+            f"Not offered: {left_out or 'nothing'}.",
+            self.code,
+        ]
+
+    def __str__(self) -> str:
+        return "\n".join([*table(self._rows(), left=(0, 3, 4)), *self._lines()])
+
+    def _repr_html_(self) -> str:
+        return html(self._rows(), self._lines())
+
+    def plot(self, path: str | Path) -> None:
+        """Draw the rates of all trials into a file (``pip install 'hybridloader[plot]'``).
+
+        Parameters
+        ----------
+        path
+            File to write; its ending names the format, such as ``.png`` or ``.svg``.
+
+        Raises
+        ------
+        ImportError
+            matplotlib is not installed.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ImportError(
+                "plot() needs matplotlib: pip install 'hybridloader[plot]'"
+            ) from error
+        good = [trial for trial in self.trials if trial.rates]
+        figure = Figure(figsize=(8, 1 + 0.35 * len(good)), layout="constrained")
+        axes = figure.subplots()
+        axes.barh(
+            [shown(trial.plan) for trial in good],
+            [trial.rate for trial in good],
+            xerr=[trial.rate * min(1.0, trial.noise) for trial in good],
+            color=["C1" if trial.plan == self.plan else "C0" for trial in good],
+        )
+        if self.target is not None:
+            axes.axvline(self.target, color="black", linestyle="--")
+        axes.invert_yaxis()
+        axes.set_xlabel(f"{self._subject.unit} a second")
+        figure.savefig(path)

@@ -1,0 +1,184 @@
+"""Tuning of real loaders and pipelines, for fractions of a second: what it leaves, and what it gives."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.data
+
+import hybridloader
+from hybridloader import DataLoader, Pipeline, WorkerDied, WorkerTimeout, tune
+from hybridloader.observe import plot
+from hybridloader.tuning.plans import INLINE, Place
+from hybridloader.tuning.subjects import subject_of
+from hybridloader.tuning.trials import Empty
+
+SECONDS = 0.3
+
+
+@pytest.fixture(scope="module")
+def _fonts_open(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Draw once, as matplotlib keeps the files of fonts open."""
+    plot.draw(tmp_path_factory.mktemp("fonts") / "a.png", ["a"], {"b": [1.0]}, [1.0], None, "c")
+
+
+class Squares(torch.utils.data.Dataset[int]):
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> int:
+        return index * index + 0 * int(torch.rand(()) + random.random())
+
+
+def batches(loader: Any) -> list[Any]:
+    return [batch.tolist() for batch in loader]
+
+
+@pytest.mark.parametrize("kind", ["ours", "torch"])
+def test_batches_and_generators_are_as_without_tuning(kind: str) -> None:
+    def made() -> Any:
+        of = DataLoader if kind == "ours" else torch.utils.data.DataLoader
+        sampler = torch.utils.data.WeightedRandomSampler(
+            [1.0] * 100, 100, generator=torch.Generator().manual_seed(3)
+        )
+        return of(Squares(), 8, sampler=sampler)
+
+    torch.manual_seed(1)
+    random.seed(1)
+    expected = batches(made())
+    torch.manual_seed(1)
+    random.seed(1)
+    tuning = tune(made(), seconds=SECONDS)
+    assert batches(tuning.apply()) == expected
+    assert isinstance(tuning.apply(), DataLoader)
+
+
+def test_a_plan_is_applied_to_a_loader_of_ours_and_to_one_of_torch_s() -> None:
+    ours = DataLoader(Squares(), 8, num_workers=2, persistent_workers=True)
+    subject = subject_of(ours)
+    assert subject.start == (Place("shared-memory", 2),)
+    assert subject.apply((Place("threads", 3, 2),)) is ours
+    assert (ours.num_workers, ours.backend, ours.threads_per_worker) == (3, "threads", 2)
+    assert len(batches(ours)) == 13
+    assert "num_workers=3, backend='threads', threads_per_worker=2" in subject.code(
+        (Place("threads", 3, 2),)
+    )
+    assert subject_of(ours).apply((INLINE,)) is ours
+    assert len(batches(ours)) == 13
+    theirs = torch.utils.data.DataLoader(Squares(), 8)
+    made = subject_of(theirs).apply((Place("threads", 2),))
+    assert (made.num_workers, made.backend) == (2, "threads")
+    assert len(batches(made)) == 13
+    assert theirs.num_workers == 0
+
+
+def test_a_loader_of_samples_and_one_of_an_iterable_dataset() -> None:
+    assert tune(DataLoader(Squares(), None), seconds=SECONDS).rate > 0
+
+    class Stream(torch.utils.data.IterableDataset[int]):
+        def __iter__(self) -> Any:
+            return iter(range(20))
+
+    tuning = tune(DataLoader(Stream(), 4), seconds=SECONDS)
+    assert tuning.rate > 0
+    assert all(place.threads == 1 for trial in tuning.trials for place in trial.plan)
+
+
+def double(number: int) -> int:
+    return 2 * number
+
+
+def test_a_pipeline_gets_other_placements_and_the_same_items() -> None:
+    pipe = (
+        Pipeline.from_dataset(range(30), shuffle=True, seed=2)
+        .map(double, backend="threads", num_workers=2)
+        .map(str)
+        .batch(4, collate_fn=list)
+    )
+    expected = list(pipe.run(seed=0))
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    tuning = tune(pipe, seconds=SECONDS)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert list(tuning.apply().run(seed=0)) == expected
+    assert list(pipe.run(seed=0)) == expected
+    assert [stage.name for stage in subject_of(pipe).stages] == ["map(double)", "map(str)"]
+    plan = (INLINE, Place("threads", 2, 3))
+    moved = subject_of(pipe).apply(plan)
+    assert subject_of(moved).start == plan
+    assert list(moved.run(seed=0)) == expected
+
+
+@pytest.mark.usefixtures("_fonts_open")
+def test_it_is_described_as_text_dict_and_picture(tmp_path: Path) -> None:
+    tuning = tune(DataLoader(Squares(), 8), seconds=SECONDS)
+    text = str(tuning)
+    assert "as it was" in text
+    assert tuning.code in text
+    found = tuning.to_dict()
+    assert found["rate"] == tuning.rate
+    assert {"trials", "plan", "costs", "refused", "code"} <= found.keys()
+    assert "<table>" in tuning._repr_html_()
+    tuning.plot(tmp_path / "tuning.svg")
+    assert (tmp_path / "tuning.svg").stat().st_size > 1000
+
+
+class Raises(Squares):
+    def __getitem__(self, index: int) -> int:
+        raise KeyError("no such file")
+
+
+class Dies(Squares):
+    def __getitem__(self, index: int) -> int:
+        os._exit(3)
+
+
+def test_bad_datasets_give_their_error_and_leave_nothing() -> None:
+    with pytest.raises(KeyError, match="no such file"):
+        tune(DataLoader(Raises(), 8), seconds=SECONDS)
+    with pytest.raises(WorkerDied):
+        tune(DataLoader(Dies(), 8, num_workers=1), seconds=SECONDS)
+    with pytest.raises(Empty, match="DataLoader gives no batches"):
+        tune(DataLoader([], 8), seconds=SECONDS)  # type: ignore[arg-type]
+    with pytest.raises(Empty, match="Pipeline gives no items"):
+        tune(Pipeline.from_iterable(list).map(double), seconds=SECONDS)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("words", [{"num_workers": 0}, {"num_workers": 1, "backend": "fork"}])
+def test_a_dataset_that_hangs_gives_an_error(words: dict[str, Any]) -> None:
+    gate = threading.Event()
+
+    class Hangs(Squares):
+        def __getitem__(self, index: int) -> int:
+            gate.wait(60)
+            return index
+
+    try:
+        with pytest.raises(WorkerTimeout) as caught:
+            tune(DataLoader(Hangs(), 8, **words), seconds=SECONDS)
+    finally:
+        gate.set()
+    assert "tune() had no batch of DataLoader from any plan" in caught.value.__notes__[0]
+
+
+def test_what_can_t_be_tuned_is_refused() -> None:
+    with pytest.raises(TypeError, match="takes a DataLoader, ours or torch's, or a Pipeline"):
+        tune([1, 2])
+    with pytest.raises(TypeError, match="can be read only once"):
+        tune(Pipeline.from_iterable(iter(range(3))).map(double))
+    with pytest.raises(TypeError, match="no step of this pipeline to place"):
+        tune(Pipeline.from_dataset(range(3)).batch(2))
+    loader = DataLoader(Squares(), 8)
+    for words in ({"seconds": 0}, {"cpus": 0}, {"memory": 0.0}):
+        with pytest.raises(ValueError, match=r"must be above 0|leaves no memory"):
+            tune(loader, **words)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="step must be a function"):
+        tune(loader, step="fast")  # type: ignore[arg-type]
+    assert hybridloader.Tuning is type(tune(loader, seconds=SECONDS, cpus=1))
