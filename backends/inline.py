@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from hybridloader._support.caller import warn
-from hybridloader._support.errors import ShippingError
+from hybridloader._support.errors import WorkerPicklingError
 from hybridloader.engine.contract import Backend, Crew, WorkerHandle
 from hybridloader.engine.fetcher import TaskContext
 from hybridloader.engine.messages import (
@@ -168,7 +168,7 @@ class _InlineCrew(Crew):
             return fetch.dataset
         try:
             return replicate(fetch.dataset, "the dataset")
-        except ShippingError as error:
+        except WorkerPicklingError as error:
             if fetch.private:
                 raise
             warn(

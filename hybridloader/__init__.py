@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from hybridloader._support.errors import HybridLoaderError as HybridLoaderError
     from hybridloader._support.errors import IteratorClosed as IteratorClosed
     from hybridloader._support.errors import NotReady as NotReady
-    from hybridloader._support.errors import ResultNotSendable as ResultNotSendable
+    from hybridloader._support.errors import ResultPicklingError as ResultPicklingError
     from hybridloader._support.errors import ShardLost as ShardLost
-    from hybridloader._support.errors import ShippingError as ShippingError
     from hybridloader._support.errors import SourceError as SourceError
     from hybridloader._support.errors import StateError as StateError
     from hybridloader._support.errors import StoreError as StoreError
     from hybridloader._support.errors import TaskTimeout as TaskTimeout
     from hybridloader._support.errors import TooManyErrors as TooManyErrors
     from hybridloader._support.errors import WorkerDied as WorkerDied
+    from hybridloader._support.errors import WorkerPicklingError as WorkerPicklingError
     from hybridloader._support.errors import WorkerTimeout as WorkerTimeout
     from hybridloader.backends.inline import Inline as Inline
     from hybridloader.backends.process.backend import Fork as Fork
@@ -76,8 +76,8 @@ __getattr__, __dir__, __all__ = lazily(
     __name__,
     {
         "_support.errors": "BackendUnavailable CacheError DamagedMessage HybridLoaderError "
-        "IteratorClosed NotReady ResultNotSendable ShardLost ShippingError SourceError StateError "
-        "StoreError TaskTimeout TooManyErrors WorkerDied WorkerTimeout",
+        "IteratorClosed NotReady ResultPicklingError ShardLost SourceError StateError StoreError "
+        "TaskTimeout TooManyErrors WorkerDied WorkerPicklingError WorkerTimeout",
         "backends.inline": "Inline",
         "backends.process.backend": "Fork SharedMemory Spawn",
         "backends.ray": "Ray",

@@ -13,7 +13,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-from hybridloader._support.errors import ResultNotSendable, show
+from hybridloader._support.errors import ResultPicklingError, show
 from hybridloader._support.failure import Failure
 from hybridloader._support.import_hooks import when_imported
 from hybridloader._support.inheritance import Inherited
@@ -220,7 +220,7 @@ class _WorkerConnection:
         if isinstance(event, Done) and event.extras is not None:
             try:
                 extras = pack_in_band(event.extras, "metadata of a result")
-            except ResultNotSendable as error:
+            except ResultPicklingError as error:
                 event = Failed(event.worker, event.seq, Failure(error), event.position)
         returned = self._tasks.returned()
         if isinstance(event, Done):

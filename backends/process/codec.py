@@ -16,7 +16,7 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
-from hybridloader._support.errors import DamagedMessage, ResultNotSendable, repr_of
+from hybridloader._support.errors import DamagedMessage, ResultPicklingError, repr_of
 from hybridloader._support.failure import Failure
 from hybridloader.engine.dataset_state import ShardStart
 from hybridloader.engine.messages import Begin, Exhausted, Failed, First, Message, Ready, Stop, Task
@@ -185,7 +185,7 @@ def encode_event(event: Ready | Failed | Exhausted, returned: Sequence[int] = ()
         try:
             failure = pickle.dumps(event.failure)
         except Exception as error:  # `Failure` prevents this; a hang would be worse than a guess
-            lost = Failure(ResultNotSendable(f"an exception could not be sent: {repr_of(error)}"))
+            lost = Failure(ResultPicklingError(f"an exception could not be sent: {repr_of(error)}"))
             failure = pickle.dumps(lost)
         return [encode_fields(FAILED, event.seq, failure, returned, position=event.position)]
     told = b"" if event.told is None else pickle.dumps(event.told, 5)

@@ -26,7 +26,7 @@ class ForkUnsafe(BackendUnavailable):
     """The user asked for a fork by name, and it would harm a library that is in use."""
 
 
-class ShippingError(HybridLoaderError, TypeError):
+class WorkerPicklingError(HybridLoaderError, TypeError):
     """Something that must be sent to a worker can't be pickled; the message names the attribute."""
 
 
@@ -50,7 +50,7 @@ class DamagedMessage(HybridLoaderError, ValueError):
     """A message is not one that the other process can have written; no part of it was used."""
 
 
-class ResultNotSendable(HybridLoaderError, TypeError):
+class ResultPicklingError(HybridLoaderError, TypeError):
     """A worker made a result that can't be pickled, so it can't be sent to the loader."""
 
 

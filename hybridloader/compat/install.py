@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybridloader._support.attributes import attribute
 from hybridloader._support.caller import warn, warn_once
-from hybridloader._support.errors import BackendUnavailable, ForkUnsafe, ShippingError
+from hybridloader._support.errors import BackendUnavailable, ForkUnsafe, WorkerPicklingError
 from hybridloader._support.import_hooks import when_imported
 from hybridloader.engine.registry import get_backend
 from hybridloader.loader.options import Options
@@ -118,7 +118,7 @@ class Installation:
         except ForkUnsafe:  # torch's loader would fork as well
             generator.set_state(before)
             raise
-        except (BackendUnavailable, ShippingError) as error:
+        except (BackendUnavailable, WorkerPicklingError) as error:
             # No worker has started; only the sampler's iterator was made. So torch draws the same.
             generator.set_state(before)
             return _torchs_own(loader, error)

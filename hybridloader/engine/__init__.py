@@ -18,8 +18,8 @@ from hybridloader._support.lazily import lazily
 
 if TYPE_CHECKING:
     from hybridloader._support.errors import BackendUnavailable as BackendUnavailable
-    from hybridloader._support.errors import ResultNotSendable as ResultNotSendable
-    from hybridloader._support.errors import ShippingError as ShippingError
+    from hybridloader._support.errors import ResultPicklingError as ResultPicklingError
+    from hybridloader._support.errors import WorkerPicklingError as WorkerPicklingError
     from hybridloader._support.failure import Failure as Failure
     from hybridloader.engine.called_worker import CalledWorker as CalledWorker
     from hybridloader.engine.called_worker import parts_of as parts_of
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = lazily(
     __name__,
     {
-        "._support.errors": "BackendUnavailable ResultNotSendable ShippingError",
+        "._support.errors": "BackendUnavailable ResultPicklingError WorkerPicklingError",
         "._support.failure": "Failure",
         "called_worker": "CalledWorker parts_of work_of",
         "calls": "CallingHandle Place",

@@ -39,7 +39,7 @@ def parts_of(thing: Message | Event, *, other_main: bool = False) -> Parts:
 
 
 def work_of(spec: WorkerSpec) -> Parts:
-    """Pickle the work of workers, as `CalledWorker` takes it. Raises `ShippingError`."""
+    """Pickle the work of workers, as `CalledWorker` takes it. Raises `WorkerPicklingError`."""
     buffers: list[PickleBuffer] = []
     return [pickle.dumps(PackedSpec(spec), 5, buffer_callback=buffers.append), *buffers]
 

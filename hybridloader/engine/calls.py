@@ -171,7 +171,7 @@ class CallingHandle(WorkerHandle):
     def send(self, message: Message, place: Place | None = None) -> None:
         """Send a message, in order, now or soon; nothing if the worker is gone, or was killed.
 
-        The index of a task that has a `place` is the value there. Raises `ResultNotSendable`.
+        The index of a task that has a `place` is the value there. Raises `ResultPicklingError`.
         """
         nbytes = 0
         if place is not None:

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hybridloader._support.errors import (
-    ResultNotSendable,
-    ShippingError,
+    ResultPicklingError,
+    WorkerPicklingError,
     described,
     traceback_of,
 )
@@ -41,7 +41,7 @@ def thread_worker(number: int, spec: WorkerSpec, *, copies: bool = False) -> Wor
     """Make a worker that a thread of this process will `serve`; called by the thread that starts it.
 
     If `copies`, it reads a copy of a map-style dataset; of an iterable one, each worker does. Raises
-    `ShippingError` if the dataset can't be copied.
+    `WorkerPicklingError` if the dataset can't be copied.
     """
     fetch = spec.fetch
     if copies or fetch.private:
@@ -54,9 +54,9 @@ class PackedSpec:
     """A `WorkerSpec` on its way to a process; an argument of the process as it is started.
 
     Lambdas, functions and classes of ``__main__``, and locks and queues of multiprocessing go with it;
-    these two only while a process of multiprocessing is started. Raises `ShippingError`, which names the
-    attribute, if something in it can't be sent. Its parts are buffers of pickle protocol 5, so a
-    `buffer_callback` gets them uncopied.
+    these two only while a process of multiprocessing is started. Raises `WorkerPicklingError`, which
+    names the attribute, if something in it can't be sent. Its parts are buffers of pickle protocol 5,
+    so a `buffer_callback` gets them uncopied.
     """
 
     def __init__(self, spec: WorkerSpec) -> None:
@@ -98,7 +98,7 @@ def received(
     """Load a specification that was sent. If that fails, the error answers every task."""
     try:
         spec: WorkerSpec = receive(parts, fds, inherited)
-    except ShippingError as error:
+    except WorkerPicklingError as error:
         return WorkerSpec("", 1, _Unloadable(error))
     return spec
 
@@ -107,7 +107,7 @@ def received(
 class _Unloadable(Fetch):
     """Work of a worker that could not load its specification."""
 
-    error: ShippingError
+    error: WorkerPicklingError
     dataset: None = None
 
     def open(self, shared_seed: int | None, context: TaskContext) -> Fetcher:
@@ -136,7 +136,7 @@ class Pickled(Payload):
     are buffers of pickle protocol 5, so a transport may send them apart (`dumps`). If it delivers them
     as read-only memory, `open` copies them, the large ones into `slots`, and lets go of them.
 
-    Making one raises `ResultNotSendable` if the result can't be pickled.
+    Making one raises `ResultPicklingError` if the result can't be pickled.
     """
 
     __slots__ = ("count", "packed", "slots")
@@ -193,8 +193,8 @@ def dumps(
     other_main
         True for a reader with another ``__main__``: objects from there are sent whole.
 
-    An event whose metadata can't be pickled becomes a `Failed`. Raises `ResultNotSendable` if the index
-    of a task can't be.
+    An event whose metadata can't be pickled becomes a `Failed`. Raises `ResultPicklingError` if the
+    index of a task can't be.
     """
     what = "what a task holds"
     try:
@@ -203,7 +203,7 @@ def dumps(
         header, found = pack(thing, what, other_main=other_main)
         if buffers is None and found:
             return pack_in_band(thing, what)
-    except ResultNotSendable as error:
+    except ResultPicklingError as error:
         if not isinstance(thing, Done):
             raise
         return dumps(Failed(thing.worker, thing.seq, Failure(error), thing.position))

@@ -88,7 +88,7 @@ class Stage(Iterator[Any]):
     closed meanwhile (by the user's code, a signal's handler or a finalizer), it ends all at last: a
     caller of `close` that can't have the lock, or is the pulling thread itself, leaves the end to it.
 
-    Making one raises `BackendUnavailable` or `ShippingError`, before any worker has started.
+    Making one raises `BackendUnavailable` or `WorkerPicklingError`, before any worker has started.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ from time import perf_counter
 from typing import Any
 
 from hybridloader._support.datapipes import seed_datapipe
-from hybridloader._support.errors import ResultNotSendable, foreign, show
+from hybridloader._support.errors import ResultPicklingError, foreign, show
 from hybridloader._support.failure import Failure, twin
 from hybridloader._support.state_copies import load_into
 from hybridloader._support.torch_modes import TakenModes
@@ -346,7 +346,7 @@ class Worker:
             fetched = perf_counter() if looks or on else 0.0
             try:
                 payload = self._wrap(value)
-            except ResultNotSendable as error:
+            except ResultPicklingError as error:
                 payload = self._wrap(fetcher.mend(value, error, self._wrap))
             ended = perf_counter()
             if meter is not None:

@@ -128,7 +128,7 @@ persistent_workers, pin_memory_device, in_order
     BackendUnavailable
         A `ValueError`: there is no such backend (the message lists the existing ones), or, when the
         iterator is made, it can't work in this process.
-    ShippingError
+    WorkerPicklingError
         A `TypeError`, when the iterator is made: an object that a process needs can't be pickled.
         The message names the attribute.
     ValueError

@@ -63,7 +63,7 @@ device, observe
 
     Raises
     ------
-    BackendUnavailable, ShippingError, ValueError
+    BackendUnavailable, WorkerPicklingError, ValueError
         As `DataLoader`'s.
 
     Examples

@@ -17,7 +17,7 @@ from functools import lru_cache
 from operator import methodcaller
 from typing import Any
 
-from hybridloader._support.errors import DamagedMessage, ResultNotSendable, text_of
+from hybridloader._support.errors import DamagedMessage, ResultPicklingError, text_of
 from hybridloader.memory.tensor_blocks import Blocks, TensorsInBlocks, is_mark, rebuild_block
 from hybridloader.memory.tensors import Tensors
 
@@ -36,7 +36,7 @@ def pack(value: Any, what: str = "a result", *, other_main: bool = False) -> Pac
 
     The buffers are views of the memory of `value`: use them before it changes. `other_main` is True if
     the reader has another ``__main__``; objects from ``__main__`` are then pickled by value. Raises
-    `ResultNotSendable`, with the name `what`, if a part of the value can't be pickled.
+    `ResultPicklingError`, with the name `what`, if a part of the value can't be pickled.
     """
     try:
         packer = _idle.pop()
@@ -55,14 +55,14 @@ def pack(value: Any, what: str = "a result", *, other_main: bool = False) -> Pac
     try:  # lambdas, classes defined in a function, things from __main__
         return _Packer(_cloud()).pack(value)
     except Exception as error:
-        raise ResultNotSendable(
+        raise ResultPicklingError(
             f"{what} of type {type(value).__qualname__!r} can't be sent to another process: "
             f"{text_of(error)}. Use something that can be pickled, or backend='threads'."
         ) from error
 
 
 def pack_in_band(value: Any, what: str) -> bytes:
-    """Pickle `value` with all its buffers in the pickle. Raises `ResultNotSendable`, as `pack` does."""
+    """Pickle `value` with all its buffers in the pickle. Raises as `pack` does."""
     header, buffers = pack(value, what)
     if not buffers:
         return header

@@ -17,7 +17,7 @@ import types
 from collections.abc import Callable
 from typing import IO, Any, NamedTuple
 
-from hybridloader._support.errors import DamagedMessage, ShippingError, is_a, repr_of, text_of
+from hybridloader._support.errors import DamagedMessage, WorkerPicklingError, is_a, repr_of, text_of
 from hybridloader._support.inheritance import (
     Inherited,
     Shared,
@@ -86,16 +86,16 @@ def ship(thing: Any, what: str, *, share: bool) -> Shipment:
     workers map that file. Its large arrays and tensors are not copied until a worker writes to them, and
     tensors in shared memory stay shared. Without `share`, each worker gets a copy of everything.
 
-    Raises `ShippingError` with the attribute that can't be pickled, and `OSError` if there is no room
+    Raises `WorkerPicklingError` with the attribute that can't be pickled, and `OSError` if there is no room
     for the pickle or no free descriptor.
     """
 
-    def blame(error: Exception, *, starting: bool) -> ShippingError:
+    def blame(error: Exception, *, starting: bool) -> WorkerPicklingError:
         def attempt(part: Any) -> None:
             with open(os.devnull, "wb") as nowhere:
                 _write(part, nowhere, None, Inherited(at_once=starting))
 
-        return ShippingError(
+        return WorkerPicklingError(
             f"{culprit(thing, what, attempt)} can't be pickled, so it can't be sent to a worker "
             f"process: {text_of(error)}. Open it in worker_init_fn or in __getitem__ instead of "
             "__init__, or use backend='threads' (nothing is sent) or, where there is fork, "
@@ -129,7 +129,7 @@ def ship(thing: Any, what: str, *, share: bool) -> Shipment:
 def receive(parts: list[memoryview], fds: list[int], inherited: Inherited | None = None) -> Any:
     """Load a shipment in the worker; closes `fds`.
 
-    Raises `ShippingError` if a part has not arrived or can't be loaded in this process; its
+    Raises `WorkerPicklingError` if a part has not arrived or can't be loaded in this process; its
     ``__cause__`` is the reason.
     """
     _local.fds = fds
@@ -152,7 +152,7 @@ def receive(parts: list[memoryview], fds: list[int], inherited: Inherited | None
         pickled, *buffers = (whole[at : at + size] for at, size in found.places)
         return pickle.loads(pickled, buffers=buffers)
     except Exception as error:  # also EOFError, which would end the worker without an error
-        raise ShippingError(
+        raise WorkerPicklingError(
             f"the work from the parent can't be loaded in this worker process: {repr_of(error)}. The "
             "worker imports it again: check that it finds the same module and the same dependencies"
         ) from error
@@ -202,7 +202,7 @@ def replicate(thing: Any, what: str) -> Any:
     """Make a private copy of `thing` within this process, as if it were sent to another.
 
     Functions, classes and modules are not copied, nor are objects that processes would share: tensors in
-    shared memory, multiprocessing's locks, values, queues and proxies. Raises `ShippingError` with the
+    shared memory, multiprocessing's locks, values, queues and proxies. Raises `WorkerPicklingError` with the
     attribute that can't be copied.
     """
     import cloudpickle
@@ -237,7 +237,7 @@ def replicate(thing: Any, what: str) -> Any:
     try:
         return copy(thing)
     except Exception as error:
-        raise ShippingError(
+        raise WorkerPicklingError(
             f"{culprit(thing, what, copy)} can't be copied, and each worker needs its own copy: "
             f"{text_of(error)}"
         ) from error

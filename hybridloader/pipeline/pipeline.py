@@ -211,7 +211,7 @@ class Pipeline(Steps):
 
         Raises
         ------
-        BackendUnavailable, ShippingError, ValueError
+        BackendUnavailable, WorkerPicklingError, ValueError
             The pipeline can't run; no worker was started, or none is left.
         StateError
             The pipeline can't resume from `state`.

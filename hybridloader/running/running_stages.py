@@ -14,7 +14,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from hybridloader._support.attributes import has
-from hybridloader._support.errors import IteratorClosed, ShippingError, no_answer
+from hybridloader._support.errors import IteratorClosed, WorkerPicklingError, no_answer
 from hybridloader._support.hf_streams import warn_of_few_shards
 from hybridloader.engine.fetcher import Fetch, TaskContext
 from hybridloader.engine.messages import WorkerSpec
@@ -150,8 +150,8 @@ class RunningStages(dict[Path, RunningStage]):
                 locks=self.locks.get(path),
                 counter=None if spec.seeding is None else counter,
             )
-        except ShippingError as error:
-            raise ShippingError(f"stage {node.name!r}: {error}") from error
+        except WorkerPicklingError as error:
+            raise WorkerPicklingError(f"stage {node.name!r}: {error}") from error
         dataset = None if node.backend.in_process else spec.fetch.dataset
         if node.reads:  # of which each thread has a copy, too
             dataset = spec.fetch.dataset if has(spec.fetch.dataset, "set_epoch") else None

@@ -40,7 +40,7 @@ class PerWorker(Generic[T]):
     per
         ``"thread"``: each thread has a handle of its own. ``"process"``: threads share one, as with
         an environment of LMDB, which must not be opened twice in a process.
-    inherited
+    on_fork
         Treatment of a handle that a fork has copied into a process. ``"leave"`` (default) never
         touches it again, since its library may speak to a server, or unlock a file, on behalf of the
         process that opened it. ``"close"`` closes it before another is opened there, as LMDB wants.
@@ -63,14 +63,14 @@ class PerWorker(Generic[T]):
         *,
         close: Callable[[T], Any] | None = None,
         per: Literal["thread", "process"] = "thread",
-        inherited: Literal["leave", "close"] = "leave",
+        on_fork: Literal["leave", "close"] = "leave",
     ) -> None:
         function("PerWorker: open", open, "a function without parameters that opens the handle")
         if close is not None:
             function("PerWorker: close", close, "a function of the handle that closes it")
         one_of("PerWorker: per", per, ("thread", "process"))
-        one_of("PerWorker: inherited", inherited, ("leave", "close"))
-        self._open, self._close, self._per, self._inherited = open, close, per, inherited
+        one_of("PerWorker: on_fork", on_fork, ("leave", "close"))
+        self._open, self._close, self._per, self._on_fork = open, close, per, on_fork
         self._key = os.urandom(12)
         # All the mutable state, of each process by its number: those before a fork are kept.
         self._handles: dict[int, _Handles[T]] = {}
@@ -92,7 +92,7 @@ class PerWorker(Generic[T]):
     def _join(self) -> _Handles[T]:
         """Return the handles of this process."""
         pid = os.getpid()
-        if self._inherited == "close":
+        if self._on_fork == "close":
             for process, handles in [*self._handles.items()]:
                 if process != pid:  # another thread may have joined meanwhile
                     handles.close_inherited()
@@ -108,7 +108,7 @@ class PerWorker(Generic[T]):
             handles.close()
 
     def __reduce__(self) -> Any:
-        options = {"close": self._close, "per": self._per, "inherited": self._inherited}
+        options = {"close": self._close, "per": self._per, "on_fork": self._on_fork}
         return _received, (self._key, self._open, options)
 
     def __repr__(self) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from support.inherited_objects import Box, Common, Counting, WithReducer, reduce_by_descriptor
 
-from hybridloader import Backend, DataLoader, Pipeline, SharedMemory, ShippingError, Threads
+from hybridloader import Backend, DataLoader, Pipeline, SharedMemory, Threads, WorkerPicklingError
 from hybridloader.backends.process import socket_transport
 
 FORK, SPAWN = multiprocessing.get_context("fork"), multiprocessing.get_context("spawn")
@@ -107,7 +107,9 @@ def test_one_that_no_fresh_process_can_have_is_named(make: Any, kind: str, why: 
     """Python itself refuses the first two from 3.11.5 and 3.12 on; before, the worker crashed."""
     function = Box([1, Box(make())])
     pipeline = Pipeline.from_iterable(range(3)).map(function, backend="spawn", num_workers=1)
-    with pytest.raises(ShippingError, match=rf"\.inner\[1\]\.inner \(a {kind}\) can't .*{why}"):
+    with pytest.raises(
+        WorkerPicklingError, match=rf"\.inner\[1\]\.inner \(a {kind}\) can't .*{why}"
+    ):
         iter(pipeline)
 
 

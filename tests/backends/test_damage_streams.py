@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from support.crew_driver import CrewDriver
 
 from hybridloader import DataLoader, Fork, WorkerDied
-from hybridloader._support.errors import CacheError, DamagedMessage, ShippingError
+from hybridloader._support.errors import CacheError, DamagedMessage, WorkerPicklingError
 from hybridloader.backends.process import pipe_transport
 from hybridloader.backends.process.frames import Frame, encode
 from hybridloader.backends.process.pipe_transport import PipeEndpoint, PipeTransport
@@ -219,7 +219,7 @@ def test_places_that_are_not_in_the_file_are_refused(
     places: list[tuple[int, int]], descriptors: int
 ) -> None:
     _, fds = shipped(True)
-    with pytest.raises(ShippingError, match="can't be loaded in this worker process"):
+    with pytest.raises(WorkerPicklingError, match="can't be loaded in this worker process"):
         receive([memoryview(pickle.dumps(_Contents(places, descriptors)))], fds)
     for fd in fds:
         with pytest.raises(OSError):
@@ -230,7 +230,7 @@ def test_descriptors_that_did_not_arrive_are_told_with_the_limit() -> None:
     parts, fds = shipped(True)
     for fd in fds:
         os.close(fd)
-    with pytest.raises(ShippingError, match=r"0 of 1 descriptors have arrived; .*ulimit -n"):
+    with pytest.raises(WorkerPicklingError, match=r"0 of 1 descriptors have arrived; .*ulimit -n"):
         receive([memoryview(part) for part in parts], [])
 
 
@@ -240,12 +240,12 @@ def test_a_shipment_that_is_cut_off_is_refused(data: st.DataObject) -> None:
     parts, fds = shipped(True)
     size = os.fstat(fds[0]).st_size
     os.ftruncate(fds[0], data.draw(st.integers(0, size - 1)))
-    with pytest.raises(ShippingError):
+    with pytest.raises(WorkerPicklingError):
         receive([memoryview(part) for part in parts], fds)
     parts, _ = shipped(False)
-    with pytest.raises(ShippingError):
+    with pytest.raises(WorkerPicklingError):
         receive([memoryview(parts[0])[: data.draw(st.integers(0, len(parts[0]) - 1))]], [])
-    with pytest.raises(ShippingError):  # its buffers are missing
+    with pytest.raises(WorkerPicklingError):  # its buffers are missing
         receive([memoryview(parts[0])], [])
 
 
@@ -270,7 +270,9 @@ def test_what_can_not_be_loaded_in_the_worker_is_told_and_is_no_end_of_input(
 ) -> None:
     shipment = ship(Unloadable(error), "it", share=share)
     fds = [os.dup(fd) for fd in shipment.fds]
-    with pytest.raises(ShippingError, match="can't be loaded in this worker process") as caught:
+    with pytest.raises(
+        WorkerPicklingError, match="can't be loaded in this worker process"
+    ) as caught:
         receive([memoryview(part) for part in shipment.parts], fds)
     assert type(caught.value.__cause__) is type(error)
     assert repr(error) in str(caught.value)

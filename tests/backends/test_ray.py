@@ -25,8 +25,8 @@ from hybridloader import (
     DataLoader,
     Pipeline,
     Ray,
-    ShippingError,
     WorkerDied,
+    WorkerPicklingError,
     WorkerTimeout,
     engine,
     get_worker_info,
@@ -116,7 +116,7 @@ def test_ray_client_is_refused() -> None:
 
 
 def test_what_can_not_be_sent_is_named() -> None:
-    with pytest.raises(ShippingError, match="dataset"):
+    with pytest.raises(WorkerPicklingError, match="dataset"):
         iter(DataLoader([threading.Lock()], num_workers=1, backend=SMALL))
 
 

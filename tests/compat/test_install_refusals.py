@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset
 import hybridloader
 from hybridloader import DataLoader, Threads, install
 from hybridloader._support import caller
-from hybridloader._support.errors import BackendUnavailable, ShippingError
+from hybridloader._support.errors import BackendUnavailable, WorkerPicklingError
 from hybridloader.loader.iterator import LoaderIterator
 from hybridloader.loader.options import Options
 from hybridloader.loader.plan import LoaderPlan
@@ -134,7 +134,7 @@ def test_what_is_asked_for_by_name_is_refused_as_ever() -> None:
     with install("threads"):
         with pytest.raises(BackendUnavailable, match="unknown start method 'odd'"):
             iter(ours)
-        with pytest.raises(ShippingError):
+        with pytest.raises(WorkerPicklingError):
             iter(DataLoader(_Unsendable(), num_workers=1, backend="threads"))
 
 

@@ -17,7 +17,7 @@ from support.supervised import (
     watch_specs,
 )
 
-from hybridloader._support.errors import ShippingError, WorkerDied
+from hybridloader._support.errors import WorkerDied, WorkerPicklingError
 from hybridloader.engine.fetcher import GivenUp, Spared
 from hybridloader.engine.messages import (
     Begin,
@@ -292,7 +292,7 @@ def test_a_dataset_that_can_not_be_shipped_again_ends_it_as_well() -> None:
     it.begin(iter([["a"]]))
 
     def refuse(worker: int, spec: WorkerSpec) -> None:
-        raise ShippingError("the dataset.handle can't be pickled")
+        raise WorkerPicklingError("the dataset.handle can't be pickled")
 
     backend.crews[0].start = refuse  # type: ignore[method-assign]
     with pytest.raises(WorkerDied, match=r"the dataset\.handle can't be pickled"):

@@ -18,7 +18,7 @@ from hybridloader import (
     IteratorClosed,
     Pipeline,
     Replace,
-    ResultNotSendable,
+    ResultPicklingError,
     Retry,
     Skip,
     TooManyErrors,
@@ -180,11 +180,11 @@ PLACES: dict[str, tuple[Callable[[], Any], list[Any]]] = {
     ),
     "value that can't be sent": (
         lambda: Pipeline.from_dataset(range(6)).map(unsendable_at_3, **WHERE),
-        [0, 1, 2, ResultNotSendable, 4, 5],
+        [0, 1, 2, ResultPicklingError, 4, 5],
     ),
     "item that can't be sent": (
         lambda: Pipeline.from_dataset(range(6)).map(unsendable_at_3).map(type, **WHERE),
-        [int, int, int, ResultNotSendable, int, int],
+        [int, int, int, ResultPicklingError, int, int],
     ),
     "coroutine": (
         lambda: Pipeline.from_dataset(range(6)).map(fail_slowly_at_3, **WHERE),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support.unsendable import Endless, WithInner, nested
 
-from hybridloader import DataLoader, ResultNotSendable, WorkerDied
+from hybridloader import DataLoader, ResultPicklingError, WorkerDied
 
 
 @pytest.fixture(autouse=True)
@@ -121,18 +121,18 @@ def test_it_is_an_error_of_its_batch(
 
 
 PROCESSES_ONLY: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "result endless": ({"dataset": Bytes(lambda i: Endless())}, ResultNotSendable, "'Endless'"),
-    "result deep": ({"dataset": Bytes(lambda i: nested(50_000))}, ResultNotSendable, "recursion"),
+    "result endless": ({"dataset": Bytes(lambda i: Endless())}, ResultPicklingError, "'Endless'"),
+    "result deep": ({"dataset": Bytes(lambda i: nested(50_000))}, ResultPicklingError, "recursion"),
     "result generator": (
         {"dataset": Bytes(lambda i: (x for x in "ab"))},
-        ResultNotSendable,
+        ResultPicklingError,
         "generator",
     ),
     "result fails here": ({"dataset": Bytes(lambda i: Fails())}, ZeroDivisionError, "division"),
     "index fails there": ({"sampler": [Fails()]}, ZeroDivisionError, "division by zero"),
     "index among others": ({"batch_sampler": [[0, Fails()]]}, ZeroDivisionError, "division"),
-    "index lock": ({"sampler": [threading.Lock()]}, ResultNotSendable, "a task of type"),
-    "index deep": ({"sampler": [nested(50_000)]}, ResultNotSendable, "a task of type"),
+    "index lock": ({"sampler": [threading.Lock()]}, ResultPicklingError, "a task of type"),
+    "index deep": ({"sampler": [nested(50_000)]}, ResultPicklingError, "a task of type"),
     "init exits": ({"worker_init_fn": raising(SystemExit(3))}, WorkerDied, "exited with code 3"),  # type: ignore[arg-type]
     "error of a lock": (
         {"dataset": Bytes(raising(ValueError(threading.Lock())))},

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from hybridloader import Backend, DataLoader, SharedMemory, ShippingError
+from hybridloader import Backend, DataLoader, SharedMemory, WorkerPicklingError
 
 
 class Numbers(Dataset[int]):
@@ -80,7 +80,7 @@ def test_what_can_not_be_pickled_is_named_before_any_worker_starts(
     _no_process_may_start(monkeypatch)
     given = {"dataset": Numbers(), **options(threading.Lock())}
     loader = DataLoader(num_workers=1, backend=backend, **given)
-    with pytest.raises(ShippingError) as caught:
+    with pytest.raises(WorkerPicklingError) as caught:
         iter(loader)
     text = str(caught.value)
     assert f"{path} " in text
@@ -97,7 +97,9 @@ def test_an_object_whose_reduce_fails_is_named(monkeypatch: pytest.MonkeyPatch) 
 
     _no_process_may_start(monkeypatch)
     loader = DataLoader(WithInner(Box(Stubborn())), num_workers=1, backend="spawn")
-    with pytest.raises(ShippingError, match=r"dataset\.inner\.handle .*Stubborn.*I stay here"):
+    with pytest.raises(
+        WorkerPicklingError, match=r"dataset\.inner\.handle .*Stubborn.*I stay here"
+    ):
         iter(loader)
 
 
@@ -107,7 +109,7 @@ def test_a_dataset_with_a_cycle_through_what_can_not_be_pickled_is_named(
     _no_process_may_start(monkeypatch)
     box = Box(None)
     box.handle = [box, threading.Lock()]
-    with pytest.raises(ShippingError, match=r"dataset\.inner\.handle\[1\]"):
+    with pytest.raises(WorkerPicklingError, match=r"dataset\.inner\.handle\[1\]"):
         iter(DataLoader(WithInner(box), num_workers=1, backend="spawn"))
 
 
@@ -120,7 +122,7 @@ def test_an_attribute_in_slots_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 
     _no_process_may_start(monkeypatch)
     loader = DataLoader(WithInner(Slotted(threading.Lock())), num_workers=1, backend="spawn")
-    with pytest.raises(ShippingError, match=r"dataset\.inner\.handle"):
+    with pytest.raises(WorkerPicklingError, match=r"dataset\.inner\.handle"):
         iter(loader)
 
 
@@ -176,7 +178,7 @@ def test_whatever_goes_along_is_named(
     monkeypatch: pytest.MonkeyPatch, make: Callable[[Any], Any], path: str
 ) -> None:
     _no_process_may_start(monkeypatch)
-    with pytest.raises(ShippingError) as caught:
+    with pytest.raises(WorkerPicklingError) as caught:
         iter(DataLoader(WithInner(make(threading.Lock())), num_workers=1, backend="spawn"))
     assert str(caught.value).startswith(f"the loader.fetch.dataset.inner{path} can't")
 
@@ -188,7 +190,7 @@ def test_a_tensor_that_autograd_knows_more_of_is_named(monkeypatch: pytest.Monke
         inner = {"weights": tensor.requires_grad_() * 2}
         inner["weights"].share_memory_()
         with pytest.raises(
-            ShippingError, match=r"dataset\.inner\['weights'\] \(a Tensor\) .*detach"
+            WorkerPicklingError, match=r"dataset\.inner\['weights'\] \(a Tensor\) .*detach"
         ):
             iter(DataLoader(WithInner(inner), num_workers=1, backend="spawn"))
 
@@ -215,7 +217,7 @@ def test_what_stands_behind_a_method_or_a_partial_is_looked_into(
 ) -> None:
     _no_process_may_start(monkeypatch)
     given: Any = {option: make()}
-    with pytest.raises(ShippingError) as caught:
+    with pytest.raises(WorkerPicklingError) as caught:
         iter(DataLoader(Numbers(), num_workers=1, backend="spawn", **given))
     assert path in str(caught.value)
 
@@ -227,7 +229,7 @@ def test_a_global_that_a_function_of_the_main_module_uses_is_named(
     names: dict[str, Any] = {"__name__": "__main__", "lock": threading.Lock()}
     exec("def collate(batch):\n    with lock:\n        return batch", names)
     loader = DataLoader(Numbers(), num_workers=1, backend="spawn", collate_fn=names["collate"])
-    with pytest.raises(ShippingError, match=r"collate_fn\.<global>\.lock"):
+    with pytest.raises(WorkerPicklingError, match=r"collate_fn\.<global>\.lock"):
         iter(loader)
 
 
@@ -241,7 +243,7 @@ def test_a_closure_with_an_empty_cell_does_not_hide_the_culprit(
 
     _no_process_may_start(monkeypatch)
     loader = DataLoader(Numbers(), num_workers=1, backend="spawn", collate_fn=collate)
-    with pytest.raises(ShippingError, match=r"collate_fn\.<closure>\.lock"):
+    with pytest.raises(WorkerPicklingError, match=r"collate_fn\.<closure>\.lock"):
         iter(loader)
     early = None
 
@@ -270,7 +272,7 @@ class Unloadable:
 def test_what_a_copy_can_not_be_made_of_is_named() -> None:
     stream = Stream()
     stream.inner = [1, Unloadable()]  # type: ignore[attr-defined]
-    with pytest.raises(ShippingError, match=r"dataset\.inner\[1\] .*copied.*no such device"):
+    with pytest.raises(WorkerPicklingError, match=r"dataset\.inner\[1\] .*copied.*no such device"):
         iter(DataLoader(stream, num_workers=1, backend="threads"))
 
 
@@ -280,5 +282,5 @@ def test_an_iterable_dataset_that_threads_can_not_copy_is_refused() -> None:
             self.handle = threading.Lock()
 
     for backend in ("threads", "inline"):
-        with pytest.raises(ShippingError, match=r"dataset\.handle .*copy"):
+        with pytest.raises(WorkerPicklingError, match=r"dataset\.handle .*copy"):
             iter(DataLoader(Locked(), num_workers=1, backend=backend))

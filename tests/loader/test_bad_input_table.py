@@ -23,7 +23,7 @@ from hybridloader import (
     SharedDict,
     SharedList,
     SharedMemory,
-    ShippingError,
+    WorkerPicklingError,
     get_backend,
 )
 from hybridloader.backends.threads import _ThreadCrew
@@ -221,6 +221,6 @@ UNSENDABLE: dict[str, tuple[Callable[[], Any], str]] = {
 @pytest.mark.usefixtures("_no_worker")
 @pytest.mark.parametrize(("inner", "says"), UNSENDABLE.values(), ids=UNSENDABLE)
 def test_what_can_not_be_sent_is_named(inner: Callable[[], Any], says: str) -> None:
-    with pytest.raises(ShippingError, match=says) as caught:
+    with pytest.raises(WorkerPicklingError, match=says) as caught:
         iter(DataLoader(WithInner(inner()), num_workers=1, backend="spawn"))  # type: ignore[arg-type]
     assert len(str(caught.value)) < 1000

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import BatchSampler, RandomSampler, Sampler
 from torch.utils.data.datapipes.iter import IterableWrapper
 
-from hybridloader import DataLoader, ShippingError, StatefulDataLoader
+from hybridloader import DataLoader, StatefulDataLoader, WorkerPicklingError
 from hybridloader.sampling import ShuffleSampler
 
 pytestmark = [
@@ -217,7 +217,7 @@ def test_an_iterator_that_could_not_be_made_uses_up_no_epoch() -> None:
     dataset = Drawn()
     dataset.lock = (value for value in ())  # a generator can't be sent
     loader = make(dataset)
-    with pytest.raises(ShippingError, match="lock"):
+    with pytest.raises(WorkerPicklingError, match="lock"):
         iter(loader)
     dataset.lock = None
     torch.manual_seed(0)

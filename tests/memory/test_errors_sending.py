@@ -24,7 +24,7 @@ from support.failing_datasets import (
 from torch.utils.data import Dataset
 
 from hybridloader import (
-    ResultNotSendable,
+    ResultPicklingError,
 )
 
 # -- results that can't be sent ------------------------------------------------------------------
@@ -66,7 +66,7 @@ def test_a_result_that_can_not_be_sent_is_named_and_the_next_one_comes(
             value = error[0] if batch_size else error
             assert type(value) is type(UNSENDABLE[names[index // 2]]())
             continue
-        assert isinstance(error, ResultNotSendable)
+        assert isinstance(error, ResultPicklingError)
         assert isinstance(error, TypeError)
         wanted = "list" if batch_size else names[index // 2]
         assert wanted in str(error)

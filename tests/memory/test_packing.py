@@ -30,7 +30,7 @@ from support.packed_values import (
     through_slots,
 )
 
-from hybridloader._support.errors import ResultNotSendable
+from hybridloader._support.errors import ResultPicklingError
 from hybridloader._support.gil import gil_enabled
 from hybridloader.backends.process.codec import decode_message, encode_done, encode_message
 from hybridloader.backends.process.frames import Decoder, encode
@@ -257,7 +257,7 @@ def test_what_is_made_on_the_spot_goes_by_cloudpickle_and_keeps_its_buffers_apar
 
 
 def test_what_can_not_be_pickled_is_named() -> None:
-    with pytest.raises(ResultNotSendable, match="generator"):
+    with pytest.raises(ResultPicklingError, match="generator"):
         pack([(each for each in "abc")])
 
 
@@ -310,7 +310,7 @@ def test_nothing_of_a_value_is_left_in_the_pickler_or_in_the_next_value() -> Non
     references = sys.getrefcount(shared)  # one less since Python 3.14
     for value in ([shared, torch.arange(3)], torch.arange(3).expand(2, 3), Failing, None):
         if value is Failing:
-            with pytest.raises(ResultNotSendable, match="no"):
+            with pytest.raises(ResultPicklingError, match="no"):
                 pack([torch.ones(2), Failing()])
         else:
             pack(value)

@@ -21,7 +21,7 @@ from support.packed_values import (
     streamed,
 )
 
-from hybridloader._support.errors import ResultNotSendable
+from hybridloader._support.errors import ResultPicklingError
 from hybridloader.memory.packing import pack, unpack
 
 # -- tensors and arrays --------------------------------------------------------------------------
@@ -111,7 +111,7 @@ def test_parameters_and_leaves_that_require_grad_come_back_as_such(way: Any) -> 
 
 def test_a_tensor_inside_a_graph_is_refused_as_torch_does() -> None:
     tensor = torch.rand(3, requires_grad=True)
-    with pytest.raises(ResultNotSendable, match="detach"):
+    with pytest.raises(ResultPicklingError, match="detach"):
         pack([tensor * 2])
 
 

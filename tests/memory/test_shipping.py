@@ -8,7 +8,7 @@ from typing import Any
 import psutil
 import pytest
 
-from hybridloader import ShippingError
+from hybridloader import WorkerPicklingError
 from hybridloader.memory import shipping
 from hybridloader.memory.shipping import ship
 
@@ -25,7 +25,7 @@ class Raises:
 
 @pytest.mark.parametrize(
     ("error", "told"),
-    [(KeyboardInterrupt(), KeyboardInterrupt), (OSError(28, "of its own"), ShippingError)],
+    [(KeyboardInterrupt(), KeyboardInterrupt), (OSError(28, "of its own"), WorkerPicklingError)],
     ids=["interrupt", "its own"],
 )
 def test_whatever_ends_it_no_descriptor_stays(

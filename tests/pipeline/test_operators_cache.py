@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from support.comparison import same
 from support.operator_context import Oops, Script, context, drain
 
-from hybridloader._support.errors import ResultNotSendable
+from hybridloader._support.errors import ResultPicklingError
 from hybridloader.pipeline.operators import cache_file
 from hybridloader.pipeline.operators.cache import Cache
 from hybridloader.running.operator import INFINITE
@@ -227,7 +227,7 @@ def test_an_item_that_cannot_be_pickled_is_an_error_and_nothing_is_kept(file: Pa
     with pytest.warns(UserWarning, match=r"\(1 here\)"):
         one, error, two = drain(found)
     assert (one, two) == (1, 2)
-    assert isinstance(error, ResultNotSendable)
+    assert isinstance(error, ResultPicklingError)
     assert "cache file" in str(error)
     assert "lock" in str(error)
     assert os.listdir(file.parent) == []

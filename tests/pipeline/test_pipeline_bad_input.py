@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hybridloader import BackendUnavailable, Pipeline, ShippingError, Threads
+from hybridloader import BackendUnavailable, Pipeline, Threads, WorkerPicklingError
 from hybridloader.pipeline.operators.grouping import Batch
 
 BASE = Pipeline.from_dataset(range(7))
@@ -245,7 +245,7 @@ LATE: dict[str, Case] = {
     ),
     "unpicklable function": (
         lambda: BASE.map(functools.partial(two, threading.Lock()), backend="spawn", num_workers=1),
-        ShippingError,
+        WorkerPicklingError,
         "can't be pickled",
     ),
     "uneven, unknown lengths": (
@@ -382,5 +382,5 @@ def test_a_class_serves_as_the_function_that_makes_an_iterable(factory: Any) -> 
 def test_what_can_not_be_sent_is_told_with_its_stage() -> None:
     lock = threading.Lock()
     pipe = BASE.map(lambda item: (item, lock), name="my stage", backend="spawn", num_workers=1)
-    with pytest.raises(ShippingError, match=re.escape("'my stage'")):
+    with pytest.raises(WorkerPicklingError, match=re.escape("'my stage'")):
         pipe.run()

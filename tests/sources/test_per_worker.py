@@ -189,7 +189,7 @@ def test_an_inherited_handle_is_closed_where_that_is_asked_for(per: Any, tmp_pat
     handle: Any = PerWorker(
         partial(Handle, str(path)),
         per=per,
-        inherited="close",
+        on_fork="close",
         close=lambda handle: closed.write_text(handle.where),
     )
     mine = handle().where
@@ -236,7 +236,7 @@ def test_bad_arguments_are_told() -> None:
         PerWorker("a.db")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="close must be a function of the handle"):
         PerWorker(dict, close=3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="inherited must be 'leave' or 'close', got 'keep'"):
-        PerWorker(dict, inherited="keep")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="on_fork must be 'leave' or 'close', got 'keep'"):
+        PerWorker(dict, on_fork="keep")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="per must be 'thread' or 'process', got 'worker'"):
         PerWorker(dict, per="worker")  # type: ignore[arg-type]

@@ -95,7 +95,7 @@ def open_lmdb(path: str) -> Any:
 class Lmdb:
     def __init__(self, path: str) -> None:
         # An environment must not be open twice in a process, nor beside one that a fork has copied.
-        self.environment = PerWorker(partial(open_lmdb, path), per="process", inherited="close")
+        self.environment = PerWorker(partial(open_lmdb, path), per="process", on_fork="close")
 
     def __len__(self) -> int:
         count: int = self.environment().stat()["entries"]

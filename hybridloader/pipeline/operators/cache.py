@@ -13,7 +13,7 @@ from typing import Any
 
 from hybridloader._support.caller import warn
 from hybridloader._support.errors import (
-    ResultNotSendable,
+    ResultPicklingError,
     StateError,
     is_a,
     no_answer,
@@ -243,10 +243,10 @@ class KeepingIterator(OperatorIterator):
             if is_a(error, OSError):
                 _warn_of(self._path, error)
                 return
-            if not is_a(error, ResultNotSendable):
+            if not is_a(error, ResultPicklingError):
                 raise
             self._raised += 1
-            raise ResultNotSendable(
+            raise ResultPicklingError(
                 f"an item can't be written to the cache file {self._path!r}: {short(item)}: "
                 f"{text_of(part(error, '__cause__'))}. Cache in memory, without a path, or before the "
                 "step that makes it"

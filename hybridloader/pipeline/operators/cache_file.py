@@ -109,7 +109,7 @@ class Writer:
             raise
 
     def add(self, item: Any) -> None:
-        """Write one more record; nothing of an item that raises `ResultNotSendable`, as it can't be."""
+        """Write one more record; writes nothing if the item raises `ResultPicklingError`."""
         header, buffers = pack(item)
         sizes = _SIZES.pack(len(header), len(buffers))
         if buffers:
