@@ -86,8 +86,8 @@ def ship(thing: Any, what: str, *, share: bool) -> Shipment:
     workers map that file. Its large arrays and tensors are not copied until a worker writes to them, and
     tensors in shared memory stay shared. Without `share`, each worker gets a copy of everything.
 
-    Raises `WorkerPicklingError` with the attribute that can't be pickled, and `OSError` if there is no room
-    for the pickle or no free descriptor.
+    Raises `WorkerPicklingError` with the attribute that can't be pickled, and `OSError` if there is no
+    room for the pickle or no free descriptor.
     """
 
     def blame(error: Exception, *, starting: bool) -> WorkerPicklingError:
@@ -202,8 +202,8 @@ def replicate(thing: Any, what: str) -> Any:
     """Make a private copy of `thing` within this process, as if it were sent to another.
 
     Functions, classes and modules are not copied, nor are objects that processes would share: tensors in
-    shared memory, multiprocessing's locks, values, queues and proxies. Raises `WorkerPicklingError` with the
-    attribute that can't be copied.
+    shared memory, multiprocessing's locks, values, queues and proxies. Raises `WorkerPicklingError` with
+    the attribute that can't be copied.
     """
     import cloudpickle
 

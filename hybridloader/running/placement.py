@@ -202,7 +202,7 @@ AUTO = "auto"
 
 
 def _asked_to_choose(stage: str, backend: Any, workers: Any) -> tuple[str, Any]:
-    """Return what ``"auto"`` asks to choose, and the backend until then."""
+    """Return the options that ``"auto"`` leaves to be chosen, and the backend until then."""
     if backend is None or workers not in (AUTO, None):
         raise ValueError(
             f"stage {stage!r}: num_workers='auto' needs a backend, or backend='auto' chooses both; "
