@@ -1,9 +1,9 @@
-"""Loans of the global generators of this process, which are given back with their states restored.
+"""Exclusive and shared use of the global generators of this process, with their states restored after.
 
-An inline worker borrows them alone and puts its own states in. Threads that run an `init_fn` borrow
-them together: each thread finds generators of its own in their place (see `thread_sample_rng`), but
-for some, such as those of devices, whose states are restored after the last thread. Nothing is seeded
-here.
+An inline worker borrows the generators alone and sets its own states. Threads that run an `init_fn`
+borrow them together. Each of these threads draws from its own replacements (see `thread_sample_rng`).
+Some generators, such as those of devices, have no replacement; their states are restored after the
+last thread. This module seeds nothing itself, except a library imported during a loan.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from hybridloader.seeding.sample_rng import GLOBALS, NUMPY, now
 
 
 class Globals:
-    """States of the three global generators, as far as their libraries are imported.
+    """States of the global generators of `random`, numpy and torch, if the library is imported.
 
-    With `devices`, those of devices in use too, which ``torch.manual_seed`` sets as well.
+    With `devices`, also of the devices in use, which ``torch.manual_seed`` seeds too.
     """
 
     def __init__(self, *, devices: bool = False) -> None:
@@ -35,7 +35,7 @@ class Globals:
         self._devices = _device_states() if devices else []
 
     def restore(self) -> None:
-        """Restore the states. A library that was imported meanwhile is seeded afresh."""
+        """Restore the states, and seed the libraries that were imported since they were saved."""
         random.setstate(self._python)
         array, tensor = sys.modules.get(NUMPY), sys.modules.get("torch")
         if self._array is not None:
@@ -52,7 +52,7 @@ class Globals:
 
 @contextmanager
 def kept(*, devices: bool = False) -> Iterator[None]:
-    """Restore the global generators after the block, and the sample of `rng`."""
+    """Restore the global generators and the sample of `rng` after the block."""
     outer = now.digest, now.own
     before = Globals(devices=devices)
     try:
@@ -65,8 +65,8 @@ def kept(*, devices: bool = False) -> Iterator[None]:
 def _device_states() -> list[tuple[Any, int, Any]]:
     """Return module, number and generator state of all devices that this process uses.
 
-    A module that can't tell whether its device is in use is read too, unless this process can't use
-    the device, as in a fork of a process that has used it.
+    A module that does not report whether its device is in use counts as in use. Modules that this
+    process can't use are left out, as in a fork of a process that has used the device.
     """
     return [
         (module, number, module.get_rng_state(number))
@@ -79,21 +79,21 @@ def _device_states() -> list[tuple[Any, int, Any]]:
 
 
 class _Lent:
-    """Lock for one thread alone, or for any number of threads together.
+    """Lock on the global generators for one thread alone, or for any number of threads together.
 
-    A thread with generators of its own in their place borrows nothing.
+    A thread that draws from its own replacements already does not need the lock.
     """
 
     def __init__(self) -> None:
         self._free = threading.Condition()
         # All the mutable state:
-        self._owner: int | None = None  # the thread that has them alone
-        self._inside: set[int] = set()  # the threads that have them together
+        self._owner: int | None = None  # the thread that holds them alone
+        self._inside: set[int] = set()  # the threads that share them
         self._before: Globals | None = None
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Borrow them alone. On the same thread again, or beneath `together`, it does nothing."""
+        """Borrow the generators alone. A nested call, also within `together`, does nothing."""
         me = threading.get_ident()
         if now.generators is not GLOBALS or self._owner == me:
             yield
@@ -110,9 +110,9 @@ class _Lent:
 
     @contextmanager
     def together(self, starter: int) -> Iterator[None]:
-        """Borrow them with other threads. After the last one they are as before the first.
+        """Borrow the generators with other threads; the last thread to leave restores their states.
 
-        Thread `starter` started this one and waits for it; it may have borrowed them alone.
+        Thread `starter` started this thread and waits for it, so `starter` may hold them alone.
         """
         me = threading.get_ident()
         with self._free:
@@ -132,7 +132,7 @@ class _Lent:
                     self._free.notify_all()
 
     def forked(self) -> None:
-        """Forget, in the child of a fork, threads that exist only in the parent, and their lock."""
+        """Drop, in the child of a fork, the lock and the threads that exist only in the parent."""
         me = threading.get_ident()
         self._free = threading.Condition()
         if self._owner != me:

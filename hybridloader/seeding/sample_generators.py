@@ -1,7 +1,7 @@
-"""Generators for the sample that is being made (`rng`), the same on every backend.
+"""Generators for the current sample (`rng`), which draw the same numbers on every backend.
 
-They are not the global ones, so no library, thread or order of imports interferes. Outside of a sample
-under ``seeding="sample"`` there are none.
+They are separate from the global generators, so libraries, threads and the order of imports don't
+affect them. They exist only while a sample is made under ``seeding="sample"``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class SampleGenerators:
-    """Generators of one sample, each made when it is first asked for."""
+    """Generators of one sample, each created on first access."""
 
     def __init__(self, digest: bytes) -> None:
         self._seeds = own_seeds(digest)
@@ -45,7 +45,7 @@ class SampleGenerators:
 
 
 def rng() -> SampleGenerators:
-    """Return the generators of the sample that is being made; the same ones until the next sample.
+    """Return the generators of the current sample; every call returns the same ones until the next.
 
     Returns
     -------
@@ -68,9 +68,9 @@ def rng() -> SampleGenerators:
     digest = mine.digest
     if digest is None:
         raise RuntimeError(
-            'rng() is for samples that are made under seeding="sample", and none is being made on '
-            'this thread. Give DataLoader or the step of a Pipeline seeding="sample"; a thread of your '
-            "own has to be handed the generators"
+            'rng() works only while a sample is made under seeding="sample", and this thread is not '
+            'making one. Pass seeding="sample" to DataLoader or to the step of a Pipeline. If you '
+            "start a thread in a sample, pass the generators to it"
         )
     if mine.own is None:
         mine.own = SampleGenerators(digest)

@@ -1,9 +1,9 @@
 """Seeding of every call that makes a sample, in a worker under ``seeding="sample"``.
 
-It wraps the calls of the fetchers: `dataset[index]`, `next` of a shard, `collate_fn`, the functions of
-a stage. A worker with a process of its own, or one that has borrowed the global generators of its
-process, seeds these; for workers on threads see `thread_sample_rng`. Nothing here imports numpy or
-torch: a library that is not imported needs no seed, and is seeded when it is imported.
+The wrapped calls are those of the fetchers: `dataset[index]`, `next` of a shard, `collate_fn` and the
+functions of a stage. They seed the global generators. The worker must be a process or must have borrowed
+the generators; for workers on threads see `thread_sample_rng`. This module imports numpy and torch only
+once the program has done so: until then they need no seed, and their import seeds them.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ REPLACE = b"replace/"
 OPEN = b"open/"
 
 Key = bytes | Callable[[], bytes]
-"""Key of a call, or a function that computes it: most samples on threads draw nothing."""
+"""Key of a call, or a function that computes it on demand: most samples on threads draw nothing."""
 
 NUMPY = "numpy.random"
-"""Module of numpy's generators. Since numpy 2 it is imported when it is first asked for, which takes 15
-ms: a program that has numpy and draws nothing from it needs neither that nor seeds for it."""
+"""Module of numpy's generators. Since numpy 2 it is imported on first access, which takes 15 ms. A
+program that uses numpy without drawing from it is spared the import and the seeds."""
 
 
 class Generators:
-    """Global generators of this process: those of the libraries that are imported."""
+    """Global generators of the libraries that this process has imported."""
 
     def seed(self, python: int, array: int | list[int], tensor: int) -> None:
-        """Seed them all. A library that is imported later is seeded then: see `SampleRng.prepare`."""
+        """Seed all of them. `SampleRng.prepare` arranges the seeding of later imports."""
         random.seed(python)
         modules = sys.modules
         if NUMPY in modules:
@@ -60,7 +60,7 @@ class Generators:
     def seed_torch(seed: int) -> None:
         import torch
 
-        # Not torch.manual_seed, which goes round all devices: 1 us against 77.
+        # Not torch.manual_seed, which visits all devices: 1 us instead of 77.
         torch.default_generator.manual_seed(seed)
 
 
@@ -71,29 +71,29 @@ class Now(threading.local):
     """State of the sample that this thread makes."""
 
     digest: bytes | None = None  # hash of the sample's key; None outside of any sample
-    own: Any = None  # generators that the sample has asked for: see `rng`
+    own: Any = None  # generators that the sample got from `rng`
     item: bytes = b""  # number of the item that a stage works on
     first: Key | None = (
-        None  # key of the first sample of the task in hand; None outside of any task
+        None  # key of the first sample of the current task; None outside of any task
     )
-    generators: Any = GLOBALS  # that code on this thread draws from: `GLOBALS`, or its own instead
-    moved: set[str] | None = None  # libraries whose global generator was moved, if somebody looks
+    generators: Any = GLOBALS  # that code on this thread draws from: `GLOBALS` or the thread's
+    moved: set[str] | None = None  # libraries whose global generator was moved; None: not watched
 
 
 now = Now()
 
 
 class SampleRng:
-    """Seeds the global generators before each call; for a worker that has them to itself.
+    """Seeds the global generators before each call, in a worker that uses them alone.
 
-    The number of the `worker` belongs to the keys of a shard's samples; `number` is that of the seeded
-    function in the stage.
+    `worker` is the worker's number, a part of the keys of a shard's samples. `number` is the position of
+    the seeded function in the stage.
     """
 
     by_function = True
-    """True if each function of a stage is seeded by itself; else all of them draw for the item."""
+    """True: each function of a stage is seeded separately. False: all of them share the item's seed."""
     kept: Any = None
-    """Generators of a worker on threads that it draws from in turn, of the libraries in `reseeded`."""
+    """Generators of a worker on threads that samples don't reseed, for the libraries in `reseeded`."""
 
     def __init__(self, origin: Origin, worker: int, number: int = 0) -> None:
         self.worker, self._number = worker, number
@@ -109,7 +109,7 @@ class SampleRng:
             part.begin(origin)
 
     def begin_at(self, item: int, epoch: int) -> None:
-        """Number the next items from `item` on, in pass `epoch`."""
+        """Number the next items from `item`, in epoch `epoch`."""
         if epoch != self.origin.epoch:
             self.begin(dataclasses.replace(self.origin, epoch=epoch))
         self._next = item
@@ -141,9 +141,9 @@ class SampleRng:
     # -- differs where the generators are shared -------------------------------------------------------
 
     def prepare(self) -> None:
-        """Begin, before the first call and after all else that seeds modules as they are imported.
+        """Arrange that a library imported during a sample is seeded before it can be used.
 
-        A library that is imported in the middle of a sample is seeded before anybody can use it.
+        Call this before the first call, and after other code that seeds modules on import.
         """
         for name in (NUMPY, "torch"):
             place = os.getpid(), name
@@ -152,10 +152,10 @@ class SampleRng:
                 when_imported(name, functools.partial(_seed_imported, name))
 
     def release(self) -> None:
-        """End: no call will follow."""
+        """Clean up; no call follows."""
 
     def info_rng(self, without: Any) -> Any:
-        """Return `WorkerInfo.rng`, which would be `without` if samples were not seeded."""
+        """Return `WorkerInfo.rng`; `without` is its value when samples are not seeded."""
         return without
 
     def _part(self, number: int) -> SampleRng:
@@ -163,7 +163,7 @@ class SampleRng:
 
     def call(self, kind: bytes, key: Key, function: Callable[..., T], *arguments: Any) -> T:
         """Return ``function(*arguments)``, seeded by `kind` and `key`."""
-        found = self._root.copy()  # `digest`, without the call
+        found = self._root.copy()  # `digest`, inlined
         found.update(kind + (key if isinstance(key, bytes) else key()))
         now.digest = digest = found.digest()
         now.own = None
@@ -173,15 +173,15 @@ class SampleRng:
     def enter(
         self, items: Sequence[Any], key: Callable[[int], bytes] | None = None
     ) -> Iterator[Any]:
-        """Return an iterator over `items`. Code that draws, draws for the item that it returned last.
+        """Return an iterator over `items`; draws until `leave` belong to the item it returned last.
 
-        ``key(place)`` names the sample of an item; without `key`, items are indices. Here, in a process,
-        the wrappers below seed each sample, and nothing is done. `leave` ends it.
+        ``key(place)`` returns the key of an item's sample; without `key`, the items are indices. This
+        class seeds nothing here, because its wrappers below seed each sample.
         """
         return iter(items)
 
     def leave(self) -> None:
-        """End what `enter` began."""
+        """End the draws of the items of `enter`."""
 
     # -- seeded calls ----------------------------------------------------------------------------------
 
@@ -190,20 +190,20 @@ class SampleRng:
         return lambda index: call(kind, self.key_of(index), function, index)
 
     def seeded_in_turn(self, dataset: Any) -> Any:
-        """Return `dataset` as it is asked, index by index, between `enter` and `leave`."""
+        """Return `dataset` for use index by index between `enter` and `leave`."""
         return SeededDataset(self, dataset)
 
     def seeded_collate(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Return `collate_fn`, seeded by the first sample of the task in hand."""
+        """Return `collate_fn`, seeded by the first sample of the current task."""
         return lambda samples: self.call(COLLATE, now.first or b"", collate_fn, samples)
 
     def seeded_shard(
         self, make: Callable[[], Iterator[Any]], *, later: bool = False, entered: bool = False
     ) -> Iterator[Any]:
-        """Return the iterator that `make` gives, each sample seeded by its number in this shard.
+        """Return the iterator that `make` returns, with each sample seeded by its number in this shard.
 
-        It is made now, or `later`, by `SeededIterator.open`: by then its pass is known. `entered` says
-        that it is read between `enter` and `leave`.
+        With `later`, `SeededIterator.open` makes the iterator, once its epoch is known; otherwise it is
+        made at once. `entered` is true if the iterator is read between `enter` and `leave`.
         """
         worker = b"%d/" % self.worker
         made = None if later else self.call(OPEN, worker, make)
@@ -215,14 +215,14 @@ class SampleRng:
     def seeded_replacement(
         self, give: Callable[[Any, Exception], Any], key_of: Callable[[Any], bytes] | None = None
     ) -> Callable[[Any, Exception], Any]:
-        """Return `give`, which makes a replacement for an index, seeded by that index."""
+        """Return `give`, which makes the replacement of an index's sample, seeded by that index."""
         key = key_of or self.key_of
         return lambda index, error: self.call(REPLACE, key(index), give, index, error)
 
     def seeded_by_item(self, kind: str, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Return `function` of an item, seeded by the number of the item in hand (`Now.item`).
+        """Return `function`, seeded by the number of the current item (`Now.item`).
 
-        The items that a ``"flat_map"`` gives for one are seeded each, as they are asked for.
+        Each item that a ``"flat_map"`` makes of one is seeded when it is made.
         """
         call = self.call
         if kind != "flat_map":
@@ -235,8 +235,8 @@ class SampleRng:
         return several
 
     def task(self, key: Callable[[Any], Key], function: Callable[[Any], T], index: Any) -> T:
-        """Return ``function(index)``, the result of a task, collation seeded by ``key(index)``."""
-        outer = now.digest, now.own, now.item, now.first  # a sample may have a loader of its own
+        """Return ``function(index)``, the result of a task whose collation ``key(index)`` seeds."""
+        outer = now.digest, now.own, now.item, now.first  # a sample may run a loader
         now.first = key(index)
         try:
             return function(index)
@@ -245,18 +245,18 @@ class SampleRng:
 
 
 def numbered_item(pair: tuple[Any, int]) -> Any:
-    """Return the item of a pair; its number is from now on that of the item in hand."""
+    """Return the item of a pair, and set its number as that of the current item."""
     now.item = b"%d" % pair[1]
     return pair[0]
 
 
 def item_key(_: Any) -> bytes:
-    """Return the key of the item in hand, which seeds its replacement."""
+    """Return the key of the current item, which seeds its replacement."""
     return now.item
 
 
 class SeededDataset:
-    """Dataset with each sample seeded; if `whole`, each batch that it makes in one go."""
+    """Dataset that seeds each sample; with `whole`, also each batch of one `__getitems__` call."""
 
     def __init__(self, rng: SampleRng, dataset: Any, *, whole: bool = False) -> None:
         self._one = rng.seeded(functools.partial(operator.getitem, dataset))
@@ -268,7 +268,7 @@ class SeededDataset:
 
 
 class SeededIterator(Iterator[Any]):
-    """Iterator of which every ``next()`` is seeded by its number."""
+    """Iterator that seeds each ``next()`` by its number."""
 
     def __init__(
         self,
@@ -288,7 +288,7 @@ class SeededIterator(Iterator[Any]):
         return self._rng.call(SAMPLE, self._prefix + b"%d" % number, next, self.wrapped)
 
     def open(self) -> None:
-        """Make the user's iterator, unless it is there."""
+        """Make the user's iterator if it is not made yet."""
         if self.wrapped is None:
             assert self._make is not None
             self.wrapped = self._rng.call(OPEN, self._prefix, self._make)
@@ -302,11 +302,11 @@ def innermost(samples: Iterator[Any]) -> Any:
 
 
 _awaited: set[tuple[int, str]] = set()
-"""Processes and modules that will be seeded when imported: a fork seeds its worker first."""
+"""Process and module of each pending seeding on import. A fork needs its own."""
 
 
 def _seed_imported(name: str) -> None:
-    # In the middle of a sample. A thread's own generators are seeded at their first draw.
+    # Only during a sample. A thread's own generators are seeded at their first draw.
     if now.digest is not None and now.generators is GLOBALS:
         found = seeds(now.digest)
         if name == NUMPY:

@@ -1,7 +1,7 @@
 """Seeds of samples under ``seeding="sample"``: hashes of (seed, epoch, stage, sample).
 
-A seed is the same wherever and whenever its sample is made. Nothing is drawn here, no generator is
-touched, and Python's `hash`, which every process salts anew, is never used.
+A seed does not depend on where or when its sample is made. This module draws nothing and touches no
+generator. It does not use Python's `hash`, because each process salts it differently.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from hybridloader._support.attributes import attribute
 
 @dataclass(frozen=True)
 class SampleSeeding:
-    """Policy that the draws of a sample depend on this seed, the epoch, the stage and the sample alone.
+    """Policy: the draws of a sample depend only on this seed, the epoch, the stage and the sample.
 
     Parameters
     ----------
     seed
-        Seed of all samples. None: it is drawn where torch draws the seed of its workers, so that
-        ``torch.manual_seed`` decides it.
+        Seed of all samples. None: the seed is drawn where torch draws the seed of its workers, so
+        ``torch.manual_seed`` determines it.
 
     Examples
     --------
@@ -43,7 +43,7 @@ class SampleSeeding:
 
 
 def parse_seeding(value: Any, name: str = "seeding") -> SampleSeeding | str | None:
-    """Return a value of `seeding`, checked: a policy, ``"worker"``, ``"shared"`` or None.
+    """Check a value of `seeding`; return a policy, ``"worker"``, ``"shared"`` or None.
 
     Raises `ValueError` for other values.
     """
@@ -56,12 +56,12 @@ def parse_seeding(value: Any, name: str = "seeding") -> SampleSeeding | str | No
 
 
 class Kind(enum.Enum):
-    """Kind of seeding of a stage whose samples do not all draw from the process's generators."""
+    """Kind of seeding of a stage that does not simply draw from the generators of its process."""
 
     SAMPLE = "sample"
-    """Each sample is seeded, as the user asked: also each function of a stage for itself."""
+    """The user asked for seeding by sample. Each function of a stage is seeded separately too."""
     PLACE = "place"
-    """Each sample is seeded, because the stage is on threads. `worker_init_fn` may seed instead."""
+    """Each sample is seeded because the stage is on threads. `worker_init_fn` may seed instead."""
     WORKER = "worker"
     """Each worker on threads is seeded once, as torch seeds its processes."""
 
@@ -71,8 +71,8 @@ class Origin:
     """Origin of the seeds of all samples of a running stage; sent to its workers."""
 
     seed: int  # of the loader or of the run
-    epoch: int = 0  # number of the pass
-    stages: tuple[str, ...] = ("",)  # names that seed the functions of the stage, one for each
+    epoch: int = 0  # number of the epoch
+    stages: tuple[str, ...] = ("",)  # one name for each function of the stage, which seeds it
     any_thread: bool = False  # an inline worker may run on any thread, so it borrows no generators
     kind: Kind = Kind.SAMPLE
 
@@ -108,28 +108,28 @@ class SeedTriple(NamedTuple):
 
 
 def root(origin: Origin, stage: str) -> Any:
-    """Return the hash of everything but the sample; docs/decisions/0015 says why it is blake2b."""
-    told = _framed((origin.seed, origin.epoch, stage))
-    return blake2b(told, digest_size=32, person=b"hybridloader-1")
+    """Return the hash of seed, epoch and stage; docs/decisions/0015 explains why it is blake2b."""
+    parts = _framed((origin.seed, origin.epoch, stage))
+    return blake2b(parts, digest_size=32, person=b"hybridloader-1")
 
 
 def seeds(digest: bytes) -> SeedTriple:
     number = int.from_bytes
     python, numpy = number(digest[:16], "little"), number(digest[16:20], "little")
-    # Not Seeds(...), which takes as long as all of this.
+    # Not SeedTriple(...), which takes as long as the rest of this function.
     return tuple.__new__(SeedTriple, (python, numpy, number(digest[24:], "little") >> 1))
 
 
 def own_seeds(digest: bytes) -> SeedTriple:
-    """Return the seeds of the generators of `rng`, which differ from those of the global ones."""
+    """Return the seeds of the generators of `rng`; the global generators get other seeds."""
     return seeds(blake2b(digest, digest_size=32, person=b"hybridloader-rng").digest())
 
 
 def key_of(index: Any) -> bytes:
-    """Return bytes that are the same for `index` in every process, and differ for other indices.
+    """Return bytes that identify `index` and are the same in every process.
 
-    Equal ints have equal keys, of any type (``np.int64(3)``, ``torch.tensor(3)``). Raises `TypeError`
-    for types of which no bytes are the same in every process.
+    Equal ints of any type have equal keys (``np.int64(3)``, ``torch.tensor(3)``). Raises `TypeError`
+    for types without such bytes.
     """
     if type(index) is int:
         return b"i%d" % index

@@ -1,9 +1,9 @@
-"""Patches by which `random`, `numpy.random` and torch use a thread's generators instead of theirs.
+"""Patches that let `random`, `numpy.random` and torch use a thread's generators, not the global ones.
 
-They are installed only while workers on threads run under ``seeding="sample"``, or run their
-`init_fn`. docs/randomness.md says what each covers, docs/decisions/0015 why they differ by library.
-Threads that make no sample draw as ever, and are counted. The state of a global generator is never
-changed here.
+The patches are installed only while workers on threads seed their samples or run their `init_fn`.
+docs/randomness.md lists the functions that each patch covers; docs/decisions/0015 explains why the
+patches differ by library. Threads that make no sample draw from the global generators as before, and
+the patches note that they do. This module never changes the state of a global generator.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from hybridloader._support.import_hooks import when_imported
 from hybridloader.seeding.sample_rng import GLOBALS, NUMPY, now
 
 Patch = Callable[[Any, str, Any], None]
-"""Function that replaces an attribute, by its object and name, until the patches are undone."""
+"""Function that replaces an attribute (object, name, new value) until the patches are removed."""
 
 
 class _Others:
-    """Draws on threads that make no sample. No count, which threads without a GIL would lose."""
+    """Draws on threads that make no sample. Not a counter: threads without a GIL would lose counts."""
 
     def __init__(self) -> None:
         self.last: object = None  # the draw that began last
@@ -54,13 +54,13 @@ def _draw(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 _HIDDEN: random.Random = random._inst
 
 _RESEEDING = ("seed", "setstate", "set_state")
-"""Names of functions by which code seeds a generator itself."""
+"""Names of the functions with which code seeds a generator."""
 
 
 def _of_thread(name: str) -> Any:
-    """Return a method of `random.Random` that asks the thread first."""
-    # Without `super()`, which refuses an instance that has its own class back: a thread may be in one of
-    # these, or keep one for ever (``from random import random`` in a module that a sample imports).
+    """Return a method of `random.Random` that uses the generator of the calling thread."""
+    # Not `super()`, which fails once the instance has its original class again. A thread may still run
+    # one of these methods, or keep one (``from random import random`` in a module a sample imports).
     plain = getattr(random.Random, name)
 
     @functools.wraps(plain)
@@ -87,7 +87,7 @@ class _ThreadRandom(random.Random):
     setstate = _of_thread("setstate")
 
     @property
-    def gauss_next(self) -> float | None:  # the second of a pair, which `gauss` keeps
+    def gauss_next(self) -> float | None:  # second number of a pair, kept by `gauss`
         mine = now.generators
         found: float | None = vars(self if mine is GLOBALS else mine.python)["gauss_next"]
         return found
@@ -109,7 +109,7 @@ def _install_random(patch: Patch) -> None:
 
 @functools.cache
 def numpy_instances() -> tuple[Any, Any]:
-    """Return the hidden instance of `numpy.random`, and its replacement."""
+    """Return the hidden instance of `numpy.random` and its replacement."""
     from numpy.random import RandomState, mtrand
 
     singleton: Any = mtrand._rand
@@ -160,7 +160,7 @@ _FUNCTIONS = """
 _METHODS = """
     uniform_ normal_ random_ bernoulli_ bernoulli cauchy_ exponential_ geometric_ log_normal_ multinomial
 """
-"""Functions that take a generator, in torch and among the methods of its tensors."""
+"""Functions of torch, and methods of its tensors, that take a generator."""
 
 
 _WITHOUT = """
@@ -182,7 +182,7 @@ def mode_class() -> Any:
 
     takes = {getattr(torch, name, None) for name in _FUNCTIONS.split()}
     takes |= {getattr(torch.Tensor, name, None) for name in _METHODS.split()}
-    # The mode is off within a Python function that has called it.
+    # These Python functions must be listed: the mode is off within a function that it handles.
     for function in vars(torch.nn.init).values():
         if inspect.isfunction(function) and "generator" in inspect.signature(function).parameters:
             takes.add(function)
@@ -191,12 +191,13 @@ def mode_class() -> Any:
     default, seeded = torch.default_generator, torch.Tag.nondeterministic_seeded
 
     class Within(TorchDispatchMode):  # type: ignore[no-untyped-call]
-        """Mode within a function that takes no generator: each operation that draws gets one.
+        """Mode within a function that takes no generator: passes one to each operation that draws.
 
-        If `moved` is given, the mode adds "torch" to it when an operation draws. The mode is entered by
-        way of C: torch's own `__enter__` also notes it for the process, where `torch.compile` looks. One
-        thread at a time is in the mode: torch fails if two threads are the first to run an operator in
-        one (an assertion in ``PyHandleCache.h``; met on Python 3.13t, 2 runs of 8).
+        If `moved` is given, the mode adds "torch" to it when an operation draws. The mode is entered
+        through torch's C functions, because torch's `__enter__` also sets a flag of the whole process,
+        which `torch.compile` reads. Only one thread at a time is in the mode: torch fails if two threads
+        are the first to run an operator in one (an assertion in ``PyHandleCache.h``, seen on Python
+        3.13t in 2 of 8 runs).
         """
 
         def __init__(self, mine: Any, moved: set[str] | None = None) -> None:
@@ -205,7 +206,7 @@ def mode_class() -> Any:
 
         @classmethod
         def _should_skip_dynamo(cls) -> bool:
-            return False  # else the first operation imports torch.compile, which takes a second
+            return False  # otherwise the first operation imports torch.compile, which takes 1 s
 
         def __enter__(self) -> Any:
             self._lock = installation.dispatching
@@ -235,7 +236,7 @@ def mode_class() -> Any:
         def __init__(self, mine: Any) -> None:
             super().__init__()
             self._mine = mine
-            # As `__enter__` and `__exit__`, without four calls a batch.
+            # Like `__enter__` and `__exit__`, with four calls fewer per batch.
             self.begin = functools.partial(torch._C._push_on_torch_function_stack, self)
             self.end = torch._C._pop_torch_function_stack
 
@@ -262,9 +263,9 @@ def mode_class() -> Any:
 
 @functools.cache
 def _with_generator(operation: Any) -> tuple[Any, int]:
-    """Return the overload of an operation of torch's that takes a generator, and its place there.
+    """Return the overload of a torch operation that takes a generator, and the argument's position.
 
-    None if there is no such overload. Generators come last.
+    The overload is None if there is none. Generators are the last argument.
     """
     name = operation._overloadname
     with_one = "generator" if name == "default" else f"{name}_generator"
@@ -276,7 +277,7 @@ def _with_generator(operation: Any) -> tuple[Any, int]:
 
 
 def _on_cpu(args: Any, kwargs: Any) -> bool:
-    """Tell whether a call makes, or changes, tensors of the CPU."""
+    """Return True if a call makes or changes tensors of the CPU."""
     device, torch = kwargs.get("device"), sys.modules["torch"]
     if device is None and args:
         device = attribute(args[0], "device")
@@ -290,7 +291,7 @@ def _asking(*args: Any, _act: Any, **kwargs: Any) -> Any:
 
 
 def _install_torch(patch: Patch) -> None:
-    """Exchange the code of functions, not the names: the functions may have been imported alone."""
+    """Replace the code of functions, not their names, so that names imported earlier change too."""
     import torch
 
     def shim(before: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
@@ -318,7 +319,7 @@ def _install_torch(patch: Patch) -> None:
         function = getattr(torch.random, name)
         if "_act" not in (function.__kwdefaults__ or ()):
             before = types.FunctionType(function.__code__, function.__globals__, name)
-            # For good: a call on another thread must not find one of the two without the other.
+            # Never removed: a call on another thread must not find new code without this default.
             function.__kwdefaults__ = {"_act": shim(before, instead)}
         patch(function, "__code__", _asking.__code__)
 
@@ -329,7 +330,7 @@ _INSTALL = {NUMPY: _install_numpy, "torch": _install_torch}
 
 
 class _Installation:
-    """The patches, installed while at least one user has taken them."""
+    """The patches, installed while at least one user holds them."""
 
     def __init__(self) -> None:
         # All the mutable state:
@@ -358,7 +359,9 @@ class _Installation:
             self.count -= 1
             if not self.count:
                 for home, name, before, value in reversed(self._replaced):
-                    if getattr(home, name, None) is value:  # else other code has replaced it since
+                    if (
+                        getattr(home, name, None) is value
+                    ):  # otherwise other code has replaced it since
                         setattr(home, name, before)
                 self._replaced.clear()
                 self.done.clear()
@@ -374,7 +377,7 @@ class _Installation:
                 _INSTALL[name](self._patch)
 
     def forked(self) -> None:
-        """Forget, in the child of a fork, threads of the parent that held a lock or were drawing."""
+        """Drop, in the child of a fork, the locks and draws of threads that exist only in the parent."""
         self._lock, self.dispatching = threading.RLock(), threading.RLock()
         others.drawing.clear()
 
@@ -384,13 +387,14 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=installation.forked)
 
 
-# -- draws that get past -----------------------------------------------------------------------------
+# -- draws that are not covered ------------------------------------------------------------------------
 
 
 def shared_states() -> tuple[dict[str, Any], object] | None:
-    """Return the states of the global generators of `random` and numpy, and the last draw of others.
+    """Return the states of the global `random` and numpy generators, and the last draw of `others`.
 
-    None while another thread draws. Two results may be compared if that draw is the same. Takes 50 us.
+    Returns None while another thread draws. Two results are comparable only if they have the same last
+    draw. A call takes 50 us.
     """
     before = others.last
     states: dict[str, Any] = {"random": random.Random.getstate(_HIDDEN)[1]}

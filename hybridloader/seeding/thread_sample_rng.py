@@ -1,11 +1,12 @@
-"""Seeding of samples for workers that share a process: each thread draws from generators of its own.
+"""Seeding of samples for workers that share a process: each thread draws from separate generators.
 
-A sample on a thread must not move the global generators, which belong to the training loop, and must
-draw the numbers that it would draw in a process of its own. So while such workers run, `random`,
-`numpy.random` and torch ask for the thread's generators first (see `thread_generators`). These are
-seeded when a sample first draws from them: a sample that draws nothing costs nothing. A function held
-by C code draws from the global generators all the same. Such draws are looked for now and then, and
-reported once. A global generator's state is never changed.
+A sample on a thread must draw the numbers that it would draw in a process. It must not move the global
+generators, which belong to the training loop. While such workers run, `random`, `numpy.random` and
+torch therefore use the generators of the calling thread (see `thread_generators`). A generator is
+seeded when a sample first draws from it, so a sample that draws nothing is not slowed by seeding.
+
+A function that C code holds still draws from the global generators. The worker checks some of its
+tasks for such draws and warns once. This module never changes the state of a global generator.
 """
 
 from __future__ import annotations
@@ -41,38 +42,38 @@ LIBRARIES = {"random", NUMPY, "torch"}
 
 
 class ThreadGenerators:
-    """Generators of one thread in place of the global ones.
+    """Generators of one thread that replace the global ones.
 
-    Each is made, and seeded for the sample in hand, when it is asked for. The sample in hand is the one
-    that `kind` and `key` name, or the item that the iterator `walk` returned last.
+    A generator is made, and seeded for the current sample, on first access. The current sample is the
+    one that `kind` and `key` name or, with `walk`, the item that this iterator returned last.
     """
 
     def __init__(self) -> None:
-        # Libraries that code has seeded, or given a state, by itself:
+        # Libraries that user code has seeded or given a state:
         self.reseeded: set[str] = set()
         # Mode in which torch's functions use `tensor`; None: torch is not imported.
         self.mode: Any = None
         self._made: dict[str, Any] = {}  # generators, by library
-        # All the other mutable state: the generators in whose place these are, ...
+        # All the other mutable state: the generators that these replace, ...
         self.outer: Any = GLOBALS
-        # ... and of the sample in hand:
+        # ... and that of the current sample:
         self.rng: ThreadSampleRng | None = None
         self.kind = b""
         self.key: Any = (
-            None  # of one sample; with `walk`, a function of a place, or None: the items
+            None  # of one sample; with `walk`, a function of the place, or None: items are indices
         )
         self.walk: Any = None  # iterator over `items`, each of which is a sample
         self.items: Any = ()
-        self.place = 0  # of the sample in hand; -1: nothing of it is known yet
+        self.place = 0  # of the current sample; -1: not looked up yet
         self.own: Any = None  # generators of `rng()`
         self._digest: bytes | None = None
         self._seeds: SeedTriple | None = None
         self._seeded: set[str] = set()  # libraries whose generator is seeded for this sample
 
-    # -- the sample in hand ----------------------------------------------------------------------------
+    # -- the current sample -----------------------------------------------------------------------------
 
     def seed(self, python: int, array: int | list[int], tensor: int) -> None:
-        """Seed all generators, until the next sample begins."""
+        """Seed all generators; valid until the next sample begins."""
         self._look()
         self._forget()
         self._seeds = SeedTriple(python, array, tensor)
@@ -82,7 +83,7 @@ class ThreadGenerators:
         self._seeded.clear()
 
     def _look(self) -> None:
-        """Begin the next sample if the iterator has moved on. That costs nothing where none draws."""
+        """Begin the next sample if the iterator has advanced. Only draws call this."""
         walk, place = self.walk, 0
         if walk is not None:
             place = max(0, len(self.items) - 1 - walk.__length_hint__())
@@ -92,7 +93,7 @@ class ThreadGenerators:
 
     @property
     def digest(self) -> bytes | None:
-        """Hash of the sample in hand; None if nobody has asked for seeds by sample."""
+        """Hash of the current sample; None if the user did not ask for seeds by sample."""
         rng = self.rng
         return self._hash() if rng is not None and rng.origin.kind is Kind.SAMPLE else None
 
@@ -141,7 +142,7 @@ class ThreadGenerators:
 
     @property
     def generator(self) -> Any:
-        """A `numpy.random.Generator` with the bit generator of `array`, so seeded with it."""
+        """A `numpy.random.Generator` on the bit generator of `array`, and so with the same seed."""
         from numpy.random import Generator
 
         return Generator(self.array._bit_generator)
@@ -149,7 +150,7 @@ class ThreadGenerators:
     # -- in place of the global ones -------------------------------------------------------------------
 
     def put(self) -> None:
-        """Put these in place of the generators that this thread finds."""
+        """Replace the generators that this thread uses by these."""
         mode = self.mode
         if mode is None and "torch" in sys.modules:
             self.mode = mode = mode_class()(self)
@@ -165,7 +166,7 @@ class ThreadGenerators:
 
     @contextmanager
     def in_place(self, found: SeedTriple) -> Iterator[None]:
-        """Let this thread find these in place of the global ones, seeded with `found`."""
+        """Replace the global generators on this thread during the block, seeded with `found`."""
         installation.take()
         self.put()
         try:
@@ -189,7 +190,7 @@ def _generator() -> Any:
 
 
 class _Spare(threading.local):
-    """Generators of a thread that no sample uses; a sample may make others meanwhile."""
+    """Generators of a thread that are free for reuse; nested samples need several."""
 
     def __init__(self) -> None:
         self.found: list[ThreadGenerators] = []
@@ -201,7 +202,7 @@ _INFO = {"random_generator": "python", "torch_generator": "tensor", "numpy_gener
 
 
 class _ThreadInfoRng:
-    """`WorkerInfo.rng` on threads: the generators of the sample; `outside` of any, the worker's."""
+    """`WorkerInfo.rng` on threads: the sample's generators; between samples, those of `outside`."""
 
     def __init__(self, outside: Any) -> None:
         self._outside = outside
@@ -214,7 +215,7 @@ class _ThreadInfoRng:
 
 
 class ThreadSampleRng(SampleRng):
-    """Gives each thread generators of its own while it makes a sample. See `SampleRng`."""
+    """Gives each thread separate generators while it makes a sample. See `SampleRng`."""
 
     def __init__(
         self,
@@ -254,7 +255,7 @@ class ThreadSampleRng(SampleRng):
         except TypeError:
             if self.origin.kind is Kind.SAMPLE:
                 raise
-            return b"p" + pickle.dumps(index)  # nobody has asked for seeds: any index will do
+            return b"p" + pickle.dumps(index)  # seeds were not asked for: accept any index
 
     # -- seeded calls ----------------------------------------------------------------------------------
 
@@ -268,7 +269,7 @@ class ThreadSampleRng(SampleRng):
             look = watch.look(key, "sample") if watch.made >= watch.due else None
         if mine.mode is None:
             mine.put()
-        else:  # `put`, without a call
+        else:  # `put`, inlined
             mine.outer, now.generators = now.generators, mine
             mine.mode.begin()
         try:
@@ -301,7 +302,7 @@ class ThreadSampleRng(SampleRng):
         mine.walk = walk = iter(items)
         if mine.mode is None:
             mine.put()
-        else:  # `put`, without a call for each batch
+        else:  # `put`, inlined: saves a call per batch
             mine.outer, now.generators = now.generators, mine
             mine.mode.begin()
         return walk
@@ -351,20 +352,20 @@ class ThreadSampleRng(SampleRng):
 
 
 class _GlobalsWatch:
-    """Looks for draws from the global generators while samples are made. One for each worker.
+    """Checks whether samples draw from the global generators. Each worker has one.
 
-    A look takes 0.1 ms, so it looks at the tasks (or samples, where there are no tasks) that are number
-    1, 4, 16 and so on of its worker.
+    A check takes 0.1 ms, so only tasks number 1, 4, 16 and so on of the worker are checked. Where there
+    are no tasks, samples are counted instead.
     """
 
     def __init__(self, stage: str) -> None:
         self._where = f" of stage {stage!r}" if stage else ""
         # All the mutable state:
-        self.made, self.due = 0, 1  # tasks so far, and the number of the next to look at
+        self.made, self.due = 0, 1  # tasks so far; number of the next that is checked
         self._reported: set[str] = set()
 
     def look(self, key: Key, what: str) -> Callable[[], None]:
-        """Begin a look; return the function that ends it."""
+        """Begin a check; return the function that ends it."""
         self.due *= 4
         before, now.moved = shared_states(), set()
         return partial(self._end, before, now.moved, key, what)
@@ -380,8 +381,8 @@ class _GlobalsWatch:
             text = (key if isinstance(key, bytes) else key()).decode("utf-8", "replace")
             sample = text[1:] if text[:1] in ("i", "s") else text
             warnings.warn(
-                f"{happened} while a thread made {what} {sample}{self._where}. Then its numbers do "
-                f"not follow from its index, and differ from those it has in a process: {advice} "
+                f"{happened} while a thread made {what} {sample}{self._where}. The sample's numbers "
+                f"then don't depend on its index alone and differ from those in a process: {advice} "
                 "(Reported once for each worker and generator.)",
                 RuntimeWarning,
                 stacklevel=4,

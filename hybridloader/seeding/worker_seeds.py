@@ -1,10 +1,11 @@
-"""Seeds of workers, as torch's: worker ``i`` gets ``base_seed + i``, whatever kind of worker it is.
+"""Seeds of workers, as in torch: worker ``i`` gets ``base_seed + i`` on every backend.
 
-A process worker owns the global generators of its process and seeds them. A thread shares them with
-the training code, so it gets generators of its own. While its `init_fn` runs, `random`,
-`numpy.random` and torch use these on that thread. An inline worker plays a process: it swaps the
-states of the global generators in before it works and out again afterwards. With ``num_workers=0``
-the caller does the work, with its own generators, as torch does.
+- A process worker seeds the global generators of its process.
+- A thread shares the global generators with the training code, so it gets separate generators. While
+  its `init_fn` runs, `random`, `numpy.random` and torch use these on that thread.
+- An inline worker simulates a process: it sets the states of the global generators before it works and
+  restores the caller's states afterwards.
+- With ``num_workers=0`` the caller does the work with its own generators, as in torch.
 
 The rules are torch's `_worker_loop` (torch/utils/data/_utils/worker.py, 2.13); numpy's seed there is
 a copy of `numpy.random.SeedSequence`, so numpy's own is used here.
@@ -50,10 +51,11 @@ def _seed_numpy(base_seed: int, worker: int) -> None:
 
 
 def _seed_torch(seed: int) -> None:
-    """Seed torch in a process of its own, with the generators of all devices, as torch's worker does.
+    """Seed torch in a worker process, with the generators of all devices, as torch's worker does.
 
-    For each kind of device that is not in use yet, torch keeps the stack of the seeding call, as text.
-    In a fork that is the whole program's, and took 6 ms of the 18 that a short-lived worker cost.
+    For each kind of device that is not in use yet, torch keeps the stack of the seeding call as text.
+    A fork's stack includes the program's, which took 6 ms of the 18 ms of a short-lived worker. So
+    the stack is limited to 0 frames here.
     """
     import torch
 
@@ -69,12 +71,12 @@ def _seed_torch(seed: int) -> None:
 
 
 class WorkerSeeds:
-    """Seeding of one worker. This one seeds nothing and swaps nothing."""
+    """Seeding of one worker. This base class does nothing."""
 
     method: ClassVar[str] = "caller"
     """Name of the method in `WorkerInfo.worker_method`."""
     working: Callable[[], AbstractContextManager[None]] | None = None
-    """Context of all that the worker does after `initialising`; None: it needs none."""
+    """Context of the worker's work after `initialising`; None: no context is needed."""
 
     def generators(self, base_seed: int, worker: int) -> _RNG | None:
         """Return the worker's own generators, for `WorkerInfo.rng`."""
@@ -85,21 +87,21 @@ class WorkerSeeds:
         return nullcontext() if self.working is None else self.working()
 
     def keep_for(self, rng: SampleRng, base_seed: int, worker: int) -> None:
-        """Have `rng` draw from the worker's generators what is not seeded for each sample."""
+        """Let `rng` use the worker's generators for the libraries that are not seeded by sample."""
 
 
 class CallerSeeds(WorkerSeeds):
-    """Seeding for ``num_workers=0``: the caller has its own generators."""
+    """Seeding for ``num_workers=0``: the caller keeps its own generators."""
 
 
 class ProcessSeeds(WorkerSeeds):
-    """Seeding of a worker with a process of its own."""
+    """Seeding of a worker that is a process."""
 
     method = "multiprocessing"
 
     def initialising(self, base_seed: int, worker: int) -> AbstractContextManager[None]:
-        # A worker need not have numpy or torch: they are seeded when they are imported. Since
-        # numpy 2, `numpy.random` is imported when it is first asked for, which takes 15 ms.
+        # numpy and torch are seeded when they are imported: a worker may need neither. Since
+        # numpy 2, `numpy.random` is imported on first access, which takes 15 ms.
         random.seed(base_seed + worker)
         when_imported("numpy.random", lambda: _seed_numpy(base_seed, worker))
         when_imported("torch", lambda: _seed_torch(base_seed + worker))
@@ -107,11 +109,12 @@ class ProcessSeeds(WorkerSeeds):
 
 
 class ThreadSeeds(WorkerSeeds):
-    """Seeding of a thread: the global generators belong to the training code and stay as they are.
+    """Seeding of a thread, which leaves the training code's global generators unchanged.
 
     The object is made on the thread that starts the worker. That thread must wait while `init_fn`
-    runs: changes to other generators than the worker's own are undone afterwards. The worker `borrows`
-    the global ones if it has an `init_fn`, which draws as if it had a process of its own.
+    runs, because changes to the global generators are undone afterwards. With `borrows`, for a worker
+    that has an `init_fn`, the worker borrows the global generators meanwhile. `init_fn` then draws
+    the numbers that it would draw in a process.
     """
 
     method = "thread"
@@ -119,7 +122,7 @@ class ThreadSeeds(WorkerSeeds):
     def __init__(self, *, borrows: bool) -> None:
         self._borrows = borrows
         self.made: ThreadGenerators | None = None
-        """Generators that `init_fn` found in place of the global ones."""
+        """Generators that replaced the global ones while `init_fn` ran."""
         self._starter = threading.get_ident()
 
     def generators(self, base_seed: int, worker: int) -> _RNG | None:
@@ -158,7 +161,7 @@ class ThreadSeeds(WorkerSeeds):
 
 
 class InlineSeeds(WorkerSeeds):
-    """Seeding of a worker that the caller plays: its states are swapped in while it works."""
+    """Seeding of an inline worker: the global generators have its states while it works."""
 
     method = "inline"
 
@@ -171,7 +174,7 @@ class InlineSeeds(WorkerSeeds):
 
         found = _seeds(base_seed, worker)
         with lent.alone(), kept(devices=True):
-            # Not by `torch.manual_seed`, which seeds the generators of all devices too.
+            # Not `torch.manual_seed`, which also seeds the generators of all devices.
             now.generators.seed(*found)
             try:
                 yield
@@ -192,9 +195,10 @@ class InlineSeeds(WorkerSeeds):
 def seeds_by_sample(seeds: WorkerSeeds, *, any_thread: bool) -> WorkerSeeds:
     """Return `seeds` of a worker, adapted to ``seeding="sample"``.
 
-    If the caller plays it, also with ``num_workers=0``, it has the global generators while it works, and
-    seeds them for every sample. They are restored after every task, not every sample: that takes some
-    0.1 ms, most of it numpy's. If any thread may play it, it borrows them for `init_fn` alone.
+    A worker on the caller's thread (inline or ``num_workers=0``) borrows the global generators while
+    it works and seeds them for each sample. Their states are restored after each task, not each
+    sample, because that takes about 0.1 ms, most of it in numpy. With `any_thread`, the worker borrows
+    them only for `init_fn`.
     """
     if isinstance(seeds, (CallerSeeds, InlineSeeds)):
         seeds.working = None if any_thread else _borrowed  # type: ignore[method-assign]
