@@ -1,1 +1,1 @@
-"""Work of a worker: from an index to a batch, and what becomes of samples that fail."""
+"""Work of a worker: from an index to a batch, and the handling of samples that fail."""

@@ -1,10 +1,9 @@
 """Collation: torch's own, made to write large batches into slots; and one for workers without torch.
 
 torch's `default_collate` stacks tensors by `collate_tensor_fn`. That function gets another body, which
-stacks into a slot of the worker that runs it; on a thread without slots it does what it did before.
-A user's own collate function gains too, if it calls one of these two functions or passes
-`default_collate_fn_map` on. `collate_int_fn` and `collate_float_fn` get one that takes a third of the
-time.
+stacks into a slot of the worker that runs it; on a thread without slots it works as before. A user's own
+collate function gains too, if it calls one of these two functions or passes `default_collate_fn_map` on.
+`collate_int_fn` and `collate_float_fn` get one that takes a third of the time.
 
 A worker process that has not imported torch collates plain numbers and numpy's arrays itself, to arrive
 as the tensor that torch would have made, the former without numpy. Anything else makes it import torch,
@@ -38,10 +37,10 @@ def slot_for(
 
 
 def teach_torch() -> None:
-    """Give torch's functions that collate tensors and numbers a body of ours. Once per process.
+    """Replace the bodies of torch's functions that collate tensors and numbers. Once per process.
 
-    An entry of ours in `default_collate_fn_map` would not reach code that calls such a function
-    itself, as MONAI's collation does.
+    Another entry in `default_collate_fn_map` would not reach code that calls such a function itself, as
+    MONAI's collation does.
     """
     import torch
     from torch.utils.data._utils import collate

@@ -31,7 +31,7 @@ _HELD = 4
 
 
 class Loop:
-    """An event loop, run from one thread at a time, by whoever waits."""
+    """An event loop, run by one thread at a time: the one that waits."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -88,7 +88,7 @@ class Loop:
         return select(timeout) if parts is None else parts.select(select, timeout)
 
     def wake(self) -> None:
-        """End `run`, on another thread; what is not waiting there goes on."""
+        """End `run` from another thread; coroutines that it runs continue at the next `run`."""
         with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self.stop)
 
@@ -110,7 +110,7 @@ class Loop:
                 task.exception()  # else asyncio says that nobody has asked for it
 
     def complete(self, coroutine: Any) -> None:
-        """Run a coroutine to its end, or cancel it after `_PATIENCE`. Raises what it does."""
+        """Run a coroutine to its end, or cancel it after `_PATIENCE`. Raises its error."""
         task = self.begin(coroutine)
         with _beside_the_callers():
             self._loop.run_until_complete(asyncio.wait({task}, timeout=_PATIENCE))
@@ -120,7 +120,7 @@ class Loop:
             self.cancel([task])
 
     def close(self) -> None:
-        """End what still runs on the loop, and close it. Idempotent."""
+        """End the tasks that still run on the loop, and close it. Idempotent."""
         if self.closed:
             return
         self.cancel(asyncio.all_tasks(self._loop))
@@ -162,10 +162,10 @@ def _beside_the_callers() -> Iterator[None]:
 class Coroutines:
     """An ``async def`` function as a step calls it: `through` items, then once for each of them.
 
-    `limit` coroutines are in work at a time. They are begun in the order of their items. `aclose` is
-    awaited at the end, on the same loop, if any was begun.
+    `limit` coroutines run at a time. They are begun in the order of their items. `aclose` is awaited at
+    the end, on the same loop, if any was begun.
 
-    The first step of a worker runs on the worker's loop. One without workers has a loop of its own: it
+    The first step of a worker runs on the worker's loop. A function without workers has its own loop: it
     may pull the items of another, from within a callback of its loop.
     """
 
@@ -267,7 +267,7 @@ class Coroutines:
             self._begin_early()
 
     def begin(self, items: Sequence[Any]) -> BegunItems:
-        """Begin the items of a task behind those of the tasks before it, as soon as there is room."""
+        """Begin the items of a task after those of the tasks before it, as soon as there is room."""
         begun = BegunItems(self, items)
         self._early.append(begun)
         self._begin_early()
@@ -310,7 +310,7 @@ class Coroutines:
         self._given_up += begun.tasks
 
     def close(self) -> None:
-        """Cancel what is in work; close the loop unless it is the worker's. Idempotent.
+        """Cancel the running coroutines; close the loop unless it is the worker's. Idempotent.
 
         From any thread. Where another one waits for a result, that one does it, once it has seen that
         the context is cancelled.
@@ -378,7 +378,7 @@ class BegunItems:
 
 
 class _Through(Iterator[Any]):
-    """Items of a task. An error of theirs is raised in its place, and more may come behind it."""
+    """Items of a task. An error is raised in the place of its item, and more items may follow."""
 
     def __init__(self, coroutines: Coroutines, items: Iterator[Any]) -> None:
         self._coroutines, self._items = coroutines, items

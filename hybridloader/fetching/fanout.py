@@ -87,7 +87,8 @@ class Fanout:
         what: str,
         ring: Callable[[], None],  # called when all have ended, by the thread that ended the last
     ) -> _Job:
-        """Have `threads` helpers do what `map` does, behind what was begun before; don't wait."""
+        """Have `threads` helpers work as `map` does, after the jobs that were begun before; don't
+        wait."""
         job = _Job(function, items, context, what, ring)
         # All threads from the first call on: those of this call may be busy when the next one comes.
         self._call(min(self.threads, job.count), job, start=self.threads)

@@ -50,7 +50,7 @@ def gatherer(dataset: Any, collate_fn: Any) -> Callable[[Sequence[int]], Any] | 
 def _as_torch_ships() -> bool:
     """Return True if default collation and the datasets' methods are as torch defines them.
 
-    `default_collate_fn_map` may be changed in place (its docstring says how), and a test may replace a
+    `default_collate_fn_map` may be changed in place, as its docstring shows, and a test may replace a
     method.
     """
     from torch import Tensor
@@ -90,7 +90,7 @@ def _gather_of(dataset: Any) -> Gather | None:
 def _while_same(gather: Gather, read: Callable[[], Iterable[Any]]) -> Gather:
     """Return `gather` for as long as `read` finds the objects that it finds now.
 
-    A dataset may be given others in the middle of a pass.
+    A dataset may be given others in the middle of an epoch.
     """
     found = [*read()]
     identities = [*map(id, found)]

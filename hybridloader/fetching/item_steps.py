@@ -33,7 +33,7 @@ from hybridloader.seeding.sample_rng import SAMPLE, SampleRng, item_key, numbere
 
 
 def is_async(function: Any) -> bool:
-    """Tell whether `function` is an ``async def``, or an object whose call is one."""
+    """Return True if `function` is an ``async def``, or an object whose call is one."""
     for callee in (function, attribute(type(function), "__call__")):
         # From Python 3.12 on it asks `__getattr__` of the object, which may raise anything.
         with suppress(Exception):

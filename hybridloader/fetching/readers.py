@@ -163,8 +163,8 @@ def part_of(dataset: Any, share: tuple[int, int, int]) -> NamedShardsIterator:
 class ReadersFetch(Fetch):
     """Next items of the worker's own iterator, as many as the task asks for.
 
-    The `dataset` is an iterable, of which every worker has a copy of its own; or a function that makes
-    one, called in the worker. For `on_error` see `WorkFetch`.
+    The `dataset` is an iterable, of which every worker has a copy; or a function that makes one, called
+    in the worker. For `on_error` see `WorkFetch`.
     """
 
     dataset: Any
@@ -554,8 +554,8 @@ class ShardReader(Fetcher):
     def close(self) -> None:
         """Let the iterator go, as torch's fetcher does.
 
-        A generator that nobody else holds ends at this, its `finally` and `with` blocks too. One that
-        the dataset keeps goes on with the next pass: `iter()` of a generator is that generator.
+        A generator that no other object holds ends at this, its `finally` and `with` blocks too. One
+        that the dataset keeps continues in the next epoch: `iter()` of a generator is that generator.
         """
         self._samples, self.ended = iter(()), True
 

@@ -1,4 +1,4 @@
-"""Samples that one pass has skipped or replaced, counted in the parent against the budget of the policy.
+"""Samples that were skipped or replaced in one epoch, counted in the parent against the policy's limit.
 
 They are counted in the order in which results are handed out, so the count depends on the data and on
 no worker's timing. No exception that is kept here holds a frame.
@@ -38,13 +38,13 @@ class Skipped:
     error
         The exception, without its frames.
     traceback
-        Traceback as text; empty after the first thousand of a pass.
+        Traceback as text; empty after the first thousand of an epoch.
     worker
         Number of the worker; None where the calling thread did the work.
     stage
         Name of the stage; ``"DataLoader"`` for a loader.
     epoch
-        Number of the pass, from 0.
+        Number of the epoch, from 0.
     replaced
         Whether another sample was put in its place.
     """

@@ -1,8 +1,8 @@
 """Loop over the items of a task, in the worker: each goes through functions that may fail.
 
-A good item costs the calls of its functions. One that fails is retried, replaced or given up as the
-policy says, and resumes after the function that failed, as if each were a stage by itself. The results
-of an item before its failure stay, except where it is retried or replaced: all or nothing then.
+A good item costs the calls of its functions. The policy decides whether one that fails is retried,
+replaced or given up. It resumes after the function that failed, as if each were a stage by itself. The
+results of an item before its failure stay, except where it is retried or replaced: all or nothing then.
 
 Only an `Exception` is caught. Nothing is counted here, because a worker sees only its own part.
 """

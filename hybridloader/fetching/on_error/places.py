@@ -1,7 +1,7 @@
 """Place of an error in a stream of items: in the place of one item, beside the items, or unknown.
 
-An error is raised where its item would have been returned, so code that counts items counts it too.
-The functions here tell such errors from others. The mark is an attribute of the exception, because
+An error is raised where its item would have been returned, so code that counts items counts it too. The
+functions here distinguish such errors from others. The mark is an attribute of the exception, because
 nothing else goes with it through threads and the steps of users.
 """
 

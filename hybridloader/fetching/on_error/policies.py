@@ -44,8 +44,8 @@ class Replace:
     Parameters
     ----------
     fn
-        Called as ``fn(index, error)`` in the worker where the sample failed. It returns the sample; an
-        error of its own is raised. In a pipeline `index` is the item.
+        Called as ``fn(index, error)`` in the worker where the sample failed. It returns the sample; its
+        errors are raised. In a pipeline `index` is the item.
     budget
         Samples that may be replaced; see `Skip`.
     """

@@ -14,8 +14,8 @@ from hybridloader.fetching.outcome import Note
 class ResultQueue(Iterator[Any]):
     """Results of tasks, and the notes and errors between them.
 
-    It goes on behind an error, and ends whenever nothing is waiting. Without a `budget` errors are
-    raised, and nothing is counted. `where` says where an item, in short, failed at a worker.
+    It continues after an error, and ends whenever nothing is waiting. Without a `budget` errors are
+    raised, and nothing is counted. `where` describes where an item failed at a worker.
     """
 
     def __init__(self, budget: ErrorBudget | None, where: Callable[[str, int | None], str]) -> None:
@@ -58,7 +58,7 @@ class ResultQueue(Iterator[Any]):
         return note.item is not None and (kept or not self._may_skip(note))
 
     def fail(self, error: Exception) -> None:
-        """Add an error that is raised in the place of one result, behind all others."""
+        """Add an error that is raised in the place of one result, after all others."""
         self.between.append((self._added, Raised(error), None))
 
     @property
