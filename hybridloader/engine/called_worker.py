@@ -1,8 +1,8 @@
 """Worker whose methods another process calls: the far side of `CallingHandle`.
 
-A worker's loop asks for messages and reports events, as suits a stream. Here it runs in one call that
-lasts, on a thread of its own, and each message comes by another call, which returns the events that came
-of it. So the last word of a worker is the return of the long call, whatever way it ends.
+A worker's loop asks for messages and reports events, as suits a stream. Here it runs in one long call,
+on a thread, and each message comes by another call, which returns the events that came of it. So the
+last word of a worker is the return of the long call, whatever way it ends.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def work_of(spec: WorkerSpec) -> Parts:
 
 
 class CalledWorker:
-    """Worker in a process of its own, each method of which another process may call.
+    """Worker in a process, each method of which another process may call.
 
     `run` is called once, `step` for messages in their order, the others at any time; so
     three threads must be there for calls. Large batches are collated into recycled memory, so what a
@@ -80,7 +80,7 @@ class CalledWorker:
         return perf_counter()
 
     def run(self) -> bytes:
-        """Run the worker until it has been told to stop; return its `Exited`, by `dumps`."""
+        """Run the worker until it gets a `Stop`; return its `Exited`, by `dumps`."""
         try:
             self._thread = threading.get_ident()
             work, self._work = self._work, None
@@ -100,7 +100,7 @@ class CalledWorker:
         sent
             Messages, by `parts_of`; none for the events up to the first message.
         returns
-            What the calls returned that had the results which are tasks here.
+            Return values of the calls whose results are tasks here.
         """
         made = [] if sent else self._events()
         for left, (parts, place) in zip(reversed(range(len(sent))), sent, strict=True):

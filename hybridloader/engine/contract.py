@@ -78,14 +78,14 @@ class WorkerHandle(ABC):
 
     @property
     def code_known(self) -> bool:
-        """True if `exitcode` is that of the worker; False if nobody can tell how it ended."""
+        """True if `exitcode` is that of the worker; False if it is not known how it ended."""
         return True
 
     @property
     def sentinel(self) -> int:
         """Handle by which `multiprocessing.connection.wait` waits for the worker's end.
 
-        Raises `AttributeError` if the worker is no process of its own; use `join`.
+        Raises `AttributeError` if the worker is no process; use `join`.
         """
         raise AttributeError(f"a worker of kind {self.name!r} has no sentinel; use join(timeout)")
 

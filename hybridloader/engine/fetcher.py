@@ -25,19 +25,19 @@ class EndOfShard(Exception):
 
 
 class Abandoned(BaseException):
-    """The iterator was closed; nobody waits for this batch. No ``except Exception`` catches it."""
+    """The iterator was closed; no one waits for this batch. No ``except Exception`` catches it."""
 
 
 class TaskContext:
-    """State of the task in hand, shared by a worker, its fetcher and its backend.
+    """State of the current task, shared by a worker, its fetcher and its backend.
 
     Attributes
     ----------
     tracked
         True if fetchers note which sample of a task they are at, should the worker die.
     cancelled
-        True once nobody waits any more; fetchers check it after every sample. Set from any thread,
-        even by a finalizer: a plain attribute, without a lock.
+        True once no one waits any more; fetchers check it after every sample. Set from any thread, even
+        by a finalizer: a plain attribute, without a lock.
     at
         Number of the sample in the task, set before each sample if `tracked`; -1: none, or not known.
     task
@@ -46,13 +46,13 @@ class TaskContext:
         Sample RNG under ``seeding="sample"``, else None; read when a fetcher is opened.
     retried
         Number of calls of the user's functions that were made again because they had failed, since a
-        meter has told of some.
+        meter has last reported.
     extras
         Metadata of the task's value, for `Done.extras`. Set by the fetcher, taken by the worker.
     slices
         Slices of a trace, to which fetchers add; None if there is no trace.
     parts
-        Seconds of parts of tasks, to which fetchers add; None if nobody observes.
+        Seconds of parts of tasks, to which fetchers add; None if the run is not observed.
     set_up
         Objects of a stage's functions whose `setup` this worker has called, by the function's number.
     helpers, loop
@@ -79,7 +79,7 @@ class TaskContext:
         self.retried = 0
 
     def add(self, name: str, value: Any) -> None:
-        """Add metadata to the value of the task in hand."""
+        """Add metadata to the value of the current task."""
         if self.extras is None:
             self.extras = {name: value}
         else:
@@ -138,7 +138,7 @@ class GivenUp:
 
 
 class Spared(list[Any]):
-    """Indices of a task of which some are `GivenUp`; the type tells them from others."""
+    """Indices of a task of which some are `GivenUp`; the type distinguishes them from others."""
 
 
 class Begun(Protocol):
@@ -157,7 +157,7 @@ class Begun(Protocol):
         """Begin no more samples."""
 
     def leave(self) -> bool:
-        """Wait for samples that are under way, but not for ever; False if some are stuck."""
+        """Wait for samples that are in flight, for a limited time; False if some are stuck."""
 
 
 class Fetcher(ABC):
@@ -203,7 +203,7 @@ class Fetcher(ABC):
         """Skip `count` samples of the shard, which another worker has delivered."""
 
     def resume(self, start: ShardStart) -> None:  # noqa: B027  # as above
-        """Go on at the place of an earlier run."""
+        """Resume at the position of an earlier run."""
 
     def mend(self, value: Any, error: Exception, check: Callable[[Any], Any]) -> Any:
         """Return a part of `value` that can be sent, as all of it can't because of `error`; or raise.
@@ -249,7 +249,7 @@ class Fetch(ABC):
 
     @property
     def private(self) -> bool:
-        """True if every worker must have a copy of its own, also where workers share memory."""
+        """True if every worker must have a copy, also where workers share memory."""
         return False
 
     @property

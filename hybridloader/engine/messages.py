@@ -91,7 +91,7 @@ class Begin:
 class First(NamedTuple):
     """Number of the first item of the next task, under ``seeding="sample"``.
 
-    Items of the stage's input are numbered from 0 in each pass, of number `epoch`.
+    Items of the stage's input are numbered from 0 in each epoch, of number `epoch`.
     """
 
     item: int
@@ -133,7 +133,7 @@ class Done(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """Event: task `seq` raised; the worker goes on from `position` of its shard."""
+    """Event: task `seq` raised; the worker continues from `position` of its shard."""
 
     worker: int
     seq: int

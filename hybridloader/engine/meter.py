@@ -1,9 +1,9 @@
 """Meter of one worker: where the time of its tasks goes. It exists only where somebody observes.
 
-A worker adds up the seconds of its tasks, and tells what it has measured once in 10 ms at most: beside
-a value, under `MEASURES` of `Done.extras`. What costs more than an addition is done only then, so a task
-of microseconds costs three or four additions and comparisons more. The clock is one for all processes of
-a machine.
+A worker adds up the seconds of its tasks, and reports its measurements once in 10 ms at most: beside a
+value, under `MEASURES` of `Done.extras`. It does more than an addition only then, so a task of
+microseconds costs three or four additions and comparisons more. The clock is one for all processes of a
+machine.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Metering:
 
 
 class Measures(NamedTuple):
-    """Measurements of a worker since it told the last ones."""
+    """Measurements of a worker since its last report."""
 
     spans: tuple[tuple[float, float, float], ...]
     """Begin and end of the tasks before the last one, where there were any, of longer parts of shared
@@ -163,9 +163,9 @@ class TaskParts:
 
 
 class Meter:
-    """Adds up what a worker measures.
+    """Adds up the measurements of a worker.
 
-    The worker adds the seconds of each task to `busy`. Once a task ends behind `due`, it tells.
+    The worker adds the seconds of each task to `busy`. Once a task ends after `due`, it reports.
     """
 
     def __init__(self, metering: Metering, clock: Callable[[], float] = perf_counter) -> None:

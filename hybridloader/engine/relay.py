@@ -1,9 +1,9 @@
-"""Relay: pulls an iterator on a thread of its own into a bounded queue.
+"""Relay: pulls an iterator on its thread into a bounded queue.
 
-The queue is the only object that two threads touch. Neither knows what flows through it. An error of
-the iterator comes out in its turn, and the thread goes on pulling behind it, unless the error ends the
-iterator. When the consumer goes away the thread ends; when the thread ends, for whatever reason, the
-consumer is told and never waits for it.
+The queue is the only object that two threads touch. Neither knows the items. An error of the iterator is
+raised in its turn, and the thread continues pulling after it, unless the error ends the iterator. When
+the consumer goes away the thread ends; when the thread ends, for whatever reason, the consumer wakes and
+never waits for it.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class RelayQueue:
     # -- for the thread ----------------------------------------------------------------------------
 
     def put(self, item: Any) -> bool:
-        """Wait for room and add `item`; False if nobody wants it."""
+        """Wait for room and add `item`; False if it is not wanted."""
         weight = 0
         if self._weigh is not None and type(item) is not Raised:
             weight = self._weigh(item)
@@ -111,7 +111,7 @@ class RelayQueue:
             return True
 
     def _forget_timeout(self) -> None:
-        """Drop a timeout that nobody has been told of: now that something has come, it is over."""
+        """Drop a timeout that was not raised yet: now that something has come, it is over."""
         if is_ours(self.items[-1][0].error, WorkerTimeout):
             self.items.pop()
 
@@ -141,7 +141,7 @@ class RelayQueue:
     def get(self, timeout: float | None = None) -> Any:
         """Return the next item, or raise the error in its place; wait `timeout` seconds for it.
 
-        Raises `NotReady` if none comes within that time; None waits for ever.
+        Raises `NotReady` if none comes within that time; None sets no limit.
         """
         with self.came:
             if not self.items:

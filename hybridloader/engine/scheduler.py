@@ -1,8 +1,8 @@
 """Scheduler: decides which task goes to which worker, which result is next, and the outcome of an exit.
 
-A pure state machine. It holds sequence numbers and states; it never holds a thread, a process, a
-clock, a tensor or an index, and it never waits. The stage (`stage.py`) asks it what to do and tells
-it what happened.
+A pure state machine. It holds sequence numbers and states; it never holds a thread, a process, a clock,
+a tensor or an index, and it never waits. The stage (`stage.py`) asks it for decisions and reports events
+to it.
 
 Theory of operation
 -------------------
@@ -10,12 +10,11 @@ While `free` is above 0, a task is wanted: `dispatch` chooses a worker for it, i
 and `assign` gives it the next sequence number. A task is in one of two dicts: `sent` (seq -> worker)
 until its result comes, then `done` (seq -> result) until it is popped. The two are disjoint. `sent`
 holds at most `window` tasks, and both together at most `window + extra`. `extra` is 0, unless workers
-have nothing to do because results wait behind one that is late: then `widen` raises it. It falls again
-once that result has come. Numbers are never reused: an epoch begins at `first`, and lower
-numbers are stale. Every number that was assigned leaves exactly once: popped as a value or an error,
-or counted in `skipped` (the worker's shard ended before it) or in `abandoned` (a new epoch or a close
-came first). A worker may be replaced in the middle: its tasks are then sent to the new one, under the
-same numbers.
+have nothing to do because results wait for one that is late: then `widen` raises it. It falls again once
+that result has come. Numbers are never reused: an epoch begins at `first`, and lower numbers are stale.
+Every number that was assigned leaves exactly once: popped as a value or an error, or counted in
+`skipped` (the worker's shard ended before it) or in `abandoned` (a new epoch or a close came first). A
+worker may be replaced in the middle: its tasks are then sent to the new one, under the same numbers.
 
 The states of the run and of its workers, and the moves between them, are the tables of `states.py`.
 An illegal move raises `IllegalTransition` and changes nothing.
@@ -140,7 +139,7 @@ class Scheduler:
     # -- moves -----------------------------------------------------------------------------------
 
     def begin(self) -> list[Result]:
-        """Begin an epoch; return the results that nobody will pop, to be discarded."""
+        """Begin an epoch; return the results that will not be popped, to be discarded."""
         run = run_after(self.run, "begin")
         workers = [self._worker_after(i, "begin") for i in range(len(self.workers))]
         self.run, self.workers = run, workers
@@ -254,7 +253,7 @@ class Scheduler:
 
     @property
     def stalled(self) -> bool:
-        """True if a worker has nothing to do because results wait behind one that has not come."""
+        """True if a worker has nothing to do because results wait for one that has not come."""
         rests = any(not b and s in ACTIVE for b, s in zip(self.busy, self.workers, strict=True))
         return rests and self.run is _RUNNING and self.free <= 0 and self._is_late()
 
@@ -268,7 +267,8 @@ class Scheduler:
             self._count_free()
 
     def drain(self) -> bool:
-        """End the epoch if nothing is left to assign, to come or to be popped; tell if it has ended."""
+        """End the epoch if nothing is left to assign, to come or to be popped; return True if it has
+        ended."""
         if self.run is RunState.DRAINING and not self.sent and not self.done:
             self.run = run_after(self.run, "drained")
         return self.run is RunState.IDLE
@@ -291,7 +291,7 @@ class Scheduler:
         return sorted(seq for seq, holder in self.sent.copy().items() if holder == worker)
 
     def close(self) -> list[Result]:
-        """End the run; return the results that nobody will pop, to be discarded."""
+        """End the run; return the results that will not be popped, to be discarded."""
         self.run = run_after(self.run, "close")
         for worker in range(len(self.workers)):
             self._move(worker, "stop")

@@ -1,4 +1,4 @@
-"""Workers on threads of this process, and in processes of their own, without the transport.
+"""Workers on threads of this process, and in other processes, without the transport.
 
 A backend makes a worker by `thread_worker` or `process_worker`, and runs its loop by `serve`. Neither
 imports torch or numpy by itself.
@@ -165,7 +165,7 @@ class Pickled(Payload):
         return unpack(self.packed[0], buffers)
 
     def peek(self) -> Any:
-        """Load the value without taking it, over memory of its own."""
+        """Load the value without taking it, over other memory."""
         header, buffers = self.packed
         return unpack(header, [own(bytes(buffer)) for buffer in buffers])
 
@@ -224,14 +224,14 @@ def serve(
     listen: Callable[[], Callable[[], None]] | None = None,
     prepare: Callable[[], None] | None = None,
 ) -> int:
-    """Run a worker on this thread until it is told to stop, or nobody waits any more.
+    """Run a worker on this thread until it gets a `Stop`, or no one waits any more.
 
     Parameters
     ----------
     get
         Waits for the next message and returns it, or raises `EOFError` if there will be none.
     report
-        Takes events. The last one is an `Exited`, unless nobody is there to take it (`OSError`).
+        Takes events. The last one is an `Exited`, unless its reader is gone (`OSError`).
     listen
         Gives a function by which any thread has `get` return None. Without it a worker that has threads
         works at one task at a time.

@@ -109,7 +109,7 @@ class Slices:
     # -- called by the worker, on its own thread ---------------------------------------------------
 
     def task(self, number: int, fetched: float, ended: float, spent: float = 0.0) -> None:
-        """Note the task in hand, which was fetched, and packed; `spent` is that of `Meter.tell`."""
+        """Note the current task, which was fetched, and packed; `spent` is that of `Meter.tell`."""
         began = self.began
         self.on = ended - began + spent >= LONG
         self.since = ALWAYS if self.on else self._due

@@ -84,9 +84,9 @@ class Stage(Iterator[Any]):
     """Running stage: a scheduler and a crew, and the iterator over their results.
 
     One lock serialises the thread that pulls and the one that closes; the crew and the scheduler need
-    none of their own. A call that uses them holds `_pulling` and is counted in `_inside`. If they were
-    closed meanwhile (by the user's code, a signal's handler or a finalizer), it ends all at last: a
-    caller of `close` that can't have the lock, or is the pulling thread itself, leaves the end to it.
+    none. A call that uses them holds `_pulling` and is counted in `_inside`. If they were closed
+    meanwhile (by the user's code, a signal's handler or a finalizer), it ends all at last: a caller of
+    `close` that can't have the lock, or is the pulling thread itself, leaves the end to it.
 
     Making one raises `BackendUnavailable` or `WorkerPicklingError`, before any worker has started.
     """
@@ -202,7 +202,7 @@ class Stage(Iterator[Any]):
 
     @property
     def queued(self) -> int:
-        """Number of tasks that are under way, or wait to be handed out."""
+        """Number of tasks that are in flight, or wait to be returned."""
         return len(self._scheduler.sent) + len(self._scheduler.done)
 
     @property
@@ -211,7 +211,7 @@ class Stage(Iterator[Any]):
         return 1 in self._scheduler.active
 
     def has_ended(self, worker: int) -> bool:
-        """True if the worker's shard has ended and all that came of it was handed out."""
+        """True if the worker's shard has ended and all its results were returned."""
         scheduler = self._scheduler
         return not scheduler.active[worker] and not scheduler.load[worker]
 
@@ -238,7 +238,8 @@ class Stage(Iterator[Any]):
         self._use_crew(self._begin, source, shared_seed, changes)
 
     def opened(self) -> dict[int, Ready]:
-        """Wait until every worker has begun; return the `Ready` of those that told a state or error."""
+        """Wait until every worker has begun; return the `Ready` of those that reported a state or
+        error."""
 
         def wait() -> dict[int, Ready]:
             deadline = self._clock() + self._timeout if self._timeout > 0 else None
@@ -543,7 +544,7 @@ class Stage(Iterator[Any]):
                 self._opened[event.worker] = event
 
     def _hand_out(self, result: Result) -> Any:
-        """Return the value, or raise the error, of a task that is no longer under way."""
+        """Return the value, or raise the error, of a task that is no longer in flight."""
         table = self._table
         from_feed = result.seq not in table.indices  # an error of the feed's: it says where it was
         index = table.indices.pop(result.seq, None)
@@ -573,7 +574,7 @@ class Stage(Iterator[Any]):
     # -- beginning and ending ------------------------------------------------------------------------
 
     def _forget(self, tasks: Iterable[int]) -> None:
-        """Drop the indices of tasks that nobody will answer."""
+        """Drop the indices of tasks that no worker will answer."""
         indices = self._table.indices
         for seq in tasks:
             del indices[seq]
@@ -698,7 +699,7 @@ class Stage(Iterator[Any]):
 
 
 def _discard(results: Sequence[Result]) -> None:
-    """Free the payloads of results that nobody will be given."""
+    """Free the payloads of results that will not be returned."""
     for result in results:
         if isinstance(result, Done):
             result.payload.discard()

@@ -90,7 +90,7 @@ class Worker:
 
     @property
     def broken(self) -> bool:
-        """True if all that it answers in this epoch is an error."""
+        """True if its only answer in this epoch is an error."""
         return self._broken is not None
 
     @property
@@ -141,7 +141,7 @@ class Worker:
         return fetcher.states.now(ended=fetcher.ended)
 
     def close(self) -> None:
-        """End the work and close what the worker was reading, or had opened."""
+        """End the work, and close the iterators and files of the worker."""
         self._let_go()
         context = self.context
         loop, context.loop, context.helpers = context.loop, None, None
@@ -159,7 +159,7 @@ class Worker:
         self._modes.close()
 
     def step(self, message: Incoming) -> Event | None:
-        """Do what `message` says; return the event to report, or None."""
+        """Act on `message`; return the event to report, or None."""
         working = self._seeds.working
         if isinstance(message, Task):
             if working is None:
@@ -456,7 +456,7 @@ def run(
     # Gives a function by which any thread has `get` return None; None: one task at a time.
     listen: Callable[[], Callable[[], None]] | None = None,
 ) -> None:
-    """Answer messages until `Stop`, or until nobody waits: the worker loop of threads and processes."""
+    """Answer messages until `Stop`, or until no one waits: the worker loop of threads and processes."""
     under_way = None
     if listen is not None and worker.overlaps:
         under_way = TasksUnderWay(

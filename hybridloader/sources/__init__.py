@@ -1,6 +1,6 @@
 """Data in files, archives and tables, as datasets whose samples are found by number.
 
-Names are imported when they are first used. What a store needs is imported when it is opened.
+Names are imported when they are first used. Libraries for a store are imported when it is opened.
 """
 
 from __future__ import annotations

@@ -28,11 +28,11 @@ class Files(Shards[Any]):
     Parameters
     ----------
     urls
-        A path or URL, or several: of a file; of a folder, with all that is below it (one that is not
-        local ends in ``/``); or a glob, in which ``**`` stands for any number of folders and
-        ``{000..123}`` for these numbers, as in bash. Any URL of fsspec, such as ``s3://``, ``gs://``,
-        ``https://``, ``memory://`` or ``zip://*.jpg::file:///data/photos.zip``. A file that several of
-        them name is there once; to have some more often, use a `WeightedSampler`.
+        A path or URL, or several: of a file; of a folder, with all files below it (one that is not local
+        ends in ``/``); or a glob, in which ``**`` stands for any number of folders and ``{000..123}``
+        for these numbers, as in bash. Any URL of fsspec, such as ``s3://``, ``gs://``, ``https://``,
+        ``memory://`` or ``zip://*.jpg::file:///data/photos.zip``. A file that several of them name is
+        there once; to have some more often, use a `WeightedSampler`.
     load
         ``"bytes"``, ``"text"`` (UTF-8), or a function of the bytes that makes the sample.
     classes
@@ -58,7 +58,7 @@ class Files(Shards[Any]):
     FileNotFoundError
         A glob or folder has no files, or a local file is not there.
     ImportError
-        What reads such a URL is not installed; the message has the line that installs it.
+        The library that reads such a URL is not installed; the message has the line that installs it.
 
     Notes
     -----

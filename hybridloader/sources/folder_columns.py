@@ -1,4 +1,4 @@
-"""Columns of tables that the names of folders tell, as Hive and Spark do: ``year=2024/a.parquet``."""
+"""Columns of tables in the names of folders, as Hive and Spark write them: ``year=2024/a.parquet``."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def folder_columns(roots: Sequence[Root]) -> Iterator[Mapping[str, Any]]:
 
 
 def condition_of(columns: Mapping[str, Any]) -> Any:
-    """Return the expression of pyarrow that says what the columns are; there must be one."""
+    """Return pyarrow's expression for the columns; there must be one."""
     from pyarrow.dataset import field
 
     return reduce(

@@ -141,7 +141,7 @@ def list_files(
 
 
 def _place_of(url: str) -> str:
-    """Return the part of a URL that says which file system serves it."""
+    """Return the part of a URL that names its file system."""
     if is_local(url):
         return "file"
     first, chained, rest = url.partition("::")
@@ -214,7 +214,7 @@ def _following_links(url: str) -> Any:
 
 
 def _leads_around(link: str) -> bool:
-    """Tell whether a link to a folder is itself in that folder."""
+    """Return True if a link to a folder is itself in that folder."""
     target, folder = os.path.realpath(link), os.path.realpath(os.path.dirname(link))
     return os.path.commonpath([target, folder]) == target
 

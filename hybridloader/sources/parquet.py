@@ -31,7 +31,8 @@ CACHE = 256 << 20
 
 
 class _Batch(dict[str, Any]):
-    """Batch that was made as a whole. Asked for a sample by its number, it says what is missing."""
+    """Batch that was made as a whole. Asked for a sample by its number, it raises an error with the
+    remedy."""
 
     def __missing__(self, key: Any) -> Any:
         if isinstance(key, int):
@@ -73,8 +74,8 @@ class Parquet(Shards[Any]):
         Local folder in which such row groups are kept for the next epoch: one copy for all workers and
         ranks of this machine, and for other jobs that name it.
     cache_bytes
-        Bytes of all files in `cache_dir`; a window must have room. What was used longest ago goes
-        first, and nothing that is in use.
+        Bytes of all files in `cache_dir`; a window must have room. The file that was used longest ago
+        goes first, and none in use.
     retry_seconds
         Seconds from the first failure of a request within which it is made again, with pauses that
         grow: answers such as 503, timeouts, broken connections. 0: never.
@@ -330,8 +331,8 @@ class Parquet(Shards[Any]):
     def _row_groups(self, groups: Sequence[int], *, in_order: bool = False) -> dict[int, Columns]:
         """Return row groups by number.
 
-        What other threads are decoding is waited for last: each thread decodes another one meanwhile, of
-        these or, if samples are read in their order, the next.
+        Row groups that other threads are decoding are waited for last: each thread decodes another one
+        meanwhile, of these or, if samples are read in their order, the next.
         """
         cache, found = self._cache(), {}
         for group in groups:
@@ -371,7 +372,7 @@ class Parquet(Shards[Any]):
 
 
 def _follow_each_other(numbers: npt.NDArray[Any]) -> bool:
-    """Tell whether each number is one more than the one before it.
+    """Return True if each number is one more than the one before it.
 
     Their bytes are compared, as each of NumPy's calls would let the GIL go.
     """

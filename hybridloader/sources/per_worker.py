@@ -1,4 +1,4 @@
-"""`PerWorker`: what must be opened in each worker, such as a database or a file of HDF5."""
+"""`PerWorker`: an object that must be opened in each worker, such as a database or a file of HDF5."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class PerWorker(Generic[T]):
     close
         Function that closes it. Default: its `close()`, if it has one.
     per
-        ``"thread"``: each thread has a handle of its own. ``"process"``: threads share one, as with
-        an environment of LMDB, which must not be opened twice in a process.
+        ``"thread"``: each thread has a handle. ``"process"``: threads share one, as with an environment
+        of LMDB, which must not be opened twice in a process.
     on_fork
         Treatment of a handle that a fork has copied into a process. ``"leave"`` (default) never
         touches it again, since its library may speak to a server, or unlock a file, on behalf of the
@@ -131,7 +131,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _received(key: bytes, open: Callable[[], T], options: dict[str, Any]) -> PerWorker[T]:
-    """Return the object with this key, made anew if it is not in this process."""
+    """Return the object with this key, made again if it is not in this process."""
     found = _known.get(key)
     if found is not None:
         return found
@@ -159,7 +159,7 @@ class _Opened(Generic[T]):
         self.outside = False
 
     def shut(self, *, inherited: bool = False) -> None:
-        """Close the handle; one that is `inherited` only if that is said. Idempotent."""
+        """Close the handle; one that is inherited only with `inherited`. Idempotent."""
         if not self.is_open:
             return
         self.is_open = False
@@ -227,7 +227,7 @@ class _Handles(Generic[T]):
                     opened.shut()
 
     def close_inherited(self) -> None:
-        """Close what was opened before the fork that made this process."""
+        """Close the object that was opened before the fork that made this process."""
         for opened in (
             self.here.opened,
             self._shared,

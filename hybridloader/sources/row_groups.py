@@ -84,7 +84,7 @@ class ParquetFile(NamedTuple):
             yield OpenParquet(source, fragment, remote)
 
     def schema(self, fragment: Any) -> Any:
-        """Return the schema that a filter may name: that of the file, and what its folders name."""
+        """Return the schema that a filter may name: that of the file, and the columns of its folders."""
         pyarrow, _ = pyarrow_modules()
         schema = fragment.physical_schema
         for name, value in self.folders.items():
@@ -93,7 +93,7 @@ class ParquetFile(NamedTuple):
         return schema
 
     def raise_told(self, error: Exception, what: str = "") -> NoReturn:
-        """Raise `error`, or one of ours in its place, that names the file and `what` of it."""
+        """Raise `error`, or a hybridloader error in its place, that names the file and `what` of it."""
         pyarrow, _ = pyarrow_modules()
         # pyarrow's own errors of bad data are of its classes, or an OSError without a number.
         bad = isinstance(error, pyarrow.ArrowException)
@@ -296,7 +296,7 @@ class RowGroups:
     def _opened(self, file: ParquetFile, what: str) -> Iterator[OpenParquet]:
         """Open a file that has not changed. It stays open for the next reader.
 
-        pyarrow reads an open file for one thread at a time, so each reader has one of its own.
+        pyarrow reads an open file for one thread at a time, so each reader opens the file.
         """
         kept = self._taken(file.number)
         if kept is None or file.store.is_local:  # to ask a remote store is a request

@@ -79,7 +79,7 @@ class Selection(NamedTuple):
         return tensor
 
     def _side_by_side(self, names: tuple[str, ...], dtype: npt.DTypeLike) -> Sequence[Any]:
-        """Return columns of one dtype, each with memory of its own.
+        """Return columns of one dtype, each with separate memory.
 
         Few calls let the GIL go: two threads would take turns at each. 19 columns of 4,096 samples from
         8 row groups take 0.22 ms this way and 0.55 one by one, on two threads at once 0.27 and 0.9.

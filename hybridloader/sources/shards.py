@@ -1,7 +1,7 @@
 """`Shards`: samples in shards, of which each knows how many it has. The contract of all sources.
 
 A source is a map-style dataset, so order, ranks, workers, state and resuming are those of the samplers
-and of the loader: nothing here counts what was read.
+and of the loader: nothing here counts samples.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Ints = npt.NDArray[np.int64]
 
 
 class Shards(ABC, Generic[T_co]):
-    """A dataset whose samples lie in shards, one behind the other; a base class.
+    """A dataset whose samples lie in shards, one after the other; a base class.
 
     A subclass calls ``super().__init__`` and defines `read`, which workers call: a handle that `read`
     needs is a `PerWorker`.
@@ -113,9 +113,9 @@ class Shards(ABC, Generic[T_co]):
     def fetch(self, shard: int, first: int, last: int) -> Any:
         """Return the bytes of the samples from `first` to before `last` of a shard.
 
-        A source of your own that lies in a remote store may define it. Under a `BlockShuffleSampler`
-        it is then called once for each block, ahead of the samples, from several threads, and `read`
-        finds the bytes by `fetched`. Without it each sample is read by itself.
+        Your source, if it lies in a remote store, may define it. Under a `BlockShuffleSampler` it is
+        then called once for each block, ahead of the samples, from several threads, and `read` finds the
+        bytes by `fetched`. Without it each sample is read by itself.
 
         Parameters
         ----------
@@ -202,7 +202,7 @@ class Shards(ABC, Generic[T_co]):
     def waits(self) -> bool:
         """True if each sample waits for a request, so that threads share even the first batch.
 
-        Default: False. A source of your own that is read sample by sample may define it.
+        Default: False. Your source, if it is read sample by sample, may define it.
         """
         return False
 

@@ -1,6 +1,6 @@
 """`Store`: files of one place, as fsspec finds and reads them; opened in each worker for itself.
 
-Errors are told apart here: files that are not there, a store that did not serve, and bad data.
+Errors are distinguished here: files that are not there, a store that did not serve, and bad data.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Store:
         return self._opened()
 
     def close(self) -> None:
-        """Close what this process, or this thread, has open."""
+        """Close the files that this process, or this thread, has open."""
         self._opened.close()
         self._files.close()
 
@@ -122,7 +122,8 @@ class Store:
         return path if self.is_local else str(self.fs.unstrip_protocol(path))
 
     def forget_listings(self) -> None:
-        """Drop the listings that the file system keeps (s3fs for ever), so that it asks its store."""
+        """Drop the listings that the file system keeps (s3fs without a limit), so that it asks its
+        store."""
         if not self.is_local:
             self.fs.invalidate_cache()
 
@@ -194,7 +195,7 @@ class Store:
     def remote_range(self, path: str, start: int, stop: int) -> bytes:
         """Return the bytes from `start` to before `stop` of a remote file.
 
-        Raises what its file system does, or `WrongLength`; `raise_told` makes our errors of these.
+        Raises the errors of its file system, or `WrongLength`; `raise_told` makes our errors of these.
         """
         times = count(1)
 
@@ -207,7 +208,7 @@ class Store:
         return self.patiently(asked)
 
     def patiently(self, call: Callable[[], R]) -> R:
-        """Return what `call` returns, and call it again after errors of the store that may pass."""
+        """Return the result of `call`, which is repeated after errors of the store that may pass."""
         if counting():
             call = counted(call, self._url, self.fs)
         return patiently(self._retry, call, self._may_pass)
@@ -218,14 +219,14 @@ class Store:
         return is_a(self._told(error, ""), StoreError) and status_may_pass(error)
 
     def raise_told(self, error: Exception, path: str, what: str = "") -> NoReturn:
-        """Raise `error`, or one of ours in its place, that names the file and `what` of it."""
+        """Raise `error`, or a hybridloader error in its place, that names the file and `what` of it."""
         told = self._told(error, path, what)
         if told is error:
             raise
         raise told from error
 
     def _told(self, error: Exception, path: str, what: str = "") -> Exception:
-        """Return `error`, or one of ours, that names the file."""
+        """Return `error`, or a hybridloader error, that names the file."""
         where = f"{self._name_or(path)}{what and ', '}{what}"
         if is_a(error, (SourceError, StoreError, MemoryError)):
             return error
@@ -275,7 +276,7 @@ def _nothing(_: Any) -> None:
 
 
 def is_local(url: str) -> bool:
-    """Tell whether `url` names files of this machine; without ``://``, ``::`` is a part of a name."""
+    """Return True if `url` names files of this machine; without ``://``, ``::`` is a part of a name."""
     protocol, separator, path = url.partition("://")
     return not separator or (protocol in ("file", "local") and "::" not in path)
 
@@ -310,7 +311,7 @@ def _opened(url: str, options: Mapping[str, Any]) -> Any:
 
 
 def _is_of_connection(error: Any) -> bool:
-    """True of an error without an answer, from which nobody knows if a file is there."""
+    """True of an error without an answer, after which it is not known whether a file is there."""
     if not isinstance(error, Exception) or is_a(error, _FOR_GOOD):
         return False
     return is_a(error, OSError) or type(error).__module__.startswith(("aiohttp.", "asyncio."))

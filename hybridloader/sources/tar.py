@@ -78,8 +78,8 @@ class Tar(Shards[Any]):
         all workers and ranks of this machine, and for other jobs that name it. Without a
         `BlockShuffleSampler` these are whole archives.
     cache_bytes
-        Bytes of all files in `cache_dir`; a window must have room. What was used longest ago goes
-        first, and nothing that is in use.
+        Bytes of all files in `cache_dir`; a window must have room. The file that was used longest ago
+        goes first, and none in use.
     retry_seconds
         Seconds from the first failure of a request within which it is made again, with pauses that
         grow: answers such as 503, timeouts, broken connections. 0: never.
@@ -109,9 +109,9 @@ class Tar(Shards[Any]):
     -----
     A sample without `members` is a dict of bytes by extension, with ``__key__`` and ``__url__``.
 
-    A member is read with its header, which must be the one that was indexed. So an archive that has
-    been written anew since is a `SourceError`, also behind HTTP, unless it has the same names, sizes
-    and times at the same places. Of a local archive size and time are compared, too.
+    A member is read with its header, which must be the one that was indexed. So an archive that was
+    written again since is a `SourceError`, also over HTTP, unless it has the same names, sizes and times
+    at the same places. Of a local archive size and time are compared, too.
 
     Examples
     --------

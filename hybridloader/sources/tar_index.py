@@ -141,7 +141,7 @@ def make_index(name: str, file: Any, stamp: Stamp) -> TarIndex:
 
 
 def _members(name: str, file: Any) -> Iterator[tarfile.TarInfo]:
-    """Yield the members that are regular files. Raises `SourceError` for what would be lost."""
+    """Yield the members that are regular files. Raises `SourceError` for members that would be lost."""
     last = "its beginning"
     try:
         archive = tarfile.open(fileobj=file, mode="r:")  # noqa: SIM115  # the file is the caller's
