@@ -83,6 +83,8 @@ class _Serving:
                 self._requests = self._bytes = 0
             _send(peer, 200, {}, json.dumps(found).encode())
             return
+        with self._lock:  # before the answer, after which somebody may ask for the counts
+            self._requests += method == "GET"
         with self._slots:
             time.sleep(DELAY)
             parts = urllib.parse.urlsplit(target)
@@ -94,8 +96,6 @@ class _Serving:
                 self._send_file(peer, method, path, headers)
             else:
                 _send(peer, 404, {}, b"")
-            with self._lock:
-                self._requests += method == "GET"
 
     def _send_file(
         self, peer: socket.socket, method: str, path: Path, headers: dict[str, str]
@@ -117,11 +117,12 @@ class _Serving:
         }
         if status == 206:
             told["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
+        if method == "GET":
+            with self._lock:
+                self._bytes += stop - start
         _send(peer, status, told, None)
         if method != "GET":
             return
-        with self._lock:
-            self._bytes += stop - start
         began, sent = time.monotonic(), 0
         with open(path, "rb") as file:
             while start + sent < stop:

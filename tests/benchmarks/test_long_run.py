@@ -84,7 +84,7 @@ def test_every_kind_of_work_delivers_every_sample(
 
 @pytest.mark.parametrize(
     "backend",
-    ["fork", *(pytest.param(name, marks=pytest.mark.full) for name in ("shared-memory", "spawn"))],
+    [pytest.param(name, marks=pytest.mark.full) for name in ("fork", "shared-memory", "spawn")],
 )
 def test_a_cycle_does_all_of_them(backend: str) -> None:
     tally: Counter[str] = Counter()

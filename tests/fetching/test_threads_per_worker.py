@@ -280,7 +280,7 @@ class Stream(IterableDataset[int]):
 @pytest.mark.parametrize(
     ("dataset", "options", "words"),
     [
-        (Stream(), {"batch_size": 2}, "iterable dataset.*one next.. after the other.*num_workers"),
+        (Stream(), {"batch_size": 2}, "iterable dataset.*one next.. at a time.*num_workers"),
         (Stream(), {"batch_size": None}, "iterable dataset"),
         (Samples(), {"batch_size": None}, "batch_size=None.*one sample at a time.*num_workers"),
     ],

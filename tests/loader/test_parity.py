@@ -323,6 +323,7 @@ def backends(number: int, cell: Cell) -> Iterator[Any]:
         yield Threads(copy_dataset=True) if cell.copies else "threads"
     if cell.name in SPAWNED:
         yield "spawn"
+    if cell.name == "drawn+shuffle-generator+persistent+2w":
         yield Spawn(zygote=False)
 
 

@@ -76,7 +76,13 @@ def loaded(
 
 
 EVERYWHERE = pytest.mark.parametrize(
-    ("backend", "workers"), [("inline", 0), ("threads", 2), ("fork", 2), ("spawn", 1)]
+    ("backend", "workers"),
+    [
+        ("inline", 0),
+        ("threads", 2),
+        ("fork", 2),
+        pytest.param("spawn", 1, marks=pytest.mark.full),
+    ],
 )
 
 

@@ -56,7 +56,13 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("backend", "workers"),
-    [("inline", 0), ("threads", 2), ("fork", 2), ("spawn", 1), ("shared-memory", 2)],
+    [
+        ("inline", 0),
+        ("threads", 2),
+        ("fork", 2),
+        pytest.param("spawn", 1, marks=pytest.mark.full),
+        ("shared-memory", 2),
+    ],
 )
 def test_a_trace_of_each_backend(path: Path, backend: str, workers: int) -> None:
     trace = loaded(path, num_workers=workers, backend=backend)

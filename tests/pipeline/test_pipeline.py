@@ -281,7 +281,7 @@ SHARDING = st.integers(1, 3).flatmap(
 )
 
 
-@settings(property_test, max_examples=80)
+@settings(property_test, max_examples=50)
 @given(
     st.lists(st.one_of(works(QUIET), works(QUIET), REORDERING, SHARDING), max_size=5),
     st.integers(0, 30),
@@ -296,7 +296,7 @@ def test_a_pipeline_gives_what_a_plain_loop_gives(ops: list[Op], count: int, epo
         assert len(pipe) == len(expected)
 
 
-@settings(property_test, max_examples=40)
+@settings(property_test, max_examples=25)
 @given(
     # Behind a flat_map of the same task, an error takes more along than its item: see below.
     st.lists(st.one_of(works({"map": [tag, trip], "filter": [keep_some]}), REORDERING), max_size=4),

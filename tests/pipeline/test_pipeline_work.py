@@ -190,7 +190,7 @@ class Shards:
         return ((info.id, k) for k in range(self.lengths[info.id]))
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=12)
 @given(
     st.lists(st.integers(0, 100), min_size=1, max_size=4),
     st.sampled_from(KINDS),

@@ -347,7 +347,9 @@ def _states(make: Callable[[], Any]) -> Iterator[tuple[Any, str]]:
         cut = {key: value for key, value in good.items() if key != name}
         yield (
             cut,
-            "not the state" if name in ("version", "sampler") else f"lacks {name}: was it cut",
+            "not the state"
+            if name in ("version", "sampler")
+            else f"lacks {name}: was it truncated",
         )
     for name, own in good.items():
         if name in ("version", "sampler", "epoch", "position"):

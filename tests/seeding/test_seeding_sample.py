@@ -77,7 +77,7 @@ def test_the_data_is_the_same_on_every_backend_with_any_number_of_workers(
     assert digest(run(kind(), backend=backend, num_workers=workers)) == expected(kind)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_and_on_fresh_processes() -> None:
     found = run(Drawing(), backend="spawn", num_workers=1)
     assert digest(found) == expected(Drawing)
