@@ -323,7 +323,7 @@ def backends(number: int, cell: Cell) -> Iterator[Any]:
         yield Threads(copy_dataset=True) if cell.copies else "threads"
     if cell.name in SPAWNED:
         yield "spawn"
-    if cell.name == "drawn+shuffle-generator+persistent+2w":
+    if cell.name in EACH_BY_ITSELF:
         yield Spawn(zygote=False)
 
 
@@ -333,6 +333,9 @@ SPAWNED = {
     "remembering+batches+persistent-marked+2w",
     "pipe-shuffled+shuffle+persistent+2w",
 }
+
+EACH_BY_ITSELF = {"drawn+shuffle-generator+persistent+2w"}
+"""Of these, cells whose fresh workers are started each by itself."""
 
 ON_RAY = {
     "drawn+shuffle-generator+persistent+2w",
@@ -391,8 +394,8 @@ def test_no_cell_of_the_grid_is_there_twice(cells: list[tuple[Cell, Any]]) -> No
     names = [(cell.name, name_of(backend)) for cell, backend in cells]
     assert [name for name, times in Counter(names).items() if times > 1] == []
     assert {name for _, name in names} == {"default", "fresh", *EVERY}
-    for fresh in ("spawn", "fresh"):
-        assert {name for name, backend in names if backend == fresh} == SPAWNED
+    for fresh, cells_of in (("spawn", SPAWNED), ("fresh", EACH_BY_ITSELF)):
+        assert {name for name, backend in names if backend == fresh} == cells_of
 
 
 # -- beyond the grid -------------------------------------------------------------------------------
