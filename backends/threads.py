@@ -1,8 +1,8 @@
 """Workers that are threads of this process: one copy of the dataset, nothing to pickle.
 
 Good where the work waits or releases the GIL: reading, decoding, most of numpy and torch. A thread can't
-be killed: one that is stuck in the user's code is left behind at close, as a daemon that ends with
-that code. Never touches process-wide settings: torch's thread count is set for this thread only.
+be killed: one that is stuck in the user's code stays after close, as a daemon that ends with that code.
+Never touches process-wide settings: torch's thread count is set for this thread only.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class Threads(Backend):
     Parameters
     ----------
     copy_dataset
-        Whether each thread reads a copy of a map-style dataset, for datasets that keep state
-        (a file position, say) which threads must not share. Iterable datasets and data pipes are
-        always copied, because each worker reads its own shard.
+        Whether each thread reads a copy of a map-style dataset, for datasets that keep state which
+        threads must not share, such as a file position. Iterable datasets and data pipes are always
+        copied, because each worker reads its own shard.
     memory
         Limit of the recycled slots in which large tensors are collated.
     """
@@ -78,7 +78,7 @@ class _Inbox:
         self.ring: Callable[[], None] = partial(queue.put, None)
 
     def call(self, wake: Callable[[], None]) -> None:
-        """Have `wake` called behind each message from now on."""
+        """Have `wake` called after each message from now on."""
         put = self.put
 
         def put_and_wake(message: Incoming | None) -> None:

@@ -116,9 +116,9 @@ class Spawn(ProcessBackend):
     memory
         Limit and kind of the slots through which large tensors and arrays come back.
     zygote
-        True: one process is started afresh and loads the dataset, with all that it imports, and the
-        workers are forked from that (on Linux, unless what it loads has started threads or opened
-        files). False: each worker is started afresh, and loads for itself.
+        True: one fresh process loads the dataset and the modules that it imports, and the workers are
+        forked from that process (on Linux, unless loading has started threads or opened files). False:
+        each worker is started afresh, and loads for itself.
     """
 
     memory: Memory = DEFAULT_MEMORY
@@ -137,11 +137,11 @@ class SharedMemory(ProcessBackend):
     ----------
     start_method
         ``"fork"``, ``"loky"`` (as the `spawn` backend), ``"spawn"`` or ``"forkserver"``. These two are
-        multiprocessing's own, which run the main script again and so need a ``__main__`` guard; but
-        on Linux ``"forkserver"`` is ``"loky"``, which forks workers from one process as well.
-        None takes fork where that is multiprocessing's default and safe, that is on Linux before
-        Python 3.14 while no device such as CUDA is initialised and no library runs threads that a
-        fork would harm (polars, lance, PyAV, fsspec; a warning says so), else loky.
+        multiprocessing's own, which run the main script again and so need a ``__main__`` guard; but on
+        Linux ``"forkserver"`` is ``"loky"``, which forks workers from one process as well. None takes
+        fork where that is multiprocessing's default and safe, else loky. It is on Linux before Python
+        3.14, while no device such as CUDA is initialised. A library whose threads a fork would harm
+        (polars, lance, PyAV, fsspec) makes it unsafe, with a warning.
     memory
         Limit and kind of the slots through which large tensors and arrays come back.
 
@@ -253,8 +253,9 @@ def method_for_workers() -> str:
 def check_threads(name: str) -> None:
     """Warn, once per process, when other threads run that a fork could copy a locked lock from.
 
-    Threads of ours do not count, nor, on one of ours, the main thread that waits for it. Python 3.12 and
-    later warn of any thread at every fork, by a DeprecationWarning that is hidden unless asked for.
+    hybridloader's threads do not count, nor does the main thread while it waits for one of them. Python
+    3.12 and later warn of any thread at every fork, by a DeprecationWarning that is hidden unless asked
+    for.
     """
     current = threading.current_thread()
     others = [

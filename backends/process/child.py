@@ -74,7 +74,7 @@ def main(
     # Descriptor of the postmortem record; -1: the last that comes with the first frame, None: no record.
     record: int | None = None,
 ) -> None:
-    """Run one worker until it is told to stop or the parent is gone."""
+    """Run one worker until it gets a `Stop` or the parent is gone."""
     # A collection would touch, and so copy, every page that a fork shares. And garbage of the parent's
     # would close descriptors by numbers that are others by then.
     gc.freeze()
@@ -138,9 +138,9 @@ def _leave() -> None:
 
 
 def _read(endpoint: Any, arrived: SimpleQueue[Any], wake: Callable[[], None] | None = None) -> None:
-    """Pass frames on until there are no more; the last is the error that says why.
+    """Pass frames on until there are no more; the last is the error that ended them.
 
-    `wake` is called behind each.
+    `wake` is called after each.
     """
     last = False
     while not last:
@@ -177,9 +177,10 @@ class _WorkerConnection:
         self._writer: threading.Thread | None = None
 
     def read_ahead(self, wake: Callable[[], None] | None = None) -> Callable[[], None]:
-        """Read frames on a thread from now on; return what has `get` return None, from any thread.
+        """Read frames on a thread from now on; return a function that has `get` return None, from any
+        thread.
 
-        The thread calls `wake` behind each frame.
+        The thread calls `wake` after each frame.
         """
         self._arrived = SimpleQueue()
         args = self._endpoint, self._arrived, wake
@@ -187,7 +188,7 @@ class _WorkerConnection:
         return partial(self._arrived.put, None)
 
     def get(self) -> Message | None:
-        """Wait for the next message; None if one of our own threads wants that.
+        """Wait for the next message; None if a thread of this worker asks for that.
 
         Raises `EOFError` when the parent has hung up.
         """
@@ -266,7 +267,8 @@ class _WorkerConnection:
                 self.results.lower(both_ways(self._share)[0])
 
     def _complaint(self) -> str | None:
-        """Say, once, why tasks are copied, for the parent to warn of: too many are kept."""
+        """Return, once, the reason why tasks are copied, of which the parent warns: too many are
+        kept."""
         if self._complained:
             return None
         self._complained = True

@@ -1,8 +1,8 @@
 """Checks that a process may fork workers from itself.
 
-For a zygote: no thread, no device, no open file of its own. These checks look at the process, by /proc,
-and do not guess by what was imported. For the user's process: no library in use whose threads a fork
-would lose, so that a forked worker which uses it hangs or fails.
+For a zygote: no thread, no device, no file that it has opened. These checks look at the process, by
+/proc, and do not guess by imported modules. For the user's process: no library in use whose threads a
+fork would lose, so that a forked worker which uses it hangs or fails.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _MEMORY_DEVICES = 1
 
 @cache
 def available() -> bool:
-    """True if this platform forks, tells of threads and files of a process, and has pidfds."""
+    """True if this platform forks, lists the threads and files of a process, and has pidfds."""
     try:
         os.close(os.pidfd_open(os.getpid()))  # also an old kernel, or a sandbox, may have none
     except (AttributeError, OSError):
@@ -48,7 +48,7 @@ def available() -> bool:
 
 
 def tells_threads() -> bool:
-    """True if this platform tells of the threads that Python knows nothing of."""
+    """True if this platform lists the threads that Python does not know."""
     return (_PROCESS / "task").exists()
 
 
@@ -111,9 +111,8 @@ def other_threads() -> list[str]:
 def open_files(before: Collection[int]) -> list[str]:
     """Return the names of the files that forks could not share.
 
-    Those open `before`, when the work had yet to be loaded, do not count.
-    They can share what has no position: memory, and files that are mapped and not locked, such as
-    those of `numpy.memmap`.
+    Those open `before`, when the work had yet to be loaded, do not count. They can share objects without
+    a position: memory, and files that are mapped and not locked, such as those of `numpy.memmap`.
     """
     found = []
     mapped = (_PROCESS / "maps").read_text()

@@ -1,8 +1,8 @@
 """Frames: the form of messages on a byte stream between parent and worker.
 
 A frame is some parts (buffers) and some descriptors. On the wire: a head of 16 bytes (the numbers of
-parts and of descriptors, a check, the bytes of all parts together), the sizes of the parts if they are
-several, then the parts, each beginning at a multiple of `ALIGN` so that arrays can be used where they
+parts and of descriptors, a check, the bytes of all parts together); the sizes of the parts if they are
+several; then the parts. Each part begins at a multiple of `ALIGN`, so that arrays can be used where they
 lie. Descriptors travel with the first byte.
 
 The check finds bytes that are not ours (docs/security.md); the parts themselves are not looked at.

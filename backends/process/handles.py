@@ -1,9 +1,8 @@
 """Worker processes in the parent: start them, ask how they are, end them, wait for them.
 
-Where there are pidfds, a pidfd tells a worker's end and carries signals to it. A process number
-would not do: if other code waits for the children of this process, or SIGCHLD is ignored, the
-number may be that of another process by then. A handle knows neither its worker's work nor its
-connection.
+Where there are pidfds, a pidfd shows a worker's end and carries signals to it. A process number would
+not do: if other code waits for the children of this process, or SIGCHLD is ignored, the number may be
+that of another process by then. A handle knows neither its worker's work nor its connection.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ dying: set[ProcessHandle] = set()
 
 
 class ProcessHandle(WorkerHandle):
-    """Handle of a worker process, which also tells how it ended."""
+    """Handle of a worker process, which also knows how it ended."""
 
     name = "process"
 
@@ -105,11 +104,11 @@ class ProcessHandle(WorkerHandle):
 
     @property
     def ended_with(self) -> str | None:
-        """Name of the process with which it has ended, and not by what it was doing; None: by itself."""
+        """Name of the process with which it has ended, and not by its task; None: by itself."""
         return None
 
     def told_end(self) -> bool:
-        """Tell whether the worker is gone, now that its pidfd or its sentinel is readable."""
+        """Return True if the worker is gone, now that its pidfd or its sentinel is readable."""
         return True  # or it has closed its files, and counts as gone
 
     def is_alive(self) -> bool:
@@ -170,7 +169,7 @@ class ProcessHandle(WorkerHandle):
         children.discard(self._process)
 
     def release(self) -> None:
-        """Close the pidfd once the process has ended; nobody may wait by it any more."""
+        """Close the pidfd once the process has ended; no thread may wait on it any more."""
         with reaping:
             if self.is_alive():
                 dying.add(self)
@@ -198,7 +197,7 @@ class ProcessHandle(WorkerHandle):
         return f"exited with code {code}"
 
     def unknown(self) -> str:
-        """Describe how the worker ended if no exit code tells."""
+        """Describe how the worker ended without a known exit code."""
         return (
             "ended; its exit code is not known, because SIGCHLD is ignored in this process or other "
             "code in it has waited for the worker"
@@ -284,8 +283,8 @@ def starting(method: str) -> Iterator[None]:
 def occupy_standard_descriptors() -> None:
     """Open os.devnull for stdin, stdout and stderr where they are closed, as in some daemons.
 
-    Otherwise a descriptor of ours gets such a number, here or in a worker, and native code writes
-    its messages to it.
+    Otherwise another descriptor gets such a number, here or in a worker, and native code writes its
+    messages to it.
     """
     for fd in range(3):
         try:
@@ -303,8 +302,8 @@ def _signals_held_back(method: str) -> Iterator[None]:
     """Hold SIGINT and SIGTERM back, also from a process that starts within the block.
 
     The new process inherits the mask. Until it has its own handlers, Ctrl-C would end it with a
-    traceback of its own, and SIGTERM to all processes of a job would end it before this process
-    could act on the signal.
+    traceback, and SIGTERM to all processes of a job would end it before this process could act on the
+    signal.
     """
     if not hasattr(signal, "pthread_sigmask"):
         yield

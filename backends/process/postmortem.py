@@ -123,8 +123,8 @@ class PostmortemRecord:
     ) -> str:
         """Ask the living worker for a stack dump of its threads: `stack_dump.MOST` characters at most.
 
-        It is "" if nothing came, and then `why_none` says why. This interrupts one system call of the
-        worker, as signals do: Python's own are begun anew, but a `sleep` or `poll` in native code may
+        It is "" if nothing came, for the reason in `why_none`. This interrupts one system call of the
+        worker, as signals do: Python's own are repeated, but a `sleep` or `poll` in native code may
         return early. So it is for workers that are overdue, not for those that do well.
         """
         try:
@@ -175,7 +175,7 @@ class PostmortemRecord:
         return stack_dump.of_crash(self._text(max(_TEXT, size - _READ)))
 
     def close(self) -> None:
-        """Close the parent's end; the worker goes on without. Idempotent."""
+        """Close the parent's end; the worker continues without. Idempotent."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             ours.discard(fd)
@@ -261,8 +261,8 @@ class PostmortemContext(TaskContext):
 class PostmortemWriter:
     """The worker's side of a record; lives as long as the process.
 
-    The file stays open, at `fd`: faulthandler writes to it. What the user's own code does with
-    faulthandler later takes precedence, for instance `faulthandler.enable()` in `worker_init_fn`.
+    The file stays open, at `fd`: faulthandler writes to it. Later calls of faulthandler by the user's
+    code take precedence, for instance `faulthandler.enable()` in `worker_init_fn`.
     """
 
     def __init__(self, fd: int) -> None:
@@ -317,7 +317,7 @@ class PostmortemWriter:
 
 
 def free_signal() -> int | None:
-    """Find a signal that nobody in this process catches, ignores or waits for; None if there is none."""
+    """Find a signal that is not caught, ignored or waited for in this process; None if there is none."""
     if hasattr(signal, "SIGRTMIN"):
         candidates = range(signal.SIGRTMIN + _FIRST_FREE, signal.SIGRTMAX + 1)
     elif hasattr(signal, "SIGINFO"):  # macOS and the BSDs; ignored unless somebody wants it

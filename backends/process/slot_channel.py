@@ -13,16 +13,16 @@ being opened or copied in the parent. This is how the slots are counted then:
    a negative number that no other segment has, and gets a descriptor along the first time.
 4. B's worker counts as it does for the parent's own slots: when the last view over the slot has died,
    its number goes back with the next event. The parent then ends that use.
-5. When a worker of B is gone, so are its uses. The parent's uses of what it had not answered end
-   when that is sent again and answered, or with the crew.
+5. When a worker of B is gone, so are its uses. The parent's uses for tasks that it had not answered
+   end when these are sent again and answered, or with the crew.
 6. After the last use the number goes back to A's worker. A's worker never hears of B.
-7. When A retires a segment, or is closed, every worker of B that knows it is told, with the next
-   result that is forwarded to it, to forget it. Memory that it still looks at stays mapped.
+7. When A retires a segment, or is closed, every worker of B that knows it gets an order to forget
+   it, with the next result that is forwarded to it. Memory that it still looks at stays mapped.
 
 Where a segment has no descriptor any more, or one of the crews has named slots or none, the parent
 copies the buffers into its own slots for B's worker, or the stream; the header still goes as it is.
 Only where B's workers would read the header otherwise than the parent does (``__main__``, functions
-made on the spot, unless both crews are forks) is it loaded here and packed anew.
+made on the spot, unless both crews are forks) is it loaded here and packed again.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def as_socket(connection: Any) -> socket.socket:
 
 
 def send_some(sock: socket.socket, pieces: deque[Buffer], fds: Sequence[int]) -> None:
-    """Write once, and take off `pieces` what was written."""
+    """Write once, and remove the written bytes from `pieces`."""
     head = [pieces[i] for i in range(min(_IOV, len(pieces)))]
     extra = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
     sent = sock.sendmsg(head, extra)
@@ -98,7 +98,7 @@ class _Connection:
         self.damage: str | None = None
 
     def flush(self) -> bool:
-        """Write what waits, as far as it goes. True if nothing waits any more."""
+        """Write the waiting frames, as far as the socket takes them. True if none is left."""
         while self.unsent:
             pieces, fds = self.unsent[0]
             try:
@@ -121,7 +121,7 @@ class _Connection:
             _close_all(self.unsent.popleft()[1])
 
     def read(self, *, all_of_it: bool = False) -> tuple[list[Frame], bool]:
-        """Read what has arrived, or at least one frame of it if it is not to be `all_of_it`.
+        """Read the frames that have arrived, or at least one of them if not `all_of_it`.
 
         True as the second value: that was the end; damage is the end, too.
         """
@@ -200,7 +200,7 @@ class SocketTransport:
                 self._poll.modify(connection.sock, select.POLLIN | select.POLLOUT)
 
     def flush(self) -> None:
-        """Write what was queued, in one go for each worker: it need not wake for every message."""
+        """Write the queued messages of each worker together: it need not wake for every message."""
         for worker in self._dirty:
             connection = self._connections.get(worker)
             if connection is None:

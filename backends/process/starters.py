@@ -116,11 +116,12 @@ class Starter:
             note(ProcessHandle(process))
 
     def hear(self, frame: Frame | None) -> Callable[[], None] | None:
-        """Take in what `ZYGOTE` says; None: it is gone. May return what the next `wait` is to call."""
+        """Take in a frame of `ZYGOTE`; None: it is gone. May return a function for the next `wait` to
+        call."""
         return None
 
     def change(self, changes: tuple[Change, ...]) -> None:
-        """Apply changes, of which the workers were told, to the dataset for workers yet to start."""
+        """Apply changes, which the workers have got, to the dataset for workers yet to start."""
 
     def evidence(self) -> str:
         """Return the stack at which the process that starts workers has crashed; "" if there is none."""
@@ -131,10 +132,10 @@ class Starter:
         return ""
 
     def close(self) -> None:
-        """End what starts workers, once the crew has hung up. Idempotent."""
+        """End the process that starts workers, once the crew has hung up. Idempotent."""
 
     def disown(self) -> None:
-        """Leave what starts workers, in a fork that the user's own code made, to the parent."""
+        """Leave the process that starts workers to the parent, in a fork by the user's code."""
 
 
 def duplicates(fds: Sequence[int]) -> list[int]:

@@ -1,6 +1,6 @@
 """Zygote: a fresh process that loads the work of a stage once, and forks the workers from itself.
 
-Decision 26 says what is shared, when nothing is forked, and how all of it ends. Each request brings two
+Decision 26 describes the shared memory, the cases without a fork, and the ends. Each request brings two
 descriptors: the worker's end of its connection, and a status socket by which the parent hears of the
 worker's process and of its end. A refused request is answered by both.
 """
@@ -69,7 +69,8 @@ class Changed(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """First message to the parent: the work is loaded; `refusal` says why nothing is forked, if so."""
+    """First message to the parent: the work is loaded; `refusal` is the reason why nothing is forked, if
+    any."""
 
     refusal: str
 
@@ -266,7 +267,7 @@ class _Popen(multiprocessing.popen_fork.Popen):
 
 
 def _tell(status: int, kind: int, number: int, *fds: int) -> None:
-    """Write to a status socket. Nobody may be there to read it any more."""
+    """Write to a status socket. Its reader may be gone."""
     with suppress(OSError), socket.socket(fileno=os.dup(status)) as sock:
         socket.send_fds(sock, [STATUS.pack(kind, number)], fds)
 
@@ -275,7 +276,7 @@ def _tell(status: int, kind: int, number: int, *fds: int) -> None:
 def _ending_with(parent: int, connection: int) -> Iterator[None]:
     """End this process if the parent ends or hangs up within the block.
 
-    A thread looks, as what is imported may take long. It is gone at the end of the block.
+    A thread looks, because imports may take long. It is gone at the end of the block.
     """
     stop, stopper = os.pipe()
 

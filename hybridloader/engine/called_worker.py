@@ -47,9 +47,9 @@ def work_of(spec: WorkerSpec) -> Parts:
 class CalledWorker:
     """Worker in a process, each method of which another process may call.
 
-    `run` is called once, `step` for messages in their order, the others at any time; so
-    three threads must be there for calls. Large batches are collated into recycled memory, so what a
-    call of `step` returns must have been copied before the next one is made.
+    `run` is called once, `step` for messages in their order, the others at any time; so three threads
+    must be there for calls. Large batches are collated into recycled memory, so the value that a call of
+    `step` returns must have been copied before the next one is made.
 
     Parameters
     ----------
