@@ -47,7 +47,8 @@ def spec(files: str, *, shuffled: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("shuffled", [pytest.param(False, marks=pytest.mark.full), True])
-@pytest.mark.parametrize("files", ["archives", pytest.param("tables", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("files", ["archives", "tables"])
 def test_every_loader_delivers_all_samples(files: str, shuffled: bool) -> None:
     for loader in EPOCHS[files]:
         if loader in OURS:

@@ -64,15 +64,8 @@ def test_the_page_shows_the_example_first_and_that_of_pipelines_in_its_section(
     assert f"examples/frameworks/{example_of(page, kind).name}" in text
 
 
-@pytest.mark.parametrize(
-    ("kind", "page"),
-    [
-        pytest.param(
-            kind, name, marks=() if FRAMEWORKS[name] == "torch" else pytest.mark.frameworks
-        )
-        for kind, name in SHOWN
-    ],
-)
+@pytest.mark.frameworks
+@pytest.mark.parametrize(("kind", "page"), SHOWN)
 def test_the_example_runs_as_a_script(kind: str, page: str, tmp_path: Path) -> None:
     """Run it in an empty folder without a network; no warning is raised."""
     module = FRAMEWORKS[page]
