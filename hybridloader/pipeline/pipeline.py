@@ -265,16 +265,18 @@ class Pipeline(Steps):
     def merge_states(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """One state of the states of all ranks, from which any number of ranks resume.
 
-        The ranks share the indices of a `DistributedShuffleSampler` or `BlockShuffleSampler`. The
-        indices that they have left are shared again: together, the ranks that load the state get every
-        item that was not given yet, and none twice. The order of these items is another one, and steps
-        with a buffer begin with an empty one, so batches may have other items. See docs/resuming.md.
+        The ranks share the indices of a `DistributedShuffleSampler` or `BlockShuffleSampler`, or the
+        shards that the dataset of `from_iterable` names. The rest is shared again: together, the ranks
+        that load the state get every item that was not returned yet, and none twice. The order of these
+        items is another one, and steps with a buffer begin with an empty one, so batches may have other
+        items. With named shards, the state of one rank alone may be merged for other readers. See
+        docs/resuming.md.
 
         Parameters
         ----------
         states
             State of each rank, in any order, of a run or a loader of such a pipeline. They must be of
-            one epoch; the ranks may have come to different places in it.
+            one epoch; the ranks may be at different positions of it.
 
         Returns
         -------
@@ -285,7 +287,7 @@ class Pipeline(Steps):
         ------
         StateError
             A state is missing or of another pipeline. Or a step goes by the numbers of its items, as
-            `take`, `enumerate` and joins do. Or a rank has given some of the items that a step makes of
+            `take`, `enumerate` and joins do. Or a rank has returned some of the items that a step makes of
             one, and steps before had joined or shuffled items.
 
         Examples
