@@ -287,8 +287,8 @@ class Pipeline(Steps):
         ------
         StateError
             A state is missing or of another pipeline. Or a step goes by the numbers of its items, as
-            `take`, `enumerate` and joins do. Or a rank has returned some of the items that a step makes of
-            one, and steps before had joined or shuffled items.
+            `take`, `enumerate` and joins do. Or a rank has returned some of the items that a step makes
+            of one, and steps before had joined or shuffled items.
 
         Examples
         --------
