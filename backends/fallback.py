@@ -10,6 +10,7 @@ from __future__ import annotations
 import multiprocessing
 
 from hybridloader._support.caller import warn_once
+from hybridloader._support.log import INFO, log
 from hybridloader.engine.contract import Backend
 
 
@@ -25,6 +26,7 @@ def usable(backend: Backend) -> Backend:
     from hybridloader.backends.threads import Threads
 
     name = multiprocessing.current_process().name
+    log(INFO, "process %r is daemonic: threads instead of %s", name, type(backend).__name__)
     warn_once(
         f"process {name!r} is daemonic, as a loader's workers are, and so may not have children: a "
         "loader in it uses threads instead of processes. They share a map-style dataset, and the GIL if "

@@ -40,6 +40,7 @@ from hybridloader._support.errors import (
     no_answer,
 )
 from hybridloader._support.failure import Failure
+from hybridloader._support.log import DEBUG, INFO, log
 from hybridloader._support.torch_modes import Modes, modes_here
 from hybridloader.engine.contract import CLOSING, Backend, Crew, WorkerHandle
 from hybridloader.engine.crews import ended_with
@@ -174,6 +175,8 @@ class Stage(Iterator[Any]):
             for worker in range(len(scheduler.workers)):
                 self._sender.start(worker, self.spec)
             crew.settle()
+            kind, count = type(backend).__name__, len(scheduler.workers)
+            log(DEBUG, "stage %r: started %d workers, %s", spec.stage, count, kind)
         except BaseException:
             self.close()
             raise
@@ -518,6 +521,10 @@ class Stage(Iterator[Any]):
         if isinstance(event, Exited):
             if self._closing:
                 return
+            if event.cause is None:
+                log(DEBUG, "stage %r: worker %d has ended", self.spec.stage, event.worker)
+            else:
+                log(INFO, "stage %r: worker %d %s", self.spec.stage, event.worker, event.cause)
             if self._supervisor is not None:
                 death = self._supervisor.take_in(event)
                 if death is None:

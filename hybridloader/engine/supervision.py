@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from hybridloader._support.errors import TaskTimeout, no_answer, text_of
+from hybridloader._support.log import INFO, log
 from hybridloader.engine.contract import Crew
 from hybridloader.engine.diagnosis import given_up
 from hybridloader.engine.feed import is_forwarded
@@ -110,6 +111,7 @@ class Supervisor:
         except Exception as error:  # no process or thread can be had any more, for instance
             self.refusal = f"It could not be replaced: {text_of(error)}"
             return False
+        log(INFO, "stage %r: worker %d was restarted", self._spec.stage, worker)
         indices = self._table.indices
         try:
             for seq in again:

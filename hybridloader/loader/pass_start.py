@@ -18,6 +18,7 @@ import torch
 from hybridloader._support.attributes import attribute, has
 from hybridloader._support.caller import warn, warn_once
 from hybridloader._support.datapipes import is_datapipe
+from hybridloader._support.log import INFO, log
 from hybridloader._support.state_copies import copied, load_into
 from hybridloader._support.state_schema import place_dropped
 from hybridloader.engine.dataset_state import ShardStart
@@ -205,6 +206,8 @@ class PassStart:
         before = record.progress if self._again else None
         if before is not None and before.finished and before.stateful:
             made.resume_workers(before.ends())
+        if resume is not None and self.loads:
+            log(INFO, "loader: resumes in epoch %d after %d batches", self.epoch, resume.yielded)
         if resume is not None and not resume.over:
             made.replay, made.finished = resume.replay, resume.empty
             made.yielded, made.count = resume.yielded, resume.count

@@ -17,6 +17,7 @@ from hybridloader._support.errors import (
     is_ours,
     no_answer,
 )
+from hybridloader._support.log import INFO, log
 from hybridloader.engine.crews import close_once, closed_with, park_at_exit
 from hybridloader.engine.relay import Relay, RelayQueue
 from hybridloader.fetching.on_error.error_budget import Skipped
@@ -70,6 +71,8 @@ class Run(Iterator[Any]):
         self._items: Iterator[Any] = iter(())
         self._queue: RelayQueue | None = None  # from which the items are taken
         self._left, self._skipped = executor.left, executor.stages.failure_log.records
+        if resumed is not None and resumed.begun:
+            log(INFO, "pipeline: resumes in epoch %d after %d items", resumed.epoch, resumed.given)
         if resumed is not None and resumed.finished:
             self._end(StopIteration())
             return

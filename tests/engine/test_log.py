@@ -1,0 +1,90 @@
+"""Log of rare events: it is silent unless the program configures `logging`."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from itertools import islice
+from typing import Any
+
+import pytest
+from support.failing_datasets import Samples
+
+from hybridloader import DataLoader, Pipeline
+
+
+@pytest.fixture
+def messages(caplog: pytest.LogCaptureFixture) -> Any:
+    caplog.set_level(logging.DEBUG, logger="hybridloader")
+
+    def found() -> list[tuple[int, str]]:
+        return [(record.levelno, record.getMessage()) for record in caplog.records]
+
+    return found
+
+
+def test_starts_and_ends_of_workers(messages: Any) -> None:
+    loader: Any = DataLoader(range(4), 2, num_workers=2, backend="threads", collate_fn=list)
+    assert list(loader) == [[0, 1], [2, 3]]
+    assert (logging.DEBUG, "stage 'DataLoader': started 2 workers, Threads") in messages()
+
+
+def test_deaths_and_restarts(messages: Any, tmp_path: Any) -> None:
+    def deadly(index: int) -> int:
+        if index == 2 and not (tmp_path / "died").exists():
+            (tmp_path / "died").touch()
+            sys.exit(3)
+        return index
+
+    loader: Any = DataLoader(
+        Samples(deadly),  # type: ignore[arg-type]
+        1,
+        sampler=range(6),
+        num_workers=1,
+        backend="threads",
+        collate_fn=list,
+        on_worker_death="restart",
+    )
+    assert [index for [index] in loader] == list(range(6))
+    told = [text for level, text in messages() if level == logging.INFO]
+    assert len(told) == 2
+    assert told[0].startswith("stage 'DataLoader': worker 0 ")
+    assert told[1] == "stage 'DataLoader': worker 0 was restarted"
+
+
+def test_resumes(messages: Any) -> None:
+    loader: Any = DataLoader(range(8), 2, collate_fn=list)
+    next(iter(loader))
+    state = loader.state_dict()
+    loader.load_state_dict(state)
+    assert list(loader) == [[2, 3], [4, 5], [6, 7]]
+    pipe = Pipeline.from_dataset(range(8))
+    with pipe.run() as run:
+        list(islice(run, 3))
+        state = run.state_dict()
+    with pipe.run(state=state) as run:
+        assert list(run) == [3, 4, 5, 6, 7]
+    told = [text for level, text in messages() if level == logging.INFO]
+    assert told == [
+        "loader: resumes in epoch 0 after 1 batches",
+        "pipeline: resumes in epoch 0 after 3 items",
+    ]
+
+
+def test_nothing_is_printed_by_default() -> None:
+    script = """
+        from hybridloader import Pipeline
+
+        def deadly(item):
+            raise SystemExit(3)
+
+        try:
+            list(Pipeline.from_iterable(range(4)).map(deadly, backend="threads"))
+        except RuntimeError as error:
+            print(type(error).__name__)
+    """.replace("\n        ", "\n")
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert (done.stdout, done.stderr) == ("WorkerDied\n", "")
