@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import BatchSampler, Dataset, IterableDataset, RandomSampler, get_worker_info
 
 from hybridloader import DataLoader, StateError, StatefulDataLoader
+from hybridloader._support.cadence import Cadence
 from hybridloader._support.errors import DamagedMessage
 from hybridloader.backends.threads import Threads
 
@@ -235,7 +236,10 @@ def test_the_worker_whose_batch_came_last_is_told() -> None:
     assert told == [0, 1, 2] * 3
 
 
-def test_what_workers_tell_and_how_often() -> None:
+def test_what_workers_tell_and_how_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A pause of the process within the first state would make states seem to be dear.
+    monkeypatch.setattr(Cadence.__init__, "__defaults__", (lambda: 0.0,))
+
     def asked(steps: int | None) -> int:
         options: dict[str, Any] = {"num_workers": 1, "snapshot_every_n_steps": steps}
         loader = loader_of(Counted(), 1, backend="inline", **options)

@@ -285,7 +285,7 @@ def test_a_shard_that_stays_missing_is_waited_for_once_and_its_samples_are_skipp
 
 def test_a_retry_asks_again_for_a_shard_that_was_not_served(store: HttpStore) -> None:
     tar = tar_of(store, retry_seconds=0)
-    store.faults.extend(["503"] * SHARDS)  # each block fails once, and no sample
+    store.once = dict.fromkeys(store.files, "503")  # each block fails once, and no sample
     sampler = BlockShuffleSampler(tar, seed=0)
     loader: Any = DataLoader(
         *(tar, 4), sampler=sampler, collate_fn=list, on_error=Retry(times=1, backoff=0)

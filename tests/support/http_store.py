@@ -25,6 +25,8 @@ class HttpStore:
         Statuses with which the next requests for sizes are answered, one each; 0 ends the connection.
     broken
         Status with which all requests for the data of a path are answered.
+    once
+        Fault of the next request for the data of a path, as in `faults`.
     moved
         Path or URL to which a path redirects.
     requests
@@ -36,6 +38,7 @@ class HttpStore:
         self.faults: deque[str] = deque()
         self.answers: deque[int] = deque()
         self.broken: dict[str, str] = {}
+        self.once: dict[str, str] = {}
         self.moved: dict[str, str] = {}
         self.requests: list[tuple[str, str]] = []
         self.released = threading.Event()
@@ -70,6 +73,8 @@ def _handler(store: HttpStore) -> Any:
                 store.requests.append((self.path, asked))
                 fault = store.faults.popleft() if store.faults else "ok"
                 fault = store.broken.get(self.path, fault)
+                if self.path in store.once:
+                    fault = store.once.pop(self.path)
             if self.path in store.moved:
                 self.send_response(302)
                 self.send_header("Location", store.moved[self.path])
