@@ -57,7 +57,7 @@ class Metering:
     slices: int = 0
     """Slices of a trace that a worker keeps until it tells them; 0 if there is no trace."""
     stores: bool = False
-    """True if the worker tells its use of object stores: it is a process, with counts of its own."""
+    """True if the worker reports its use of object stores: it is a process, with separate counts."""
 
 
 class Measures(NamedTuple):
@@ -188,7 +188,7 @@ class Meter:
         self._look = float("-inf")  # time of the next look at the GIL
         self._cpu = 0.0  # clock when it told, or when the task began
         self._reporting = 0.0
-        self._stores: dict[str, StoreUse] | None = None  # as told last
+        self._stores: dict[str, StoreUse] | None = None  # as reported last
         if metering.stores:
             start_counting()
             self._stores = uses()

@@ -59,6 +59,14 @@ def share_of(dataset: Any) -> tuple[int, int] | None:
     return distributed.get_rank(), distributed.get_world_size()
 
 
+def readers_share_of(source: Any) -> tuple[int, int] | None:
+    """Return `share_of` a pipeline's source; None if it has a state besides its shards.
+
+    Such a source is read through its iterator, with its state: a reader of shards has none.
+    """
+    return None if is_stateful(source) else share_of(source)
+
+
 class ShardDivision:
     """Division of this rank's shards among its workers, for one epoch.
 

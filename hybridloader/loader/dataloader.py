@@ -227,10 +227,8 @@ persistent_workers, pin_memory_device, in_order
 
     def _get_iterator(self) -> _BaseDataLoaderIter:
         if self._auto is not None:
-            auto, self._auto = (
-                self._auto,
-                None,
-            )  # the measurement may iterate over a loader of its own
+            # The measurement may iterate over another loader.
+            auto, self._auto = self._auto, None
             try:
                 self._tuning = chooser().choose(self, auto)
             except BaseException:

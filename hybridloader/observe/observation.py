@@ -80,14 +80,14 @@ class Observation(ABC):
         self,
         stages: tuple[StageRecord, ...],
         batch_size: int | None = None,
-        told: Iterable[StoreUse] = (),
+        reported: Iterable[StoreUse] = (),
     ) -> Stats:
-        """Return the statistics of `stages`, and of stores as workers have `told` their use."""
+        """Return the statistics of `stages`, and of stores, with the use `reported` by workers."""
         processes = [
             stage.cpu for stage in stages if not stage.in_process and stage.cpu is not None
         ]
         loop, cores = self.loop.record(), self.loop.cores.use(sum(processes))
-        stores = together((*uses_since(self._stores), *told))
+        stores = together((*uses_since(self._stores), *reported))
         return stats_of(Recording(stages, loop, cores, turn_at_gil(), batch_size, stores))
 
     # -- what is observed ----------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from hybridloader._support.arguments import whole
+from hybridloader._support.state_copies import is_stateful
 from hybridloader.fetching.collate import WithoutTorch
 from hybridloader.fetching.named_shards import names_shards
 from hybridloader.fetching.readers import MapFetch
@@ -164,7 +165,7 @@ class Pipeline(Steps):
             See `Placement`.
         """
         given = {key for key, value in where.items() if value is not None}
-        if given or names_shards(items):
+        if given or (names_shards(items) and not is_stateful(items)):
             readers = Readers(items, label=name)
             if given <= {"on_error", "seeding"}:
                 # A reader tells an item that fails from the end of all.

@@ -28,7 +28,7 @@ from hybridloader.engine.stage_flow import StageFlow
 from hybridloader.fetching.item_steps import WorkFetch
 from hybridloader.fetching.on_error.error_budget import ErrorBudget, FailureLog
 from hybridloader.fetching.readers import ReadersFetch
-from hybridloader.fetching.shard_division import ShardDivision, share_of
+from hybridloader.fetching.shard_division import ShardDivision, readers_share_of
 from hybridloader.observe.observation import Observation
 from hybridloader.observe.stage_measures import StageMeasures
 from hybridloader.running.flow import ReaderItems, RelayDepth, StageItems
@@ -251,13 +251,16 @@ class RunningStages(dict[Path, RunningStage]):
 
 def shard_division(node: WorkerNode) -> ShardDivision | None:
     """Return the division of the shards of an epoch among readers, if their source names any."""
-    return ShardDivision.of(node.works[0].step().function, node.placement.num_workers)
+    source = node.works[0].step().function
+    if readers_share_of(source) is None:
+        return None
+    return ShardDivision.of(source, node.placement.num_workers)
 
 
 def _fetch(node: WorkerNode) -> Fetch:
     placement, steps = node.placement, tuple(work.step() for work in node.works)
     if node.reads:
         source, workers = steps[0].function, placement.num_workers
-        share = share_of(source)
+        share = readers_share_of(source)
         return ReadersFetch(source, placement.on_error, share and (*share, workers))
     return WorkFetch(steps, placement.threads_per_worker, placement.on_error)

@@ -38,8 +38,8 @@ class RunObservation(Observation):
             raise ReferenceError("the run is gone")
         rows = (*_rows(executor, self.loop), *_row_of_caller(executor, self.loop))
         running = (stage.measures for stage in executor.stages.values())
-        told = (use for measures in running if measures is not None for use in measures.stores)
-        return self._stats_of(rows, told=told)
+        reported = (use for measures in running if measures is not None for use in measures.stores)
+        return self._stats_of(rows, reported=reported)
 
 
 def report(executor: Executor) -> str:

@@ -13,7 +13,7 @@ from hybridloader._support.attributes import attribute
 from hybridloader._support.text import beginning
 from hybridloader.fetching.item_steps import Step, is_async
 from hybridloader.fetching.readers import MapFetch
-from hybridloader.fetching.shard_division import share_of
+from hybridloader.fetching.shard_division import readers_share_of
 from hybridloader.pipeline.operators.parameters import check_source, settle_whole
 from hybridloader.running.operator import Context, OneForOne, Operator, RelayOptions, Source
 from hybridloader.running.placement import Placement, Where
@@ -208,7 +208,7 @@ class Readers(Placed, Source):
 
     @property
     def share(self) -> tuple[int, int] | None:
-        found = share_of(self.source)
+        found = readers_share_of(self.source)
         return found and (found[1], found[0])
 
     def start(self, context: Context) -> Iterator[Any]:
