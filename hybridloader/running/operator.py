@@ -323,6 +323,24 @@ class Operator(ABC):
         """Return other pipelines that run as a part of this operator."""
         return ()
 
+    def with_branches(self, branches: tuple[Chain, ...], shared: dict[Any, Any]) -> Operator:
+        """Return a copy of this operator with other `branches`, as many as it has.
+
+        It is asked for a pipeline with other workers. `shared` has values that the operators of one
+        copied pipeline share, by a key of their own.
+        """
+        raise TypeError(
+            f"{self.name} has branches and no with_branches(), so their steps can't have other workers; "
+            "define with_branches(branches, shared), or leave backend='auto' and tune() out"
+        )
+
+    def in_trial(self) -> Operator:
+        """Return the operator that a measurement of about a second runs in the place of this one.
+
+        It is another one where this one would not reach all of its `branches` in that time.
+        """
+        return self
+
     def describe(self, longest: int | None = 40) -> str:
         """Return its name and those parameters that differ from their defaults.
 
