@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -118,6 +118,9 @@ class PipelineSubject(Subject):
                 words.append(f"threads_per_worker={place.threads}")
             lines.append(f"{stage.name}: {', '.join(words)}")
         return "\n".join(lines)
+
+    def parts(self) -> Sequence[tuple[str, Any]]:
+        return [(step.label, step.work) for group in self._groups for step in group]
 
 
 def _groups(named: NamedChain, met: Counter[str]) -> list[list[_Step]]:
