@@ -326,8 +326,8 @@ class Operator(ABC):
     def with_branches(self, branches: tuple[Chain, ...], shared: dict[Any, Any]) -> Operator:
         """Return a copy of this operator with other `branches`, as many as it has.
 
-        It is asked for a pipeline with other workers. `shared` has values that the operators of one
-        copied pipeline share, by a key of their own.
+        Tuning calls it to copy a pipeline with other workers. `shared` is one dict for all operators of
+        the copy: a fork puts its copy there for its other branches.
         """
         raise TypeError(
             f"{self.name} has branches and no with_branches(), so their steps can't have other workers; "
