@@ -211,7 +211,7 @@ def test_a_file_of_one_rank_is_refused_on_another(
     path = tmp_path / "kept"
     pipe = Pipeline.from_dataset(range(10)).shard().map(str).cache(path)
     ranks = [2, 0]
-    monkeypatch.setattr(ShardByRank, "resolved", lambda _: tuple(ranks))
+    monkeypatch.setattr(ShardByRank, "share", property(lambda _: tuple(ranks)))
     assert list(pipe) == list("02468")
     assert list(pipe) == list("02468")
     ranks[1] = 1
