@@ -96,11 +96,11 @@ def ranks_of_steps(chain: Chain) -> str:
 def _values(operator: Operator) -> dict[str, Any]:
     """Return the values that decide which items come out of `operator`, not where or how fast."""
     own: Any = operator
-    names = [field.name for field in fields(own) if field.compare] if is_dataclass(own) else []
-    if not names:
+    if not (is_dataclass(own) and fields(own)):
         return dict(getattr(operator, "__dict__", {}))
     apart = ("placement", *operator.not_fingerprinted)
-    found = {name: getattr(operator, name) for name in names if name not in apart}
+    names = (field.name for field in fields(own) if field.compare and field.name not in apart)
+    found = {name: getattr(operator, name) for name in names}
     if operator.placement is not None:
         found["on_error"] = operator.placement.on_error
         found["seeding"] = operator.placement.seeding
