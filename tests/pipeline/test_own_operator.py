@@ -21,8 +21,9 @@ import pytest
 
 import hybridloader
 import hybridloader.pipeline.operators
-from hybridloader import Operator, Pipeline, StateError
-from hybridloader._support.errors import CacheError
+from hybridloader import Pipeline, StateError
+from hybridloader.errors import CacheError
+from hybridloader.pipeline import Operator
 from hybridloader.sampling import DistributedShuffleSampler
 
 PAGE = Path(__file__).parents[2] / "docs" / "pipelines.md"
