@@ -14,7 +14,8 @@ import pyarrow.dataset
 import pyarrow.parquet
 import torch
 
-from hybridloader import BlockShuffleSampler, DataLoader
+from hybridloader import DataLoader
+from hybridloader.sampling import BlockShuffleSampler
 from hybridloader.sources import Parquet
 
 FILES, ROWS, COLUMNS = 2, 20_000, 8

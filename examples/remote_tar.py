@@ -14,7 +14,9 @@ import tempfile
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from hybridloader import BlockShuffleSampler, DataLoader, Retry, StoreError
+from hybridloader import DataLoader, Retry
+from hybridloader.errors import StoreError
+from hybridloader.sampling import BlockShuffleSampler
 from hybridloader.sources import Tar
 
 ARCHIVES, SAMPLES, BATCH = 4, 50, 8

@@ -15,11 +15,11 @@ from typing import Any, ClassVar
 
 from hybridloader._support.caller import warn, warn_once
 from hybridloader._support.devices_in_use import device_in_use
-from hybridloader._support.errors import BackendUnavailable, ForkUnsafe
 from hybridloader.backends.process import fork_safety, socket_transport
 from hybridloader.backends.process.crew import ProcessCrew, slot_kind
 from hybridloader.backends.process.fork_safety import fork_hazard
 from hybridloader.engine.contract import Backend, Crew
+from hybridloader.errors import BackendUnavailable, ForkUnsafe
 from hybridloader.memory.limits import DEFAULT_MEMORY, Memory
 
 _OURS = "hybridloader"

@@ -16,10 +16,11 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
-from hybridloader._support.errors import DamagedMessage, ResultPicklingError, repr_of
+from hybridloader._support.error_handling import repr_of
 from hybridloader._support.failure import Failure
 from hybridloader.engine.dataset_state import ShardStart
 from hybridloader.engine.messages import Begin, Exhausted, Failed, First, Message, Ready, Stop, Task
+from hybridloader.errors import DamagedMessage, ResultPicklingError
 from hybridloader.memory.packing import Packed, pack, unpack
 from hybridloader.memory.shared_slots import SlotMap, SlotReader, SlotWriter
 from hybridloader.memory.slots import OWN

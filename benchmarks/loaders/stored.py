@@ -107,7 +107,8 @@ def _objects_by_torch(spec: Spec) -> Iterator[Any]:
 
 def _tar(backend: str) -> Epoch:
     def epoch(spec: Spec) -> Iterator[Any]:
-        from hybridloader import BlockShuffleSampler, DataLoader
+        from hybridloader import DataLoader
+        from hybridloader.sampling import BlockShuffleSampler
         from hybridloader.sources import Tar
 
         samples = Tar(
@@ -222,7 +223,8 @@ def _tar_together(spec: Spec) -> Iterator[Any]:
 
 def _parquet(backend: str) -> Epoch:
     def epoch(spec: Spec) -> Iterator[Any]:
-        from hybridloader import BlockShuffleSampler, DataLoader
+        from hybridloader import DataLoader
+        from hybridloader.sampling import BlockShuffleSampler
         from hybridloader.sources import Parquet
 
         rows = Parquet(stored.tables(spec["samples"]), tensors=True)

@@ -17,9 +17,10 @@ from typing import Any, ClassVar, NoReturn
 
 from hybridloader._support.attributes import attribute
 from hybridloader._support.cadence import Cadence
-from hybridloader._support.errors import StateError, add_note, described
+from hybridloader._support.error_handling import add_note, described
 from hybridloader._support.hf_streams import has_buffer
 from hybridloader._support.inheritance import Shared
+from hybridloader.errors import StateError
 
 DEAR = 100e-6
 """Seconds; a slower copy is shared by all receivers. A list of 5,000 numbers takes this long."""

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from hybridloader._support.attributes import attribute
 from hybridloader._support.caller import warn, warn_once
-from hybridloader._support.errors import BackendUnavailable, ForkUnsafe, WorkerPicklingError
 from hybridloader._support.import_hooks import when_imported
 from hybridloader.engine.registry import get_backend
+from hybridloader.errors import BackendUnavailable, ForkUnsafe, WorkerPicklingError
 from hybridloader.loader.options import Options
 
 if TYPE_CHECKING:

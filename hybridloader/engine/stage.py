@@ -26,13 +26,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from hybridloader._support.errors import (
-    IteratorClosed,
-    NotReady,
+from hybridloader._support.error_handling import (
     Raised,
-    TaskTimeout,
-    WorkerDied,
-    WorkerTimeout,
     add_note,
     foreign,
     is_ours,
@@ -70,6 +65,7 @@ from hybridloader.engine.stage_flow import StageFlow
 from hybridloader.engine.states import WorkerState
 from hybridloader.engine.supervision import Supervisor
 from hybridloader.engine.worker_table import WorkerTable
+from hybridloader.errors import IteratorClosed, NotReady, TaskTimeout, WorkerDied, WorkerTimeout
 
 if TYPE_CHECKING:
     from hybridloader.memory.page_locks import PageLocks

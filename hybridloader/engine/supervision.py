@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from hybridloader._support.errors import TaskTimeout, no_answer, text_of
+from hybridloader._support.error_handling import no_answer, text_of
 from hybridloader._support.log import INFO, log
 from hybridloader.engine.contract import Crew
 from hybridloader.engine.diagnosis import given_up
@@ -24,6 +24,7 @@ from hybridloader.engine.numbering import NumberedSending
 from hybridloader.engine.restart import RestartPolicy
 from hybridloader.engine.states import WorkerState
 from hybridloader.engine.worker_table import START, WorkerTable
+from hybridloader.errors import TaskTimeout
 
 _NEVER_READY = (
     " None of them has ever got ready: what each does first ends it (imports, loading the dataset, "

@@ -17,7 +17,7 @@ from time import perf_counter
 from typing import Any
 
 from hybridloader._support.datapipes import seed_datapipe
-from hybridloader._support.errors import ResultPicklingError, foreign, show
+from hybridloader._support.error_handling import foreign, show
 from hybridloader._support.failure import Failure, twin
 from hybridloader._support.state_copies import load_into
 from hybridloader._support.torch_modes import TakenModes
@@ -43,6 +43,7 @@ from hybridloader.engine.shared_items import Alone, SharedTask
 from hybridloader.engine.slices import ALWAYS, LONG
 from hybridloader.engine.under_way import Fetched, TasksUnderWay
 from hybridloader.engine.worker_info import describe, end_worker
+from hybridloader.errors import ResultPicklingError
 from hybridloader.seeding.sample_rng import GLOBALS, SampleRng, now
 from hybridloader.seeding.worker_seeds import (
     ProcessSeeds,

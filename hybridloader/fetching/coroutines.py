@@ -16,7 +16,7 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-from hybridloader._support.errors import is_a
+from hybridloader._support.error_handling import is_a
 from hybridloader.engine.fetcher import Abandoned, GivenUp, TaskContext
 
 _SLICE = 0.05

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from hybridloader._support.attributes import attribute
 from hybridloader._support.datapipes import seed_datapipe
-from hybridloader._support.errors import ShardLost, foreign
+from hybridloader._support.error_handling import foreign
 from hybridloader._support.state_copies import load_into
 from hybridloader.engine.dataset_state import ShardStart, states_of
 from hybridloader.engine.fetcher import (
@@ -39,6 +39,7 @@ from hybridloader.engine.fetcher import (
 )
 from hybridloader.engine.slices import SEEN
 from hybridloader.engine.worker_info import get_worker_info
+from hybridloader.errors import ShardLost
 from hybridloader.fetching.collate import is_default_collate
 from hybridloader.fetching.gather import Odd, gatherer
 from hybridloader.fetching.named_shards import NamedShardsIterator, names_of, shares_of

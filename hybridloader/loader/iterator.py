@@ -25,15 +25,7 @@ from torch.utils.data.dataloader import (
 
 from hybridloader._support.caller import warn_once
 from hybridloader._support.datapipes import seed_datapipe
-from hybridloader._support.errors import (
-    ENDS,
-    IteratorClosed,
-    StateError,
-    WorkerTimeout,
-    add_note,
-    is_a,
-    is_ours,
-)
+from hybridloader._support.error_handling import ENDS, add_note, is_a, is_ours
 from hybridloader._support.failure import Failure
 from hybridloader._support.hf_streams import warn_of_few_shards
 from hybridloader._support.state_copies import is_stateful
@@ -48,6 +40,7 @@ from hybridloader.engine.refresh import Change, DatasetChanges
 from hybridloader.engine.restart import RestartPolicy
 from hybridloader.engine.scheduler import Dispatch, least_busy, round_robin, round_robin_with_room
 from hybridloader.engine.stage import Stage
+from hybridloader.errors import IteratorClosed, StateError, WorkerTimeout
 from hybridloader.fetching.collate import without_torch
 from hybridloader.fetching.on_error.error_budget import ErrorBudget, Skipped
 from hybridloader.fetching.on_error.policies import Policy, parse_on_error

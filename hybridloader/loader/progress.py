@@ -15,7 +15,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
 from hybridloader._support.cadence import Cadence
-from hybridloader._support.errors import place_of
+from hybridloader._support.error_handling import place_of
 from hybridloader._support.state_copies import Latest
 from hybridloader.engine.dataset_state import ShardStart
 from hybridloader.engine.messages import Exhausted, Last

@@ -17,7 +17,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, Protocol
 
 from hybridloader._support.attributes import attribute, close
-from hybridloader._support.errors import Raised, is_a, takes_a_place
+from hybridloader._support.error_handling import Raised, is_a, takes_a_place
 from hybridloader._support.text import beginning
 from hybridloader.fetching.on_error.policies import Skip, final
 from hybridloader.running.placement import Placement as Placement

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
-from hybridloader._support.errors import StateError
 from hybridloader._support.state_schema import (
     COUNT,
     LIST,
@@ -22,6 +21,7 @@ from hybridloader._support.state_schema import (
     dict_of,
     list_of,
 )
+from hybridloader.errors import StateError
 from hybridloader.running.operator import INFINITE, Chain, Mark, steps_in
 
 VERSION = 5

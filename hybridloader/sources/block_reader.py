@@ -26,8 +26,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hybridloader._support.caller import warn_once
-from hybridloader._support.errors import StoreError
 from hybridloader._support.store_use import count, counting
+from hybridloader.errors import StoreError
 from hybridloader.sources.block_cache import BlockCache, private_cache
 from hybridloader.sources.counted import ahead
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hybridloader._support.arguments import flag, whole
-from hybridloader._support.errors import SourceError
+from hybridloader.errors import SourceError
 from hybridloader.sources.block_reader import AHEAD
 from hybridloader.sources.block_reader import CACHE as DISK
 from hybridloader.sources.columns import Columns, Ints, pyarrow_modules

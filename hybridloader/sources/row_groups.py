@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 from hybridloader._support.caller import warn_once
-from hybridloader._support.errors import SourceError
+from hybridloader.errors import SourceError
 from hybridloader.sources.columns import Columns, parquet_module, pyarrow_modules
 from hybridloader.sources.folder_columns import condition_of
 from hybridloader.sources.store import GAP, Stamp, Store

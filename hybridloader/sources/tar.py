@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hybridloader._support.arguments import function, whole
-from hybridloader._support.errors import SourceError, add_note
+from hybridloader._support.error_handling import add_note
+from hybridloader.errors import SourceError
 from hybridloader.sources.block_reader import AHEAD, CACHE
 from hybridloader.sources.indexing import archives, indexed
 from hybridloader.sources.listing import Urls

@@ -20,7 +20,7 @@ from itertools import chain, islice, pairwise
 from typing import TYPE_CHECKING, Any
 
 from hybridloader._support.arguments import one_of, whole
-from hybridloader._support.errors import add_note
+from hybridloader._support.error_handling import add_note
 from hybridloader.sources.kept import MANIFEST
 from hybridloader.sources.shard_files import (
     ParquetFile,

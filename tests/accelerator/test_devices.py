@@ -12,18 +12,11 @@ import pytest
 import torch
 from support.digested_batches import BATCHES, KIND, Noise, busy, digest, wanted, with_digest
 
-from hybridloader import (
-    BackendUnavailable,
-    DataLoader,
-    Memory,
-    Pipeline,
-    SharedMemory,
-    Threads,
-    Transfer,
-)
+from hybridloader import DataLoader, Memory, Pipeline, SharedMemory, Threads, Transfer
 from hybridloader._support.devices_in_use import device_in_use
 from hybridloader.devices.accelerator import current, find
 from hybridloader.devices.torch_accelerator import TorchAccelerator
+from hybridloader.errors import BackendUnavailable
 from hybridloader.memory.segments import make_private
 
 LIMIT = 24 << 20

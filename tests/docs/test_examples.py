@@ -17,8 +17,9 @@ import pytest
 from support.page_functions import augment, decode, read
 
 import hybridloader
-from hybridloader import Operator, Pipeline
+from hybridloader import Pipeline
 from hybridloader.demo.photographs import PHOTOGRAPHS, prepare
+from hybridloader.pipeline import Operator
 from hybridloader.pipeline.steps import Steps
 from hybridloader.running.placement import Where
 

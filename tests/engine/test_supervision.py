@@ -17,7 +17,6 @@ from support.supervised import (
     watch_specs,
 )
 
-from hybridloader._support.errors import WorkerDied, WorkerPicklingError
 from hybridloader.engine.fetcher import GivenUp, Spared
 from hybridloader.engine.messages import (
     Begin,
@@ -26,6 +25,7 @@ from hybridloader.engine.messages import (
     WorkerSpec,
 )
 from hybridloader.engine.restart import RestartPolicy
+from hybridloader.errors import WorkerDied, WorkerPicklingError
 from hybridloader.testing import FakeClock
 
 

@@ -10,8 +10,8 @@ from support.bad_samples import Samples, Together
 from torch.utils.data import Subset, TensorDataset
 
 from hybridloader import Replace, Skip
-from hybridloader._support.errors import WorkerDied
 from hybridloader.engine.fetcher import Abandoned, GivenUp, Spared, TaskContext
+from hybridloader.errors import WorkerDied
 from hybridloader.fetching.readers import MapFetch
 
 

@@ -13,16 +13,8 @@ import pytest
 from support.hostile_errors import KINDS, Hostile, RaisesAtOdd, Unsendable
 from torch.utils.data import IterableDataset
 
-from hybridloader import (
-    DataLoader,
-    IteratorClosed,
-    Pipeline,
-    Replace,
-    ResultPicklingError,
-    Retry,
-    Skip,
-    TooManyErrors,
-)
+from hybridloader import DataLoader, Pipeline, Replace, Retry, Skip, TooManyErrors
+from hybridloader.errors import IteratorClosed, ResultPicklingError
 
 BACKENDS = ("inline", "threads", "fork", "spawn")
 every_backend = pytest.mark.parametrize("backend", BACKENDS)

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridloader import Replace, Retry, Skip, TooManyErrors
-from hybridloader._support.errors import ShardLost, WorkerDied
 from hybridloader._support.failure import Failure
 from hybridloader.engine.fetcher import Abandoned, GivenUp, Spared, TaskContext
+from hybridloader.errors import ShardLost, WorkerDied
 from hybridloader.fetching.on_error.error_budget import ErrorBudget, FailureLog, bare
 from hybridloader.fetching.on_error.item_loop import ItemLoop
 from hybridloader.fetching.on_error.places import rest_is_lost

@@ -14,9 +14,10 @@ import pytest
 import torch
 from support.seeded_training import LIKE_TORCHS_PROCESSES, WORKERS, Regression, torch_loader
 
-from hybridloader import BlockShuffleSampler, DataLoader, Pipeline
+from hybridloader import DataLoader, Pipeline
 from hybridloader._support.caller import warn_once
 from hybridloader.backends.threads import Threads
+from hybridloader.sampling import BlockShuffleSampler
 
 datasets = pytest.importorskip("datasets")
 from datasets import Dataset, IterableDataset  # noqa: E402

@@ -32,7 +32,8 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import IterableDataset, SequentialSampler, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from hybridloader import DataLoader, SharedMemory, Skip, Threads, Transfer, backend_names
+from hybridloader import DataLoader, SharedMemory, Skip, Threads, Transfer
+from hybridloader.engine import backend_names
 from hybridloader.loader import record
 
 

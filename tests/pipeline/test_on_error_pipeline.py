@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hybridloader import Pipeline, Replace, Retry, Skip, TooManyErrors
-from hybridloader._support.errors import IteratorClosed, WorkerDied
 from hybridloader.engine.fetcher import GivenUp, Spared, TaskContext
 from hybridloader.engine.restart import RestartPolicy
+from hybridloader.errors import IteratorClosed, WorkerDied
 from hybridloader.fetching.item_steps import Step, WorkFetch
 from hybridloader.fetching.readers import MapFetch
 from hybridloader.running.placement import Placement

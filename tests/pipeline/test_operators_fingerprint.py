@@ -17,10 +17,12 @@ import pytest
 import torch
 from torch.utils.data import Subset, TensorDataset
 
-from hybridloader import Pipeline, Replace, SharedDict, SharedList, ShuffleSampler
-from hybridloader._support.errors import CacheError
+from hybridloader import Pipeline, Replace
+from hybridloader.errors import CacheError
 from hybridloader.pipeline.operators.fingerprint import drawn, fingerprint
 from hybridloader.pipeline.operators.order import ShardByRank
+from hybridloader.records import SharedDict, SharedList
+from hybridloader.sampling import ShuffleSampler
 
 
 class Scale:

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from hybridloader import Operator, Pipeline, StateError
+from hybridloader import Pipeline, StateError
+from hybridloader.pipeline import Operator
 
 PAGE = Path(__file__).parents[2] / "docs" / "pipelines.md"
 

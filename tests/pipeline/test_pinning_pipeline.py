@@ -12,8 +12,9 @@ import torch
 from support.failing_datasets import outcomes
 from support.pinning_datasets import Counting, Pinnable, first_of, on_backends
 
-from hybridloader import IteratorClosed, NotReady, Pipeline
+from hybridloader import Pipeline
 from hybridloader.devices.accelerator import taken_for_current
+from hybridloader.errors import IteratorClosed, NotReady
 from hybridloader.memory.slots import OWN
 from hybridloader.testing import FakeAccelerator
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from hybridloader import BackendUnavailable, Pipeline, Threads, WorkerPicklingError
+from hybridloader import Pipeline, Threads
+from hybridloader.errors import BackendUnavailable, WorkerPicklingError
 from hybridloader.pipeline.operators.grouping import Batch
 
 BASE = Pipeline.from_dataset(range(7))

@@ -12,15 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridloader import (
-    IteratorClosed,
-    Pipeline,
-    Replace,
-    Retry,
-    ShardLost,
-    Skip,
-    TooManyErrors,
-)
+from hybridloader import Pipeline, Replace, Retry, Skip, TooManyErrors
+from hybridloader.errors import IteratorClosed, ShardLost
 
 GAP = ("gap", None)
 Event = tuple[str, Any]

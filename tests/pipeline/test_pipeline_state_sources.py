@@ -15,7 +15,7 @@ from support.sampler_loaders import Every
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
 
 from hybridloader import Pipeline
-from hybridloader._support.errors import StateError
+from hybridloader.errors import StateError
 from hybridloader.sampling import (
     BucketBatchSampler,
     DistributedShuffleSampler,

@@ -12,7 +12,7 @@ import torch.distributed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridloader._support.errors import StateError
+from hybridloader.errors import StateError
 from hybridloader.sampling import (
     BlockShuffleSampler,
     DistributedShuffleSampler,

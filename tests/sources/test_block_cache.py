@@ -16,7 +16,8 @@ import pytest
 from support.archives import sample_members, tar_bytes
 from support.http_store import HttpStore
 
-from hybridloader import BlockShuffleSampler, DataLoader, Pipeline, SharedMemory, Spawn
+from hybridloader import DataLoader, Pipeline, SharedMemory, Spawn
+from hybridloader.sampling import BlockShuffleSampler
 from hybridloader.sources import Tar, block_cache
 from hybridloader.sources.block_cache import BlockCache, private_cache
 
@@ -178,7 +179,8 @@ def test_a_loader_on_a_full_disk_loses_nothing(
 
 RANK = """
 import json, os, sys
-from hybridloader import BlockShuffleSampler, DataLoader
+from hybridloader import DataLoader
+from hybridloader.sampling import BlockShuffleSampler
 from hybridloader.sources import Tar
 
 url, index, cache = sys.argv[1:]

@@ -15,7 +15,8 @@ import pytest
 from support.archives import sample_members, tar_bytes
 from support.http_store import HttpStore
 
-from hybridloader import BlockShuffleSampler, DataLoader, Pipeline, Retry, ShuffleSampler, Skip
+from hybridloader import DataLoader, Pipeline, Retry, Skip
+from hybridloader.sampling import BlockShuffleSampler, ShuffleSampler
 from hybridloader.sources import Parquet, Shards, Tar
 
 SHARDS, EACH = 6, 8

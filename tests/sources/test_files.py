@@ -15,17 +15,10 @@ from typing import Any
 import pytest
 from support.http_store import HttpStore
 
-from hybridloader import (
-    BackendUnavailable,
-    CacheError,
-    DataLoader,
-    Retry,
-    ShuffleSampler,
-    Skip,
-    SourceError,
-    StoreError,
-)
+from hybridloader import DataLoader, Retry, Skip
 from hybridloader._support.caller import warn_once
+from hybridloader.errors import BackendUnavailable, CacheError, SourceError, StoreError
+from hybridloader.sampling import ShuffleSampler
 from hybridloader.sources import Files
 
 NAMES = ["a/1.txt", "a/2.txt", "b/1.txt", "b/deep/3.txt", "b/x.jpg"]

@@ -16,7 +16,9 @@ import pytest
 import torch
 from support.http_store import HttpStore
 
-from hybridloader import BlockShuffleSampler, DataLoader, Pipeline, Skip, SourceError, StoreError
+from hybridloader import DataLoader, Pipeline, Skip
+from hybridloader.errors import SourceError, StoreError
+from hybridloader.sampling import BlockShuffleSampler
 from hybridloader.sources import Parquet
 from hybridloader.sources.row_groups import ParquetFile, RowGroups
 from hybridloader.sources.store import Store

@@ -15,7 +15,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridloader import BlockShuffleSampler, DataLoader, SourceError
+from hybridloader import DataLoader
+from hybridloader.errors import SourceError
+from hybridloader.sampling import BlockShuffleSampler
 from hybridloader.sources import Parquet
 from hybridloader.sources.row_groups import RowGroups
 

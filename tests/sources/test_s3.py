@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 from support.archives import sample_members, tar_bytes
 
-from hybridloader import BlockShuffleSampler, DataLoader
+from hybridloader import DataLoader
+from hybridloader.sampling import BlockShuffleSampler
 from hybridloader.sources import Files, Parquet, SourceError, StoreError, Tar, indexing, pack
 
 pytest.importorskip("s3fs")

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hybridloader.sources as sources
-from hybridloader import BlockShuffleSampler, DataLoader, Pipeline, ShuffleSampler
+from hybridloader import DataLoader, Pipeline
+from hybridloader.sampling import BlockShuffleSampler, ShuffleSampler
 from hybridloader.sources import Shards
 
 

@@ -14,13 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.archives import write_shards
 
-from hybridloader import (
-    BlockShuffleSampler,
-    DataLoader,
-    DistributedShuffleSampler,
-    Pipeline,
-    ShuffleSampler,
-)
+from hybridloader import DataLoader, Pipeline
+from hybridloader.sampling import BlockShuffleSampler, DistributedShuffleSampler, ShuffleSampler
 from hybridloader.sources import Files, Parquet, Shards, Tar
 
 SOURCES = ["files", "tar", "tar, merged", "parquet"]

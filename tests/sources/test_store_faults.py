@@ -12,7 +12,8 @@ import pytest
 from support.archives import tar_bytes
 from support.http_store import HttpStore
 
-from hybridloader import BlockShuffleSampler, DataLoader, Retry, Skip
+from hybridloader import DataLoader, Retry, Skip
+from hybridloader.sampling import BlockShuffleSampler
 from hybridloader.sources import Files, Parquet, Shards, SourceError, StoreError, Tar, patience
 
 ROWS = 6

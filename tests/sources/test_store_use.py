@@ -9,9 +9,10 @@ import pytest
 from support.archives import sample_members, tar_bytes
 from support.http_store import HttpStore
 
-from hybridloader import BlockShuffleSampler, DataLoader, Pipeline
+from hybridloader import DataLoader, Pipeline
 from hybridloader._support import store_use
 from hybridloader._support.store_use import StoreUse, store_of
+from hybridloader.sampling import BlockShuffleSampler
 from hybridloader.sources import Files, Tar
 
 SHARDS, EACH = 4, 4

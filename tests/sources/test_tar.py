@@ -19,15 +19,9 @@ from hypothesis import strategies as st
 from support.archives import sample_members, tar_bytes, write_shards
 from support.http_store import HttpStore
 
-from hybridloader import (
-    BlockShuffleSampler,
-    DataLoader,
-    Retry,
-    ShuffleSampler,
-    Skip,
-    SourceError,
-    StoreError,
-)
+from hybridloader import DataLoader, Retry, Skip
+from hybridloader.errors import SourceError, StoreError
+from hybridloader.sampling import BlockShuffleSampler, ShuffleSampler
 from hybridloader.sources import Files, Tar, tar_index
 from hybridloader.sources.store import Stamp, Store
 from hybridloader.sources.tar_index import VERSION, load_index, make_index, save_index

@@ -277,7 +277,7 @@ def from_a_daemon_thread() -> None:
 
 def close_from_threads() -> None:
     """Three close it at the same time while the program pulls, and again when it is closed."""
-    from hybridloader import IteratorClosed
+    from hybridloader.errors import IteratorClosed
 
     iterator = begin_and_take()
     together = threading.Barrier(3)

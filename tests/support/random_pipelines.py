@@ -12,7 +12,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from hybridloader import IteratorClosed, Pipeline
+from hybridloader import Pipeline
+from hybridloader.errors import IteratorClosed
 from hybridloader.sampling import ShuffleSampler
 
 Event = tuple[str, Any]

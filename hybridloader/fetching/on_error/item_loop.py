@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from hybridloader._support.errors import add_note, foreign, is_a, part, set_part
+from hybridloader._support.error_handling import add_note, foreign, is_a, part, set_part
 from hybridloader._support.failure import Failure
 from hybridloader._support.text import brief
 from hybridloader.engine.fetcher import Abandoned, GivenUp, TaskContext

@@ -17,7 +17,7 @@ from hybridloader._support import arguments
 from hybridloader._support.arguments import is_number
 from hybridloader._support.attributes import attribute
 from hybridloader._support.caller import warn
-from hybridloader._support.errors import Raised, counts_as_item, foreign, is_a
+from hybridloader._support.error_handling import Raised, counts_as_item, foreign, is_a
 from hybridloader._support.text import short
 from hybridloader.memory.limits import DEFAULT_MEMORY, Memory
 from hybridloader.pipeline.operators.collating import SIZE, CollateFn, Collating, check_collation

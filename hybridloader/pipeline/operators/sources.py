@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any
 
 from hybridloader._support.attributes import attribute, has, length_of
-from hybridloader._support.errors import foreign
+from hybridloader._support.error_handling import foreign
 from hybridloader._support.state_copies import set_epoch
 from hybridloader._support.text import short
 from hybridloader.pipeline.operators.parameters import (

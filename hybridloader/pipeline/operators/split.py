@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hybridloader._support.attributes import close
-from hybridloader._support.errors import Raised
+from hybridloader._support.error_handling import Raised
 from hybridloader._support.text import short
 from hybridloader.fetching.on_error.places import alike
 from hybridloader.pipeline.operators.parameters import settle_whole
