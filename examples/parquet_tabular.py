@@ -47,7 +47,7 @@ def main():
         loader = DataLoader(
             rows,
             256,
-            sampler=BlockShuffleSampler(rows, seed=0, window=4),
+            sampler=BlockShuffleSampler(rows, seed=0, window_blocks=4),
             num_workers=2,
             backend="threads",
             collate_fn=Parquet.collate_fn,

@@ -40,7 +40,7 @@ def _objects_on_threads(spec: Spec) -> Iterator[Any]:
     from hybridloader import Pipeline
     from hybridloader.sources import Files
 
-    files = Files(_urls(spec), load=_length_of)
+    files = Files(_urls(spec), decode=_length_of)
     pipe = Pipeline.from_dataset(files, backend="threads", num_workers=spec["at_once"])
     yield from pipe.batch(spec["batch"])
 
@@ -113,12 +113,12 @@ def _tar(backend: str) -> Epoch:
 
         samples = Tar(
             stored.archives(spec["samples"]),
-            members=("jpg", "cls"),
-            load=stored.decoded,
+            fields=("jpg", "cls"),
+            decode=stored.decoded,
             index="beside",
         )
         sampler = BlockShuffleSampler(
-            samples, seed=0, block=BLOCK, window=WINDOW, shuffle=spec["shuffled"]
+            samples, seed=0, block_size=BLOCK, window_blocks=WINDOW, shuffle=spec["shuffled"]
         )
         yield from DataLoader(
             samples,
@@ -228,7 +228,7 @@ def _parquet(backend: str) -> Epoch:
         from hybridloader.sources import Parquet
 
         rows = Parquet(stored.tables(spec["samples"]), tensors=True)
-        sampler = BlockShuffleSampler(rows, seed=0, window=WINDOW, shuffle=spec["shuffled"])
+        sampler = BlockShuffleSampler(rows, seed=0, window_blocks=WINDOW, shuffle=spec["shuffled"])
         yield from DataLoader(
             rows,
             spec["batch"],

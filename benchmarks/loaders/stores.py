@@ -61,8 +61,8 @@ def _tar(spec: Spec, store: ObjectStore, scratch: str, *, kind: str) -> Batches:
     index = os.path.join(scratch, "index")
     tar = Tar(
         _urls(spec, store),
-        members=("jpg", "cls"),
-        load=_load(spec),
+        fields=("jpg", "cls"),
+        decode=_load(spec),
         index=index,
         cache_dir=cache,
     )

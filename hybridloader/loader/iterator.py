@@ -271,7 +271,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         if ahead is not None and self._reorder is not None:
             ahead += self._reorder.tasks
             if self._pinner is not None:
-                ahead += self._pinner.prefetch + 2  # queued, held by the thread, and taken
+                ahead += self._pinner.batches_ahead + 2  # queued, held by the thread, and taken
         source = start.source(self._sampler_iter, progress, stage.next_seq, ahead)
         if self._observation is not None and not progress.iterable:
             source = self._observation.drawn(source)

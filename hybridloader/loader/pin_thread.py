@@ -246,7 +246,7 @@ class PinThread(Runner):
         self._relay = Relay(
             _PinningIterator(stage, pinner, first, pulls),
             f"hybridloader-{pinner.stage}",
-            depth=pinner.prefetch,
+            depth=pinner.batches_ahead,
             weigh=attrgetter("size"),
             limit=pinner.buffer_bytes,
             prepare=pinner.prepare,

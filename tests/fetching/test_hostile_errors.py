@@ -155,7 +155,7 @@ PLACES: dict[str, tuple[Callable[[], Any], list[Any]]] = {
         [0, 1, 2, 4, 5],
     ),
     "retried after others": (
-        lambda: DataLoader(Samples(), None, on_error=Retry(1, 0, on=OSError), **WHERE),
+        lambda: DataLoader(Samples(), None, on_error=Retry(1, 0, retry_on=OSError), **WHERE),
         [0, 1, 2, Hostile, 4, 5],
     ),
     "replacement": (

@@ -46,10 +46,10 @@ def nothing(index: Any, error: Exception) -> None:
         (lambda: Retry(1, float("inf")), ValueError, "backoff=inf is more seconds"),
         (lambda: Retry(1, float("nan")), ValueError, "backoff is seconds"),
         (lambda: Retry(1, "1"), ValueError, "backoff is seconds"),  # type: ignore[arg-type]
-        (lambda: Retry(1, longest=-1), ValueError, "longest is seconds"),
-        (lambda: Retry(1, on=()), ValueError, "repeat nothing"),
-        (lambda: Retry(1, on=KeyboardInterrupt), TypeError, "that are an Exception"),  # type: ignore[arg-type]
-        (lambda: Retry(1, on=(OSError, 3)), TypeError, "that are an Exception"),  # type: ignore[arg-type]
+        (lambda: Retry(1, max_backoff=-1), ValueError, "longest is seconds"),
+        (lambda: Retry(1, retry_on=()), ValueError, "repeat nothing"),
+        (lambda: Retry(1, retry_on=KeyboardInterrupt), TypeError, "that are an Exception"),  # type: ignore[arg-type]
+        (lambda: Retry(1, retry_on=(OSError, 3)), TypeError, "that are an Exception"),  # type: ignore[arg-type]
         (lambda: Retry(1, then=Retry(1)), ValueError, "raise `times`"),  # type: ignore[arg-type]
         (lambda: Retry(1, then="ignore"), ValueError, "then must be"),
         (lambda: parse_on_error("ignore"), ValueError, "on_error must be"),
@@ -117,7 +117,7 @@ def called(
 
 def test_waits_are_doubled_up_to_the_longest_and_cut_into_slices() -> None:
     slept: list[float] = []
-    policy = Retry(5, backoff=0.05, longest=0.3)
+    policy = Retry(5, backoff=0.05, max_backoff=0.3)
     function = Scripted(*[OSError(n) for n in range(5)], "good")
     assert called(policy, function, 7, sleep=slept.append) == "good"
     assert function.calls == [7] * 6
@@ -204,10 +204,10 @@ def test_what_is_no_exception_passes(policy: Any) -> None:
 
 
 def test_a_stop_iteration_is_a_runtime_error() -> None:
-    policy = Retry(1, 0, on=RuntimeError)
+    policy = Retry(1, 0, retry_on=RuntimeError)
     assert called(policy, Scripted(StopIteration(3), "good"), 0) == "good"
     with pytest.raises(RuntimeError, match="raised StopIteration"):
-        called(Retry(1, 0, on=OSError), Scripted(StopIteration()), 0)
+        called(Retry(1, 0, retry_on=OSError), Scripted(StopIteration()), 0)
 
 
 def test_what_was_given_up_is_not_tried_but_may_be_replaced() -> None:

@@ -287,7 +287,7 @@ def test_what_another_thread_would_take_is_refused_before_anything_starts(
 
 def test_parameters_that_can_not_be_are_refused_where_they_are_given() -> None:
     with pytest.raises(ValueError, match=r"^to: prefetch must be at least 1, got 0"):
-        rows().to("cuda", prefetch=0)
+        rows().to("cuda", batches_ahead=0)
     with pytest.raises(TypeError, match=r"^pin_memory: buffer_bytes must be a whole number"):
         rows().pin_memory(buffer_bytes=1.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="names no device"):
@@ -326,7 +326,7 @@ def test_it_is_a_line_of_the_table_the_picture_and_the_statistics() -> None:
 
 
 def test_it_can_be_pickled_and_compared() -> None:
-    pipe = rows(4).to("cuda:1", prefetch=3)
+    pipe = rows(4).to("cuda:1", batches_ahead=3)
     again = pickle.loads(pickle.dumps(pipe))
     assert again.operators[-1] == pipe.operators[-1]
     assert str(again) == str(pipe)

@@ -186,7 +186,7 @@ NUMBERS: dict[str, Case] = {
         "shard: num_replicas must be at least 1",
     ),
     "fork": (lambda: BASE.fork(0), ValueError, "fork: count must be at least 1"),
-    "block": (lambda: BASE.interleave(BASE, block=0), ValueError, "interleave: block"),
+    "block": (lambda: BASE.interleave(BASE, block_length=0), ValueError, "interleave: block"),
     "budget": (lambda: BASE.batch_by(double, math.nan), ValueError, "batch_by: budget"),
 }
 

@@ -65,7 +65,7 @@ SAMPLERS: dict[str, Callable[[], Any]] = {
 
 BATCH_SAMPLERS: dict[str, Callable[[], Any]] = {
     "BucketBatchSampler": lambda: BucketBatchSampler(LENGTHS, 4, buckets=9, seed=1),
-    "TokenBudgetBatchSampler": lambda: TokenBudgetBatchSampler(LENGTHS, budget=40, seed=1),
+    "TokenBudgetBatchSampler": lambda: TokenBudgetBatchSampler(LENGTHS, max_cost=40, seed=1),
     "BatchSampler": lambda: BatchSampler(SequentialSampler(range(2000)), 3, False),
     "BatchSampler, at random": lambda: BatchSampler(RandomSampler(range(2000)), 3, True),
     "BatchSampler, its generator": lambda: BatchSampler(

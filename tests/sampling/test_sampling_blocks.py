@@ -47,7 +47,9 @@ def ranks(replicas: int, blocks: Any, **options: Any) -> list[BlockShuffleSample
 def test_each_sample_comes_once(
     blocks: list[int], window: int, spans: int, block: int | None, epoch: int
 ) -> None:
-    sampler = BlockShuffleSampler(blocks, 7, window=window, spans=spans, block=block, epoch=epoch)
+    sampler = BlockShuffleSampler(
+        blocks, 7, window_blocks=window, num_canonical_ranks=spans, block_size=block, epoch=epoch
+    )
     assert sorted(sampler) == list(range(sum(blocks)))
     assert len(sampler) == sum(blocks)
 
@@ -55,7 +57,7 @@ def test_each_sample_comes_once(
 @few
 @given(sizes, windows)
 def test_a_window_has_the_samples_of_its_blocks_alone(blocks: list[int], window: int) -> None:
-    samples = iter(BlockShuffleSampler(blocks, 7, window=window))
+    samples = iter(BlockShuffleSampler(blocks, 7, window_blocks=window))
     numbers = np.split(np.arange(sum(blocks)), np.cumsum(blocks)[:-1]) if blocks else []
     order = list(Permutation(len(blocks), 7, purpose="blocks"))
     for first in range(0, len(order), window):
@@ -65,7 +67,7 @@ def test_a_window_has_the_samples_of_its_blocks_alone(blocks: list[int], window:
 
 
 def test_samples_of_a_window_are_mixed_and_epochs_differ() -> None:
-    sampler = BlockShuffleSampler([50] * 10, 7, window=5)
+    sampler = BlockShuffleSampler([50] * 10, 7, window_blocks=5)
     first, second = list(sampler), list(sampler)
     assert first != second
     blocks = [index // 50 for index in first]
@@ -75,7 +77,7 @@ def test_samples_of_a_window_are_mixed_and_epochs_differ() -> None:
 
 
 def test_one_window_of_all_blocks_shuffles_everything() -> None:
-    order = list(BlockShuffleSampler([10] * 10, 7, window=10))
+    order = list(BlockShuffleSampler([10] * 10, 7, window_blocks=10))
     assert len({index // 10 for index in order[:20]}) >= 6
 
 
@@ -125,7 +127,7 @@ def test_the_order_goes_on_when_the_number_of_ranks_changes(
 ) -> None:
     """Each leg is a number of ranks and how many steps they make; the last goes to the end."""
     blocks = [*blocks, 5]
-    whole = list(BlockShuffleSampler(blocks, 7, window=2, spans=spans))
+    whole = list(BlockShuffleSampler(blocks, 7, window_blocks=2, num_canonical_ranks=spans))
     seen: list[int] = []
     state = None
     for number, (replicas, steps) in enumerate(legs):
@@ -151,9 +153,9 @@ def test_another_division_into_blocks_is_refused() -> None:
     state = sampler.state_dict()
     for other, name in [
         (BlockShuffleSampler([3, 5], 7), "blocks_crc32"),
-        (BlockShuffleSampler([4, 4], 7, block=2), "blocks_crc32"),
-        (BlockShuffleSampler([4, 4], 7, window=2), "window"),
-        (BlockShuffleSampler([4, 4], 7, spans=2), "spans"),
+        (BlockShuffleSampler([4, 4], 7, block_size=2), "blocks_crc32"),
+        (BlockShuffleSampler([4, 4], 7, window_blocks=2), "window"),
+        (BlockShuffleSampler([4, 4], 7, num_canonical_ranks=2), "spans"),
     ]:
         with pytest.raises(StateError, match=name):
             other.load_state_dict(state)

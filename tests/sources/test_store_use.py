@@ -21,7 +21,7 @@ SHARDS, EACH = 4, 4
 def tar_of(store: HttpStore, **options: Any) -> Tar:
     for shard in range(SHARDS):
         store.files[f"/{shard}.tar"] = tar_bytes(sample_members(shard * EACH, EACH))
-    tar = Tar(f"{store.url}/{{0..{SHARDS - 1}}}.tar", members=("txt",), **options)
+    tar = Tar(f"{store.url}/{{0..{SHARDS - 1}}}.tar", fields=("txt",), **options)
     store.requests.clear()
     return tar
 

@@ -83,7 +83,7 @@ def backend_of(name: str) -> Any:
     from hybridloader import Memory, SharedMemory, Spawn
 
     if name == "fresh":  # each by itself, and not forked from one
-        return Spawn(zygote=False)
+        return Spawn(preload=False)
     return SharedMemory(memory=Memory(kind="named")) if name == "named" else name
 
 

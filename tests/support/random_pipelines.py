@@ -213,7 +213,7 @@ def _combined(how: str, *lines: Recipe) -> Recipe:
             return first.concat(*others)
         if how == "mix":
             return first.mix(*others, weights=range(1, len(lines) + 1))
-        return first.interleave(*others, block=2)
+        return first.interleave(*others, block_length=2)
 
     return Recipe(f"{how}{lines}", make)
 

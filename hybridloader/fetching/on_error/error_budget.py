@@ -87,7 +87,7 @@ class ErrorBudget:
 
     def __init__(
         self,
-        policy: Policy,  # its budget is the limit
+        policy: Policy,  # its `max_failures` is the limit
         stage: str,
         epoch: int = 0,
         log: FailureLog | None = None,  # gets every record too, counted under `key`
@@ -97,7 +97,7 @@ class ErrorBudget:
     ) -> None:
         last = final(policy)
         self.skips = isinstance(last, Skip)
-        self._limit = None if last is None else last.budget
+        self._limit = None if last is None else last.max_failures
         self._stage, self.epoch, self.gaps = stage, epoch, gaps
         self._log, self._key = log, key
         self._shared = None if log is None else log.records
@@ -161,16 +161,16 @@ class ErrorBudget:
 
     def _too_many(self) -> TooManyErrors:
         failed, done = len(self.records), "skipped" if self.skips else "replaced"
-        budget = f"budget={self._limit}"
+        limit = f"max_failures={self._limit}"
         if isinstance(self._limit, float):
-            budget += f": {int(self.allowed)} of {max(self.attempted, LEAST)}"
+            limit += f": {int(self.allowed)} of {max(self.attempted, LEAST)}"
         rows = [(cell(r.index), _line_of(r.error)) for r in self.records[:_SHOWN]]
         lines = table([("index", "exception"), *rows], underlined=False)
         if failed > _SHOWN:
             lines.append(f"and {failed - _SHOWN} more")
         error = TooManyErrors(
             f"In stage {self._stage!r}, {failed} of {self.attempted} samples failed, more than on_error "
-            f"allows ({budget}). Mend the data, or give a larger budget; None sets no limit. "
+            f"allows ({limit}). Mend the data, or give a larger max_failures; None sets no limit. "
             f"These were {done}:\n" + "\n".join(lines)
         )
         error.__cause__ = self.records[-1].error

@@ -286,25 +286,25 @@ class MixIterator(_TurnIterator):
 
 @dataclass(frozen=True)
 class Interleave(_InTurn):
-    """`block` items of each pipeline in turn, until all have ended.
+    """`block_length` items of each pipeline in turn, until all have ended.
 
     Parameters
     ----------
     pipelines
         At least one.
-    block
+    block_length
         Items in a row from one of them.
     """
 
-    block: int = 1
+    block_length: int = 1
 
     def __post_init__(self) -> None:
         instead = "give how many items in a row come from one pipeline"
-        settle_whole(self, "block", 1, instead)
+        settle_whole(self, "block_length", 1, instead)
         super().__post_init__()
 
     def start(self, context: Context) -> Iterator[Any]:
-        return InterleaveIterator(self.pipelines, context, self.block)
+        return InterleaveIterator(self.pipelines, context, self.block_length)
 
     def length(self, upstream: Length) -> Length:
         return sum_of(self.lengths)
