@@ -189,7 +189,7 @@ def encode_event(event: Ready | Failed | Exhausted, returned: Sequence[int] = ()
             lost = Failure(ResultPicklingError(f"an exception could not be sent: {repr_of(error)}"))
             failure = pickle.dumps(lost)
         return [encode_fields(FAILED, event.seq, failure, returned, position=event.position)]
-    told = b"" if event.told is None else pickle.dumps(event.told, 5)
+    told = b"" if event.shard_start is None else pickle.dumps(event.shard_start, 5)
     if isinstance(event, Ready):
         return [encode_fields(READY, 0, told, returned)]
     return [encode_fields(EXHAUSTED, event.seq, told, returned, position=event.position)]

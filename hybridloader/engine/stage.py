@@ -543,7 +543,7 @@ class Stage(Iterator[Any]):
         self._scheduler.handle(event)
         if isinstance(event, Ready):
             self._table.ready(event.worker)
-            if event.told is not None:
+            if event.shard_start is not None:
                 self._opened[event.worker] = event
 
     def _hand_out(self, result: Result) -> Any:

@@ -18,7 +18,7 @@ from hybridloader._support.log import INFO, log
 from hybridloader.engine.contract import Crew
 from hybridloader.engine.diagnosis import given_up
 from hybridloader.engine.feed import is_forwarded
-from hybridloader.engine.fetcher import GivenUp, Spared
+from hybridloader.engine.fetcher import GivenUp, PartlyGivenUp
 from hybridloader.engine.messages import Begin, Exited, Task
 from hybridloader.engine.numbering import NumberedSending
 from hybridloader.engine.restart import RestartPolicy
@@ -171,7 +171,7 @@ class Supervisor:
         for number in chosen:
             if number < len(items) and type(items[number]) is not GivenUp:
                 items[number] = self._given_up(items[number], death, deaths)
-        return Spared(items)
+        return PartlyGivenUp(items)
 
     def _given_up(self, item: Any, death: Exited, deaths: int) -> GivenUp:
         worker = self._table.name(death.worker)

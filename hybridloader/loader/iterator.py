@@ -163,7 +163,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             shared_seed=self._shared_seed,
             seeding=self._seeds.origin,
             starts=self._pass_start.starts,
-            tells=self._plan.state_every > 0,
+            reports_state=self._plan.state_every > 0,
             metering=None if self._observation is None else self._observation.meters,
         )
         # The consumer of a pinning thread has the time limit instead; an inline worker is the caller.
@@ -288,7 +288,7 @@ class LoaderIterator(_BaseDataLoaderIter):
 
     def _wait_for_workers(self, progress: Progress) -> None:
         for worker, event in self._stage.opened().items():
-            report = event.told
+            report = event.shard_start
             if isinstance(report, Failure):
                 self.close()
                 raise report.to_exception(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hybridloader import Replace, Retry, Skip, TooManyErrors
 from hybridloader._support.failure import Failure
-from hybridloader.engine.fetcher import Abandoned, GivenUp, Spared, TaskContext
+from hybridloader.engine.fetcher import Abandoned, GivenUp, PartlyGivenUp, TaskContext
 from hybridloader.errors import ShardLost, WorkerDied
 from hybridloader.fetching.on_error.error_budget import ErrorBudget, FailureLog, bare
 from hybridloader.fetching.on_error.item_loop import ItemLoop
@@ -218,8 +218,8 @@ def test_what_was_given_up_is_not_tried_but_may_be_replaced() -> None:
     policy = Retry(5, 0, then=Replace(lambda i, e: (i, str(e))))
     assert called(policy, function, lost) == (7, "it kills")
     assert function.calls == []
-    spared = pickle.loads(pickle.dumps(Spared([1, lost])))
-    assert type(spared) is Spared
+    spared = pickle.loads(pickle.dumps(PartlyGivenUp([1, lost])))
+    assert type(spared) is PartlyGivenUp
     assert (spared[0], spared[1].index, spared[1].text) == (1, 7, "it kills")
 
 

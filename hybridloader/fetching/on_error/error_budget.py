@@ -101,7 +101,7 @@ class ErrorBudget:
         self._stage, self.epoch, self.gaps = stage, epoch, gaps
         self._log, self._key = log, key
         self._shared = None if log is None else log.records
-        self.told: Callable[[Skipped], None] | None = None  # called with each record
+        self.on_record: Callable[[Skipped], None] | None = None  # called with each record
         # All the mutable state:
         self.records: list[Skipped] = []  # in the order in which results were handed out
         self.attempted = 0  # samples until now, those that failed among them
@@ -153,8 +153,8 @@ class ErrorBudget:
                 failed.index, error, text, worker, self._stage, self.epoch, failed.replaced
             )
             self.records.append(record)
-            if self.told is not None:
-                self.told(record)
+            if self.on_record is not None:
+                self.on_record(record)
             if self._log is not None and self._shared is not None:
                 self._log.add(record, self._key, self._shared)
         return len(self.records) > max(before, self.allowed)
