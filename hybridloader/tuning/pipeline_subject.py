@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from hybridloader._support.attributes import has
 from hybridloader.engine.registry import get_backend
-from hybridloader.pipeline.operators.sources import Items
-from hybridloader.pipeline.operators.work import Lookup, Readers, Work
+from hybridloader.fetching.readers import MapFetch
 from hybridloader.pipeline.pipeline import Pipeline
 from hybridloader.running.operator import Operator, steps_in
 from hybridloader.running.placement import Placement
@@ -39,8 +39,7 @@ class PipelineSubject(Subject):
         """Take a pipeline; with `only_auto`, the stages that leave their workers to a measurement."""
         self._pipeline = pipeline
         for operator in steps_in(pipeline):
-            items = operator.source if isinstance(operator, Items) else None
-            if items is not None and hasattr(type(items), "__next__"):
+            if operator.read_once:
                 raise TypeError(
                     "tune() reads the source of a pipeline several times, and this one can be read only "
                     "once; give a function that makes it, as in from_iterable(lambda: read(file))"
@@ -100,7 +99,8 @@ class PipelineSubject(Subject):
                     placement = replace(placement, timeout=timeout)
                 if placement != work.placement:
                     work = replace(work, placement=placement)
-                if timeout is not None and label != work.name:  # its row in the statistics
+                if timeout is not None and label != work.name and has(work, "label"):
+                    # The name of its row in the statistics. A user's operator may have no label.
                     work = replace(work, label=label)
                 changed[address] = work
         return with_operators(self._pipeline, changed, trial=timeout is not None)
@@ -131,7 +131,7 @@ def _groups(named: NamedChain, met: Counter[str]) -> list[list[_Step]]:
     groups: list[list[_Step]] = []
     operators = named.chain.operators
     for at, operator in enumerate(operators):
-        if not isinstance(operator, Work) or isinstance(operator, Readers) or operator.cheap:
+        if operator.placement is None or operator.step().kind == "read" or operator.cheap:
             continue
         name = f"{named.name}: {operator.name}" if named.name else operator.name
         met[name] += 1
@@ -143,7 +143,7 @@ def _groups(named: NamedChain, met: Counter[str]) -> list[list[_Step]]:
             and operators[at - 1].placement == operator.placement
             and operator.placement.fuse
             and not operator.step().concurrency
-            and type(operators[at - 1]) is not Lookup
+            and not isinstance(operators[at - 1].step().function, MapFetch)
         )
         if joins:
             groups[-1].append(step)

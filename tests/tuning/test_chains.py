@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from hybridloader import Operator, Pipeline, WorkerTimeout, tune
+from hybridloader import Pipeline, tune
+from hybridloader.errors import WorkerTimeout
+from hybridloader.pipeline import Operator
 from hybridloader.testing import Gate
 from hybridloader.tuning import auto as choosing
 from hybridloader.tuning.chains import chains_of, with_operators
@@ -45,7 +47,7 @@ def joined(**where: Any) -> dict[str, Pipeline]:
         "zip": Pipeline.zip(*both),
         "concat": Pipeline.concat(*both),
         "mix": Pipeline.mix(*both, weights=(1, 2), seed=5),
-        "interleave": Pipeline.interleave(*both, block=3),
+        "interleave": Pipeline.interleave(*both, block_length=3),
         "fork": forked(**where),
         "nested": Pipeline.concat(Pipeline.zip(*both), forked(**where)),
         "twice": Pipeline.zip(both[0], both[0]),
