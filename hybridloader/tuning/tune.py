@@ -47,7 +47,7 @@ def tune(
     loader_or_pipeline
         A `DataLoader`, ours or torch's, or a `Pipeline`.
     seconds
-        Limit of the time. A batch that is being made when it is reached is still waited for.
+        Limit of the time. Only a batch that has begun by then is waited for.
     step
         Your training step, called with real batches (it trains the model), or a number of batches (of
         items, for a pipeline) a second. The choice is then the cheapest plan that keeps up with it.
