@@ -16,7 +16,6 @@ FIRST = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 NOT_YET = {
     "docs/cluster.md": "a Ray cluster",
-    "docs/pipelines.md": "files",
     "docs/sources.md": "decode",
     "docs/tuning.md": "20 seconds",
 }
