@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -222,3 +223,33 @@ def test_a_file_of_one_rank_is_refused_on_another(
     alone = tmp_path / "alone"
     assert len(list(Pipeline.from_dataset(range(4)).shard().cache(alone))) == 4
     assert len(list(Pipeline.from_dataset(range(4)).shard().cache(alone))) == 4
+
+
+class NamedShards:
+    """Two numbers in each of four shards, which `torch.distributed` divides among ranks."""
+
+    shard_names = ("0", "1", "2", "3")
+
+    def read_shard(self, name: str, start: int) -> Iterator[int]:
+        yield from range(2 * int(name), 2 * int(name) + 2)[start:]
+
+    def __iter__(self) -> Iterator[int]:
+        raise AssertionError("it is read by shards")
+
+
+def test_a_file_of_the_named_shards_of_one_rank_is_refused_on_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = 0
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
+    numbers = Pipeline.from_iterable(NamedShards())
+    pipe, nested = (one.cache(tmp_path / "kept") for one in (numbers, numbers.concat(numbers)))
+    assert list(pipe) == list(pipe) == [0, 1, 4, 5]
+    rank = 1
+    for pipeline in (pipe, pickle.loads(pickle.dumps(pipe)), nested):
+        with pytest.raises(CacheError, match=r"another pipeline, .* rank 0 of 2.* rank 1 of 2"):
+            list(pipeline)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+    assert list(numbers.cache(tmp_path / "alone")) == list(range(8))

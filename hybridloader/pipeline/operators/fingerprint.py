@@ -86,16 +86,18 @@ def fingerprint_of_steps(chain: Chain) -> str:
 
 
 def ranks_of_steps(chain: Chain) -> str:
-    """Describe which shard of how many each `ShardByRank` without numbers is in this process now.
+    """Describe the rank of this process in each step that divides items among ranks, as it is now.
 
-    Empty where it is the only one: the numbers of the others are in their fingerprint.
+    `ShardByRank` with its own numbers is left out: its fingerprint has them. So is one rank alone.
     """
     told = ""
     for operator in chain.operators:
         told += "".join(map(ranks_of_steps, operator.branches()))
+        share = operator.share  # of named shards, or of a sampler
         if isinstance(operator, ShardByRank) and operator.rank is None:
-            num_replicas, rank = operator.resolved()
-            told += f" rank {rank} of {num_replicas}" if num_replicas > 1 else ""
+            share = operator.resolved()
+        if share is not None and share[0] > 1:
+            told += f" rank {share[1]} of {share[0]}"
     return told
 
 
