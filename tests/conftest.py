@@ -30,7 +30,7 @@ if sys.platform == "linux" and sys.version_info >= (3, 14):
     # Linux's default before 3.14. What a left-out `backend` means by start method has tests of its own.
     multiprocessing.set_start_method("fork")
 
-_PATIENCE = 5.0
+_PATIENCE = 30.0
 """Seconds that what is already ending gets to be gone."""
 
 _NODES = ("/dev/nvidia", "/dev/dri", "/dev/accel")

@@ -205,7 +205,7 @@ def test_an_idle_persistent_worker_that_died_is_replaced_or_told(backend: str) -
     (worker,) = iterator._workers
     assert worker.pid is not None
     os.kill(worker.pid, signal.SIGKILL)
-    worker.join(10)
+    worker.join(60)
     with contextlib.suppress(WorkerDied):
         assert list(loader) == [[0], [1]]
     assert list(loader) == [[0], [1]]
