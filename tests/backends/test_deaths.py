@@ -271,7 +271,7 @@ def test_a_worker_that_can_not_write_a_large_result_ends_and_is_named(
     put = child._WorkerConnection._put
     monkeypatch.setattr(child._WorkerConnection, "_put", refuse)
     with pytest.raises(WorkerDied, match="exited with code 1"):
-        list(load(Samples(lambda index: os.urandom(100_000)), "fork", timeout=30))
+        list(load(Samples(lambda index: os.urandom(100_000)), "fork", timeout=60))
 
 
 def test_workers_live_where_the_kernel_has_no_pidfd(monkeypatch: pytest.MonkeyPatch) -> None:
