@@ -150,7 +150,7 @@ SCRIPT = """
                 child for child in psutil.Process().children(recursive=True)
                 if "resource_tracker" not in "".join(child.cmdline())
             ]
-            left = psutil.wait_procs(children, 2.5)[1]
+            left = psutil.wait_procs(children, 30)[1]
             print(json.dumps([way.__name__.strip("_"), len(left)]))
     else:
         loader, iterator = begin()
