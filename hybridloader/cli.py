@@ -292,7 +292,7 @@ def _run(arguments: argparse.Namespace) -> str | None:
             except (ValueError, OSError) as error:
                 return str(error)
         if arguments.headroom:
-            from hybridloader.observe.headroom import Reuse
+            from hybridloader.observe.headroom_trials import Reuse
 
             around.enter_context(Reuse())
         if arguments.watch:
@@ -343,7 +343,7 @@ def _tune(arguments: argparse.Namespace) -> str | None:
 
 def _index(arguments: argparse.Namespace) -> str | None:
     """Index archives; return the errors as one text, or None."""
-    from hybridloader._support.errors import SourceError
+    from hybridloader.errors import SourceError
     from hybridloader.sources.indexing import index_archives
 
     try:
@@ -451,9 +451,9 @@ def _demo(arguments: argparse.Namespace) -> str | None:
     missing = [package for name, package in needed.items() if not importlib.util.find_spec(name)]
     if missing:
         return f"needs {' and '.join(missing)}; install it with: pip install 'hybridloader[demo]'"
-    from hybridloader._support.errors import BackendUnavailable
     from hybridloader.demo.command import run
     from hybridloader.demo.folders import DemoError
+    from hybridloader.errors import BackendUnavailable
 
     options = {**vars(arguments)}
     del options["command"], options["run"], options["parser"]

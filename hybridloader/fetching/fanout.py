@@ -23,7 +23,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from hybridloader._support.caller import warn
-from hybridloader._support.errors import Raised, add_note
+from hybridloader._support.error_handling import Raised, add_note
 from hybridloader._support.native_threads import (
     one_thread_on_this_thread,
     renew_autograd_engine,

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, TextIO
 
 from hybridloader._support.arguments import seconds as check_seconds
-from hybridloader._support.errors import add_note
+from hybridloader._support.error_handling import add_note
 from hybridloader._support.gil import gil_enabled
 from hybridloader.tuning.planner import Search
 from hybridloader.tuning.plans import Limits, Plan, limits_here, shown
@@ -191,7 +191,7 @@ class Tuner:
 
     def _is_final(self, plan: Plan, measured: Measured) -> bool:
         """Note an error; return True if no other plan can do better."""
-        from hybridloader._support.errors import WorkerTimeout
+        from hybridloader.errors import WorkerTimeout
         from hybridloader.tuning.trials import Empty
 
         error = measured.error
@@ -220,7 +220,7 @@ class Tuner:
 
     def _rate_of_step(self, batches: tuple[Any, ...], seconds: float) -> float | None:
         """Return how many calls of the step are possible in a second, if loading took no time."""
-        from hybridloader.observe.headroom import synchronize
+        from hybridloader.observe.headroom_trials import synchronize
 
         assert self._call is not None
         times: list[float] = []

@@ -16,7 +16,13 @@ from itertools import accumulate
 from typing import Any
 
 from hybridloader._support.arguments import is_number, one_of
-from hybridloader._support.errors import Raised, add_note, counts_as_item, foreign, takes_a_place
+from hybridloader._support.error_handling import (
+    Raised,
+    add_note,
+    counts_as_item,
+    foreign,
+    takes_a_place,
+)
 from hybridloader._support.text import short
 from hybridloader.fetching.on_error.places import astray
 from hybridloader.pipeline.operators.parameters import SEED, settle, settle_whole, sum_of
@@ -280,25 +286,25 @@ class MixIterator(_TurnIterator):
 
 @dataclass(frozen=True)
 class Interleave(_InTurn):
-    """`block` items of each pipeline in turn, until all have ended.
+    """`block_length` items of each pipeline in turn, until all have ended.
 
     Parameters
     ----------
     pipelines
         At least one.
-    block
+    block_length
         Items in a row from one of them.
     """
 
-    block: int = 1
+    block_length: int = 1
 
     def __post_init__(self) -> None:
         instead = "give how many items in a row come from one pipeline"
-        settle_whole(self, "block", 1, instead)
+        settle_whole(self, "block_length", 1, instead)
         super().__post_init__()
 
     def start(self, context: Context) -> Iterator[Any]:
-        return InterleaveIterator(self.pipelines, context, self.block)
+        return InterleaveIterator(self.pipelines, context, self.block_length)
 
     def length(self, upstream: Length) -> Length:
         return sum_of(self.lengths)

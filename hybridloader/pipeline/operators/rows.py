@@ -11,8 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from hybridloader._support.errors import (
-    IteratorClosed,
+from hybridloader._support.error_handling import (
     Raised,
     add_note,
     is_a,
@@ -20,6 +19,7 @@ from hybridloader._support.errors import (
     repr_of,
     takes_a_place,
 )
+from hybridloader.errors import IteratorClosed
 from hybridloader.fetching.on_error.places import LeftOut, goes_astray
 from hybridloader.pipeline.operators.parameters import check_flags, settle, several
 from hybridloader.pipeline.operators.split import leaves_out, may_begin_at
@@ -41,6 +41,8 @@ class Join(Source):
     """Several pipelines as one; the kinds differ in whose item comes next."""
 
     pipelines: tuple[Chain, ...] = field(repr=False)
+
+    not_fingerprinted = ("pipelines",)
 
     def __post_init__(self) -> None:
         settle(self, pipelines=several(self, self.pipelines))
