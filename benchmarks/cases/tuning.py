@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from benchmarks.case import Answer, Case, Options, Spec, Variant, check_installed
@@ -38,6 +39,9 @@ THREADS = (1, 2, 4, 8, 16, 32, 64)
 INSIDE = (1, 4, 16)
 """Threads in each process, on the grid."""
 
+MOST = 20_000
+"""Batches of torch's loader and of Grain that are timed, at most."""
+
 
 def chosen_rate(loader: str, spec: Spec) -> Answer:
     """Seconds of a batch with the plan of `loader`; as details the plan, and seconds of the search.
@@ -46,9 +50,9 @@ def chosen_rate(loader: str, spec: Spec) -> Answer:
     machine before the measurement is a detail, too.
     """
     load = os.getloadavg()[0]
-    rate, details = _found(loader, spec)
+    found, details = _found(loader, spec)
     return {
-        "value": 1 / min(rate, spec.get("rate", math.inf)),
+        "value": 1 / min(found, spec.get("rate", math.inf)),
         "details": details | {"load": round(load, 1)},
     }
 
@@ -85,7 +89,7 @@ def _found(loader: str, spec: Spec) -> tuple[float, dict[str, Any]]:
             workers = picked.processes
             return _torchs(dataset, batch, workers, seconds), {"workers": workers}
         with picked.batches() as batches:
-            found = _rate(batches, picked.ahead, seconds)
+            found = rate(batches, picked.ahead, seconds)
         return found, {"plan": picked.plan, "search": took}
     if loader == TUNE:
         tuning = tune(
@@ -123,21 +127,28 @@ def _torchs(dataset: Any, batch: int, workers: int, seconds: float) -> float:
     import torch.utils.data
 
     loader: Any = torch.utils.data.DataLoader(dataset, batch, num_workers=workers)
-    return _rate(iter(loader), 2 * workers, seconds)
+    return rate(iter(loader), 2 * workers, seconds)
 
 
-def _rate(batches: Iterator[Any], ahead: int, seconds: float) -> float:
-    """Batches a second after the first `ahead`, so after all that were made before the loop asked.
+def rate(
+    batches: Iterator[Any],
+    ahead: int,
+    seconds: float,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
+    """Batches a second, timed after the first `ahead`: these were made before the loop asked.
 
     At least `ahead` batches are timed, unless they take ten times `seconds`.
     """
     for _ in range(ahead):
         next(batches)
-    began = time.perf_counter()
-    count, took = 0, 0.0
-    while took < 10 * seconds and count < 20_000 and (took < seconds or count < ahead):
+    began = clock()
+    for count in itertools.count(1):
         next(batches)
-        count, took = count + 1, time.perf_counter() - began
+        took = clock() - began
+        enough = count >= ahead or took >= 10 * seconds
+        if count >= MOST or (took >= seconds and enough):
+            break
     return count / took
 
 

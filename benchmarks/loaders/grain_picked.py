@@ -1,14 +1,20 @@
 """Grain's pipelines with the options that its picker, `pick_performance_config`, returns.
 
-The picker takes five elements of a pipeline to learn their size. It measures no time. The number of
-processes is that of all CPUs, or fewer if the memory does not hold an element for each. The buffer of
-each process is the number of samples that the memory holds, up to 1000. The number of threads is the
-default of `ReadOptions`. This module imports Grain: import it after `check_installed`.
+The picker takes five elements of a pipeline to learn their size. It measures no time, and returns:
+
+- a process for each CPU. There are fewer if the memory does not hold an element for each, unless the
+  pipeline has fewer than five elements;
+- a buffer for each process, of as many samples as the memory holds, up to 1000;
+- the number of threads that is the default of `ReadOptions`.
+
+This module imports Grain: import it after `check_installed`.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +28,9 @@ from benchmarks.loaders.rival_grain import Arrays, as_tensors
 
 CYCLE = 4
 """Shards that each process reads at the same time: the number in Grain's documentation."""
+
+PATIENCE = 30.0
+"""Seconds in which the threads of the picker must end."""
 
 
 @dataclass(frozen=True)
@@ -66,12 +75,13 @@ def pick(dataset: Any, batch: int, memory: int) -> Picked:
     logging.getLogger("absl").setLevel(logging.ERROR)
     shards = isinstance(dataset, Shards)
     samples = _of_shards(dataset) if shards else _of_samples(dataset)
-    config: PerformanceConfig = pick_performance_config(
-        samples(grain.ReadOptions()).batch(batch),
-        ram_budget_mb=memory >> 20,
-        max_workers=None,
-        max_buffer_size=None,
-    )
+    with _threads_ended():
+        config: PerformanceConfig = pick_performance_config(
+            samples(grain.ReadOptions()).batch(batch),
+            ram_budget_mb=memory >> 20,
+            max_workers=None,
+            max_buffer_size=None,
+        )
     processes, read = config.multiprocessing_options, config.read_options
     opened = samples(read).batch(batch)
     if processes.num_workers:
@@ -89,6 +99,24 @@ def pick(dataset: Any, batch: int, memory: int) -> Picked:
         max(1, processes.num_workers) * (buffered + processes.per_worker_buffer_size + 1),
         opened,
     )
+
+
+@contextmanager
+def _threads_ended() -> Iterator[None]:
+    """Wait for the threads that were started meanwhile.
+
+    The picker closes none of its iterators, so their threads still read samples when it returns. A
+    fork copies the file lock that such a thread holds, and the workers of torch's loader wait forever.
+    """
+    before = set(threading.enumerate())
+    yield
+    gc.collect()  # ends the iterators
+    for thread in set(threading.enumerate()) - before:
+        thread.join(PATIENCE)
+        if thread.is_alive():
+            raise RuntimeError(
+                f"{thread.name} of Grain's picker still reads after {PATIENCE:.0f} s"
+            )
 
 
 def _of_samples(dataset: Any) -> Callable[[Any], Any]:
