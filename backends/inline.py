@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from hybridloader._support.caller import warn
-from hybridloader._support.errors import WorkerPicklingError
 from hybridloader.engine.contract import Backend, Crew, WorkerHandle
 from hybridloader.engine.fetcher import TaskContext
 from hybridloader.engine.messages import (
@@ -30,6 +29,7 @@ from hybridloader.engine.messages import (
 from hybridloader.engine.payload import ByReference
 from hybridloader.engine.worker import Worker
 from hybridloader.engine.worker_info import worker_info_set
+from hybridloader.errors import WorkerPicklingError
 from hybridloader.fetching.collate import teach_torch
 from hybridloader.memory.limits import DEFAULT_MEMORY, Memory
 from hybridloader.memory.shipping import replicate

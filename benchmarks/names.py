@@ -12,7 +12,7 @@ BACKENDS = ("threads", "fork", "shared-memory")
 
 FRESH = (
     "spawn",
-    "spawn (zygote=False)",
+    "spawn (preload=False)",
     "shared-memory (loky)",
     "shared-memory (forkserver)",
 )

@@ -4,7 +4,8 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
-from hybridloader import Operator, Pipeline
+from hybridloader import Pipeline
+from hybridloader.pipeline import Operator
 
 
 @dataclass(frozen=True)

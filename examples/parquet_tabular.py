@@ -14,7 +14,8 @@ import pyarrow.dataset
 import pyarrow.parquet
 import torch
 
-from hybridloader import BlockShuffleSampler, DataLoader
+from hybridloader import DataLoader
+from hybridloader.sampling import BlockShuffleSampler
 from hybridloader.sources import Parquet
 
 FILES, ROWS, COLUMNS = 2, 20_000, 8
@@ -46,7 +47,7 @@ def main():
         loader = DataLoader(
             rows,
             256,
-            sampler=BlockShuffleSampler(rows, seed=0, window=4),
+            sampler=BlockShuffleSampler(rows, seed=0, window_blocks=4),
             num_workers=2,
             backend="threads",
             collate_fn=Parquet.collate_fn,

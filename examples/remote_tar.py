@@ -14,7 +14,9 @@ import tempfile
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from hybridloader import BlockShuffleSampler, DataLoader, Retry, StoreError
+from hybridloader import DataLoader, Retry
+from hybridloader.errors import StoreError
+from hybridloader.sampling import BlockShuffleSampler
 from hybridloader.sources import Tar
 
 ARCHIVES, SAMPLES, BATCH = 4, 50, 8
@@ -66,17 +68,17 @@ def parse(sample):
 def loader_of(url, index, workers):
     samples = Tar(
         f"{url}/train-{{00..{ARCHIVES - 1:02d}}}.tar",
-        members=("txt", "json"),
-        load=parse,
+        fields=("txt", "json"),
+        decode=parse,
         index=index,
     )
     return DataLoader(
         samples,
         BATCH,
-        sampler=BlockShuffleSampler(samples, seed=0, block=10, window=6),
+        sampler=BlockShuffleSampler(samples, seed=0, block_size=10, window_blocks=6),
         num_workers=workers,
         backend="threads",
-        on_error=Retry(3, on=StoreError),
+        on_error=Retry(3, retry_on=StoreError),
     )
 
 

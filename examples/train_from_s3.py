@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from hybridloader import BlockShuffleSampler, DataLoader
+from hybridloader import DataLoader
+from hybridloader.sampling import BlockShuffleSampler
 from hybridloader.sources import Tar, pack
 
 RANKS, SHARDS, SAMPLES, BATCH = 2, 8, 400, 10
@@ -62,12 +63,14 @@ def train(endpoint, folder, workers, stop_after):
     samples = Tar(
         f"{URL}/",
         index="beside",  # as `pack` wrote it
-        load=decode,
+        decode=decode,
         cache_dir=os.path.join(folder, "cache"),
         storage_options=options_of(endpoint),
     )
     # Number and count of the ranks are those of the process group.
-    sampler = BlockShuffleSampler(samples, seed=0, block=25, window=4, spans=RANKS)
+    sampler = BlockShuffleSampler(
+        samples, seed=0, block_size=25, window_blocks=4, num_canonical_ranks=RANKS
+    )
     loader = DataLoader(samples, BATCH, sampler=sampler, num_workers=workers, backend="threads")
     model = DistributedDataParallel(torch.nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

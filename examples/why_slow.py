@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from train_photos import Photos, layer
 
-from hybridloader import DataLoader, compare
+from hybridloader import DataLoader
+from hybridloader.observe import compare
 
 
 class FarAway(Photos):

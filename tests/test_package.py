@@ -17,6 +17,7 @@ import hybridloader
 ROOT = Path(__file__).parent.parent
 CORE = ROOT / "hybridloader"
 BACKENDS = ROOT / "backends"
+PACKAGES = ("engine", "observe", "pipeline", "records", "sampling", "sources", "testing", "tuning")
 
 
 def run(code: str) -> str:
@@ -28,7 +29,9 @@ def run(code: str) -> str:
 
 def test_no_module_hides_a_public_name() -> None:
     """The import of a module ``hybridloader.rng``, say, would hide the function of that name."""
-    assert not {path.stem for path in CORE.iterdir()} & {*hybridloader.__all__}
+    for package in [hybridloader, *map(hybridloader.__getattr__, PACKAGES)]:
+        folder = Path(str(package.__file__)).parent
+        assert not {path.stem for path in folder.iterdir()} & {*package.__all__}, package
 
 
 def test_packages_import_nothing_themselves() -> None:
@@ -72,7 +75,7 @@ def test_nothing_posix_only_is_imported_or_touched_at_import(path: Path) -> None
 def test_importing_the_package_imports_neither_torch_nor_loky() -> None:
     code = (
         "import sys, hybridloader, hybridloader.engine;"
-        "hybridloader.backend_names(); hybridloader.get_worker_info();"
+        "hybridloader.engine.backend_names(); hybridloader.get_worker_info();"
         "print(sorted({'torch', 'loky', 'numpy', 'cloudpickle'} & set(sys.modules)))"
     )
     assert run(code) == "[]"

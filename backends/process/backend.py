@@ -15,11 +15,11 @@ from typing import Any, ClassVar
 
 from hybridloader._support.caller import warn, warn_once
 from hybridloader._support.devices_in_use import device_in_use
-from hybridloader._support.errors import BackendUnavailable, ForkUnsafe
 from hybridloader.backends.process import fork_safety, socket_transport
 from hybridloader.backends.process.crew import ProcessCrew, slot_kind
 from hybridloader.backends.process.fork_safety import fork_hazard
 from hybridloader.engine.contract import Backend, Crew
+from hybridloader.errors import BackendUnavailable, ForkUnsafe
 from hybridloader.memory.limits import DEFAULT_MEMORY, Memory
 
 _OURS = "hybridloader"
@@ -39,7 +39,7 @@ class ProcessBackend(Backend):
     children: ClassVar[bool] = True
     forwards: ClassVar[str] = "process"
 
-    zygote: bool = True
+    preload: bool = True
     """False: no zygote forks the workers, where one could."""
 
     @abstractmethod
@@ -74,7 +74,7 @@ class ProcessBackend(Backend):
 
     def open(self) -> Crew:
         method, sockets = self._method(), socket_transport.available()
-        forked = self.zygote and method in ("loky", "forkserver")  # from a zygote
+        forked = self.preload and method in ("loky", "forkserver")  # from a zygote
         zygote = sockets and forked and fork_safety.available()
         context: Any
         if zygote or method == "loky":  # its processes do not import the main module
@@ -115,14 +115,14 @@ class Spawn(ProcessBackend):
     ----------
     memory
         Limit and kind of the slots through which large tensors and arrays come back.
-    zygote
+    preload
         True: one fresh process loads the dataset and the modules that it imports, and the workers are
         forked from that process (on Linux, unless loading has started threads or opened files). False:
         each worker is started afresh, and loads for itself.
     """
 
     memory: Memory = DEFAULT_MEMORY
-    zygote: bool = True
+    preload: bool = True
     name: ClassVar[str] = "spawn"
 
     def _method(self) -> str:

@@ -13,7 +13,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-from hybridloader._support.errors import ResultPicklingError, show
+from hybridloader._support.error_handling import show
 from hybridloader._support.failure import Failure
 from hybridloader._support.import_hooks import when_imported
 from hybridloader._support.inheritance import Inherited
@@ -35,6 +35,7 @@ from hybridloader.engine.messages import (
 from hybridloader.engine.serving import Pickled, received
 from hybridloader.engine.worker import Worker, run
 from hybridloader.engine.worker_info import set_process_info
+from hybridloader.errors import ResultPicklingError
 from hybridloader.fetching.collate import teach_torch
 from hybridloader.memory.packing import pack_in_band
 from hybridloader.memory.shared_slots import SlotReader, SlotWriter, both_ways, task_names

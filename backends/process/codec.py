@@ -16,10 +16,11 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
-from hybridloader._support.errors import DamagedMessage, ResultPicklingError, repr_of
+from hybridloader._support.error_handling import repr_of
 from hybridloader._support.failure import Failure
 from hybridloader.engine.dataset_state import ShardStart
 from hybridloader.engine.messages import Begin, Exhausted, Failed, First, Message, Ready, Stop, Task
+from hybridloader.errors import DamagedMessage, ResultPicklingError
 from hybridloader.memory.packing import Packed, pack, unpack
 from hybridloader.memory.shared_slots import SlotMap, SlotReader, SlotWriter
 from hybridloader.memory.slots import OWN
@@ -188,7 +189,7 @@ def encode_event(event: Ready | Failed | Exhausted, returned: Sequence[int] = ()
             lost = Failure(ResultPicklingError(f"an exception could not be sent: {repr_of(error)}"))
             failure = pickle.dumps(lost)
         return [encode_fields(FAILED, event.seq, failure, returned, position=event.position)]
-    told = b"" if event.told is None else pickle.dumps(event.told, 5)
+    told = b"" if event.shard_start is None else pickle.dumps(event.shard_start, 5)
     if isinstance(event, Ready):
         return [encode_fields(READY, 0, told, returned)]
     return [encode_fields(EXHAUSTED, event.seq, told, returned, position=event.position)]

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from hybridloader._support.errors import BackendUnavailable, DamagedMessage
 from hybridloader.backends.process import codec
 from hybridloader.backends.process.frames import Frame
 from hybridloader.backends.process.handles import (
@@ -49,6 +48,7 @@ from hybridloader.engine.messages import (
     Task,
     WorkerSpec,
 )
+from hybridloader.errors import BackendUnavailable, DamagedMessage
 from hybridloader.memory import segments
 from hybridloader.memory.limits import Memory, warn_of_overflow
 from hybridloader.memory.shipping import Shipment, ship

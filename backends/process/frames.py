@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
-from hybridloader._support.errors import DamagedMessage
+from hybridloader.errors import DamagedMessage
 
 ALIGN = 16
 

@@ -16,8 +16,8 @@ from multiprocessing import connection as mp_connection
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from hybridloader._support.errors import DamagedMessage
 from hybridloader.backends.process.frames import MOST_BYTES, Buffer, Decoder, Frame, encode
+from hybridloader.errors import DamagedMessage
 from hybridloader.memory.descriptors import ours
 
 Arrived = tuple[int, "Frame | None"]

@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from hybridloader._support.errors import DamagedMessage
 from hybridloader.backends.process.frames import MOST_FDS, Buffer, Decoder, Frame, encode
+from hybridloader.errors import DamagedMessage
 from hybridloader.memory.descriptors import ours
 
 _READ = 64 * 1024

@@ -282,7 +282,7 @@ class ZygoteStarter(Starter):
             warn_once,
             f"the workers of stage {stage!r} are started one by one, which takes longer and more memory "
             f"than to fork them from one process that has loaded the dataset: it {message.refusal}. Do "
-            "that in worker_init_fn, or when the first sample is read; or say Spawn(zygote=False)",
+            "that in worker_init_fn, or when the first sample is read; or say Spawn(preload=False)",
         )
 
     def _start_afresh(

@@ -28,7 +28,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, NoReturn
 
-from hybridloader._support.errors import show
+from hybridloader._support.error_handling import show
 from hybridloader._support.inheritance import Inherited
 from hybridloader._support.native_threads import one_thread_in_this_process
 from hybridloader.backends.process import fork_safety

@@ -25,7 +25,7 @@ def paths(count: int, container: str = "list") -> Paths:
     names = path_strings(count)
     if container == "list":
         return Paths(names)
-    from hybridloader import SharedList
+    from hybridloader.records import SharedList
 
     return Paths(SharedList(names))
 

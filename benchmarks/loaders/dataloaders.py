@@ -80,7 +80,7 @@ def _backend(name: str) -> Any:
     from hybridloader import SharedMemory, Spawn
 
     started: dict[str, Any] = {
-        "spawn (zygote=False)": Spawn(zygote=False),
+        "spawn (preload=False)": Spawn(preload=False),
         "shared-memory (loky)": SharedMemory(start_method="loky"),
         "shared-memory (forkserver)": SharedMemory(start_method="forkserver"),
     }

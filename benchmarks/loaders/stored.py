@@ -40,7 +40,7 @@ def _objects_on_threads(spec: Spec) -> Iterator[Any]:
     from hybridloader import Pipeline
     from hybridloader.sources import Files
 
-    files = Files(_urls(spec), load=_length_of)
+    files = Files(_urls(spec), decode=_length_of)
     pipe = Pipeline.from_dataset(files, backend="threads", num_workers=spec["at_once"])
     yield from pipe.batch(spec["batch"])
 
@@ -107,17 +107,18 @@ def _objects_by_torch(spec: Spec) -> Iterator[Any]:
 
 def _tar(backend: str) -> Epoch:
     def epoch(spec: Spec) -> Iterator[Any]:
-        from hybridloader import BlockShuffleSampler, DataLoader
+        from hybridloader import DataLoader
+        from hybridloader.sampling import BlockShuffleSampler
         from hybridloader.sources import Tar
 
         samples = Tar(
             stored.archives(spec["samples"]),
-            members=("jpg", "cls"),
-            load=stored.decoded,
+            fields=("jpg", "cls"),
+            decode=stored.decoded,
             index="beside",
         )
         sampler = BlockShuffleSampler(
-            samples, seed=0, block=BLOCK, window=WINDOW, shuffle=spec["shuffled"]
+            samples, seed=0, block_size=BLOCK, window_blocks=WINDOW, shuffle=spec["shuffled"]
         )
         yield from DataLoader(
             samples,
@@ -222,11 +223,12 @@ def _tar_together(spec: Spec) -> Iterator[Any]:
 
 def _parquet(backend: str) -> Epoch:
     def epoch(spec: Spec) -> Iterator[Any]:
-        from hybridloader import BlockShuffleSampler, DataLoader
+        from hybridloader import DataLoader
+        from hybridloader.sampling import BlockShuffleSampler
         from hybridloader.sources import Parquet
 
         rows = Parquet(stored.tables(spec["samples"]), tensors=True)
-        sampler = BlockShuffleSampler(rows, seed=0, window=WINDOW, shuffle=spec["shuffled"])
+        sampler = BlockShuffleSampler(rows, seed=0, window_blocks=WINDOW, shuffle=spec["shuffled"])
         yield from DataLoader(
             rows,
             spec["batch"],

@@ -53,15 +53,16 @@ def _load(spec: Spec) -> Callable[[Any], Any] | None:
 
 def _tar(spec: Spec, store: ObjectStore, scratch: str, *, kind: str) -> Batches:
     """`Tar` with an index that is kept; the epochs do not count what it took to make that."""
-    from hybridloader import BlockShuffleSampler, DataLoader, ShuffleSampler
+    from hybridloader import DataLoader
+    from hybridloader.sampling import BlockShuffleSampler, ShuffleSampler
     from hybridloader.sources import Tar
 
     cache = os.path.join(scratch, "cache") if kind == "cache" else None
     index = os.path.join(scratch, "index")
     tar = Tar(
         _urls(spec, store),
-        members=("jpg", "cls"),
-        load=_load(spec),
+        fields=("jpg", "cls"),
+        decode=_load(spec),
         index=index,
         cache_dir=cache,
     )

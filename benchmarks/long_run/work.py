@@ -129,7 +129,7 @@ def skipping(job: Job) -> None:
     from hybridloader import Skip
 
     dataset = Failing(job.chance.randint(20, 200), job.chance.choice((2, 7, 30)))
-    with iter(job.loader(dataset, on_error=Skip(budget=None))) as batches:
+    with iter(job.loader(dataset, on_error=Skip(max_failures=None))) as batches:
         found = job.take(batches)
         skipped = [record.index for record in batches.skipped]
     job.tally["skipped"] += len(skipped)
@@ -142,7 +142,7 @@ def retrying(job: Job) -> None:
     from hybridloader import Retry
 
     dataset = Failing(job.chance.randint(20, 100), job.chance.choice((7, 30)), times=2)
-    policy = Retry(2, backoff=0.001, on=OSError)
+    policy = Retry(2, backoff=0.001, retry_on=OSError)
     with iter(job.loader(dataset, on_error=policy)) as batches:
         job.expect(job.take(batches), range(len(dataset)))
     job.tally["retried"] += len(dataset.fails())

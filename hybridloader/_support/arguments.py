@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from hybridloader._support.text import short
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def whole(
@@ -100,3 +101,29 @@ def policy(
     if isinstance(value, type) and issubclass(value, kinds):
         hint = f"; {value.__name__} is the class, write {value.__name__}(...)"
     raise ValueError(f"{name} must be {choices}, not {value!r}{hint}")
+
+
+def spelled_out(words: type, defaults: Mapping[str, Any]) -> Callable[[F], F]:
+    """Have `help` and editors show the keywords `words`, a `TypedDict`, in the place of ``**words``.
+
+    Type checkers read ``**words: Unpack[Words]`` and need no help. Calls cost nothing: only the
+    signature that `inspect` reports is another one.
+    """
+
+    import inspect  # dataclasses, which all callers import, has it already; workers may not
+
+    def decorate(function: F) -> F:
+        signature = inspect.signature(function)
+        *shown, rest = signature.parameters.values()
+        assert rest.kind is rest.VAR_KEYWORD
+        for name, annotation in words.__annotations__.items():
+            text = getattr(annotation, "__forward_arg__", annotation)
+            shown.append(
+                inspect.Parameter(
+                    name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=text
+                )
+            )
+        function.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
+        return function
+
+    return decorate

@@ -13,7 +13,7 @@ import pickle
 import types
 from typing import Any, NamedTuple
 
-from hybridloader._support.errors import (
+from hybridloader._support.error_handling import (
     add_note,
     described,
     part,

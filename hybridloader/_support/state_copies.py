@@ -17,11 +17,12 @@ from typing import Any, ClassVar, NoReturn
 
 from hybridloader._support.attributes import attribute
 from hybridloader._support.cadence import Cadence
-from hybridloader._support.errors import StateError, add_note, described
+from hybridloader._support.error_handling import add_note, described
 from hybridloader._support.hf_streams import has_buffer
 from hybridloader._support.inheritance import Shared
+from hybridloader.errors import StateError
 
-DEAR = 100e-6
+EXPENSIVE = 100e-6
 """Seconds; a slower copy is shared by all receivers. A list of 5,000 numbers takes this long."""
 
 
@@ -156,7 +157,7 @@ class Given:
             return self._one
         began = perf_counter()
         made = type(self).opened(self.kept)
-        if perf_counter() - began > DEAR:
+        if perf_counter() - began > EXPENSIVE:
             self._one = made
         return made
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from hybridloader._support.errors import StateError
+from hybridloader.errors import StateError
 
 
 class Rule(NamedTuple):

@@ -12,7 +12,7 @@ from hybridloader._support.attributes import has
 from hybridloader._support.caller import warn
 from hybridloader.engine.registry import get_backend
 from hybridloader.loader.dataloader import DataLoader
-from hybridloader.loader.options import Options
+from hybridloader.loader.options import Options, in_keywords
 
 if TYPE_CHECKING:
     import torch.utils.data
@@ -32,6 +32,7 @@ _NOT_LOST = {
 """Names that a subclass may define, because they have no effect after the constructor has run."""
 
 
+@in_keywords
 def from_torch(
     loader: torch.utils.data.DataLoader[Any],
     backend: str | Backend | None = None,

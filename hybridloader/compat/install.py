@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from hybridloader._support.attributes import attribute
 from hybridloader._support.caller import warn, warn_once
-from hybridloader._support.errors import BackendUnavailable, ForkUnsafe, WorkerPicklingError
 from hybridloader._support.import_hooks import when_imported
 from hybridloader.engine.registry import get_backend
-from hybridloader.loader.options import Options
+from hybridloader.errors import BackendUnavailable, ForkUnsafe, WorkerPicklingError
+from hybridloader.loader.options import Options, in_keywords
 
 if TYPE_CHECKING:
     from torch.utils.data.dataloader import _BaseDataLoaderIter
@@ -153,6 +153,7 @@ class Installation:
         return f"<Installation backend={self.backend!r}, {state}, from {self.where}>"
 
 
+@in_keywords
 def install(backend: str | Backend | None = None, **options: Unpack[OptionWords]) -> Installation:
     """Run every `torch.utils.data.DataLoader` of this process on hybridloader's engine.
 

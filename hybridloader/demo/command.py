@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
-from hybridloader import DataLoader, get_backend
+from hybridloader import DataLoader
 from hybridloader.demo.comparison import IMAGES, ROUNDS, contenders, measure
 from hybridloader.demo.display import DemoDisplay
 from hybridloader.demo.folders import ClassFolders, read_class_folders
 from hybridloader.demo.images import Photographs
 from hybridloader.demo.photographs import CROPS, PHOTOGRAPHS, cut_folder, is_complete, prepare
 from hybridloader.demo.training import Trainer, cores_left_by
+from hybridloader.engine import get_backend
 
 SEED = 0
 

@@ -45,8 +45,8 @@ def contenders(dataset: Photographs, batch_size: int, workers: int) -> list[Cont
     busy = common | {"num_workers": workers, "persistent_workers": True} if workers else common
     torchs = functools.partial(torch.utils.data.DataLoader, dataset, **busy)
     rows = [Contender("torch DataLoader", workers, torchs)]
-    for name in hybridloader.backend_names():
-        backend = hybridloader.get_backend(name)
+    for name in hybridloader.engine.backend_names():
+        backend = hybridloader.engine.get_backend(name)
         if backend.in_caller or workers:
             options = common if backend.in_caller else busy
             ours = functools.partial(hybridloader.DataLoader, dataset, backend=backend, **options)
@@ -70,7 +70,7 @@ def measure(
         try:
             loaders[row.name] = row.make()
             row.first_batch = _epoch(loaders[row.name], report)[0]
-        except hybridloader.BackendUnavailable as error:
+        except hybridloader.errors.BackendUnavailable as error:
             loaders.pop(row.name, None)
             row.skipped = str(error)
             report(images * (rounds + 1))

@@ -52,7 +52,7 @@ class Transfer:
     device
         A str such as ``"cuda"`` or ``"cuda:1"``, a `torch.device` or an `Accelerator`. Without an index
         it is the current device of the thread that makes the iterator. ``"cpu"`` changes nothing.
-    prefetch
+    batches_ahead
         Number of batches that may wait on the device, at least 1. One more is copied at the same time.
     buffer_bytes
         Maximum of bytes of these batches together. A larger batch waits alone.
@@ -64,11 +64,11 @@ class Transfer:
     """
 
     device: Any
-    prefetch: int = AHEAD
+    batches_ahead: int = AHEAD
     buffer_bytes: int = BUFFER_BYTES
 
     def __post_init__(self) -> None:
-        for name in ("prefetch", "buffer_bytes"):
+        for name in ("batches_ahead", "buffer_bytes"):
             whole(name, getattr(self, name), 1)
 
     @classmethod
@@ -92,7 +92,7 @@ def pinner_for(device: Any, *, pin_memory: bool) -> Pinner | None:
     transfer = None if device is None else Transfer.of(device)
     accelerator = None if transfer is None else find(transfer.device)
     if transfer is not None and accelerator is not None:
-        return Mover(accelerator, transfer.prefetch, transfer.buffer_bytes)
+        return Mover(accelerator, transfer.batches_ahead, transfer.buffer_bytes)
     accelerator = current() if pin_memory else None
     if accelerator is None or not accelerator.pins:
         return None
@@ -119,7 +119,7 @@ class Pinner:
     """Copies batches into page-locked memory.
 
     One thread calls `prepare` and `send`, another one calls `take`; `here` does both, on any thread. At
-    most `prefetch` batches and `buffer_bytes` bytes wait between `send` and `take`.
+    most `batches_ahead` batches and `buffer_bytes` bytes wait between `send` and `take`.
 
     `locks` are the page locks of the workers' slots: this object passes them the streams that read the
     slots.
@@ -128,10 +128,10 @@ class Pinner:
     stage = "pin_memory"  # name of the stage in errors
 
     def __init__(
-        self, accelerator: Accelerator, prefetch: int = AHEAD, buffer_bytes: int = BUFFER_BYTES
+        self, accelerator: Accelerator, batches_ahead: int = AHEAD, buffer_bytes: int = BUFFER_BYTES
     ) -> None:
         self.accelerator = accelerator
-        self.prefetch, self.buffer_bytes = prefetch, buffer_bytes
+        self.batches_ahead, self.buffer_bytes = batches_ahead, buffer_bytes
         locks = accelerator.pins and accelerator.locks_pages
         self.locks = PageLocks(accelerator) if locks else None
         # All the mutable state:
@@ -215,8 +215,8 @@ class Mover(Pinner):
 
     stage = "to"
 
-    def __init__(self, accelerator: Accelerator, prefetch: int, buffer_bytes: int) -> None:
-        super().__init__(accelerator, prefetch, buffer_bytes)
+    def __init__(self, accelerator: Accelerator, batches_ahead: int, buffer_bytes: int) -> None:
+        super().__init__(accelerator, batches_ahead, buffer_bytes)
         self.stream: Any = None  # of the copies; None before `prepare`, and if they are not queued
 
     def prepare(self) -> None:

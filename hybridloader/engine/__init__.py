@@ -17,9 +17,6 @@ from typing import TYPE_CHECKING
 from hybridloader._support.lazily import lazily
 
 if TYPE_CHECKING:
-    from hybridloader._support.errors import BackendUnavailable as BackendUnavailable
-    from hybridloader._support.errors import ResultPicklingError as ResultPicklingError
-    from hybridloader._support.errors import WorkerPicklingError as WorkerPicklingError
     from hybridloader._support.failure import Failure as Failure
     from hybridloader.engine.called_worker import CalledWorker as CalledWorker
     from hybridloader.engine.called_worker import parts_of as parts_of
@@ -46,6 +43,8 @@ if TYPE_CHECKING:
     from hybridloader.engine.messages import WorkerSpec as WorkerSpec
     from hybridloader.engine.payload import ByReference as ByReference
     from hybridloader.engine.payload import Payload as Payload
+    from hybridloader.engine.registry import backend_names as backend_names
+    from hybridloader.engine.registry import get_backend as get_backend
     from hybridloader.engine.serving import PackedSpec as PackedSpec
     from hybridloader.engine.serving import Pickled as Pickled
     from hybridloader.engine.serving import dumps as dumps
@@ -54,12 +53,15 @@ if TYPE_CHECKING:
     from hybridloader.engine.serving import serve as serve
     from hybridloader.engine.serving import thread_worker as thread_worker
     from hybridloader.engine.worker import Worker as Worker
+    from hybridloader.errors import BackendUnavailable as BackendUnavailable
+    from hybridloader.errors import ResultPicklingError as ResultPicklingError
+    from hybridloader.errors import WorkerPicklingError as WorkerPicklingError
     from hybridloader.memory.slots import PrivateSlots as PrivateSlots
 
 __getattr__, __dir__, __all__ = lazily(
     __name__,
     {
-        "._support.errors": "BackendUnavailable ResultPicklingError WorkerPicklingError",
+        ".errors": "BackendUnavailable ResultPicklingError WorkerPicklingError",
         "._support.failure": "Failure",
         "called_worker": "CalledWorker parts_of work_of",
         "calls": "CallingHandle Place",
@@ -69,6 +71,7 @@ __getattr__, __dir__, __all__ = lazily(
         "messages": "Begin Done Event Exhausted Exited Failed First Message Ready Stop Task "
         "WorkerSpec",
         "payload": "ByReference Payload",
+        "registry": "backend_names get_backend",
         "serving": "PackedSpec Pickled dumps loads process_worker serve thread_worker",
         "worker": "Worker",
     },

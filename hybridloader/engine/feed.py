@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from hybridloader._support.attributes import attribute
-from hybridloader._support.errors import ENDS, NotReady, counts_as_item, is_a, is_ours
+from hybridloader._support.error_handling import ENDS, counts_as_item, is_a, is_ours
 from hybridloader.engine.messages import Result
 from hybridloader.engine.payload import Payload
+from hybridloader.errors import NotReady
 
 TASK_SECONDS = 1e-3
 """Seconds that a task of several items should take. Handing one to a process and back costs some 0.1 ms

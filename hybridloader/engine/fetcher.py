@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from hybridloader._support.errors import WorkerDied, mark
+from hybridloader._support.error_handling import mark
+from hybridloader.errors import WorkerDied
 
 if TYPE_CHECKING:
     from hybridloader.engine.dataset_state import DatasetStates, ShardStart
@@ -137,11 +138,11 @@ class GivenUp:
         return error
 
 
-class Spared(list[Any]):
+class PartlyGivenUp(list[Any]):
     """Indices of a task of which some are `GivenUp`; the type distinguishes them from others."""
 
 
-class Begun(Protocol):
+class StartedTask(Protocol):
     """Samples of a task that threads, or coroutines, have begun to fetch."""
 
     seconds: list[float]  # that each sample took
@@ -154,7 +155,7 @@ class Begun(Protocol):
         """Wait for the samples, or for `Fetcher.wake`; False, at once, if threads fetch them."""
 
     def stop(self) -> bool:
-        """Begin no more samples."""
+        """Begin no more samples; they have `ended` if none is in flight."""
 
     def leave(self) -> bool:
         """Wait for samples that are in flight, for a limited time; False if some are stuck."""
@@ -181,7 +182,7 @@ class Fetcher(ABC):
         """Return one sample of a task, for `assemble`; asked of any worker if `Fetch.divisible`."""
         raise NotImplementedError
 
-    def begin(self, index: Any, ring: Callable[[], None]) -> Begun:
+    def begin(self, index: Any, ring: Callable[[], None]) -> StartedTask:
         """Have threads fetch the samples of a task, and `ring` when they have ended.
 
         Asked if `Fetch.overlaps`. Coroutines need no ring.
@@ -189,7 +190,7 @@ class Fetcher(ABC):
         raise NotImplementedError
 
     def wake(self) -> None:  # noqa: B027  # threads need none
-        """Have the worker look for messages: end `Begun.wait_here`. From any thread."""
+        """Have the worker look for messages: end `StartedTask.wait_here`. From any thread."""
 
     def assemble(self, samples: list[Any], index: Any) -> Any:
         """Return the result of a task, made of its samples, as `fetch` does."""

@@ -49,7 +49,7 @@ class WorkerSpec:
     """Place at which each worker begins its first epoch; empty: all begin at the beginning."""
     seeding: Origin | None = None
     """Origin of the seeds of samples, under ``seeding="sample"``."""
-    tells: bool = False
+    reports_state: bool = False
     """True if `Ready` has the first state of the dataset, or the error that the worker began with."""
     metering: Metering | None = None
     """Specification of a worker's meter; None measures nothing."""
@@ -62,13 +62,13 @@ class WorkerSpec:
 
         Not where a worker is watched: it must be known which task it is at, and since when.
         """
-        alone = self.tracked or self.timed or self.tells or self.workers < 2
+        alone = self.tracked or self.timed or self.reports_state or self.workers < 2
         return not alone and self.fetch.threads == 1 and self.fetch.divisible
 
     @property
     def overlaps(self) -> bool:
         """True if a worker's threads, or coroutines, may fetch samples of several tasks at a time."""
-        return self.fetch.overlaps and not (self.tracked or self.timed or self.tells)
+        return self.fetch.overlaps and not (self.tracked or self.timed or self.reports_state)
 
 
 class Task(NamedTuple):
@@ -109,11 +109,12 @@ Message = Task | Begin | First | Stop
 class Ready(NamedTuple):
     """Event: the worker has started and ran its `init_fn`.
 
-    `told` is the state of the dataset, or the error that it began with, if `WorkerSpec.tells`.
+    `shard_start` is the state of the dataset, or the error that it began with, if
+    `WorkerSpec.reports_state` is True.
     """
 
     worker: int
-    told: ShardStart | Failure | None = None
+    shard_start: ShardStart | Failure | None = None
 
 
 class Done(NamedTuple):
@@ -153,14 +154,14 @@ class Last:
 class Exhausted(NamedTuple):
     """Event: the worker's shard of an iterable dataset ended when it was asked for task `seq`.
 
-    It answers no further task of this epoch. The shard had `position` samples; `told` is the state of
-    the dataset at its end, if it has one.
+    It answers no further task of this epoch. The shard had `position` samples. `shard_start` is the
+    state of the dataset at its end, if it has one.
     """
 
     worker: int
     seq: int
     position: int = 0
-    told: ShardStart | None = None
+    shard_start: ShardStart | None = None
 
 
 @dataclass(frozen=True)

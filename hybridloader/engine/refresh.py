@@ -17,7 +17,7 @@ from typing import Any
 
 from hybridloader._support.attributes import attribute, has
 from hybridloader._support.caller import warn
-from hybridloader._support.errors import text_of
+from hybridloader._support.error_handling import text_of
 
 Path = tuple[Any, ...]  # names of attributes and places in lists, from the dataset inward
 Change = tuple[Path, Any]

@@ -14,8 +14,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from hybridloader._support.arguments import flag
-from hybridloader._support.errors import BackendUnavailable
 from hybridloader.engine.contract import Backend
+from hybridloader.errors import BackendUnavailable
 from hybridloader.memory.limits import check_memory
 
 GROUP = "hybridloader.backends"

@@ -18,17 +18,10 @@ from contextvars import copy_context
 from typing import Any
 
 from hybridloader._support.attributes import close
-from hybridloader._support.errors import (
-    ENDS,
-    IteratorClosed,
-    NotReady,
-    Raised,
-    WorkerTimeout,
-    is_ours,
-    no_answer,
-)
+from hybridloader._support.error_handling import ENDS, Raised, is_ours, no_answer
 from hybridloader._support.torch_modes import Modes, TakenModes, modes_here
 from hybridloader.engine.contract import CLOSING, SLICE
+from hybridloader.errors import IteratorClosed, NotReady, WorkerTimeout
 
 REMEMBERED = 4096
 """Number of sleeps that a queue remembers of each side."""

@@ -25,9 +25,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from hybridloader._support.errors import IllegalTransition
 from hybridloader.engine.messages import Done, Event, Exhausted, Exited, Failed, Ready, Result
 from hybridloader.engine.states import ACTIVE, RunState, WorkerState, run_after, worker_after
+from hybridloader.errors import IllegalTransition
 
 _RUNNING = RunState.RUNNING  # bound once: Python 3.11 takes 0.2 us to look it up
 _OVER = (RunState.CLOSING, RunState.CLOSED)

@@ -13,12 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hybridloader._support.errors import (
-    ResultPicklingError,
-    WorkerPicklingError,
-    described,
-    traceback_of,
-)
+from hybridloader._support.error_handling import described, traceback_of
 from hybridloader._support.failure import Failure
 from hybridloader._support.inheritance import Inherited
 from hybridloader._support.native_threads import (
@@ -30,6 +25,7 @@ from hybridloader.engine.messages import Done, Event, Exited, Failed, Message, T
 from hybridloader.engine.payload import ByReference, Payload
 from hybridloader.engine.worker import Incoming, Worker, run
 from hybridloader.engine.worker_info import set_process_info, set_worker_info
+from hybridloader.errors import ResultPicklingError, WorkerPicklingError
 from hybridloader.memory.packing import Packed, pack, pack_in_band, unpack
 from hybridloader.memory.shipping import receive, replicate, ship
 from hybridloader.memory.slots import OWN

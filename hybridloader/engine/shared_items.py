@@ -119,7 +119,7 @@ class SharedTask(SharedItems):
         self.task = self.task._replace(index=None)
 
 
-class Alone(NamedTuple):
+class UnsharedTask(NamedTuple):
     """Message: the worker fetches the samples of its task alone, until they are shared."""
 
     task: SharedTask

@@ -26,13 +26,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from hybridloader._support.errors import (
-    IteratorClosed,
-    NotReady,
+from hybridloader._support.error_handling import (
     Raised,
-    TaskTimeout,
-    WorkerDied,
-    WorkerTimeout,
     add_note,
     foreign,
     is_ours,
@@ -70,6 +65,7 @@ from hybridloader.engine.stage_flow import StageFlow
 from hybridloader.engine.states import WorkerState
 from hybridloader.engine.supervision import Supervisor
 from hybridloader.engine.worker_table import WorkerTable
+from hybridloader.errors import IteratorClosed, NotReady, TaskTimeout, WorkerDied, WorkerTimeout
 
 if TYPE_CHECKING:
     from hybridloader.memory.page_locks import PageLocks
@@ -547,7 +543,7 @@ class Stage(Iterator[Any]):
         self._scheduler.handle(event)
         if isinstance(event, Ready):
             self._table.ready(event.worker)
-            if event.told is not None:
+            if event.shard_start is not None:
                 self._opened[event.worker] = event
 
     def _hand_out(self, result: Result) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from hybridloader._support.errors import IllegalTransition
+from hybridloader.errors import IllegalTransition
 
 
 class _State(Enum):

@@ -13,17 +13,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from hybridloader._support.errors import TaskTimeout, no_answer, text_of
+from hybridloader._support.error_handling import no_answer, text_of
 from hybridloader._support.log import INFO, log
 from hybridloader.engine.contract import Crew
 from hybridloader.engine.diagnosis import given_up
 from hybridloader.engine.feed import is_forwarded
-from hybridloader.engine.fetcher import GivenUp, Spared
+from hybridloader.engine.fetcher import GivenUp, PartlyGivenUp
 from hybridloader.engine.messages import Begin, Exited, Task
 from hybridloader.engine.numbering import NumberedSending
 from hybridloader.engine.restart import RestartPolicy
 from hybridloader.engine.states import WorkerState
 from hybridloader.engine.worker_table import START, WorkerTable
+from hybridloader.errors import TaskTimeout
 
 _NEVER_READY = (
     " None of them has ever got ready: what each does first ends it (imports, loading the dataset, "
@@ -170,7 +171,7 @@ class Supervisor:
         for number in chosen:
             if number < len(items) and type(items[number]) is not GivenUp:
                 items[number] = self._given_up(items[number], death, deaths)
-        return Spared(items)
+        return PartlyGivenUp(items)
 
     def _given_up(self, item: Any, death: Exited, deaths: int) -> GivenUp:
         worker = self._table.name(death.worker)

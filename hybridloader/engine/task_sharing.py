@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from hybridloader.engine.messages import Task
 from hybridloader.engine.meter import Measures
-from hybridloader.engine.shared_items import Alone, SharedTask
+from hybridloader.engine.shared_items import SharedTask, UnsharedTask
 from hybridloader.engine.worker import Worker
 
 
@@ -86,7 +86,7 @@ class TaskSharing:
                 if not self._known:
                     # Without those that have failed: a loader of which all fails holds no more.
                     self._held = [*(task for task in self._held if task.items), shared]
-                    self._inboxes[worker].put(Alone(shared))
+                    self._inboxes[worker].put(UnsharedTask(shared))
                     return True
         if self.whole:
             return False

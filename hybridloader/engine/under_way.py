@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from hybridloader.engine.fetcher import Begun, TaskContext
+from hybridloader.engine.fetcher import StartedTask, TaskContext
 from hybridloader.engine.messages import Done, Event, First, Task
 
 _LEAST = 1e-3
@@ -31,7 +31,7 @@ class Fetched(NamedTuple):
     """Message of a worker to itself: the samples of a task have ended."""
 
     task: Task
-    samples: Begun
+    samples: StartedTask
 
 
 class TasksUnderWay:
@@ -44,7 +44,7 @@ class TasksUnderWay:
 
     def __init__(
         self,
-        begin: Callable[[Task, Callable[[], None]], Begun | None],  # `Worker.begin`
+        begin: Callable[[Task, Callable[[], None]], StartedTask | None],  # `Worker.begin`
         context: TaskContext,
         get: Callable[[], Any],  # waits for a message; returns None if `ring` was called
         report: Callable[[Event], None],

@@ -17,12 +17,19 @@ from time import perf_counter
 from typing import Any
 
 from hybridloader._support.datapipes import seed_datapipe
-from hybridloader._support.errors import ResultPicklingError, foreign, show
+from hybridloader._support.error_handling import foreign, show
 from hybridloader._support.failure import Failure, twin
 from hybridloader._support.state_copies import load_into
 from hybridloader._support.torch_modes import TakenModes
 from hybridloader.engine.dataset_state import ShardStart
-from hybridloader.engine.fetcher import Abandoned, Begun, EndOfShard, Fetch, Fetcher, TaskContext
+from hybridloader.engine.fetcher import (
+    Abandoned,
+    EndOfShard,
+    Fetch,
+    Fetcher,
+    StartedTask,
+    TaskContext,
+)
 from hybridloader.engine.messages import (
     Begin,
     Done,
@@ -39,10 +46,11 @@ from hybridloader.engine.messages import (
 from hybridloader.engine.meter import MEASURES, Meter
 from hybridloader.engine.payload import Payload
 from hybridloader.engine.refresh import apply
-from hybridloader.engine.shared_items import Alone, SharedTask
+from hybridloader.engine.shared_items import SharedTask, UnsharedTask
 from hybridloader.engine.slices import ALWAYS, LONG
 from hybridloader.engine.under_way import Fetched, TasksUnderWay
 from hybridloader.engine.worker_info import describe, end_worker
+from hybridloader.errors import ResultPicklingError
 from hybridloader.seeding.sample_rng import GLOBALS, SampleRng, now
 from hybridloader.seeding.worker_seeds import (
     ProcessSeeds,
@@ -125,7 +133,7 @@ class Worker:
                 if spec.workers == 0:
                     raise
                 self._broken = foreign(error)
-            return Ready(self.worker, self._first_state() if spec.tells else None)
+            return Ready(self.worker, self._first_state() if spec.reports_state else None)
 
     def _first_state(self) -> ShardStart | Failure | None:
         if self._broken is not None:
@@ -171,7 +179,7 @@ class Worker:
                 self._begin(message)
         elif isinstance(message, SharedTask):
             return self._take_part(message)
-        elif isinstance(message, Alone):
+        elif isinstance(message, UnsharedTask):
             if not message.task.shared:  # else it comes once more
                 return self._take_part(message.task, alone=True)
         elif isinstance(message, Fetched):
@@ -262,7 +270,7 @@ class Worker:
         """True if `wake` does something."""
         return self._spec.fetch.coroutines > 0
 
-    def begin(self, task: Task, ring: Callable[[], None]) -> Begun | None:
+    def begin(self, task: Task, ring: Callable[[], None]) -> StartedTask | None:
         """Have the samples of a task fetched; None if it is to be done as a whole.
 
         `ring` is called by one of the threads that fetch them when all have ended.
@@ -490,5 +498,5 @@ def run(
         worker.close()
 
 
-Incoming = Message | SharedTask | Alone | Fetched
+Incoming = Message | SharedTask | UnsharedTask | Fetched
 """Message as a worker gets it; two come from crews whose workers share tasks, the last from itself."""

@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hybridloader._support.errors import show
+from hybridloader._support.error_handling import show
 from hybridloader._support.import_hooks import when_imported
 
 if TYPE_CHECKING:

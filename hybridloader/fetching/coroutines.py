@@ -16,7 +16,7 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-from hybridloader._support.errors import is_a
+from hybridloader._support.error_handling import is_a
 from hybridloader.engine.fetcher import Abandoned, GivenUp, TaskContext
 
 _SLICE = 0.05
@@ -186,7 +186,7 @@ class Coroutines:
         self._items: Iterator[Any] | None = None  # that `next` is at; None behind the last
         self._begun: deque[tuple[Any, asyncio.Task[Any] | Exception | None]] = deque()
         self._in_work = 0
-        self._early: deque[BegunItems] = deque()  # tasks that have items left to begin
+        self._early: deque[StartedItems] = deque()  # tasks that have items left to begin
         self._given_up: list[asyncio.Task[Any]] = []
         self._done: asyncio.Task[Any] | None = None  # of the item that a loop over items has now
 
@@ -266,9 +266,9 @@ class Coroutines:
         else:
             self._begin_early()
 
-    def begin(self, items: Sequence[Any]) -> BegunItems:
+    def begin(self, items: Sequence[Any]) -> StartedItems:
         """Begin the items of a task after those of the tasks before it, as soon as there is room."""
-        begun = BegunItems(self, items)
+        begun = StartedItems(self, items)
         self._early.append(begun)
         self._begin_early()
         return begun
@@ -303,7 +303,7 @@ class Coroutines:
             self._done = task
             yield item
 
-    def give_up(self, begun: BegunItems) -> None:
+    def give_up(self, begun: StartedItems) -> None:
         """Begin no more items of a task. `close` cancels the others."""
         with suppress(ValueError):  # all are begun
             self._early.remove(begun)
@@ -336,8 +336,8 @@ class Coroutines:
             loop.in_use.release()
 
 
-class BegunItems:
-    """Items of one task, begun early, in their order: a `Begun`. All of it is on the worker's thread."""
+class StartedItems:
+    """Items of one task, started early, in order: a `StartedTask` for the worker's thread alone."""
 
     def __init__(self, coroutines: Coroutines, items: Sequence[Any]) -> None:
         self.items = items

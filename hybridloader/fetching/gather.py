@@ -19,14 +19,14 @@ from hybridloader.memory.slots import OWN
 Gather = Callable[[Any], Any]  # makes a batch of a tensor of indices
 
 
-class Odd(Exception):
+class NotGatherable(Exception):
     """The batch can't be gathered, and must be made the ordinary way."""
 
 
 def gatherer(dataset: Any, collate_fn: Any) -> Callable[[Sequence[int]], Any] | None:
-    """Return the function that makes a batch of `dataset` from a list of indices, or raises `Odd`.
+    """Return the function that makes a batch of `dataset` from a list of indices.
 
-    None if the dataset can't be gathered.
+    None if the dataset can't be gathered. The function raises `NotGatherable` for a batch that can't be.
     """
     torch = sys.modules.get("torch")
     if torch is None or not is_default_collate(collate_fn):
@@ -37,12 +37,12 @@ def gatherer(dataset: Any, collate_fn: Any) -> Callable[[Sequence[int]], Any] | 
 
     def fetch(indices: Sequence[int]) -> Any:
         if type(indices) is not list or {*map(type, indices)} != {int}:
-            raise Odd
+            raise NotGatherable
         try:  # by way of an array: torch.tensor takes five times as long for a list
             index = torch.frombuffer(array("q", indices), dtype=torch.int64)
             return gather(index)
         except (IndexError, OverflowError, RuntimeError, ValueError):
-            raise Odd from None
+            raise NotGatherable from None
 
     return fetch
 
@@ -97,7 +97,7 @@ def _while_same(gather: Gather, read: Callable[[], Iterable[Any]]) -> Gather:
 
     def gather_if_same(index: Any) -> Any:
         if [*map(id, read())] != identities:
-            raise Odd
+            raise NotGatherable
         return gather(index)
 
     return gather_if_same
@@ -111,7 +111,7 @@ def _of_tensor_dataset(dataset: Any) -> Gather | None:
 
     def gather_if_same(index: Any) -> Any:
         if dataset.tensors is not tensors:
-            raise Odd
+            raise NotGatherable
         return gather(index)
 
     return gather_if_same
@@ -131,7 +131,7 @@ def _of_tensors(tensors: Sequence[Any]) -> Gather | None:
         count, found = index.numel(), []  # len() of a tensor takes 5 us
         for tensor, row in zip(tensors, rows, strict=True):
             if tensor.requires_grad:  # since we looked
-                raise Odd
+                raise NotGatherable
             large = row * count >= OWN
             out = slot_for((count, *tensor.shape[1:]), tensor.dtype) if large else None
             found.append(torch.index_select(tensor, 0, index, out=out))
@@ -150,12 +150,12 @@ def _of_subset(dataset: Any) -> Gather | None:
 
     def gather(index: Any) -> Any:
         if dataset.dataset is not whole:  # here, as a call more takes 0.4 us
-            raise Odd
+            raise NotGatherable
         # One by one: the list may have been changed, and it may be a range.
         places = dataset.indices
         chosen = [places[i] for i in index.tolist()]
         if {*map(type, chosen)} != {int}:
-            raise Odd
+            raise NotGatherable
         return inner(torch.frombuffer(array("q", chosen), dtype=torch.int64))
 
     return gather
@@ -201,7 +201,7 @@ def _of_concat(dataset: Any) -> Gather | None:
     def gather(index: Any) -> Any:
         low, high = torch.aminmax(index)
         if low < 0 or high >= starts[-1]:
-            raise Odd
+            raise NotGatherable
         part_of = torch.bucketize(index, ends, right=True)
         found = []
         for column in columns:

@@ -17,11 +17,11 @@ from typing import Any
 
 from hybridloader._support.attributes import attribute
 from hybridloader.engine.fetcher import (
-    Begun,
     Fetch,
     Fetcher,
     FollowingContext,
-    Spared,
+    PartlyGivenUp,
+    StartedTask,
     TaskContext,
 )
 from hybridloader.engine.slices import SEEN
@@ -217,7 +217,7 @@ class ItemsFetcher(Fetcher):
         self._coroutines: Any = opened[0][1] if coroutines else None
 
     def fetch(self, items: list[Any]) -> Any:
-        spared, rng = type(items) is Spared, self._rng
+        spared, rng = type(items) is PartlyGivenUp, self._rng
         if rng is not None and self._by_item:
             if self._helpers is not None:
                 parts = self._helpers.map(self._alone, self._numbered(items), self._context)
@@ -249,8 +249,8 @@ class ItemsFetcher(Fetcher):
             return results.hand_over(self._context)
         return results.values
 
-    def begin(self, items: Any, ring: Callable[[], None]) -> Begun:
-        begun: Begun
+    def begin(self, items: Any, ring: Callable[[], None]) -> StartedTask:
+        begun: StartedTask
         if self._helpers is None:
             begun = self._coroutines.begin(items)
         else:

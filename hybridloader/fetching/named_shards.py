@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 from zlib import crc32
 
 from hybridloader._support.attributes import attribute
-from hybridloader._support.errors import ShardLost, described, foreign
+from hybridloader._support.error_handling import described, foreign
+from hybridloader.errors import ShardLost
 
 MOST_FAILURES = 8
 """Errors in a row after which the rest of a shard is left out, if it has to be opened after each."""

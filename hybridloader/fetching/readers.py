@@ -24,23 +24,24 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from hybridloader._support.attributes import attribute
 from hybridloader._support.datapipes import seed_datapipe
-from hybridloader._support.errors import ShardLost, foreign
+from hybridloader._support.error_handling import foreign
 from hybridloader._support.state_copies import load_into
 from hybridloader.engine.dataset_state import ShardStart, states_of
 from hybridloader.engine.fetcher import (
     Abandoned,
-    Begun,
     EndOfShard,
     Fetch,
     Fetcher,
     GivenUp,
-    Spared,
+    PartlyGivenUp,
+    StartedTask,
     TaskContext,
 )
 from hybridloader.engine.slices import SEEN
 from hybridloader.engine.worker_info import get_worker_info
+from hybridloader.errors import ShardLost
 from hybridloader.fetching.collate import is_default_collate
-from hybridloader.fetching.gather import Odd, gatherer
+from hybridloader.fetching.gather import NotGatherable, gatherer
 from hybridloader.fetching.named_shards import NamedShardsIterator, names_of, shares_of
 from hybridloader.fetching.on_error.item_loop import (
     ItemLoop,
@@ -290,7 +291,7 @@ def _left(asked: Sequence[Any], results: TaskResults) -> list[Any]:
 # -- by index --------------------------------------------------------------------------------------
 
 
-class Apart(list[Any]):
+class PartialBatch(list[Any]):
     """Indices of samples to be sent uncollated: part of a batch that should have `wanted` samples."""
 
     wanted = 0
@@ -335,10 +336,10 @@ class IndexedFetcher(LoaderFetcher):
         if self._gather is not None:
             try:
                 return self._gather(index)
-            except Odd:
+            except NotGatherable:
                 pass
         dataset, context, rng = self._in_turn, self._context, self.rng
-        if type(index) is Spared:
+        if type(index) is PartlyGivenUp:
             raise next(one for one in index if type(one) is GivenUp).error()
         if self._helpers is not None:
             sample = context.timed("sample", self.sample, SEEN)
@@ -368,11 +369,11 @@ class IndexedFetcher(LoaderFetcher):
         """Return the value of a task and the outcome of its samples. On any thread."""
         assert self._loop is not None
         asked = index if self._batched else [index]
-        if type(asked) is Apart:  # not numbered: if one kills, none is known to be it
+        if type(asked) is PartialBatch:  # not numbered: if one kills, none is known to be it
             results = self._loop.run(asked, spared=True, numbers=False)
             left = _left(asked, results)
             return short_batch(left, results.values, results.failures, asked.wanted)
-        spared = type(index) in (Spared, GivenUp)
+        spared = type(index) in (PartlyGivenUp, GivenUp)
         whole = None if spared or not self._batched else self._as_a_whole(index)
         if whole is not None:
             return whole
@@ -383,7 +384,7 @@ class IndexedFetcher(LoaderFetcher):
         if self._gather is not None:
             try:
                 return self._gather(indices), Outcome(len(indices))
-            except Odd:
+            except NotGatherable:
                 pass
         if not self._whole:
             return None
@@ -396,7 +397,7 @@ class IndexedFetcher(LoaderFetcher):
     def sample(self, index: Any) -> Any:
         return self._dataset[index] if self._loop is None else self._loop.alone(index)
 
-    def begin(self, index: Any, ring: Callable[[], None]) -> Begun:
+    def begin(self, index: Any, ring: Callable[[], None]) -> StartedTask:
         assert self._helpers is not None
         sample = self._context.timed("sample", self.sample, SEEN)
         return self._helpers.begin(sample, index, self._context, "sample", ring)

@@ -15,10 +15,10 @@ from typing import Any
 
 from hybridloader._support.attributes import attribute
 from hybridloader._support.datapipes import is_datapipe
-from hybridloader._support.errors import StateError
 from hybridloader._support.state_copies import Frozen, is_stateful
 from hybridloader._support.state_schema import ANY, COUNT, DICT, LIST, TEXT, Schema
 from hybridloader.engine.dataset_state import ShardStart
+from hybridloader.errors import StateError
 from hybridloader.fetching.named_shards import (
     Place,
     ShardPart,

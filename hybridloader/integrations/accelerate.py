@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from hybridloader._support.attributes import attribute
 from hybridloader._support.caller import warn
-from hybridloader._support.errors import described
+from hybridloader._support.error_handling import described
 
 TESTED = ("1.15", "1.15")
 """First and last release of accelerate with which all tests pass. Older releases, from 1.0 on, are

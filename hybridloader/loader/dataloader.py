@@ -18,7 +18,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from hybridloader._support.arguments import whole
 from hybridloader._support.attributes import Fallback, attribute
-from hybridloader._support.errors import add_note
+from hybridloader._support.error_handling import add_note
 from hybridloader.engine.contract import Backend
 from hybridloader.engine.registry import get_backend
 from hybridloader.loader.auto import Auto, chooser, settled

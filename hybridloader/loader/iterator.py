@@ -25,15 +25,7 @@ from torch.utils.data.dataloader import (
 
 from hybridloader._support.caller import warn_once
 from hybridloader._support.datapipes import seed_datapipe
-from hybridloader._support.errors import (
-    ENDS,
-    IteratorClosed,
-    StateError,
-    WorkerTimeout,
-    add_note,
-    is_a,
-    is_ours,
-)
+from hybridloader._support.error_handling import ENDS, add_note, is_a, is_ours
 from hybridloader._support.failure import Failure
 from hybridloader._support.hf_streams import warn_of_few_shards
 from hybridloader._support.state_copies import is_stateful
@@ -48,6 +40,7 @@ from hybridloader.engine.refresh import Change, DatasetChanges
 from hybridloader.engine.restart import RestartPolicy
 from hybridloader.engine.scheduler import Dispatch, least_busy, round_robin, round_robin_with_room
 from hybridloader.engine.stage import Stage
+from hybridloader.errors import IteratorClosed, StateError, WorkerTimeout
 from hybridloader.fetching.collate import without_torch
 from hybridloader.fetching.on_error.error_budget import ErrorBudget, Skipped
 from hybridloader.fetching.on_error.policies import Policy, parse_on_error
@@ -170,7 +163,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             shared_seed=self._shared_seed,
             seeding=self._seeds.origin,
             starts=self._pass_start.starts,
-            tells=self._plan.state_every > 0,
+            reports_state=self._plan.state_every > 0,
             metering=None if self._observation is None else self._observation.meters,
         )
         # The consumer of a pinning thread has the time limit instead; an inline worker is the caller.
@@ -278,7 +271,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         if ahead is not None and self._reorder is not None:
             ahead += self._reorder.tasks
             if self._pinner is not None:
-                ahead += self._pinner.prefetch + 2  # queued, held by the thread, and taken
+                ahead += self._pinner.batches_ahead + 2  # queued, held by the thread, and taken
         source = start.source(self._sampler_iter, progress, stage.next_seq, ahead)
         if self._observation is not None and not progress.iterable:
             source = self._observation.drawn(source)
@@ -295,7 +288,7 @@ class LoaderIterator(_BaseDataLoaderIter):
 
     def _wait_for_workers(self, progress: Progress) -> None:
         for worker, event in self._stage.opened().items():
-            report = event.told
+            report = event.shard_start
             if isinstance(report, Failure):
                 self.close()
                 raise report.to_exception(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, TypedDict
 
-from hybridloader._support.arguments import keywords, one_of, seconds, whole
+from hybridloader._support.arguments import keywords, one_of, seconds, spelled_out, whole
 from hybridloader.devices.pinning import check as check_device
 from hybridloader.engine.restart import RestartPolicy
 from hybridloader.fetching.on_error.policies import Replace, Retry, Skip, parse_on_error
@@ -72,5 +72,8 @@ class Options(NamedTuple):
         check_device(self.device)
         check_observe(self.observe)
 
+
+in_keywords = spelled_out(OptionWords, Options._field_defaults)
+"""Decorator of functions that take these keywords: their signature lists each with its default."""
 
 _DEFAULTS = tuple(Options._field_defaults.items())

@@ -24,7 +24,7 @@ from hybridloader._support.state_schema import place_dropped
 from hybridloader.engine.dataset_state import ShardStart
 from hybridloader.engine.scheduler import Dispatch, Scheduler, round_robin
 from hybridloader.engine.states import ACTIVE
-from hybridloader.fetching.readers import Apart
+from hybridloader.fetching.readers import PartialBatch
 from hybridloader.fetching.shard_division import ShardDivision
 from hybridloader.loader.plan import LoaderPlan
 from hybridloader.loader.progress import UNKNOWN, Progress, SamplerCheckpoint
@@ -228,27 +228,27 @@ class PassStart:
             progress.begin(first, None)
             return indices
         indices = self._plan.samplers.drawn_in_batches(indices, arrays=self._plan.takes_arrays)
-        leads = self._leads()
-        progress.begin(first, ahead, leads)
+        repeated = self._repeated()
+        progress.begin(first, ahead, repeated)
         access = self._plan.samplers.state_access(indices)
         if access is None:
-            return chain(leads, progress.logged(indices))
+            return chain(repeated, progress.logged(indices))
         if not progress.count and self._plan.samplers.stateful is None:
             progress.at = -1, UNKNOWN, SamplerCheckpoint(0, access[0]())
-        return chain(leads, progress.logged_with_states(indices, *access))
+        return chain(repeated, progress.logged_with_states(indices, *access))
 
-    def _leads(self) -> list[Any]:
+    def _repeated(self) -> list[Any]:
         """Items that are fetched again before the sampler continues."""
         resume = self.resume
         if resume is None:
             return []
-        leads: list[Any] = []
+        repeated: list[Any] = []
         if resume.apart:
-            apart = Apart(resume.apart)
+            apart = PartialBatch(resume.apart)
             size = self._plan.batch_size or 0
             apart.wanted = size if 0 < size <= len(apart) else 0
-            leads.append(apart)
-        return [*leads, *resume.whole]
+            repeated.append(apart)
+        return [*repeated, *resume.whole]
 
     def direct(self, dispatch: ResumedDispatch) -> None:
         """Have `dispatch` give the first tasks to the workers whose turn it is."""
@@ -259,7 +259,7 @@ class PassStart:
         if self._plan.iterable:
             dispatch.first, dispatch.last = resume.first, resume.last
         else:
-            dispatch.last = (resume.count - len(self._leads()) - 1) % self._plan.readers
+            dispatch.last = (resume.count - len(self._repeated()) - 1) % self._plan.readers
 
     @cached_property
     def division(self) -> ShardDivision | None:

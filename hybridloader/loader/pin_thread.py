@@ -17,23 +17,14 @@ from contextlib import suppress
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from hybridloader._support.errors import (
-    ENDS,
-    IteratorClosed,
-    NotReady,
-    Raised,
-    WorkerTimeout,
-    add_note,
-    is_a,
-    is_ours,
-    no_answer,
-)
+from hybridloader._support.error_handling import ENDS, Raised, add_note, is_a, is_ours, no_answer
 from hybridloader.devices.pinning import Pinner, Sent
 from hybridloader.engine.feed import Feed
 from hybridloader.engine.messages import Last
 from hybridloader.engine.refresh import Change
 from hybridloader.engine.relay import Relay
 from hybridloader.engine.stage import Stage
+from hybridloader.errors import IteratorClosed, NotReady, WorkerTimeout
 from hybridloader.loader.observation import LoaderObservation
 from hybridloader.observe.thread_times import TimedPulls
 from hybridloader.running.runner import Runner
@@ -255,7 +246,7 @@ class PinThread(Runner):
         self._relay = Relay(
             _PinningIterator(stage, pinner, first, pulls),
             f"hybridloader-{pinner.stage}",
-            depth=pinner.prefetch,
+            depth=pinner.batches_ahead,
             weigh=attrgetter("size"),
             limit=pinner.buffer_bytes,
             prepare=pinner.prepare,

@@ -15,12 +15,12 @@ from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
 from hybridloader._support.cadence import Cadence
-from hybridloader._support.errors import place_of
+from hybridloader._support.error_handling import place_of
 from hybridloader._support.state_copies import Latest
 from hybridloader.engine.dataset_state import ShardStart
 from hybridloader.engine.messages import Exhausted, Last
 from hybridloader.fetching.outcome import Outcome
-from hybridloader.fetching.readers import Apart
+from hybridloader.fetching.readers import PartialBatch
 from hybridloader.fetching.shard_division import ShardDivision
 from hybridloader.loader.refill import WaitingSamples
 from hybridloader.loader.samplers import SamplerReplay, SamplerState
@@ -137,19 +137,19 @@ class Progress:
             return None
         return self._reread_in_all - sum(self._rereading), self._reread_in_all
 
-    def begin(self, first: int, ahead: int | None, leads: Sequence[Any] = ()) -> None:
-        """Begin with task `first`; the items `leads` are repeated before the sampler continues.
+    def begin(self, first: int, ahead: int | None, repeated: Sequence[Any] = ()) -> None:
+        """Begin with task `first`; the items `repeated` are repeated before the sampler continues.
 
         If results come in order and with nothing beside them, nothing needs to be counted; `ahead` is
         then the most items that are drawn ahead of those handed out, and None otherwise.
         """
-        number = self.count - len(leads)
+        number = self.count - len(repeated)
         self._shift, self._first, self._seq = first - number, first, first - 1
-        self._counted = ahead is None or bool(leads)
-        if ahead is not None and not leads:
+        self._counted = ahead is None or bool(repeated)
+        if ahead is not None and not repeated:
             # Plus the last item, and one more while it is returned.
             self.log = deque(maxlen=ahead + 2)
-        self.missing = {n: (n, lead, None) for n, lead in enumerate(leads, number)}
+        self.missing = {n: (n, lead, None) for n, lead in enumerate(repeated, number)}
 
     # -- as items are drawn --------------------------------------------------------------------------
 
@@ -271,7 +271,7 @@ class Progress:
         whole = []
         for number in sorted(self.missing):
             index = self.missing[number][1]
-            if type(index) is Apart:
+            if type(index) is PartialBatch:
                 apart = [*index, *apart]
             else:
                 whole.append(index)
@@ -284,7 +284,7 @@ class Progress:
         ends = []
         for worker, at in enumerate(self.places):
             end = self.exhausted.get(worker)
-            last = at if end is None or end.told is None else end.told
+            last = at if end is None or end.shard_start is None else end.shard_start
             if self.division is not None:  # at an end, the positions in named shards are of no use
                 last = last._replace(iterator=None)
             ends.append(
@@ -298,8 +298,8 @@ class Progress:
         for end in list(self.exhausted.values()):  # a pinning thread may add to them
             now = starts[end.worker]
             if now.skip == end.position:  # all its results were returned
-                last = now if end.told is None else end.told
-                at = now.position if end.told is None else end.position
+                last = now if end.shard_start is None else end.shard_start
+                at = now.position if end.shard_start is None else end.position
                 starts[end.worker] = ShardStart(at, end.position, last.dataset, last.iterator, True)
         if self.waiting.whole:
             place, count = self._before

@@ -16,7 +16,7 @@ from hybridloader._support.attributes import attribute
 from hybridloader.fetching.on_error.error_budget import ErrorBudget
 from hybridloader.loader.observation import LoaderObservation
 from hybridloader.loader.progress import Progress
-from hybridloader.observe.headroom import KeptBatches
+from hybridloader.observe.headroom_trials import KeptBatches
 
 _numbers = itertools.count()
 

@@ -8,7 +8,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from hybridloader.loader.iterator import LoaderIterator
 from hybridloader.loader.plan import LoaderPlan
-from hybridloader.observe.headroom import KeptBatches, running_reuse
+from hybridloader.observe.headroom_trials import KeptBatches, running_reuse
 
 
 class ReusingIterator(LoaderIterator):

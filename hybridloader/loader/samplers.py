@@ -29,8 +29,9 @@ from torch.utils.data.distributed import DistributedSampler
 
 from hybridloader._support.attributes import attribute
 from hybridloader._support.cadence import Cadence
-from hybridloader._support.errors import StateError, described
+from hybridloader._support.error_handling import described
 from hybridloader._support.state_copies import Given, Kept, copied, is_stateful, kept
+from hybridloader.errors import StateError
 from hybridloader.loader.torchdata_order import RandomOrder, is_plain, tells_anew
 
 DEFAULT = "default"

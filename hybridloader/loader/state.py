@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from hybridloader._support.attributes import length_of
-from hybridloader._support.errors import StateError, described
+from hybridloader._support.error_handling import described
 from hybridloader._support.state_copies import (
     Frozen,
     Given,
@@ -25,6 +25,7 @@ from hybridloader._support.state_copies import (
 )
 from hybridloader._support.state_schema import ANY, COUNT, DICT, LIST, TRUTH, Schema, among, list_of
 from hybridloader.engine.dataset_state import ShardStart
+from hybridloader.errors import StateError
 from hybridloader.fetching.shard_division import ShardDivision, merged
 from hybridloader.loader.plan import LoaderPlan
 from hybridloader.loader.progress import UNKNOWN, Progress

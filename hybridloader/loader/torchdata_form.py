@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from hybridloader._support.attributes import length_of
-from hybridloader._support.errors import StateError, described
+from hybridloader._support.error_handling import described
 from hybridloader._support.state_copies import copied, is_stateful
+from hybridloader.errors import StateError
 from hybridloader.loader.plan import LoaderPlan
 from hybridloader.loader.samplers import steps_of
 from hybridloader.loader.state import OWN, VERSION, WITHIN, agreement, given, snapshots_of

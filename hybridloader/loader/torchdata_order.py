@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, RandomSampler
 
-from hybridloader._support.errors import StateError
 from hybridloader._support.state_copies import is_stateful
+from hybridloader.errors import StateError
 
 
 class RandomOrder(RandomSampler):

@@ -17,7 +17,8 @@ from functools import lru_cache
 from operator import methodcaller
 from typing import Any
 
-from hybridloader._support.errors import DamagedMessage, ResultPicklingError, text_of
+from hybridloader._support.error_handling import text_of
+from hybridloader.errors import DamagedMessage, ResultPicklingError
 from hybridloader.memory.tensor_blocks import Blocks, TensorsInBlocks, is_mark, rebuild_block
 from hybridloader.memory.tensors import Tensors
 

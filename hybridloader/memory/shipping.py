@@ -17,7 +17,7 @@ import types
 from collections.abc import Callable
 from typing import IO, Any, NamedTuple
 
-from hybridloader._support.errors import DamagedMessage, WorkerPicklingError, is_a, repr_of, text_of
+from hybridloader._support.error_handling import is_a, repr_of, text_of
 from hybridloader._support.inheritance import (
     Inherited,
     Shared,
@@ -26,6 +26,7 @@ from hybridloader._support.inheritance import (
     reducer,
 )
 from hybridloader._support.reducing_pickler import reducing_pickler
+from hybridloader.errors import DamagedMessage, WorkerPicklingError
 from hybridloader.memory.culprit import culprit
 from hybridloader.memory.packing import keep_small
 from hybridloader.memory.segments import map_descriptor, nameless_file

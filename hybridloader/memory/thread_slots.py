@@ -18,11 +18,11 @@ class Slots(Protocol):
         """Return an uninitialised buffer of `size` bytes; None if no slot is available."""
 
 
-class _OnThisThread(threading.local):
+class _ThreadLocals(threading.local):
     slots: Slots | None = None  # slots to collate into; None: each batch gets new memory
 
 
-on_this_thread = _OnThisThread()
+on_this_thread = _ThreadLocals()
 
 
 def set_slots(slots: Slots | None) -> Slots | None:

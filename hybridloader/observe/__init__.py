@@ -1,4 +1,4 @@
-"""Statistics and traces of loaders and pipelines: where the time goes, and what to change."""
+"""Statistics and traces of loaders and pipelines: where the time goes, and which change helps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,28 @@ from typing import TYPE_CHECKING
 from hybridloader._support.lazily import lazily
 
 if TYPE_CHECKING:
+    from hybridloader.fetching.on_error.error_budget import Skipped as Skipped
+    from hybridloader.observe.comparing import Comparison as Comparison
+    from hybridloader.observe.comparing import compare as compare
+    from hybridloader.observe.headroom_trials import Headroom as Headroom
+    from hybridloader.observe.headroom_trials import headroom as headroom
     from hybridloader.observe.plot import plot_trace as plot_trace
+    from hybridloader.observe.stats import StageStats as StageStats
+    from hybridloader.observe.stats import Stats as Stats
     from hybridloader.observe.trace_files import merge as merge
+    from hybridloader.observe.tracing import trace as trace
+    from hybridloader.observe.verdict import Verdict as Verdict
 
-__getattr__, __dir__, __all__ = lazily(__name__, {"trace_files": "merge", "plot": "plot_trace"})
+__getattr__, __dir__, __all__ = lazily(
+    __name__,
+    {
+        "comparing": "Comparison compare",
+        "headroom_trials": "Headroom headroom",
+        "plot": "plot_trace",
+        ".fetching.on_error.error_budget": "Skipped",
+        "stats": "StageStats Stats",
+        "trace_files": "merge",
+        "tracing": "trace",
+        "verdict": "Verdict",
+    },
+)

@@ -152,7 +152,7 @@ class Observation(ABC):
     def budget(self, budget: ErrorBudget) -> None:
         """Add skipped and replaced items to the trace, if one runs."""
         if self.trace is not None:
-            budget.told = functools.partial(skipped_in, self.trace)
+            budget.on_record = functools.partial(skipped_in, self.trace)
 
     # -- begin and end of an epoch, on the thread of the loop ----------------------------------------
 

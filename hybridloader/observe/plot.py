@@ -82,12 +82,12 @@ def plot_trace(
     begin: float = 0.0,
     seconds: float | None = None,
 ) -> None:
-    """Draw a part of a trace of `hybridloader.trace`.
+    """Draw a part of a trace of `hybridloader.observe.trace`.
 
     Parameters
     ----------
     trace
-        File written by `hybridloader.trace`.
+        File written by `hybridloader.observe.trace`.
     path
         Picture to write; the extension picks its format, such as ``.png`` or ``.svg``.
     begin, seconds

@@ -9,7 +9,7 @@ from time import perf_counter
 
 from hybridloader._support.arguments import flag, function, seconds
 from hybridloader._support.caller import warn
-from hybridloader._support.errors import described
+from hybridloader._support.error_handling import described
 from hybridloader.observe.stats import Stats
 from hybridloader.observe.thread_times import LoopWaits
 

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from hybridloader._support.errors import described, repr_of
+from hybridloader._support.error_handling import described, repr_of
 from hybridloader.engine.messages import Done, Result
 from hybridloader.engine.meter import MEASURES
 from hybridloader.engine.slices import LONG, SEEN, TASK, TASKS, Slices, Told

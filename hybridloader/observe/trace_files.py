@@ -266,12 +266,12 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
 def merge(
     ours: str | os.PathLike[str], theirs: str | os.PathLike[str], out: str | os.PathLike[str]
 ) -> None:
-    """Join a trace of `hybridloader.trace` to one of torch.profiler of the same run, on one time line.
+    """Join a trace of this package to one of torch.profiler of the same run, on one time line.
 
     Parameters
     ----------
     ours
-        File written by `hybridloader.trace`.
+        File written by `hybridloader.observe.trace`.
     theirs
         File written by ``torch.profiler.profile.export_chrome_trace``.
     out

@@ -187,7 +187,7 @@ def trace(path: str | os.PathLike[str], *, max_events: int = EVENTS) -> Trace:
     Examples
     --------
     >>> import hybridloader
-    >>> with hybridloader.trace("run.json.gz"):  # doctest: +SKIP
+    >>> with hybridloader.observe.trace("run.json.gz"):  # doctest: +SKIP
     ...     for batch in loader:
     ...         train(batch)
     """

@@ -288,11 +288,11 @@ def _of_store(figures: Figures, stage: StageRecord, use: StoreUse, held: str) ->
     if use.hits + use.misses:
         return f"{why}.", (
             "The next epoch finds in cache_dir= the blocks that have room in cache_bytes=; for this one "
-            f"have more blocks in flight, by a larger ahead_bytes= or a smaller block=, {nearer}."
+            f"have more blocks in flight, by a larger ahead_bytes= or a smaller block_size=, {nearer}."
         )
     return f"{why}.", (
-        "Have more blocks in flight, by a larger ahead_bytes= or a smaller block=, keep them for the "
-        f"next epoch by cache_dir=, {nearer}."
+        "Have more blocks in flight, by a larger ahead_bytes= or a smaller block_size=, keep them for "
+        f"the next epoch by cache_dir=, {nearer}."
     )
 
 

@@ -1,1 +1,25 @@
-"""`Pipeline`: stages composed by hand, on the engine."""
+"""Runs of a `hybridloader.Pipeline`, placements of its steps, and the base class of steps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hybridloader._support.lazily import lazily
+
+if TYPE_CHECKING:
+    from hybridloader.pipeline.operators.padding import Pad as Pad
+    from hybridloader.running.epochs import Epochs as Epochs
+    from hybridloader.running.operator import Operator as Operator
+    from hybridloader.running.placement import Placement as Placement
+    from hybridloader.running.run import Run as Run
+
+__getattr__, __dir__, __all__ = lazily(
+    __name__,
+    {
+        ".running.epochs": "Epochs",
+        ".running.operator": "Operator",
+        "operators.padding": "Pad",
+        ".running.placement": "Placement",
+        ".running.run": "Run",
+    },
+)

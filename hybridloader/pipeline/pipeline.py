@@ -22,7 +22,7 @@ from hybridloader.pipeline.operators.sources import Indices, Items
 from hybridloader.pipeline.operators.work import Lookup, Readers
 from hybridloader.pipeline.steps import Steps
 from hybridloader.running.operator import INFINITE, Length, Operator, Source, steps_in
-from hybridloader.running.placement import Placement
+from hybridloader.running.placement import Placement, in_keywords
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -88,6 +88,7 @@ class Pipeline(Steps):
     # -- sources -------------------------------------------------------------------------------------
 
     @classmethod
+    @in_keywords
     def from_dataset(
         cls,
         dataset: Any,
@@ -125,7 +126,7 @@ class Pipeline(Steps):
         name
             Name of this stage in errors and tables.
         **where
-            See `Placement`.
+            Backend, workers and options; `hybridloader.pipeline.Placement` describes them.
 
         Raises
         ------
@@ -145,6 +146,7 @@ class Pipeline(Steps):
         return cls([indices, Lookup.of(fetch, name, where)])
 
     @classmethod
+    @in_keywords
     def from_iterable(
         cls, items: Any, *, name: str | None = None, **where: Unpack[Where]
     ) -> Pipeline:
@@ -162,7 +164,7 @@ class Pipeline(Steps):
         name
             Name of this stage in errors and tables.
         **where
-            See `Placement`.
+            Backend, workers and options; `hybridloader.pipeline.Placement` describes them.
         """
         given = {key for key, value in where.items() if value is not None}
         if given or (names_shards(items) and not is_stateful(items)):
@@ -319,7 +321,7 @@ class Pipeline(Steps):
 
         It is measured at the first call, for at most 5 seconds, and not again.
         """
-        placements = (operator.placement for operator in self.operators)
+        placements = (operator.placement for operator in steps_in(self))
         if not any(placement is not None and placement.auto for placement in placements):
             return self
         if not self._chosen:

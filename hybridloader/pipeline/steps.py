@@ -32,6 +32,7 @@ from hybridloader.pipeline.operators.rows import Zip
 from hybridloader.pipeline.operators.split import Branch, ForkPoint
 from hybridloader.pipeline.operators.work import Filter, FlatMap, Map, Prefetch
 from hybridloader.running.operator import Chain, Operator
+from hybridloader.running.placement import in_keywords
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -70,6 +71,7 @@ class Steps(Chain):
 
     # -- work ----------------------------------------------------------------------------------------
 
+    @in_keywords
     def map(
         self, function: Callable[[Any], Any], *, name: str | None = None, **where: Unpack[Where]
     ) -> Self:
@@ -84,18 +86,18 @@ class Steps(Chain):
         name
             Name of this stage in errors and tables.
         **where
-            See `Placement`: `backend`, `num_workers`, `in_order`, `prefetch`, `buffer_bytes`, `timeout`,
-            `worker_init_fn`, `threads_per_worker`, `concurrency`, `fuse`, `seeding`, `on_error`,
-            `on_worker_death`, `task_timeout`.
+            Backend, workers and options of the step; `hybridloader.pipeline.Placement` describes them.
         """
         return self._then(Map.of(function, name, where))
 
+    @in_keywords
     def flat_map(
         self, function: Callable[[Any], Any], *, name: str | None = None, **where: Unpack[Where]
     ) -> Self:
         """The items of the iterables that `function` returns. See `map`."""
         return self._then(FlatMap.of(function, name, where))
 
+    @in_keywords
     def filter(
         self, function: Callable[[Any], Any], *, name: str | None = None, **where: Unpack[Where]
     ) -> Self:
@@ -162,9 +164,9 @@ class Steps(Chain):
         join = Mix((self, *others), weights, seed, stop)
         return self._made([join])
 
-    def interleave(self, *others: Self, block: int = 1) -> Self:
-        """`block` items of each in turn, until all have ended."""
-        join = Interleave((self, *others), block)
+    def interleave(self, *others: Self, block_length: int = 1) -> Self:
+        """`block_length` items of each in turn, until all have ended."""
+        join = Interleave((self, *others), block_length)
         return self._made([join])
 
     def fork(self, count: int = 2) -> tuple[Self, ...]:
@@ -179,12 +181,14 @@ class Steps(Chain):
 
     pin_memory = _step("pin_memory", PinMemory)
 
-    def to(self, device: Any, *, prefetch: int = AHEAD, buffer_bytes: int = BUFFER_BYTES) -> Self:
+    def to(
+        self, device: Any, *, batches_ahead: int = AHEAD, buffer_bytes: int = BUFFER_BYTES
+    ) -> Self:
         """Batches on a device, copied there ahead by a thread; see `ToDevice`.
 
         ``"cpu"`` changes nothing.
         """
-        step = ToDevice(device, prefetch=prefetch, buffer_bytes=buffer_bytes)
+        step = ToDevice(device, batches_ahead=batches_ahead, buffer_bytes=buffer_bytes)
         return self if str(device).partition(":")[0] == "cpu" else self._then(step)
 
     def apply(self, step: Operator | Callable[[Self], Self]) -> Self:

@@ -61,7 +61,7 @@ def largest_container(dataset: Any, limit: int = 1_000_000) -> tuple[str, str, i
 def hint_at_large_container(dataset: Any) -> None:
     """Warn, once per process, of a large container that each worker process will copy.
 
-    The warning names the container, and `hybridloader.SharedList` or `SharedDict` as a replacement.
+    The warning names the container, and `SharedList` or `SharedDict` as a replacement.
     """
     global _hinted
     if _hinted:

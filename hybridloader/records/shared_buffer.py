@@ -15,7 +15,8 @@ import weakref
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from hybridloader._support.errors import HybridLoaderError, is_a
+from hybridloader._support.error_handling import is_a
+from hybridloader.errors import HybridLoaderError
 from hybridloader.memory.segments import nameless_file
 
 Data = bytes | mmap.mmap

@@ -11,16 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from hybridloader._support.attributes import attribute, close
-from hybridloader._support.errors import (
-    IteratorClosed,
-    StateError,
-    counts_as_item,
-    is_a,
-    keeps_number,
-    no_answer,
-)
+from hybridloader._support.error_handling import counts_as_item, is_a, keeps_number, no_answer
 from hybridloader.engine.feed import is_forwarded
 from hybridloader.engine.fetcher import TaskContext
+from hybridloader.errors import IteratorClosed, StateError
 from hybridloader.fetching.on_error.places import not_needed
 from hybridloader.running.operator import Needed, OperatorIterator
 

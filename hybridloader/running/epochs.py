@@ -13,9 +13,10 @@ from typing import Any
 
 from hybridloader._support.arguments import whole
 from hybridloader._support.caller import warn
-from hybridloader._support.errors import IteratorClosed, StateError, no_answer
+from hybridloader._support.error_handling import no_answer
 from hybridloader._support.state_schema import place_dropped
 from hybridloader.engine.crews import close_once, closed_with
+from hybridloader.errors import IteratorClosed, StateError
 from hybridloader.observe.reporting import Observe, check_observe
 from hybridloader.running.executor import Executor
 from hybridloader.running.operator import Chain

@@ -16,13 +16,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hybridloader._support.caller import warn
-from hybridloader._support.errors import IteratorClosed, StateError, no_answer
+from hybridloader._support.error_handling import no_answer
 from hybridloader._support.snapshots import snapshot
 from hybridloader._support.state_copies import set_epoch
 from hybridloader.devices.pinning import Pinner
 from hybridloader.engine.fetcher import TaskContext
 from hybridloader.engine.relay import Relay
 from hybridloader.engine.stage import Stage
+from hybridloader.errors import IteratorClosed, StateError
 from hybridloader.observe.observation import Observation
 from hybridloader.running.operator import Chain, Mark
 from hybridloader.running.plan import (

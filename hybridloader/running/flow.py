@@ -8,9 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from hybridloader._support.attributes import close
-from hybridloader._support.errors import (
-    IteratorClosed,
-    StateError,
+from hybridloader._support.error_handling import (
     add_note,
     counts_as_item,
     described,
@@ -27,6 +25,7 @@ from hybridloader.engine.scheduler import Scheduler
 from hybridloader.engine.stage import Stage
 from hybridloader.engine.stage_flow import StageFlow
 from hybridloader.engine.states import ACTIVE
+from hybridloader.errors import IteratorClosed, StateError
 from hybridloader.fetching.on_error.error_budget import ErrorBudget
 from hybridloader.fetching.on_error.places import LeftOut, alike
 from hybridloader.fetching.on_error.result_queue import ResultQueue

@@ -11,15 +11,10 @@ from itertools import count
 from typing import Any
 
 from hybridloader._support.attributes import close
-from hybridloader._support.errors import (
-    IteratorClosed,
-    counts_as_item,
-    is_a,
-    keeps_number,
-    no_answer,
-)
+from hybridloader._support.error_handling import counts_as_item, is_a, keeps_number, no_answer
 from hybridloader.engine.fetcher import Abandoned, FollowingContext, TaskContext
 from hybridloader.engine.meter import TaskParts
+from hybridloader.errors import IteratorClosed
 from hybridloader.fetching.item_steps import Step
 from hybridloader.fetching.on_error.error_budget import ErrorBudget
 from hybridloader.fetching.on_error.item_loop import ItemLoop, TaskResults, seeded

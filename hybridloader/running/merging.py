@@ -15,8 +15,8 @@ from random import Random
 from typing import Any, NamedTuple, NoReturn
 
 from hybridloader._support.attributes import has
-from hybridloader._support.errors import StateError
 from hybridloader._support.state_copies import set_epoch
+from hybridloader.errors import StateError
 from hybridloader.fetching.named_shards import names_of
 from hybridloader.fetching.shard_division import ShardDivision, without
 from hybridloader.fetching.shard_division import merged as merged_shards

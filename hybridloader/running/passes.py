@@ -13,7 +13,7 @@ from operator import attrgetter
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hybridloader._support.errors import StateError, add_note, no_answer
+from hybridloader._support.error_handling import add_note, no_answer
 from hybridloader._support.native_threads import one_thread_on_this_thread
 from hybridloader._support.state_copies import set_epoch
 from hybridloader._support.text import brief
@@ -21,6 +21,7 @@ from hybridloader.engine.feed import TaskBatching
 from hybridloader.engine.fetcher import TaskContext
 from hybridloader.engine.meter import TaskParts
 from hybridloader.engine.relay import Relay
+from hybridloader.errors import StateError
 from hybridloader.fetching.on_error.error_budget import Skipped
 from hybridloader.observe.stage_trace import LocalSlices
 from hybridloader.running.dropping import Dropping, LeavingOut, Withholding
@@ -285,8 +286,8 @@ class ChainPass:
                 if found.coroutines is not None:
                     self.executor.add_coroutines(found.coroutines)
                 if ledger is not None and number == 0:
-                    kinds = {work.step().kind for work in node.works}
-                    found.log(ledger, SEVERAL if "flat_map" in kinds else ONE_EACH)
+                    several = any(work.makes_several for work in node.works)
+                    found.log(ledger, SEVERAL if several else ONE_EACH)
                 items = found
             except Exception as error:
                 add_note(error, f"In stage {work.name!r}, setting it up.")

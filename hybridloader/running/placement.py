@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, TypedDict
 
-from hybridloader._support.arguments import flag, function, keywords, seconds, whole
+from hybridloader._support.arguments import flag, function, keywords, seconds, spelled_out, whole
 from hybridloader._support.ranks import ranks_here
 from hybridloader.engine.contract import Backend
 from hybridloader.engine.registry import get_backend
@@ -30,10 +30,10 @@ class Where(TypedDict, total=False):
     threads_per_worker: int
     concurrency: int
     fuse: bool
-    on_error: str | Skip | Retry | Replace
-    on_worker_death: str | RestartPolicy
+    on_error: str | Skip | Retry | Replace | None
+    on_worker_death: str | RestartPolicy | None
     task_timeout: float
-    seeding: str | SampleSeeding
+    seeding: str | SampleSeeding | None
 
 
 @dataclass(frozen=True)
@@ -216,3 +216,9 @@ def _cores(ranks: int) -> int:
     from hybridloader.observe.cores import share
 
     return math.ceil(share(ranks))
+
+
+_DEFAULTS = {one.name: one.default for one in fields(Placement)} | {"num_workers": None}
+
+in_keywords = spelled_out(Where, _DEFAULTS)
+"""Decorator of methods that take these keywords: their signature lists each with its default."""

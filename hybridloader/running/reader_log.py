@@ -10,9 +10,10 @@ import pickle
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
-from hybridloader._support.errors import StateError, described, no_answer
+from hybridloader._support.error_handling import described, no_answer
 from hybridloader._support.state_copies import Frozen
 from hybridloader.engine.dataset_state import ShardStart
+from hybridloader.errors import StateError
 from hybridloader.fetching.named_shards import Place
 from hybridloader.fetching.shard_division import ShardDivision
 from hybridloader.running.ledger import Log

@@ -9,17 +9,11 @@ from contextlib import suppress
 from time import perf_counter
 from typing import Any
 
-from hybridloader._support.errors import (
-    ENDS,
-    NO_ITEM,
-    IteratorClosed,
-    StateError,
-    is_ours,
-    no_answer,
-)
+from hybridloader._support.error_handling import ENDS, NO_ITEM, is_ours, no_answer
 from hybridloader._support.log import INFO, log
 from hybridloader.engine.crews import close_once, closed_with, park_at_exit
 from hybridloader.engine.relay import Relay, RelayQueue
+from hybridloader.errors import IteratorClosed, StateError
 from hybridloader.fetching.on_error.error_budget import Skipped
 from hybridloader.observe.observation import asked
 from hybridloader.observe.reporting import Observe

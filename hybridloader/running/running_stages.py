@@ -14,7 +14,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from hybridloader._support.attributes import has
-from hybridloader._support.errors import IteratorClosed, WorkerPicklingError, no_answer
+from hybridloader._support.error_handling import no_answer
 from hybridloader._support.hf_streams import warn_of_few_shards
 from hybridloader.engine.fetcher import Fetch, TaskContext
 from hybridloader.engine.messages import WorkerSpec
@@ -25,6 +25,7 @@ from hybridloader.engine.reorder import ReorderLimit
 from hybridloader.engine.scheduler import Scheduler, least_busy
 from hybridloader.engine.stage import Stage
 from hybridloader.engine.stage_flow import StageFlow
+from hybridloader.errors import IteratorClosed, WorkerPicklingError
 from hybridloader.fetching.item_steps import WorkFetch
 from hybridloader.fetching.on_error.error_budget import ErrorBudget, FailureLog
 from hybridloader.fetching.readers import ReadersFetch

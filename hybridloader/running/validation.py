@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from hybridloader._support.errors import BackendUnavailable
+from hybridloader.errors import BackendUnavailable
 from hybridloader.running.operator import Chain, steps_in
 from hybridloader.running.plan import ChainPlan, OperatorNode, Path, RelayNode, WorkerNode
 

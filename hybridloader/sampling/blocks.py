@@ -48,12 +48,12 @@ class BlockShuffleSampler(DistributedShuffleSampler):
     data_source
         A source of `hybridloader.sources`, or anything else with `block_sizes`; or these sizes: the
         number of samples of each block. Blocks follow each other, so ``[len(dataset)]`` with a
-        `block` serves any dataset.
+        `block_size` serves any dataset.
     seed
         From 0 to ``2**64 - 1``, the same on all ranks.
-    block
+    block_size
         Largest number of samples of a block; larger ones are cut. Default: none is cut.
-    window
+    window_blocks
         Number of blocks among which samples are shuffled. 1 shuffles within each block; as many as
         there are shuffle everything.
     num_replicas, rank
@@ -61,7 +61,7 @@ class BlockShuffleSampler(DistributedShuffleSampler):
         of `torch.distributed` if it was initialised, otherwise one process.
     uneven
         ``"pad"``, ``"drop"`` or ``"exact"``; see `DistributedShuffleSampler`.
-    spans
+    num_canonical_ranks
         Number of parts of the order that are read at the same time, in turn. Ranks whose number
         divides it read no block twice, but where two parts meet. Default: `num_replicas`. To resume
         with another number of ranks, give the number that there was at first.
@@ -77,7 +77,7 @@ class BlockShuffleSampler(DistributedShuffleSampler):
 
     Examples
     --------
-    >>> sampler = BlockShuffleSampler([4, 4, 4, 4], seed=0, window=2)
+    >>> sampler = BlockShuffleSampler([4, 4, 4, 4], seed=0, window_blocks=2)
     >>> order = list(sampler)
     >>> order
     [14, 2, 3, 12, 13, 1, 0, 15, 8, 10, 6, 4, 5, 11, 7, 9]
@@ -85,25 +85,25 @@ class BlockShuffleSampler(DistributedShuffleSampler):
     True
     """
 
-    _STATED: ClassVar[tuple[str, ...]] = ("seed", "shuffle", "window", "spans")
+    _STATED: ClassVar[tuple[str, ...]] = ("seed", "shuffle", "window_blocks", "num_canonical_ranks")
 
     def __init__(
         self,
         data_source: HasBlocks | Sequence[int] | Ints,
         seed: int,
         *,
-        block: int | None = None,
-        window: int = 8,
+        block_size: int | None = None,
+        window_blocks: int = 8,
         num_replicas: int | None = None,
         rank: int | None = None,
         uneven: Literal["pad", "drop", "exact"] = "pad",
-        spans: int | None = None,
+        num_canonical_ranks: int | None = None,
         shuffle: bool = True,
         epoch: int = 0,
     ) -> None:
         sizes = lengths_of(_sizes_of(data_source))
-        if block is not None:
-            sizes = _cut(sizes, whole("block", block, 1))
+        if block_size is not None:
+            sizes = _cut(sizes, whole("block_size", block_size, 1))
         if num_replicas is None and rank is None and not _in_group():
             num_replicas, rank = 1, 0
         super().__init__(
@@ -115,8 +115,9 @@ class BlockShuffleSampler(DistributedShuffleSampler):
             shuffle=shuffle,
             epoch=epoch,
         )
-        self.window = whole("window", window, 1)
-        self.spans = self.num_replicas if spans is None else whole("spans", spans, 1)
+        self.window_blocks = whole("window_blocks", window_blocks, 1)
+        spans = self.num_replicas if num_canonical_ranks is None else num_canonical_ranks
+        self.num_canonical_ranks = whole("num_canonical_ranks", spans, 1)
         self._sizes, self._fingerprint = sizes, fingerprint(sizes)
         # All the mutable state beside that of the base:
         self._read_ahead = attribute(data_source, "read_ahead")
@@ -136,13 +137,15 @@ class BlockShuffleSampler(DistributedShuffleSampler):
         epoch = self.epoch if epoch is None else epoch
         last = self._last  # the source looks ahead on other threads, maybe still in another epoch
         if last is None or last[0] != epoch:
-            last = self._last = epoch, BlockOrder(self._sizes, self.window, self.seed, epoch)
+            last = self._last = epoch, BlockOrder(self._sizes, self.window_blocks, self.seed, epoch)
         return last[1]
 
     @property
     def _in_use(self) -> int:
         """Blocks from which this rank takes samples in turn."""
-        return self.window * (self.spans // math.gcd(self.spans, self.num_replicas))
+        return self.window_blocks * (
+            self.num_canonical_ranks // math.gcd(self.num_canonical_ranks, self.num_replicas)
+        )
 
     def _blocks(self, most: int) -> Iterator[tuple[SamplerPlace, Any]]:
         if self._read_ahead is not None:
@@ -175,9 +178,12 @@ class BlockShuffleSampler(DistributedShuffleSampler):
             place.position += self._step * len(items)
 
     def _indices(self, epoch: int, positions: Ints) -> Ints:
-        if self.spans > 1:
-            length = self._n // self.spans
-            span, within = positions % self.spans, positions // self.spans
+        if self.num_canonical_ranks > 1:
+            length = self._n // self.num_canonical_ranks
+            span, within = (
+                positions % self.num_canonical_ranks,
+                positions // self.num_canonical_ranks,
+            )
             # The last ones are too few for a turn of all spans, and come as they are.
             positions = np.where(within < length, span * length + within, positions)
         return self.order(epoch).take(positions) if self.shuffle else positions
@@ -190,7 +196,7 @@ def _sizes_of(data_source: Any) -> Any:
     if sizes is data_source and not numbers:
         raise TypeError(
             f"{type(data_source).__name__} has no block_sizes; give the number of samples of each "
-            "block, or [len(dataset)] with block="
+            "block, or [len(dataset)] with block_size="
         )
     return sizes
 
@@ -202,7 +208,7 @@ class BlockOrder:
     ----------
     sizes
         Number of samples of each block; some may be 0.
-    window
+    window_blocks
         Number of blocks among which samples are shuffled.
     seed, epoch
         Key of the order.

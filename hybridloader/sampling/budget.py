@@ -62,7 +62,7 @@ class TokenBudgetBatchSampler(PlannedBatchSampler):
     ----------
     lengths
         The length of each sample: a list, an array or a tensor of whole numbers. 0 counts as 1.
-    budget
+    max_cost
         The most that a batch may cost.
     padded
         The cost of a batch. True: its longest length times its samples, for padded sequences; batches
@@ -73,9 +73,10 @@ class TokenBudgetBatchSampler(PlannedBatchSampler):
     seed
         From 0 to ``2**64 - 1``. Seed and epoch determine the batches, on every platform.
     oversize
-        Treatment of a sample that alone costs more than `budget`. ``"raise"`` raises a `ValueError` that
-        names the sample; ``"skip"`` leaves it out, in every epoch; ``"alone"`` makes a batch of this
-        sample only. `oversized` is the number of such samples. `Pipeline.batch_by` has the same option.
+        Treatment of a sample that alone costs more than `max_cost`. ``"raise"`` raises a `ValueError`
+        that names the sample; ``"skip"`` leaves it out, in every epoch; ``"alone"`` makes a batch of
+        this sample only. `oversized` is the number of such samples. `Pipeline.batch_by` has the same
+        option.
     shuffle
         Shuffle the samples and the batches. If False, padded batches ascend in length, and packed ones
         are in the order of the indices.
@@ -104,17 +105,17 @@ class TokenBudgetBatchSampler(PlannedBatchSampler):
 
     Examples
     --------
-    >>> sampler = TokenBudgetBatchSampler([3, 3, 3, 9, 10], budget=10, seed=0)
+    >>> sampler = TokenBudgetBatchSampler([3, 3, 3, 9, 10], max_cost=10, seed=0)
     >>> sorted(sorted(batch) for batch in sampler)
     [[0, 1, 2], [3], [4]]
     """
 
-    _STATED = ("seed", "budget", "padded", "max_size", "oversize", "shuffle")
+    _STATED = ("seed", "max_cost", "padded", "max_size", "oversize", "shuffle")
 
     def __init__(
         self,
         lengths: Any,
-        budget: int,
+        max_cost: int,
         *,
         padded: bool = True,
         max_size: int | None = None,
@@ -125,18 +126,18 @@ class TokenBudgetBatchSampler(PlannedBatchSampler):
     ) -> None:
         given = lengths_of(lengths)
         super().__init__(given, seed, epoch, shuffle)
-        self.budget = whole("budget", budget, 1)
+        self.max_cost = whole("max_cost", max_cost, 1)
         self.padded = flag("padded", padded)
         self.max_size = None if max_size is None else whole("max_size", max_size, 1)
         one_of("oversize", oversize, OVERSIZE)
         self.oversize = oversize
-        above = given > self.budget
+        above = given > self.max_cost
         self.oversized = int(np.count_nonzero(above))
         if self.oversized and oversize == "raise":
             at = int(above.argmax())
             raise ValueError(
-                f"sample {at} has length {given[at]}, above budget={self.budget} ({self.oversized} "
-                "such in all); raise the budget, or choose oversize='skip' or oversize='alone'"
+                f"sample {at} has length {given[at]}, above max_cost={self.max_cost} ({self.oversized} "
+                "such in all); raise max_cost, or choose oversize='skip' or oversize='alone'"
             )
         self._kept = len(given) - (self.oversized if oversize == "skip" else 0)
         costs = np.maximum(given, 1)
@@ -146,31 +147,31 @@ class TokenBudgetBatchSampler(PlannedBatchSampler):
             return
         self._classify(above.astype(np.int64) * (oversize == "skip"))  # skipped samples are last
         most = int(costs.max()) if costs.size else 0
-        if most * len(costs) > LARGEST - self.budget:
+        if most * len(costs) > LARGEST - self.max_cost:
             raise ValueError(f"lengths of up to {most} are too long to add up; use a coarser unit")
         self._costs = costs.astype(np.min_scalar_type(-most - 1))
 
     def _cut_padded(self, costs: Ints) -> Cuts:
         """Give each sample its class, ascending in length, and cut the classes into batches."""
         distinct, which = _distinct(costs)
-        sizes = np.maximum(self.budget // distinct, 1)
+        sizes = np.maximum(self.max_cost // distinct, 1)
         if self.max_size is not None:
             sizes = np.minimum(sizes, self.max_size)
         # All of these are monotonic, so a class ends where one of them changes. Samples above the budget
         # are separate classes, the last ones, so that they can be left out.
-        marks = sizes, _bands(distinct), distinct > self.budget
+        marks = sizes, _bands(distinct), distinct > self.max_cost
         new = np.any([np.diff(mark) != 0 for mark in marks], axis=0)
         begins = np.append(True, new)[: len(distinct)]
         counts = self._classify((np.cumsum(begins) - 1)[which])
         first = np.flatnonzero(begins)
         if self.oversize == "skip":
-            first = first[distinct[first] <= self.budget]
+            first = first[distinct[first] <= self.max_cost]
         return _cut_filling(counts[: len(first)], sizes[first])
 
     def _cut(self, samples: Ints) -> Cuts:
         costs = self._costs[samples[: self._kept]]
         sums = np.cumsum(costs, dtype=np.int64)
-        ends = np.searchsorted(sums, sums - costs + self.budget, side="right")
+        ends = np.searchsorted(sums, sums - costs + self.max_cost, side="right")
         at = np.arange(len(sums))
         np.maximum(ends, at + 1, out=ends)  # a sample above the budget is alone
         if self.max_size is not None:

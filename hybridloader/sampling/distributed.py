@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hybridloader._support.arguments import flag, one_of, whole
-from hybridloader._support.errors import StateError
+from hybridloader.errors import StateError
 from hybridloader.sampling.arguments import count_of
 from hybridloader.sampling.leftover import LONGEST, Leftover, leftover_of
 from hybridloader.sampling.permutation import order_of

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hybridloader._support.errors import StateError, described, no_answer
+from hybridloader._support.error_handling import described, no_answer
+from hybridloader.errors import StateError
 
 Ints = npt.NDArray[np.int64]
 

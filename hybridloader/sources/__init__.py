@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 from hybridloader._support.lazily import lazily
 
 if TYPE_CHECKING:
-    from hybridloader._support.errors import SourceError as SourceError
-    from hybridloader._support.errors import StoreError as StoreError
     from hybridloader.sources.files import Files as Files
     from hybridloader.sources.parquet import Parquet as Parquet
     from hybridloader.sources.per_worker import PerWorker as PerWorker
@@ -23,7 +21,6 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = lazily(
     __name__,
     {
-        "._support.errors": "SourceError StoreError",
         "files": "Files",
         "parquet": "Parquet",
         "per_worker": "PerWorker",

@@ -26,8 +26,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hybridloader._support.caller import warn_once
-from hybridloader._support.errors import StoreError
 from hybridloader._support.store_use import count, counting
+from hybridloader.errors import StoreError
 from hybridloader.sources.block_cache import BlockCache, private_cache
 from hybridloader.sources.counted import ahead
 
@@ -312,14 +312,14 @@ class BlockReader:
             raise ValueError(
                 f"cache_bytes={self._cache.limit} has no room for the {min(blocks, len(plan.queue))} "
                 f"blocks of a window, {window} bytes: raise it, or give BlockShuffleSampler a smaller "
-                "block= or window="
+                "block_size= or window_blocks="
             )
         if window > self._limit:
             warn_once(
                 f"the {min(blocks, len(plan.queue))} blocks of a window have {window / 2**20:.0f} MiB, "
                 f"more than ahead_bytes={self._limit}: samples are read one by one, which takes a "
-                "request each; give BlockShuffleSampler a smaller block= or window=, or raise "
-                "ahead_bytes="
+                "request each; give BlockShuffleSampler a smaller block_size= or window_blocks=, or "
+                "raise ahead_bytes="
             )
             plan.order = iter(())
             plan.blocks.clear()

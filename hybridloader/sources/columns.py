@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hybridloader._support.errors import SourceError
+from hybridloader.errors import SourceError
 
 INSTALL = "pip install 'hybridloader[parquet]'"
 

@@ -10,13 +10,14 @@ from typing import Any, Literal
 import numpy as np
 
 from hybridloader._support.arguments import flag
-from hybridloader._support.errors import SourceError, add_note
+from hybridloader._support.error_handling import add_note
+from hybridloader.errors import SourceError
 from hybridloader.sources.listing import Root, Urls, list_files
 from hybridloader.sources.patience import RETRY
 from hybridloader.sources.shards import Shards
 from hybridloader.sources.texts import Texts
 
-Load = Literal["bytes", "text"] | Callable[[bytes], Any]
+Decode = Literal["bytes", "text"] | Callable[[bytes], Any]
 
 
 class Files(Shards[Any]):
@@ -33,9 +34,9 @@ class Files(Shards[Any]):
         for these numbers, as in bash. Any URL of fsspec, such as ``s3://``, ``gs://``, ``https://``,
         ``memory://`` or ``zip://*.jpg::file:///data/photos.zip``. A file that several of them name is
         there once; to have some more often, use a `WeightedSampler`.
-    load
+    decode
         ``"bytes"``, ``"text"`` (UTF-8), or a function of the bytes that makes the sample.
-    classes
+    class_from_folder
         True gives pairs of a sample and the number of its class: the name of its folder, the first one
         below the folder or glob of `urls`. `classes` has these names, sorted.
     index
@@ -73,7 +74,7 @@ class Files(Shards[Any]):
     ...     path = pathlib.Path(folder.name, name)
     ...     path.parent.mkdir(exist_ok=True)
     ...     _ = path.write_text(name.upper())
-    >>> files = Files(folder.name, load="text", classes=True)
+    >>> files = Files(folder.name, decode="text", class_from_folder=True)
     >>> len(files), files[2], files.classes
     (3, ('DOG/1.TXT', 1), ['cat', 'dog'])
     >>> folder.cleanup()
@@ -83,17 +84,19 @@ class Files(Shards[Any]):
         self,
         urls: Urls,
         *,
-        load: Load = "bytes",
-        classes: bool = False,
+        decode: Decode = "bytes",
+        class_from_folder: bool = False,
         index: str | None = None,
         retry_seconds: float = RETRY,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        if not callable(load) and load not in ("bytes", "text"):
-            raise ValueError(f"load must be 'bytes', 'text' or a function of bytes, got {load!r}")
+        if not callable(decode) and decode not in ("bytes", "text"):
+            raise ValueError(
+                f"decode must be 'bytes', 'text' or a function of bytes, got {decode!r}"
+            )
         roots, stores = list_files(urls, storage_options or {}, index, retry=retry_seconds)
         super().__init__(Texts(root.url for root in roots), [len(root.paths) for root in roots])
-        self._load = load
+        self._decode = decode
         numbers = {store: number for number, store in enumerate(dict.fromkeys(stores))}
         self._stores = list(numbers)
         self._store_of = array("L", (numbers[store] for store in stores))
@@ -101,7 +104,7 @@ class Files(Shards[Any]):
         self._sizes = np.array([size for root in roots for size in root.sizes], np.int64)
         self.classes: list[str] = []
         self._labels: Any = None
-        if flag("classes", classes):
+        if flag("class_from_folder", class_from_folder):
             folders = [_class_of(path, root) for root in roots for path in root.paths]
             self.classes = sorted({*folders})
             number = {name: at for at, name in enumerate(self.classes)}
@@ -109,9 +112,9 @@ class Files(Shards[Any]):
 
     @property
     def labels(self) -> Sequence[int]:
-        """Number of the class of each file. Raises `ValueError` unless made with ``classes=True``."""
+        """Number of the class of each file. Raises `ValueError` without `class_from_folder`."""
         if self._labels is None:
-            raise ValueError("these Files have no classes; make them with classes=True")
+            raise ValueError("these Files have no classes; make them with class_from_folder=True")
         labels: list[int] = self._labels.tolist()
         return labels
 
@@ -129,9 +132,9 @@ class Files(Shards[Any]):
         store, path = self._stores[self._store_of[shard]], self.paths[index]
         data: Any = store.read(path, int(self._sizes[index]))
         try:
-            if callable(self._load):
-                data = self._load(data)
-            elif self._load == "text":
+            if callable(self._decode):
+                data = self._decode(data)
+            elif self._decode == "text":
                 data = data.decode()
         except Exception as error:
             add_note(error, f"loading {store.name(path)}")
@@ -144,7 +147,7 @@ def _class_of(path: str, root: Root) -> str:
     name, slash, _ = inner.partition("/")
     if not slash:
         raise SourceError(
-            f"{path} is in no class folder: classes=True takes the folder below "
+            f"{path} is in no class folder: class_from_folder=True takes the folder below "
             f"{root.folder or 'the root'} as the class"
         )
     return name

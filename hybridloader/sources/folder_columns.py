@@ -9,7 +9,7 @@ from operator import and_
 from typing import Any
 from urllib.parse import unquote
 
-from hybridloader._support.errors import SourceError
+from hybridloader.errors import SourceError
 from hybridloader.sources.listing import Root
 
 _NULL = "__HIVE_DEFAULT_PARTITION__"

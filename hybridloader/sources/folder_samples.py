@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hybridloader._support.errors import SourceError
+from hybridloader.errors import SourceError
 from hybridloader.sources.listing import Urls, list_files
 from hybridloader.sources.shard_files import KEY
 from hybridloader.sources.store import Store

@@ -12,7 +12,7 @@ from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 from hybridloader._support.arguments import seconds
-from hybridloader._support.errors import CacheError, SourceError
+from hybridloader.errors import CacheError, SourceError
 from hybridloader.sources.kept import write_whole
 from hybridloader.sources.patience import RETRY
 from hybridloader.sources.store import Store, fsspec_module, is_local

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hybridloader._support.arguments import flag, whole
-from hybridloader._support.errors import SourceError
+from hybridloader.errors import SourceError
 from hybridloader.sources.block_reader import AHEAD
 from hybridloader.sources.block_reader import CACHE as DISK
 from hybridloader.sources.columns import Columns, Ints, pyarrow_modules
@@ -65,7 +65,7 @@ class Parquet(Shards[Any]):
         the batch goes to another process. Give the loader ``collate_fn=Parquet.collate_fn``. Columns of
         numbers and booleans are tensors, lists of a fixed size (Arrow's `FixedSizeList`) rows of a
         matrix, and others lists of Python's objects. Default: a row is a dict of Python's objects.
-    cache
+    memory_cache_bytes
         Bytes of decoded row groups that a process keeps: the ones used last, and at least one.
     ahead_bytes
         Bytes of row groups of remote files, as they are stored, that a process fetches ahead under a
@@ -124,7 +124,7 @@ class Parquet(Shards[Any]):
         columns: Sequence[str] | None = None,
         filter: Any = None,
         tensors: bool = False,
-        cache: int = CACHE,
+        memory_cache_bytes: int = CACHE,
         ahead_bytes: int = AHEAD,
         cache_dir: str | None = None,
         cache_bytes: int = DISK,
@@ -163,7 +163,9 @@ class Parquet(Shards[Any]):
         self._read_blocks(ahead if remote else None, cache_dir, cache_bytes, warns=False)
         # Of its own, so that what is decoded goes with the workers that share the cache.
         self._places = PerWorker(partial(RowGroups, 0), per="process")
-        self._cache = PerWorker(partial(RowGroups, whole("cache", cache, 0)), per="process")
+        self._cache = PerWorker(
+            partial(RowGroups, whole("memory_cache_bytes", memory_cache_bytes, 0)), per="process"
+        )
 
     def _index(self, all_columns: bool) -> Ints:
         """Return file, number and rows of each row group that has rows."""

@@ -192,7 +192,7 @@ class _Handles(Generic[T]):
     def __init__(self) -> None:
         self._lock = threading.Lock()
         # All the mutable state:
-        self.here: _OnThisThread = _OnThisThread()
+        self.here: _ThreadLocals = _ThreadLocals()
         self._shared: _Opened[T] | None = None
 
     def shared(self, make: Callable[[], _Opened[T]]) -> T:
@@ -250,6 +250,6 @@ def _leave(reference: weakref.ref[_Handles[Any]], user: int) -> None:
         handles.leave(user)
 
 
-class _OnThisThread(threading.local):
+class _ThreadLocals(threading.local):
     opened: _Opened[Any] | None = None
     ends_with_worker = False  # the worker that this thread is will close it

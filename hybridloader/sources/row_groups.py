@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 from hybridloader._support.caller import warn_once
-from hybridloader._support.errors import SourceError
+from hybridloader.errors import SourceError
 from hybridloader.sources.columns import Columns, parquet_module, pyarrow_modules
 from hybridloader.sources.folder_columns import condition_of
 from hybridloader.sources.store import GAP, Stamp, Store
@@ -244,9 +244,10 @@ class RowGroups:
             held, often = len(self._entries), self._again == _OFTEN
         if often:
             warn_once(
-                f"Parquet: row groups are decoded again and again, as cache={self._limit} bytes holds "
-                f"only {held} of some {size / 2**20:.1f} MB: give cache= room for the row groups that "
-                "are in use at a time (the window of a BlockShuffleSampler), or a smaller window"
+                "Parquet: row groups are decoded again and again, as "
+                f"memory_cache_bytes={self._limit} holds only {held} of some {size / 2**20:.1f} MB: "
+                "give memory_cache_bytes= room for the row groups that are in use at a time (the "
+                "window_blocks of a BlockShuffleSampler), or fewer window_blocks"
             )
 
     def ranges(self, file: ParquetFile, group: int, columns: Sequence[str]) -> Ranges:

@@ -18,8 +18,9 @@ from itertools import count
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from hybridloader._support.attributes import attribute
-from hybridloader._support.errors import SourceError, StoreError, add_note, described, is_a, part
+from hybridloader._support.error_handling import add_note, described, is_a, part
 from hybridloader._support.store_use import counting
+from hybridloader.errors import SourceError, StoreError
 from hybridloader.sources.counted import counted
 from hybridloader.sources.patience import RETRY, patiently, status_may_pass
 from hybridloader.sources.per_worker import PerWorker

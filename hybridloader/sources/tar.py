@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hybridloader._support.arguments import function, whole
-from hybridloader._support.errors import SourceError, add_note
+from hybridloader._support.error_handling import add_note
+from hybridloader.errors import SourceError
 from hybridloader.sources.block_reader import AHEAD, CACHE
 from hybridloader.sources.indexing import archives, indexed
 from hybridloader.sources.listing import Urls
@@ -54,18 +55,18 @@ class Tar(Shards[Any]):
     urls
         Paths or URLs of uncompressed archives, folders or globs of them, as for `Files`; also
         ``{000..123}``.
-    members
+    fields
         Extensions of the members of a sample, such as ``("jpg;png", "cls")``: a sample is then a tuple
         of their contents. A semicolon stands between alternatives. Others are not read. Default: all,
         as a dict.
-    load
+    decode
         Function of that tuple or dict that makes the sample.
     index
         Local folder in which the indices are kept for the next time. Ranks that share it divide the
         archives among them, and ``hybridloader index`` fills it ahead of time. ``"beside"``: each is
         beside its archive, as ``NAME.index``, where `ShardWriter` writes it; one of a remote archive is
         only read there. One of an archive that has changed is made again. Default: they are not kept.
-    merge
+    coalesce_bytes
         Bytes between two samples of a batch up to which one read takes both; for remote archives that
         are read in order. A batch is then made in one call, so `threads_per_worker` has no effect.
         Default: each sample is read alone.
@@ -107,7 +108,7 @@ class Tar(Shards[Any]):
 
     Notes
     -----
-    A sample without `members` is a dict of bytes by extension, with ``__key__`` and ``__url__``.
+    A sample without `fields` is a dict of bytes by extension, with ``__key__`` and ``__url__``.
 
     A member is read with its header, which must be the one that was indexed. So an archive that was
     written again since is a `SourceError`, also over HTTP, unless it has the same names, sizes and times
@@ -122,7 +123,7 @@ class Tar(Shards[Any]):
     ...         member = tarfile.TarInfo(name)
     ...         member.size = len(name)
     ...         archive.addfile(member, io.BytesIO(name.encode()))
-    >>> tar = Tar(file.name, members=("txt", "cls"))
+    >>> tar = Tar(file.name, fields=("txt", "cls"))
     >>> len(tar), tar[1], tar.keys[1]
     (2, (b'1.txt', b'1.cls'), '1')
     >>> file.close()
@@ -132,22 +133,24 @@ class Tar(Shards[Any]):
         self,
         urls: Urls,
         *,
-        members: Sequence[str] | None = None,
-        load: Callable[[Any], Any] | None = None,
+        fields: Sequence[str] | None = None,
+        decode: Callable[[Any], Any] | None = None,
         index: str | None = None,
-        merge: int | None = None,
+        coalesce_bytes: int | None = None,
         ahead_bytes: int = AHEAD,
         cache_dir: str | None = None,
         cache_bytes: int = CACHE,
         retry_seconds: float = RETRY,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        if isinstance(members, str):
-            raise TypeError(f"members is a sequence of extensions, such as ({members!r},)")
-        if load is not None:
-            function("load", load, "a function of a sample")
-        self._merge = None if merge is None else whole("merge", merge, 0)
-        self._load = load
+        if isinstance(fields, str):
+            raise TypeError(f"fields is a sequence of extensions, such as ({fields!r},)")
+        if decode is not None:
+            function("decode", decode, "a function of a sample")
+        self._coalesce = (
+            None if coalesce_bytes is None else whole("coalesce_bytes", coalesce_bytes, 0)
+        )
+        self._decode = decode
         places = archives(urls, storage_options or {}, retry_seconds)
         indices = indexed(places, index)
         super().__init__(
@@ -163,14 +166,14 @@ class Tar(Shards[Any]):
         remote = any(not store.is_local for store, _ in places)
         limit = whole("ahead_bytes", ahead_bytes, 0) or None
         self._read_blocks(limit if remote else None, cache_dir, cache_bytes)
-        self.members = None if members is None else tuple(members)
+        self.fields = None if fields is None else tuple(fields)
         self._wanted = None
-        if members is not None:
-            self._wanted = [[name.strip().lower() for name in one.split(";")] for one in members]
-            for one, names in zip(members, self._wanted, strict=True):
+        if fields is not None:
+            self._wanted = [[name.strip().lower() for name in one.split(";")] for one in fields]
+            for one, names in zip(fields, self._wanted, strict=True):
                 if len(self) and not set(names) & set(self.extensions):
                     raise ValueError(
-                        f"members: no member has the extension {one!r}; there are "
+                        f"fields: no member has the extension {one!r}; there are "
                         f"{', '.join(self.extensions)}"
                     )
 
@@ -264,13 +267,13 @@ class Tar(Shards[Any]):
 
     @property
     def __getitems__(self) -> Callable[[Sequence[int]], list[Any]]:
-        if self._merge is None:  # then a batch is its samples, one by one
-            raise AttributeError("__getitems__ is only there with merge=")
+        if self._coalesce is None:  # then a batch is its samples, one by one
+            raise AttributeError("__getitems__ is only there with coalesce_bytes=")
         return self._batch
 
     def _batch(self, indices: Sequence[int]) -> list[Any]:
         """Return several samples; those that lie close together are read together."""
-        assert self._merge is not None
+        assert self._coalesce is not None
         shards: dict[int, list[_Member]] = {}
         found = []
         for asked in indices:
@@ -280,7 +283,7 @@ class Tar(Shards[Any]):
             found.append((shard, index, members))
             shards.setdefault(shard, []).extend(members)
         contents = {
-            shard: self._contents(shard, members, max(GAP, self._merge))
+            shard: self._contents(shard, members, max(GAP, self._coalesce))
             for shard, members in shards.items()
         }
         return [self._made(*one, contents[one[0]]) for one in found]
@@ -360,10 +363,10 @@ class Tar(Shards[Any]):
             sample = {"__key__": self.keys[index], "__url__": self.shard_names[shard]}
             for member in members:
                 sample[self.extensions[member.extension]] = contents[member.offset]
-        if self._load is None:
+        if self._decode is None:
             return sample
         try:
-            return self._load(sample)
+            return self._decode(sample)
         except Exception as error:
             add_note(error, f"loading sample {self.keys[index]!r} of {self.shard_names[shard]}")
             raise

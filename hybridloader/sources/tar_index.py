@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hybridloader._support.errors import SourceError
+from hybridloader.errors import SourceError
 from hybridloader.sources.kept import write_whole
 from hybridloader.sources.store import Stamp
 

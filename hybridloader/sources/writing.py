@@ -20,7 +20,7 @@ from itertools import chain, islice, pairwise
 from typing import TYPE_CHECKING, Any
 
 from hybridloader._support.arguments import one_of, whole
-from hybridloader._support.errors import add_note
+from hybridloader._support.error_handling import add_note
 from hybridloader.sources.kept import MANIFEST
 from hybridloader.sources.shard_files import (
     ParquetFile,
@@ -195,7 +195,7 @@ class ShardWriter:
     >>> with ShardWriter(folder.name, samples_per_shard=2) as writer:
     ...     for number in range(3):
     ...         writer.write({"txt": f"text {number}", "cls": number % 2})
-    >>> tar = Tar(f"{folder.name}/*.tar", members=("txt", "cls"), index="beside")
+    >>> tar = Tar(f"{folder.name}/*.tar", fields=("txt", "cls"), index="beside")
     >>> tar.shard_sizes, tar[2]
     (array([2, 1]), (b'text 2', b'0'))
     >>> folder.cleanup()

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from hybridloader import BackendUnavailable, DataLoader, SharedMemory
+from hybridloader import DataLoader, SharedMemory
 from hybridloader._support.devices_in_use import device_in_use, modules
 from hybridloader.engine.contract import Backend
+from hybridloader.errors import BackendUnavailable
 
 KIND = torch.device("xpu")
 """Any that is not CUDA: none of torch's own is asked here."""

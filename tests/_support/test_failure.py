@@ -8,7 +8,7 @@ import sys
 import pytest
 from support.hostile_errors import KINDS
 
-from hybridloader._support.errors import (
+from hybridloader._support.error_handling import (
     add_note,
     described,
     foreign,

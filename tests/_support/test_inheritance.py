@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 from support.inherited_objects import Box, Common, Counting, WithReducer, reduce_by_descriptor
 
-from hybridloader import Backend, DataLoader, Pipeline, SharedMemory, Threads, WorkerPicklingError
+from hybridloader import DataLoader, Pipeline, SharedMemory, Threads
 from hybridloader.backends.process import socket_transport
+from hybridloader.engine import Backend
+from hybridloader.errors import WorkerPicklingError
 
 FORK, SPAWN = multiprocessing.get_context("fork"), multiprocessing.get_context("spawn")
 

@@ -94,11 +94,11 @@ def test_what_is_dear_to_copy_is_given_to_all_who_ask_and_what_is_not_to_each(
 
     state = {"order": [3, 1, 2]}
     held = kind(state if kind is Kept else pickle.dumps(state))
-    monkeypatch.setattr(state_copies, "DEAR", 60.0)  # on a busy machine, too
+    monkeypatch.setattr(state_copies, "EXPENSIVE", 60.0)  # on a busy machine, too
     first = held.given()
     first["order"].append(4)
     assert held.given() == state
-    monkeypatch.setattr(state_copies, "DEAR", -1.0)
+    monkeypatch.setattr(state_copies, "EXPENSIVE", -1.0)
     dear = held.given()
     assert held.given() is dear
     dear["order"].append(4)

@@ -12,18 +12,11 @@ import pytest
 import torch
 from support.digested_batches import BATCHES, KIND, Noise, busy, digest, wanted, with_digest
 
-from hybridloader import (
-    BackendUnavailable,
-    DataLoader,
-    Memory,
-    Pipeline,
-    SharedMemory,
-    Threads,
-    Transfer,
-)
+from hybridloader import DataLoader, Memory, Pipeline, SharedMemory, Threads, Transfer
 from hybridloader._support.devices_in_use import device_in_use
 from hybridloader.devices.accelerator import current, find
 from hybridloader.devices.torch_accelerator import TorchAccelerator
+from hybridloader.errors import BackendUnavailable
 from hybridloader.memory.segments import make_private
 
 LIMIT = 24 << 20
@@ -236,7 +229,9 @@ def test_batches_moved_under_pressure_on_several_streams(backend: Any) -> None:
     found, sums = [], []
     kept: deque[Any] = deque(maxlen=5)
     samples = 8 * BATCHES
-    loader = loader_of(samples, backend, device=Transfer(KIND, prefetch=3), collate_fn=with_digest)
+    loader = loader_of(
+        samples, backend, device=Transfer(KIND, batches_ahead=3), collate_fn=with_digest
+    )
     iterator = iter(loader)
     for number in range(BATCHES):
         with device.on(streams[number % 3]):
@@ -275,7 +270,7 @@ def test_a_pipeline_collates_into_pinned_slots_under_pressure() -> None:
     pipe = (
         Pipeline.from_dataset(Noise(samples), backend="threads", num_workers=2)
         .batch(8, collate_fn=None, memory=memory)
-        .to(KIND, prefetch=3)
+        .to(KIND, batches_ahead=3)
     )
     found = []
     for number, batch in enumerate(pipe):

@@ -30,8 +30,8 @@ from support.forking import in_a_fork
 from support.references import merge_references
 from support.short_waits import shorten_waits
 
-from hybridloader import IteratorClosed
 from hybridloader.engine import crews
+from hybridloader.errors import IteratorClosed
 from hybridloader.testing import Gate
 
 # -- closing -------------------------------------------------------------------------------------

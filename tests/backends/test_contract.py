@@ -95,7 +95,7 @@ class TestSpawn(BackendContract):
 
 @pytest.mark.full  # in its transport it is `TestSpawn`, in how it starts `TestSpawnWithNothingOfPosix`
 class TestSpawnWithoutZygote(BackendContract):
-    backend = Spawn(zygote=False)
+    backend = Spawn(preload=False)
 
 
 class TestSharedMemory(BackendContract):

@@ -17,7 +17,6 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from hybridloader._support.errors import DamagedMessage, HybridLoaderError
 from hybridloader._support.failure import Failure
 from hybridloader.backends.process import codec, frames
 from hybridloader.backends.process.codec import (
@@ -34,6 +33,7 @@ from hybridloader.backends.process.codec import (
 )
 from hybridloader.backends.process.frames import MOST_BYTES, Decoder, encode
 from hybridloader.engine.messages import Begin, Exhausted, Failed, Ready, Stop, Task
+from hybridloader.errors import DamagedMessage, HybridLoaderError
 from hybridloader.memory.packing import pack, unpack
 from hybridloader.memory.shared_slots import BufferPlace, SlotMap
 

@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 from support.crew_driver import CrewDriver
 
 from hybridloader import DataLoader, Fork, WorkerDied
-from hybridloader._support.errors import CacheError, DamagedMessage, WorkerPicklingError
 from hybridloader.backends.process import pipe_transport
 from hybridloader.backends.process.frames import Frame, encode
 from hybridloader.backends.process.pipe_transport import PipeEndpoint, PipeTransport
 from hybridloader.backends.process.socket_transport import SocketEndpoint, SocketTransport
 from hybridloader.engine.messages import Exited
+from hybridloader.errors import CacheError, DamagedMessage, WorkerPicklingError
 from hybridloader.memory.shipping import _Contents, receive, ship
 from hybridloader.pipeline.operators.cache_file import Reader, Writer
 

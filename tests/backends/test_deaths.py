@@ -28,13 +28,10 @@ from support.failing_datasets import (
     start,
 )
 
-from hybridloader import (
-    IteratorClosed,
-    WorkerDied,
-    WorkerTimeout,
-)
+from hybridloader import WorkerDied, WorkerTimeout
 from hybridloader.backends.process import child, handles, socket_transport
 from hybridloader.backends.process.socket_transport import SocketEndpoint
+from hybridloader.errors import IteratorClosed
 from hybridloader.memory import descriptors
 from hybridloader.testing import Gate
 

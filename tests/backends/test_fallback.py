@@ -10,22 +10,13 @@ from typing import Any, ClassVar
 
 import pytest
 
-from hybridloader import (
-    BackendUnavailable,
-    DataLoader,
-    Fork,
-    Inline,
-    Memory,
-    Pipeline,
-    SharedMemory,
-    Spawn,
-    Threads,
-)
+from hybridloader import DataLoader, Fork, Inline, Memory, Pipeline, SharedMemory, Spawn, Threads
 from hybridloader._support.caller import warn, warn_once
 from hybridloader.backends.fallback import usable
 from hybridloader.backends.process import backend as process_backend
 from hybridloader.backends.process.backend import AsTorch
 from hybridloader.engine.contract import Backend, Crew
+from hybridloader.errors import BackendUnavailable
 
 needs_fork = pytest.mark.skipif(
     "fork" not in multiprocessing.get_all_start_methods(), reason="needs fork"

@@ -18,9 +18,10 @@ from support.forking import in_a_fork
 from torch.utils.data import DataLoader as TorchLoader
 
 import hybridloader
-from hybridloader import BackendUnavailable, DataLoader, Pipeline, SharedMemory
+from hybridloader import DataLoader, Pipeline, SharedMemory
 from hybridloader._support.caller import warn_once
 from hybridloader.backends.process.fork_safety import HAZARDS, Hazard, fork_hazard
+from hybridloader.errors import BackendUnavailable
 
 pytestmark = pytest.mark.skipif(
     multiprocessing.get_start_method() != "fork", reason="nothing forks here unless asked to"

@@ -34,7 +34,7 @@ pytestmark = [
 ]
 
 BACKENDS: dict[str, Any] = {
-    "fresh": Spawn(zygote=False),
+    "fresh": Spawn(preload=False),
     "spawn": Spawn(),
     "shared-memory-forkserver": SharedMemory(start_method="forkserver"),
 }

@@ -21,17 +21,16 @@ import torch
 from torch.utils.data import Dataset
 
 from hybridloader import (
-    BackendUnavailable,
     DataLoader,
     Pipeline,
     Ray,
     WorkerDied,
-    WorkerPicklingError,
     WorkerTimeout,
     engine,
     get_worker_info,
 )
 from hybridloader.backends.ray import exited
+from hybridloader.errors import BackendUnavailable, WorkerPicklingError
 from hybridloader.testing import BackendContract, Gate
 from hybridloader.testing.work import Call, echo
 

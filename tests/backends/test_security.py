@@ -27,11 +27,11 @@ import torch
 from support.operator_context import Script, context, drain
 
 from hybridloader import DataLoader, Memory, Pipeline, SharedMemory
-from hybridloader._support.errors import CacheError
 from hybridloader.backends.process import socket_transport
 from hybridloader.backends.process.frames import encode
 from hybridloader.backends.process.slot_channel import SlotChannel
 from hybridloader.backends.process.socket_transport import SocketEndpoint
+from hybridloader.errors import CacheError
 from hybridloader.memory import segments
 from hybridloader.pipeline.operators import cache_file
 from hybridloader.pipeline.operators.cache import Cache

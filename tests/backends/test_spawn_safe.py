@@ -21,7 +21,7 @@ import torch
 from hybridloader import DataLoader, Spawn
 
 print("this script")
-FRESH = {"fresh": Spawn(zygote=False)}
+FRESH = {"fresh": Spawn(preload=False)}
 
 class Scaled:
     def __init__(self, factor):

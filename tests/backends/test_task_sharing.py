@@ -18,7 +18,7 @@ import hybridloader
 from hybridloader import DataLoader, Pipeline, Threads, WorkerDied, WorkerTimeout
 from hybridloader.engine import task_sharing
 from hybridloader.engine.messages import Task
-from hybridloader.engine.shared_items import Alone, SharedItems, SharedTask
+from hybridloader.engine.shared_items import SharedItems, SharedTask, UnsharedTask
 from hybridloader.engine.task_sharing import TaskSharing
 
 LONG = 60.0
@@ -466,8 +466,8 @@ def kinds(got: Iterator[list[Any]]) -> list[list[type]]:
 def test_tasks_are_shared_once_one_was_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(task_sharing, "_LEAST", 1.0)
     sharing = Sharing()
-    assert kinds(sharing.sent(0, 0)) == [[Alone], []]
-    assert kinds(sharing.sent(1, 1)) == [[], [Alone]]
+    assert kinds(sharing.sent(0, 0)) == [[UnsharedTask], []]
+    assert kinds(sharing.sent(1, 1)) == [[], [UnsharedTask]]
     sharing.took(3.0)
     shared = list(sharing.got())
     assert shared[0] == shared[1]
@@ -480,7 +480,7 @@ def test_short_tasks_go_to_their_worker_and_a_few_others_change_nothing(
 ) -> None:
     monkeypatch.setattr(task_sharing, "_LEAST", 1.0)
     sharing = Sharing()
-    assert kinds(sharing.sent(0, 0)) == [[Alone], []]
+    assert kinds(sharing.sent(0, 0)) == [[UnsharedTask], []]
     sharing.took(0.5)
     assert kinds(sharing.got()) == [[], []]
     assert kinds(sharing.sent(1, 1)) == [[], [Task]]
@@ -499,9 +499,9 @@ def test_short_tasks_go_to_their_worker_and_a_few_others_change_nothing(
 
 def test_tasks_of_an_epoch_that_was_broken_off_are_not_shared_later() -> None:
     sharing = Sharing()
-    assert kinds(sharing.sent(0, 0)) == [[Alone], []]
+    assert kinds(sharing.sent(0, 0)) == [[UnsharedTask], []]
     sharing.begin()
-    assert kinds(sharing.sent(1, 1)) == [[], [Alone]]
+    assert kinds(sharing.sent(1, 1)) == [[], [UnsharedTask]]
     sharing.took(1.0)
     assert [[task.seq for task in tasks] for tasks in sharing.got()] == [[1], [1]]
 

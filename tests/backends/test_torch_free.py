@@ -280,7 +280,9 @@ def test_the_dataset_is_pickled_once_for_all_workers(
     plain: Any, tmp_path: Path, zygote: bool, loads: int
 ) -> None:
     log = tmp_path / "log"
-    assert sorted(told(plain.Counted(str(log)), 3, backend=Spawn(zygote=zygote))) == list(range(12))
+    assert sorted(told(plain.Counted(str(log)), 3, backend=Spawn(preload=zygote))) == list(
+        range(12)
+    )
     assert sorted(log.read_text().split()) == ["loaded"] * loads + ["pickled"]
 
 

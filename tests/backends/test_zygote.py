@@ -93,7 +93,7 @@ def test_all_workers_are_forks_of_one_process_that_loads_the_dataset_once(
 
 
 def test_without_a_zygote_each_worker_is_a_child_of_this_process() -> None:
-    with start(load(Samples(of_process), Spawn(zygote=False), workers=2)) as iterator:
+    with start(load(Samples(of_process), Spawn(preload=False), workers=2)) as iterator:
         assert {parent for batch in iterator for *_, parent in batch} == {os.getpid()}
 
 

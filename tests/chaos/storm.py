@@ -259,7 +259,7 @@ def _loader(weather: Weather, plan: Plan, account: Account) -> None:
         collate_fn=list,
         backend=weather.backend,
         timeout=PATIENCE,
-        on_error=Skip(budget=None),
+        on_error=Skip(max_failures=None),
         on_worker_death=POLICY,
         task_timeout=0 if inline or weather.backend == "threads" else TASK_TIMEOUT,
     )
@@ -274,7 +274,7 @@ def _loader(weather: Weather, plan: Plan, account: Account) -> None:
 
 
 def _pipeline(weather: Weather, plan: Plan, account: Account) -> None:
-    where: dict[str, Any] = {"on_error": Skip(budget=None)}
+    where: dict[str, Any] = {"on_error": Skip(max_failures=None)}
     if weather.backend != "inline":
         where |= {
             "backend": weather.backend,

@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset, IterableDataset, RandomSampler, get_worker_info
 from torch.utils.data.datapipes.iter import IterableWrapper
 
-from hybridloader import BackendUnavailable, DataLoader, Pipeline, Threads, from_torch, install
+from hybridloader import DataLoader, Pipeline, Threads, from_torch, install
+from hybridloader.errors import BackendUnavailable
 from hybridloader.loader.options import Options
 
 PARAMETERS = set(inspect.signature(DataLoader).parameters)

@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset
 import hybridloader
 from hybridloader import DataLoader, Threads, install
 from hybridloader._support import caller
-from hybridloader._support.errors import BackendUnavailable, WorkerPicklingError
+from hybridloader.errors import BackendUnavailable, WorkerPicklingError
 from hybridloader.loader.iterator import LoaderIterator
 from hybridloader.loader.options import Options
 from hybridloader.loader.plan import LoaderPlan

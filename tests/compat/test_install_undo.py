@@ -14,7 +14,8 @@ import pytest
 from support.sample_origin import PROCESS, THREAD, origin_loader, origins
 from torch.utils.data import DataLoader as TorchLoader
 
-from hybridloader import BackendUnavailable, Threads, install, uninstall
+from hybridloader import Threads, install, uninstall
+from hybridloader.errors import BackendUnavailable
 
 TORCHS = vars(TorchLoader)["_get_iterator"]
 

@@ -242,7 +242,7 @@ def test_all_backends_are_measured_beside_torchs_loader(cut: Path) -> None:
     dataset = Photographs(read_class_folders(cut).train[:8], augment=True)
     rows = contenders(dataset, batch_size=4, workers=1)
     assert [row.name for row in rows[:2]] == ["torch DataLoader", "inline"]
-    assert {row.name for row in rows[1:]} == set(hybridloader.backend_names())
+    assert {row.name for row in rows[1:]} == set(hybridloader.engine.backend_names())
     counts: list[int] = []
     measure(rows, len(dataset), counts.append, rounds=2)
     assert sum(counts) == 8 * 3 * len(rows)
@@ -258,7 +258,7 @@ def test_a_backend_that_cant_serve_is_a_note_below_the_table(
     cut: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(self: object) -> None:
-        raise hybridloader.BackendUnavailable("this platform has no fork")
+        raise hybridloader.errors.BackendUnavailable("this platform has no fork")
 
     monkeypatch.setattr(hybridloader.Fork, "check", refuse)
     dataset = Photographs(read_class_folders(cut).train[:4], augment=True)

@@ -17,8 +17,9 @@ import pytest
 from support.page_functions import augment, decode, read
 
 import hybridloader
-from hybridloader import Operator, Pipeline
+from hybridloader import Pipeline
 from hybridloader.demo.photographs import PHOTOGRAPHS, prepare
+from hybridloader.pipeline import Operator
 from hybridloader.pipeline.steps import Steps
 from hybridloader.running.placement import Where
 
@@ -110,7 +111,7 @@ LENGTHS = {
     ".flat_map(f)": lambda pipe: pipe.flat_map(range),
     ".batch(batch_size)": lambda pipe: pipe.batch(2),
     ".padded_batch(batch_size)": lambda pipe: pipe.padded_batch(2),
-    ".batch_by(cost, budget)": lambda pipe: pipe.batch_by(abs, 9),
+    ".batch_by(cost, max_cost)": lambda pipe: pipe.batch_by(abs, 9),
     ".bucket_by(key, batch_size)": lambda pipe: pipe.bucket_by(abs, 2),
     ".pack(row_length)": lambda pipe: pipe.pack(4),
     ".unbatch()": lambda pipe: pipe.unbatch(),

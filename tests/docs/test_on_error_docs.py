@@ -43,9 +43,8 @@ def test_the_table_of_errors_names_all_of_them_with_their_bases() -> None:
         for number, name in enumerate(names):
             listed[name] = set(bases if len(names) == 1 else bases[number : number + 1])
     for name, bases in listed.items():
-        found = getattr(hybridloader, name)
+        found = getattr(hybridloader.errors, name)
         assert issubclass(found, hybridloader.HybridLoaderError)
         assert bases <= {base.__name__ for base in found.__mro__}, name
-    kinds = [getattr(hybridloader, name) for name in hybridloader.__all__]
-    errors = {k.__name__ for k in kinds if isinstance(k, type) and issubclass(k, Exception)}
+    errors = {name for name, kind in vars(hybridloader.errors).items() if isinstance(kind, type)}
     assert listed.keys() == errors - {"HybridLoaderError"}

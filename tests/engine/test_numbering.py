@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hybridloader.engine.feed import items_in
-from hybridloader.engine.fetcher import GivenUp, Spared
+from hybridloader.engine.fetcher import GivenUp, PartlyGivenUp
 from hybridloader.engine.messages import WorkerSpec
 from hybridloader.engine.numbering import ItemCounter, NumberedSending
 from hybridloader.seeding.sample_seeds import Origin
@@ -38,4 +38,4 @@ def test_workers_that_start_in_the_same_epoch_get_the_same_spec_which_is_packed_
 
 
 def test_items_that_were_given_up_are_counted_with_the_others_of_their_task() -> None:
-    assert items_in(Spared([1, GivenUp(2, "it killed two workers"), 3])) == 3
+    assert items_in(PartlyGivenUp([1, GivenUp(2, "it killed two workers"), 3])) == 3

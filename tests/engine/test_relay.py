@@ -10,16 +10,9 @@ from typing import Any
 
 import pytest
 
-from hybridloader._support.errors import (
-    IteratorClosed,
-    NotReady,
-    Raised,
-    StateError,
-    WorkerDied,
-    WorkerTimeout,
-    no_answer,
-)
+from hybridloader._support.error_handling import Raised, no_answer
 from hybridloader.engine.relay import Relay, RelayQueue, RelaySleeps
+from hybridloader.errors import IteratorClosed, NotReady, StateError, WorkerDied, WorkerTimeout
 
 
 def test_items_come_in_order_from_the_named_thread() -> None:

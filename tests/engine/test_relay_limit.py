@@ -46,7 +46,7 @@ def test_a_relay_never_holds_more_than_its_limit() -> None:
 
 
 def test_a_relay_that_is_waited_for_too_long_says_so_and_loses_nothing() -> None:
-    from hybridloader._support.errors import NotReady
+    from hybridloader.errors import NotReady
 
     gate = threading.Event()
 

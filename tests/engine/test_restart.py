@@ -15,15 +15,8 @@ import pytest
 import torch
 import torch.utils.data
 
-from hybridloader import (
-    DataLoader,
-    Pipeline,
-    RestartPolicy,
-    Skip,
-    TaskTimeout,
-    WorkerDied,
-    get_worker_info,
-)
+from hybridloader import DataLoader, Pipeline, RestartPolicy, Skip, WorkerDied, get_worker_info
+from hybridloader.errors import TaskTimeout
 from hybridloader.testing import Gate
 
 PROCESSES = ("fork", "spawn", "shared-memory")

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridloader._support.errors import IllegalTransition
 from hybridloader._support.failure import Failure
 from hybridloader.engine.messages import Done, Exhausted, Exited, Failed, Ready
 from hybridloader.engine.payload import ByReference
@@ -31,6 +30,7 @@ from hybridloader.engine.states import (
     run_after,
     worker_after,
 )
+from hybridloader.errors import IllegalTransition
 
 RUN_EVENTS = sorted({event for _, event in RUN_TABLE})
 WORK_EVENTS = sorted({event for _, event in WORK_TABLE})

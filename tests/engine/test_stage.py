@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from hybridloader._support.errors import IteratorClosed, NotReady, WorkerDied, WorkerTimeout
 from hybridloader._support.failure import Failure
 from hybridloader.engine.messages import (
     Begin,
@@ -29,6 +28,7 @@ from hybridloader.engine.messages import (
 )
 from hybridloader.engine.payload import ByReference
 from hybridloader.engine.stage import QUICK, Stage
+from hybridloader.errors import IteratorClosed, NotReady, WorkerDied, WorkerTimeout
 from hybridloader.testing import Call, FakeClock, ScriptedBackend, ScriptedCrew
 
 

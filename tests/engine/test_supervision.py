@@ -17,8 +17,7 @@ from support.supervised import (
     watch_specs,
 )
 
-from hybridloader._support.errors import WorkerDied, WorkerPicklingError
-from hybridloader.engine.fetcher import GivenUp, Spared
+from hybridloader.engine.fetcher import GivenUp, PartlyGivenUp
 from hybridloader.engine.messages import (
     Begin,
     Exhausted,
@@ -26,6 +25,7 @@ from hybridloader.engine.messages import (
     WorkerSpec,
 )
 from hybridloader.engine.restart import RestartPolicy
+from hybridloader.errors import WorkerDied, WorkerPicklingError
 from hybridloader.testing import FakeClock
 
 
@@ -137,7 +137,7 @@ def test_a_sample_that_kills_its_workers_is_given_up_and_named() -> None:
     assert [task.seq for task in sent] == [0, 1, 0, 1, 0, 1]
     assert [task.index for task in sent[:4]] == [[7, 8, 9], [10], [7, 8, 9], [10]]
     spared = sent[4].index
-    assert type(spared) is Spared
+    assert type(spared) is PartlyGivenUp
     assert (spared[0], spared[2]) == (7, 9)
     assert type(spared[1]) is GivenUp
     assert spared[1].index == 8

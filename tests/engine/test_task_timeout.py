@@ -14,12 +14,12 @@ from support.supervised import (
     stage,
 )
 
-from hybridloader._support.errors import TaskTimeout, WorkerTimeout
 from hybridloader.engine.messages import (
     Event,
     Task,
 )
 from hybridloader.engine.worker_table import START
+from hybridloader.errors import TaskTimeout, WorkerTimeout
 from hybridloader.testing import FakeClock, ScriptedBackend, ScriptedCrew
 
 

@@ -162,7 +162,7 @@ def test_a_cancelled_worker_is_told_at_once_and_stops_what_is_under_way() -> Non
     assert script.samples[0].stopped
 
 
-@pytest.mark.parametrize("watched", [{"tracked": True}, {"timed": True}, {"tells": True}])
+@pytest.mark.parametrize("watched", [{"tracked": True}, {"timed": True}, {"reports_state": True}])
 def test_the_tasks_of_a_watched_worker_do_not_overlap(watched: dict[str, bool]) -> None:
     fetch = MapFetch([1], list, batched=True, threads=2)
     assert WorkerSpec("stage", 1, fetch).overlaps

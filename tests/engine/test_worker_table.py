@@ -10,7 +10,7 @@ from support.supervised import (
     stage,
 )
 
-from hybridloader._support.errors import WorkerDied
+from hybridloader.errors import WorkerDied
 from hybridloader.testing import FakeClock
 
 

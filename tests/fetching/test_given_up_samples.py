@@ -10,8 +10,8 @@ from support.bad_samples import Samples, Together
 from torch.utils.data import Subset, TensorDataset
 
 from hybridloader import Replace, Skip
-from hybridloader._support.errors import WorkerDied
-from hybridloader.engine.fetcher import Abandoned, GivenUp, Spared, TaskContext
+from hybridloader.engine.fetcher import Abandoned, GivenUp, PartlyGivenUp, TaskContext
+from hybridloader.errors import WorkerDied
 from hybridloader.fetching.readers import MapFetch
 
 
@@ -75,13 +75,13 @@ def test_a_sample_that_was_given_up_is_as_one_that_failed() -> None:
     lost = GivenUp(7, "it kills")
     for dataset in (Samples(9, ()), Together(9, ()), TensorDataset(torch.arange(9))):
         with pytest.raises(WorkerDied, match="it kills"):
-            opened(dataset, TaskContext())(Spared([1, lost]))
-        short = opened(dataset, TaskContext(), Skip())(Spared([1, lost, 2]))
+            opened(dataset, TaskContext())(PartlyGivenUp([1, lost]))
+        short = opened(dataset, TaskContext(), Skip())(PartlyGivenUp([1, lost, 2]))
         assert (short.outcome.short, short.outcome.wanted) == ([1, 2], 3)
         ((index, position, failure, replaced),) = short.outcome.failures
         assert (index, position, replaced) == (7, 1, False)
         assert str(failure.exception) == "it kills"
-        whole = opened(dataset, TaskContext(), Replace(lambda i, e: -i))(Spared([lost]))
+        whole = opened(dataset, TaskContext(), Replace(lambda i, e: -i))(PartlyGivenUp([lost]))
         assert whole.value == [-7]
         with pytest.raises(WorkerDied, match="it kills"):
             opened(dataset, TaskContext(), batched=False, collate_fn=abs)(lost)
@@ -109,7 +109,7 @@ class Greedy(Samples):
 
 
 def test_a_dataset_never_sees_what_was_given_up() -> None:
-    short = opened(Greedy(), TaskContext(), Skip())(Spared([1, GivenUp(7, "it kills")]))
+    short = opened(Greedy(), TaskContext(), Skip())(PartlyGivenUp([1, GivenUp(7, "it kills")]))
     assert [missing.index for missing in short.outcome.failures] == [7]
     assert len(short.value) == 1
 

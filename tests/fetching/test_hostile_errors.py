@@ -13,16 +13,8 @@ import pytest
 from support.hostile_errors import KINDS, Hostile, RaisesAtOdd, Unsendable
 from torch.utils.data import IterableDataset
 
-from hybridloader import (
-    DataLoader,
-    IteratorClosed,
-    Pipeline,
-    Replace,
-    ResultPicklingError,
-    Retry,
-    Skip,
-    TooManyErrors,
-)
+from hybridloader import DataLoader, Pipeline, Replace, Retry, Skip, TooManyErrors
+from hybridloader.errors import IteratorClosed, ResultPicklingError
 
 BACKENDS = ("inline", "threads", "fork", "spawn")
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
@@ -163,7 +155,7 @@ PLACES: dict[str, tuple[Callable[[], Any], list[Any]]] = {
         [0, 1, 2, 4, 5],
     ),
     "retried after others": (
-        lambda: DataLoader(Samples(), None, on_error=Retry(1, 0, on=OSError), **WHERE),
+        lambda: DataLoader(Samples(), None, on_error=Retry(1, 0, retry_on=OSError), **WHERE),
         [0, 1, 2, Hostile, 4, 5],
     ),
     "replacement": (

@@ -11,10 +11,10 @@ import pytest
 from torch.utils.data import IterableDataset
 
 from hybridloader import DataLoader, Pipeline, Replace, Retry, Skip, get_worker_info
-from hybridloader._support.errors import ShardLost
 from hybridloader.engine.fetcher import Abandoned, EndOfShard, TaskContext
 from hybridloader.engine.messages import Task, WorkerSpec
 from hybridloader.engine.worker import Worker
+from hybridloader.errors import ShardLost
 from hybridloader.fetching.readers import IterableFetch, ReadersFetch
 from hybridloader.seeding.worker_seeds import CallerSeeds
 

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridloader import Replace, Retry, Skip, TooManyErrors
-from hybridloader._support.errors import ShardLost, WorkerDied
 from hybridloader._support.failure import Failure
-from hybridloader.engine.fetcher import Abandoned, GivenUp, Spared, TaskContext
+from hybridloader.engine.fetcher import Abandoned, GivenUp, PartlyGivenUp, TaskContext
+from hybridloader.errors import ShardLost, WorkerDied
 from hybridloader.fetching.on_error.error_budget import ErrorBudget, FailureLog, bare
 from hybridloader.fetching.on_error.item_loop import ItemLoop
 from hybridloader.fetching.on_error.places import rest_is_lost
@@ -35,8 +35,8 @@ def nothing(index: Any, error: Exception) -> None:
         (lambda: Skip(0.0), ValueError, "is no share"),
         (lambda: Skip(1.5), ValueError, "is no share"),
         (lambda: Skip(float("nan")), ValueError, "is no share"),
-        (lambda: Skip(True), TypeError, "Skip: budget is an int"),
-        (lambda: Skip("1"), TypeError, "Skip: budget is an int"),  # type: ignore[arg-type]
+        (lambda: Skip(True), TypeError, "Skip: max_failures is an int"),
+        (lambda: Skip("1"), TypeError, "Skip: max_failures is an int"),  # type: ignore[arg-type]
         (lambda: Replace(3), TypeError, "must be callable"),  # type: ignore[arg-type]
         (lambda: Replace(nothing, 2.0), ValueError, "is no share"),
         (lambda: Retry(0), ValueError, "at least 1"),
@@ -46,11 +46,11 @@ def nothing(index: Any, error: Exception) -> None:
         (lambda: Retry(1, float("inf")), ValueError, "backoff=inf is more seconds"),
         (lambda: Retry(1, float("nan")), ValueError, "backoff is seconds"),
         (lambda: Retry(1, "1"), ValueError, "backoff is seconds"),  # type: ignore[arg-type]
-        (lambda: Retry(1, longest=-1), ValueError, "longest is seconds"),
-        (lambda: Retry(1, on=()), ValueError, "repeat nothing"),
-        (lambda: Retry(1, on=KeyboardInterrupt), TypeError, "that are an Exception"),  # type: ignore[arg-type]
-        (lambda: Retry(1, on=(OSError, 3)), TypeError, "that are an Exception"),  # type: ignore[arg-type]
-        (lambda: Retry(1, then=Retry(1)), ValueError, "raise `times`"),  # type: ignore[arg-type]
+        (lambda: Retry(1, max_backoff=-1), ValueError, "max_backoff is seconds"),
+        (lambda: Retry(1, retry_on=()), ValueError, "repeat nothing"),
+        (lambda: Retry(1, retry_on=KeyboardInterrupt), TypeError, "that are an Exception"),  # type: ignore[arg-type]
+        (lambda: Retry(1, retry_on=(OSError, 3)), TypeError, "that are an Exception"),  # type: ignore[arg-type]
+        (lambda: Retry(1, then=Retry(1)), ValueError, "raise `max_retries`"),  # type: ignore[arg-type]
         (lambda: Retry(1, then="ignore"), ValueError, "then must be"),
         (lambda: parse_on_error("ignore"), ValueError, "on_error must be"),
         (lambda: parse_on_error(Skip), ValueError, r"write Skip\(\.\.\.\)"),
@@ -117,7 +117,7 @@ def called(
 
 def test_waits_are_doubled_up_to_the_longest_and_cut_into_slices() -> None:
     slept: list[float] = []
-    policy = Retry(5, backoff=0.05, longest=0.3)
+    policy = Retry(5, backoff=0.05, max_backoff=0.3)
     function = Scripted(*[OSError(n) for n in range(5)], "good")
     assert called(policy, function, 7, sleep=slept.append) == "good"
     assert function.calls == [7] * 6
@@ -204,10 +204,10 @@ def test_what_is_no_exception_passes(policy: Any) -> None:
 
 
 def test_a_stop_iteration_is_a_runtime_error() -> None:
-    policy = Retry(1, 0, on=RuntimeError)
+    policy = Retry(1, 0, retry_on=RuntimeError)
     assert called(policy, Scripted(StopIteration(3), "good"), 0) == "good"
     with pytest.raises(RuntimeError, match="raised StopIteration"):
-        called(Retry(1, 0, on=OSError), Scripted(StopIteration()), 0)
+        called(Retry(1, 0, retry_on=OSError), Scripted(StopIteration()), 0)
 
 
 def test_what_was_given_up_is_not_tried_but_may_be_replaced() -> None:
@@ -218,8 +218,8 @@ def test_what_was_given_up_is_not_tried_but_may_be_replaced() -> None:
     policy = Retry(5, 0, then=Replace(lambda i, e: (i, str(e))))
     assert called(policy, function, lost) == (7, "it kills")
     assert function.calls == []
-    spared = pickle.loads(pickle.dumps(Spared([1, lost])))
-    assert type(spared) is Spared
+    spared = pickle.loads(pickle.dumps(PartlyGivenUp([1, lost])))
+    assert type(spared) is PartlyGivenUp
     assert (spared[0], spared[1].index, spared[1].text) == (1, 7, "it kills")
 
 
@@ -289,7 +289,7 @@ def test_the_error_tells_what_was_skipped() -> None:
         budget.count(1, [failed(22, KeyError("x" * 500))], 0)
     lines = str(caught.value).splitlines()
     assert lines[0].startswith("In stage 'the stage', 23 of 23 samples failed")
-    assert "budget=22" in lines[0]
+    assert "max_failures=22" in lines[0]
     assert lines[1].split() == ["index", "exception"]
     assert [line.split()[0] for line in lines[2:22]] == [str(n) for n in range(20)]
     assert max(map(len, lines[2:22])) < 140

@@ -40,7 +40,7 @@ pytestmark = pytest.mark.filterwarnings(
 OWN = {
     "backend": Threads(copy_dataset=True),
     "threads_per_worker": 2,
-    "on_error": Skip(budget=3),
+    "on_error": Skip(max_failures=3),
     "on_worker_death": "raise",
     "task_timeout": 30.0,
     "seeding": SampleSeeding(3),

@@ -14,9 +14,10 @@ import pytest
 import torch
 from support.seeded_training import LIKE_TORCHS_PROCESSES, WORKERS, Regression, torch_loader
 
-from hybridloader import BlockShuffleSampler, DataLoader, Pipeline
+from hybridloader import DataLoader, Pipeline
 from hybridloader._support.caller import warn_once
 from hybridloader.backends.threads import Threads
+from hybridloader.sampling import BlockShuffleSampler
 
 datasets = pytest.importorskip("datasets")
 from datasets import Dataset, IterableDataset  # noqa: E402
@@ -238,7 +239,7 @@ def test_a_shuffled_stream_goes_on_exactly_at_any_place(workers: int, backend: A
 @pytest.mark.parametrize("where", [{}, {"backend": "threads", "num_workers": 2}], ids=str)
 def test_both_kinds_in_a_pipeline_go_on_at_any_place(where: Any) -> None:
     data = Dataset.from_dict({"x": [*range(40)]})
-    order = BlockShuffleSampler([len(data)], seed=0, block=8, window=2)
+    order = BlockShuffleSampler([len(data)], seed=0, block_size=8, window_blocks=2)
     pipes = [
         Pipeline.from_dataset(data, sampler=order, **where),
         Pipeline.from_iterable(stream(), **where),

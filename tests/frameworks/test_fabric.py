@@ -25,7 +25,11 @@ from lightning.fabric.wrappers import _FabricDataLoader
 
 BATCH = 4
 OPTIONS: list[dict[str, Any]] = [
-    {"backend": Threads(copy_dataset=True), "threads_per_worker": 2, "on_error": Skip(budget=3)},
+    {
+        "backend": Threads(copy_dataset=True),
+        "threads_per_worker": 2,
+        "on_error": Skip(max_failures=3),
+    },
     {"backend": SharedMemory(start_method="fork"), "seeding": SampleSeeding(3)},
     {"multiprocessing_context": "fork", "timeout": 60.0, "on_worker_death": "restart"},
 ]

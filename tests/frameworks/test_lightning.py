@@ -49,7 +49,7 @@ OPTIONS: list[dict[str, Any]] = [
     {
         "backend": Threads(copy_dataset=True),
         "threads_per_worker": 2,
-        "on_error": Skip(budget=3),
+        "on_error": Skip(max_failures=3),
         "seeding": SampleSeeding(3),
     },
     {

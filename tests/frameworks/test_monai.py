@@ -16,8 +16,8 @@ from support.comparison import same
 from support.seeded_training import LIKE_TORCHS_PROCESSES, WORKERS
 
 import hybridloader
-from hybridloader._support.errors import BackendUnavailable
 from hybridloader.backends.threads import Threads
+from hybridloader.errors import BackendUnavailable
 
 pytest.importorskip("monai")
 import monai.data

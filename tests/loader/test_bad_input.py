@@ -15,18 +15,10 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 import hybridloader
-from hybridloader import (
-    Backend,
-    BackendUnavailable,
-    DataLoader,
-    Fork,
-    Inline,
-    SharedMemory,
-    Spawn,
-    Threads,
-)
+from hybridloader import DataLoader, Fork, Inline, SharedMemory, Spawn, Threads
 from hybridloader._support import caller
-from hybridloader.engine import registry
+from hybridloader.engine import Backend, registry
+from hybridloader.errors import BackendUnavailable
 
 NAMES = ("inline", "threads", "fork", "spawn", "shared-memory")
 
@@ -120,14 +112,14 @@ def _install(monkeypatch: pytest.MonkeyPatch, name: str, target: str, package: s
 
 def test_a_backend_of_another_package_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
     _install(monkeypatch, "My_Threads", "hybridloader.backends.threads:Threads", "my-package")
-    assert "my-threads" in hybridloader.backend_names()
+    assert "my-threads" in hybridloader.engine.backend_names()
     loader = DataLoader(Numbers(), 4, num_workers=1, backend="my-threads")
     assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 def test_another_package_can_not_take_the_name_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     _install(monkeypatch, "threads", "no_such_module:Nothing", "evil")
-    assert isinstance(hybridloader.get_backend("threads"), Threads)
+    assert isinstance(hybridloader.engine.get_backend("threads"), Threads)
 
 
 @pytest.mark.parametrize(
@@ -391,4 +383,4 @@ def test_a_backend_that_needs_no_workers_does_not_warn(backend: str | Backend | 
 
 
 def test_the_backends_of_this_table_are_those_there_are() -> None:
-    assert set(NAMES) <= set(hybridloader.backend_names())
+    assert set(NAMES) <= set(hybridloader.engine.backend_names())

@@ -10,18 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from hybridloader import (
-    Backend,
-    DataLoader,
-    Fork,
-    Inline,
-    Memory,
-    Pipeline,
-    SharedMemory,
-    Spawn,
-    Threads,
-    get_backend,
-)
+from hybridloader import DataLoader, Fork, Inline, Memory, Pipeline, SharedMemory, Spawn, Threads
+from hybridloader.engine import Backend, get_backend
 
 nan, inf = float("nan"), float("inf")
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from support.unsendable import Endless, WithInner, nested
 
-from hybridloader import DataLoader, ResultPicklingError, WorkerDied
+from hybridloader import DataLoader, WorkerDied
+from hybridloader.errors import ResultPicklingError
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from hybridloader import Backend, DataLoader, SharedMemory, WorkerPicklingError
+from hybridloader import DataLoader, SharedMemory
+from hybridloader.engine import Backend
+from hybridloader.errors import WorkerPicklingError
 
 
 class Numbers(Dataset[int]):

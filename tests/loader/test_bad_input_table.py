@@ -15,19 +15,12 @@ import pytest
 from loky.backend.process import LokyProcess
 from support.unsendable import Endless, WithInner, nested
 
-from hybridloader import (
-    BackendUnavailable,
-    DataLoader,
-    Memory,
-    Pipeline,
-    SharedDict,
-    SharedList,
-    SharedMemory,
-    WorkerPicklingError,
-    get_backend,
-)
+from hybridloader import DataLoader, Memory, Pipeline, SharedMemory
 from hybridloader.backends.threads import _ThreadCrew
+from hybridloader.engine import get_backend
+from hybridloader.errors import BackendUnavailable, WorkerPicklingError
 from hybridloader.pipeline.operators.cache import Cache
+from hybridloader.records import SharedDict, SharedList
 
 nan, inf = float("nan"), float("inf")
 

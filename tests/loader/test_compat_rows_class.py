@@ -32,7 +32,8 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import IterableDataset, SequentialSampler, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from hybridloader import DataLoader, SharedMemory, Skip, Threads, Transfer, backend_names
+from hybridloader import DataLoader, SharedMemory, Skip, Threads, Transfer
+from hybridloader.engine import backend_names
 from hybridloader.loader import record
 
 
@@ -130,7 +131,7 @@ def test_r04_threads_per_worker_is_stored_under_its_name_as_passed(threads: int)
     assert vars(DataLoader(Numbers(), threads_per_worker=threads))["threads_per_worker"] is threads
 
 
-@pytest.mark.parametrize("device", ["cpu", torch.device("cpu"), Transfer("cpu", prefetch=3)])
+@pytest.mark.parametrize("device", ["cpu", torch.device("cpu"), Transfer("cpu", batches_ahead=3)])
 def test_r04_and_r05_the_device_is_stored_as_passed_and_nothing_else_is(device: Any) -> None:
     loader = DataLoader(Numbers(), device=device)
     assert vars(loader)["device"] is device

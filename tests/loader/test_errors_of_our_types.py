@@ -10,17 +10,9 @@ import pytest
 from support.failing_datasets import Samples, load, outcomes
 from torch.utils.data import IterableDataset
 
-from hybridloader import (
-    IteratorClosed,
-    NotReady,
-    ShardLost,
-    StateError,
-    TaskTimeout,
-    TooManyErrors,
-    WorkerDied,
-    WorkerTimeout,
-)
-from hybridloader._support.errors import no_answer
+from hybridloader import StateError, TooManyErrors, WorkerDied, WorkerTimeout
+from hybridloader._support.error_handling import no_answer
+from hybridloader.errors import IteratorClosed, NotReady, ShardLost, TaskTimeout
 from hybridloader.testing import FakeAccelerator
 
 OURS = (

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
 from hybridloader import DataLoader, StatefulDataLoader
-from hybridloader._support.errors import ShardLost, StateError
+from hybridloader.errors import ShardLost, StateError
 
 SIZES = {"a": 5, "b": 0, "c": 3, "d": 7, "e": 1, "f": 4, "g": 2}
 

@@ -12,7 +12,7 @@ from support.failing_datasets import text_of
 from torch.utils.data import Dataset, IterableDataset, RandomSampler, SequentialSampler
 
 from hybridloader import DataLoader
-from hybridloader._support.errors import StateError
+from hybridloader.errors import StateError
 from hybridloader.sampling import ShuffleSampler
 
 LENGTH, BATCH = 20, 4

@@ -10,7 +10,8 @@ import torch
 from torch.utils.data import BatchSampler, RandomSampler, Sampler
 from torch.utils.data.datapipes.iter import IterableWrapper
 
-from hybridloader import DataLoader, StatefulDataLoader, WorkerPicklingError
+from hybridloader import DataLoader, StatefulDataLoader
+from hybridloader.errors import WorkerPicklingError
 from hybridloader.sampling import ShuffleSampler
 
 pytestmark = [

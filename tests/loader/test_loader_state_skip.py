@@ -119,7 +119,7 @@ class Halves(IterableDataset[int]):
 
 def test_a_batch_that_an_error_came_before_is_not_lost() -> None:
     def make() -> DataLoader:
-        return DataLoader(Bad(), 4, on_error=Skip(budget=2))
+        return DataLoader(Bad(), 4, on_error=Skip(max_failures=2))
 
     whole = []
     iterator, raised = iter(make()), 0

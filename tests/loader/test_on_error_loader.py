@@ -167,7 +167,7 @@ def test_others_take_the_places_of_what_fails(
     if backend == "spawn" and make is Together:
         pytest.skip("one start of a fresh process is enough")
     made = loader(
-        make(), 4, backend=backend, num_workers=workers, on_error=Replace(negative, budget=6)
+        make(), 4, backend=backend, num_workers=workers, on_error=Replace(negative, max_failures=6)
     )
     expected = [[-n if n in Samples().bad else n for n in range(k, k + 4)] for k in range(0, 40, 4)]
     assert numbers(run(made)) == expected

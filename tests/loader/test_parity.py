@@ -324,7 +324,7 @@ def backends(number: int, cell: Cell) -> Iterator[Any]:
     if cell.name in SPAWNED:
         yield "spawn"
     if cell.name in EACH_BY_ITSELF:
-        yield Spawn(zygote=False)
+        yield Spawn(preload=False)
 
 
 SPAWNED = {

@@ -26,12 +26,8 @@ from support.pinning_datasets import (
     start,
 )
 
-from hybridloader import (
-    DataLoader,
-    IteratorClosed,
-    WorkerDied,
-    WorkerTimeout,
-)
+from hybridloader import DataLoader, WorkerDied, WorkerTimeout
+from hybridloader.errors import IteratorClosed
 from hybridloader.testing import FakeAccelerator, Gate
 
 TO_THREAD = "hybridloader-to"

@@ -17,8 +17,8 @@ from torch.utils.data import BatchSampler, Dataset, IterableDataset, RandomSampl
 
 from hybridloader import DataLoader, StateError, StatefulDataLoader
 from hybridloader._support.cadence import Cadence
-from hybridloader._support.errors import DamagedMessage
 from hybridloader.backends.threads import Threads
+from hybridloader.errors import DamagedMessage
 
 COPIES = Threads(copy_dataset=True)
 BACKENDS = pytest.mark.parametrize(

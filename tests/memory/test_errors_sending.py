@@ -23,9 +23,7 @@ from support.failing_datasets import (
 )
 from torch.utils.data import Dataset
 
-from hybridloader import (
-    ResultPicklingError,
-)
+from hybridloader.errors import ResultPicklingError
 
 # -- results that can't be sent ------------------------------------------------------------------
 

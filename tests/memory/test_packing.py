@@ -30,11 +30,11 @@ from support.packed_values import (
     through_slots,
 )
 
-from hybridloader._support.errors import ResultPicklingError
 from hybridloader._support.gil import gil_enabled
 from hybridloader.backends.process.codec import decode_message, encode_done, encode_message
 from hybridloader.backends.process.frames import Decoder, encode
 from hybridloader.engine.messages import Begin, Stop, Task
+from hybridloader.errors import ResultPicklingError
 from hybridloader.memory.packing import IN_BAND, pack, unpack
 from hybridloader.memory.shared_slots import SlotReader, SlotWriter
 from hybridloader.memory.slots import OWN

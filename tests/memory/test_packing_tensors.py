@@ -21,7 +21,7 @@ from support.packed_values import (
     streamed,
 )
 
-from hybridloader._support.errors import ResultPicklingError
+from hybridloader.errors import ResultPicklingError
 from hybridloader.memory.packing import pack, unpack
 
 # -- tensors and arrays --------------------------------------------------------------------------

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from hybridloader import Backend, DataLoader, Threads
+from hybridloader import DataLoader, Threads
+from hybridloader.engine import Backend
 from hybridloader.memory.shipping import receive, ship
 
 

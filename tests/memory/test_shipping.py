@@ -8,7 +8,7 @@ from typing import Any
 import psutil
 import pytest
 
-from hybridloader import WorkerPicklingError
+from hybridloader.errors import WorkerPicklingError
 from hybridloader.memory import shipping
 from hybridloader.memory.shipping import ship
 

@@ -25,7 +25,7 @@ from support.packed_values import (
     through_slots,
 )
 
-from hybridloader._support.errors import DamagedMessage
+from hybridloader.errors import DamagedMessage
 from hybridloader.memory.packing import pack, unpack
 from hybridloader.memory.shared_slots import SlotReader, SlotWriter
 from hybridloader.memory.tensor_blocks import FEW, MOST, SMALL

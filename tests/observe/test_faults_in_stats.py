@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from hybridloader import DataLoader, Pipeline, Replace, Retry, Skip, Stats, compare
+from hybridloader import DataLoader, Pipeline, Replace, Retry, Skip
+from hybridloader.observe import Stats, compare
 
 THREADS: dict[str, Any] = {"backend": "threads", "num_workers": 2}
 PROCESSES: dict[str, Any] = {"backend": "fork", "num_workers": 2}

@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset
 
 import hybridloader
 from hybridloader import DataLoader, Pipeline
-from hybridloader.observe.headroom import Headroom, measure
+from hybridloader.observe.headroom_trials import Headroom, measure
 
 
 class Scripted:
@@ -100,7 +100,7 @@ def test_of_real_loaders(kind: str) -> None:
         "list": lambda: [*range(40)],
     }[kind]()
     seen: list[Any] = []
-    found = hybridloader.headroom(made, seen.append, steps=20)
+    found = hybridloader.observe.headroom(made, seen.append, steps=20)
     assert (found.steps, found.batches, len(seen)) == (20, 4, 44)
     if kind == "persistent":
         made._iterator.close()
@@ -118,7 +118,7 @@ class Lengthless(IterableDataset[int]):
 
 def test_a_length_that_is_not_implemented_is_none() -> None:
     assert (
-        hybridloader.headroom(
+        hybridloader.observe.headroom(
             DataLoader(Lengthless(), 2), lambda batch: batch.abs(), steps=20
         ).steps
         == 20
@@ -153,7 +153,7 @@ def fails(batch: Any) -> None:
 )
 def test_bad_input(loader: Any, step: Any, options: Any, kind: type[Exception], says: str) -> None:
     with pytest.raises(kind, match=says):
-        hybridloader.headroom(loader, step, **options)
+        hybridloader.observe.headroom(loader, step, **options)
 
 
 def test_a_step_that_raises_closes_the_iterator() -> None:

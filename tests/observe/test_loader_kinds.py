@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch.utils.data
 
-from hybridloader import DataLoader, StatefulDataLoader, Stats
+from hybridloader import DataLoader, StatefulDataLoader
 from hybridloader.engine import task_sharing
 from hybridloader.engine.meter import EVERY
+from hybridloader.observe import Stats
 from hybridloader.observe.stats import StageStats
 
 NAP = 0.002

@@ -17,8 +17,9 @@ import torch
 import torch.utils.data
 
 import hybridloader
-from hybridloader import DataLoader, Skip, StatefulDataLoader, Stats
+from hybridloader import DataLoader, Skip, StatefulDataLoader
 from hybridloader._support.gil import gil_enabled
+from hybridloader.observe import Stats
 from hybridloader.observe.stats import LOOP
 from hybridloader.sources import PerWorker
 
@@ -395,7 +396,7 @@ def test_all_forms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         stats.plot(tmp_path / name)
         assert (tmp_path / name).stat().st_size > 1000
     other = loaded("sleep", "threads", 4)[1]
-    comparison = hybridloader.compare(stats, other)
+    comparison = hybridloader.observe.compare(stats, other)
     assert comparison.speedup is not None
     assert "samples a second" in str(comparison)
     assert json.loads(json.dumps(comparison.to_dict()))["changes"]
@@ -403,7 +404,7 @@ def test_all_forms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     comparison.print()
     assert "DataLoader: busy a sample" in capsys.readouterr().out
     with pytest.raises(TypeError, match="results of stats"):
-        hybridloader.compare(stats, loader)  # type: ignore[arg-type]
+        hybridloader.observe.compare(stats, loader)  # type: ignore[arg-type]
     empty = small(observe=True).stats()
-    assert hybridloader.compare(empty, stats).speedup is None
-    assert str(hybridloader.compare(empty, stats))
+    assert hybridloader.observe.compare(empty, stats).speedup is None
+    assert str(hybridloader.observe.compare(empty, stats))

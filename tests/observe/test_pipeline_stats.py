@@ -12,8 +12,9 @@ from typing import Any
 import numpy
 import pytest
 
-from hybridloader import Pipeline, Stats
+from hybridloader import Pipeline
 from hybridloader._support.gil import gil_enabled
+from hybridloader.observe import Stats
 
 NAP = 0.004
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from support.manual_clock import Clock
 
-from hybridloader import DataLoader, Observe, Pipeline, Stats
-from hybridloader.observe import reporting
+from hybridloader import DataLoader, Observe, Pipeline
+from hybridloader.observe import Stats, reporting
 
 THREADS: dict[str, Any] = {"backend": "threads", "num_workers": 2}
 

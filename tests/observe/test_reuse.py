@@ -16,7 +16,7 @@ from support.manual_clock import Clock
 
 import hybridloader
 from hybridloader import DataLoader
-from hybridloader.observe.headroom import KEPT, KeptBatches, LoopTimes, Reuse, running_reuse
+from hybridloader.observe.headroom_trials import KEPT, KeptBatches, LoopTimes, Reuse, running_reuse
 
 THREADS: dict[str, Any] = {"backend": "threads", "num_workers": 2}
 ROOT = Path(__file__).parents[2]

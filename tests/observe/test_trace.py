@@ -43,7 +43,7 @@ class Work:
 
 
 def loaded(path: Path, dataset: Any = None, **options: Any) -> ReadTrace:
-    with hybridloader.trace(path):
+    with hybridloader.observe.trace(path):
         for _ in DataLoader(Work() if dataset is None else dataset, 4, **options):
             pass
     return ReadTrace(path)
@@ -108,7 +108,7 @@ def test_threads_of_a_worker_have_tracks_of_their_own(path: Path) -> None:
 
 
 def test_several_loaders_and_epochs_have_names_of_their_own(path: Path) -> None:
-    with hybridloader.trace(path):
+    with hybridloader.observe.trace(path):
         one = DataLoader(Work(8), 4, num_workers=1, backend="threads")
         other = DataLoader(Work(8), 4, num_workers=1, backend="threads")
         for loader in (one, other, one):
@@ -178,7 +178,7 @@ def test_a_task_that_took_long_on_other_threads_is_a_long_one(spent: float, on: 
 
 def test_a_trace_keeps_the_latest_events_and_counts_the_others(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
-    with hybridloader.trace(path, max_events=10):
+    with hybridloader.observe.trace(path, max_events=10):
         list(DataLoader(Work(), 4, num_workers=0, backend="inline"))
     trace = ReadTrace(path)
     assert len([event for event in trace.events if event["ph"] in "XCi"]) == 10
@@ -190,7 +190,7 @@ def test_a_relative_path_is_that_of_the_beginning(
 ) -> None:
     (tmp_path / "other").mkdir()
     monkeypatch.chdir(tmp_path)
-    with hybridloader.trace("run.json"):
+    with hybridloader.observe.trace("run.json"):
         os.chdir("other")
         list(DataLoader(Work(), 4, num_workers=0))
     assert ReadTrace(tmp_path / "run.json").named("next()")
@@ -201,7 +201,7 @@ def test_details_are_json_whatever_they_are(path: Path) -> None:
         def __str__(self) -> str:
             raise RuntimeError("not today")
 
-    running = hybridloader.trace(path)
+    running = hybridloader.observe.trace(path)
     with pytest.raises(Odd), running:
         raise Odd(running.instant("odd", index={(1, 2): 3}, share=math.nan, sizes=[1]))
     (odd,) = ReadTrace(path).instants("odd")
@@ -210,7 +210,7 @@ def test_details_are_json_whatever_they_are(path: Path) -> None:
 
 
 def test_loaders_that_follow_each_other_have_names_of_their_own(path: Path) -> None:
-    with hybridloader.trace(path):
+    with hybridloader.observe.trace(path):
         for _ in range(3):
             for _ in DataLoader(Work(), 4, num_workers=1, backend="threads"):
                 pass
@@ -221,18 +221,21 @@ def test_loaders_that_follow_each_other_have_names_of_their_own(path: Path) -> N
 
 def test_a_file_that_cant_be_written_is_told_before_any_worker_starts(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"\.json or \.json\.gz"):
-        hybridloader.trace(tmp_path / "run.html")
-    missing = hybridloader.trace(tmp_path / "none" / "run.json")
+        hybridloader.observe.trace(tmp_path / "run.html")
+    missing = hybridloader.observe.trace(tmp_path / "none" / "run.json")
     with pytest.raises(FileNotFoundError, match="the trace can't be written"), missing:
         raise AssertionError("the block was begun")
     assert tracing.running_trace() is None
-    with hybridloader.trace(tmp_path / "run.json"):
+    with hybridloader.observe.trace(tmp_path / "run.json"):
         assert not (tmp_path / "run.json").exists()
 
 
 def test_a_trace_within_a_trace_is_refused(tmp_path: Path) -> None:
-    with hybridloader.trace(tmp_path / "a.json") as outer:
-        with pytest.raises(RuntimeError, match="runs already"), hybridloader.trace("b.json"):
+    with hybridloader.observe.trace(tmp_path / "a.json") as outer:
+        with (
+            pytest.raises(RuntimeError, match="runs already"),
+            hybridloader.observe.trace("b.json"),
+        ):
             raise AssertionError("the block was begun")
         assert tracing.running_trace() is outer
     with pytest.raises(RuntimeError, match="has begun before"):
@@ -242,7 +245,7 @@ def test_a_trace_within_a_trace_is_refused(tmp_path: Path) -> None:
 
 def test_an_iterator_that_outlives_the_trace_goes_on(path: Path) -> None:
     loader = DataLoader(Work(), 4, num_workers=1, backend="threads")
-    with hybridloader.trace(path):
+    with hybridloader.observe.trace(path):
         iterator = iter(loader)
         next(iterator)
     assert len(list(iterator)) == 15

@@ -54,7 +54,7 @@ PIPE = (
 
 def test_a_hybrid_pipeline(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
-    with hybridloader.trace(path), PIPE.run() as run:
+    with hybridloader.observe.trace(path), PIPE.run() as run:
         assert len(list(run)) == 15
     trace = ReadTrace(path)
     for name, worker in (("map(decode)", "map(decode) worker"), ("map(crop)", "map(crop) worker")):
@@ -88,7 +88,7 @@ def test_a_restart_in_a_pipeline(tmp_path: Path) -> None:
     pipe = Pipeline.from_iterable(range(60)).map(
         die_once, backend="fork", num_workers=1, on_worker_death="restart"
     )
-    with hybridloader.trace(tmp_path / "run.json"), pipe.run() as run:
+    with hybridloader.observe.trace(tmp_path / "run.json"), pipe.run() as run:
         assert list(run) == list(range(60))
     trace = ReadTrace(tmp_path / "run.json")
     assert len(trace.instants("worker replaced")) == 1
@@ -97,7 +97,7 @@ def test_a_restart_in_a_pipeline(tmp_path: Path) -> None:
 
 def test_epochs_of_a_pipeline_go_on_on_the_same_tracks(tmp_path: Path) -> None:
     pipe = Pipeline.from_iterable(range(20)).map(decode, backend="threads", num_workers=1).batch(4)
-    with hybridloader.trace(tmp_path / "run.json"), pipe.epochs(2) as epochs:
+    with hybridloader.observe.trace(tmp_path / "run.json"), pipe.epochs(2) as epochs:
         for run in epochs:
             list(run)
     trace = ReadTrace(tmp_path / "run.json")
@@ -114,7 +114,7 @@ def profiled(path: Path) -> Any:
 def test_merging_with_a_trace_of_torchs_profiler(tmp_path: Path, capfd: Any) -> None:
     ours, theirs, out = tmp_path / "ours.json.gz", tmp_path / "theirs.json", tmp_path / "both.json"
     loader = DataLoader(list(range(64)), 8, num_workers=1, backend="fork")  # type: ignore[arg-type]
-    with hybridloader.trace(ours), profiled(theirs):
+    with hybridloader.observe.trace(ours), profiled(theirs):
         for batch in loader:
             with record_function("training step"):
                 torch.mm(torch.ones(64, 64), torch.ones(64, 64)).sum() + batch.sum()
@@ -186,7 +186,7 @@ def test_merging_what_is_no_trace(tmp_path: Path, text: str, what: str) -> None:
 @pytest.mark.usefixtures("_fonts_open")
 def test_a_picture_of_a_part(tmp_path: Path) -> None:
     path = tmp_path / "run.json.gz"
-    with hybridloader.trace(path), PIPE.run() as run:
+    with hybridloader.observe.trace(path), PIPE.run() as run:
         list(run)
     for name in ("a.png", "a.svg"):
         plot_trace(path, tmp_path / name, begin=0.01, seconds=0.02)

@@ -16,8 +16,8 @@ import pytest
 from support.recordings import recording, stage
 from support.terminal import Terminal
 
-from hybridloader import DataLoader, Pipeline, Stats
-from hybridloader.observe import watching
+from hybridloader import DataLoader, Pipeline
+from hybridloader.observe import Stats, watching
 from hybridloader.observe.stats import stats_of
 from hybridloader.observe.watching import Lines, LiveTable, Watch, WatchedRow, running_watch, watch
 

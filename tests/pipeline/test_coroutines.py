@@ -143,7 +143,7 @@ def test_errors_of_tasks_that_were_begun_early_come_in_their_place() -> None:
     where: Any = {"backend": "threads", "num_workers": 1, "concurrency": 2, "timeout": 30}
     pipe = Pipeline.from_iterable(range(12))
     good = [n for n in range(12) if n % 4 != 1]
-    assert list(pipe.map(FailsLate(7), on_error=Skip(budget=3), **where)) == good
+    assert list(pipe.map(FailsLate(7), on_error=Skip(max_failures=3), **where)) == good
     with pipe.map(FailsLate(7), **where).run() as run:
         assert next(run) == 0
         with pytest.raises(ValueError, match="item 1"):
@@ -167,7 +167,7 @@ def test_policies_for_errors(where: Any) -> None:
         return list(pipe.map(fails, concurrency=3, on_error=on_error, **where))
 
     good = [n for n in range(12) if n % 4 != 1]
-    assert made(Skip(budget=3)) == good
+    assert made(Skip(max_failures=3)) == good
     assert made(Replace(lambda item, _: -item)) == [-n if n % 4 == 1 else n for n in range(12)]
     with pytest.raises(ValueError, match="item 1"):
         made(Retry(2, backoff=0.0))

@@ -80,7 +80,14 @@ def flat(items: Any) -> list[Any]:
 def sampler_of(count: int, ranks: int, rank: int, blocks: bool) -> DistributedShuffleSampler:
     if blocks:
         return BlockShuffleSampler(
-            [count], 3, block=4, window=2, spans=2, num_replicas=ranks, rank=rank, uneven="exact"
+            [count],
+            3,
+            block_size=4,
+            window_blocks=2,
+            num_canonical_ranks=2,
+            num_replicas=ranks,
+            rank=rank,
+            uneven="exact",
         )
     return DistributedShuffleSampler(count, 3, num_replicas=ranks, rank=rank, uneven="exact")
 

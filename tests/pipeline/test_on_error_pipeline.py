@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hybridloader import Pipeline, Replace, Retry, Skip, TooManyErrors
-from hybridloader._support.errors import IteratorClosed, WorkerDied
-from hybridloader.engine.fetcher import GivenUp, Spared, TaskContext
+from hybridloader.engine.fetcher import GivenUp, PartlyGivenUp, TaskContext
 from hybridloader.engine.restart import RestartPolicy
+from hybridloader.errors import IteratorClosed, WorkerDied
 from hybridloader.fetching.item_steps import Step, WorkFetch
 from hybridloader.fetching.readers import MapFetch
 from hybridloader.running.placement import Placement
@@ -415,7 +415,7 @@ STEPS = {
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("kind", sorted(STEPS))
 def test_an_item_that_was_given_up_is_as_one_that_failed(kind: str, threads: int) -> None:
-    items = Spared([1, GivenUp(7, "it kills"), 2])
+    items = PartlyGivenUp([1, GivenUp(7, "it kills"), 2])
     context = TaskContext()
     work: Any = WorkFetch(STEPS[kind], threads).open(None, context)
     assert told(work, context, items) == [10, ("it kills", 7), 20]
@@ -445,7 +445,7 @@ def test_who_wants_to_know_sees_which_item_a_worker_is_at(kind: str, policy: Any
     work: Any = WorkFetch(steps, on_error=policy).open(None, flag)
     assert work.fetch([7, 8, 9]) == [7, 8, 9]
     assert (seen, flag.at) == ([0, 1, 2], -1)
-    work.fetch(Spared([7, GivenUp(8, "it kills"), 9]))
+    work.fetch(PartlyGivenUp([7, GivenUp(8, "it kills"), 9]))
     assert (seen[3:], flag.at) == ([0, 2], -1)
     quiet: Any = WorkFetch(steps, on_error=policy).open(None, TaskContext())
     quiet.fetch([7])

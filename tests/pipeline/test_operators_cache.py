@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from support.comparison import same
 from support.operator_context import Oops, Script, context, drain
 
-from hybridloader._support.errors import ResultPicklingError
+from hybridloader.errors import ResultPicklingError
 from hybridloader.pipeline.operators import cache_file
 from hybridloader.pipeline.operators.cache import Cache
 from hybridloader.running.operator import INFINITE

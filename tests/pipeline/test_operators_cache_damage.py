@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.comparison import same
 from support.operator_context import Script, context, drain, items_in
 
-from hybridloader._support.errors import CacheError, HybridLoaderError
+from hybridloader.errors import CacheError, HybridLoaderError
 from hybridloader.pipeline.operators import cache_file
 from hybridloader.pipeline.operators.cache import Cache
 from hybridloader.pipeline.operators.cache_file import Reader

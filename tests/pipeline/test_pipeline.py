@@ -14,7 +14,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hybridloader import CacheError, Pipeline
+from hybridloader import Pipeline
+from hybridloader.errors import CacheError
 
 property_test = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 

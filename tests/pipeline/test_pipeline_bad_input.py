@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from hybridloader import BackendUnavailable, Pipeline, Threads, WorkerPicklingError
+from hybridloader import Pipeline, Threads
+from hybridloader.errors import BackendUnavailable, WorkerPicklingError
 from hybridloader.pipeline.operators.grouping import Batch
 
 BASE = Pipeline.from_dataset(range(7))
@@ -185,8 +186,8 @@ NUMBERS: dict[str, Case] = {
         "shard: num_replicas must be at least 1",
     ),
     "fork": (lambda: BASE.fork(0), ValueError, "fork: count must be at least 1"),
-    "block": (lambda: BASE.interleave(BASE, block=0), ValueError, "interleave: block"),
-    "budget": (lambda: BASE.batch_by(double, math.nan), ValueError, "batch_by: budget"),
+    "block": (lambda: BASE.interleave(BASE, block_length=0), ValueError, "interleave: block"),
+    "budget": (lambda: BASE.batch_by(double, math.nan), ValueError, "batch_by: max_cost"),
 }
 
 

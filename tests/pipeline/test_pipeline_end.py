@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 from support.short_waits import shorten_waits
 
-from hybridloader import IteratorClosed, Pipeline, Threads
+from hybridloader import Pipeline, Threads
 from hybridloader.engine.contract import Crew
+from hybridloader.errors import IteratorClosed
 from hybridloader.running.epochs import Epochs
 from hybridloader.testing import Gate
 

@@ -14,7 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridloader import IteratorClosed, Pipeline, WorkerDied
+from hybridloader import Pipeline, WorkerDied
+from hybridloader.errors import IteratorClosed
 from hybridloader.testing import Gate
 
 KINDS = ("inline", "threads", "fork", "shared-memory")

@@ -8,18 +8,9 @@ from typing import Any
 
 import pytest
 
-from hybridloader import (
-    IteratorClosed,
-    NotReady,
-    Pipeline,
-    ShardLost,
-    StateError,
-    TaskTimeout,
-    TooManyErrors,
-    WorkerDied,
-    WorkerTimeout,
-)
-from hybridloader._support.errors import no_answer
+from hybridloader import Pipeline, StateError, TooManyErrors, WorkerDied, WorkerTimeout
+from hybridloader._support.error_handling import no_answer
+from hybridloader.errors import IteratorClosed, NotReady, ShardLost, TaskTimeout
 
 KINDS = ("inline", "threads", "fork", "shared-memory")
 

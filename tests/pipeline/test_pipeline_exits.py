@@ -19,8 +19,9 @@ import pytest
 from support.forking import in_a_fork
 
 import hybridloader
-from hybridloader import IteratorClosed, Pipeline, WorkerDied
+from hybridloader import Pipeline, WorkerDied
 from hybridloader.engine.relay import Relay
+from hybridloader.errors import IteratorClosed
 
 WORKERS = ("threads", "fork", "shared-memory")
 
@@ -153,7 +154,8 @@ def test_a_fork_that_lets_a_relay_go_while_its_thread_is_at_work_does_not_hang()
 
 SCRIPT = """
     import itertools, multiprocessing, os, signal, sys, threading, time, warnings
-    from hybridloader import IteratorClosed, Pipeline
+    from hybridloader import Pipeline
+    from hybridloader.errors import IteratorClosed
 
     multiprocessing.set_start_method("fork")  # workers inherit the pipe; no default from 3.14 on
     backend, state, ending = sys.argv[1:]

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridloader import NotReady, Pipeline, Threads, WorkerTimeout
-from hybridloader._support.errors import no_answer
+from hybridloader import Pipeline, Threads, WorkerTimeout
+from hybridloader._support.error_handling import no_answer
 from hybridloader._support.sizes import size_of
 from hybridloader.engine.contract import Crew
 from hybridloader.engine.feed import TaskBatching
@@ -22,6 +22,7 @@ from hybridloader.engine.payload import ByReference
 from hybridloader.engine.reorder import TASKS
 from hybridloader.engine.stage import Stage
 from hybridloader.engine.stage_flow import StageFlow
+from hybridloader.errors import NotReady
 from hybridloader.testing import Call, FakeClock, Gate, ScriptedBackend, ScriptedCrew
 
 

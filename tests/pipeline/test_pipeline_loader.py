@@ -12,7 +12,8 @@ import pytest
 import torch
 from support.random_pipelines import changed, saved
 
-from hybridloader import DataLoader, IteratorClosed, Pipeline, PipelineLoader, StateError
+from hybridloader import DataLoader, Pipeline, PipelineLoader, StateError
+from hybridloader.errors import IteratorClosed
 
 EPOCHS = 3
 PLACES: dict[str, dict[str, Any]] = {

@@ -12,15 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridloader import (
-    IteratorClosed,
-    Pipeline,
-    Replace,
-    Retry,
-    ShardLost,
-    Skip,
-    TooManyErrors,
-)
+from hybridloader import Pipeline, Replace, Retry, Skip, TooManyErrors
+from hybridloader.errors import IteratorClosed, ShardLost
 
 GAP = ("gap", None)
 Event = tuple[str, Any]
@@ -149,7 +142,7 @@ def test_a_budget_that_runs_out_shifts_no_row(place: dict[str, Any]) -> None:
         assert [kind for kind, _ in found] == ["item", "item", "error", "item"]
         assert len(run.skipped) == 2
     replacing = numbers.map(
-        fails_at(1, 3), on_error=Replace(lambda item, error: -item, budget=1), **place
+        fails_at(1, 3), on_error=Replace(lambda item, error: -item, max_failures=1), **place
     )
     with replacing.zip(numbers).run() as run:
         found = events(run)
@@ -340,9 +333,9 @@ def extended(before: Branch, step: str, place: dict[str, Any]) -> Branch:
     if step in ("raise", "skip", "retry", "replace"):
         policy = {
             "raise": "raise",
-            "skip": Skip(budget=None),
-            "retry": Retry(1, backoff=0, then=Skip(budget=None)),
-            "replace": Replace(instead, budget=None),
+            "skip": Skip(max_failures=None),
+            "retry": Retry(1, backoff=0, then=Skip(max_failures=None)),
+            "replace": Replace(instead, max_failures=None),
         }[step]
         pipe = pipe.map(failing(tag), on_error=policy, **place)
         for kind, item in given:

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from support.random_pipelines import events, saved
 
-from hybridloader import IteratorClosed, Operator, Pipeline
-from hybridloader._support.errors import HybridLoaderError, StateError
+from hybridloader import Pipeline
+from hybridloader.errors import HybridLoaderError, IteratorClosed, StateError
+from hybridloader.pipeline import Operator
 from hybridloader.sampling import DistributedShuffleSampler, ShuffleSampler
 
 started: list[int] = []

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.random_pipelines import events, saved
 
 from hybridloader import Pipeline, Retry, Skip, get_worker_info
-from hybridloader._support.errors import StateError
+from hybridloader.errors import StateError
 
 reads = 0
 lock = threading.Lock()

@@ -15,7 +15,7 @@ from support.sampler_loaders import Every
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
 
 from hybridloader import Pipeline
-from hybridloader._support.errors import StateError
+from hybridloader.errors import StateError
 from hybridloader.sampling import (
     BucketBatchSampler,
     DistributedShuffleSampler,
@@ -65,7 +65,7 @@ SAMPLERS: dict[str, Callable[[], Any]] = {
 
 BATCH_SAMPLERS: dict[str, Callable[[], Any]] = {
     "BucketBatchSampler": lambda: BucketBatchSampler(LENGTHS, 4, buckets=9, seed=1),
-    "TokenBudgetBatchSampler": lambda: TokenBudgetBatchSampler(LENGTHS, budget=40, seed=1),
+    "TokenBudgetBatchSampler": lambda: TokenBudgetBatchSampler(LENGTHS, max_cost=40, seed=1),
     "BatchSampler": lambda: BatchSampler(SequentialSampler(range(2000)), 3, False),
     "BatchSampler, at random": lambda: BatchSampler(RandomSampler(range(2000)), 3, True),
     "BatchSampler, its generator": lambda: BatchSampler(

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from hybridloader import NotReady, Pipeline
+from hybridloader import Pipeline
 from hybridloader.engine.reorder import TASKS
+from hybridloader.errors import NotReady
 from hybridloader.testing import Gate
 
 WORKERS = 2

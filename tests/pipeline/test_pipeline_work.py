@@ -15,13 +15,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridloader import NotReady, Pipeline, Threads, get_worker_info
+from hybridloader import Pipeline, Threads, get_worker_info
 from hybridloader._support.failure import Failure
 from hybridloader.engine.contract import Crew
 from hybridloader.engine.feed import MOST, TASK_SECONDS, TaskBatching
 from hybridloader.engine.messages import Done, Failed, Task
 from hybridloader.engine.payload import ByReference
 from hybridloader.engine.stage_flow import StageFlow
+from hybridloader.errors import NotReady
 from hybridloader.fetching.item_steps import Step, WorkFetch
 from hybridloader.observe.stage_measures import StageMeasures
 from hybridloader.testing import FakeClock, Gate

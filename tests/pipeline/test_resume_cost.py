@@ -57,7 +57,7 @@ STEPS: dict[str, Callable[[Pipeline, Place], Pipeline]] = {
     "bucket_by": lambda pipe, place: pipe.bucket_by(kind, 3, collate_fn=list),
     "shuffle": lambda pipe, place: pipe.shuffle(10),
     "interleave": lambda pipe, place: pipe.interleave(
-        Pipeline.from_dataset(range(10**6, 10**6 + 50)).filter(odd, **place), block=2
+        Pipeline.from_dataset(range(10**6, 10**6 + 50)).filter(odd, **place), block_length=2
     ),
     "mix": lambda pipe, place: pipe.mix(Pipeline.from_dataset(range(10**6, 10**6 + 50))),
 }

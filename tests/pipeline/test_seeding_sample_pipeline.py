@@ -281,7 +281,9 @@ def test_a_worker_that_was_replaced_draws_the_same(tmp_path: Path) -> None:
     assert digest(found) == digest(made(untouched))
 
 
-@pytest.mark.parametrize("policy", [Skip(budget=None), Replace(replacement, budget=None)])
+@pytest.mark.parametrize(
+    "policy", [Skip(max_failures=None), Replace(replacement, max_failures=None)]
+)
 @pytest.mark.parametrize(
     "where", [threads(), fork(), fork(fuse=False)], ids=["threads", "fork", "not fused"]
 )

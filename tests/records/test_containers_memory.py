@@ -91,7 +91,7 @@ LIMITED = """
 import resource, sys
 from hybridloader.records import shared_buffer
 shared_buffer.nameless_usable = lambda: {nameless}
-from hybridloader import SharedList
+from hybridloader.records import SharedList
 from pathlib import Path
 pages = int(Path('/proc/self/statm').read_text().split()[0])
 most = pages * resource.getpagesize() + (64 << 20)

@@ -106,7 +106,8 @@ def test_the_hint_comes_once_and_points_at_the_caller(monkeypatch: pytest.Monkey
         hint_at_large_container(dataset)
     assert str(caught[0].message) == (
         "dataset.samples is a list of 1,200,000 entries; each worker process will copy it piece by "
-        "piece (counting references writes to it). hybridloader.SharedList(...) keeps one copy for all."
+        "piece (counting references writes to it). "
+        "hybridloader.records.SharedList(...) keeps one copy for all."
     )
     assert caught[0].filename == __file__
     hint_at_large_container(dataset)  # warnings are errors

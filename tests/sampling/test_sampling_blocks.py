@@ -12,7 +12,7 @@ import torch.distributed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridloader._support.errors import StateError
+from hybridloader.errors import StateError
 from hybridloader.sampling import (
     BlockShuffleSampler,
     DistributedShuffleSampler,
@@ -47,7 +47,9 @@ def ranks(replicas: int, blocks: Any, **options: Any) -> list[BlockShuffleSample
 def test_each_sample_comes_once(
     blocks: list[int], window: int, spans: int, block: int | None, epoch: int
 ) -> None:
-    sampler = BlockShuffleSampler(blocks, 7, window=window, spans=spans, block=block, epoch=epoch)
+    sampler = BlockShuffleSampler(
+        blocks, 7, window_blocks=window, num_canonical_ranks=spans, block_size=block, epoch=epoch
+    )
     assert sorted(sampler) == list(range(sum(blocks)))
     assert len(sampler) == sum(blocks)
 
@@ -55,7 +57,7 @@ def test_each_sample_comes_once(
 @few
 @given(sizes, windows)
 def test_a_window_has_the_samples_of_its_blocks_alone(blocks: list[int], window: int) -> None:
-    samples = iter(BlockShuffleSampler(blocks, 7, window=window))
+    samples = iter(BlockShuffleSampler(blocks, 7, window_blocks=window))
     numbers = np.split(np.arange(sum(blocks)), np.cumsum(blocks)[:-1]) if blocks else []
     order = list(Permutation(len(blocks), 7, purpose="blocks"))
     for first in range(0, len(order), window):
@@ -65,7 +67,7 @@ def test_a_window_has_the_samples_of_its_blocks_alone(blocks: list[int], window:
 
 
 def test_samples_of_a_window_are_mixed_and_epochs_differ() -> None:
-    sampler = BlockShuffleSampler([50] * 10, 7, window=5)
+    sampler = BlockShuffleSampler([50] * 10, 7, window_blocks=5)
     first, second = list(sampler), list(sampler)
     assert first != second
     blocks = [index // 50 for index in first]
@@ -75,7 +77,7 @@ def test_samples_of_a_window_are_mixed_and_epochs_differ() -> None:
 
 
 def test_one_window_of_all_blocks_shuffles_everything() -> None:
-    order = list(BlockShuffleSampler([10] * 10, 7, window=10))
+    order = list(BlockShuffleSampler([10] * 10, 7, window_blocks=10))
     assert len({index // 10 for index in order[:20]}) >= 6
 
 
@@ -85,7 +87,7 @@ def test_ranks_have_equal_counts_in_the_words_of_the_other_samplers(
     blocks: list[int], window: int, replicas: int, factor: int, uneven: Any
 ) -> None:
     blocks = [*blocks, replicas]
-    options = {"window": window, "uneven": uneven, "spans": factor * replicas}
+    options = {"window_blocks": window, "uneven": uneven, "num_canonical_ranks": factor * replicas}
     parts = [list(sampler) for sampler in ranks(replicas, blocks, **options)]
     n = sum(blocks)
     others = [
@@ -99,10 +101,13 @@ def test_ranks_have_equal_counts_in_the_words_of_the_other_samplers(
 
 
 def test_ranks_read_different_blocks() -> None:
-    parts = [{index // 20 for index in sampler} for sampler in ranks(4, [20] * 16, window=2)]
+    parts = [{index // 20 for index in sampler} for sampler in ranks(4, [20] * 16, window_blocks=2)]
     assert [*map(len, parts)] == [4, 4, 4, 4]
     assert len(set.union(*parts)) == 16
-    in_turn = [{index // 20 for index in s} for s in ranks(4, [20] * 16, window=2, spans=1)]
+    in_turn = [
+        {index // 20 for index in s}
+        for s in ranks(4, [20] * 16, window_blocks=2, num_canonical_ranks=1)
+    ]
     assert [*map(len, in_turn)] == [16, 16, 16, 16]
 
 
@@ -125,11 +130,13 @@ def test_the_order_goes_on_when_the_number_of_ranks_changes(
 ) -> None:
     """Each leg is a number of ranks and how many steps they make; the last goes to the end."""
     blocks = [*blocks, 5]
-    whole = list(BlockShuffleSampler(blocks, 7, window=2, spans=spans))
+    whole = list(BlockShuffleSampler(blocks, 7, window_blocks=2, num_canonical_ranks=spans))
     seen: list[int] = []
     state = None
     for number, (replicas, steps) in enumerate(legs):
-        samplers = ranks(replicas, blocks, window=2, spans=spans, uneven=uneven)
+        samplers = ranks(
+            replicas, blocks, window_blocks=2, num_canonical_ranks=spans, uneven=uneven
+        )
         if state is not None:
             for sampler in samplers:
                 sampler.load_state_dict(state)
@@ -151,9 +158,9 @@ def test_another_division_into_blocks_is_refused() -> None:
     state = sampler.state_dict()
     for other, name in [
         (BlockShuffleSampler([3, 5], 7), "blocks_crc32"),
-        (BlockShuffleSampler([4, 4], 7, block=2), "blocks_crc32"),
-        (BlockShuffleSampler([4, 4], 7, window=2), "window"),
-        (BlockShuffleSampler([4, 4], 7, spans=2), "spans"),
+        (BlockShuffleSampler([4, 4], 7, block_size=2), "blocks_crc32"),
+        (BlockShuffleSampler([4, 4], 7, window_blocks=2), "window_blocks"),
+        (BlockShuffleSampler([4, 4], 7, num_canonical_ranks=2), "num_canonical_ranks"),
     ]:
         with pytest.raises(StateError, match=name):
             other.load_state_dict(state)
@@ -175,4 +182,4 @@ def test_number_and_rank_are_those_of_the_group_if_there_is_one(
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 3)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 8)
     sampler = BlockShuffleSampler([50, 50], 7)
-    assert (sampler.rank, sampler.num_replicas, sampler.spans) == (3, 8, 8)
+    assert (sampler.rank, sampler.num_replicas, sampler.num_canonical_ranks) == (3, 8, 8)

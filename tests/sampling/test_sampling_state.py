@@ -47,12 +47,12 @@ MADE: dict[str, Callable[[], ResumableSampler[Any]]] = {
     "rank, uneven": lambda: DistributedShuffleSampler(61, 3, num_replicas=3, rank=2),
     "rank, drop": lambda: DistributedShuffleSampler(62, 3, num_replicas=3, rank=2, uneven="drop"),
     "rank, exact": lambda: DistributedShuffleSampler(61, 3, num_replicas=3, rank=0, uneven="exact"),
-    "blocks": lambda: BlockShuffleSampler([9, 0, 7, 20, 13], 3, block=5, window=2),
+    "blocks": lambda: BlockShuffleSampler([9, 0, 7, 20, 13], 3, block_size=5, window_blocks=2),
     "blocks, rank": lambda: BlockShuffleSampler(
-        [9, 7, 20, 13], 3, window=2, num_replicas=3, rank=1
+        [9, 7, 20, 13], 3, window_blocks=2, num_replicas=3, rank=1
     ),
     "blocks, no shuffle": lambda: BlockShuffleSampler(
-        [9, 7, 20, 13], 3, num_replicas=2, rank=1, spans=4, shuffle=False
+        [9, 7, 20, 13], 3, num_replicas=2, rank=1, num_canonical_ranks=4, shuffle=False
     ),
     "weighted": lambda: WeightedSampler(WEIGHTS, 40, seed=3),
     "weighted, once": lambda: WeightedSampler(WEIGHTS, 40, replacement=False, seed=3),

@@ -16,7 +16,8 @@ import pytest
 from support.archives import sample_members, tar_bytes
 from support.http_store import HttpStore
 
-from hybridloader import BlockShuffleSampler, DataLoader, Pipeline, SharedMemory, Spawn
+from hybridloader import DataLoader, Pipeline, SharedMemory, Spawn
+from hybridloader.sampling import BlockShuffleSampler
 from hybridloader.sources import Tar, block_cache
 from hybridloader.sources.block_cache import BlockCache, private_cache
 
@@ -27,7 +28,7 @@ SHARDS, EACH = 6, 8
 def tar_of(store: HttpStore, **options: Any) -> Tar:
     for shard in range(SHARDS):
         store.files[f"/{shard}.tar"] = tar_bytes(sample_members(shard * EACH, EACH))
-    return Tar(f"{store.url}/{{0..{SHARDS - 1}}}.tar", members=("txt",), **options)
+    return Tar(f"{store.url}/{{0..{SHARDS - 1}}}.tar", fields=("txt",), **options)
 
 
 def texts() -> list[Any]:
@@ -166,7 +167,7 @@ def test_a_loader_on_a_full_disk_loses_nothing(
 
     tar = tar_of(store, cache_dir=str(tmp_path))
     monkeypatch.setattr(block_cache, "open", lambda *_: Full(), raising=False)
-    sampler = BlockShuffleSampler(tar, seed=0, block=3, window=2)
+    sampler = BlockShuffleSampler(tar, seed=0, block_size=3, window_blocks=2)
     loader: Any = DataLoader(
         tar, 4, sampler=sampler, collate_fn=list, num_workers=2, backend="threads"
     )
@@ -178,13 +179,14 @@ def test_a_loader_on_a_full_disk_loses_nothing(
 
 RANK = """
 import json, os, sys
-from hybridloader import BlockShuffleSampler, DataLoader
+from hybridloader import DataLoader
+from hybridloader.sampling import BlockShuffleSampler
 from hybridloader.sources import Tar
 
 url, index, cache = sys.argv[1:]
-tar = Tar(url, members=("txt",), index=index, cache_dir=cache)
+tar = Tar(url, fields=("txt",), index=index, cache_dir=cache)
 sampler = BlockShuffleSampler(
-    tar, 0, block=3, window=2, num_replicas=2, rank=1, uneven="exact", spans=2
+    tar, 0, block_size=3, window_blocks=2, num_replicas=2, rank=1, uneven="exact", num_canonical_ranks=2
 )
 loader = DataLoader(tar, 2, sampler=sampler, collate_fn=list, num_workers=2, backend="threads")
 batches = iter(loader)
@@ -208,12 +210,12 @@ def test_a_rank_that_is_killed_costs_the_others_nothing_and_resumes(
         for rank in range(2):
             sampler = BlockShuffleSampler(
                 *(tar, 0),
-                block=3,
-                window=2,
+                block_size=3,
+                window_blocks=2,
                 num_replicas=2,
                 rank=rank,
                 uneven="exact",
-                spans=2,
+                num_canonical_ranks=2,
             )
             loaders.append(DataLoader(tar, 2, sampler=sampler, collate_fn=list))  # type: ignore[arg-type]
         seen = [text.decode() for batch in loaders[0] for (text,) in batch]
@@ -249,7 +251,7 @@ def test_the_second_epoch_and_another_job_read_from_the_folder(
 ) -> None:
     folder = str(tmp_path / "cache")
     tar = tar_of(store, cache_dir=folder)
-    sampler = BlockShuffleSampler(tar, seed=0, block=3, window=2)
+    sampler = BlockShuffleSampler(tar, seed=0, block_size=3, window_blocks=2)
     orders = [[texts()[index] for index in sampler] for _ in range(2)]
     sampler.set_epoch(0)
     loader: Any = DataLoader(
@@ -263,14 +265,14 @@ def test_the_second_epoch_and_another_job_read_from_the_folder(
     tar.close()
     other = tar_of(store, cache_dir=folder)
     store.requests.clear()
-    sampler = BlockShuffleSampler(other, seed=0, block=3, window=2)
+    sampler = BlockShuffleSampler(other, seed=0, block_size=3, window_blocks=2)
     assert list(Pipeline.from_dataset(other, sampler=sampler)) == orders[0]
     assert not store.requests
     other.close()
     store.files["/0.tar"] += bytes(512)  # the archive has changed, so none of its blocks is taken
-    changed = Tar(f"{store.url}/0.tar", members=("txt",), cache_dir=folder)
+    changed = Tar(f"{store.url}/0.tar", fields=("txt",), cache_dir=folder)
     store.requests.clear()
-    sampler = BlockShuffleSampler(changed, seed=0, block=3)
+    sampler = BlockShuffleSampler(changed, seed=0, block_size=3)
     assert len([changed[index] for index in sampler]) == EACH
     assert len(store.requests) == 3
     changed.close()
@@ -310,7 +312,7 @@ def test_without_such_a_sampler_whole_archives_are_kept(store: HttpStore, tmp_pa
 
 def test_a_cache_below_the_window_is_refused_at_once(store: HttpStore, tmp_path: Path) -> None:
     tar = tar_of(store, cache_dir=str(tmp_path), cache_bytes=1000)
-    sampler = BlockShuffleSampler(tar, seed=0, window=2)
+    sampler = BlockShuffleSampler(tar, seed=0, window_blocks=2)
     with pytest.raises(
         ValueError, match="cache_bytes=1000 has no room for the 2 blocks of a window"
     ):
@@ -324,7 +326,7 @@ def test_processes_fetch_each_block_once_between_them(
     store: HttpStore, backend: Any, kept: bool, tmp_path: Path
 ) -> None:
     tar = tar_of(store, cache_dir=str(tmp_path) if kept else None)
-    sampler = BlockShuffleSampler(tar, seed=0, block=3, window=2)
+    sampler = BlockShuffleSampler(tar, seed=0, block_size=3, window_blocks=2)
     order = [texts()[index] for index in sampler]
     sampler.set_epoch(0)
     loader: Any = DataLoader(
@@ -351,7 +353,7 @@ def test_two_jobs_on_one_small_cache_in_a_storm_lose_and_double_nothing(
     workers = 0 if backend == "inline" else 2
 
     def job(number: int) -> None:
-        sampler = BlockShuffleSampler(sources[number], seed=number, block=3, window=2)
+        sampler = BlockShuffleSampler(sources[number], seed=number, block_size=3, window_blocks=2)
         for epoch in range(6):
             loader: Any = DataLoader(
                 sources[number],
@@ -369,7 +371,7 @@ def test_two_jobs_on_one_small_cache_in_a_storm_lose_and_double_nothing(
     for one in jobs:
         one.join()
     for number, source in enumerate(sources):
-        order = BlockShuffleSampler(source.shard_sizes, seed=number, block=3, window=2)
+        order = BlockShuffleSampler(source.shard_sizes, seed=number, block_size=3, window_blocks=2)
         for epoch in range(6):
             assert found[number, epoch] == [texts()[index] for index in order]
         source.close()

@@ -15,7 +15,8 @@ import pytest
 from support.archives import sample_members, tar_bytes
 from support.http_store import HttpStore
 
-from hybridloader import BlockShuffleSampler, DataLoader, Pipeline, Retry, ShuffleSampler, Skip
+from hybridloader import DataLoader, Pipeline, Retry, Skip
+from hybridloader.sampling import BlockShuffleSampler, ShuffleSampler
 from hybridloader.sources import Parquet, Shards, Tar
 
 SHARDS, EACH = 6, 8
@@ -24,7 +25,7 @@ SHARDS, EACH = 6, 8
 def tar_of(store: HttpStore, **options: Any) -> Tar:
     for shard in range(SHARDS):
         store.files[f"/{shard}.tar"] = tar_bytes(sample_members(shard * EACH, EACH))
-    return Tar(f"{store.url}/{{0..{SHARDS - 1}}}.tar", members=("txt", "cls"), **options)
+    return Tar(f"{store.url}/{{0..{SHARDS - 1}}}.tar", fields=("txt", "cls"), **options)
 
 
 def samples() -> list[Any]:
@@ -48,7 +49,7 @@ def read(loader: Any) -> list[Any]:
 )
 def test_each_block_is_one_request(store: HttpStore, block: int | None, workers: int) -> None:
     tar = tar_of(store)
-    sampler = BlockShuffleSampler(tar, seed=0, block=block, window=2)
+    sampler = BlockShuffleSampler(tar, seed=0, block_size=block, window_blocks=2)
     order = [samples()[index] for index in sampler]
     blocks = SHARDS * (1 if block is None else 3)
     options: dict[str, Any] = {"num_workers": workers, "backend": "threads"} if workers else {}
@@ -70,11 +71,11 @@ def test_ranks_fetch_blocks_of_their_own_and_a_resumed_run_no_more(store: HttpSt
     found: list[Any] = []
     for rank in range(2):
         store.requests.clear()
-        sampler = BlockShuffleSampler(tar, seed=0, window=3, num_replicas=2, rank=rank)
+        sampler = BlockShuffleSampler(tar, seed=0, window_blocks=3, num_replicas=2, rank=rank)
         found += read(DataLoader(tar, 4, sampler=sampler, collate_fn=list))
         assert len(store.requests) == SHARDS // 2
     assert sorted(found) == sorted(samples())
-    sampler = BlockShuffleSampler(tar, seed=0, window=2)
+    sampler = BlockShuffleSampler(tar, seed=0, window_blocks=2)
     whole = [samples()[index] for index in sampler]
     for position in range(1, SHARDS * EACH, 7):
         sampler.load_state_dict({**sampler.state_dict(), "epoch": 0, "position": position})
@@ -89,8 +90,8 @@ def test_members_that_lie_apart_are_parts_of_a_block(store: HttpStore) -> None:
     texts = [(f"{n}.txt", f"text {n}".encode() * 9000) for n in range(6)]
     labels = [(f"{n}.cls", f"{n}".encode()) for n in range(6)]
     store.files["/a.tar"] = tar_bytes([*texts, (".bin", bytes(1 << 20)), *labels])
-    tar = Tar(f"{store.url}/a.tar", members=("txt", "cls"))
-    sampler = BlockShuffleSampler(tar, seed=0, block=3, window=1)
+    tar = Tar(f"{store.url}/a.tar", fields=("txt", "cls"))
+    sampler = BlockShuffleSampler(tar, seed=0, block_size=3, window_blocks=1)
     store.requests.clear()
     found = [tar[index] for index in sampler]
     assert sorted(found) == [
@@ -150,7 +151,7 @@ def gated() -> Iterator[Callable[..., Gated]]:
 
 def test_what_is_in_flight_is_bounded_by_bytes(gated: Any) -> None:
     source = gated(12, 4, limit=350)
-    indices = iter(BlockShuffleSampler(source, seed=0, window=2))
+    indices = iter(BlockShuffleSampler(source, seed=0, window_blocks=2))
     found = [next(indices)]
     reader = threading.Thread(target=source.__getitem__, args=found)
     reader.start()
@@ -162,7 +163,7 @@ def test_what_is_in_flight_is_bounded_by_bytes(gated: Any) -> None:
     source.gate.set()
     reader.join()
     assert found + [source[index] for index in indices] == [
-        *BlockShuffleSampler(source.shard_sizes, seed=0, window=2)
+        *BlockShuffleSampler(source.shard_sizes, seed=0, window_blocks=2)
     ]
     assert sorted(source.fetches.values()) == [1] * 12
     assert not source.alone
@@ -171,9 +172,9 @@ def test_what_is_in_flight_is_bounded_by_bytes(gated: Any) -> None:
 def test_a_window_without_room_is_told_and_read_sample_by_sample(gated: Any) -> None:
     source = gated(6, 2, limit=150)
     with pytest.warns(UserWarning, match=r"2 blocks of a window have .* more than ahead_bytes=150"):
-        assert sorted(map(source.__getitem__, BlockShuffleSampler(source, seed=0, window=2))) == [
-            *range(12)
-        ]
+        assert sorted(
+            map(source.__getitem__, BlockShuffleSampler(source, seed=0, window_blocks=2))
+        ) == [*range(12)]
     assert not source.fetches
     assert len(source.alone) == 12
 
@@ -181,7 +182,7 @@ def test_a_window_without_room_is_told_and_read_sample_by_sample(gated: Any) -> 
 def test_an_iteration_that_is_left_makes_way_for_the_next(gated: Any) -> None:
     source = gated(8, 4, limit=300)
     source.gate.set()
-    sampler = BlockShuffleSampler(source, seed=0, window=2)
+    sampler = BlockShuffleSampler(source, seed=0, window_blocks=2)
     for epoch in range(4):
         for index, _ in zip(sampler, range(5 + epoch), strict=False):
             source[index]
@@ -202,7 +203,9 @@ def test_a_shard_that_is_not_there_is_asked_for_once(gated: Any) -> None:
     source.gate.set()
     source.errors = {2: [FileNotFoundError(2, "no such file", "shard 2")]}
     sampler = BlockShuffleSampler(source, seed=0)
-    loader: Any = DataLoader(source, 4, sampler=sampler, collate_fn=list, on_error=Skip(budget=3))
+    loader: Any = DataLoader(
+        source, 4, sampler=sampler, collate_fn=list, on_error=Skip(max_failures=3)
+    )
     assert sorted(read(loader)) == [n for n in range(12) if n not in (6, 7, 8)]
     assert source.fetches[2, 0, 3] == 1
     assert not source.alone
@@ -224,9 +227,9 @@ def test_two_ranks_then_three_then_five_read_the_rest_in_equal_counts(
                 sampler = BlockShuffleSampler(
                     tar,
                     trial,
-                    block=3,
-                    window=2,
-                    spans=2,
+                    block_size=3,
+                    window_blocks=2,
+                    num_canonical_ranks=2,
                     num_replicas=ranks,
                     rank=rank,
                     uneven=uneven,
@@ -267,7 +270,7 @@ def test_a_shard_that_stays_missing_is_waited_for_once_and_its_samples_are_skipp
         collate_fn=list,
         num_workers=1,
         backend=backend,
-        on_error=Skip(budget=EACH),
+        on_error=Skip(max_failures=EACH),
     )
     lost = range(2 * EACH, 3 * EACH)
     assert sorted(read(loader)) == sorted(
@@ -288,7 +291,7 @@ def test_a_retry_asks_again_for_a_shard_that_was_not_served(store: HttpStore) ->
     store.once = dict.fromkeys(store.files, "503")  # each block fails once, and no sample
     sampler = BlockShuffleSampler(tar, seed=0)
     loader: Any = DataLoader(
-        *(tar, 4), sampler=sampler, collate_fn=list, on_error=Retry(times=1, backoff=0)
+        *(tar, 4), sampler=sampler, collate_fn=list, on_error=Retry(max_retries=1, backoff=0)
     )
     assert sorted(read(loader)) == sorted(samples())
     tar.close()
@@ -347,8 +350,10 @@ def test_row_groups_are_fetched_once_ahead(store: HttpStore, tensors: bool, back
         pq.write_table(pa.table(columns), packed, row_group_size=8)
         store.files[f"/{file}.parquet"] = packed.getvalue()
     wanted = ["x", "y.z"] if tensors else ["x", "y.z", "deep"]
-    rows = Parquet(f"{store.url}/{{0..1}}.parquet", columns=wanted, tensors=tensors, cache=1 << 20)
-    sampler = BlockShuffleSampler(rows, seed=0, window=3, block=5)
+    rows = Parquet(
+        f"{store.url}/{{0..1}}.parquet", columns=wanted, tensors=tensors, memory_cache_bytes=1 << 20
+    )
+    sampler = BlockShuffleSampler(rows, seed=0, window_blocks=3, block_size=5)
     order = [*sampler]
     sampler.set_epoch(0)
     store.requests.clear()

@@ -15,17 +15,10 @@ from typing import Any
 import pytest
 from support.http_store import HttpStore
 
-from hybridloader import (
-    BackendUnavailable,
-    CacheError,
-    DataLoader,
-    Retry,
-    ShuffleSampler,
-    Skip,
-    SourceError,
-    StoreError,
-)
+from hybridloader import DataLoader, Retry, Skip
 from hybridloader._support.caller import warn_once
+from hybridloader.errors import BackendUnavailable, CacheError, SourceError, StoreError
+from hybridloader.sampling import ShuffleSampler
 from hybridloader.sources import Files
 
 NAMES = ["a/1.txt", "a/2.txt", "b/1.txt", "b/deep/3.txt", "b/x.jpg"]
@@ -46,7 +39,7 @@ def names(files: Files, folder: Path) -> list[str]:
 
 def test_a_folder_has_all_files_below_it_sorted(folder: Path) -> None:
     for url in (folder, str(folder), f"{folder}/", f"file://{folder}"):
-        files = Files(url, load="text")
+        files = Files(url, decode="text")
         assert names(files, folder) == NAMES
         assert list(files) == [name.upper() for name in NAMES]
     assert repr(files) == "Files(5 samples in 1 shards)"
@@ -71,7 +64,7 @@ def test_folders_that_are_links_are_followed_unless_they_lead_round(folder: Path
     (folder / "a" / "here").symlink_to(folder / "a")
     (folder / "b" / "file.txt").symlink_to(elsewhere / "9.txt")
     wanted = sorted([*NAMES, "b/file.txt", "c/9.txt"])
-    files = Files(folder, load="text")
+    files = Files(folder, decode="text")
     assert names(files, folder) == wanted
     assert list(files)[-1] == "nine"
     assert names(Files(f"{folder}/**/*.txt"), folder) == [n for n in wanted if n != "b/x.jpg"]
@@ -80,20 +73,20 @@ def test_folders_that_are_links_are_followed_unless_they_lead_round(folder: Path
 
 def test_what_a_sample_is(folder: Path) -> None:
     assert Files(folder)[0] == b"A/1.TXT"
-    assert Files(folder, load="text")[0] == "A/1.TXT"
-    assert Files(folder, load=len)[0] == 7
-    with pytest.raises(ValueError, match="load must be 'bytes', 'text' or a function"):
-        Files(folder, load="image")  # type: ignore[arg-type]
+    assert Files(folder, decode="text")[0] == "A/1.TXT"
+    assert Files(folder, decode=len)[0] == 7
+    with pytest.raises(ValueError, match="decode must be 'bytes', 'text' or a function"):
+        Files(folder, decode="image")  # type: ignore[arg-type]
 
 
 def test_classes_are_the_folders_below_the_root(folder: Path) -> None:
-    files = Files(f"{folder}/**/*.txt", load="text", classes=True)
+    files = Files(f"{folder}/**/*.txt", decode="text", class_from_folder=True)
     assert files.classes == ["a", "b"]
     assert files.labels == [0, 0, 1, 1]
     assert files[3] == ("B/DEEP/3.TXT", 1)
     with pytest.raises(SourceError, match=r"1\.txt is in no class folder"):
-        Files(f"{folder}/a/*.txt", classes=True)
-    with pytest.raises(ValueError, match="make them with classes=True"):
+        Files(f"{folder}/a/*.txt", class_from_folder=True)
+    with pytest.raises(ValueError, match="make them with class_from_folder=True"):
         _ = Files(folder).labels
 
 
@@ -127,7 +120,7 @@ def test_an_archive_is_opened_in_each_worker(backend: str, tmp_path: Path) -> No
     with zipfile.ZipFile(path, "w") as archive:
         for number in range(20):
             archive.writestr(f"d/{number:02d}.txt", f"text {number}" * 50)
-    files = Files(f"zip://**/*.txt::file://{path}", load="text")
+    files = Files(f"zip://**/*.txt::file://{path}", decode="text")
     assert files[7] == "text 7" * 50  # open here, too, before any fork
     loader: Any = DataLoader(files, 2, num_workers=2, backend=backend, collate_fn=list)
     assert [text for batch in loader for text in batch] == [f"text {n}" * 50 for n in range(20)]
@@ -139,7 +132,7 @@ def test_files_behind_http(store: HttpStore, backend: str) -> None:
         store.files[f"/d/{number}.txt"] = f"text {number}".encode()
     store.files["/d/"] = "".join(f'<a href="{n}.txt">' for n in range(8)).encode()
     for url in (f"{store.url}/d/*.txt", f"{store.url}/d/{{0..7}}.txt"):
-        files = Files(url, load="text")
+        files = Files(url, decode="text")
         assert files[0] == "text 0"  # a connection and a thread are open before any fork
         loader: Any = DataLoader(files, 3, num_workers=2, backend=backend, collate_fn=list)
         assert [text for batch in loader for text in batch] == [f"text {n}" for n in range(8)]
@@ -148,7 +141,7 @@ def test_files_behind_http(store: HttpStore, backend: str) -> None:
 def test_a_remote_store_is_read_by_fresh_workers(store: HttpStore) -> None:
     """A fork would lose the thread of fsspec's loop."""
     store.files["/a.txt"] = b"a"
-    files = Files(f"{store.url}/a.txt", load="text")
+    files = Files(f"{store.url}/a.txt", decode="text")
     assert files[0] == "a"
     warn_once.cache_clear()
     with pytest.warns(
@@ -168,9 +161,11 @@ def test_names_that_need_no_listing_are_not_asked_for(store: HttpStore) -> None:
 
 
 def test_files_and_their_order_can_be_sent(folder: Path) -> None:
-    files = pickle.loads(pickle.dumps(Files(folder, load="text", classes=True)))
+    files = pickle.loads(pickle.dumps(Files(folder, decode="text", class_from_folder=True)))
     order = list(ShuffleSampler(files, 0))
-    assert [files[i] for i in order] == [Files(folder, load="text", classes=True)[i] for i in order]
+    assert [files[i] for i in order] == [
+        Files(folder, decode="text", class_from_folder=True)[i] for i in order
+    ]
 
 
 # Bad input.
@@ -223,7 +218,7 @@ def test_a_file_that_changed_or_vanished_is_told_by_name(folder: Path) -> None:
     (folder / "a" / "2.txt").unlink()
     with pytest.raises(FileNotFoundError, match=r"a/2\.txt"):
         files[1]
-    loader: Any = DataLoader(files, 5, collate_fn=list, on_error=Skip(budget=2))
+    loader: Any = DataLoader(files, 5, collate_fn=list, on_error=Skip(max_failures=2))
     assert [len(batch) for batch in loader] == [3]
     assert [bad.index for bad in loader.skipped] == [0, 1]
 
@@ -231,7 +226,7 @@ def test_a_file_that_changed_or_vanished_is_told_by_name(folder: Path) -> None:
 def test_an_error_of_a_function_names_the_file(folder: Path) -> None:
     (folder / "a" / "1.txt").write_bytes(b"\xff")
     with pytest.raises(UnicodeDecodeError) as told:
-        Files(folder, load="text")[0]
+        Files(folder, decode="text")[0]
     if sys.version_info >= (3, 11):
         assert any("a/1.txt" in note for note in told.value.__notes__)
 
@@ -247,14 +242,14 @@ def test_a_store_that_fails_is_asked_again(store: HttpStore) -> None:
         assert isinstance(told.value, OSError)
         store.faults.extend([fault, fault, "ok"])
         loader: Any = DataLoader(
-            files, 3, collate_fn=list, on_error=Retry(2, backoff=0.0, on=StoreError)
+            files, 3, collate_fn=list, on_error=Retry(2, backoff=0.0, retry_on=StoreError)
         )
         assert list(loader) == [[f"text {number}".encode() * 9 for number in range(3)]]
 
 
 def test_a_file_that_is_not_there_is_not_asked_for_again(store: HttpStore) -> None:
     files = Files(f"{store.url}/gone.txt")
-    retry = Retry(3, backoff=0.0, on=StoreError)
+    retry = Retry(3, backoff=0.0, retry_on=StoreError)
     with pytest.raises(FileNotFoundError, match=r"gone\.txt"):
         list(DataLoader(files, 1, on_error=retry))
     assert len(store.requests) == 1

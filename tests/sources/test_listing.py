@@ -14,7 +14,8 @@ from support.archives import sample_members, tar_bytes
 from support.http_store import HttpStore
 from support.listed_store import ListedStore, SharedListedStore
 
-from hybridloader.sources import Files, Parquet, SourceError, Tar
+from hybridloader.errors import SourceError
+from hybridloader.sources import Files, Parquet, Tar
 from hybridloader.sources.listing import urls_of
 
 
@@ -89,9 +90,9 @@ def test_an_archive_of_a_store_is_opened_anew(listed: Any) -> None:
     url = f"zip://*.txt::{listed.protocol}://b/a.zip"
     write(["one"])
     Files(f"{listed.protocol}://b/*")
-    assert [*Files(url, load="text")] == ["one"]
+    assert [*Files(url, decode="text")] == ["one"]
     write(["two", "three"])
-    assert [*Files(url, load="text")] == ["two", "three"]
+    assert [*Files(url, decode="text")] == ["two", "three"]
 
 
 def test_a_thread_that_has_listings_of_its_own_does_not_read_by_them(listed: Any) -> None:
@@ -176,8 +177,8 @@ def test_a_brace_that_is_part_of_a_name_can_be_named(tmp_path: Path) -> None:
     for name in ("{a,b}.txt", "{1..2}.txt", "1.txt"):
         (tmp_path / name).write_text(name)
     url = f"{tmp_path}/[{{]*.txt"
-    assert [*Files(url, load="text")] == ["{1..2}.txt", "{a,b}.txt"]
-    assert [*Files(f"{tmp_path}/[{{]a,b}}.t*", load="text")] == ["{a,b}.txt"]
+    assert [*Files(url, decode="text")] == ["{1..2}.txt", "{a,b}.txt"]
+    assert [*Files(f"{tmp_path}/[{{]a,b}}.t*", decode="text")] == ["{a,b}.txt"]
 
 
 def test_a_pattern_without_files_among_others_is_told(tmp_path: Path, memory: Any) -> None:
@@ -202,11 +203,11 @@ def test_a_local_file_is_read_whatever_its_name(
         (place / name).write_text(f"text of {place}")
         (place / "other.txt").write_text("another")
     for url in (name, Path(name), tmp_path / name):
-        files = Files(url, load="text")
+        files = Files(url, decode="text")
         assert [*files] == ["text of ."]
         assert files.paths[:] == [f"{tmp_path.as_posix()}/{name}"]
     for url in (f"{folder}", f"{folder}/", f"{folder}/*.txt", tmp_path / folder):
-        assert sorted(Files(url, load="text")) == ["another", "text of in::side"]
+        assert sorted(Files(url, decode="text")) == ["another", "text of in::side"]
 
 
 def test_a_local_name_that_is_not_there_is_not_taken_for_a_chain(
@@ -226,7 +227,7 @@ def test_archives_are_read_by_a_chain_with_a_cache(
     for number in range(2):
         store.files[f"/{number}.tar"] = tar_bytes(sample_members(number * 3, 3))
     options = {cache: {"cache_storage": str(tmp_path)}}
-    tar = Tar(f"{cache}::{store.url}/{{0..1}}.tar", members=("txt",), storage_options=options)
+    tar = Tar(f"{cache}::{store.url}/{{0..1}}.tar", fields=("txt",), storage_options=options)
     assert tar.shard_names == [f"{store.url}/{number}.tar" for number in range(2)]
     store.requests.clear()
     assert [text for (text,) in tar] == [text for _, text in sample_members(0, 6)[::2]]

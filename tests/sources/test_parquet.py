@@ -16,7 +16,9 @@ import pytest
 import torch
 from support.http_store import HttpStore
 
-from hybridloader import BlockShuffleSampler, DataLoader, Pipeline, Skip, SourceError, StoreError
+from hybridloader import DataLoader, Pipeline, Skip
+from hybridloader.errors import SourceError, StoreError
+from hybridloader.sampling import BlockShuffleSampler
 from hybridloader.sources import Parquet
 from hybridloader.sources.row_groups import ParquetFile, RowGroups
 from hybridloader.sources.store import Store
@@ -111,7 +113,7 @@ def test_a_batch_of_tensors_has_the_types_of_the_columns(folder: Path) -> None:
 def test_every_backend_reads_it(backend: str, folder: Path) -> None:
     rows = Parquet(folder, columns=["int", "pair"], tensors=True)
     rows[0]  # open here before any fork
-    sampler = BlockShuffleSampler(rows, 3, window=2)
+    sampler = BlockShuffleSampler(rows, 3, window_blocks=2)
     loader: Any = DataLoader(
         rows,
         5,
@@ -122,7 +124,7 @@ def test_every_backend_reads_it(backend: str, folder: Path) -> None:
     )
     batches = list(loader)
     found = torch.cat([batch["int"] for batch in batches]).tolist()
-    assert found == list(BlockShuffleSampler(rows, 3, window=2))
+    assert found == list(BlockShuffleSampler(rows, 3, window_blocks=2))
     assert all(torch.equal(b["pair"][:, 0], b["int"].int()) for b in batches)
     rows.close()
 
@@ -168,7 +170,7 @@ def test_row_groups_are_read_once_in_a_window_and_kept_within_the_bound(
     loader: Any = DataLoader(
         rows,
         2,
-        sampler=BlockShuffleSampler(rows, 3, window=2),
+        sampler=BlockShuffleSampler(rows, 3, window_blocks=2),
         num_workers=2,
         backend="threads",
         collate_fn=list,
@@ -176,17 +178,20 @@ def test_row_groups_are_read_once_in_a_window_and_kept_within_the_bound(
     assert sum(map(len, loader)) == 17
     assert len(seen) == 5
     seen.clear()
-    small = Parquet(folder, cache=0)  # one is kept
+    small = Parquet(folder, memory_cache_bytes=0)  # one is kept
     assert [small[i]["int"] for i in (0, 1, 5, 0)] == [0, 1, 5, 0]
     assert seen == [0, 1, 0]
     small.close()
 
 
 def test_a_cache_too_small_for_the_window_is_told(folder: Path) -> None:
-    rows = Parquet(folder, cache=0)
+    rows = Parquet(folder, memory_cache_bytes=0)
     for _ in range(8):
         assert [rows[i]["int"] for i in (0, 5)] == [0, 5]
-    with pytest.warns(UserWarning, match=r"cache=0 bytes holds only 1 of .* MB: give cache= room"):
+    with pytest.warns(
+        UserWarning,
+        match=r"memory_cache_bytes=0 holds only 1 of .* MB: give memory_cache_bytes= room",
+    ):
         assert [rows[i]["int"] for i in (0, 5)] == [0, 5]
     rows.close()
 
@@ -239,7 +244,7 @@ def test_few_remote_files_stay_open(store: HttpStore, folder: Path) -> None:
     data = (folder / "a.parquet").read_bytes()
     for number in range(40):
         store.files[f"/{number}.parquet"] = data
-    rows = Parquet([f"{store.url}/{number}.parquet" for number in range(40)], cache=0)
+    rows = Parquet([f"{store.url}/{number}.parquet" for number in range(40)], memory_cache_bytes=0)
     for index in range(0, len(rows), 10):
         rows[index]
     held = rows._cache()
@@ -356,7 +361,7 @@ def test_damaged_files_are_told(folder: Path) -> None:
     rows = Parquet(folder, columns=["int"])
     with pytest.raises(SourceError, match=r"a\.parquet, row group 0 is no Parquet, or is damaged"):
         rows[0]
-    loader: Any = DataLoader(rows, 4, collate_fn=list, on_error=Skip(budget=4))
+    loader: Any = DataLoader(rows, 4, collate_fn=list, on_error=Skip(max_failures=4))
     assert [one["int"] for batch in loader for one in batch] == list(range(4, 17))
     assert [bad.index for bad in loader.skipped] == [0, 1, 2, 3]
     rows.close()

@@ -15,7 +15,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridloader import BlockShuffleSampler, DataLoader, SourceError
+from hybridloader import DataLoader
+from hybridloader.errors import SourceError
+from hybridloader.sampling import BlockShuffleSampler
 from hybridloader.sources import Parquet
 from hybridloader.sources.row_groups import RowGroups
 
@@ -156,7 +158,7 @@ def test_threads_that_need_the_same_row_groups_decode_different_ones(
 
 def test_a_full_cache_is_not_filled_ahead(wide: Parquet, monkeypatch: pytest.MonkeyPatch) -> None:
     one = wide._row_groups([0])[0].nbytes
-    rows = Parquet(wide.shard_names[0], tensors=True, cache=one)
+    rows = Parquet(wide.shard_names[0], tensors=True, memory_cache_bytes=one)
     rows.__getitems__([17, 16])
     decoding, asked, has_room = Decoding(monkeypatch), threading.Event(), RowGroups.has_room
 
@@ -210,7 +212,7 @@ def test_samplers_of_ours_ask_for_arrays_where_nobody_else_looks_at_them(
     path = tmp_path / "numbers.parquet"
     pq.write_table(pa.table({"x": np.arange(50)}), path, row_group_size=8)
     rows = made(path, tensors=True)
-    sampler = BlockShuffleSampler(rows, seed=0, window=3)
+    sampler = BlockShuffleSampler(rows, seed=0, window_blocks=3)
     wanted = [list(range(50))[at] for at in sampler]
     asked.clear()
     sampler.set_epoch(0)

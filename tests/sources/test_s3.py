@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 from support.archives import sample_members, tar_bytes
 
-from hybridloader import BlockShuffleSampler, DataLoader
-from hybridloader.sources import Files, Parquet, SourceError, StoreError, Tar, indexing, pack
+from hybridloader import DataLoader
+from hybridloader.errors import SourceError, StoreError
+from hybridloader.sampling import BlockShuffleSampler
+from hybridloader.sources import Files, Parquet, Tar, indexing, pack
 
 pytest.importorskip("s3fs")
 moto = pytest.importorskip("moto.server")
@@ -59,7 +61,9 @@ def s3(server: Any) -> Iterator[dict[str, Any]]:
 
 @pytest.mark.parametrize("backend", ["inline", "threads", "spawn"])
 def test_files_are_listed_and_read(s3: Any, backend: str) -> None:
-    files = Files("s3://photos/class*/*.txt", load="text", classes=True, storage_options=s3)
+    files = Files(
+        "s3://photos/class*/*.txt", decode="text", class_from_folder=True, storage_options=s3
+    )
     assert files.classes == ["class0", "class1"]
     loader: Any = DataLoader(files, 2, collate_fn=list, num_workers=2, backend=backend)
     found = [one for batch in loader for one in batch]
@@ -68,8 +72,8 @@ def test_files_are_listed_and_read(s3: Any, backend: str) -> None:
 
 
 def test_an_archive_is_read_by_ranges(s3: Any) -> None:
-    tar = Tar("s3://photos/a.tar", members=("txt",), storage_options=s3)
-    sampler = BlockShuffleSampler(tar, seed=0, block=2)
+    tar = Tar("s3://photos/a.tar", fields=("txt",), storage_options=s3)
+    sampler = BlockShuffleSampler(tar, seed=0, block_size=2)
     loader: Any = DataLoader(tar, 5, sampler=sampler, collate_fn=list)
     (batch,) = loader
     assert sorted(batch) == [tar[number] for number in range(5)]
@@ -114,14 +118,14 @@ def test_a_storm_loses_doubles_and_corrupts_nothing(
     options = {**s3, "config_kwargs": {"retries": {"max_attempts": 0}}}
     tar = Tar(
         "s3://photos/storm/{0..7}.tar",
-        members=("txt",),
+        fields=("txt",),
         index=str(tmp_path / "index"),
         cache_dir=str(tmp_path / "cache"),
         storage_options=options,
     )
     storm = Storm(server._server.app, 1)
     monkeypatch.setattr(server._server, "app", storm)
-    sampler = BlockShuffleSampler(tar, seed=0, block=2, window=3)
+    sampler = BlockShuffleSampler(tar, seed=0, block_size=2, window_blocks=3)
     loader: Any = DataLoader(
         tar, 4, sampler=sampler, collate_fn=list, num_workers=2, backend=backend
     )
@@ -148,7 +152,7 @@ def test_shards_are_written_resumed_and_read_with_their_index(
     with pytest.raises(FileExistsError, match="has a whole pack"):
         pack(samples(-1), "s3://photos/packed", **options)
     monkeypatch.setattr(indexing, "make_index", None)  # none is made
-    tar = Tar("s3://photos/packed/", members=("txt",), index="beside", storage_options=s3)
+    tar = Tar("s3://photos/packed/", fields=("txt",), index="beside", storage_options=s3)
     assert [text for (text,) in tar] == [b"text %d" % number for number in range(10)]
     tar.close()
 
@@ -207,11 +211,11 @@ def test_a_source_made_again_asks_the_store_again(s3: Any, requests: Counter[str
 
     def sources() -> list[Any]:
         found: list[Any] = [
-            Files("s3://photos/t/*.txt", load="text", storage_options=s3),
-            Files("zip://*.txt::s3://photos/t/a.zip", load="text", storage_options={"s3": s3}),
+            Files("s3://photos/t/*.txt", decode="text", storage_options=s3),
+            Files("zip://*.txt::s3://photos/t/a.zip", decode="text", storage_options={"s3": s3}),
         ]
         for name in ("a", "*"):
-            found.append(Tar(f"s3://photos/t/{name}.tar", members=("cls",), storage_options=s3))
+            found.append(Tar(f"s3://photos/t/{name}.tar", fields=("cls",), storage_options=s3))
             found.append(Parquet(f"s3://photos/t/{name}.parquet", storage_options=s3))
         return found
 
@@ -260,7 +264,7 @@ def test_there_are_more_connections_than_s3fs_has_by_default(s3: Any, url: str) 
     options = s3 if url.startswith("s3") else {"s3": s3}
     own = {**s3, "config_kwargs": {"max_pool_connections": 7}}
     for given, connections in ((options, 100), (own if options is s3 else {"s3": own}, 7)):
-        tar = Tar(url, members=("txt",), storage_options=given)
+        tar = Tar(url, fields=("txt",), storage_options=given)
         (place, _) = tar._places[0]
         fs = place.fs.fs if "::" in url else place.fs
         assert len(tar[0]) == 1

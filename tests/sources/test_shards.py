@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hybridloader.sources as sources
-from hybridloader import BlockShuffleSampler, DataLoader, Pipeline, ShuffleSampler
+from hybridloader import DataLoader, Pipeline
+from hybridloader.sampling import BlockShuffleSampler, ShuffleSampler
 from hybridloader.sources import Shards
 
 
@@ -48,7 +49,7 @@ def test_bad_arguments_are_told() -> None:
 
 def test_a_loader_and_a_pipeline_read_them_by_any_sampler() -> None:
     shards = Counted([3, 0, 4])
-    for sampler in (ShuffleSampler(shards, 0), BlockShuffleSampler(shards, 0, window=1)):
+    for sampler in (ShuffleSampler(shards, 0), BlockShuffleSampler(shards, 0, window_blocks=1)):
         loader: Any = DataLoader(shards, 2, sampler=sampler, collate_fn=list)
         first = [sample for batch in loader for sample in batch]
         assert sorted(first) == list(shards)

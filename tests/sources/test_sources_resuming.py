@@ -14,19 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.archives import write_shards
 
-from hybridloader import (
-    BlockShuffleSampler,
-    DataLoader,
-    DistributedShuffleSampler,
-    Pipeline,
-    ShuffleSampler,
-)
+from hybridloader import DataLoader, Pipeline
+from hybridloader.sampling import BlockShuffleSampler, DistributedShuffleSampler, ShuffleSampler
 from hybridloader.sources import Files, Parquet, Shards, Tar
 
 SOURCES = ["files", "tar", "tar, merged", "parquet"]
 SAMPLERS: dict[str, Callable[[Any], Any]] = {
     "shuffle": lambda source: ShuffleSampler(source, 3),
-    "blocks": lambda source: BlockShuffleSampler(source, 3, block=3, window=2, spans=2),
+    "blocks": lambda source: BlockShuffleSampler(
+        source, 3, block_size=3, window_blocks=2, num_canonical_ranks=2
+    ),
     "in order": lambda source: BlockShuffleSampler(source, 3, shuffle=False),
 }
 CHEAP = st.sampled_from([("inline", 0), ("inline", 2), ("threads", 1), ("threads", 2)])
@@ -40,7 +37,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Shards[Any]]:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"text {number}")
     paths = write_shards(folder / "tar", [5, 9, 0, 8])
-    tar = partial(Tar, paths, members=("txt",))
+    tar = partial(Tar, paths, fields=("txt",))
     parquet = {}
     if importlib.util.find_spec("pyarrow") is not None:
         import pyarrow.parquet
@@ -52,9 +49,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Shards[Any]]:
         parquet["parquet"] = Parquet(f"{folder}/*.parquet")
     return {
         **parquet,
-        "files": Files(folder / "files", load="text", classes=True),
+        "files": Files(folder / "files", decode="text", class_from_folder=True),
         "tar": tar(),
-        "tar, merged": tar(merge=512),
+        "tar, merged": tar(coalesce_bytes=512),
     }
 
 
@@ -140,7 +137,9 @@ def test_on_processes(source: Any, crews: Any) -> None:
 def ranked(kind: str, source: Any, replicas: int, rank: int, uneven: Any) -> Any:
     options: Any = {"num_replicas": replicas, "rank": rank, "uneven": uneven}
     if kind == "blocks":
-        return BlockShuffleSampler(source, 3, block=3, window=2, spans=4, **options)
+        return BlockShuffleSampler(
+            source, 3, block_size=3, window_blocks=2, num_canonical_ranks=4, **options
+        )
     return DistributedShuffleSampler(source, 3, **options)
 
 
@@ -202,7 +201,7 @@ def test_at_200_places_with_another_number_of_ranks(
 
 def test_in_a_pipeline(source: Any) -> None:
     def pipe(backend: str) -> Pipeline[Any]:
-        sampler = BlockShuffleSampler(source, 3, block=3, window=2)
+        sampler = BlockShuffleSampler(source, 3, block_size=3, window_blocks=2)
         read = Pipeline.from_dataset(source, sampler=sampler, backend=backend, num_workers=2)
         return read.batch(4, collate_fn=list)
 

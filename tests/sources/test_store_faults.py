@@ -12,8 +12,10 @@ import pytest
 from support.archives import tar_bytes
 from support.http_store import HttpStore
 
-from hybridloader import BlockShuffleSampler, DataLoader, Retry, Skip
-from hybridloader.sources import Files, Parquet, Shards, SourceError, StoreError, Tar, patience
+from hybridloader import DataLoader, Retry, Skip
+from hybridloader.errors import SourceError, StoreError
+from hybridloader.sampling import BlockShuffleSampler
+from hybridloader.sources import Files, Parquet, Shards, Tar, patience
 
 ROWS = 6
 
@@ -36,12 +38,12 @@ def files_of(store: HttpStore, **options: Any) -> Shards[Any]:
 
 def tar_of(store: HttpStore, **options: Any) -> Shards[Any]:
     store.files["/a.tar"] = tar_bytes([(f"{n}.txt", f"{n}".encode() * 5000) for n in range(ROWS)])
-    return Tar(f"{store.url}/a.tar", members=("txt",), **options)
+    return Tar(f"{store.url}/a.tar", fields=("txt",), **options)
 
 
 def parquet_of(store: HttpStore, **options: Any) -> Shards[Any]:
     store.files["/a.parquet"] = parquet_bytes(0)
-    rows = Parquet(f"{store.url}/a.parquet", cache=0, **options)
+    rows = Parquet(f"{store.url}/a.parquet", memory_cache_bytes=0, **options)
     rows[ROWS - 1]  # opens it; a test of its own fails here
     return rows
 
@@ -152,11 +154,11 @@ def test_what_may_pass_is_told_by_name_and_tried_again(
         source[0]
     assert isinstance(told.value, OSError)
     store.faults.extend([fault, fault])
-    loader = list_loader(source, on_error=Retry(2, backoff=0.0, on=StoreError))
+    loader = list_loader(source, on_error=Retry(2, backoff=0.0, retry_on=StoreError))
     assert [contents(one) for batch in loader for one in batch] == [*map(expected, range(ROWS))]
     store.faults.extend([fault] * 9)
     with pytest.raises(StoreError, match="was not served"):
-        list(list_loader(source, on_error=Retry(1, backoff=0.0, on=StoreError)))
+        list(list_loader(source, on_error=Retry(1, backoff=0.0, retry_on=StoreError)))
 
 
 @pytest.mark.parametrize("backend", ["threads", "spawn"])
@@ -176,9 +178,9 @@ def test_what_vanished_is_not_asked_for_again(kind: str, store: HttpStore, opene
     del store.files[gone]
     asked = len(store.requests)
     with pytest.raises(FileNotFoundError, match=gone.strip("/")):
-        list(list_loader(source, on_error=Retry(3, backoff=0.0, on=StoreError)))
+        list(list_loader(source, on_error=Retry(3, backoff=0.0, retry_on=StoreError)))
     assert len(store.requests) - asked <= 2
-    loader = list_loader(source, on_error=Skip(budget=ROWS))
+    loader = list_loader(source, on_error=Skip(max_failures=ROWS))
     found = [contents(one) for batch in loader for one in batch]
     kept = {"files": range(1, ROWS), "tar": range(0), "parquet": range(4, ROWS)}
     assert sorted(found) == [*map(expected, kept[kind])]  # the last row group is there already
@@ -267,12 +269,13 @@ def test_a_storm_loses_doubles_and_damages_nothing(
     for shard in range(6):
         members = [(f"{n}.txt", expected(n)) for n in numbers[shard * 10 : shard * 10 + 10]]
         store.files[f"/{shard}.tar"] = tar_bytes(members)
-    tar = opened(Tar(f"{store.url}/{{0..5}}.tar", members=("txt",)))
+    tar = opened(Tar(f"{store.url}/{{0..5}}.tar", fields=("txt",)))
     for block in (None, 3):
-        sampler = BlockShuffleSampler(tar, seed=0, block=block, window=3)
+        sampler = BlockShuffleSampler(tar, seed=0, block_size=block, window_blocks=3)
         loader = list_loader(tar, sampler=sampler, num_workers=3, backend="threads")
         found = [contents(one) for batch in loader for one in batch]
         assert found == [
-            expected(index) for index in BlockShuffleSampler(tar, 0, block=block, window=3)
+            expected(index)
+            for index in BlockShuffleSampler(tar, 0, block_size=block, window_blocks=3)
         ]
     assert [contents(one) for one in tar] == [*map(expected, numbers)]

@@ -9,9 +9,10 @@ import pytest
 from support.archives import sample_members, tar_bytes
 from support.http_store import HttpStore
 
-from hybridloader import BlockShuffleSampler, DataLoader, Pipeline
+from hybridloader import DataLoader, Pipeline
 from hybridloader._support import store_use
 from hybridloader._support.store_use import StoreUse, store_of
+from hybridloader.sampling import BlockShuffleSampler
 from hybridloader.sources import Files, Tar
 
 SHARDS, EACH = 4, 4
@@ -20,7 +21,7 @@ SHARDS, EACH = 4, 4
 def tar_of(store: HttpStore, **options: Any) -> Tar:
     for shard in range(SHARDS):
         store.files[f"/{shard}.tar"] = tar_bytes(sample_members(shard * EACH, EACH))
-    tar = Tar(f"{store.url}/{{0..{SHARDS - 1}}}.tar", members=("txt",), **options)
+    tar = Tar(f"{store.url}/{{0..{SHARDS - 1}}}.tar", fields=("txt",), **options)
     store.requests.clear()
     return tar
 

@@ -19,15 +19,9 @@ from hypothesis import strategies as st
 from support.archives import sample_members, tar_bytes, write_shards
 from support.http_store import HttpStore
 
-from hybridloader import (
-    BlockShuffleSampler,
-    DataLoader,
-    Retry,
-    ShuffleSampler,
-    Skip,
-    SourceError,
-    StoreError,
-)
+from hybridloader import DataLoader, Retry, Skip
+from hybridloader.errors import SourceError, StoreError
+from hybridloader.sampling import BlockShuffleSampler, ShuffleSampler
 from hybridloader.sources import Files, Tar, tar_index
 from hybridloader.sources.store import Stamp, Store
 from hybridloader.sources.tar_index import VERSION, load_index, make_index, save_index
@@ -82,16 +76,16 @@ def test_files_without_a_key_are_counted(tmp_path: Path) -> None:
 
 def test_chosen_members_and_a_function(tmp_path: Path) -> None:
     path = written(tmp_path / "a.tar", [("0.png", b"p"), ("0.cls", b"0"), ("1.jpg", b"j")])
-    tar = Tar(path, members=("jpg;PNG", "cls"))
+    tar = Tar(path, fields=("jpg;PNG", "cls"))
     assert tar[0] == (b"p", b"0")
     with pytest.raises(SourceError, match=r"a\.tar, sample '1' has no member cls; it has jpg"):
         tar[1]
     loader: Any = DataLoader(tar, 2, collate_fn=list, on_error="skip")
     assert list(loader) == [[(b"p", b"0")]]
     assert [bad.index for bad in loader.skipped] == [1]
-    assert Tar(path, load=lambda sample: len(sample))[0] == 4
-    with pytest.raises(TypeError, match="members is a sequence of extensions"):
-        Tar(path, members="jpg")
+    assert Tar(path, decode=lambda sample: len(sample))[0] == 4
+    with pytest.raises(TypeError, match="fields is a sequence of extensions"):
+        Tar(path, fields="jpg")
 
 
 def test_long_names_and_all_dialects_are_read(tmp_path: Path) -> None:
@@ -113,7 +107,7 @@ def test_long_names_and_all_dialects_are_read(tmp_path: Path) -> None:
 
 def test_an_archive_without_samples_is_a_shard_of_none(tmp_path: Path) -> None:
     paths = write_shards(tmp_path / "d", [2, 0, 3])
-    tar = Tar(paths, members=("txt",))
+    tar = Tar(paths, fields=("txt",))
     assert tar.block_sizes.tolist() == [2, 0, 3]
     assert list(tar) == [(text(number),) for number in range(5)]
     assert len(Tar(paths[1])) == 0
@@ -123,7 +117,7 @@ def test_an_archive_without_samples_is_a_shard_of_none(tmp_path: Path) -> None:
 def test_every_backend_reads_it_in_any_order(backend: str, tmp_path: Path) -> None:
     write_shards(tmp_path / "d", [5, 9, 7])
     for merge in (None, 1000):
-        tar = Tar(f"{tmp_path}/d/*.tar", members=("txt", "cls"), merge=merge)
+        tar = Tar(f"{tmp_path}/d/*.tar", fields=("txt", "cls"), coalesce_bytes=merge)
         tar[3]  # open here before any fork
         sampler = ShuffleSampler(tar, 1)
         loader: Any = DataLoader(
@@ -203,7 +197,7 @@ def test_an_index_comes_back_as_it_was(tmp_path_factory: Any, pairs: list[Any]) 
 
 
 def test_it_can_be_sent(tmp_path: Path) -> None:
-    tar = Tar(write_shards(tmp_path / "d", [3, 2]), members=("txt",), merge=0)
+    tar = Tar(write_shards(tmp_path / "d", [3, 2]), fields=("txt",), coalesce_bytes=0)
     other = pickle.loads(pickle.dumps(tar))
     assert list(other) == list(tar)
     assert other.__getitems__([4, 0]) == [tar[4], tar[0]]
@@ -216,7 +210,7 @@ def test_it_can_be_sent(tmp_path: Path) -> None:
 def test_remote_members_are_read_by_ranges(store: HttpStore, backend: str, tmp_path: Path) -> None:
     for number in range(3):
         store.files[f"/{number}.tar"] = tar_bytes(sample_members(4 * number, 4))
-    options: Any = {"members": ("txt",), "index": str(tmp_path)}
+    options: Any = {"fields": ("txt",), "index": str(tmp_path)}
     tar = Tar(f"{store.url}/{{0..2}}.tar", **options)
     assert len([*tmp_path.iterdir()]) == 0  # this server tells no time and no checksum
     store.requests.clear()
@@ -231,7 +225,7 @@ def test_remote_members_are_read_by_ranges(store: HttpStore, backend: str, tmp_p
 
 def test_a_batch_in_order_is_one_request(store: HttpStore) -> None:
     store.files["/a.tar"] = tar_bytes(sample_members(0, 12))
-    tar = Tar(f"{store.url}/a.tar", members=("txt", "cls"), merge=4096)
+    tar = Tar(f"{store.url}/a.tar", fields=("txt", "cls"), coalesce_bytes=4096)
     store.requests.clear()
     loader: Any = DataLoader(tar, 6, collate_fn=list)
     assert [found for batch in loader for found, _ in batch] == [text(n) for n in range(12)]
@@ -241,7 +235,7 @@ def test_a_batch_in_order_is_one_request(store: HttpStore) -> None:
 def test_an_archive_in_memory(memory: Any, tmp_path: Path) -> None:
     memory.pipe("/d/a.tar", tar_bytes(sample_members(0, 3)))
     for _ in range(2):
-        tar = Tar("memory://d/*.tar", members=("txt",), index=str(tmp_path))
+        tar = Tar("memory://d/*.tar", fields=("txt",), index=str(tmp_path))
         assert list(tar) == [(text(n),) for n in range(3)]
         assert tar.shard_names == ["memory:///d/a.tar"]
     assert len([*tmp_path.glob("*.index")]) == 1
@@ -309,9 +303,9 @@ def test_members_that_have_no_place_of_their_own_are_told(tmp_path: Path) -> Non
 
 def test_extensions_that_no_member_has_are_told_at_once(tmp_path: Path) -> None:
     path = written(tmp_path / "a.tar", [("a.jpg", b"x"), ("a.cls", b"1")])
-    assert Tar(path, members=("png;jpg", "cls"))[0] == (b"x", b"1")
+    assert Tar(path, fields=("png;jpg", "cls"))[0] == (b"x", b"1")
     with pytest.raises(ValueError, match=r"extension '\.jpg'; there are cls, jpg"):
-        Tar(path, members=(".jpg",))
+        Tar(path, fields=(".jpg",))
 
 
 def test_a_folder_of_indices_alone_has_no_archives(tmp_path: Path) -> None:
@@ -373,7 +367,7 @@ def test_an_archive_that_changed_since_it_was_indexed_is_told(tmp_path: Path) ->
     os.utime(path, (1, 1))
     with pytest.raises(SourceError, match=r"a\.tar has changed since it was indexed: it had"):
         tar[0]
-    loader: Any = DataLoader(tar, 2, on_error=Skip(budget=2))
+    loader: Any = DataLoader(tar, 2, on_error=Skip(max_failures=2))
     assert list(loader) == []
     assert "has changed" in str(loader.skipped[0].error)
     path.unlink()
@@ -395,7 +389,7 @@ def test_a_remote_archive_that_changed_is_known_by_its_headers(store: HttpStore)
 
 def test_a_store_that_fails_is_told_with_the_member(store: HttpStore) -> None:
     store.files["/a.tar"] = tar_bytes([("a.txt", b"1" * 90), ("b.txt", b"2" * 90)])
-    tar = Tar(f"{store.url}/a.tar", members=("txt",), retry_seconds=0)
+    tar = Tar(f"{store.url}/a.tar", fields=("txt",), retry_seconds=0)
     for fault, kind, said in [
         ("503", StoreError, "503"),
         ("short", StoreError, "Payload"),
@@ -407,7 +401,7 @@ def test_a_store_that_fails_is_told_with_the_member(store: HttpStore) -> None:
             tar[1]
         if kind is StoreError:
             store.faults.append(fault)
-            retry = Retry(1, backoff=0.0, on=StoreError)
+            retry = Retry(1, backoff=0.0, retry_on=StoreError)
             assert list(DataLoader(tar, 2, collate_fn=list, on_error=retry)) == [
                 [(b"1" * 90,), (b"2" * 90,)]
             ]

@@ -46,7 +46,7 @@ class Samples:
 
 
 def contents(url: str, **options: Any) -> list[Any]:
-    tar = Tar(url, members=("txt", "cls", "bin"), **options)
+    tar = Tar(url, fields=("txt", "cls", "bin"), **options)
     return [(key, *one) for key, one in zip(tar.keys, tar, strict=True)]
 
 
@@ -316,7 +316,7 @@ def test_the_command_packs_a_folder(
     told = capsys.readouterr().err
     assert "2 files are left out" in told
     assert "2 of 2 shards are done\n2 samples, 1 to 1 in a shard" in told
-    tar = Tar(f"{out}/*.tar", members=("jpg", "cls"), index="beside")
+    tar = Tar(f"{out}/*.tar", fields=("jpg", "cls"), index="beside")
     assert [*tar.keys] == ["cat/1", "dog/2"]
     assert [*tar] == [(b"cat/1.jpg", b"0"), (b"dog/2.jpg", b"1")]
     assert tar.extensions == ["cls", "jpg", "json"]

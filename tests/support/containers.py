@@ -107,7 +107,7 @@ MAKE = """
 import pickle, sys
 from hybridloader.records import shared_buffer
 shared_buffer.nameless_usable = lambda: {nameless}
-from hybridloader import SharedDict, SharedList
+from hybridloader.records import SharedDict, SharedList
 shared = SharedList(['a', 'b', 'c'])
 sys.stdout.buffer.write(pickle.dumps(shared))
 sys.stdout.flush()

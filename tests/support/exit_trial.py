@@ -83,7 +83,7 @@ def backend_of(name: str) -> Any:
     from hybridloader import Memory, SharedMemory, Spawn
 
     if name == "fresh":  # each by itself, and not forked from one
-        return Spawn(zygote=False)
+        return Spawn(preload=False)
     return SharedMemory(memory=Memory(kind="named")) if name == "named" else name
 
 
@@ -277,7 +277,7 @@ def from_a_daemon_thread() -> None:
 
 def close_from_threads() -> None:
     """Three close it at the same time while the program pulls, and again when it is closed."""
-    from hybridloader import IteratorClosed
+    from hybridloader.errors import IteratorClosed
 
     iterator = begin_and_take()
     together = threading.Barrier(3)

@@ -12,7 +12,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from hybridloader import IteratorClosed, Pipeline
+from hybridloader import Pipeline
+from hybridloader.errors import IteratorClosed
 from hybridloader.sampling import ShuffleSampler
 
 Event = tuple[str, Any]
@@ -212,7 +213,7 @@ def _combined(how: str, *lines: Recipe) -> Recipe:
             return first.concat(*others)
         if how == "mix":
             return first.mix(*others, weights=range(1, len(lines) + 1))
-        return first.interleave(*others, block=2)
+        return first.interleave(*others, block_length=2)
 
     return Recipe(f"{how}{lines}", make)
 

@@ -181,4 +181,4 @@ def test_what_can_t_be_tuned_is_refused() -> None:
             tune(loader, **words)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="step must be a function"):
         tune(loader, step="fast")  # type: ignore[arg-type]
-    assert hybridloader.Tuning is type(tune(loader, seconds=SECONDS, cpus=1))
+    assert hybridloader.tuning.Tuning is type(tune(loader, seconds=SECONDS, cpus=1))

@@ -11,9 +11,10 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from hybridloader._support.errors import TooManyErrors, repr_of, set_part
+from hybridloader._support.error_handling import repr_of, set_part
 from hybridloader._support.failure import Failure, twin
 from hybridloader._support.text import cell, table
+from hybridloader.errors import TooManyErrors
 from hybridloader.fetching.on_error.places import LeftOut, beside, goes_astray
 from hybridloader.fetching.on_error.policies import LEAST, Policy, Skip, final
 from hybridloader.fetching.outcome import FailureRecord
@@ -86,7 +87,7 @@ class ErrorBudget:
 
     def __init__(
         self,
-        policy: Policy,  # its budget is the limit
+        policy: Policy,  # its `max_failures` is the limit
         stage: str,
         epoch: int = 0,
         log: FailureLog | None = None,  # gets every record too, counted under `key`
@@ -96,11 +97,11 @@ class ErrorBudget:
     ) -> None:
         last = final(policy)
         self.skips = isinstance(last, Skip)
-        self._limit = None if last is None else last.budget
+        self._limit = None if last is None else last.max_failures
         self._stage, self.epoch, self.gaps = stage, epoch, gaps
         self._log, self._key = log, key
         self._shared = None if log is None else log.records
-        self.told: Callable[[Skipped], None] | None = None  # called with each record
+        self.on_record: Callable[[Skipped], None] | None = None  # called with each record
         # All the mutable state:
         self.records: list[Skipped] = []  # in the order in which results were handed out
         self.attempted = 0  # samples until now, those that failed among them
@@ -152,24 +153,24 @@ class ErrorBudget:
                 failed.index, error, text, worker, self._stage, self.epoch, failed.replaced
             )
             self.records.append(record)
-            if self.told is not None:
-                self.told(record)
+            if self.on_record is not None:
+                self.on_record(record)
             if self._log is not None and self._shared is not None:
                 self._log.add(record, self._key, self._shared)
         return len(self.records) > max(before, self.allowed)
 
     def _too_many(self) -> TooManyErrors:
         failed, done = len(self.records), "skipped" if self.skips else "replaced"
-        budget = f"budget={self._limit}"
+        limit = f"max_failures={self._limit}"
         if isinstance(self._limit, float):
-            budget += f": {int(self.allowed)} of {max(self.attempted, LEAST)}"
+            limit += f": {int(self.allowed)} of {max(self.attempted, LEAST)}"
         rows = [(cell(r.index), _line_of(r.error)) for r in self.records[:_SHOWN]]
         lines = table([("index", "exception"), *rows], underlined=False)
         if failed > _SHOWN:
             lines.append(f"and {failed - _SHOWN} more")
         error = TooManyErrors(
             f"In stage {self._stage!r}, {failed} of {self.attempted} samples failed, more than on_error "
-            f"allows ({budget}). Mend the data, or give a larger budget; None sets no limit. "
+            f"allows ({limit}). Mend the data, or give a larger max_failures; None sets no limit. "
             f"These were {done}:\n" + "\n".join(lines)
         )
         error.__cause__ = self.records[-1].error

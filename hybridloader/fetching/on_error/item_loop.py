@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from hybridloader._support.errors import add_note, foreign, is_a, part, set_part
+from hybridloader._support.error_handling import add_note, foreign, is_a, part, set_part
 from hybridloader._support.failure import Failure
 from hybridloader._support.text import brief
 from hybridloader.engine.fetcher import Abandoned, GivenUp, TaskContext
@@ -302,12 +302,12 @@ class ItemLoop:
         error = self._foreign(error)
         try:
             if self._retry is not None and type(item) is not GivenUp:
-                wait = min(self._retry.backoff, self._retry.longest)
-                for _ in range(self._retry.times):
-                    if not is_a(error, self._retry.on):
+                wait = min(self._retry.backoff, self._retry.max_backoff)
+                for _ in range(self._retry.max_retries):
+                    if not is_a(error, self._retry.retry_on):
                         break
                     self._pause(wait)
-                    wait = min(2 * wait, self._retry.longest)
+                    wait = min(2 * wait, self._retry.max_backoff)
                     self._context.retried += 1
                     try:
                         return function(item)

@@ -7,16 +7,9 @@ nothing else goes with it through threads and the steps of users.
 
 from __future__ import annotations
 
-from hybridloader._support.errors import (
-    HybridLoaderError,
-    ShardLost,
-    described,
-    mark,
-    part,
-    place_of,
-    set_part,
-)
+from hybridloader._support.error_handling import described, mark, part, place_of, set_part
 from hybridloader._support.failure import twin
+from hybridloader.errors import HybridLoaderError, ShardLost
 
 
 class LeftOut(HybridLoaderError):

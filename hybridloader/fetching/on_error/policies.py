@@ -16,7 +16,7 @@ from hybridloader._support.arguments import function, policy, seconds, whole
 LEAST = 1000
 """Smallest number of samples that a share refers to: else the first bad sample would be 100 %."""
 
-Budget = int | float | None
+MaxFailures = int | float | None
 
 
 @dataclass(frozen=True)
@@ -25,16 +25,16 @@ class Skip:
 
     Parameters
     ----------
-    budget
+    max_failures
         Samples that may be left out in one pass; one more raises `TooManyErrors`. An int is a number of
         samples; a float above 0 and up to 1 is a share of the samples attempted so far in this pass (of
         at least 1000); None sets no limit.
     """
 
-    budget: Budget = 0.01
+    max_failures: MaxFailures = 0.01
 
     def __post_init__(self) -> None:
-        _check_budget("Skip", self.budget)
+        _check_max_failures("Skip", self.max_failures)
 
 
 @dataclass(frozen=True)
@@ -46,16 +46,16 @@ class Replace:
     fn
         Called as ``fn(index, error)`` in the worker where the sample failed. It returns the sample; its
         errors are raised. In a pipeline `index` is the item.
-    budget
+    max_failures
         Samples that may be replaced; see `Skip`.
     """
 
     fn: Callable[[Any, Exception], Any]
-    budget: Budget = 0.01
+    max_failures: MaxFailures = 0.01
 
     def __post_init__(self) -> None:
         function("Replace: fn", self.fn, "callable as fn(index, error)")
-        _check_budget("Replace", self.budget)
+        _check_max_failures("Replace", self.max_failures)
 
 
 @dataclass(frozen=True)
@@ -64,40 +64,40 @@ class Retry:
 
     Parameters
     ----------
-    times
+    max_retries
         Number of retries, at least 1.
     backoff
         Seconds before the first retry; the wait doubles with each further one.
-    on
+    retry_on
         Class, or tuple of classes, of the exceptions to retry after. Any other goes straight to `then`.
     then
         Policy after the last retry has failed: ``"raise"``, ``"skip"``, a `Skip` or a `Replace`.
-    longest
+    max_backoff
         Longest single wait, in seconds.
     """
 
-    times: int
+    max_retries: int
     backoff: float = 0.1
-    on: type[Exception] | tuple[type[Exception], ...] = (Exception,)
+    retry_on: type[Exception] | tuple[type[Exception], ...] = (Exception,)
     then: str | Skip | Replace = "raise"
-    longest: float = 60.0
+    max_backoff: float = 60.0
 
     def __post_init__(self) -> None:
-        whole("Retry: times", self.times, 1)
+        whole("Retry: max_retries", self.max_retries, 1)
         seconds("Retry: backoff", self.backoff)
-        seconds("Retry: longest", self.longest)
-        kinds: Any = self.on if isinstance(self.on, tuple) else (self.on,)
+        seconds("Retry: max_backoff", self.max_backoff)
+        kinds: Any = self.retry_on if isinstance(self.retry_on, tuple) else (self.retry_on,)
         for kind in kinds:
             if not (isinstance(kind, type) and issubclass(kind, Exception)):
                 raise TypeError(
-                    f"Retry: on takes classes of exceptions that are an Exception, not {kind!r}"
+                    f"Retry: retry_on takes classes of exceptions that are an Exception, not {kind!r}"
                 )
         if not kinds:
             raise ValueError(
-                "Retry: on=() would repeat nothing; leave it out to repeat every error"
+                "Retry: retry_on=() would repeat nothing; leave it out to repeat every error"
             )
         if isinstance(self.then, Retry):
-            raise ValueError("Retry: then can't be another Retry; raise `times` instead")
+            raise ValueError("Retry: then can't be another Retry; raise `max_retries` instead")
         try:
             parse_on_error(self.then)
         except ValueError:
@@ -130,18 +130,19 @@ def final(policy: Policy | None) -> Skip | Replace | None:
     return policy
 
 
-def _check_budget(policy: str, budget: Any) -> None:
-    if budget is None:
+def _check_max_failures(policy: str, value: Any) -> None:
+    if value is None:
         return
-    if isinstance(budget, bool) or not isinstance(budget, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(
-            f"{policy}: budget is an int (samples), a float (a share of them) or None, not {budget!r}"
+            f"{policy}: max_failures is an int (samples), a float (a share of them) or None, not "
+            f"{value!r}"
         )
-    if isinstance(budget, int):
-        if budget < 0:
-            raise ValueError(f"{policy}: budget={budget} samples; it must not be negative")
-    elif not 0 < budget <= 1:  # NaN is neither
+    if isinstance(value, int):
+        if value < 0:
+            raise ValueError(f"{policy}: max_failures={value} samples; it must not be negative")
+    elif not 0 < value <= 1:  # NaN is neither
         raise ValueError(
-            f"{policy}: budget={budget} is no share: a float is above 0 and at most 1, and a number "
-            "of samples is an int"
+            f"{policy}: max_failures={value} is no share: a float is above 0 and at most 1, and a "
+            "number of samples is an int"
         )

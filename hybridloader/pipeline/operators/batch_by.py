@@ -17,7 +17,7 @@ from hybridloader._support import arguments
 from hybridloader._support.arguments import is_number
 from hybridloader._support.attributes import attribute
 from hybridloader._support.caller import warn
-from hybridloader._support.errors import Raised, counts_as_item, foreign, is_a
+from hybridloader._support.error_handling import Raised, counts_as_item, foreign, is_a
 from hybridloader._support.text import short
 from hybridloader.memory.limits import DEFAULT_MEMORY, Memory
 from hybridloader.pipeline.operators.collating import SIZE, CollateFn, Collating, check_collation
@@ -250,7 +250,7 @@ class BatchBy(Operator):
     ----------
     cost
         Function from an item to its cost, a number from 0 up, such as ``len`` for tokens.
-    budget
+    max_cost
         The most that a batch may cost.
     drop_last
         True drops the items that are left at the end.
@@ -262,13 +262,13 @@ class BatchBy(Operator):
     collate_fn, memory
         See `Batch`; ``Pad()`` pads.
     oversize
-        Treatment of an item that alone costs more than `budget`: ``"raise"`` a `ValueError` that names
+        Treatment of an item that alone costs more than `max_cost`: ``"raise"`` a `ValueError` that names
         it; ``"skip"`` leaves it out, with one warning and an entry in `Run.skipped`; ``"alone"`` makes a
         batch of it. `TokenBudgetBatchSampler` has the same words.
     """
 
     cost: Callable[[Any], Any]
-    budget: float
+    max_cost: float
     _: KW_ONLY
     drop_last: bool = False
     padded: bool = False
@@ -282,11 +282,11 @@ class BatchBy(Operator):
     def __post_init__(self) -> None:
         what = "a function from an item to a number (len, say)"
         arguments.function(f"{self.name}: cost", self.cost, what)
-        if not is_number(self.budget):
-            raise TypeError(f"{self.name}: budget must be a number, not {short(self.budget)}")
-        if not 0 < self.budget < math.inf:
+        if not is_number(self.max_cost):
+            raise TypeError(f"{self.name}: max_cost must be a number, not {short(self.max_cost)}")
+        if not 0 < self.max_cost < math.inf:
             raise ValueError(
-                f"{self.name}: budget must be above 0 and finite, not {self.budget}; give what the "
+                f"{self.name}: max_cost must be above 0 and finite, not {self.max_cost}; give what the "
                 "items of a batch may cost together"
             )
         check_flags(self, "drop_last", "padded")
@@ -345,7 +345,7 @@ class BatchByIterator(OperatorIterator):
 
     def _next_batch(self) -> list[Any]:
         rules, batch, pull = self._rules, self._batch, self._pull
-        budget, padded, price = rules.budget, rules.padded, rules.cost
+        budget, padded, price = rules.max_cost, rules.padded, rules.cost
         while True:
             try:
                 item = pull()
@@ -390,14 +390,14 @@ class BatchByIterator(OperatorIterator):
             return True
         if rules.oversize == "raise":
             raise ValueError(
-                f"batch_by: an item costs {cost}, more than budget={rules.budget}: {short(item)}; raise "
-                "the budget, or say oversize='skip' or oversize='alone'"
+                f"batch_by: an item costs {cost}, more than max_cost={rules.max_cost}: {short(item)}; "
+                "raise max_cost, or choose oversize='skip' or oversize='alone'"
             )
-        self._left_out(item, ValueError(f"it costs {cost}, more than budget={rules.budget}"))
+        self._left_out(item, ValueError(f"it costs {cost}, more than max_cost={rules.max_cost}"))
         if not self._warned:
             self._warned = True
             warn(
-                f"batch_by skips items that cost more than budget={rules.budget}; the first costs "
+                f"batch_by skips items that cost more than max_cost={rules.max_cost}; the first costs "
                 f"{cost}: {short(item)}. The run lists them: `skipped`",
             )
         return False

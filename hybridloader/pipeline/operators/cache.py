@@ -12,15 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hybridloader._support.caller import warn
-from hybridloader._support.errors import (
-    ResultPicklingError,
-    StateError,
-    is_a,
-    no_answer,
-    part,
-    text_of,
-)
+from hybridloader._support.error_handling import is_a, no_answer, part, text_of
 from hybridloader._support.text import short
+from hybridloader.errors import ResultPicklingError, StateError
 from hybridloader.pipeline.operators.cache_file import Reader, Writer
 from hybridloader.pipeline.operators.parameters import settle
 from hybridloader.running.operator import (

@@ -33,7 +33,8 @@ from array import array
 from contextlib import suppress
 from typing import Any
 
-from hybridloader._support.errors import CacheError, add_note
+from hybridloader._support.error_handling import add_note
+from hybridloader.errors import CacheError
 from hybridloader.memory.packing import pack, unpack
 
 _MAGIC = b"HLcache\n"

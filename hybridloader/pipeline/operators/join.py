@@ -11,12 +11,18 @@ import math
 import random
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
 from hybridloader._support.arguments import is_number, one_of
-from hybridloader._support.errors import Raised, add_note, counts_as_item, foreign, takes_a_place
+from hybridloader._support.error_handling import (
+    Raised,
+    add_note,
+    counts_as_item,
+    foreign,
+    takes_a_place,
+)
 from hybridloader._support.text import short
 from hybridloader.fetching.on_error.places import astray
 from hybridloader.pipeline.operators.parameters import SEED, settle, settle_whole, sum_of
@@ -54,6 +60,9 @@ class Concat(Join):
 
     def length(self, upstream: Length) -> Length:
         return sum_of(self.lengths)
+
+    def in_trial(self) -> Interleave:
+        return Interleave(self.pipelines)
 
 
 class ConcatIterator(PassesIterator):
@@ -280,28 +289,31 @@ class MixIterator(_TurnIterator):
 
 @dataclass(frozen=True)
 class Interleave(_InTurn):
-    """`block` items of each pipeline in turn, until all have ended.
+    """`block_length` items of each pipeline in turn, until all have ended.
 
     Parameters
     ----------
     pipelines
         At least one.
-    block
+    block_length
         Items in a row from one of them.
     """
 
-    block: int = 1
+    block_length: int = 1
 
     def __post_init__(self) -> None:
         instead = "give how many items in a row come from one pipeline"
-        settle_whole(self, "block", 1, instead)
+        settle_whole(self, "block_length", 1, instead)
         super().__post_init__()
 
     def start(self, context: Context) -> Iterator[Any]:
-        return InterleaveIterator(self.pipelines, context, self.block)
+        return InterleaveIterator(self.pipelines, context, self.block_length)
 
     def length(self, upstream: Length) -> Length:
         return sum_of(self.lengths)
+
+    def in_trial(self) -> Interleave:
+        return self if self.block_length == 1 else replace(self, block_length=1)
 
 
 class InterleaveIterator(_TurnIterator):

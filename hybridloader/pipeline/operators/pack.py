@@ -19,7 +19,7 @@ import numpy.typing as npt
 from hybridloader._support import arguments
 from hybridloader._support.arguments import is_number
 from hybridloader._support.caller import warn
-from hybridloader._support.errors import counts_as_item, is_a
+from hybridloader._support.error_handling import counts_as_item, is_a
 from hybridloader._support.text import short
 from hybridloader.pipeline.operators.parameters import check_flags, settle_whole
 from hybridloader.running.operator import (

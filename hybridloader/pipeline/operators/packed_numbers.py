@@ -10,7 +10,8 @@ import zlib
 from collections.abc import Iterable
 from typing import Any
 
-from hybridloader._support.errors import StateError, no_answer
+from hybridloader._support.error_handling import no_answer
+from hybridloader.errors import StateError
 
 LONGEST = 6_000
 """Characters of the longest text: a state is to stay below 10 KB."""

@@ -25,7 +25,7 @@ class PinMemory(OneForOne):
     ----------
     device
         The accelerator for which memory is locked; None: the current one.
-    prefetch
+    batches_ahead
         Items that may wait, at least 1.
     buffer_bytes
         Bytes that these may have together. An item that is larger than that waits alone.
@@ -33,7 +33,7 @@ class PinMemory(OneForOne):
 
     device: Any = None
     _: KW_ONLY
-    prefetch: int = AHEAD
+    batches_ahead: int = AHEAD
     buffer_bytes: int = BUFFER_BYTES
 
     begins_anew = True
@@ -42,13 +42,13 @@ class PinMemory(OneForOne):
 
     def __post_init__(self) -> None:
         try:
-            Transfer(self.device, self.prefetch, self.buffer_bytes)
+            Transfer(self.device, self.batches_ahead, self.buffer_bytes)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{self.name}: {error}") from None
 
     @property
     def relay(self) -> RelayOptions:
-        return RelayOptions(self.prefetch, self.pinner, self.moves)
+        return RelayOptions(self.batches_ahead, self.pinner, self.moves)
 
     def check_run(self) -> None:
         check(self.device)
@@ -58,7 +58,7 @@ class PinMemory(OneForOne):
         accelerator = current() if self.device is None else find(self.device)
         if accelerator is None or not accelerator.pins:
             return None
-        return Pinner(accelerator, self.prefetch, self.buffer_bytes)
+        return Pinner(accelerator, self.batches_ahead, self.buffer_bytes)
 
     def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
         raise TypeError(f"{self.name} is opened by the engine, as a relay")
@@ -76,7 +76,7 @@ class ToDevice(PinMemory):
     device
         A str such as ``"cuda"``, a `torch.device` or an `Accelerator`. Without an index, the device that
         is current where the pipeline is started.
-    prefetch, buffer_bytes
+    batches_ahead, buffer_bytes
         See `PinMemory`; the items wait on the device, and one more is being copied meanwhile.
     """
 
@@ -92,5 +92,5 @@ class ToDevice(PinMemory):
         super().check_run()
 
     def pinner(self) -> Pinner | None:
-        transfer = Transfer(self.device, self.prefetch, self.buffer_bytes)
+        transfer = Transfer(self.device, self.batches_ahead, self.buffer_bytes)
         return pinner_for(transfer, pin_memory=False)

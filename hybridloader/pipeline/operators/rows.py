@@ -8,11 +8,10 @@ shifted. After a failure whose number is unknown, no row comes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
-from hybridloader._support.errors import (
-    IteratorClosed,
+from hybridloader._support.error_handling import (
     Raised,
     add_note,
     is_a,
@@ -20,6 +19,7 @@ from hybridloader._support.errors import (
     repr_of,
     takes_a_place,
 )
+from hybridloader.errors import IteratorClosed
 from hybridloader.fetching.on_error.places import LeftOut, goes_astray
 from hybridloader.pipeline.operators.parameters import check_flags, settle, several
 from hybridloader.pipeline.operators.split import leaves_out, may_begin_at
@@ -42,11 +42,16 @@ class Join(Source):
 
     pipelines: tuple[Chain, ...] = field(repr=False)
 
+    not_fingerprinted = ("pipelines",)
+
     def __post_init__(self) -> None:
         settle(self, pipelines=several(self, self.pipelines))
 
     def branches(self) -> tuple[Chain, ...]:
         return self.pipelines
+
+    def with_branches(self, branches: tuple[Chain, ...], shared: dict[Any, Any]) -> Join:
+        return replace(self, pipelines=branches)
 
     @property
     def lengths(self) -> list[Length]:

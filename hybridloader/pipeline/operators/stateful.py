@@ -16,8 +16,9 @@ from typing import Any
 
 from hybridloader._support.attributes import attribute, has
 from hybridloader._support.cadence import Cadence
-from hybridloader._support.errors import ShardLost, StateError, is_a, no_answer, set_part, text_of
+from hybridloader._support.error_handling import is_a, no_answer, set_part, text_of
 from hybridloader._support.state_copies import copied, is_stateful
+from hybridloader.errors import ShardLost, StateError
 from hybridloader.fetching.on_error.places import rest_is_lost
 from hybridloader.running.operator import Context, Mark, OperatorIterator
 

@@ -123,7 +123,8 @@ def headroom(
 
     Examples
     --------
-    >>> from hybridloader import DataLoader, headroom
+    >>> from hybridloader import DataLoader
+    >>> from hybridloader.observe import headroom
     >>> found = headroom(DataLoader(range(400), 4), lambda batch: batch.sum())
     >>> found.steps, found.batches, found.speedup >= 1
     (96, 4, True)
