@@ -64,7 +64,7 @@ def test_the_first_workers_are_replaced_as_well_and_no_sample_is_blamed() -> Non
 def test_where_no_worker_ever_gets_ready_the_error_says_so_in_the_end() -> None:
     it, backend = stage([[dead()]] * 4, policy=RestartPolicy(max_restarts=3))
     it.begin(iter([["a"]]))
-    with pytest.raises(WorkerDied, match=r"3 workers .* None of them has ever got ready"):
+    with pytest.raises(WorkerDied, match=r"3 workers .* None of them ever became ready"):
         next(it)
     assert backend.crews[0].started == [0] * 4
 
@@ -75,7 +75,7 @@ def test_without_a_policy_a_death_is_raised() -> None:
     with pytest.raises(WorkerDied, match="SIGKILL") as caught:
         next(it)
     assert backend.crews[0].started == [0]
-    assert "no other was put" not in str(caught.value)
+    assert "was not restarted" not in str(caught.value)
 
 
 def test_workers_that_end_with_one_process_count_as_one_restart() -> None:
@@ -115,7 +115,7 @@ def test_too_many_restarts_within_the_window_raise_and_older_ones_do_not_count()
     policy = RestartPolicy(max_restarts=2, window_seconds=50, deaths_per_sample=99)
     it, backend = stage(script, policy=policy, clock=clock)
     it.begin(iter([["a"]]))
-    with pytest.raises(WorkerDied, match="2 workers of this stage were replaced within 50 seconds"):
+    with pytest.raises(WorkerDied, match="2 workers of this stage were restarted within 50 seconds"):
         next(it)
     assert (
         backend.crews[0].started == [0] * 5
@@ -268,7 +268,7 @@ def test_that_no_other_worker_can_be_had_is_told_with_the_death(error: Exception
         raise error
 
     backend.crews[0].start = refuse  # type: ignore[method-assign]
-    with pytest.raises(WorkerDied, match=rf"could not be replaced: .*{error.args[-1]}"):
+    with pytest.raises(WorkerDied, match=rf"could not be restarted: .*{error.args[-1]}"):
         next(it)
     assert backend.crews[0].closed
 
