@@ -597,7 +597,7 @@ class Stage(Iterator[Any]):
         if self._elsewhere:  # messages in it belong to the other process
             raise no_answer(
                 IteratorClosed(
-                    "this process is a fork, and the iterator belongs to its parent; make a new one here"
+                    "this iterator belongs to the process that this one was forked from; make a new one"
                 )
             )
 

@@ -128,7 +128,7 @@ def test_run_starts_fresh_workers_too(tmp_path: Path) -> None:
         text=True,
     )
     assert "[tensor([1]), tensor([2])]" in told.stdout
-    assert "starts fresh workers and does not fork: polars is in use" in told.stderr
+    assert "starts fresh workers instead of forking: polars is in use" in told.stderr
 
 
 @pytest.mark.parametrize("running", NAMES, indirect=True)

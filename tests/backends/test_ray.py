@@ -109,7 +109,7 @@ def test_no_cluster_is_an_error_that_says_how_to_get_one(monkeypatch: pytest.Mon
 
 def test_ray_client_is_refused() -> None:
     with pytest.raises(
-        BackendUnavailable, match=r"does not run behind Ray Client .*ray job submit"
+        BackendUnavailable, match=r"does not run through Ray Client .*ray job submit"
     ):
         Ray(address="ray://head:10001").check()
 
