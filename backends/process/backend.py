@@ -208,7 +208,7 @@ class AsTorch(SharedMemory):
 
 
 def check_children_allowed(name: str) -> None:
-    """Refuse in a daemonic process, which may not have children (multiprocessing forbids it)."""
+    """Refuse in a daemonic process, which can't have child processes (multiprocessing forbids it)."""
     if multiprocessing.current_process().daemon:
         raise BackendUnavailable(
             f"backend {name!r} can't run in a daemonic process, such as another loader's worker: "

@@ -121,7 +121,7 @@ def test_what_can_not_be_sent_is_named() -> None:
 
 def test_a_place_that_never_comes_is_a_timeout_with_what_ray_has() -> None:
     loader = DataLoader(range(4), num_workers=1, backend=Ray(num_cpus=1000), timeout=0.5)
-    with pytest.raises(WorkerTimeout, match=r"takes num_cpus=1000.*free"):
+    with pytest.raises(WorkerTimeout, match=r"requests num_cpus=1000.*free"):
         next(iter(loader))
 
 
