@@ -221,6 +221,10 @@ class Operator(ABC):
     """True if it makes any number of items of one."""
     counts_errors: ClassVar[bool] = False
     """True if `before` holds also where some of the items were errors."""
+    not_fingerprinted: ClassVar[tuple[str, ...]] = ()
+    """Fields that the fingerprint of a `cache` leaves out: they change no item, or hold `branches`."""
+    read_once: bool = False
+    """True for a source that can be read only once."""
 
     @property
     def name(self) -> str:
@@ -244,7 +248,7 @@ class Operator(ABC):
 
     @property
     def share(self) -> tuple[int, int] | None:
-        """Number of ranks among which a source shares its items, and of this one, if it does."""
+        """Number of ranks that share its items, and of this one now, if it selects items by rank."""
         return None
 
     @property
@@ -322,6 +326,24 @@ class Operator(ABC):
     def branches(self) -> tuple[Chain, ...]:
         """Return other pipelines that run as a part of this operator."""
         return ()
+
+    def with_branches(self, branches: tuple[Chain, ...], shared: dict[Any, Any]) -> Operator:
+        """Return a copy of this operator with other `branches`, as many as it has.
+
+        Tuning calls it to copy a pipeline with other workers. `shared` is one dict for all operators of
+        the copy: a fork puts its copy there for its other branches.
+        """
+        raise TypeError(
+            f"{self.name} has branches and no with_branches(), so their steps can't have other workers; "
+            "define with_branches(branches, shared), or leave backend='auto' and tune() out"
+        )
+
+    def in_trial(self) -> Operator:
+        """Return the operator that a measurement of about a second runs in the place of this one.
+
+        It is another one where this one would not reach all of its `branches` in that time.
+        """
+        return self
 
     def describe(self, longest: int | None = 40) -> str:
         """Return its name and those parameters that differ from their defaults.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hybridloader._support.attributes import close
@@ -60,6 +60,8 @@ class Branch(Source):
     fork: ForkPoint = field(repr=False)
     number: int
 
+    not_fingerprinted = ("fork",)
+
     def __post_init__(self) -> None:
         if not isinstance(self.fork, ForkPoint):
             raise TypeError(f"{self.name}: fork must be a ForkPoint, not {short(self.fork)}")
@@ -74,6 +76,12 @@ class Branch(Source):
 
     def branches(self) -> tuple[Chain, ...]:
         return (self.fork.pipeline,)
+
+    def with_branches(self, branches: tuple[Chain, ...], shared: dict[Any, Any]) -> Branch:
+        (trunk,) = branches
+        if self.fork not in shared:
+            shared[self.fork] = replace(self.fork, pipeline=trunk)
+        return replace(self, fork=shared[self.fork])
 
     def start(self, context: Context) -> Iterator[Any]:
         trunk = context.shared.setdefault(self.fork, _Trunk(self.fork.count))
@@ -197,9 +205,9 @@ def may_begin_at(pipelines: Sequence[Chain], n: int) -> bool:
     """
     wanted: dict[ForkPoint, dict[int, int | None]] = {}
     for pipeline in pipelines:
-        source = pipeline.operators[0]
-        if isinstance(source, Branch):
-            wanted.setdefault(source.fork, {})[source.number] = _begins_at(pipeline, n)
+        place = pipeline.operators[0].fork_place
+        if place is not None:
+            wanted.setdefault(place[0], {})[place[1]] = _begins_at(pipeline, n)
         elif reaches_out(pipeline):
             return False
     return not any(
@@ -225,6 +233,6 @@ def reaches_out(pipeline: Chain) -> bool:
     """Return True if it holds some branches of a fork, and not all of them."""
     met: dict[ForkPoint, set[int]] = {}
     for operator in steps_in(pipeline):
-        if isinstance(operator, Branch):
-            met.setdefault(operator.fork, set()).add(operator.number)
+        if operator.fork_place is not None:
+            met.setdefault(operator.fork_place[0], set()).add(operator.fork_place[1])
     return any(len(numbers) < fork.count for fork, numbers in met.items())
