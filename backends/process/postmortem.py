@@ -134,14 +134,14 @@ class PostmortemRecord:
         except OSError:  # another thread has closed the crew and this record in the meantime
             if self.fd >= 0:
                 raise
-            self.why_none = "it was ended in the meantime"
+            self.why_none = "it was ended meanwhile"
             return ""
 
     def _stack(self, pid: int, patience: float, send: Callable[[int], None]) -> str:
         numbers = self._numbers()
         signum = numbers[_SIGNAL]
         if not signum or numbers[_PID] != pid:
-            self.why_none = "it has not started far enough to report its stack"
+            self.why_none = "it has not yet started far enough to report its stack"
             return ""
         before = os.fstat(self.fd).st_size
         status = self._status(pid)
