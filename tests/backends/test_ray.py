@@ -109,7 +109,7 @@ def test_no_cluster_is_an_error_that_says_how_to_get_one(monkeypatch: pytest.Mon
 
 def test_ray_client_is_refused() -> None:
     with pytest.raises(
-        BackendUnavailable, match=r"does not run behind Ray Client .*ray job submit"
+        BackendUnavailable, match=r"does not run through Ray Client .*ray job submit"
     ):
         Ray(address="ray://head:10001").check()
 
@@ -121,7 +121,7 @@ def test_what_can_not_be_sent_is_named() -> None:
 
 def test_a_place_that_never_comes_is_a_timeout_with_what_ray_has() -> None:
     loader = DataLoader(range(4), num_workers=1, backend=Ray(num_cpus=1000), timeout=0.5)
-    with pytest.raises(WorkerTimeout, match=r"takes num_cpus=1000.*free"):
+    with pytest.raises(WorkerTimeout, match=r"requests num_cpus=1000.*free"):
         next(iter(loader))
 
 

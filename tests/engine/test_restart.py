@@ -48,7 +48,7 @@ def test_a_worker_is_not_forked_in_anothers_place_once_a_device_is_in_use(
             assert {int(batch) for batch in iterator} - {first}
             return
         with pytest.raises(
-            WorkerDied, match=r"could not be replaced: .*after fake:0 was initialised"
+            WorkerDied, match=r"could not be restarted: .*after fake:0 was initialised"
         ):
             list(iterator)
 
@@ -337,7 +337,7 @@ def test_too_many_deaths_are_raised_with_the_reason() -> None:
     data = Deadly(killed, tuple(range(LENGTH)), None)
     policy = RestartPolicy(max_restarts=3, deaths_per_sample=99)
     loader = DataLoader(data, 4, num_workers=1, backend="fork", on_worker_death=policy)
-    with pytest.raises(WorkerDied, match="3 workers of this stage were replaced within"):
+    with pytest.raises(WorkerDied, match="3 workers of this stage were restarted within"):
         list(loader)
 
 

@@ -158,10 +158,10 @@ def test_a_ring_that_is_full_drops_the_oldest_and_counts(
     ring = Slices(limit=3)
     for number in range(5):
         ring.add("step", number, number + 1)
-    told = ring.tell(0.0)
+    told = ring.report(0.0)
     assert [began for _, began, *_ in told.slices] == [2, 3, 4]
     assert told.dropped == 2
-    assert ring.tell(0.0)[3:] == ((), 0)
+    assert ring.report(0.0)[3:] == ((), 0)
     monkeypatch.setattr("hybridloader.observe.observation.SLICES", 2)
     trace = loaded(path, num_workers=1, backend="fork")
     assert trace.whole["otherData"]["dropped_by_workers"] > 0
