@@ -16,8 +16,6 @@ FIRST = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 NOT_YET = {
     "docs/cluster.md": "a Ray cluster",
-    "docs/free-threading.md": "DataLoader",
-    "docs/pipelines.md": "files",
     "docs/sources.md": "a bucket",
     "docs/tuning.md": "20 seconds",
 }
