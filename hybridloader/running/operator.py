@@ -221,6 +221,10 @@ class Operator(ABC):
     """True if it makes any number of items of one."""
     counts_errors: ClassVar[bool] = False
     """True if `before` holds also where some of the items were errors."""
+    not_fingerprinted: ClassVar[tuple[str, ...]] = ()
+    """Fields that the fingerprint of a `cache` leaves out: they change no item, or hold `branches`."""
+    read_once: bool = False
+    """True for a source that can be read only once."""
 
     @property
     def name(self) -> str:
@@ -244,7 +248,7 @@ class Operator(ABC):
 
     @property
     def share(self) -> tuple[int, int] | None:
-        """Number of ranks among which a source shares its items, and of this one, if it does."""
+        """Number of ranks that share its items, and of this one now, if it selects items by rank."""
         return None
 
     @property

@@ -286,8 +286,8 @@ class ChainPass:
                 if found.coroutines is not None:
                     self.executor.add_coroutines(found.coroutines)
                 if ledger is not None and number == 0:
-                    kinds = {work.step().kind for work in node.works}
-                    found.log(ledger, SEVERAL if "flat_map" in kinds else ONE_EACH)
+                    several = any(work.makes_several for work in node.works)
+                    found.log(ledger, SEVERAL if several else ONE_EACH)
                 items = found
             except Exception as error:
                 add_note(error, f"In stage {work.name!r}, setting it up.")

@@ -22,7 +22,7 @@ from hybridloader._support.state_schema import (
     list_of,
 )
 from hybridloader.errors import StateError
-from hybridloader.running.operator import INFINITE, Chain, Mark, steps_in
+from hybridloader.running.operator import INFINITE, Chain, Mark, Source, steps_in
 
 VERSION = 5
 """Version of states; it changes with the meaning of a field, and with the order that a seed gives."""
@@ -141,7 +141,7 @@ _FIELDS = Schema(
 
 def shares_of(pipeline: Chain) -> tuple[list[int], list[int]]:
     """Return the numbers of ranks among which its sources share their items, and of this one in each."""
-    found = [share for step in steps_in(pipeline) if (share := step.share) is not None]
+    found = [step.share for step in steps_in(pipeline) if isinstance(step, Source) and step.share]
     return [ranks for ranks, _ in found], [rank for _, rank in found]
 
 

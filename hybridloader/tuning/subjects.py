@@ -18,11 +18,10 @@ import torch.utils.data
 from hybridloader._support.attributes import attribute
 from hybridloader.compat.from_torch import from_torch
 from hybridloader.engine.registry import get_backend
+from hybridloader.fetching.readers import MapFetch
 from hybridloader.loader.dataloader import DataLoader
 from hybridloader.loader.options import Options
 from hybridloader.observe.stats import Stats
-from hybridloader.pipeline.operators.sources import Items
-from hybridloader.pipeline.operators.work import Lookup, Readers, Work
 from hybridloader.pipeline.pipeline import Pipeline
 from hybridloader.running.operator import Operator
 from hybridloader.running.placement import Placement
@@ -227,8 +226,7 @@ class PipelineSubject(Subject):
         """Take a pipeline; with `only_auto`, the stages that leave their workers to a measurement."""
         self._pipeline = pipeline
         for operator in pipeline.operators:
-            items = operator.source if isinstance(operator, Items) else None
-            if items is not None and hasattr(type(items), "__next__"):
+            if operator.read_once:
                 raise TypeError(
                     "tune() reads the source of a pipeline several times, and this one can be read only "
                     "once; give a function that makes it, as in from_iterable(lambda: read(file))"
@@ -309,7 +307,7 @@ def _groups(operators: Sequence[Operator]) -> list[list[int]]:
     """Return the numbers of the operators to be placed: a row with equal placements is one group."""
     groups: list[list[int]] = []
     for at, operator in enumerate(operators):
-        if not isinstance(operator, Work) or isinstance(operator, Readers) or operator.cheap:
+        if operator.placement is None or operator.step().kind == "read" or operator.cheap:
             continue
         joins = (
             groups
@@ -317,7 +315,7 @@ def _groups(operators: Sequence[Operator]) -> list[list[int]]:
             and operators[at - 1].placement == operator.placement
             and operator.placement.fuse
             and not operator.step().concurrency
-            and type(operators[at - 1]) is not Lookup
+            and not isinstance(operators[at - 1].step().function, MapFetch)
         )
         if joins:
             groups[-1].append(at)

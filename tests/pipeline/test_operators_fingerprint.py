@@ -213,7 +213,7 @@ def test_a_file_of_one_rank_is_refused_on_another(
     path = tmp_path / "kept"
     pipe = Pipeline.from_dataset(range(10)).shard().map(str).cache(path)
     ranks = [2, 0]
-    monkeypatch.setattr(ShardByRank, "resolved", lambda _: tuple(ranks))
+    monkeypatch.setattr(ShardByRank, "share", property(lambda _: tuple(ranks)))
     assert list(pipe) == list("02468")
     assert list(pipe) == list("02468")
     ranks[1] = 1
@@ -224,3 +224,31 @@ def test_a_file_of_one_rank_is_refused_on_another(
     alone = tmp_path / "alone"
     assert len(list(Pipeline.from_dataset(range(4)).shard().cache(alone))) == 4
     assert len(list(Pipeline.from_dataset(range(4)).shard().cache(alone))) == 4
+
+
+class Shards:
+    """An iterable whose shards the ranks of `torch.distributed` divide."""
+
+    shard_names = ("a", "b", "c", "d")
+
+    def read_shard(self, name: str, start: int) -> Any:
+        return iter([name][start:])
+
+    def __iter__(self) -> Any:
+        raise AssertionError("read through its shards")
+
+
+def test_a_file_of_the_named_shards_of_one_rank_is_refused_on_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = [0]
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank[0])
+    pipe = Pipeline.from_iterable(Shards()).cache(tmp_path / "kept")
+    had = list(pipe)
+    assert list(pipe) == had
+    assert 0 < len(had) < 4
+    rank[0] = 1
+    with pytest.raises(CacheError, match=r"another pipeline, .* rank 0 of 2.* rank 1 of 2"):
+        list(pipe)

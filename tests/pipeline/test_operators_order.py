@@ -187,7 +187,7 @@ def test_shards_make_up_the_whole(script: list[Any], replicas: int) -> None:
 def test_a_shard_asks_torch_when_the_pass_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     shard = ShardByRank()
     monkeypatch.delitem(sys.modules, "torch")
-    assert shard.resolved() == (1, 0)
+    assert shard.share == (1, 0)
     state = SimpleNamespace(
         is_available=lambda: True,
         is_initialized=lambda: True,

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import pkgutil
+import random
 import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from importlib import import_module
+from itertools import repeat
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import hybridloader
+import hybridloader.pipeline.operators
 from hybridloader import Pipeline, StateError
+from hybridloader.errors import CacheError
 from hybridloader.pipeline import Operator
+from hybridloader.sampling import DistributedShuffleSampler
 
 PAGE = Path(__file__).parents[2] / "docs" / "pipelines.md"
 
@@ -263,6 +272,10 @@ def members() -> set[str]:
 
 def test_the_recipe_names_members_and_these_tests_have_each_of_them() -> None:
     assert {"open", "length", "seek", "cheap", "keeps_count"} <= members() <= {*dir(Operator)}
+    text = PAGE.read_text()
+    others = text[text.index("Members for sources, joins") :].split("\n\n")[0]
+    public = {name for name in dir(Operator) if not name.startswith("_")}
+    assert members() | {*re.findall(r"`(\w+)`", others)} == public
     own = Path(__file__).read_text()
     for member in members():
         assert re.search(rf"    (def {member}\(|{member} = )", own), member
@@ -399,3 +412,204 @@ def test_a_step_that_marks_its_inputs_is_resumed_there(place: dict[str, Any]) ->
         with pipe.run(state=state) as run:
             assert list(run) == whole[stop:]
         assert sorted(calls) == [item for sentence in whole[stop:] for item in sentence]
+
+
+@dataclass(frozen=True)
+class First(Alternate):
+    goes_first = True
+
+
+def test_a_step_that_goes_first_spares_the_work_before_it() -> None:
+    for step, least in ((Alternate(), 12), (First(), 6)):
+        calls: list[int] = []
+        pipe = numbers().map(lambda item, calls=calls: calls.append(item) or item).apply(step)
+        assert list(pipe) == [2, 4, 6, 8, 10, 12]
+        assert len(calls) in (least, least + 1)  # the last item has no other
+
+
+@dataclass(frozen=True)
+class Apart(Operator):
+    """Items that are marked as those of this step."""
+
+    begins_anew = True
+    anew: bool = field(default=True, compare=False, repr=False)
+
+    def open(self, items: Iterator[Any], context: Any) -> Iterator[Any]:
+        return zip(repeat("apart"), items, strict=False)
+
+    def seek(self, n: int) -> int:
+        return n
+
+
+@dataclass(frozen=True)
+class Bound(Apart):
+    begins_anew = False
+
+
+def of_rank(step: Operator, rank: int, ranks: int) -> Pipeline:
+    sampler = DistributedShuffleSampler(12, seed=0, num_replicas=ranks, rank=rank, uneven="exact")
+    return Pipeline.from_dataset(range(12), sampler=sampler).apply(step)
+
+
+def test_a_step_that_begins_with_any_item_is_resumed_on_other_ranks() -> None:
+    def had_and_states(step: Operator) -> tuple[list[Any], list[Any]]:
+        had, states = [], []
+        for rank, count in enumerate((1, 3)):
+            with of_rank(step, rank, 2).run(seed=1) as run:
+                had += [next(run) for _ in range(count)]
+                states.append(run.state_dict())
+        return had, states
+
+    had, states = had_and_states(Apart())
+    state = of_rank(Apart(), 0, 3).merge_states(states)
+    rest = [item for rank in range(3) for item in of_rank(Apart(), rank, 3).run(state=state)]
+    assert sorted(had + rest) == [("apart", item) for item in range(12)]
+    with pytest.raises(StateError, match=r"bound\(\) goes by the numbers of its items"):
+        of_rank(Bound(), 0, 3).merge_states(had_and_states(Bound())[1])
+
+
+RANK = 0
+
+
+@dataclass(frozen=True)
+class OfRank(Alternate):
+    """The items of this rank."""
+
+    note: str = field(default="", compare=False, repr=False)
+
+    @property
+    def share(self) -> tuple[int, int]:
+        return 2, RANK
+
+
+def test_a_file_of_a_cache_is_of_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = numbers().apply(OfRank()).cache(tmp_path / "kept")
+    items = list(pipe)
+    assert list(numbers().apply(OfRank(note="of no effect")).cache(tmp_path / "kept")) == items
+    monkeypatch.setattr(sys.modules[__name__], "RANK", 1)
+    with pytest.raises(CacheError, match=r"another pipeline, .* rank 0 of 2.* rank 1 of 2"):
+        list(pipe)
+
+
+@dataclass(frozen=True)
+class Counted(Sentences):
+    counts_errors = True
+
+
+@pytest.mark.parametrize(("step", "again"), [(Sentences(), True), (Counted(), False)])
+def test_a_step_that_counts_errors_is_resumed_at_its_mark_after_one(
+    step: Operator, again: bool
+) -> None:
+    calls: list[int] = []
+
+    def work(item: int) -> int:
+        calls.append(item)
+        if item == 3:
+            raise KeyError(item)
+        return item
+
+    def drained(run: Iterator[Any], most: int = 99) -> list[Any]:
+        found: list[Any] = []
+        while len(found) < most:
+            try:
+                found.append(next(run))
+            except KeyError:
+                found.append("error")
+            except StopIteration:
+                break
+        return found
+
+    pipe = Pipeline.from_dataset(range(40)).map(work).apply(step)
+    whole = drained(pipe.run())
+    with pipe.run() as run:
+        assert drained(run, 3) == whole[:3] == [[0], "error", [*range(1, 3), *range(4, 11)]]
+        state = run.state_dict()
+    calls.clear()
+    assert drained(pipe.run(state=state)) == whole[3:]
+    assert (3 in calls) == again
+
+
+@dataclass(frozen=True)
+class Drawn(Operator):
+    """Pairs of an item and a random number."""
+
+    seed: int | None = None
+
+    def open(self, items: Iterator[Any], context: Any) -> Iterator[Any]:
+        return DrawnIterator(items, context.random(self.seed))
+
+    def length(self, upstream: Any) -> Any:
+        return upstream
+
+
+class DrawnIterator(OwnIterator):
+    def __init__(self, items: Iterator[Any], generator: random.Random) -> None:
+        super().__init__(items)
+        self.generator = generator
+
+    def __next__(self) -> Any:
+        return next(self.items), self.generator.random()
+
+
+@pytest.mark.parametrize("backend", [None, "threads", "fork"])
+def test_a_step_with_work_on_a_backend_draws_resumes_and_has_statistics(
+    backend: str | None,
+) -> None:
+    where: Any = {"backend": backend, "num_workers": 2} if backend else {}
+
+    def drawn(pipe: Pipeline, seed: int | None = None) -> Pipeline:
+        return pipe.map(up, **where).apply(Drawn(seed))
+
+    pipe = numbers().apply(drawn)
+    with pipe.epochs(2, seed=7, observe=True) as epochs:
+        first, second = map(list, epochs)
+    inline = list(numbers().map(up).apply(Drawn()).run(seed=7))
+    assert first == inline
+    assert [item for item, _ in first] == [item for item, _ in second] == list(range(101, 114))
+    assert len({number for _, number in first + second}) == 26
+    assert list(pipe.run(seed=8)) != first
+    mine = [list(numbers().apply(lambda pipe: drawn(pipe, 3)).run(seed=seed)) for seed in (7, 8)]
+    assert mine[0] == mine[1] != first
+    with pipe.run(seed=7, observe=True) as run:
+        assert [next(run) for _ in range(5)] == first[:5]
+        state = json.loads(json.dumps(run.state_dict()))
+        assert any("drawn()" in row.name for row in run.stats().stages)
+    assert list(pipe.run(state=state)) == first[5:]
+
+
+# -- no other code has to know a step ------------------------------------------------------------------
+
+STEPS = hybridloader.pipeline.operators
+RUNNING = ("engine", "fetching", "observe", "running", "tuning")
+
+
+def names_of_steps() -> set[str]:
+    for module in pkgutil.iter_modules(STEPS.__path__, STEPS.__name__ + "."):
+        import_module(module.name)
+    found, todo = set[str](), [Operator]
+    while todo:
+        kind = todo.pop()
+        todo += kind.__subclasses__()
+        found |= {kind.__name__} if kind.__module__.startswith(STEPS.__name__) else set()
+    return found
+
+
+def names_in(source: str) -> set[str]:
+    """Return all names in a module, and the modules and texts that may hold one."""
+    found = set[str]()
+    for node in ast.walk(ast.parse(source)):
+        for part in ("id", "attr", "name", "module", "value"):
+            value = getattr(node, part, None)
+            found |= {value} if isinstance(value, str) else set()
+    return found
+
+
+def test_modules_that_run_pipelines_name_no_step() -> None:
+    steps = names_of_steps()
+    assert len(steps) > 20
+    root = Path(hybridloader.__file__).parent
+    assert names_in((root / "pipeline" / "steps.py").read_text()) & steps  # it finds them there
+    for path in [path for package in RUNNING for path in (root / package).rglob("*.py")]:
+        names = names_in(path.read_text())
+        assert not {name for name in names if name.startswith(STEPS.__name__)}, path
+        assert not names & steps, path

@@ -29,8 +29,7 @@ from itertools import islice
 from typing import Any
 
 from hybridloader._support.attributes import own_attributes
-from hybridloader.pipeline.operators.order import ShardByRank
-from hybridloader.running.operator import Chain, Operator
+from hybridloader.running.operator import Chain, Operator, steps_in
 
 _MOST_VALUES = 20_000
 """Greatest number of values that are read in all: some 50 ms."""
@@ -86,34 +85,22 @@ def fingerprint_of_steps(chain: Chain) -> str:
 
 
 def ranks_of_steps(chain: Chain) -> str:
-    """Describe which shard of how many each `ShardByRank` without numbers is in this process now.
+    """Describe which rank of how many this process is now, for each step that selects by rank.
 
-    Empty where it is the only one: the numbers of the others are in their fingerprint.
+    Empty where it is the only one.
     """
-    told = ""
-    for operator in chain.operators:
-        told += "".join(map(ranks_of_steps, operator.branches()))
-        if isinstance(operator, ShardByRank) and operator.rank is None:
-            num_replicas, rank = operator.resolved()
-            told += f" rank {rank} of {num_replicas}" if num_replicas > 1 else ""
-    return told
-
-
-_NOT_OF_ITEMS = ("fork", "memory", "pipelines", "placement", "ranks")
-"""Fields of operators that do not decide what comes out, or that are described in another way."""
+    shares = (step.share or (1, 0) for step in steps_in(chain))
+    return "".join(f" rank {rank} of {ranks}" for ranks, rank in shares if ranks > 1)
 
 
 def _values(operator: Operator) -> dict[str, Any]:
     """Return the values that decide which items come out of `operator`, not where or how fast."""
     own: Any = operator
-    names = [field.name for field in fields(own)] if is_dataclass(own) else []
-    if not names:
+    if not (is_dataclass(own) and fields(own)):
         return dict(getattr(operator, "__dict__", {}))
-    found = {
-        name: getattr(operator, name)
-        for name in names
-        if name not in _NOT_OF_ITEMS and not name.startswith("_")
-    }
+    apart = ("placement", *operator.not_fingerprinted)
+    names = (field.name for field in fields(own) if field.compare and field.name not in apart)
+    found = {name: getattr(operator, name) for name in names}
     if operator.placement is not None:
         found["on_error"] = operator.placement.on_error
         found["seeding"] = operator.placement.seeding

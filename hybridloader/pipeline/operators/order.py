@@ -528,23 +528,23 @@ class ShardByRank(Operator):
             )
 
     def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
-        num_replicas, rank = self.resolved()
+        num_replicas, rank = self.share
         return EveryIterator(items, rank, num_replicas, context)
 
     def seek(self, n: int) -> int:
-        num_replicas, rank = self.resolved()
+        num_replicas, rank = self.share
         return rank + (n - 1) * num_replicas + 1
 
     def length(self, upstream: Length) -> Length:
-        num_replicas, rank = self.resolved()
+        num_replicas, rank = self.share
         return _from(upstream, rank, num_replicas)
 
     def identity(self) -> str:
-        num_replicas, rank = self.resolved()
+        num_replicas, rank = self.share
         return f"{self.name}(num_replicas={num_replicas}, rank={rank})"
 
-    def resolved(self) -> tuple[int, int]:
-        """Return the number of shards and of this one, as they are now, in this process."""
+    @property
+    def share(self) -> tuple[int, int]:
         if self.num_replicas is not None and self.rank is not None:
             return self.num_replicas, self.rank
         torch = sys.modules.get("torch")

@@ -42,6 +42,8 @@ class Join(Source):
 
     pipelines: tuple[Chain, ...] = field(repr=False)
 
+    not_fingerprinted = ("pipelines",)
+
     def __post_init__(self) -> None:
         settle(self, pipelines=several(self, self.pipelines))
 

@@ -182,6 +182,10 @@ class Items(Source):
             more = "; what has __getitem__ and __len__ is read by index, with from_dataset"
         check_source(self.name, source, more)
 
+    @property
+    def read_once(self) -> bool:  # type: ignore[override]
+        return hasattr(type(self.source), "__next__")
+
     def __getstate__(self) -> dict[str, Any]:
         return {"source": self.source}
 
@@ -190,7 +194,7 @@ class Items(Source):
 
     def start(self, context: Context) -> Iterator[Any]:
         source = self.source
-        if hasattr(type(source), "__next__"):
+        if self.read_once:
             if self._begun:
                 raise ValueError(
                     f"{self.name}: {short(source)} is an iterator, which can be read once, and a pass "

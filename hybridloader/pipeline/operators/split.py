@@ -60,6 +60,8 @@ class Branch(Source):
     fork: ForkPoint = field(repr=False)
     number: int
 
+    not_fingerprinted = ("fork",)
+
     def __post_init__(self) -> None:
         if not isinstance(self.fork, ForkPoint):
             raise TypeError(f"{self.name}: fork must be a ForkPoint, not {short(self.fork)}")
@@ -197,9 +199,9 @@ def may_begin_at(pipelines: Sequence[Chain], n: int) -> bool:
     """
     wanted: dict[ForkPoint, dict[int, int | None]] = {}
     for pipeline in pipelines:
-        source = pipeline.operators[0]
-        if isinstance(source, Branch):
-            wanted.setdefault(source.fork, {})[source.number] = _begins_at(pipeline, n)
+        place = pipeline.operators[0].fork_place
+        if place is not None:
+            wanted.setdefault(place[0], {})[place[1]] = _begins_at(pipeline, n)
         elif reaches_out(pipeline):
             return False
     return not any(
@@ -225,6 +227,6 @@ def reaches_out(pipeline: Chain) -> bool:
     """Return True if it holds some branches of a fork, and not all of them."""
     met: dict[ForkPoint, set[int]] = {}
     for operator in steps_in(pipeline):
-        if isinstance(operator, Branch):
-            met.setdefault(operator.fork, set()).add(operator.number)
+        if operator.fork_place is not None:
+            met.setdefault(operator.fork_place[0], set()).add(operator.fork_place[1])
     return any(len(numbers) < fork.count for fork, numbers in met.items())
