@@ -1,4 +1,4 @@
-"""torch.distributed: each rank has a loader and a share of the data. Start it with or without torchrun."""
+"""torch.distributed: each rank has a loader and a share of the data. With or without torchrun."""
 
 import gc
 import os
