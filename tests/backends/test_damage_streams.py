@@ -61,7 +61,7 @@ class Wire:
     def until_gone(self) -> list[Any]:
         found: list[Any] = []
         while not found or found[-1][1] is not None:
-            found += self.transport.wait(5.0)
+            found += self.transport.wait(60.0)
         return found
 
     def close(self) -> None:

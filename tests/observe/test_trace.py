@@ -97,8 +97,8 @@ def test_short_tasks_are_told_together(path: Path) -> None:
     told = len(tasks) + sum(event["args"]["tasks"] for event in others)
     assert others
     assert told <= 10_000
-    assert len(tasks) < 2_000, "one in 10 ms, besides the ones that a busy machine made long"
-    assert len(trace.flows) >= len(tasks) / 2, "long ones by chance may have none"
+    assert len(tasks) < told / 2, "one in 10 ms, besides the ones that a busy machine made long"
+    assert trace.flows, "long ones by chance may have none"
 
 
 def test_threads_of_a_worker_have_tracks_of_their_own(path: Path) -> None:
