@@ -91,10 +91,10 @@ def test_a_transfer_says_what_may_wait() -> None:
     fake = FakeAccelerator()
     pinner = pinner_for(Transfer(fake, batches_ahead=5, buffer_bytes=7), pin_memory=True)
     assert type(pinner) is Mover
-    assert (pinner.prefetch, pinner.buffer_bytes) == (5, 7)
-    for options in ({"prefetch": 0}, {"buffer_bytes": 0}):
+    assert (pinner.batches_ahead, pinner.buffer_bytes) == (5, 7)
+    for options in ({"batches_ahead": 0}, {"buffer_bytes": 0}):
         with pytest.raises(ValueError, match="must be at least 1, got 0"):
             Transfer(fake, **options)
     for wrong in (1.5, "2", True, None):
-        with pytest.raises(TypeError, match="prefetch must be a whole number"):
+        with pytest.raises(TypeError, match="batches_ahead must be a whole number"):
             Transfer(fake, batches_ahead=wrong)  # type: ignore[arg-type]

@@ -35,8 +35,8 @@ def nothing(index: Any, error: Exception) -> None:
         (lambda: Skip(0.0), ValueError, "is no share"),
         (lambda: Skip(1.5), ValueError, "is no share"),
         (lambda: Skip(float("nan")), ValueError, "is no share"),
-        (lambda: Skip(True), TypeError, "Skip: budget is an int"),
-        (lambda: Skip("1"), TypeError, "Skip: budget is an int"),  # type: ignore[arg-type]
+        (lambda: Skip(True), TypeError, "Skip: max_failures is an int"),
+        (lambda: Skip("1"), TypeError, "Skip: max_failures is an int"),  # type: ignore[arg-type]
         (lambda: Replace(3), TypeError, "must be callable"),  # type: ignore[arg-type]
         (lambda: Replace(nothing, 2.0), ValueError, "is no share"),
         (lambda: Retry(0), ValueError, "at least 1"),
@@ -46,11 +46,11 @@ def nothing(index: Any, error: Exception) -> None:
         (lambda: Retry(1, float("inf")), ValueError, "backoff=inf is more seconds"),
         (lambda: Retry(1, float("nan")), ValueError, "backoff is seconds"),
         (lambda: Retry(1, "1"), ValueError, "backoff is seconds"),  # type: ignore[arg-type]
-        (lambda: Retry(1, max_backoff=-1), ValueError, "longest is seconds"),
+        (lambda: Retry(1, max_backoff=-1), ValueError, "max_backoff is seconds"),
         (lambda: Retry(1, retry_on=()), ValueError, "repeat nothing"),
         (lambda: Retry(1, retry_on=KeyboardInterrupt), TypeError, "that are an Exception"),  # type: ignore[arg-type]
         (lambda: Retry(1, retry_on=(OSError, 3)), TypeError, "that are an Exception"),  # type: ignore[arg-type]
-        (lambda: Retry(1, then=Retry(1)), ValueError, "raise `times`"),  # type: ignore[arg-type]
+        (lambda: Retry(1, then=Retry(1)), ValueError, "raise `max_retries`"),  # type: ignore[arg-type]
         (lambda: Retry(1, then="ignore"), ValueError, "then must be"),
         (lambda: parse_on_error("ignore"), ValueError, "on_error must be"),
         (lambda: parse_on_error(Skip), ValueError, r"write Skip\(\.\.\.\)"),
@@ -289,7 +289,7 @@ def test_the_error_tells_what_was_skipped() -> None:
         budget.count(1, [failed(22, KeyError("x" * 500))], 0)
     lines = str(caught.value).splitlines()
     assert lines[0].startswith("In stage 'the stage', 23 of 23 samples failed")
-    assert "budget=22" in lines[0]
+    assert "max_failures=22" in lines[0]
     assert lines[1].split() == ["index", "exception"]
     assert [line.split()[0] for line in lines[2:22]] == [str(n) for n in range(20)]
     assert max(map(len, lines[2:22])) < 140

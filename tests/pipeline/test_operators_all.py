@@ -276,8 +276,8 @@ BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: Unbatch(split=3), TypeError, "split must be a function"),  # type: ignore[arg-type]
     (lambda: Unbatch(True, split=list), ValueError, "leave one of them out"),
     (lambda: BatchBy(3, 4), TypeError, "cost must be a function from an item"),  # type: ignore[arg-type]
-    (lambda: BatchBy(len, "4"), TypeError, "budget must be a number"),  # type: ignore[arg-type]
-    (lambda: BatchBy(len, 0), ValueError, "budget must be above 0 and finite, not 0"),
+    (lambda: BatchBy(len, "4"), TypeError, "max_cost must be a number"),  # type: ignore[arg-type]
+    (lambda: BatchBy(len, 0), ValueError, "max_cost must be above 0 and finite, not 0"),
     (lambda: BatchBy(len, float("nan")), ValueError, "finite, not nan"),
     (lambda: BatchBy(len, INFINITE), ValueError, "finite, not inf"),
     (lambda: BatchBy(len, 4, padded=None), TypeError, "padded must be True"),  # type: ignore[arg-type]
@@ -306,7 +306,7 @@ BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: Mix(CHAINS, (1, "2")), TypeError, r"weights\[1\] must be a number"),  # type: ignore[arg-type]
     (lambda: Mix(CHAINS, (1, 0)), ValueError, r"weights\[1\] must be above 0"),
     (lambda: Mix(CHAINS, stop="any"), ValueError, "stop must be 'all' or 'first'"),
-    (lambda: Interleave(CHAINS, 0), ValueError, "block must be at least 1"),
+    (lambda: Interleave(CHAINS, 0), ValueError, "block_length must be at least 1"),
     (lambda: ForkPoint([], 2), TypeError, "fork: pipeline must be a pipeline"),  # type: ignore[arg-type]
     (lambda: ForkPoint(CHAINS[0], 0), ValueError, "fork: count must be at least 1"),
     (lambda: Branch(CHAINS[0], 0), TypeError, "fork must be a ForkPoint"),

@@ -152,7 +152,7 @@ def test_an_item_that_alone_costs_too_much_is_an_error_that_names_it() -> None:
     assert items_in(found) == [[4, 5], [6]]
     (error,) = errors_in(found)
     assert isinstance(error, ValueError)
-    assert str(error).startswith("batch_by: an item costs 11, more than budget=10: 11 (a int)")
+    assert str(error).startswith("batch_by: an item costs 11, more than max_cost=10: 11 (a int)")
 
 
 def test_what_is_skipped_is_counted_and_told_once() -> None:
@@ -166,7 +166,7 @@ def test_what_is_skipped_is_counted_and_told_once() -> None:
         (11, "batch_by"),
         (12, "batch_by"),
     ]
-    assert "it costs 12, more than budget=10" in str(found.skipped[1].error)
+    assert "it costs 12, more than max_cost=10" in str(found.skipped[1].error)
     assert sum(stage.faults.skipped for stage in found.stats().stages) == 2
     assert len(told) == 1
 
@@ -191,7 +191,7 @@ def test_alone_means_with_no_other(costs: list[int], padded: bool) -> None:
         (None, TypeError, "must give a number, not None"),
         (True, TypeError, "must give a number, not True"),
         (torch.ones(2), TypeError, "must give a number, not tensor"),
-        (float("inf"), ValueError, "costs inf, more than budget=10"),
+        (float("inf"), ValueError, "costs inf, more than max_cost=10"),
     ],
 )
 def test_a_bad_cost_is_an_error_at_its_item(cost: Any, kind: type[Exception], told: str) -> None:

@@ -178,7 +178,11 @@ def test_the_next_item_can_be_asked_for_without_waiting() -> None:
 
 @pytest.mark.parametrize(
     ("ahead", "most"),
-    [({"prefetch": 3}, 3), ({"prefetch": 99, "buffer_bytes": 40}, 2), ({"buffer_bytes": 1}, 1)],
+    [
+        ({"batches_ahead": 3}, 3),
+        ({"batches_ahead": 99, "buffer_bytes": 40}, 2),
+        ({"buffer_bytes": 1}, 1),
+    ],
     ids=["items", "bytes", "one item is larger"],
 )
 def test_so_many_wait_and_one_more_is_at_hand(ahead: Any, most: int) -> None:
@@ -286,7 +290,7 @@ def test_what_another_thread_would_take_is_refused_before_anything_starts(
 
 
 def test_parameters_that_can_not_be_are_refused_where_they_are_given() -> None:
-    with pytest.raises(ValueError, match=r"^to: prefetch must be at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"^to: batches_ahead must be at least 1, got 0"):
         rows().to("cuda", batches_ahead=0)
     with pytest.raises(TypeError, match=r"^pin_memory: buffer_bytes must be a whole number"):
         rows().pin_memory(buffer_bytes=1.5)  # type: ignore[arg-type]

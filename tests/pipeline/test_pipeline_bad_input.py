@@ -187,7 +187,7 @@ NUMBERS: dict[str, Case] = {
     ),
     "fork": (lambda: BASE.fork(0), ValueError, "fork: count must be at least 1"),
     "block": (lambda: BASE.interleave(BASE, block_length=0), ValueError, "interleave: block"),
-    "budget": (lambda: BASE.batch_by(double, math.nan), ValueError, "batch_by: budget"),
+    "budget": (lambda: BASE.batch_by(double, math.nan), ValueError, "batch_by: max_cost"),
 }
 
 

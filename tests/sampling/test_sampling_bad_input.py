@@ -39,8 +39,8 @@ def blocked(data_source: Any = (3, 4), **changed: Any) -> Any:
     return BlockShuffleSampler(data_source, **{"seed": 0, **changed})
 
 
-def budgeted(lengths: Any = (1, 2), budget: Any = 9, **changed: Any) -> Any:
-    return TokenBudgetBatchSampler(lengths, budget, **{"seed": 0, **changed})
+def budgeted(lengths: Any = (1, 2), max_cost: Any = 9, **changed: Any) -> Any:
+    return TokenBudgetBatchSampler(lengths, max_cost, **{"seed": 0, **changed})
 
 
 class Unread:
@@ -57,9 +57,13 @@ TABLE: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: blocked(5), TypeError, "int has no block_sizes; give the number of samples of each"),
     (lambda: blocked(Unread()), TypeError, r"Unread has no block_sizes.*or \[len\(dataset\)\]"),
     (lambda: blocked([2, -1]), ValueError, r"must not be negative, got lengths\[1\] = -1"),
-    (lambda: blocked(block=0), ValueError, "block must be at least 1, got 0"),
-    (lambda: blocked(window=0), ValueError, "window must be at least 1, got 0"),
-    (lambda: blocked(spans=0), ValueError, "spans must be at least 1, got 0"),
+    (lambda: blocked(block_size=0), ValueError, "block_size must be at least 1, got 0"),
+    (lambda: blocked(window_blocks=0), ValueError, "window_blocks must be at least 1, got 0"),
+    (
+        lambda: blocked(num_canonical_ranks=0),
+        ValueError,
+        "num_canonical_ranks must be at least 1, got 0",
+    ),
     (lambda: blocked(rank=1), ValueError, "num_replicas is None and rank is 1"),
     (lambda: ShuffleSampler(-1, 0), ValueError, "data_source must be at least 0, got -1"),
     (lambda: ShuffleSampler(2**62 + 1, 0), ValueError, "must be at most 4611686018427387904"),
@@ -132,11 +136,11 @@ TABLE: list[tuple[Callable[[], Any], type[Exception], str]] = [
     ),
     (lambda: bucketed(width=None, buckets=2.0), TypeError, "buckets must be a number, or the"),
     (lambda: bucketed(drop_last="no"), TypeError, "drop_last must be True or False, got 'no'"),
-    (lambda: budgeted(budget=0), ValueError, "budget must be at least 1"),
+    (lambda: budgeted(max_cost=0), ValueError, "max_cost must be at least 1"),
     (
         lambda: budgeted([3, 10, 4, 11]),
         ValueError,
-        r"sample 1 has length 10, above budget=9 \(2 such in all\); raise the budget, or choose",
+        r"sample 1 has length 10, above max_cost=9 \(2 such in all\); raise max_cost, or choose",
     ),
     (lambda: budgeted(max_size=0), ValueError, "max_size must be at least 1"),
     (lambda: budgeted(padded=1), TypeError, "padded must be True or False"),

@@ -87,7 +87,7 @@ def test_ranks_have_equal_counts_in_the_words_of_the_other_samplers(
     blocks: list[int], window: int, replicas: int, factor: int, uneven: Any
 ) -> None:
     blocks = [*blocks, replicas]
-    options = {"window": window, "uneven": uneven, "spans": factor * replicas}
+    options = {"window_blocks": window, "uneven": uneven, "num_canonical_ranks": factor * replicas}
     parts = [list(sampler) for sampler in ranks(replicas, blocks, **options)]
     n = sum(blocks)
     others = [
@@ -101,10 +101,13 @@ def test_ranks_have_equal_counts_in_the_words_of_the_other_samplers(
 
 
 def test_ranks_read_different_blocks() -> None:
-    parts = [{index // 20 for index in sampler} for sampler in ranks(4, [20] * 16, window=2)]
+    parts = [{index // 20 for index in sampler} for sampler in ranks(4, [20] * 16, window_blocks=2)]
     assert [*map(len, parts)] == [4, 4, 4, 4]
     assert len(set.union(*parts)) == 16
-    in_turn = [{index // 20 for index in s} for s in ranks(4, [20] * 16, window=2, spans=1)]
+    in_turn = [
+        {index // 20 for index in s}
+        for s in ranks(4, [20] * 16, window_blocks=2, num_canonical_ranks=1)
+    ]
     assert [*map(len, in_turn)] == [16, 16, 16, 16]
 
 
@@ -131,7 +134,9 @@ def test_the_order_goes_on_when_the_number_of_ranks_changes(
     seen: list[int] = []
     state = None
     for number, (replicas, steps) in enumerate(legs):
-        samplers = ranks(replicas, blocks, window=2, spans=spans, uneven=uneven)
+        samplers = ranks(
+            replicas, blocks, window_blocks=2, num_canonical_ranks=spans, uneven=uneven
+        )
         if state is not None:
             for sampler in samplers:
                 sampler.load_state_dict(state)
@@ -154,8 +159,8 @@ def test_another_division_into_blocks_is_refused() -> None:
     for other, name in [
         (BlockShuffleSampler([3, 5], 7), "blocks_crc32"),
         (BlockShuffleSampler([4, 4], 7, block_size=2), "blocks_crc32"),
-        (BlockShuffleSampler([4, 4], 7, window_blocks=2), "window"),
-        (BlockShuffleSampler([4, 4], 7, num_canonical_ranks=2), "spans"),
+        (BlockShuffleSampler([4, 4], 7, window_blocks=2), "window_blocks"),
+        (BlockShuffleSampler([4, 4], 7, num_canonical_ranks=2), "num_canonical_ranks"),
     ]:
         with pytest.raises(StateError, match=name):
             other.load_state_dict(state)
@@ -177,4 +182,4 @@ def test_number_and_rank_are_those_of_the_group_if_there_is_one(
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 3)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 8)
     sampler = BlockShuffleSampler([50, 50], 7)
-    assert (sampler.rank, sampler.num_replicas, sampler.spans) == (3, 8, 8)
+    assert (sampler.rank, sampler.num_replicas, sampler.num_canonical_ranks) == (3, 8, 8)

@@ -75,7 +75,7 @@ def test_what_a_sample_is(folder: Path) -> None:
     assert Files(folder)[0] == b"A/1.TXT"
     assert Files(folder, decode="text")[0] == "A/1.TXT"
     assert Files(folder, decode=len)[0] == 7
-    with pytest.raises(ValueError, match="load must be 'bytes', 'text' or a function"):
+    with pytest.raises(ValueError, match="decode must be 'bytes', 'text' or a function"):
         Files(folder, decode="image")  # type: ignore[arg-type]
 
 
@@ -86,7 +86,7 @@ def test_classes_are_the_folders_below_the_root(folder: Path) -> None:
     assert files[3] == ("B/DEEP/3.TXT", 1)
     with pytest.raises(SourceError, match=r"1\.txt is in no class folder"):
         Files(f"{folder}/a/*.txt", class_from_folder=True)
-    with pytest.raises(ValueError, match="make them with classes=True"):
+    with pytest.raises(ValueError, match="make them with class_from_folder=True"):
         _ = Files(folder).labels
 
 

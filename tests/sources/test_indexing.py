@@ -13,7 +13,8 @@ from support.archives import sample_members, tar_bytes
 from support.http_store import HttpStore
 
 from hybridloader.cli import main
-from hybridloader.sources import SourceError, Tar, indexing
+from hybridloader.errors import SourceError
+from hybridloader.sources import Tar, indexing
 from hybridloader.sources.indexing import index_archives
 from hybridloader.sources.tar_index import packed_index
 

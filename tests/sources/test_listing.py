@@ -14,7 +14,8 @@ from support.archives import sample_members, tar_bytes
 from support.http_store import HttpStore
 from support.listed_store import ListedStore, SharedListedStore
 
-from hybridloader.sources import Files, Parquet, SourceError, Tar
+from hybridloader.errors import SourceError
+from hybridloader.sources import Files, Parquet, Tar
 from hybridloader.sources.listing import urls_of
 
 

@@ -188,7 +188,10 @@ def test_a_cache_too_small_for_the_window_is_told(folder: Path) -> None:
     rows = Parquet(folder, memory_cache_bytes=0)
     for _ in range(8):
         assert [rows[i]["int"] for i in (0, 5)] == [0, 5]
-    with pytest.warns(UserWarning, match=r"cache=0 bytes holds only 1 of .* MB: give cache= room"):
+    with pytest.warns(
+        UserWarning,
+        match=r"memory_cache_bytes=0 holds only 1 of .* MB: give memory_cache_bytes= room",
+    ):
         assert [rows[i]["int"] for i in (0, 5)] == [0, 5]
     rows.close()
 

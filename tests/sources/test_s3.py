@@ -16,8 +16,9 @@ import pytest
 from support.archives import sample_members, tar_bytes
 
 from hybridloader import DataLoader
+from hybridloader.errors import SourceError, StoreError
 from hybridloader.sampling import BlockShuffleSampler
-from hybridloader.sources import Files, Parquet, SourceError, StoreError, Tar, indexing, pack
+from hybridloader.sources import Files, Parquet, Tar, indexing, pack
 
 pytest.importorskip("s3fs")
 moto = pytest.importorskip("moto.server")

@@ -37,7 +37,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Shards[Any]]:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"text {number}")
     paths = write_shards(folder / "tar", [5, 9, 0, 8])
-    tar = partial(Tar, paths, members=("txt",))
+    tar = partial(Tar, paths, fields=("txt",))
     parquet = {}
     if importlib.util.find_spec("pyarrow") is not None:
         import pyarrow.parquet
@@ -51,7 +51,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Shards[Any]]:
         **parquet,
         "files": Files(folder / "files", decode="text", class_from_folder=True),
         "tar": tar(),
-        "tar, merged": tar(merge=512),
+        "tar, merged": tar(coalesce_bytes=512),
     }
 
 

@@ -13,8 +13,9 @@ from support.archives import tar_bytes
 from support.http_store import HttpStore
 
 from hybridloader import DataLoader, Retry, Skip
+from hybridloader.errors import SourceError, StoreError
 from hybridloader.sampling import BlockShuffleSampler
-from hybridloader.sources import Files, Parquet, Shards, SourceError, StoreError, Tar, patience
+from hybridloader.sources import Files, Parquet, Shards, Tar, patience
 
 ROWS = 6
 

@@ -84,7 +84,7 @@ def test_chosen_members_and_a_function(tmp_path: Path) -> None:
     assert list(loader) == [[(b"p", b"0")]]
     assert [bad.index for bad in loader.skipped] == [1]
     assert Tar(path, decode=lambda sample: len(sample))[0] == 4
-    with pytest.raises(TypeError, match="members is a sequence of extensions"):
+    with pytest.raises(TypeError, match="fields is a sequence of extensions"):
         Tar(path, fields="jpg")
 
 
@@ -210,7 +210,7 @@ def test_it_can_be_sent(tmp_path: Path) -> None:
 def test_remote_members_are_read_by_ranges(store: HttpStore, backend: str, tmp_path: Path) -> None:
     for number in range(3):
         store.files[f"/{number}.tar"] = tar_bytes(sample_members(4 * number, 4))
-    options: Any = {"members": ("txt",), "index": str(tmp_path)}
+    options: Any = {"fields": ("txt",), "index": str(tmp_path)}
     tar = Tar(f"{store.url}/{{0..2}}.tar", **options)
     assert len([*tmp_path.iterdir()]) == 0  # this server tells no time and no checksum
     store.requests.clear()
