@@ -65,19 +65,25 @@ def _parser() -> argparse.ArgumentParser:
     demo = commands.add_parser(
         "demo",
         help="train a small network on photographs, and compare the backends",
-        description="Cut ten photographs that scikit-image and scikit-learn carry into 4,500 JPEG "
-        "files (once), train a small network to tell which photograph a crop is from, and measure "
+        description="Cut ten photographs that scikit-image and scikit-learn include into 4,500 JPEG "
+        "files (once), train a small network to recognize which photograph a crop is from, and measure "
         "how many images per second each backend loads.",
     )
     demo.set_defaults(run=_demo, parser=demo)
     for option, kind, metavar, default, text in (
         ("--data", Path, "DIR", None, "a folder with one folder of images per class"),
-        ("--cache", Path, "DIR", None, "where to cut the photographs into, and find them"),
-        ("--backend", str, "NAME", None, "for the training; torch's choice if absent"),
+        ("--cache", Path, "DIR", None, "folder of the crops, which are made once"),
+        (
+            "--backend",
+            str,
+            "NAME",
+            None,
+            "of the training; default: processes, started as torch does",
+        ),
         ("--workers", _at_least(0), "N", None, "default: one per core, at most 4"),
         ("--batch-size", _at_least(1), "N", 64, "default: 64"),
         ("--epochs", _at_least(1), "N", 4, "default: 4"),
-        ("--limit", _at_least(1), "N", None, "train on so many images only"),
+        ("--limit", _at_least(1), "N", None, "number of images to train on; default: all"),
     ):
         demo.add_argument(option, type=kind, metavar=metavar, default=default, help=text)
     demo.add_argument(
@@ -98,15 +104,15 @@ def _add_run(commands: Any) -> None:
         "run",
         usage="%(prog)s [OPTION ...] SCRIPT [ARGUMENT ...]\n       %(prog)s [OPTION ...] -m MODULE "
         "[ARGUMENT ...]",
-        help="run a script whose torch DataLoaders use a backend of ours",
+        help="run a script, with its torch DataLoaders on this engine",
         description="Run a Python script as `python SCRIPT` would, with every torch DataLoader in it on "
-        "our engine, as after hybridloader.install(). Nothing in the script has to be changed.",
-        epilog="What the options mean is told by hybridloader.DataLoader; a loader that can't have one "
-        "goes without. All behind SCRIPT is the script's.",
+        "this engine, as after hybridloader.install(). The script needs no change.",
+        epilog="Options have the meaning documented in hybridloader.DataLoader. A loader that does not "
+        "support an option runs without it. Arguments after SCRIPT are passed to it.",
         allow_abbrev=False,
     )
     run.set_defaults(run=_run, parser=run)
-    run.add_argument("--backend", metavar="NAME", help="torch's choice if absent")
+    run.add_argument("--backend", metavar="NAME", help="default: processes, started as torch does")
     for name, kind, metavar in (
         ("threads_per_worker", _at_least(1), "N"),
         ("on_error", str, "raise|skip"),
@@ -122,12 +128,12 @@ def _add_run(commands: Any) -> None:
     run.add_argument(
         "--headroom",
         action="store_true",
-        help="load some batches and use them again and again: how much faster it could be at most",
+        help="load some batches and reuse them, to measure how much faster the script could be at most",
     )
     run.add_argument(
         "--watch",
         action="store_true",
-        help="show rate, stall and verdict of all loaders while it runs; needs rich on a terminal",
+        help="show rate, stall and verdict of all loaders while it runs; a terminal needs rich",
     )
     run.add_argument(
         "-m", dest="module", action="store_true", help="SCRIPT is the name of a module"
@@ -172,7 +178,7 @@ def _add_index(commands: Any) -> None:
         help="index tar archives ahead of time, for Tar(..., index=FOLDER)",
         description="Read the headers of tar archives and keep their indices in a folder, from which "
         "all ranks and runs read them: Tar(URL, index=FOLDER). Archives that have an index there are "
-        "passed over, so the same command resumes one that was interrupted.",
+        "skipped, so the same command resumes an interrupted one.",
     )
     index.set_defaults(run=_index, parser=index)
     index.add_argument("urls", nargs="+", metavar="URL", help="archive, folder or glob; {000..127}")
@@ -192,7 +198,7 @@ def _add_pack(commands: Any) -> None:
         "pack",
         help="write a folder or a dataset into shards: tar archives or Parquet files",
         description="Write samples into shards that Tar, Parquet and webdataset read, each archive with "
-        "its index. Nothing is overwritten. The same command resumes one that was interrupted.",
+        "its index. No file is overwritten. The same command resumes an interrupted one.",
     )
     pack.set_defaults(run=_pack, parser=pack)
     pack.add_argument(
@@ -208,13 +214,15 @@ def _add_pack(commands: Any) -> None:
         "--shards",
         type=_at_least(1),
         metavar="N",
-        help="number of shards: a multiple of the number of ranks gives each rank as many",
+        help="number of shards: a multiple of the number of ranks gives each rank the same number",
     )
     size.add_argument("--samples-per-shard", type=_at_least(1), metavar="N")
     size.add_argument(
         "--bytes-per-shard", type=_bytes, metavar="SIZE", help="such as 64M; default: 256M"
     )
-    pack.add_argument("--classes", action="store_true", help="add the number of the folder as cls")
+    pack.add_argument(
+        "--classes", action="store_true", help="add the number of the class folder as cls"
+    )
     pack.add_argument("--workers", type=_at_least(1), default=4, metavar="N", help="default: 4")
     _add_storage_options(pack)
 
@@ -269,7 +277,7 @@ def _run(arguments: argparse.Namespace) -> str | None:
     from hybridloader.compat.install import install
     from hybridloader.loader.options import OptionWords
 
-    said: Any = {
+    options: Any = {
         name: getattr(arguments, name)
         for name in OptionWords.__annotations__
         if hasattr(arguments, name)
@@ -280,7 +288,7 @@ def _run(arguments: argparse.Namespace) -> str | None:
     except script.NotThere as error:
         return str(error)
     try:
-        install(arguments.backend, **said)
+        install(arguments.backend, **options)
     except (ValueError, RuntimeError) as error:
         return str(error)
     with contextlib.ExitStack() as around:
@@ -336,9 +344,7 @@ def _tune(arguments: argparse.Namespace) -> str | None:
             script.run(program, arguments.arguments)
     except TunedEnd:
         return None
-    return (
-        "the script ended before a DataLoader had 9 batches; Pipelines are tuned by tune(pipeline)"
-    )
+    return "the script ended before a DataLoader had 9 batches; for a Pipeline, call tune(pipeline) in it"
 
 
 def _index(arguments: argparse.Namespace) -> str | None:
@@ -358,8 +364,8 @@ def _index(arguments: argparse.Namespace) -> str | None:
     except (OSError, ImportError, ValueError, SourceError) as error:
         return f"{type(error).__name__}: {error}"
     if failures:
-        told = "\n".join(f"  {type(error).__name__}: {error}" for _, error in failures)
-        return f"{len(failures)} archives have no index; run it again for these alone:\n{told}"
+        lines = "\n".join(f"  {type(error).__name__}: {error}" for _, error in failures)
+        return f"{len(failures)} archives have no index; run the command again for these only:\n{lines}"
     return None
 
 
@@ -395,11 +401,13 @@ def _source(arguments: argparse.Namespace) -> Any:
     text = arguments.source
     module, colon, name = text.partition(":")
     if colon and "://" not in text and "/" not in text and not Path(text).exists():
-        sys.path.insert(0, "")  # as python -m has it
+        sys.path.insert(0, "")  # as in python -m
         found: Any = importlib.import_module(module)
         for part in name.split("."):
             if not hasattr(found, part):
-                raise ValueError(f"{module} has no {name}")
+                raise ValueError(
+                    f"{module} has no {name}; SOURCE must name an attribute of the module"
+                )
             found = getattr(found, part)
         if callable(found) and not hasattr(found, "__iter__") and not hasattr(found, "__getitem__"):
             found = found()
@@ -410,7 +418,7 @@ def _source(arguments: argparse.Namespace) -> Any:
     samples = FolderSamples(text, classes=arguments.classes, storage_options=options)
     if samples.ignored:
         print(
-            f"{samples.ignored:,} files are left out: hidden, or without an extension",
+            f"{samples.ignored:,} files are skipped: hidden, or without an extension",
             file=sys.stderr,
         )
     return samples

@@ -72,7 +72,8 @@ class TarFile(ShardFile):
                 )
             if name in self._names:
                 raise ValueError(
-                    f"sample {number}: its shard already has a member {name!r}; give each sample a different __key__"
+                    f"sample {number}: its shard already has a member {name!r}; give each sample a "
+                    "different __key__"
                 )
             members.append((name, _encoded(value, extension, number)))
         if not members:

@@ -320,7 +320,7 @@ def _is_of_connection(error: Any) -> bool:
 
 
 def _without_cache(fs: Any) -> Any:
-    """Return the file system that a cache of fsspec's reads, whose information on files is more complete."""
+    """Return the file system that a cache of fsspec reads: it has more fields of its files."""
     cached = sys.modules.get("fsspec.implementations.cached")
     return fs.fs if cached is not None and isinstance(fs, cached.CachingFileSystem) else fs
 

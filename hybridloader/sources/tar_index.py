@@ -159,7 +159,8 @@ def _members(name: str, file: Any) -> Iterator[tarfile.TarInfo]:
                 )
             if member.name.startswith("/") or ".." in PurePosixPath(member.name).parts:
                 raise SourceError(
-                    f"{name}, {last}: its name leads out of the archive; write it without '..' and a leading slash"
+                    f"{name}, {last}: its name leads out of the archive; write it without "
+                    "'..' and a leading slash"
                 )
             if member.isreg():
                 yield member
