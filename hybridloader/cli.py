@@ -344,7 +344,7 @@ def _tune(arguments: argparse.Namespace) -> str | None:
             script.run(program, arguments.arguments)
     except TunedEnd:
         return None
-    return "the script ended before a DataLoader had 9 batches; for a Pipeline, call tune(pipeline) in it"
+    return "the script ended before a DataLoader had 9 batches; for a Pipeline, call tune(pipeline)"
 
 
 def _index(arguments: argparse.Namespace) -> str | None:

@@ -136,7 +136,8 @@ class TorchAccelerator:
         capturing = getattr(stream, "is_capturing", None)
         if capturing is not None and capturing():
             raise RuntimeError(
-                f"{stream} is being captured into a graph, so no event can be recorded; take batches outside the capture"
+                f"{stream} is being captured into a graph, so no event can be recorded; take batches "
+                "outside the capture"
             )
         mark: StreamMark = stream.record_event()
         return mark

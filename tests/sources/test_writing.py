@@ -314,7 +314,7 @@ def test_the_command_packs_a_folder(
     out = str(tmp_path / "out")
     assert main(["pack", str(photos), "-o", out, "--classes", "--shards", "2"]) == 0
     told = capsys.readouterr().err
-    assert "2 files are left out" in told
+    assert "2 files are skipped" in told
     assert "2 of 2 shards are done\n2 samples, 1 to 1 in a shard" in told
     tar = Tar(f"{out}/*.tar", fields=("jpg", "cls"), index="beside")
     assert [*tar.keys] == ["cat/1", "dog/2"]
