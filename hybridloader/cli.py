@@ -146,10 +146,10 @@ def _add_tune(commands: Any) -> None:
     tune = commands.add_parser(
         "tune",
         usage="%(prog)s [OPTION ...] SCRIPT [ARGUMENT ...]",
-        help="run a script up to its first loader, and measure which workers load fastest",
+        help="run a script up to its first loader or pipeline, and measure which workers are fastest",
         description="Run a Python script until a DataLoader, torch's or hybridloader's, has had 8 "
-        "batches. Then measure plans of workers for this loader, print a table and the line to change, "
-        "and end the script. The script is not edited.",
+        "batches, or a run of a Pipeline 8 items. Then measure plans of workers for it, print a table "
+        "and the lines to change, and end the script. The script is not edited.",
         epilog="Arguments after SCRIPT are passed to it.",
         allow_abbrev=False,
     )
@@ -315,9 +315,10 @@ def _run(arguments: argparse.Namespace) -> str | None:
 
 
 def _tune(arguments: argparse.Namespace) -> str | None:
-    """Tune the first loader of a script; return the error as text, or None."""
+    """Tune the first loader or pipeline of a script; return the error as text, or None."""
     from hybridloader.compat import script
     from hybridloader.tuning.script_loader import FirstLoader, Found, TunedEnd
+    from hybridloader.tuning.subjects import subject_of
     from hybridloader.tuning.tune import tune
 
     try:
@@ -325,26 +326,36 @@ def _tune(arguments: argparse.Namespace) -> str | None:
     except script.NotThere as error:
         return str(error)
 
+    problem: str | None = None
+
     def tuned(found: Found) -> None:
-        step = 1 / found.loop if arguments.keep_up and found.loop > 0 else None
+        nonlocal problem
+        try:
+            subject = subject_of(found.loader)
+        except (TypeError, ValueError) as error:
+            problem = str(error)
+            return
         result = tune(
-            found.loader,
+            subject,
             seconds=arguments.seconds,
-            step=step,
+            step=1 / found.loop if arguments.keep_up and found.loop > 0 else None,
             cpus=arguments.cpus,
             memory=arguments.memory,
         )
-        if found.place is not None:
-            print(f"The loader was made at {found.place}")
+        for name, made in subject.parts():
+            if (place := found.place_of(made)) is not None:
+                print(f"{name} was made at {place}")
         print(result)
 
-    first = FirstLoader(tuned)
     try:
-        with first:
+        with FirstLoader(tuned) as first:
             script.run(program, arguments.arguments)
     except TunedEnd:
-        return None
-    return "the script ended before a DataLoader had 9 batches; for a Pipeline, call tune(pipeline)"
+        return problem
+    return (
+        f"the script ended before a DataLoader had {first.enough} batches, or a Pipeline as many items, "
+        "in one epoch"
+    )
 
 
 def _index(arguments: argparse.Namespace) -> str | None:

@@ -155,7 +155,7 @@ class StartedTask(Protocol):
         """Wait for the samples, or for `Fetcher.wake`; False, at once, if threads fetch them."""
 
     def stop(self) -> bool:
-        """Begin no more samples."""
+        """Begin no more samples; they have `ended` if none is in flight."""
 
     def leave(self) -> bool:
         """Wait for samples that are in flight, for a limited time; False if some are stuck."""

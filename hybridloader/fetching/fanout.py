@@ -179,7 +179,15 @@ class _Job(SharedItems):
         if self.work(function, self.context, BaseException if helping else Exception):
             self._end()
 
+    def stop(self) -> bool:
+        last = super().stop()
+        if last:  # no thread has begun an item of it, so none would end it
+            self._end()
+        return last
+
     def _end(self) -> None:
+        if self.ended:
+            return
         self.ended = True
         self.bell.put(None)
         ring = self.ring
@@ -220,8 +228,7 @@ class _Job(SharedItems):
             except Empty:
                 pass
             if leaving or (context is not None and context.cancelled):
-                if self.stop():
-                    self._end()
+                self.stop()
                 if deadline is None:
                     deadline = time.monotonic() + _PATIENCE
                 elif time.monotonic() > deadline:

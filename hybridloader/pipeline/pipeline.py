@@ -321,7 +321,7 @@ class Pipeline(Steps):
 
         It is measured at the first call, for at most 5 seconds, and not again.
         """
-        placements = (operator.placement for operator in self.operators)
+        placements = (operator.placement for operator in steps_in(self))
         if not any(placement is not None and placement.auto for placement in placements):
             return self
         if not self._chosen:

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from hybridloader.tuning.pipeline_subject import PipelineSubject
 from hybridloader.tuning.planner import Search
 from hybridloader.tuning.plans import Limits, Place, Plan, limits_here
-from hybridloader.tuning.subjects import LoaderSubject, PipelineSubject
+from hybridloader.tuning.subjects import LoaderSubject
 from hybridloader.tuning.tune import Tuner, with_the_users
 from hybridloader.tuning.tuning import Tuning
 

@@ -132,11 +132,18 @@ class Search:
         """Trials that did not fail, the fastest first.
 
         A plan that was tried before the bytes of a result were known, and exceeds the memory, is left
-        out, unless there is no other.
+        out, unless there is no other. So is one that changes an idle stage.
         """
         good = [trial for trial in self.trials.values() if trial.rates]
         within = [trial for trial in good if self._allowed(trial.plan)]
-        return sorted(within or good, key=lambda trial: -trial.rate)
+        idle = self.idle
+        kept = [t for t in within if all(t.plan[at] == self.start[at] for at in idle)]
+        return sorted(kept or within or good, key=lambda trial: -trial.rate)
+
+    @property
+    def idle(self) -> list[int]:
+        """Numbers of stages that had no result while others had: they keep the workers of the start."""
+        return [at for at, cost in enumerate(self.costs) if cost is None] if any(self.costs) else []
 
     def keeps_up(self, trial: Trial) -> bool:
         """Return True if a rate is asked for, and this trial reached it."""
@@ -177,7 +184,7 @@ class Search:
             if plan not in self.trials and self._allowed(plan):
                 yield plan
             elif plan == self.start and plan not in self.trials:
-                self.refused[plan] = self.limits.problem(plan, self.stages, self.costs) or ""
+                self.refused[plan] = self._problem(plan) or ""
             self._learn(ones, twos)
         for plan in (*self._firsts(), self._all(INLINE)):
             if self._open(plan) and (plan != self._all(INLINE) or self._is_last_resort):
@@ -228,7 +235,15 @@ class Search:
         return tuple(stage.within(place) for stage in self.stages)
 
     def _allowed(self, plan: Plan) -> bool:
-        return self.limits.problem(plan, self.stages, self.costs) is None
+        return self._problem(plan) is None
+
+    def _problem(self, plan: Plan) -> str | None:
+        """Return the limit that `plan` exceeds, in words, but for idle stages; None if it keeps all."""
+        idle = self.idle
+        busy = [at for at in range(len(plan)) if at not in idle]
+        places = tuple(plan[at] for at in busy)
+        stages, costs = tuple(self.stages[at] for at in busy), tuple(self.costs[at] for at in busy)
+        return self.limits.problem(places, stages, costs)
 
     def _open(self, plan: Plan) -> bool:
         """Return True if a plan may be tried: within the limits, not tried, no backend that failed."""
@@ -265,9 +280,10 @@ class Search:
 
     def _firsts(self) -> list[Plan]:
         """Return plans that follow from the costs: each stage by its kind."""
+        idle = self.idle
         options = [
-            self._first_places(stage, cost)
-            for stage, cost in zip(self.stages, self.costs, strict=True)
+            [self.start[at]] if at in idle else self._first_places(stage, cost)
+            for at, (stage, cost) in enumerate(zip(self.stages, self.costs, strict=True))
         ]
         longest = max(map(len, options), default=0)
         plans = [
@@ -324,7 +340,8 @@ class Search:
 
     def _neighbours(self, trial: Trial) -> Iterator[Plan]:
         """Yield plans beside that of `trial`: those of its busiest stage first."""
-        order = sorted(range(len(self.stages)), key=lambda at: -_load(trial, at))
+        busy = set(range(len(self.stages))).difference(self.idle)
+        order = sorted(busy, key=lambda at: -_load(trial, at))
         if self.keeps_up(trial):  # only cheaper ones are of use
             near = [plan for at in order for plan in self._beside(trial.plan, at)]
             yield from (plan for plan in near if price(plan) < price(trial.plan))
@@ -382,7 +399,12 @@ class Search:
             why = "it is the fastest"
         else:
             why = f"it is as fast as {shown(fastest.plan)} within the noise, and cheaper"
-        return f"{shown(best.plan)}: {why}." + (f" {kinds}." if kinds else "")
+        idle = ", ".join(self.stages[at].name for at in self.idle)
+        return (
+            f"{shown(best.plan)}: {why}."
+            + (f" {kinds}." if kinds else "")
+            + (f" No trial had a result of {idle}, which keeps its workers." if idle else "")
+        )
 
 
 _WORDS = {

@@ -1,7 +1,6 @@
-"""Loaders and pipelines as subjects of a tuning, by their public attributes.
+"""Loaders as subjects of a tuning, by their public attributes.
 
 A loader is measured by another one over the same dataset, which draws from own samplers and generators.
-A pipeline is measured by its own operators with other placements.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,20 +16,14 @@ import torch.utils.data
 from hybridloader._support.attributes import attribute
 from hybridloader.compat.from_torch import from_torch
 from hybridloader.engine.registry import get_backend
-from hybridloader.fetching.readers import MapFetch
 from hybridloader.loader.dataloader import DataLoader
 from hybridloader.loader.options import Options
-from hybridloader.observe.stats import Stats
 from hybridloader.pipeline.pipeline import Pipeline
-from hybridloader.running.operator import Operator
-from hybridloader.running.placement import Placement
-from hybridloader.tuning.planner import StageTrial
-from hybridloader.tuning.plans import INLINE, Place, Plan, Stage
+from hybridloader.tuning.endless import Endless
+from hybridloader.tuning.pipeline_subject import PipelineSubject
+from hybridloader.tuning.plans import Place, Plan, Stage
 from hybridloader.tuning.trials import Running, Subject
 from hybridloader.tuning.untouched import untouched_generators
-
-_AND = " + "
-"""Text between the names of functions that share a stage."""
 
 DRAWN = 1 << 16
 """Indices, or batches of them, that are drawn from a sampler for a measurement, at most."""
@@ -50,44 +42,6 @@ def subject_of(given: Any) -> Subject:
     )
 
 
-class _Endless(Running):
-    """Results of epoch after epoch, and the figures of the stages from statistics."""
-
-    def __init__(self, epochs: Iterator[Any], stats: Any, names: Sequence[str]) -> None:
-        self._epochs, self._stats, self._names = epochs, stats, names
-        self._epoch: Iterator[Any] = iter(())
-        self._empty = False
-
-    def __next__(self) -> Any:
-        while True:
-            try:
-                result = next(self._epoch)
-            except StopIteration:
-                if self._empty:  # an epoch without a result
-                    raise
-                self._epoch, self._empty = next(self._epochs), True
-                continue
-            self._empty = False
-            return result
-
-    def stages(self) -> tuple[StageTrial | None, ...]:
-        stats: Stats = self._stats()
-        return tuple(_figures(stats, name) for name in self._names)
-
-
-def _figures(stats: Stats, name: str) -> StageTrial | None:
-    """Return the figures of the stage `name`, which may be a part of a row."""
-    for row in stats.stages:
-        if {*name.split(_AND)} <= {*row.name.split(_AND)} and row.items:
-            count = row.items
-            cpu = None if row.cpu is None else row.cpu / count
-            return StageTrial(row.busy / count, cpu, (row.bytes or 0) // count, row.load)
-    return None
-
-
-# -- loaders -------------------------------------------------------------------------------------------
-
-
 class LoaderSubject(Subject):
     """A loader, ours or torch's."""
 
@@ -97,7 +51,7 @@ class LoaderSubject(Subject):
         self, loader: torch.utils.data.DataLoader[Any], *, keep_threads: bool = False
     ) -> None:
         """Take a loader; with `keep_threads` its `threads_per_worker` stays in every plan."""
-        self._keep_threads = keep_threads
+        self._given, self._keep_threads = loader, keep_threads
         self._ours = isinstance(loader, DataLoader)
         # Of torch's, one of ours with the same attributes: refused here if it can't be had.
         self._loader: Any = loader if self._ours else from_torch(loader)
@@ -165,7 +119,7 @@ class LoaderSubject(Subject):
                     yield last[0]
 
             try:
-                yield _Endless(epochs(), loader.stats, ("DataLoader",))
+                yield Endless(epochs(), loader.stats, ("DataLoader",))
             finally:
                 for iterator in last:
                     iterator.close()
@@ -203,6 +157,9 @@ class LoaderSubject(Subject):
             words.append("persistent_workers=False")
         return f"hybridloader.DataLoader(..., {', '.join(words)})"
 
+    def parts(self) -> Sequence[tuple[str, Any]]:
+        return [("The loader", self._given)]
+
 
 class _Again:
     """Indices again and again, as a sampler or a batch sampler."""
@@ -212,146 +169,3 @@ class _Again:
 
     def __iter__(self) -> Iterator[Any]:
         return itertools.cycle(self._indices)
-
-
-# -- pipelines -----------------------------------------------------------------------------------------
-
-
-class PipelineSubject(Subject):
-    """A pipeline: each function, or row of functions with equal placements, is a stage."""
-
-    name, unit = "Pipeline", "items"
-
-    def __init__(self, pipeline: Pipeline, *, only_auto: bool = False) -> None:
-        """Take a pipeline; with `only_auto`, the stages that leave their workers to a measurement."""
-        self._pipeline = pipeline
-        for operator in pipeline.operators:
-            if operator.read_once:
-                raise TypeError(
-                    "tune() reads the source of a pipeline several times, and this one can be read only "
-                    "once; give a function that makes it, as in from_iterable(lambda: read(file))"
-                )
-        self._groups = _groups(pipeline.operators)
-        if only_auto:
-            self._groups = [group for group in self._groups if _auto(pipeline.operators[group[0]])]
-        if not self._groups:
-            raise TypeError(
-                "tune() found no step of this pipeline to place: it has no map(), filter() or "
-                "flat_map(), and its source is no slow dataset"
-            )
-        firsts = [pipeline.operators[group[0]] for group in self._groups]
-        self.start = tuple(_place_of(work.placement) for work in firsts if work.placement)
-        self.stages = tuple(
-            Stage(
-                _AND.join(pipeline.operators[at].name for at in group),
-                not work.step().concurrency and not only_auto,
-                only=place.backend if only_auto and _auto(work) == "num_workers" else None,
-            )
-            for group, work, place in zip(self._groups, firsts, self.start, strict=True)
-        )
-
-    @contextlib.contextmanager
-    def open(self, plan: Plan, timeout: float) -> Iterator[Running]:
-        with untouched_generators(*self._pipeline.operators):
-            epochs = self._placed(plan, timeout).epochs(None, seed=0, observe=True)
-            last: list[Any] = []
-
-            def runs() -> Iterator[Any]:
-                for run in epochs:
-                    last[:] = [run]
-                    yield run
-
-            with epochs:
-                yield _Endless(
-                    runs(), lambda: last[0].stats(), [stage.name for stage in self.stages]
-                )
-
-    def apply(self, plan: Plan) -> Pipeline:
-        return self._placed(plan, None)
-
-    def _placed(self, plan: Plan, timeout: float | None) -> Pipeline:
-        operators: list[Operator] = list(self._pipeline.operators)
-        for group, place, before in zip(self._groups, plan, self.start, strict=True):
-            for at in group:
-                work: Any = operators[at]
-                placement: Placement = work.placement
-                if place != before:
-                    placement = _moved(placement, place)
-                placement = replace(placement, auto="")
-                if timeout is not None and not placement.inline:
-                    placement = replace(placement, timeout=timeout)
-                if placement != work.placement:
-                    operators[at] = replace(work, placement=placement)
-        return Pipeline(operators)
-
-    def code(self, plan: Plan) -> str:
-        lines = []
-        for stage, place in zip(self.stages, plan, strict=True):
-            if place == INLINE:
-                lines.append(f"{stage.name}: no backend")
-                continue
-            words = [f"backend={place.backend!r}"]
-            if place.workers:
-                words.append(f"num_workers={place.workers}")
-            if place.threads > 1:
-                words.append(f"threads_per_worker={place.threads}")
-            lines.append(f"{stage.name}: {', '.join(words)}")
-        return "\n".join(lines)
-
-
-def _auto(operator: Operator) -> str:
-    return "" if operator.placement is None else operator.placement.auto
-
-
-def _groups(operators: Sequence[Operator]) -> list[list[int]]:
-    """Return the numbers of the operators to be placed: a row with equal placements is one group."""
-    groups: list[list[int]] = []
-    for at, operator in enumerate(operators):
-        if operator.placement is None or operator.step().kind == "read" or operator.cheap:
-            continue
-        joins = (
-            groups
-            and groups[-1][-1] == at - 1
-            and operators[at - 1].placement == operator.placement
-            and operator.placement.fuse
-            and not operator.step().concurrency
-            and not isinstance(operators[at - 1].step().function, MapFetch)
-        )
-        if joins:
-            groups[-1].append(at)
-        else:
-            groups.append([at])
-    return groups
-
-
-def _place_of(placement: Placement) -> Place:
-    if placement.backend is None or placement.backend.in_caller:
-        return INLINE
-    return Place(placement.backend.name, placement.num_workers, placement.threads_per_worker)
-
-
-def _moved(placement: Placement, place: Place) -> Placement:
-    """Return a placement with the workers of `place`, and all other options that it may have."""
-    if place == INLINE:
-        return replace(
-            placement,
-            backend=None,
-            num_workers=1,
-            threads_per_worker=1,
-            prefetch=None,
-            buffer_bytes=None,
-            timeout=0,
-            task_timeout=0,
-            on_worker_death=None,
-        )
-    mine = placement.backend
-    backend = (
-        mine if mine is not None and mine.name == place.backend else get_backend(place.backend)
-    )
-    return replace(
-        placement,
-        backend=backend,
-        num_workers=place.workers,
-        threads_per_worker=place.threads,
-        ranks=1,
-    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -72,6 +72,10 @@ class Subject(ABC):
     def code(self, plan: Plan) -> str:
         """Return the code to paste."""
 
+    def parts(self) -> Sequence[tuple[str, Any]]:
+        """Return the objects whose making the user changes, each after its name."""
+        return ()
+
 
 class Empty(ValueError):
     """There is no item to measure."""
@@ -85,6 +89,8 @@ class Measured:
     error: Exception | None
     overhead: float
     """Seconds until its first result, and from its last one until its workers had ended."""
+    closing: float = 0.0
+    """The latter alone."""
     kept: tuple[Any, ...] = ()
     """First results, if they were asked for."""
 
@@ -106,8 +112,7 @@ def measure(
     seconds
         Seconds to measure for, after the first results.
     deadline
-        Time on `clock` at which it ends, whatever it has. Only a result that does not come may take a
-        second more.
+        Time on `clock` after which it waits for no other result. The workers end then.
     step
         Called with each result, as the user's loop does.
     keep
@@ -132,13 +137,15 @@ def measure(
                     break
             stages = running.stages()
     except Exception as error:
-        return Measured(Trial(plan, error=in_a_line(error)), error, clock() - began, tuple(kept))
+        return Measured(
+            Trial(plan, error=in_a_line(error)), error, clock() - began, kept=tuple(kept)
+        )
     if len(times) == 1:
         empty = Empty(f"{subject.name} gives no {subject.unit}, so there is nothing to measure")
         return Measured(Trial(plan, error=str(empty)), empty, clock() - began)
     trial = Trial(plan, rates_of(times, together), stages)
-    overhead = clock() - times[-1] + times[1] - began
-    return Measured(trial, None, overhead, tuple(kept))
+    closing = clock() - times[-1]
+    return Measured(trial, None, closing + times[1] - began, closing, tuple(kept))
 
 
 def _together(plan: Plan) -> int:

@@ -47,7 +47,7 @@ def tune(
     loader_or_pipeline
         A `DataLoader`, ours or torch's, or a `Pipeline`.
     seconds
-        Limit of the time; the workers of the last plan may take up to 2 seconds more to end.
+        Limit of the time. Only a batch that has begun by then is waited for.
     step
         Your training step, called with real batches (it trains the model), or a number of batches (of
         items, for a pipeline) a second. The choice is then the cheapest plan that keeps up with it.
@@ -127,6 +127,7 @@ class Tuner:
         self.search = Search(subject.stages, subject.start, limits, gil_enabled(), target)
         # All the mutable state:
         self._overheads = dict(OVERHEADS)
+        self._closings: dict[str, float] = {}  # seconds in which workers of a backend end
         self._first_error: Exception | None = None
         self._shown = 0
 
@@ -165,7 +166,13 @@ class Tuner:
         slice_ = self.seconds / TRIALS
         for plan in self.search.plans():
             now = self._clock()
-            needed = max((self._overhead_of(place.backend) for place in plan), default=0.0)
+            backends = [place.backend for place in plan]
+            slowest = max(
+                self._closings.values(), default=0.0
+            )  # for backends that are not measured
+            closing = max(self._closings.get(name, slowest) for name in backends)
+            needed = max(closing, *(self._overheads.get(name, 5.0) for name in backends))
+            end = deadline - closing
             if self.search.best is not None and now + needed + slice_ / 2 > deadline:
                 if now + slice_ / 2 > deadline:
                     break
@@ -176,7 +183,7 @@ class Tuner:
                 self.subject,
                 plan,
                 slice_,
-                min(deadline, now + needed + 3 * slice_) if self.search.good else deadline,
+                min(end, now + needed + 3 * slice_) if self.search.good else end,
                 self._clock,
                 step=self._call,
                 keep=KEPT if timed else 0,
@@ -184,9 +191,10 @@ class Tuner:
             if measured.error is not None and self._is_final(plan, measured):
                 break
             if measured.kept and timed:
-                self.search.target = self._rate_of_step(measured.kept, slice_)
-            for place in plan:
-                self._overheads[place.backend] = measured.overhead
+                self.search.target = self._rate_of_step(measured.kept, slice_, deadline)
+            self._overheads |= dict.fromkeys(backends, measured.overhead)
+            if measured.error is None:
+                self._closings |= dict.fromkeys(backends, measured.closing)
             self.search.note(measured.trial)
 
     def _is_final(self, plan: Plan, measured: Measured) -> bool:
@@ -215,10 +223,9 @@ class Tuner:
         )
         return error
 
-    def _overhead_of(self, backend: str) -> float:
-        return self._overheads.get(backend, 5.0)
-
-    def _rate_of_step(self, batches: tuple[Any, ...], seconds: float) -> float | None:
+    def _rate_of_step(
+        self, batches: tuple[Any, ...], seconds: float, deadline: float
+    ) -> float | None:
         """Return how many calls of the step are possible in a second, if loading took no time."""
         from hybridloader.observe.headroom_trials import synchronize
 
@@ -230,8 +237,10 @@ class Tuner:
             before = self._clock()
             self._call(batches[len(times) % len(batches)])
             synchronize()
-            times.append(self._clock() - before)
-            if len(times) >= 100 or (self._clock() - began > 2 * seconds and len(times) > 1):
+            now = self._clock()
+            times.append(now - before)
+            late = now - began > 2 * seconds and len(times) > 1
+            if len(times) >= 100 or late or now >= deadline:
                 break
         median = statistics.median(times)
         return 1 / median if median > 0 else None

@@ -107,6 +107,29 @@ def test_calls_that_are_begun_one_after_the_other_have_all_threads() -> None:
     assert [job.result() for job in jobs] == [[1, 2], [3, 4], [5]]
 
 
+def test_a_call_of_which_no_item_has_begun_ends_when_it_is_stopped() -> None:
+    mine, release, begun = Fanout(2), threading.Event(), threading.Barrier(3)
+    rung: SimpleQueue[str] = SimpleQueue()
+
+    def function(item: int) -> None:
+        begun.wait(LONG)
+        assert release.wait(LONG)
+
+    running, waiting = (
+        mine.begin(function, items, None, "item", partial(rung.put, name))
+        for name, items in (("running", [1, 2]), ("waiting", [3, 4]))
+    )
+    begun.wait(LONG)  # both threads are busy
+    for job in (running, waiting):
+        job.stop()
+    assert (running.ended, waiting.ended) == (False, True)
+    assert waiting.leave()
+    release.set()
+    assert running.leave()
+    assert [rung.get(timeout=LONG) for _ in range(2)] == ["waiting", "running"]
+    assert rung.empty()
+
+
 def test_an_error_waits_for_what_is_running_and_later_errors_do_not_hide_it() -> None:
     late_has_raised, ended = threading.Event(), []
 

@@ -79,6 +79,7 @@ class Scripted(Subject):
     bytes: int = 1000
     on_next: Callable[[Plan], None] | None = None
     on_open: Callable[[Plan], None] | None = None
+    closing: float = 0.0  # seconds in which the workers of any plan end
     clock: Clock = field(default_factory=Clock)
     name: str = "Scripted"
     unit: str = "batches"
@@ -101,6 +102,7 @@ class Scripted(Subject):
         try:
             yield _Running(self, plan)
         finally:
+            self.clock.now += self.closing
             self.running -= 1
 
     def apply(self, plan: Plan) -> Any:

@@ -1,15 +1,22 @@
-"""``hybridloader tune SCRIPT``: the first loader with enough batches is tuned, and the script ends."""
+"""``hybridloader tune SCRIPT``: the first loader or pipeline with enough results is tuned; then the
+script ends."""
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.utils.data
 
-from hybridloader import DataLoader
+from hybridloader import DataLoader, Pipeline, PipelineLoader
+from hybridloader.running.run import Run
+from hybridloader.tuning import auto as choosing
 from hybridloader.tuning.script_loader import FirstLoader, Found, TunedEnd
 from tests.support.manual_clock import Clock
 
@@ -40,6 +47,137 @@ def test_the_line_of_the_loader_and_the_code_are_printed(tmp_path: Path) -> None
     assert "not reached" not in done.stdout
 
 
+PIPELINE = """
+import time
+from hybridloader import Pipeline
+
+def wait(number):
+    time.sleep(0.001)
+    return number
+
+few = Pipeline.from_dataset(range(7)).map(str)
+list(few)
+one, two = (
+    Pipeline.from_dataset(range(1000))
+    .map(wait)
+    .fork()
+)
+pipe = Pipeline.zip(one, two.map(str))
+for item in pipe:
+    time.sleep(0.01)
+print("not reached")
+"""
+
+
+def command(script: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    words = [
+        sys.executable,
+        "-m",
+        "hybridloader",
+        "tune",
+        "--seconds",
+        "0.5",
+        *options,
+        str(script),
+    ]
+    return subprocess.run(words, capture_output=True, text=True, timeout=100)
+
+
+def test_the_steps_of_a_pipeline_are_named_with_their_lines(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(PIPELINE)
+    done = command(script, "--keep-up")
+    assert (done.returncode, done.stderr) == (0, "")
+    first, second, *table = done.stdout.splitlines()
+    assert first.startswith("fork 0: map(wait) was made at ")
+    assert first.endswith("train.py:13: .map(wait)")
+    assert second.startswith("zip 1: map(str) was made at ")
+    assert second.endswith("train.py:16: pipe = Pipeline.zip(one, two.map(str))")
+    assert "chosen" in done.stdout
+    assert "keeps up with" in done.stdout
+    assert table[-2].startswith("fork 0: map(wait): ")
+    assert "not reached" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "problem"),
+    [
+        ("Pipeline.from_dataset(range(20))", "found no step of this pipeline to place"),
+        ("Pipeline.from_iterable(iter(range(20))).map(str)", "can be read only once"),
+        ("Pipeline.from_dataset(range(7)).map(str)", "ended before a DataLoader had 8 batches"),
+    ],
+)
+def test_a_pipeline_that_can_t_be_tuned_is_an_error_in_a_line(
+    pipeline: str, problem: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(f"from hybridloader import Pipeline\nfor item in {pipeline}: pass\n")
+    done = command(script)
+    assert done.returncode != 0
+    assert problem in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+KINDS = {
+    "iter": iter,
+    "run": lambda pipe: pipe.run(seed=1),
+    "epochs": lambda pipe: itertools.chain.from_iterable(pipe.epochs(1)),
+    "loader": lambda pipe: iter(PipelineLoader(pipe)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("backend", [None, "threads", "auto"])
+def test_a_pipeline_is_found_however_it_is_run(
+    kind: str, backend: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choosing, "SECONDS", 0.2)
+    clock, found = Clock(), list[Found]()
+    changed = [(Pipeline, "__init__"), (Pipeline, "settled"), (Run, "__next__")]
+    methods = [vars(of)[name] for of, name in changed]
+    made = list[Pipeline]()
+
+    def script() -> None:
+        made.append(Pipeline.from_dataset(range(20)).map(str, backend=backend))
+        for _ in KINDS[kind](made[0]):
+            clock.now += 0.25
+
+    with pytest.raises(TunedEnd), FirstLoader(found.append, enough=3, clock=clock):
+        script()
+    (pipe,) = made
+    assert [round(one.loop, 3) for one in found] == [0.25]
+    assert found[0].loader is pipe
+    place = found[0].place_of(pipe.operators[-1])
+    assert place is not None
+    assert place.file == __file__
+    assert [vars(of)[name] for of, name in changed] == methods
+
+
+class OfPipeline(torch.utils.data.IterableDataset[str]):
+    def __iter__(self) -> Iterator[str]:
+        return iter(Pipeline.from_dataset(range(40)).map(str))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_pipeline_within_a_loader_is_the_loader_s(workers: int) -> None:
+    found = list[Found]()
+    loader = torch.utils.data.DataLoader(OfPipeline(), 8, num_workers=workers)
+    with pytest.raises(TunedEnd), FirstLoader(found.append, enough=3):
+        list(loader)
+    assert [one.loader for one in found] == [loader]
+
+
+def test_what_another_thread_takes_does_not_count() -> None:
+    found, taken = list[Found](), list[Any]()
+    pipe = Pipeline.from_dataset(range(40)).map(str)
+    with FirstLoader(found.append, enough=3):
+        for source in (pipe, torch.utils.data.DataLoader(range(40))):  # type: ignore[arg-type]
+            thread = threading.Thread(target=lambda source=source: taken.extend(source))
+            thread.start()
+            thread.join()
+    assert (len(found), len(taken)) == (0, 80)
+
+
 @pytest.mark.parametrize("of", [DataLoader, torch.utils.data.DataLoader])
 def test_the_loop_is_timed_without_waits(of: type[torch.utils.data.DataLoader[int]]) -> None:
     clock, found = Clock(), list[Found]()
@@ -57,9 +195,10 @@ def test_the_loop_is_timed_without_waits(of: type[torch.utils.data.DataLoader[in
         for _ in of(Waits(), 2):
             clock.now += 0.25
 
-    with pytest.raises(TunedEnd), FirstLoader(found.append, batches=3, clock=clock):
+    with pytest.raises(TunedEnd), FirstLoader(found.append, enough=3, clock=clock):
         script()
     assert [round(one.loop, 3) for one in found] == [0.25]
-    assert found[0].place is not None
-    assert found[0].place.file == __file__
+    place = found[0].place_of(found[0].loader)
+    assert place is not None
+    assert place.file == __file__
     assert [vars(torch.utils.data.DataLoader)[n] for n in ("__init__", "__iter__")] == methods

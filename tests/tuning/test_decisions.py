@@ -54,6 +54,27 @@ def test_the_choice_is_near_the_best_of_a_grid(name: str) -> None:
     assert subject.running == 0
 
 
+@pytest.mark.parametrize("closing", [0.1, 0.5, 1.0])
+def test_it_ends_in_time_but_for_one_result(closing: float) -> None:
+    waits = 0.2
+    subject = Scripted((Cost(waiting=waits),), (Place("threads", 2),), closing=closing)
+    tuning = tuned(subject, seconds=5)
+    assert subject.clock.now - 100 <= 5 + waits
+    assert len(tuning.trials) > 1
+
+
+def test_a_step_that_takes_longer_than_there_is_time_is_called_once_alone() -> None:
+    subject, calls = Scripted((WORKLOADS["waiting"],), (INLINE,)), list[float]()
+
+    def step(batch: Any) -> None:
+        subject.clock.now += 6.0
+        calls.append(subject.clock.now)
+
+    tuning = tuned(subject, seconds=5, step=step)
+    assert len(calls) == 2  # in the loop, and alone
+    assert tuning.keeps_up is not None
+
+
 def test_one_worker_is_chosen_behind_one_lock() -> None:
     """More workers are slower, so the search must come down from the eight that there are."""
     tuning = tuned(Scripted((WORKLOADS["one lock"],), (Place("threads", 4),)))

@@ -11,7 +11,7 @@ import math
 import random
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -60,6 +60,9 @@ class Concat(Join):
 
     def length(self, upstream: Length) -> Length:
         return sum_of(self.lengths)
+
+    def in_trial(self) -> Interleave:
+        return Interleave(self.pipelines)
 
 
 class ConcatIterator(PassesIterator):
@@ -308,6 +311,9 @@ class Interleave(_InTurn):
 
     def length(self, upstream: Length) -> Length:
         return sum_of(self.lengths)
+
+    def in_trial(self) -> Interleave:
+        return self if self.block_length == 1 else replace(self, block_length=1)
 
 
 class InterleaveIterator(_TurnIterator):
