@@ -26,11 +26,11 @@ def usable(backend: Backend) -> Backend:
     from hybridloader.backends.threads import Threads
 
     name = multiprocessing.current_process().name
-    log(INFO, "process %r is daemonic: threads instead of %s", name, type(backend).__name__)
+    log(INFO, "process %r is daemonic: using threads, not %s", name, type(backend).__name__)
     warn_once(
-        f"process {name!r} is daemonic, as a loader's workers are, and so may not have children: a "
-        "loader in it uses threads instead of processes. They share a map-style dataset, and the GIL if "
-        "there is one. Say so with backend='threads' or num_workers=0 there; for processes, make the "
-        "loader in a process that is not daemonic, or give the outer one more workers",
+        f"process {name!r} is daemonic, as a loader's workers are, so it can't have child processes: a "
+        "loader in it uses threads instead. They share a map-style dataset, and the GIL if there is "
+        "one. Set backend='threads' or num_workers=0 there to silence this. For processes, make the "
+        "loader in a process that is not daemonic, or give the outer loader more workers",
     )
     return Threads(memory=backend.memory)

@@ -130,7 +130,7 @@ class _InlineCrew(Crew):
     def wake(self) -> None:
         return None  # `wait` never sleeps
 
-    def kill(self, worker: int, cause: str | None = "was told to end") -> None:
+    def kill(self, worker: int, cause: str | None = "was ordered to end") -> None:
         made = self.workers.pop(worker, None)
         if made is not None:
             made.close()
@@ -173,6 +173,6 @@ class _InlineCrew(Crew):
                 raise
             warn(
                 f"inline workers share one dataset: {error} "
-                "Inline(copy_dataset=False) says that this is meant.",
+                "Inline(copy_dataset=False) silences this warning.",
             )
             return fetch.dataset

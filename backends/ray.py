@@ -26,10 +26,11 @@ _SHUT_DOWN = "is gone: Ray was shut down"
 """Cause of an end: this process left the cluster while it had workers there."""
 
 _LATE = 30.0
-"""Seconds after which a worker that Ray has not started is warned of. Starting one takes 1 to 5 s."""
+"""Seconds after which a warning names the workers that Ray has not started. Ray starts one in 1 to 5
+s."""
 
 _LOOKS = 1.0
-"""Seconds from one look at the cluster to the next."""
+"""Seconds between two checks of the cluster."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ class _RayCrew(engine.Crew):
         self.connection = _connection()
         # All the mutable state:
         self.closed = False
-        self.late = self.next_look = 0.0  # time from which a worker is late; 0: none is waited for
+        self.late = self.next_look = 0.0  # time from which a worker is late; 0: all have started
         self.upkeep = self.look
 
     def look(self) -> None:
@@ -146,19 +147,23 @@ class _RayCrew(engine.Crew):
             self.late = 0.0
             late = [actor for actor in self.actors if actor.placed is None and actor.is_alive()]
             if late:
-                told = f"{len(late)} of {len(self.actors)} workers have no place yet. {late[0].stack()} "
-                told += "Ask for less (Ray(num_cpus=...), num_workers=), or add nodes."
-                warnings.warn(told, stacklevel=2)
+                text = f"{len(late)} of {len(self.actors)} workers have no placement yet. "
+                text += f"{late[0].stack()} "
+                text += "Request less (Ray(num_cpus=...), num_workers=), or add nodes."
+                warnings.warn(text, stacklevel=2)
 
     def page_lock(self, locks: Any) -> None:
         self.slots.page_lock(locks)
 
     def start(self, worker: int, spec: engine.WorkerSpec) -> None:
-        if _connection() != self.connection:  # or Ray would start a cluster unasked
-            raise engine.BackendUnavailable("Ray was shut down while the loader had workers there")
+        if _connection() != self.connection:  # otherwise Ray would start a cluster unasked
+            raise engine.BackendUnavailable(
+                "Ray was shut down while the loader had workers there; connect again, and make a "
+                "new iterator"
+            )
         starting = (actor.work for actor in self.actors if not actor.ready)
         work = next((work for sent, work in starting if sent is spec), None)
-        if work is None:  # else those that start together share it
+        if work is None:  # otherwise workers that start together share it
             work = _package().put(engine.work_of(spec))
         share = max(1, self.memory // max(1, spec.workers))
         actor = self.actor.remote(worker, work, share)
@@ -179,7 +184,7 @@ class _RayCrew(engine.Crew):
 
     def close(self) -> None:
         self.closed, self.upkeep = True, None
-        self._lost()  # or it would wait for what no worker can answer
+        self._lost()  # no worker can answer any more
         super().close()
         self.slots.close()
 
@@ -200,7 +205,7 @@ class _Actor(engine.CallingHandle):
         super().__init__(number, crew.report, alone=work[0].timed)
         self.id = actor._actor_id.hex()
         self.crew, self.actor = crew, actor
-        self.work: Any = work  # stays in the store until the worker is ready
+        self.work: Any = work  # kept in the store until the worker is ready
         self.begin()
 
     @property
@@ -212,11 +217,11 @@ class _Actor(engine.CallingHandle):
     def pid(self) -> int | None:
         return None if self.placed is None else self.placed[0]
 
-    known_pid = None  # on this machine; `name` has the other
+    known_pid = None  # there is none on this machine; `name` contains the remote one
 
     def call(self, method: str, *arguments: Any) -> Future[Any]:
         actor = self.actor
-        if actor is None:  # it ends on another thread
+        if actor is None:  # another thread has ended it
             raise RuntimeError(f"{self.name} has ended")
         if method == "step":
             ref = actor.step.remote(*arguments)
@@ -238,7 +243,7 @@ class _Actor(engine.CallingHandle):
         if self.placed is not None or not ray.is_initialized():
             return super().stack(timeout)
         has, free = ray.cluster_resources(), ray.available_resources()
-        return f"Ray has not started it: it takes {self.crew.wanted}; of {has} free are {free}."
+        return f"Ray has not started it: it requests {self.crew.wanted}; of {has}, {free} are free."
 
     def started(self) -> None:
         self.work = None, None
@@ -246,7 +251,7 @@ class _Actor(engine.CallingHandle):
     def received(self, done: engine.Done, step: Future[Any], at: int) -> engine.Done:
         ref = step.object_ref  # type: ignore[attr-defined]
         result = _Result(done.payload, engine.Place(ref, at), self.crew.slots)
-        if self.crew.closed:  # nobody is going to take it
+        if self.crew.closed:  # the result will not be used
             result.discard()
         return done._replace(payload=result)
 
@@ -254,7 +259,7 @@ class _Actor(engine.CallingHandle):
         return exited(self._number, error)
 
     def over(self) -> None:
-        self.actor, self.work = None, (None, None)  # Ray ends an actor that nobody refers to
+        self.actor, self.work = None, (None, None)  # Ray ends an actor without references
 
 
 def _package() -> Any:
@@ -266,7 +271,8 @@ def _check(address: str | None, *, start: bool) -> None:
     """Raise `BackendUnavailable` if Ray is not installed, or there is no cluster to connect to."""
     try:
         ray = _package()
-        ray.init  # noqa: B018  # a folder named `ray` beside the script, as Ray's own in /tmp, has none
+        # A folder `ray` beside the script, such as Ray's own in /tmp, lacks it.
+        ray.init  # noqa: B018
     except (ImportError, AttributeError) as error:
         raise engine.BackendUnavailable(
             f"backend 'ray' needs Ray: pip install 'hybridloader[ray]' ({error})"
@@ -274,14 +280,14 @@ def _check(address: str | None, *, start: bool) -> None:
     wanted = _wanted(address)
     if (wanted or "").startswith("ray://") or ray.util.client.ray.is_connected():
         raise engine.BackendUnavailable(
-            "backend 'ray' does not run behind Ray Client (ray://): Ray would keep all batches at "
-            "the other end of the connection. Run the script on a machine of the cluster, such as "
-            "by `ray job submit`."
+            "backend 'ray' does not run through Ray Client (ray://), because Ray would keep all "
+            "batches at the remote end of the connection. Run the script on a machine of the "
+            "cluster, for example by `ray job submit`."
         )
     if not (ray.is_initialized() or wanted or start):
         raise engine.BackendUnavailable(
             "backend 'ray' starts no cluster unasked, and this process is connected to none. Call "
-            "ray.init() first, or say Ray(address='auto') for one that runs on this machine, "
+            "ray.init() first, or set Ray(address='auto') for a cluster on this machine, "
             "Ray(address='HOST:6379') for another, or Ray(start=True) to start one here."
         )
 
@@ -304,9 +310,9 @@ def _connection() -> Any:
     """Return an identifier of this connection to a cluster; None if there is no connection."""
     ray = _package()
     if ray.is_initialized():
-        with suppress(Exception):  # another thread shuts it down
+        with suppress(Exception):  # another thread may be shutting Ray down
             context = ray.get_runtime_context()
-            return context.get_job_id(), context.get_node_id()  # a new cluster counts jobs from 1
+            return context.get_job_id(), context.get_node_id()  # job ids start at 1 in each cluster
     return None
 
 
@@ -323,9 +329,9 @@ def exited(number: int, error: Exception) -> engine.Exited:
         at += 1
     at = at if 1 < at < len(lines) else len(lines) - 1
     why, common, causes = lines[at].partition("Some common causes")
-    if "its owner has died" in why:  # that is this process, which has only left the cluster
+    if "its owner has died" in why:  # this process has left the cluster
         return engine.Exited(number, _SHUT_DOWN)
-    # No sample is to blame for a machine that has gone.
+    # A lost machine is not a fault of any sample.
     blameless = -1 if "its node has died" in text else None
     node = re.search(r"Node Id: (\w+)", text) if blameless else None
     return engine.Exited(

@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from hybridloader.memory.page_locks import PageLocks
 
 _OURS = (threading.__file__, os.path.dirname(os.path.abspath(fetcher.__file__)), __file__)
-"""Files whose frames are left out at the beginning of a stack: they say nothing about the worker."""
+"""Files of this package. Their frames at the beginning of a stack are left out, being the same in all
+workers."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class _Inbox:
         self.put = put_and_wake
 
 
-class _Thread(WorkerHandle):  # the thread itself has no reference to it
+class _Thread(WorkerHandle):  # the thread itself has no reference to its handle
     name = "thread"
 
     def __init__(
@@ -152,15 +153,15 @@ def _main(
             messages.call(worker.wake)
         return messages.ring
 
-    tell = report if opened is None else report_opened
-    codes.append(serve(worker, messages.get, tell, prepare=prepare, listen=listen))
+    report_event = report if opened is None else report_opened
+    codes.append(serve(worker, messages.get, report_event, prepare=prepare, listen=listen))
 
 
 def _stack_of(ident: int | None, who: str) -> str:
     frame = sys._current_frames().get(ident or 0)
     frames = list(traceback.extract_stack(frame)) if frame is not None else []
     while len(frames) > 1 and frames[0].filename.startswith(_OURS):
-        del frames[0]  # the loop of every worker
+        del frames[0]  # the loop, equal in all workers
     return "".join([f"{who} (most recent call last):\n", *traceback.format_list(frames)])
 
 
@@ -171,8 +172,9 @@ class _ThreadCrew(Crew):
         self._copies = copies
         self._slots = slots
         self._threads = cast("list[_Thread]", self.handles())  # the list that `place` changes
-        self._opening: list[threading.Event] = []  # one for each worker whose `init_fn` may run
-        self._sharing: TaskSharing | None = None  # None: each worker does its own tasks
+        # One for each worker that may be running `init_fn`.
+        self._opening: list[threading.Event] = []
+        self._sharing: TaskSharing | None = None  # None: each worker does its tasks alone
 
     def page_lock(self, locks: PageLocks) -> None:
         self._slots.page_lock(locks)
@@ -185,7 +187,7 @@ class _ThreadCrew(Crew):
         seeding = spec.seeding
         shares = spec.sharable and (seeding is None or seeding.kind is not Kind.WORKER)
         if worker == 0 and shares and not self._copies:
-            # An `init_fn` may seed generators, which is known only after it has run.
+            # `init_fn` may seed generators; this is known only after it has run.
             waits = spec.init_fn is None and spec.fetch.waits
             self._sharing = TaskSharing(spec.workers, spec.fetch.samples_of, waits=waits)
         if self._sharing is not None:
@@ -195,12 +197,12 @@ class _ThreadCrew(Crew):
         if opened is not None:
             self._opening.append(opened)
             if is_datapipe(spec.fetch.dataset):
-                self.settle()  # before the next one is copied
+                self.settle()  # before the dataset is copied for the next worker
 
     def settle(self) -> None:
         while self._opening:
             opened = self._opening.pop()
-            while not opened.wait(SLICE):  # in slices: on Windows Ctrl-C ends no other wait
+            while not opened.wait(SLICE):  # in slices, because on Windows Ctrl-C ends no other wait
                 pass
 
     def send(self, worker: int, message: Message) -> None:
@@ -236,7 +238,7 @@ class _ThreadCrew(Crew):
 
     def leave(self) -> None:
         for thread in self._threads:
-            thread.context.cancelled = True  # the rest of a batch is left out
+            thread.context.cancelled = True  # the rest of a batch is skipped
         super().leave()
 
     def close(self) -> None:
@@ -244,7 +246,7 @@ class _ThreadCrew(Crew):
         self._slots.close()
 
     def _report(self, event: Event) -> None:
-        if self._slots.refusal is not None:  # for a warning on the thread that takes batches
+        if self._slots.refusal is not None:  # warn on the thread that takes batches
             self.upkeep = self._slots.warn
         sharing = self._sharing
         if sharing is not None and type(event) is Done:

@@ -197,6 +197,9 @@ def cost_of(row: Measurement) -> str:
         found.append(f"p99 of next() {number(statistics.median(row.details['next_p99_ms']))} ms")
     if row.details.get("max"):
         found.append(f"at most {number(max(row.details['max']))}")
+    found += map(str, row.details.get("plan", ())[:1])
+    if row.details.get("load"):
+        found.append(f"load {number(statistics.median(row.details['load']))}")
     return ", ".join(found)
 
 

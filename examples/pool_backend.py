@@ -41,7 +41,7 @@ class PoolCrew(engine.Crew):
 
 
 class PoolWorker(engine.WorkerHandle):
-    """One process, which counts as alive until all that it has sent was read."""
+    """One process; it counts as alive until each event that it sent was read."""
 
     def __init__(self, crew: PoolCrew, number: int, spec: engine.PackedSpec) -> None:
         self.pipe, theirs = crew.context.Pipe()
@@ -73,7 +73,7 @@ class PoolWorker(engine.WorkerHandle):
         self.reader.join(timeout)
 
     def write(self) -> None:
-        with suppress(OSError):  # the process is gone; `read` tells
+        with suppress(OSError):  # the process is gone; `read` reports it
             while (message := self.outbox.get()) is not None:
                 self.pipe.send_bytes(message)
 
@@ -94,6 +94,6 @@ class PoolWorker(engine.WorkerHandle):
 
 def work(number: int, ours: Any, pipe: Any, spec: engine.PackedSpec) -> None:
     """The process: a worker that gets its messages from `pipe`, and reports to it."""
-    ours.close()  # a fork has a copy; while that is open, the end of the parent would not show
+    ours.close()  # a fork has a copy; while that is open, `recv` would not end with the parent
     worker = engine.process_worker(number, spec)
     engine.serve(worker, pipe.recv, lambda event: pipe.send_bytes(engine.dumps(event)))

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 import time
@@ -30,7 +31,11 @@ if sys.platform == "linux" and sys.version_info >= (3, 14):
     # Linux's default before 3.14. What a left-out `backend` means by start method has tests of its own.
     multiprocessing.set_start_method("fork")
 
-_PATIENCE = 5.0
+# A shell ignores Ctrl-C in what a script starts with `&`, and all processes below inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+_PATIENCE = 30.0
 """Seconds that what is already ending gets to be gone."""
 
 _NODES = ("/dev/nvidia", "/dev/dri", "/dev/accel")

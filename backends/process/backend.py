@@ -26,7 +26,8 @@ _OURS = "hybridloader"
 """Prefix of the names of this package's threads; a pipeline forks before it starts them."""
 
 _REMADE = "QueueFeederThread"
-"""Threads of multiprocessing's queues, such as torch's loader has: a fork makes their locks anew."""
+"""Threads of the queues of multiprocessing, for example of torch's loader: a fork renews their
+locks."""
 
 _METHODS = ("fork", "spawn", "forkserver", "loky")
 
@@ -40,7 +41,7 @@ class ProcessBackend(Backend):
     forwards: ClassVar[str] = "process"
 
     preload: bool = True
-    """False: no zygote forks the workers, where one could."""
+    """False: workers are not forked from a zygote, also where this is possible."""
 
     @abstractmethod
     def _method(self) -> str:
@@ -178,9 +179,9 @@ class SharedMemory(ProcessBackend):
             hazard = fork_hazard()
             if hazard is not None:
                 warn_once(
-                    f"{self._called} starts fresh workers and does not fork: {hazard.runs}. They take "
-                    "longer to start, and the dataset is sent to them by cloudpickle. backend='spawn' "
-                    "says so, backend='threads' has no such limits"
+                    f"{self._called} starts fresh workers instead of forking: {hazard.runs}. They "
+                    "take longer to start, and cloudpickle sends the dataset to them. backend='spawn' "
+                    "silences this warning; backend='threads' has no such limits"
                 )
 
 
@@ -207,11 +208,11 @@ class AsTorch(SharedMemory):
 
 
 def check_children_allowed(name: str) -> None:
-    """Refuse in a daemonic process, which may not have children (multiprocessing forbids it)."""
+    """Refuse in a daemonic process, which can't have child processes (multiprocessing forbids it)."""
     if multiprocessing.current_process().daemon:
         raise BackendUnavailable(
-            f"backend {name!r} can't serve inside a daemonic process, such as another loader's "
-            "worker: it may not have children. Use backend='threads' or num_workers=0 there."
+            f"backend {name!r} can't run in a daemonic process, such as another loader's worker: "
+            "it can't have child processes. Use backend='threads' or num_workers=0 there."
         )
 
 
@@ -271,7 +272,7 @@ def check_threads(name: str) -> None:
     more = f" and {len(others) - 4} more" if len(others) > 4 else ""
     warn(
         f"backend {name!r} forks this process while other threads run in it ({', '.join(others[:4])}"
-        f"{more}). A lock that one of them holds at that moment stays locked in the worker for ever. If "
+        f"{more}). A lock that one of them holds at that moment stays locked in the worker forever. If "
         "workers hang, use backend='spawn' or SharedMemory(start_method='loky'), or make the iterator "
         "before these threads start (and keep its workers: persistent_workers=True)",
     )

@@ -43,15 +43,16 @@ from hybridloader.memory.thread_slots import set_slots
 from hybridloader.seeding.worker_seeds import ProcessSeeds
 
 _LARGE = 64 * 1024
-"""Bytes from which a frame is written by a thread of its own: it may not fit into the socket, and
-the worker should make the next batch meanwhile."""
+"""Bytes of a frame from which a separate thread writes it: it may not fit into the socket, and the
+worker should make the next batch in the meantime."""
 
 
 class FirstFrame(NamedTuple):
     """Work that comes as the first frame of the connection."""
 
-    inherited: Inherited | None = None  # objects of it that could only come as the process starts
-    loaded: WorkerSpec | None = None  # it, if this process has it already; the frame is dropped
+    inherited: Inherited | None = None  # objects that can be sent only when the process starts
+    # The work, if this process has loaded it; then the frame is dropped.
+    loaded: WorkerSpec | None = None
 
     def load(self, frame: Frame) -> WorkerSpec:
         """Return the work, and close the descriptors of `frame`."""
@@ -63,21 +64,21 @@ class FirstFrame(NamedTuple):
 
 
 def main(
-    number: int,  # the worker's
-    endpoint_class: Any,  # of the worker's end of the connection
-    pipe: Any,  # its argument
-    work: WorkerSpec | FirstFrame,  # the latter in a fresh process
+    number: int,  # number of the worker
+    endpoint_class: Any,  # class of the worker's end of the connection
+    pipe: Any,  # argument of `endpoint_class`
+    work: WorkerSpec | FirstFrame,  # `FirstFrame` in a fresh process
     parent: int,  # process id
-    # Bytes that the slots of this worker may take, both ways, and the prefix of the names of its own if
-    # they have any; None for no slots.
+    # Most bytes of this worker's slots, both ways, and the prefix of their names, or None if they have
+    # no names; None for no slots.
     slots: tuple[int, str | None] | None,
-    strays: Sequence[int],  # descriptors that the fork has copied, and that are the parent's alone
-    # Descriptor of the postmortem record; -1: the last that comes with the first frame, None: no record.
+    strays: Sequence[int],  # descriptors of the parent that the fork copied
+    # Descriptor of the postmortem record; -1: the last one of the first frame; None: no record.
     record: int | None = None,
 ) -> None:
     """Run one worker until it gets a `Stop` or the parent is gone."""
-    # A collection would touch, and so copy, every page that a fork shares. And garbage of the parent's
-    # would close descriptors by numbers that are others by then.
+    # A collection would touch, and so copy, all pages that the fork shares. Garbage of the parent would
+    # also close descriptors whose numbers are in use for others by then.
     gc.freeze()
     for fd in strays:
         try:
@@ -97,7 +98,7 @@ def main(
         when_imported("torch", teach_torch)
         if isinstance(work, FirstFrame):
             frame = endpoint.get()
-            if record is not None and frame.fds:  # the kernel drops descriptors without room
+            if record is not None and frame.fds:  # the kernel drops descriptors if there is no room
                 postmortem = PostmortemWriter.open(frame.fds.pop())
             spec = work.load(frame)
             del frame
@@ -115,9 +116,9 @@ def main(
     except EOFError:
         hung_up = True
     finally:
-        # The watch may have noticed before the last message was read: then that is not an EOFError.
+        # If the watch noticed before the last message was read, no EOFError is raised.
         if hung_up or watch.context.cancelled:
-            connection.sweep()  # the parent has closed the iterator, or is gone, and reads nothing more
+            connection.sweep()  # the parent has closed the iterator, or is gone, and reads no more
         endpoint.close()
     if fresh:
         _leave()
@@ -166,9 +167,8 @@ class _WorkerConnection:
             both_ways(self._share)[1], None if names is None else task_names(names)
         )
         self.postmortem: PostmortemWriter | None = None
-        self._asked: deque[int] = (
-            deque()
-        )  # tasks without an answer; before `read_ahead`, the latest
+        # Unanswered tasks; before `read_ahead`, the latest one.
+        self._asked: deque[int] = deque()
         self._arrived: SimpleQueue[Frame | BaseException | None] | None = None
         self._one_way = True
         self._complained = False
@@ -264,7 +264,7 @@ class _WorkerConnection:
         if self.results is not None:
             self.results.release(returned)
             if self._one_way and self._tasks.highest >= 0:
-                self._one_way = False  # from now on both ways share
+                self._one_way = False  # from now on both directions share the limit
                 self.results.lower(both_ways(self._share)[0])
 
     def _complaint(self) -> str | None:
@@ -289,24 +289,24 @@ class _WorkerConnection:
 
     def _write(self, parts: list[Any], fds: Sequence[int]) -> None:
         size = len(parts[0]) if len(parts) == 1 else sum(memoryview(p).nbytes for p in parts)
-        if self._unwritten == 0 and size < _LARGE:  # only this thread adds to what is not written
+        if self._unwritten == 0 and size < _LARGE:  # only this thread adds to the unwritten frames
             self._put(parts, fds)
             return
         with self._counting:
             self._unwritten += 1
         if self._writer is None:
-            self._writer = threading.Thread(target=self._write_behind, daemon=True)
+            self._writer = threading.Thread(target=self._write_queued, daemon=True)
             self._writer.start()
         self._outgoing.put((parts, fds))
 
-    def _write_behind(self) -> None:
+    def _write_queued(self) -> None:
         while (item := self._outgoing.get()) is not None:
             try:
                 self._put(*item)
             except EOFError:
-                return  # the worker's next read or direct write finds out
+                return  # the worker's next read or direct write raises it
             except BaseException as error:
-                show(error)  # a result is lost, for which the parent would wait for ever
+                show(error)  # a result is lost, and the parent would wait for it forever
                 os._exit(1)
             del item
             with self._counting:

@@ -26,17 +26,18 @@ from hybridloader.memory.shared_slots import SlotMap, SlotReader, SlotWriter
 from hybridloader.memory.slots import OWN
 
 READY, DONE, FAILED, EXHAUSTED, TASK, OTHER = range(6)
-"""Kinds of frames: the events, a task, and every other message."""
+"""Kinds of frames: the events, a task, and all other messages."""
 
 _FIELDS = struct.Struct("<BQIIqqqI")
-"""Kind, seq, bytes of the pickled slot map and metadata, slots given back (their numbers follow, 8 bytes
-each), items in the result (-1: no list), nanoseconds, position in the shard, and a check of these."""
+"""Kind, number of the task, bytes of the pickled slot map and metadata, number of returned slots (their
+numbers follow, 8 bytes each), items in the result (-1: no list), nanoseconds, position in the shard,
+and a check of these."""
 
 _BEGIN = _FIELDS.size
-_SIGN, _MASK = 0x85EBCA6B, 0xFFFFFFFF  # the sign is anything but 0, so that zeros are refused
+_SIGN, _MASK = 0x85EBCA6B, 0xFFFFFFFF  # the sign is any number but 0, so that zeros are refused
 
 _METAS = ((SlotMap, type(None)), (SlotMap, bytes), (type(None), bytes))
-"""Types of the slot map and the metadata that may come together."""
+"""Allowed types of the slot map and the metadata together."""
 
 
 class Unreadable(Exception):
@@ -50,13 +51,13 @@ class Unreadable(Exception):
 def encode_fields(
     kind: int,
     seq: int,
-    body: Any,  # a pickle, as bytes or a view of them; empty if it is the last of the buffers
-    returned: Sequence[int] = (),  # slots of the reader's that the writer is done with
-    slot_map: SlotMap | None = None,  # where the buffers lie; None: all follow as further parts
+    body: Any,  # a pickle, as bytes or a view; empty if it is the last of the buffers
+    returned: Sequence[int] = (),  # slots of the reader that the writer no longer uses
+    slot_map: SlotMap | None = None,  # places of the buffers; None: all follow as further parts
     extras: bytes | None = None,  # metadata of the result, pickled
-    items: int = -1,  # in the result; -1: it is no list
-    seconds: float = 0.0,  # that the task took
-    position: int = 0,  # of the worker in its shard
+    items: int = -1,  # number of items in the result; -1: no list
+    seconds: float = 0.0,  # seconds of the task
+    position: int = 0,  # position of the worker in its shard
 ) -> bytes:
     """Make the first part of a frame."""
     meta = b"" if slot_map is None and extras is None else pickle.dumps((slot_map, extras), 5)
@@ -81,11 +82,11 @@ def decode_fields(
     """
     part = parts[0] if parts else memoryview(b"")
     if len(part) < _BEGIN:
-        raise DamagedMessage(f"a message has {len(part)} bytes, fewer than any")
+        raise DamagedMessage(f"a message has {len(part)} bytes, fewer than its head")
     kind, seq, size, back, count, spent, position, check = _FIELDS.unpack_from(part)
     folded = kind ^ seq ^ size ^ back ^ count ^ spent ^ position
     if check != (folded ^ folded >> 32 ^ _SIGN) & _MASK or kind > OTHER:
-        raise DamagedMessage("a message does not begin as one")
+        raise DamagedMessage("a message has no valid head")
     items = None if count < 0 else count
     if not (size or back):
         return kind, seq, part[_BEGIN:], (), None, None, items, spent * 1e-9, position
@@ -98,7 +99,7 @@ def decode_fields(
     if size:
         meta = _loaded(part[start:end], tuple, "the metadata of a message")
         if tuple(map(type, meta)) not in _METAS:
-            raise DamagedMessage(f"a message comes with {meta!r:.100}")
+            raise DamagedMessage(f"a message has invalid metadata: {meta!r:.100}")
         slot_map, extras = meta
     return kind, seq, part[end:], returned, slot_map, extras, items, spent * 1e-9, position
 
@@ -107,7 +108,7 @@ def _loaded(pickled: Any, kind: type | tuple[type, ...], what: str) -> Any:
     """Load a pickle of an object of one of these types. Raises `DamagedMessage`."""
     try:
         found = unpack(pickled, ())
-    except Exception as error:  # bytes that are no pickle may raise anything
+    except Exception as error:  # damaged bytes may raise any error
         raise DamagedMessage(f"{what} can't be read: {repr_of(error)}") from error
     if not isinstance(found, kind):
         raise DamagedMessage(f"{what} is of {type(found)}")
@@ -139,14 +140,14 @@ def decode_message(
     if kind == OTHER:
         try:
             message = unpack(body, parts[1:])
-        except Exception as error:  # bytes that are no pickle may raise anything
+        except Exception as error:  # damaged bytes may raise any error
             raise DamagedMessage(
                 f"a message from the parent can't be read: {repr_of(error)}"
             ) from error
         if isinstance(message, (Begin, First, Stop)):
             return message, returned
     if kind != TASK:
-        raise DamagedMessage("the parent sent a message of no known kind")
+        raise DamagedMessage("the parent sent a message of an unknown kind")
     try:
         if slot_map is None:
             return Task(seq, unpack(body, parts[1:])), returned
@@ -169,11 +170,11 @@ def open_packed(
             slots.learn(slot_map, fds)
         try:
             buffers = slots.buffers(slot_map, buffers)
-            if not header:  # it was so large that it has a slot too
+            if not header:  # a large header has a slot, too
                 header = buffers.pop()
         except (LookupError, StopIteration) as error:  # a StopIteration would end the user's loop
             raise DamagedMessage(
-                f"a batch names memory that nobody has: {repr_of(error)}"
+                f"a batch names memory that does not exist: {repr_of(error)}"
             ) from error
     return unpack(header, buffers)
 
@@ -185,18 +186,18 @@ def encode_event(event: Ready | Failed | Exhausted, returned: Sequence[int] = ()
     if isinstance(event, Failed):
         try:
             failure = pickle.dumps(event.failure)
-        except Exception as error:  # `Failure` prevents this; a hang would be worse than a guess
+        except Exception as error:  # `Failure` prevents this; a vague error is better than a hang
             lost = Failure(ResultPicklingError(f"an exception could not be sent: {repr_of(error)}"))
             failure = pickle.dumps(lost)
         return [encode_fields(FAILED, event.seq, failure, returned, position=event.position)]
-    told = b"" if event.shard_start is None else pickle.dumps(event.shard_start, 5)
+    state = b"" if event.shard_start is None else pickle.dumps(event.shard_start, 5)
     if isinstance(event, Ready):
-        return [encode_fields(READY, 0, told, returned)]
-    return [encode_fields(EXHAUSTED, event.seq, told, returned, position=event.position)]
+        return [encode_fields(READY, 0, state, returned)]
+    return [encode_fields(EXHAUSTED, event.seq, state, returned, position=event.position)]
 
 
-def decode_told(body: memoryview) -> Any:
-    return _loaded(body, (ShardStart, Failure), "the news of a worker") if len(body) else None
+def decode_shard_start(body: memoryview) -> Any:
+    return _loaded(body, (ShardStart, Failure), "a worker's dataset state") if len(body) else None
 
 
 def decode_failure(body: memoryview) -> Failure:
@@ -212,10 +213,10 @@ def encode_done(
     packed: Packed,
     slots: SlotWriter | None,
     *,
-    count: int | None = None,  # items, if the result is a list
+    count: int | None = None,  # number of items, if the result is a list
     seconds: float = 0.0,
     returned: Sequence[int] = (),
-    refusal: str | None = None,  # text for the parent to warn of
+    refusal: str | None = None,  # text of a warning that the parent shows
     position: int = 0,
     extras: bytes | None = None,
 ) -> tuple[list[Any], Sequence[int]]:
@@ -230,8 +231,8 @@ def encode_done(
             refusal=refusal
         )
     items = -1 if count is None else count
-    told = encode_fields(DONE, seq, header, returned, slot_map, extras, items, seconds, position)
-    return [told, *buffers], fds
+    head = encode_fields(DONE, seq, header, returned, slot_map, extras, items, seconds, position)
+    return [head, *buffers], fds
 
 
 def into_slots(

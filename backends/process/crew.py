@@ -57,9 +57,9 @@ if TYPE_CHECKING:
     from hybridloader.memory.page_locks import PageLocks
 
 _DYING = 1.0
-"""Seconds that the kernel gets to remove a killed process. It needs some milliseconds, and more
-than a tenth of a second where many end at once on few cores. A process that takes longer is reaped
-when the next crew is made or closed (`handles.bury`)."""
+"""Seconds that the kernel gets to remove a killed process. It needs a few milliseconds, and more than a
+tenth of a second if many end at the same time on few cores. A slower process is reaped when the next
+crew is made or closed (`handles.bury`)."""
 
 
 def slot_kind(memory: Memory, *, sockets: bool) -> str:
@@ -100,12 +100,13 @@ class _ProcessWorker(NamedTuple):
 class ProcessCrew(Crew):
     def __init__(
         self,
-        context: Any,  # of multiprocessing, or loky's
+        context: Any,  # of multiprocessing, or loky
         memory: Memory,
-        check: Callable[[], object],  # raises if no worker may start in the place of another
+        check: Callable[[], object],  # raises if no worker may be restarted
         *,
         sockets: bool,  # True: the POSIX transport, False: the portable one
-        zygote: bool = False,  # one process, which the context starts, forks the workers; needs sockets
+        # One process, started by the context, forks the workers; needs sockets.
+        zygote: bool = False,
     ) -> None:
         self._context, self._check = context, check
         self._kind = slot_kind(memory, sockets=sockets)
@@ -120,10 +121,11 @@ class ProcessCrew(Crew):
         # All the mutable state:
         self._handles = cast("list[ProcessHandle]", self.handles())  # the list that `place` changes
         self._workers: list[_ProcessWorker] = []
-        self._gone: set[int] = {ZYGOTE}  # those whose frames are no events
+        self._gone: set[int] = {ZYGOTE}  # workers whose frames are no longer events
         self._asked: set[int] = set()
-        self._shipments: dict[int, tuple[WorkerSpec, Shipment]] = {}  # to workers not yet ready
-        self._left: float | None = None  # when the workers were told to leave
+        # Of workers that are not yet ready.
+        self._shipments: dict[int, tuple[WorkerSpec, Shipment]] = {}
+        self._left: float | None = None  # time at which the workers were ordered to leave
         self._warned = False
         self._overflow: str | None = None
         self._warning: Callable[[], None] | None = None
@@ -135,7 +137,7 @@ class ProcessCrew(Crew):
         self._locks = locks
 
     @property
-    def channels(self) -> list[SlotChannel]:  # in the order of the workers' numbers
+    def channels(self) -> list[SlotChannel]:  # by worker number
         return [worker.channel for worker in self._workers]
 
     def start(self, worker: int, spec: WorkerSpec) -> None:
@@ -162,7 +164,7 @@ class ProcessCrew(Crew):
                 fds = [] if shipment is None else shipment.fds
                 fds = duplicates(fds if record is None else [*fds, record.fd])
                 self.transport.send(worker, [b""] if shipment is None else shipment.parts, fds)
-        except BaseException:  # no process or descriptor can be had any more, for instance
+        except BaseException:  # for example, no further process or descriptor
             if record is not None and not any(other is place for other in self._workers):
                 record.close()
             self._arrived(worker)
@@ -172,7 +174,8 @@ class ProcessCrew(Crew):
         channel = self._workers[worker].channel
         if worker in self._gone or self._left is not None:
             if isinstance(message, Task) and isinstance(message.index, ProcessResult):
-                channel.keep(message.seq, message.index)  # it may be sent again, to another
+                # It may be sent again, to a restarted worker.
+                channel.keep(message.seq, message.index)
                 if self._left is not None:
                     channel.answered(message.seq)
             return
@@ -192,7 +195,7 @@ class ProcessCrew(Crew):
         reason, self._overflow = self._overflow, None
         if reason is not None and not self._warned:
             self._warned = True
-            warn_of_overflow(reason)  # before anything is taken in: a warning may be an error
+            warn_of_overflow(reason)  # before events are read: a warning may be raised as an error
         if self._warning is not None:
             warning, self._warning = self._warning, None
             warning()
@@ -212,7 +215,7 @@ class ProcessCrew(Crew):
                 self.transport.drop(worker)
                 self.transport.damaged[worker] = str(error)
             finally:
-                while frame is not None and frame.fds:  # those that nobody has taken over
+                while frame is not None and frame.fds:  # descriptors without a new owner
                     os.close(frame.fds.pop())
             if event is not None:
                 events.append(event)
@@ -227,13 +230,13 @@ class ProcessCrew(Crew):
     def stack(self, worker: int) -> str:
         handle, record = self._handles[worker], self._workers[worker].record
         if record is None:
-            return "Its stack can't be had on this platform."
+            return "The stack of a worker can't be read on this platform."
         pid = handle.known_pid
         if pid is None:
             return self._starter.stack()
         return (
             record.stack(pid, send=handle.send_signal)
-            or f"Its stack could not be had: {record.why_none}."
+            or f"Its stack could not be read: {record.why_none}."
         )
 
     def leave(self) -> None:
@@ -276,7 +279,7 @@ class ProcessCrew(Crew):
         if returned:
             channel.take_back(returned)
         if kind == codec.DONE:
-            told = None if extras is None else codec.decode_extras(extras)
+            metadata = None if extras is None else codec.decode_extras(extras)
             if channel.forwarded:
                 channel.answered(seq)
             if slot_map is None:
@@ -288,17 +291,17 @@ class ProcessCrew(Crew):
                 result = SlottedResult(
                     body, frame.parts[1:], count, self._starter.forks, slots, slot_map
                 )
-            return Done(worker, seq, result, seconds, position, told)
+            return Done(worker, seq, result, seconds, position, metadata)
         if kind == codec.FAILED:
             channel.answered(seq)
             return Failed(worker, seq, codec.decode_failure(body), position)
         if kind == codec.EXHAUSTED:
             channel.all_answered()
-            return Exhausted(worker, seq, position, codec.decode_told(body))
+            return Exhausted(worker, seq, position, codec.decode_shard_start(body))
         if kind != codec.READY:
-            raise DamagedMessage("a worker sent a message that is no event")
+            raise DamagedMessage("a worker sent a message that is not an event")
         self._arrived(worker)
-        return Ready(worker, codec.decode_told(body))
+        return Ready(worker, codec.decode_shard_start(body))
 
     def _shipment(self, spec: WorkerSpec) -> Shipment:
         """Pack a spec: once for all workers that start together."""
@@ -325,7 +328,7 @@ class ProcessCrew(Crew):
         else:
             former = self._workers[number]
             if former is not worker:
-                # Tasks that will be sent again, and answered by the new one:
+                # The restarted worker gets and answers these tasks.
                 worker.channel.forwarded.update(former.channel.forwarded)
                 former.channel.forwarded.clear()
                 former.channel.close()
@@ -351,7 +354,7 @@ class ProcessCrew(Crew):
         else:
             handle.kill()
             handle.join(GRACE)
-            cause = f"sent what can't be read ({damage}), and was killed"
+            cause = f"sent an unreadable message ({damage}), and was killed"
         killed = next((name for name in ("SIGKILL", "SIGBUS") if name in cause), None)
         memory = "" if killed is None else self._oom.describe(killed)
         slots = None if killed is None else channel.taken

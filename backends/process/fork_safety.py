@@ -25,13 +25,13 @@ from hybridloader._support.devices_in_use import device_in_use
 _PROCESS = Path("/proc/self")
 
 _SETTLING = 0.1
-"""Seconds that threads which were told to end get to be gone: the kernel lists a thread for some
-microseconds after it was joined."""
+"""Seconds that joined threads get to disappear: the kernel lists a thread for some microseconds after
+it was joined."""
 
 _HARMLESS = frozenset(["jemalloc_bg_thd"])
-"""Names of native threads that a process can be forked beside. jemalloc, which pyarrow brings along,
-holds its locks over a fork, and the child goes on without the thread (`background_thread_postfork_child`
-in jemalloc's src/background_thread.c)."""
+"""Names of native threads beside which a process can be forked. jemalloc, which pyarrow includes, holds
+its locks over a fork, and the child continues without the thread (`background_thread_postfork_child` in
+jemalloc's src/background_thread.c)."""
 
 _MEMORY_DEVICES = 1
 """Major number of /dev/null, /dev/zero, /dev/random and /dev/urandom, which have no position."""
@@ -41,7 +41,7 @@ _MEMORY_DEVICES = 1
 def available() -> bool:
     """True if this platform forks, lists the threads and files of a process, and has pidfds."""
     try:
-        os.close(os.pidfd_open(os.getpid()))  # also an old kernel, or a sandbox, may have none
+        os.close(os.pidfd_open(os.getpid()))  # missing in old kernels and in some sandboxes
     except (AttributeError, OSError):
         return False
     return hasattr(os, "fork") and tells_threads()
@@ -55,7 +55,7 @@ def tells_threads() -> bool:
 def open_descriptors() -> set[int]:  # of this process
     found = set()
     for name in os.listdir(_PROCESS / "fd"):
-        with suppress(OSError):  # that of the listing itself is closed by now
+        with suppress(OSError):  # the descriptor of the listing itself is closed by now
             os.fstat(int(name))
             found.add(int(name))
     return found
@@ -88,7 +88,7 @@ def _forget_archives() -> None:
     for name in ("importlib.metadata", "importlib_metadata"):
         with suppress(KeyError, AttributeError):
             sys.modules[name].FastPath.__new__.cache_clear()
-    gc.collect()  # each is in a cycle
+    gc.collect()  # each archive is part of a reference cycle
 
 
 def _listed(names: list[str]) -> str:
@@ -117,7 +117,7 @@ def open_files(before: Collection[int]) -> list[str]:
     found = []
     mapped = (_PROCESS / "maps").read_text()
     for fd in sorted(open_descriptors().difference(before)):
-        with suppress(OSError):  # closed meanwhile
+        with suppress(OSError):  # closed in the meantime
             about = os.stat(fd)
             name = os.readlink(_PROCESS / "fd" / str(fd))
             if stat.S_ISCHR(about.st_mode) and os.major(about.st_rdev) == _MEMORY_DEVICES:
@@ -138,32 +138,32 @@ def _information(fd: int) -> str:
 class Hazard(NamedTuple):
     """Library that does not survive a fork."""
 
-    library: str  # module that must be imported
-    threads: str  # beginning of the names of its threads
-    reason: str  # predicate of the library
-    told: str  # address of what its authors say
-    mended: tuple[int, ...] = ()  # first version that survives; empty: none
+    library: str  # name of the imported module
+    threads: str  # prefix of the names of its threads
+    reason: str  # reason, as a predicate of the library
+    source: str  # address of its authors' statement
+    mended: tuple[int, ...] = ()  # first version that survives a fork; empty: none
 
     @property
     def runs(self) -> str:
-        return f"{self.library} is in use here and {self.reason} ({self.told})"
+        return f"{self.library} is in use here and {self.reason} ({self.source})"
 
 
 HAZARDS = (
     Hazard(
-        "polars",  # 2.1.0: the next query waits for ever
+        "polars",  # 2.1.0: the next query hangs
         "polars-",
         "waits in a forked process for its threads, which a fork does not copy",
         "https://docs.pola.rs/user-guide/misc/multiprocessing",
     ),
     Hazard(
-        "lance",  # 14.0.2 answered; its authors still say that it is not fork-safe
+        "lance",  # 14.0.2 survived; its authors document it as not fork-safe
         "lance",
         "may wait in a forked process for its threads, which a fork does not copy",
         "https://github.com/lance-format/lance/issues/3640",
     ),
     Hazard(
-        "av",  # 18.1.0: a decoder that the parent has opened waits for ever
+        "av",  # 18.1.0: a decoder that the parent has opened hangs
         "av:",
         "has decoders open, whose threads a fork does not copy",
         "https://github.com/PyAV-Org/PyAV/issues/1962",
@@ -182,18 +182,18 @@ HAZARDS = (
         (3, 0, 3),
     ),
     Hazard(
-        "pyarrow",  # 26.0.1 answered; the authors of the library below it do not support forks
+        "pyarrow",  # 26.0.1 survived; the authors of its C++ library do not support forks
         "AwsEventLoop",
         "runs threads of AWS's library for S3, which a fork does not copy",
         "https://github.com/awslabs/aws-crt-python/pull/628",
     ),
 )
-"""Table of the libraries that do not survive a fork, with what was seen and with which version.
+"""Table of the libraries that do not survive a fork, with the observation and the tested version.
 
-A library counts when it is imported and its threads run: before that, nothing of it could be lost. Left
-out are those that make their threads anew in a fork: pyarrow's own pools (of 496 forks beside a busy
-scan all went on reading; only a reader that is open across the fork waits for ever, and no thread tells
-of that), and zarr since 3.0.3.
+A library counts when it is imported and its threads run: before that, a fork loses no state of it. The
+table leaves out libraries that renew their threads in a fork. These are zarr since 3.0.3, and pyarrow's
+own pools: all of 496 forks beside a busy scan continued to read. Only a pyarrow reader that is open
+during the fork hangs, and no thread shows that.
 """
 
 

@@ -20,18 +20,18 @@ from hybridloader.errors import DamagedMessage
 ALIGN = 16
 
 MOST_BYTES = 1 << 40
-"""Bytes of one frame at most: a thousand times the largest batch that makes sense."""
+"""Most bytes of one frame: a thousand times the largest batch that makes sense."""
 
 MOST_FDS = 253
-"""Descriptors of one frame at most: the kernel's limit (SCM_MAX_FD)."""
+"""Most descriptors of one frame: the kernel's limit (SCM_MAX_FD)."""
 
 _COUNTED = 24
-"""Bits for the number of parts; the rest of the 32 are for descriptors. A buffer below 32 KB does not
-become a part (`packing.IN_BAND`), so this many parts would be half of `MOST_BYTES`."""
+"""Bits of the number of parts; the rest of the 32 bits count descriptors. A buffer below 32 KB is not a
+separate part (`packing.IN_BAND`), so as many parts would take half of `MOST_BYTES`."""
 
 _HEAD = struct.Struct("<IIQ")
 _FOLD = 1 << 32
-_SIGN = 0x9E3779B9  # anything that is neither text nor a small number, so that zeros are no head
+_SIGN = 0x9E3779B9  # any number that is neither text nor small, so that zeros are not a head
 _SIGN_OF_ONE = _SIGN ^ 1
 _PADDING = bytes(ALIGN)
 
@@ -45,7 +45,7 @@ class Frame(NamedTuple):
     fds: list[int]
 
 
-_new = tuple.__new__  # without the call of `Frame`'s own, which takes as long as all the rest
+_new = tuple.__new__  # without a call of `Frame.__new__`, which takes as long as the rest
 
 
 def _check(counts: int, total: int) -> int:
@@ -58,7 +58,7 @@ def encode(parts: Sequence[Buffer], fds: Sequence[int] = ()) -> list[Buffer]:
     if len(parts) == 1 and not fds:
         part = parts[0]
         size = len(part) if type(part) is bytes else memoryview(part).nbytes
-        if size < _FOLD:  # the path of nearly all: the check, without the call
+        if size < _FOLD:  # the path of nearly all frames: inlined, without a call
             return [_HEAD.pack(1, size ^ _SIGN_OF_ONE, size), part, _PADDING[: -size % ALIGN]]
     sizes = [memoryview(part).nbytes for part in parts]
     total, counts = sum(sizes), len(parts) | len(fds) << _COUNTED
@@ -86,10 +86,10 @@ class Decoder:
         self._sizes: list[int] = []
         self._fd_count = 0
         self.body: bytearray | None = None
-        """Memory of the frame under way; None between two."""
+        """Memory of the incomplete frame; None if no frame is incomplete."""
         self._filled = 0
         self.fds: list[int] = []
-        """Descriptors that came in, not yet claimed by a frame."""
+        """Descriptors that have arrived and belong to no frame yet."""
 
     def room(self) -> memoryview | None:
         """Return memory for the next bytes of an incomplete frame; None if no frame is incomplete."""
@@ -107,7 +107,7 @@ class Decoder:
         found: list[Frame] = []
         if self.body is None and not self._pending:
             whole, start, length = memoryview(data), 0, len(data)
-            # Frames of one part, which is most of them, are used where they were read.
+            # Frames of one part, the usual case, are used in the memory into which they were read.
             while length - start >= ALIGN:
                 counts, check, size = _HEAD.unpack_from(whole, start)
                 begin = start + ALIGN  # the size of a head, too
@@ -146,8 +146,8 @@ class Decoder:
         count, fd_count = counts & (1 << _COUNTED) - 1, counts >> _COUNTED
         if check != _check(counts, total) or total > MOST_BYTES or fd_count > MOST_FDS:
             raise DamagedMessage(
-                f"no message begins with {bytes(pending[: _HEAD.size]).hex(' ', 4)}: something else "
-                "wrote to this descriptor, or read from it"
+                f"no message begins with {bytes(pending[: _HEAD.size]).hex(' ', 4)}: another program or "
+                "library wrote to this descriptor, or read from it"
             )
         end = _HEAD.size
         sizes = [total] if count else []

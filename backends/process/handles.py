@@ -29,21 +29,21 @@ from hybridloader.memory.descriptors import ours
 from hybridloader.memory.forks import forks
 
 UNKNOWN = 255
-"""Exit code of a process whose own is not known, as asyncio and the fork server have it."""
+"""Exit code of a process whose exit code is unknown, as in asyncio and the fork server."""
 
 _LOOK = 1e-2
-"""Seconds at most between two looks at a process whose files are all closed.
+"""Most seconds between two checks of a process whose files are all closed.
 
-It is about to end, unless the user's code has closed all files, ours too, and goes on. So nobody
-blocks in `waitpid`.
+Such a process is about to end, unless the user's code has closed all files, also those of this package,
+and runs on. So no thread blocks in `waitpid`.
 """
 
 reaping = threading.RLock()
-"""Lock for starting a process and for asking how it ended.
+"""Lock for starting a process and for reading its exit code.
 
-multiprocessing asks about all its children whenever it starts one. For a moment, another thread
-does not see the result: there the child seems to be alive, while its number is free or is that of
-another process. Stages of a pipeline run on several threads.
+multiprocessing checks all its children whenever it starts one. For a moment, another thread does not
+see the result: the child seems to be alive to it, while its number is free or belongs to another
+process. Stages of a pipeline run on several threads.
 """
 
 dying: set[ProcessHandle] = set()
@@ -55,17 +55,18 @@ class ProcessHandle(WorkerHandle):
 
     name = "process"
 
-    def __init__(self, process: Any) -> None:  # of multiprocessing or loky; it was started by now
+    def __init__(self, process: Any) -> None:  # of multiprocessing or loky, and started
         self._process = process
         # All the mutable state:
         self.pidfd: int | None = None  # readable once the process has ended; open until `release`
         self._ended = self._terminated = False
-        self._code: int | None = None  # once it has ended; None: not known
+        self._code: int | None = None  # once it has ended; None: unknown
         try:
             self.pidfd = os.pidfd_open(process.pid)
-        except ProcessLookupError:  # SIGCHLD is ignored, and it is gone already
+        except ProcessLookupError:  # SIGCHLD is ignored, and the process has ended
             self._has_ended()
-        except (AttributeError, OSError):  # not Linux, an old kernel, a sandbox, no descriptor left
+        # Not Linux, an old kernel, a sandbox, or no free descriptor.
+        except (AttributeError, OSError):
             pass
         else:
             ours.add(self.pidfd)
@@ -73,7 +74,7 @@ class ProcessHandle(WorkerHandle):
             self._releasing.atexit = False
         popen = getattr(process, "_popen", None)
         if popen is not None and hasattr(signal, "SIGKILL"):
-            # multiprocessing calls it at exit, and then waits, for ever if need be.
+            # multiprocessing calls it at exit, and then waits without a limit.
             popen.terminate = functools.partial(_kill, weakref.ref(popen))
 
     @property
@@ -107,9 +108,9 @@ class ProcessHandle(WorkerHandle):
         """Name of the process with which it has ended, and not by its task; None: by itself."""
         return None
 
-    def told_end(self) -> bool:
+    def end_reported(self) -> bool:
         """Return True if the worker is gone, now that its pidfd or its sentinel is readable."""
-        return True  # or it has closed its files, and counts as gone
+        return True  # or it has closed its files, and counts as ended
 
     def is_alive(self) -> bool:
         with reaping:
@@ -117,7 +118,7 @@ class ProcessHandle(WorkerHandle):
                 return False
             if self.pidfd is not None:
                 ended = bool(multiprocessing.connection.wait([self.pidfd], 0))
-            else:  # multiprocessing takes a process that others have waited for to be alive for ever
+            else:  # multiprocessing takes a process that other code waited for as alive
                 ended = not (self._process.is_alive() and alive(self._process.pid))
             if ended:
                 self._has_ended()
@@ -154,7 +155,7 @@ class ProcessHandle(WorkerHandle):
                 multiprocessing.connection.wait([pidfd], timeout)
             finally:
                 os.close(pidfd)
-            self.is_alive()  # reaps it
+            self.is_alive()  # reaps the process
         elif not self._ended and multiprocessing.connection.wait([self._process.sentinel], timeout):
             pause = _LOOK / 100
             while self.is_alive():
@@ -217,8 +218,8 @@ class ProcessHandle(WorkerHandle):
         self._ended = True
         code = self._process.exitcode
         if code is None:
-            # The fork server tells a moment later. And another thread may have asked just now, whose
-            # answer is there in a moment, unless other code has waited for the process.
+            # The fork server reports the code a moment later. If another thread has just read it, it is
+            # available in a moment. If other code has waited for the process, there is none.
             if getattr(self._process, "_start_method", None) == "forkserver":
                 multiprocessing.connection.wait([self._process.sentinel], GRACE)
             else:
@@ -250,7 +251,7 @@ def _forked() -> None:
 
 
 class _Hiding(threading.local):
-    stack = ExitStack()  # undone in a fork, too: a worker has its parent's warning filters
+    stack = ExitStack()  # also undone in a fork, as a worker has its parent's warning filters
 
 
 _hiding = _Hiding()
@@ -311,14 +312,14 @@ def _signals_held_back(method: str) -> Iterator[None]:
     if method != "fork":
         from multiprocessing import resource_tracker
 
-        resource_tracker.ensure_running()  # else `start` does it, and that lifts the mask
+        resource_tracker.ensure_running()  # otherwise `start` starts it, which lifts the mask
     if method == "forkserver":
         from multiprocessing import forkserver
 
-        forkserver.ensure_running()  # else it would have the mask, and all that it ever forks
+        forkserver.ensure_running()  # otherwise it and all its forks would inherit the mask
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:
-        # Within the block: it runs the handlers of signals that have come, which may raise.
+        # Within the block, because pending signals' handlers run now and may raise.
         signal.pthread_sigmask(signal.SIG_BLOCK, LEFT_TO_PARENT)
         yield
     finally:
@@ -326,7 +327,7 @@ def _signals_held_back(method: str) -> Iterator[None]:
 
 
 _PYTHON_WARNS = sys.version_info >= (3, 12)
-"""True if Python warns of a fork beside other threads itself."""
+"""True if Python itself warns of a fork beside other threads."""
 
 
 @contextmanager

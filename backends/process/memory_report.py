@@ -16,20 +16,20 @@ from hybridloader.memory.limits import memory_cgroups
 _ROOT = Path("/")
 
 _TIGHT = 0.9
-"""Part of a limit from which a killed worker most likely lacked memory."""
+"""Fraction of a limit from which a lack of memory most likely killed the worker."""
 
 
 @dataclass(frozen=True)
 class MemoryReport:
     """Figures of the kernel, in bytes except for the kills by its OOM killer; None if unknown."""
 
-    limit: int | None = None  # of the tightest cgroup on the way up
-    used: int | None = None  # in that cgroup, with its caches
-    cgroup_kills: int | None = None  # processes of our own cgroup, whoever's limit it was
-    machine_kills: int | None = None  # on the whole machine, other containers too
+    limit: int | None = None  # of the tightest cgroup among the parents
+    used: int | None = None  # in that cgroup, including its caches
+    cgroup_kills: int | None = None  # processes of this cgroup, by any limit
+    machine_kills: int | None = None  # on the whole machine, including other containers
     shm_size: int | None = None  # of /dev/shm
     shm_free: int | None = None
-    available: int | None = None  # what the machine can give without swapping (MemAvailable)
+    available: int | None = None  # bytes that the machine has without swapping (MemAvailable)
     address_space: int | None = None  # RLIMIT_AS
 
     @property
@@ -43,7 +43,7 @@ class MemoryReport:
         )
 
 
-def read(root: Path = _ROOT) -> MemoryReport:  # folder in which /proc, /sys and /dev are looked for
+def read(root: Path = _ROOT) -> MemoryReport:  # folder that contains /proc, /sys and /dev
     limit, used, cgroup_kills = _cgroup(root)
     shm_size, shm_free = _shm(root)
     return MemoryReport(
@@ -102,18 +102,19 @@ class OomWatch:
                 return f"Likely cause: the machine's OOM killer struck ({counted} in /proc/vmstat)."
             return (
                 f"An OOM killer struck on this machine ({counted} in /proc/vmstat), but in another "
-                "cgroup: likely somebody else sent the signal."
+                "cgroup: likely another program or a person sent the signal."
             )
         if now.cgroup_full:
             return (
                 f"No OOM kill was counted, but the cgroup has {_size(now.used)} of {_size(now.limit)} "
-                "in use: likely somebody who watches it (a job scheduler, systemd-oomd) sent the signal."
+                "in use: likely a program that watches it (a job scheduler, systemd-oomd) sent the "
+                "signal."
             )
         if now.cgroup_kills is None and now.machine_kills is None:
-            return "Whether the system ran out of memory can't be told here."
+            return "This platform does not report whether the system ran out of memory."
         return (
-            "No OOM kill was counted: somebody sent the signal (a person, a job scheduler, a container "
-            "runtime, systemd-oomd)."
+            "No OOM kill was counted: another program or a person sent the signal (a job scheduler, a "
+            "container runtime, systemd-oomd)."
         )
 
 
@@ -122,9 +123,7 @@ def _cause_of_sigbus(now: MemoryReport) -> str:
         return "Likely cause: /dev/shm is full."
     if now.cgroup_full:
         return "Likely cause: the cgroup's limit; shared memory counts towards it."
-    return (
-        "Likely cause: a file that was mapped has become shorter, or shared memory was full then."
-    )
+    return "Likely cause: a mapped file has become shorter, or shared memory was full at that time."
 
 
 def _in_words(state: MemoryReport, *, shm: bool) -> str:
@@ -165,13 +164,13 @@ def _cgroup(root: Path) -> tuple[int | None, int | None, int | None]:
 
 
 _NO_LIMIT = 1 << 60
-"""Limit that means none: v1 gives the largest number of whole pages, just below 2**63."""
+"""Limit that means none: v1 reports the largest number of whole pages, just below 2**63."""
 
 
 def _shm(root: Path) -> tuple[int | None, int | None]:
     try:
         found = os.statvfs(root / "dev/shm")
-    except (AttributeError, OSError):  # Windows has no such call
+    except (AttributeError, OSError):  # missing on Windows
         return None, None
     return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
 

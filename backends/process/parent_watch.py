@@ -17,15 +17,15 @@ from typing import Any, NoReturn
 from hybridloader.engine.fetcher import TaskContext
 
 _POLL = 0.5
-"""Seconds between two looks at the parent, where no descriptor tells its end."""
+"""Seconds between two checks of the parent, where no descriptor reports its end."""
 
 _GRACE = 1.0
-"""Seconds that a worker has to end by itself once the parent is gone."""
+"""Seconds that a worker gets to end by itself after the parent's end."""
 
 LEFT_TO_PARENT = frozenset({signal.SIGINT, signal.SIGTERM})
 """Signals to all processes of a terminal (Ctrl-C) or of a job (Slurm, torchrun, Kubernetes).
 
-A job's signal lets the trainer write a checkpoint, for which it may want more batches. So a worker
+On a job's signal the trainer writes a checkpoint, for which it may need more batches. So a worker
 ignores them. It ends when its connection ends, or by SIGKILL.
 """
 
@@ -43,7 +43,7 @@ def leave_signals() -> None:
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=_be_terminable)
     signal.set_wakeup_fd(-1)
-    if hasattr(signal, "pthread_sigmask"):  # the parent has held them back until now
+    if hasattr(signal, "pthread_sigmask"):  # the parent has blocked them until now
         signal.pthread_sigmask(signal.SIG_UNBLOCK, LEFT_TO_PARENT)
 
 
@@ -65,7 +65,7 @@ class ParentWatch:
         self,
         endpoint: Any,
         parent: int,  # process id
-        sweep: Callable[[], None],  # called before the process ends because the parent is gone
+        sweep: Callable[[], None],  # called before the process ends because the parent has ended
     ) -> None:
         self.context = TaskContext()
         self._sweep = sweep
@@ -86,13 +86,13 @@ class ParentWatch:
         try:
             pidfd = os.pidfd_open(parent)
         except ProcessLookupError:
-            os._exit(1)  # gone already
+            os._exit(1)  # the parent has ended already
         except OSError:  # a kernel before 5.3, or a sandbox that forbids it
             self._watch_by_looking(parent)
             return
         poll = select.poll()
         poll.register(pidfd, select.POLLIN)
-        poll.register(connection, 0)  # POLLHUP is always told
+        poll.register(connection, 0)  # POLLHUP is always reported
         while True:
             for fd, _ in poll.poll():
                 if fd == pidfd:
@@ -110,7 +110,7 @@ class ParentWatch:
         """Let the worker close its sources, and end the process in any case."""
         with self._changing:
             self.context.cancelled = True
-        # The worker, which reads the end of its stream, ends the process meanwhile.
+        # In this time the worker reads the end of its stream and ends the process.
         time.sleep(_GRACE)
         self._sweep()
         os._exit(1)

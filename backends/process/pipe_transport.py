@@ -37,10 +37,10 @@ def _read(
             if connection in ready:
                 for frame in decoder.feed(connection.recv_bytes(MOST_BYTES)):
                     arrived.put((worker, frame))
-            elif not connection.poll(0):  # ended, and all that it had written was read
+            elif not connection.poll(0):  # it has ended, and all its frames were read
                 break
-    except (DamagedMessage, MemoryError) as error:  # multiprocessing's own head has no check
-        damaged[worker] = str(error) or "there is no memory for a message of its"
+    except (DamagedMessage, MemoryError) as error:  # multiprocessing's frames have no check
+        damaged[worker] = str(error) or "there is no memory for one of its messages"
     except (EOFError, OSError):
         pass
     finally:
@@ -51,7 +51,7 @@ def _write(connection: Any, outgoing: SimpleQueue[bytes | None]) -> None:
     while (data := outgoing.get()) is not None:
         try:
             connection.send_bytes(data)
-        except OSError:  # the worker is gone; the reader tells
+        except OSError:  # the worker has ended; the reader reports that
             return
 
 
@@ -88,7 +88,7 @@ class PipeTransport:
             self._outgoing[worker].put(b"".join(map(bytes, encode(parts))))
 
     def flush(self) -> None:
-        return None  # `send` has handed it to a thread
+        return None  # a thread has it
 
     def wait(self, timeout: float | None) -> list[Arrived]:
         found: list[Arrived] = []
@@ -113,11 +113,10 @@ class PipeTransport:
         if connection is None:
             return
         self._outgoing[worker].put(None)
-        # Its own threads may be in the middle of a call on it; they end with the worker.
+        # Its threads may be in a call of it; they end with the worker.
         ours.discard(connection.fileno())
-        if (
-            os.name == "posix"
-        ):  # a pair of sockets, which a thread that waits keeps open past `close`
+        # A pair of sockets, which a waiting thread keeps open after `close`.
+        if os.name == "posix":
             with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as end:
                 end.shutdown(socket.SHUT_RDWR)
         connection.close()
@@ -137,7 +136,7 @@ class PipeEndpoint:
 
     def __init__(self, connection: Any) -> None:
         self._connection = connection
-        if os.name == "posix":  # it came by inheritance, which shall end here
+        if os.name == "posix":  # it was inherited; descendants must not inherit it
             os.set_inheritable(connection.fileno(), False)
         self._decoder = Decoder()
         self._frames: deque[Frame] = deque()

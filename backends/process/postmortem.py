@@ -27,34 +27,35 @@ from hybridloader.memory.segments import map_descriptor, nameless_file
 
 _NUMBERS = struct.Struct("=5q")
 _SIGNAL, _PID, _HOME, _TASK, _AT = range(5)
-"""Places of the numbers: the signal that asks for a stack dump (0: none yet), the process and the thread
-that do the tasks, the task that they are at, and the sample within it (both -1: none, or not known)."""
+"""Order of the numbers: the signal that requests a stack dump (0: none yet), the process and the thread
+that do the tasks, the current task, and the sample within it (both -1: none, or unknown)."""
 
 _TEXT = 64
-"""Byte at which faulthandler's text begins."""
+"""Offset of faulthandler's text, in bytes."""
 
 _READ = 256 * 1024
-"""Bytes of text that are read: faulthandler stops after 100 threads of 100 frames each."""
+"""Most bytes of text that are read: faulthandler stops after 100 threads of 100 frames each."""
 
 _LOOK = 0.005
 _SETTLED = 0.02
-"""Seconds between two looks at a dump under way, and after which one that has not grown is whole."""
+"""Seconds between two checks of a growing dump, and seconds without growth after which it is
+complete."""
 
 _FIRST_FREE = 4
-"""Offset from SIGRTMIN of the first real-time signal that is tried: musl and Go keep the first ones for
-themselves, and others take the next."""
+"""Offset from SIGRTMIN of the first real-time signal that is tried: musl and Go reserve the first ones,
+and other libraries take the next."""
 
 _NEVER = {
-    "T": "it is stopped (state T: by SIGSTOP, or Ctrl-Z); SIGCONT lets it go on",
+    "T": "it is stopped (state T: by SIGSTOP, or Ctrl-Z); SIGCONT resumes it",
     "t": "it is stopped by a debugger (state t)",
     "Z": "it has ended (state Z)",
     "X": "it has ended (state X)",
 }
-"""States in which no signal is acted on, so that there is no use in waiting."""
+"""States in which a process acts on no signal, so that a wait would be useless."""
 
 _STATES = {
     "D": "it is in uninterruptible sleep (state D): the kernel waits for a disk or a network file "
-    "system, and no signal reaches it until that answers",
+    "system, and no signal reaches it until it answers",
     "R": "it is running (state R), perhaps starved of CPU",
     "S": "it is asleep (state S)",
 }
@@ -82,35 +83,36 @@ class PostmortemRecord:
 
     def __init__(
         self,
-        fd: int,  # of the file, its offset at its end; owned by the record from now on
-        *,  # the rest for tests
+        fd: int,  # descriptor of the file, at its end; owned by the record from now on
+        *,  # parameters for tests
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
         kill: Callable[[int, int], None] = os.kill,
         status: Callable[[int], Mapping[str, str] | None] = _status_of,
     ) -> None:
-        self.fd = fd  # for the worker, by fork or as a duplicate in its first frame; -1 once closed
-        self.why_none = ""  # reason that the last `stack` gave nothing, as the end of a sentence
+        # Passed to the worker by fork or as a duplicate in its first frame; -1 once closed.
+        self.fd = fd
+        self.why_none = ""  # reason why the last `stack` returned no text, as a clause
         self._clock, self._sleep, self._kill, self._status = clock, sleep, kill, status
         ours.add(fd)
 
     @classmethod
-    def make(cls) -> PostmortemRecord | None:  # None: there can be none here
+    def make(cls) -> PostmortemRecord | None:  # None: unavailable on this platform
         if not hasattr(faulthandler, "register"):  # Windows
             return None
         try:
             fd = _record_file()
-        except OSError:  # no memory, no descriptor, no room: no reason not to load data
+        except OSError:  # no memory, descriptor or room; data is loaded without a record
             return None
         return cls(fd)
 
     @property
-    def task(self) -> int | None:  # `Task.seq`; None: the worker was between two, or not known
+    def task(self) -> int | None:  # `Task.seq`; None: no task, or unknown
         task = self._numbers()[_TASK]
         return None if task < 0 else task
 
     @property
-    def at(self) -> int | None:  # number of the sample within that task, from 0; None: not known
+    def at(self) -> int | None:  # number of the sample within that task, from 0; None: unknown
         at = self._numbers()[_AT]
         return None if at < 0 else at
 
@@ -129,7 +131,7 @@ class PostmortemRecord:
         """
         try:
             return self._stack(pid, patience, send or partial(self._kill, pid))
-        except OSError:  # another thread has ended the crew meanwhile, and closed the record
+        except OSError:  # another thread has closed the crew and this record in the meantime
             if self.fd >= 0:
                 raise
             self.why_none = "it was ended meanwhile"
@@ -139,23 +141,22 @@ class PostmortemRecord:
         numbers = self._numbers()
         signum = numbers[_SIGNAL]
         if not signum or numbers[_PID] != pid:
-            self.why_none = "it has not yet come so far that it could be asked for its stack"
+            self.why_none = "it has not yet started far enough to report its stack"
             return ""
         before = os.fstat(self.fd).st_size
         status = self._status(pid)
         self.why_none = _NEVER.get(_state(status), "")
         if self.why_none:
             return ""
-        if not _has(
-            status, "ShdPnd", signum
-        ):  # otherwise it was asked before, and has yet to answer
+        # If the signal is pending, an earlier request is still unanswered.
+        if not _has(status, "ShdPnd", signum):
             try:
                 send(signum)
             except ProcessLookupError:
                 self.why_none = "it has ended"
                 return ""
             except OSError as error:
-                self.why_none = f"it could not be asked for its stack: {error}"
+                self.why_none = f"the signal for its stack could not be sent: {error}"
                 return ""
         self._await_dump(pid, signum, before, patience)
         text = stack_dump.of_dump(self._text(before), numbers[_HOME])
@@ -214,11 +215,9 @@ class PostmortemRecord:
         if state in _NEVER:
             return _NEVER[state]
         if _has(status, "SigBlk", signum):
-            return (
-                f"its main thread has blocked signal {signum}, by which it is asked for its stack"
-            )
-        told = f": {_STATES[state]}" if state in _STATES else ""
-        return f"it did not answer within {patience:g} seconds{told}"
+            return f"its main thread has blocked signal {signum}, which requests its stack"
+        suffix = f": {_STATES[state]}" if state in _STATES else ""
+        return f"it did not answer within {patience:g} seconds{suffix}"
 
 
 def _state(status: Mapping[str, str] | None) -> str:
@@ -229,9 +228,9 @@ def _record_file() -> int:
     """Make the file, its numbers written, with a descriptor that programs do not inherit."""
     fd = nameless_file()
     try:
-        # This takes the page, so that the worker's stores can't fail for want of memory. And it leaves
-        # the offset behind the numbers: parent, worker and the forks of either share one, and what
-        # each of them writes goes where the one before has ended. Nobody seeks; reading is `pread`.
+        # This write allocates the page, so that the worker's stores can't fail for lack of memory. It
+        # also leaves the offset after the numbers. Parent, worker and their forks share one offset, so
+        # each appends after the others' text. No process seeks; reads are by `pread`.
         os.write(fd, _NUMBERS.pack(0, 0, 0, -1, -1).ljust(_TEXT, b"\0"))
     except BaseException:
         os.close(fd)
@@ -266,15 +265,15 @@ class PostmortemWriter:
     """
 
     def __init__(self, fd: int) -> None:
-        os.set_inheritable(fd, False)  # as it comes through a socket it is
+        os.set_inheritable(fd, False)  # descriptors from a socket are inheritable
         self.fd = fd
         self._mapping = map_descriptor(fd, _TEXT)
         address = self._mapping.address
         self._cells = [ctypes.c_int64.from_address(address + 8 * i) for i in range(_AT + 1)]
         self._cells[_PID].value = os.getpid()
         self._cells[_HOME].value = threading.get_ident()
-        # Where it is enabled already, as in a fork of pytest, `enable` takes the new file and leaves the
-        # handlers alone, in whose places others may be by now, such as torch's for its own workers.
+        # If faulthandler is enabled, as in a fork of pytest, `enable` changes the file but not the
+        # handlers. Others may be in their place by now, for example torch's for its own workers.
         faulthandler.disable()
         faulthandler.enable(fd, all_threads=True)
         signum = free_signal()
@@ -282,7 +281,7 @@ class PostmortemWriter:
             return
         try:
             faulthandler.register(signum, fd, all_threads=True, chain=False)
-        except (OSError, RuntimeError):  # a signal that the system keeps for itself
+        except (OSError, RuntimeError):  # a signal that the system reserves
             return
         self._cells[_SIGNAL].value = signum  # from now on the parent may send it
 
@@ -320,12 +319,12 @@ def free_signal() -> int | None:
     """Find a signal that is not caught, ignored or waited for in this process; None if there is none."""
     if hasattr(signal, "SIGRTMIN"):
         candidates = range(signal.SIGRTMIN + _FIRST_FREE, signal.SIGRTMAX + 1)
-    elif hasattr(signal, "SIGINFO"):  # macOS and the BSDs; ignored unless somebody wants it
+    elif hasattr(signal, "SIGINFO"):  # macOS and the BSDs; ignored by default
         candidates = range(signal.SIGINFO, signal.SIGINFO + 1)
     else:
         return None
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    status = _status_of(os.getpid())  # knows of handlers that native code, too, has set
+    status = _status_of(os.getpid())  # includes handlers of native code
     for signum in candidates:
         used = signum in blocked or signal.getsignal(signum) != signal.SIG_DFL
         if not (used or _has(status, "SigCgt", signum) or _has(status, "SigIgn", signum)):

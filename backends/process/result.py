@@ -46,24 +46,24 @@ class ProcessResult(Payload):
         "_references", "_state", "buffers", "count", "forks", "header", "slot_map", "slots"
     )  # fmt: skip
 
-    forwardable = True  # it can be the index of a `Task` for another crew of processes
+    forwardable = True  # usable as the index of a `Task` for another crew of processes
 
     def __init__(
         self,
         header: memoryview,  # the pickle; empty if it is the last of the buffers
-        buffers: list[memoryview],  # that came through the stream
-        count: int | None,  # items, if the worker's value was a list
+        buffers: list[memoryview],  # buffers from the stream
+        count: int | None,  # number of items, if the worker's value was a list
         forks: bool,  # the worker is a fork of this process
-        slots: SlotReader | None = None,  # the worker's
-        slot_map: SlotMap | None = None,  # where the other buffers lie in them
+        slots: SlotReader | None = None,  # slots of the worker
+        slot_map: SlotMap | None = None,  # places of the other buffers in the slots
     ) -> None:
         self.header, self.buffers, self.count, self.forks = header, buffers, count, forks
         self.slots, self.slot_map = slots, slot_map
-        self._references: dict[int, SlotReference] = {}  # by slot, once it was forwarded
+        self._references: dict[int, SlotReference] = {}  # by slot, once it is forwarded
         self._state = ""
 
     @property
-    def nbytes(self) -> int:  # of the header and all buffers, wherever they lie; 0 once let go
+    def nbytes(self) -> int:  # of the header and all buffers, in any memory; 0 once freed
         return len(self.header) + sum(self._sizes)
 
     @property
@@ -125,7 +125,7 @@ class ProcessResult(Payload):
         stream, view = iter(self.buffers), self.slots.view
         return [next(stream) if span is None else view(span) for span in self.spans()]
 
-    def pickled(self) -> memoryview:  # the header, wherever it lies
+    def pickled(self) -> memoryview:  # the header, in any memory
         return self.header or self.buffers_in_place()[-1]
 
     def peek(self) -> Any:
@@ -137,8 +137,8 @@ class ProcessResult(Payload):
 
     def _refuse(self, what: str) -> None:
         raise RuntimeError(
-            f"a result that was {self._state} already can't be {what}: each is opened, discarded or "
-            "forwarded to one stage. Open it and send the value, if several are to have it."
+            f"a result that was {self._state} can't be {what}: each is opened, discarded or "
+            "forwarded to one stage. To use it more than once, open it and send the value."
         )
 
     def _let_go(self) -> None:

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from hybridloader.memory.page_locks import PageLocks
 
 Encoded = tuple[list[Any], Sequence[int]]
-"""Parts of a frame, and descriptors to be sent along and then closed."""
+"""Parts of a frame, and descriptors to send along and then close."""
 
 
 class SlotChannel:
@@ -54,26 +54,27 @@ class SlotChannel:
 
     def __init__(
         self,
-        share: int,  # bytes that all slots of this worker may take, both ways together
+        share: int,  # most bytes of all slots of this worker, both ways together
         kind: str,  # "nameless", "named" or "stream"
         *,
         forks: bool,  # the worker is a fork of this process
-        locks: PageLocks | None = None,  # to lock the pages of results that are opened here
+        locks: PageLocks | None = None,  # locks the pages of results that are opened here
     ) -> None:
         self._share, self._kind, self._forks = share, kind, forks
         names = None
-        if kind == "named":  # short: macOS allows 31 characters
+        if kind == "named":  # short, because macOS allows 31 characters
             names = f"hl-{os.getpid()}-{os.urandom(4).hex()}-"
         self._names = names
         self.slots = None if kind == "stream" else (share, names)  # as `child.main` takes it
         self.results = shared_slots.SlotReader(share // 2, names, kind == "nameless", locks)
         # All the other mutable state:
-        self.refusal: str | None = None  # why a large task got no slot, until it is told
-        self.forwarded: dict[int, ProcessResult] = {}  # by the task, until that is answered
+        self.refusal: str | None = None  # why a large task got no slot, until it is reported
+        self.forwarded: dict[int, ProcessResult] = {}  # by task number, until the task is answered
         self.tasks: shared_slots.SlotWriter | None = None  # None before the first large task
         self.known: dict[int, MappedSegment] = {}  # segments of other workers, by alias
-        self.claims: dict[int, list[SlotReference]] = {}  # of the worker, by slot as it knows it
-        self._forgotten: deque[int] = deque()  # aliases it has yet to hear of; from any thread
+        # Of the worker, by its number for the slot.
+        self.claims: dict[int, list[SlotReference]] = {}
+        self._forgotten: deque[int] = deque()  # aliases to be reported to it; any thread appends
 
     @property
     def taken(self) -> tuple[int, int] | None:
@@ -88,10 +89,10 @@ class SlotChannel:
                 return encode_message(message, returned, other_main=not self._forks), ()
             seq, index = message
             kind = type(index[0]) if type(index) is list and index else type(index)
-            if kind is int or kind is str:  # what a sampler gives
+            if kind is int or kind is str:  # a sampler's usual index
                 try:
                     return [encode_fields(TASK, seq, pickle.dumps(index, 5), returned)], ()
-                except Exception:  # a mixed list with something in it that plain pickle can't do
+                except Exception:  # a mixed list may contain an object that plain pickle can't send
                     pass
             if isinstance(index, ProcessResult):
                 return self._forward(seq, returned, index)
@@ -190,16 +191,17 @@ class SlotChannel:
         references: dict[int, SlotReference],
     ) -> Encoded:
         """Encode a result by naming the slots of another worker, as far as this one can map them."""
-        slots = result.slots or self.results  # the latter is never asked: no slot is named
+        # `self.results` is a placeholder: no slot is named then.
+        slots = result.slots or self.results
         segments = {segment: slots.segments[segment] for segment, _ in map(place_of, references)}
         for segment in segments.values():
-            segment.mapped()  # it may raise
+            segment.mapped()  # may raise
         forgotten = []
         while self._forgotten:
             forgotten.append(self._forgotten.popleft())
             self.known.pop(forgotten[-1], None)
         aliases, new, fds = self._introduce(segments)
-        named: dict[int, int] = {}  # slots, as this worker knows them
+        named: dict[int, int] = {}  # slots, by this worker's numbers
         for slot in references:
             number, place = place_of(slot)
             if number in aliases:
@@ -251,8 +253,8 @@ class SlotChannel:
             kept = segment.kept
             if kept is None or self._kind != "nameless" or len(new) == shared_slots.MOST_NEW:
                 continue
-            # First this, then the descriptor: the thread that closes A does it the other way round, so
-            # that no worker is left with memory that it is never told to forget.
+            # Listener first, then descriptor. The thread that closes the segment uses the reverse
+            # order, so that each worker with this memory is ordered to forget it.
             segment.listeners.add(self.forget)
             fd = kept.duplicate()
             if fd is None:

@@ -28,12 +28,13 @@ _READ = 64 * 1024
 ROOM = socket.CMSG_SPACE(MOST_FDS * 4) if hasattr(socket, "CMSG_SPACE") else 0
 CLOSE_ON_EXEC: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 """Flag without which a program that the user starts would inherit descriptors that have just arrived;
-Python sees to that for all others (PEP 446). macOS has no such flag."""
+Python handles all others (PEP 446). macOS has no such flag."""
 _SEND_BUFFER = 1 << 20
 _LONGEST = (1 << 31) - 1
-"""Milliseconds that `poll` can wait at most (an int of C): 25 days."""
+"""Most milliseconds of a `poll` (an int of C): 25 days."""
 _PAUSE = 0.01
-"""Seconds before a worker tries again to send descriptors, where as many are under way as may be."""
+"""Seconds after which a worker retries to send descriptors, if as many are in flight as the system
+allows."""
 _IOV = 512  # below IOV_MAX, which is 1024 on Linux and macOS
 
 
@@ -89,11 +90,11 @@ class _Connection:
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
-        self.sentinel = -1  # a descriptor that tells the worker's end, once it runs
-        self.told_end: Callable[[], bool] = bool  # asked when that is readable
+        self.sentinel = -1  # descriptor that becomes readable at the worker's end
+        self.end_reported: Callable[[], bool] = bool  # called when `sentinel` is readable
         self.decoder = Decoder()
-        self.pending: list[Buffer] = []  # to be written at the next flush
-        # Pieces that did not fit yet, with descriptors that are to be closed once they are sent.
+        self.pending: list[Buffer] = []  # written at the next flush
+        # Pieces that did not fit yet, with the descriptors to close once they are sent.
         self.unsent: deque[tuple[deque[Buffer], Sequence[int]]] = deque()
         self.damage: str | None = None
 
@@ -106,9 +107,10 @@ class _Connection:
             except BlockingIOError:
                 return False
             except OSError as error:
-                if error.errno == errno.ETOOMANYREFS:  # as many descriptors under way as may be
+                # As many descriptors in flight as the system allows.
+                if error.errno == errno.ETOOMANYREFS:
                     return False
-                self.drop_unsent()  # the worker is gone; its sentinel tells
+                self.drop_unsent()  # the worker has ended; its sentinel reports that
                 return True
             _close_all(fds)
             self.unsent[0] = (pieces, ())
@@ -130,7 +132,7 @@ class _Connection:
             while True:
                 frames.extend(read_some(self.sock, self.decoder))
                 if self.decoder.body is None and not all_of_it:
-                    return frames, False  # poll tells if there is more
+                    return frames, False  # poll reports if there is more
         except BlockingIOError:
             return frames, False
         except DamagedMessage as error:
@@ -158,10 +160,10 @@ class SocketTransport:
         ours.update((self._alarm_r, self._alarm_w))
         self._poll.register(self._alarm_r, select.POLLIN)
         self._dirty: list[int] = []
-        self.damaged: dict[int, str] = {}  # why no more is read from a worker, which may be alive
+        self.damaged: dict[int, str] = {}  # why a worker, which may be alive, is no longer read
         self._open = True
-        # A `wake` of a closed crew must not write to another file that has its descriptor now.
-        # Reentrant, because `wake` may be called by a finalizer, at any point of another `wake`.
+        # A `wake` of a closed crew must not write to a file that has reused its descriptor. Reentrant,
+        # because a finalizer may call `wake` at any point of another `wake`.
         self._alarm = threading.RLock()
 
     def connect(self, worker: int, connection: Any) -> None:
@@ -177,10 +179,11 @@ class SocketTransport:
     def watch(self, worker: int, handle: Any) -> None:
         """Watch for the end of the worker's process, by its pidfd or multiprocessing's sentinel."""
         connection = self._connections[worker]
-        if self._worker_of.pop(connection.sentinel, None) is not None:  # started another way now
+        # It was started in another way now.
+        if self._worker_of.pop(connection.sentinel, None) is not None:
             self._poll.unregister(connection.sentinel)
         fd = handle.sentinel if handle.pidfd is None else handle.pidfd
-        connection.sentinel, connection.told_end = fd, handle.told_end
+        connection.sentinel, connection.end_reported = fd, handle.end_reported
         self._worker_of[fd] = worker
         self._poll.register(fd, select.POLLIN)
 
@@ -213,7 +216,7 @@ class SocketTransport:
                     sent = connection.sock.send(data)
                 except BlockingIOError:
                     pass
-                except OSError:  # the worker is gone; its sentinel tells
+                except OSError:  # the worker has ended; its sentinel reports that
                     continue
                 if sent == len(data):
                     continue
@@ -238,7 +241,7 @@ class SocketTransport:
                 continue
             connection = self._connections[worker]
             if fd != connection.sock.fileno():
-                if connection.told_end():
+                if connection.end_reported():
                     gone.append(worker)
                 continue
             if event & select.POLLOUT and connection.flush():
@@ -262,7 +265,7 @@ class SocketTransport:
     def wake(self) -> None:
         with self._alarm:
             if self._open:
-                with suppress(BlockingIOError):  # full, which wakes as well
+                with suppress(BlockingIOError):  # a full pipe wakes as well
                     os.write(self._alarm_w, b"!")
 
     def drop(self, worker: int) -> None:
@@ -278,7 +281,7 @@ class SocketTransport:
         connection.drop_unsent()
         _close_all(connection.decoder.fds)
 
-    def hang_up(self) -> None:  # on all workers; they leave
+    def hang_up(self) -> None:  # all workers leave then
         for worker in list(self._connections):
             self.drop(worker)
 
@@ -307,13 +310,13 @@ class SocketEndpoint:
         return self._frames.popleft()
 
     @property
-    def ready(self) -> bool:  # `get` will not wait
+    def ready(self) -> bool:  # True if `get` will not wait
         return bool(self._frames)
 
     def _read(self) -> None:
         try:
             self._frames.extend(read_some(self._sock, self._decoder))
-        except ConnectionError:  # it hung up with results of ours unread
+        except ConnectionError:  # the parent hung up with unread results
             raise EOFError from None
 
     def send(self, parts: Sequence[Buffer], fds: Sequence[int] = ()) -> None:
@@ -329,7 +332,7 @@ class SocketEndpoint:
                 except OSError as error:
                     if error.errno != errno.ETOOMANYREFS:
                         raise
-                    time.sleep(_PAUSE)  # until the parent has taken some
+                    time.sleep(_PAUSE)  # until the parent has read some
                     continue
                 fds = ()
         except ConnectionError:
@@ -337,7 +340,7 @@ class SocketEndpoint:
         except OSError as error:
             if error.errno != errno.EBADF:
                 raise
-            raise EOFError from None  # the worker has ended while its writer was at work
+            raise EOFError from None  # the worker has ended during the write
 
     def fileno(self) -> int:
         """Descriptor that polls as hung up once the parent's end is closed."""

@@ -15,13 +15,13 @@ from typing import NamedTuple
 from hybridloader._support import caller
 
 MOST = 4000
-"""Characters at most: the text goes into an exception's message."""
+"""Most characters: the text becomes part of an exception's message."""
 
 _FIRST = 2400
-"""Characters of these at most for the thread that matters most."""
+"""Most characters of the most relevant thread."""
 
 _LINES, _WIDTH = 4, 200
-"""Lines kept before the first stack, and characters kept of any line."""
+"""Number of lines before the first stack that are kept, and of characters of any line."""
 
 _HEADING = re.compile(
     r"(?P<current>Current thread|Thread) (?P<ident>0x[0-9a-f]+)(?P<name>.*) \(most recent call first\):"
@@ -38,18 +38,18 @@ _OURS = (
     *(os.path.join(os.path.dirname(_SUPPORT), package, "") for package in _PACKAGES),
 )
 _WAITING = (threading.__file__, queue.__file__)
-"""Files in which a thread of ours begins, and waits when it has nothing to do."""
+"""Files in which this package's threads begin, and wait when they are idle."""
 
 _LOOP = (os.path.join(_HERE, "child.py"), "main")
-"""Frame of the worker's loop. Outside of it is whatever started the process: in a fork, the whole stack
-of the training script."""
+"""Frame of the worker's loop. Outer frames belong to the code that started the process: in a fork, to
+the whole training script."""
 
 
 class _Thread(NamedTuple):
     """One block of a dump."""
 
     heading: str
-    ident: int | None  # None: not a thread's Python stack
+    ident: int | None  # None: no Python stack of a thread
     current: bool
     lines: list[str]  # innermost frame first
 
@@ -61,21 +61,21 @@ def of_dump(text: str, home: int) -> str:
         if thread.ident == home:
             heading = "The thread that does the tasks (most recent call first):"
             first = thread._replace(heading=heading)
-            return _told([], first, threads[:at] + threads[at + 1 :])
-    return _told([], None, threads)
+            return _text_of([], first, threads[:at] + threads[at + 1 :])
+    return _text_of([], None, threads)
 
 
 def of_crash(text: str) -> str:
     """Shorten the dump of a worker that crashed, the crashing thread first; "" if there is no crash."""
-    begin = text.rfind(_FATAL)  # the last: a fork of the worker may have crashed before
+    begin = text.rfind(_FATAL)  # the last one, as a fork of the worker may have crashed before
     if begin < 0:
         return ""
     preface, threads = _parsed(text[begin:])
     for at, thread in enumerate(threads):
         if thread.current:
             first = thread._replace(heading="The thread that crashed (most recent call first):")
-            return _told(preface, first, threads[:at] + threads[at + 1 :])
-    return _told(preface, None, threads)
+            return _text_of(preface, first, threads[:at] + threads[at + 1 :])
+    return _text_of(preface, None, threads)
 
 
 def _parsed(text: str) -> tuple[list[str], list[_Thread]]:
@@ -84,7 +84,7 @@ def _parsed(text: str) -> tuple[list[str], list[_Thread]]:
     threads: list[_Thread] = []
     for whole in text.splitlines():
         line = whole if len(whole) <= _WIDTH else f"{whole[: _WIDTH - 3]}..."
-        if not line.strip() or line.startswith("Extension modules:"):  # of which torch alone has 30
+        if not line.strip() or line.startswith("Extension modules:"):  # torch alone lists 30
             continue
         found = _HEADING.fullmatch(line)
         if found is not None:
@@ -100,29 +100,29 @@ def _parsed(text: str) -> tuple[list[str], list[_Thread]]:
     return preface, threads
 
 
-def _told(preface: Sequence[str], first: _Thread | None, others: Sequence[_Thread]) -> str:
-    told = list(preface[:_LINES])
+def _text_of(preface: Sequence[str], first: _Thread | None, others: Sequence[_Thread]) -> str:
+    lines = list(preface[:_LINES])
     if first is not None:
         inside = _inside_the_loop(first.lines)
-        told += [first.heading, *_fitting(_users(inside) or inside, _FIRST)]
+        lines += [first.heading, *_fitting(_users(inside) or inside, _FIRST)]
     ours = beyond = 0
-    room = MOST - _size(told) - _WIDTH  # for the last line
+    room = MOST - _size(lines) - _WIDTH  # room for the last line
     for thread in others:
-        lines = _users(_inside_the_loop(thread.lines))
-        if not lines:
+        frames = _users(_inside_the_loop(thread.lines))
+        if not frames:
             ours += 1
             continue
-        block = [thread.heading, *_fitting(lines, max(room - len(thread.heading), 0))]
+        block = [thread.heading, *_fitting(frames, max(room - len(thread.heading), 0))]
         if _size(block) > room:
             beyond += 1
             continue
-        told += block
+        lines += block
         room -= _size(block)
     if beyond:
-        told.append(f"({beyond} more threads left out, for want of room)")
-    if first is None and not told and ours:
-        told.append(f"({ours} threads, none of them in code of yours)")
-    return "\n".join(told)
+        lines.append(f"({beyond} more threads omitted for lack of room)")
+    if first is None and not lines and ours:
+        lines.append(f"({ours} threads, none of them in your code)")
+    return "\n".join(lines)
 
 
 def _inside_the_loop(lines: list[str]) -> list[str]:
@@ -165,7 +165,7 @@ def _fitting(lines: list[str], room: int) -> list[str]:
             inner += 1
         else:
             outer -= 1
-    return [*lines[:inner], f"  ... ({outer - inner} frames left out)", *lines[outer:]]
+    return [*lines[:inner], f"  ... ({outer - inner} frames omitted)", *lines[outer:]]
 
 
 def _size(lines: Sequence[str]) -> int:

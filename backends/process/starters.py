@@ -52,10 +52,10 @@ from hybridloader.memory.descriptors import ours
 from hybridloader.memory.shipping import Shipment
 
 ZYGOTE = -1
-"""Number, in a crew's transport, of the connection to a process that starts workers."""
+"""Number, in a crew's transport, of the connection to the process that forks workers."""
 
 Note = Callable[[ProcessHandle], None]
-"""Takes the handle of a worker that was started."""
+"""Function that takes the handle of a started worker."""
 
 
 class WorkerStart(NamedTuple):
@@ -63,10 +63,10 @@ class WorkerStart(NamedTuple):
 
     worker: int
     spec: WorkerSpec
-    connection: Any  # the worker's end, which stays the caller's
+    connection: Any  # the worker's end; the caller keeps and closes it
     slots: tuple[int, str | None] | None  # as `child.main` takes it
     record: int | None  # descriptor of its postmortem record
-    shipment: Shipment | None  # the work, packed; None if the worker will have it already
+    shipment: Shipment | None  # the packed work; None if the worker will have it
 
     @property
     def name(self) -> str:
@@ -79,9 +79,11 @@ class Starter:
     def __init__(self, context: Any, endpoint_class: Any) -> None:
         self._context, self._endpoint_class = context, endpoint_class
         self._method = context.get_start_method()
-        self.forks = self._method == "fork"  # of this process, which have the work already
+        # True if workers are forks of this process, with its work.
+        self.forks = self._method == "fork"
 
-    def ships(self, spec: WorkerSpec) -> bool:  # the first frame to a new worker must bring `spec`
+    # True if the first frame to a new worker must contain `spec`.
+    def ships(self, spec: WorkerSpec) -> bool:
         return not self.forks
 
     def start(self, start: WorkerStart, note: Note) -> None:
@@ -156,9 +158,11 @@ class _Zygote:
         self.record = record
         # All the mutable state:
         self.handle: ProcessHandle | None = None  # once it is started
-        self.spec: WorkerSpec | None = spec  # that it loads; None once the dataset is another
+        # The work that it loads; None once the dataset has changed.
+        self.spec: WorkerSpec | None = spec
         self.loaded = False
-        self.asked: dict[int, tuple[WorkerStart, Note, ForkedHandle]] = {}  # until it has loaded
+        # Requests until it has loaded.
+        self.asked: dict[int, tuple[WorkerStart, Note, ForkedHandle]] = {}
 
     @property
     def alive(self) -> bool:
@@ -187,8 +191,8 @@ class ZygoteStarter(Starter):
 
     def __init__(
         self,
-        context: Any,  # loky's, which starts the zygote
-        transport: SocketTransport,  # that of the crew
+        context: Any,  # of loky, which starts the zygote
+        transport: SocketTransport,  # transport of the crew
     ) -> None:
         super().__init__(context, SocketEndpoint)
         self._transport = transport
@@ -268,7 +272,7 @@ class ZygoteStarter(Starter):
         if isinstance(message, Refused):
             self._start_afresh(*zygote.asked.pop(message.worker), frame)
             if not zygote.asked:
-                self._transport.drop(ZYGOTE)  # which ends it
+                self._transport.drop(ZYGOTE)  # this ends the zygote
                 self.close()
             return None
         assert isinstance(message, Loaded)
@@ -280,25 +284,28 @@ class ZygoteStarter(Starter):
         stage = None if zygote.spec is None else zygote.spec.stage
         return functools.partial(
             warn_once,
-            f"the workers of stage {stage!r} are started one by one, which takes longer and more memory "
-            f"than to fork them from one process that has loaded the dataset: it {message.refusal}. Do "
-            "that in worker_init_fn, or when the first sample is read; or say Spawn(preload=False)",
+            f"the workers of stage {stage!r} are started one by one, which takes more time and memory "
+            "than forking them from one process that has loaded the dataset. It can't fork, because it "
+            f"{message.refusal}. Do that in worker_init_fn, or when the first sample is read; or set "
+            "Spawn(preload=False)",
         )
 
     def _start_afresh(
         self, start: WorkerStart, note: Note, handle: ForkedHandle, frame: Frame
     ) -> None:
         """Start a worker that the zygote has refused; `frame` brings its descriptors back."""
-        handle.failed("was refused")  # now: the zygote may close its end of the socket later
+        handle.failed("was refused")  # now, as the zygote may close its end of the socket later
         if len(frame.fds) < 2:
-            handle.failed("could not be started: no descriptor is left (ulimit -n)")
+            handle.failed(
+                "could not be started: no descriptor is left; raise the limit (ulimit -n)"
+            )
             return
         connection = Connection(frame.fds[0])
         frame.fds.pop(0)
         os.close(frame.fds.pop())
         try:
             super().start(start._replace(connection=connection), note)
-        except Exception as error:  # no process can be had any more, for instance
+        except Exception as error:  # for example, no further process can be started
             handle.failed(f"could not be started: {error}")
         finally:
             connection.close()
@@ -309,7 +316,7 @@ class ZygoteStarter(Starter):
             return
         if all(plain(value) for _, value in changes):
             self._transport.send(ZYGOTE, [pickle.dumps(Changed(changes))])
-        else:  # to load other values could import modules, which may start threads
+        else:  # loading other values could import modules, which may start threads
             zygote.spec = None
 
     def evidence(self) -> str:
@@ -324,7 +331,9 @@ class ZygoteStarter(Starter):
         if pid is None:
             return ""
         stack = zygote.record.stack(pid, send=zygote.handle.send_signal)
-        return f"The process that is to fork it has yet to load the work:\n{stack}" if stack else ""
+        return (
+            f"The process that will fork it has not loaded the work yet:\n{stack}" if stack else ""
+        )
 
     def close(self) -> None:
         zygote, self._zygote = self._zygote, None
@@ -347,20 +356,20 @@ class ForkedHandle(ProcessHandle):
 
     def __init__(
         self,
-        zygote: ProcessHandle,  # the process that forks it
-        status: socket.socket,  # on which that process tells of it; owned by the handle
+        zygote: ProcessHandle,  # process that forks it
+        status: socket.socket,  # on which that process reports its status; owned by the handle
     ) -> None:
         self._zygote = zygote
         status.setblocking(False)
         self._status = status.detach()  # a socket object would warn at exit that it is open
         # All the mutable state:
-        self.pidfd: int | None = None  # once it is forked, until `release`
+        self.pidfd: int | None = None  # from the fork until `release`
         self._pid: int | None = None
-        self._failure = ""  # why it could not be started
+        self._failure = ""  # reason why it could not be started
         self._ended = self._terminated = False
         self._code: int | None = None
         ours.add(self._status)
-        # Not at `release`: as that of `multiprocessing.Process`, the sentinel outlives the worker.
+        # Not at `release`: the sentinel outlives the worker, as that of `multiprocessing.Process`.
         weakref.finalize(self, handles.close_ours, self._status).atexit = False
 
     @property
@@ -386,9 +395,10 @@ class ForkedHandle(ProcessHandle):
     def ended_with(self) -> str | None:
         if self.is_alive() or self._code is not None or self._failure:
             return None
-        return f"process {self._zygote.pid}"  # the zygote, which reports the codes of all others
+        # The zygote, which reports the exit codes of all others.
+        return f"process {self._zygote.pid}"
 
-    def told_end(self) -> bool:
+    def end_reported(self) -> bool:
         return not self.is_alive()
 
     def is_alive(self) -> bool:
@@ -399,7 +409,7 @@ class ForkedHandle(ProcessHandle):
                     data, extra, _, _ = status.recvmsg(STATUS.size, ROOM, CLOSE_ON_EXEC)
                 except BlockingIOError:
                     return True
-                except OSError:  # the other end was closed with something unread
+                except OSError:  # the other end was closed with unread data
                     data, extra = b"", []
                 finally:
                     status.detach()
@@ -407,7 +417,7 @@ class ForkedHandle(ProcessHandle):
             return False
 
     def _take_in(self, data: bytes, fds: list[int]) -> None:
-        if not data:  # the zygote is gone, and the kernel ends those that it has forked
+        if not data:  # the zygote has ended, and the kernel ends its forks
             self._ended = True
             if self.pidfd is not None:
                 multiprocessing.connection.wait([self.pidfd], GRACE)
@@ -415,7 +425,7 @@ class ForkedHandle(ProcessHandle):
         kind, number = STATUS.unpack(data)
         if kind == FORKED:
             self._pid = number
-            for self.pidfd in fds:  # none, if this process may have no more descriptors
+            for self.pidfd in fds:  # none, if this process has no free descriptor
                 ours.add(self.pidfd)
                 self._releasing = weakref.finalize(self, handles.close_ours, self.pidfd)
                 self._releasing.atexit = False
@@ -424,7 +434,7 @@ class ForkedHandle(ProcessHandle):
         else:
             self.failed(f"could not be forked: {os.strerror(number)}")
 
-    def failed(self, why: str) -> None:  # to start
+    def failed(self, why: str) -> None:  # it could not be started
         self._failure, self._ended = why, True
 
     def send_signal(self, signum: int) -> None:
@@ -435,7 +445,7 @@ class ForkedHandle(ProcessHandle):
 
     def kill(self) -> None:
         if self.is_alive() and self.pidfd is None:
-            self._zygote.kill()  # it would fork it yet
+            self._zygote.kill()  # otherwise the zygote would still fork it
         super().kill()
 
     def join(self, timeout: float | None = None) -> None:
@@ -453,7 +463,7 @@ class ForkedHandle(ProcessHandle):
                 return
             try:
                 status = os.dup(self._status)  # another thread may release the original
-            except OSError:  # no descriptor left: as long as news may take
+            except OSError:  # no descriptor left: wait as long as a report may take
                 status = -1
         if status < 0:
             time.sleep(min(seconds, SLICE / 10))
@@ -472,8 +482,8 @@ class ForkedHandle(ProcessHandle):
         self._zygote.join(GRACE)
         if self._zygote.is_alive():
             return (
-                "was not forked: the process that forks the workers can't have more descriptors; raise "
-                "the limit (ulimit -n)"
+                "was not forked, because the process that forks the workers has no free descriptor; "
+                "raise the limit (ulimit -n)"
             )
         how = "was not forked by" if self._pid is None else "ended with"
         return f"{how} the process that forks the workers, which {self._zygote.cause()}"

@@ -47,7 +47,7 @@ STATUS = struct.Struct("=ii")
 """Message on a status socket: one of the kinds below, and a number."""
 
 FORKED, ENDED, FAILED = range(3)
-"""Kinds of status: a process number, of which the pidfd goes along; an exit code; an `errno`."""
+"""Kinds of status: a process number, sent with its pidfd; an exit code; an `errno`."""
 
 _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
@@ -56,10 +56,10 @@ class Request(NamedTuple):
     """One worker to be forked."""
 
     worker: int
-    name: str  # of its process
+    name: str  # name of its process
     slots: tuple[int, str | None] | None  # as `child.main` takes it
     recorded: bool  # a postmortem record comes with the first frame of the worker's connection
-    changes: dict[str, Any]  # fields of the specification that differ from the one that was loaded
+    changes: dict[str, Any]  # fields of the specification that differ from the loaded one
 
 
 class Changed(NamedTuple):
@@ -82,19 +82,20 @@ class Refused(NamedTuple):
 
 
 def serve(
-    connection: Any,  # the work of the stage comes as its first frame
+    connection: Any,  # its first frame is the work of the stage
     parent: int,  # process id
-    record: bool,  # the descriptor of a postmortem record is the last that comes with that frame
-    inherited: Inherited | None,  # objects of the work that could only come as the process starts
+    record: bool,  # the last descriptor of that frame is of a postmortem record
+    inherited: Inherited | None,  # objects that can be sent only when the process starts
 ) -> NoReturn:
     """Be the zygote until the parent hangs up, or is gone."""
     leave_signals()
-    # multiprocessing forbids a daemonic process to have children; ours end when the parent hangs up.
+    # multiprocessing forbids a daemonic process to have children; this one ends its children when the
+    # parent hangs up.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     try:
         _Zygote(SocketEndpoint(connection), parent).run(record, inherited)
     except EOFError:
-        os._exit(0)  # the parent wants no workers any more
+        os._exit(0)  # the parent needs no more workers
     except BaseException as error:
         show(error)
     finally:
@@ -110,15 +111,16 @@ class _Zygote:
         self._parent_process = multiprocessing.parent_process()
         self._poll = select.poll()
         # All the other mutable state:
-        self._frames: deque[Frame] = deque()  # requests that have come
+        self._frames: deque[Frame] = deque()  # requests that have arrived
         self._workers: dict[int, tuple[Any, int]] = {}  # by pidfd: process and status socket
         self._refusal = ""
-        self._sigchld: Any = signal.SIG_DFL  # handler that workers get
+        self._sigchld: Any = signal.SIG_DFL  # handler for the workers
         self._postmortem: PostmortemWriter | None = None
 
     def run(self, record: bool, inherited: Inherited | None) -> NoReturn:
         spec = self._load(record, inherited)
-        # A launcher that ignores the signal passes that on. The kernel would then keep no exit codes.
+        # A launcher that ignores the signal passes this on, and the kernel would then keep no exit
+        # codes.
         self._sigchld = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._endpoint.send([pickle.dumps(Loaded(self._refusal))])
         connection = self._endpoint.fileno()
@@ -127,12 +129,12 @@ class _Zygote:
         while True:
             for fd, _ in self._poll.poll():
                 if fd == self._watched:
-                    os._exit(1)  # and the workers with it
+                    os._exit(1)  # the workers end, too
                 elif fd == connection:
                     self._read()
                 else:
                     self._poll.unregister(fd)
-                    self._tell_end(fd)
+                    self._report_end(fd)
             while self._frames:
                 self._answer(self._frames.popleft(), spec)
 
@@ -156,7 +158,7 @@ class _Zygote:
             del frame
         self._refusal = fork_safety.refusal(before)
         gc.collect()
-        gc.freeze()  # a collection in a worker would touch, and so copy, all that is shared
+        gc.freeze()  # a collection in a worker would touch, and so copy, shared pages
         return spec
 
     def _answer(self, frame: Frame, loaded: WorkerSpec) -> None:
@@ -165,7 +167,7 @@ class _Zygote:
             apply(loaded.fetch.dataset, request.changes)
         elif self._refusal:
             self._endpoint.send([pickle.dumps(Refused(request.worker))], frame.fds)
-        elif len(frame.fds) == 2:  # the kernel drops those for which there is no room
+        elif len(frame.fds) == 2:  # the kernel drops descriptors if there is no room
             self._fork(request, replace(loaded, **request.changes), *frame.fds)
             return
         for fd in frame.fds:
@@ -184,9 +186,9 @@ class _Zygote:
         try:
             with starting("fork"):
                 process.start()
-            _tell(status, FORKED, process.pid or 0, process.sentinel)
-        except OSError as error:  # no process can be had any more, or no descriptor
-            _tell(status, FAILED, error.errno or 0)
+            _report(status, FORKED, process.pid or 0, process.sentinel)
+        except OSError as error:  # no further process or descriptor
+            _report(status, FAILED, error.errno or 0)
             os.close(status)
             return
         finally:
@@ -196,12 +198,12 @@ class _Zygote:
 
     def _work(self, request: Request, spec: WorkerSpec, connection: int, strays: list[int]) -> None:
         """Run one worker, in the process that was forked for it."""
-        self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # it ends with the zygote
+        self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # so that it ends with the zygote
         if os.getppid() != self._pid:
-            os._exit(1)  # which was gone before
-        # As in a fresh worker, the parent is the user's process.
+            os._exit(1)  # the zygote had ended before
+        # The parent is the user's process, as in a fresh worker.
         multiprocessing.process._parent_process = self._parent_process  # type: ignore[attr-defined]
-        if self._sigchld is not None:  # else it was no handler of Python's
+        if self._sigchld is not None:  # None: the handler was not Python's
             signal.signal(signal.SIGCHLD, self._sigchld)
         if self._postmortem is not None:
             self._postmortem.close()
@@ -216,11 +218,11 @@ class _Zygote:
             -1 if request.recorded else None,
         )
 
-    def _tell_end(self, pidfd: int) -> None:
+    def _report_end(self, pidfd: int) -> None:
         process, status = self._workers.pop(pidfd)
         process.join()
         code = process.exitcode  # None if other code in this process has waited for it
-        _tell(status, ENDED, UNKNOWN if code is None else code)
+        _report(status, ENDED, UNKNOWN if code is None else code)
         os.close(status)
         process.close()
 
@@ -232,12 +234,12 @@ class _Zygote:
         for pidfd, (process, _) in list(self._workers.items()):
             if process.is_alive():
                 process.kill()
-            self._tell_end(pidfd)
+            self._report_end(pidfd)
         os._exit(0)
 
 
 class _Process(multiprocessing.process.BaseProcess):
-    _start_method = None  # that of the zygote stays multiprocessing's, as in a fresh worker
+    _start_method = None  # the zygote's start method remains, as in a fresh worker
 
     @staticmethod
     def _Popen(process_obj: Any) -> _Popen:
@@ -266,7 +268,7 @@ class _Popen(multiprocessing.popen_fork.Popen):
         self.finalizer = multiprocessing.util.Finalize(self, os.close, (self.sentinel,))
 
 
-def _tell(status: int, kind: int, number: int, *fds: int) -> None:
+def _report(status: int, kind: int, number: int, *fds: int) -> None:
     """Write to a status socket. Its reader may be gone."""
     with suppress(OSError), socket.socket(fileno=os.dup(status)) as sock:
         socket.send_fds(sock, [STATUS.pack(kind, number)], fds)
@@ -283,7 +285,7 @@ def _ending_with(parent: int, connection: int) -> Iterator[None]:
     def look() -> None:
         poll = select.poll()
         poll.register(parent, select.POLLIN)
-        poll.register(connection, 0)  # POLLHUP is always told
+        poll.register(connection, 0)  # POLLHUP is always reported
         poll.register(stop, 0)
         if all(fd != stop for fd, _ in poll.poll()):
             os._exit(1)
@@ -293,6 +295,6 @@ def _ending_with(parent: int, connection: int) -> Iterator[None]:
     try:
         yield
     finally:
-        os.close(stopper)  # the other end has hung up then
+        os.close(stopper)  # the other end hangs up
         thread.join()
         os.close(stop)

@@ -67,12 +67,16 @@ class Shards(IterableDataset[Any]):
     """Shards of which the first has half of all samples; each sample unpacks 4 MB."""
 
     def __init__(self, shards: int = 8, length: int = 4000) -> None:
-        self._sizes = [length // 2] + [length // 2 // (shards - 1)] * (shards - 1)
+        self.sizes = [length // 2] + [length // 2 // (shards - 1)] * (shards - 1)
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
-        for size in self._sizes[worker::workers]:
-            for number in range(size):
-                zlib.decompress(_PACKED)
-                yield number
+        for shard in range(len(self.sizes))[worker::workers]:
+            yield from self.shard(shard)
+
+    def shard(self, shard: int) -> Iterator[Any]:
+        """Samples of one shard."""
+        for number in range(self.sizes[shard]):
+            zlib.decompress(_PACKED)
+            yield number

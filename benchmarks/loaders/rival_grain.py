@@ -20,11 +20,10 @@ from benchmarks.loaders.work import PREFETCH, READERS, Closing, Opener, Running,
 
 
 class Arrays:
-    """A source for Grain: a dataset in the order of a sampler, its tensors as arrays."""
+    """A source for Grain: a dataset, in its own order or in `order`, its tensors as arrays."""
 
-    def __init__(self, work: Work) -> None:
-        self._dataset = work.dataset
-        self._order = list(work.sampler()) if work.shuffled else None
+    def __init__(self, dataset: Any, order: list[int] | None = None) -> None:
+        self._dataset, self._order = dataset, order
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -43,12 +42,12 @@ def _as_arrays(value: Any) -> Any:
     return value
 
 
-def _as_tensors(value: Any) -> Any:
+def as_tensors(value: Any) -> Any:
     """Arrays as `default_collate` gives them."""
     if isinstance(value, dict):
-        return {key: _as_tensors(item) for key, item in value.items()}
+        return {key: as_tensors(item) for key, item in value.items()}
     if isinstance(value, tuple | list):
-        return [_as_tensors(item) for item in value]
+        return [as_tensors(item) for item in value]
     return torch.from_numpy(value)
 
 
@@ -66,7 +65,8 @@ def _open(work: Work, processes: int, threads: int, *, samples: bool, ahead: int
         raise CannotDo("stacks strings into arrays")
     logging.getLogger("absl").setLevel(logging.ERROR)
     read = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=PREFETCH * threads * ahead)
-    source = grain.MapDataset.source(Arrays(work))
+    order = list(work.sampler()) if work.shuffled else None
+    source = grain.MapDataset.source(Arrays(work.dataset, order))
     if samples:
         dataset: Any = source.to_iter_dataset(read).batch(work.batch)
     else:
@@ -82,7 +82,7 @@ def _open(work: Work, processes: int, threads: int, *, samples: bool, ahead: int
     def epoch() -> Iterator[Any]:
         iterator = iter(dataset)
         try:
-            yield from map(_as_tensors, iterator)
+            yield from map(as_tensors, iterator)
         finally:
             iterator.close()
 

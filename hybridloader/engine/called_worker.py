@@ -24,10 +24,11 @@ from hybridloader.engine.worker import Worker
 from hybridloader.memory.slots import PrivateSlots
 
 Parts = list[Any]
-"""Pickle of an object, then the large buffers left out of it, as `bytes` and `PickleBuffer`."""
+"""Pickle of an object, then the large buffers outside of it, as `bytes` and `PickleBuffer`."""
 
 SentMessage = tuple[Parts, tuple[int, int] | None]
-"""Message; and if its task is a result sent on, which of the returns has it, at which place."""
+"""Message. If its task is a forwarded result: the number of the return that contains the result,
+and the number of the event in that return."""
 
 _ENDED = "the loop has ended"
 
@@ -84,7 +85,7 @@ class CalledWorker:
         try:
             self._thread = threading.get_ident()
             work, self._work = self._work, None
-            assert work is not None, "it runs once"
+            assert work is not None, "run() is called once"
             self._worker = process_worker(self._number, work, slots=self._slots)
             del work
             serve(self._worker, self._get, self._report)
@@ -106,7 +107,7 @@ class CalledWorker:
         for left, (parts, place) in zip(reversed(range(len(sent))), sent, strict=True):
             self._inbox.put(_opened(parts, place, returns))
             events = self._events()
-            # The next task may use their memory again.
+            # The next task may overwrite the memory of these results.
             made += [[*map(bytes, event)] for event in events] if left else events
         return made
 
@@ -131,7 +132,7 @@ class CalledWorker:
         return "".join(["Its stack (most recent call last):\n", *traceback.format_stack(frame)])
 
     def _get(self) -> Any:
-        self._outbox.put(None)  # done with the message before
+        self._outbox.put(None)  # reports that the previous message is done
         return self._inbox.get()
 
     def _report(self, event: Event) -> None:

@@ -26,78 +26,83 @@ from hybridloader.engine.meter import MEASURES
 from hybridloader.engine.serving import loads
 
 TRIPS = 3
-"""Round trips at a time: of these the shortest counts, as the others have waited for something."""
+"""Number of round trips per measurement; the shortest counts, because the others include waits."""
 
 EVERY = 30.0
-"""Seconds from one look at the other clock to the next. Clocks of two machines part by some 50 us a
-second at most: 1.5 ms meanwhile, about what a busy network adds to a round trip."""
+"""Seconds between two measurements of the other clock. The clocks of two machines drift apart by at
+most about 50 us a second: 1.5 ms in that time, about as much as a busy network adds to a round
+trip."""
 
 BUNDLE_SECONDS = 2e-3
-"""Seconds that the tasks of a call take together, about, and by which the first result of them is later.
+"""Total seconds of the tasks in one call; the first result of a call is delayed by about as much.
 
-A call of Ray's costs 0.5 to 0.8 ms. With tasks of 0.3 ms, prefetched 32 deep, a batch took 0.85 ms in
-calls of one, 0.87 in bundles of 1 ms, 0.37 of 2 ms, and 0.34 of 4 ms (two cores, two workers).
+A call of Ray's costs 0.5 to 0.8 ms. With tasks of 0.3 ms and a prefetch of 32, a batch took
+0.85 ms in calls of one, 0.87 in bundles of 1 ms, 0.37 of 2 ms, and 0.34 of 4 ms (two cores, two
+workers).
 """
 
 BUNDLE_BYTES = 64 << 10
-"""Bytes of the messages of a call, or of their results, about. Ray sends up to 100 KB with the call, or
-with its reply; more goes by way of its store, which takes longer."""
+"""Total bytes of the messages of one call, or of their results. Ray sends up to 100 KB with the
+call, or with its reply; more is sent through its store, which takes longer."""
 
 BESIDE = 3e-5
-"""Seconds that a worker takes for a task beside its work: to open it, and to pack the result."""
+"""Seconds that a worker spends on a task in addition to the work: to open it and to pack the
+result."""
 
-UNDER_WAY = 2
-"""Calls behind which a worker's tasks wait for others: one to do, and one so that it need not rest."""
+CALLS_IN_FLIGHT = 2
+"""Calls in flight to one worker from which further tasks are queued: one that the worker does, and
+one that keeps it busy until the next call."""
 
 RECENT = 8
-"""Results of which a worker's mean is, about."""
+"""Number of recent results in a worker's running mean, about."""
 
 
 class Place(NamedTuple):
     """Place of a result that is sent on unopened."""
 
     returned: Any
-    """Return of the call that had it, as the transport refers to it; hashable."""
+    """Return value of the call that contains the result, in the transport's form; hashable."""
     at: int
-    """Number of its event in there."""
+    """Number of the event in that return value."""
 
 
 _Packed = tuple[Parts, Place | None]
 
 
-class _Here(threading.local):
+class _CallsHere(threading.local):
     """Calls that a thread makes, and whether the transport reports their ends on it."""
 
     making = 0
-    """Calls that it makes now."""
-    is_told = False
-    """True for a thread of the transport, which is told of ends: to wait for one could last for ever."""
+    """Calls that this thread is making now."""
+    reports_ends = False
+    """True for a thread on which the transport reports the ends of calls. It must not wait for an
+    end: a wait could last forever."""
 
 
-_here = _Here()
+_here = _CallsHere()
 
 
 def _when_done(call: Future[Any], then: Callable[[Future[Any]], None]) -> None:
     """Call `then` when a call ends, on the thread that reports its end; at once if it has ended."""
     _here.making += 1
     try:
-        call.add_done_callback(partial(_tell, then))
+        call.add_done_callback(partial(_on_end, then))
     finally:
         _here.making -= 1
 
 
-def _tell(then: Callable[[Future[Any]], None], call: Future[Any]) -> None:
+def _on_end(then: Callable[[Future[Any]], None], call: Future[Any]) -> None:
     if not _here.making and threading.get_ident() != threading.main_thread().ident:
-        _here.is_told = True  # for good: a finalizer may come between two ends, too
+        _here.reports_ends = True  # never reset: a finalizer may also run between two ends
     then(call)
 
 
 class CallingHandle(WorkerHandle):
     """Handle of a `CalledWorker`: makes its calls, and reports the returned events in order.
 
-    A call costs the same for many messages as for one. So while `UNDER_WAY` calls are in flight, tasks
-    wait until one of them returns or a bundle of tasks is full, and are sent in one call. A long task
-    fills a bundle by itself, so it is sent at once.
+    A call costs the same for many messages as for one. So while `CALLS_IN_FLIGHT` calls are in flight,
+    tasks wait until one of them returns or a bundle of tasks is full, and are sent in one call. A long
+    task fills a bundle by itself, so it is sent at once.
 
     Calls may end in any order, on any thread. A thread that reports an end, the main one excepted, is
     taken for the transport's own, and can't `join`. Events that the worker sent before it died are
@@ -113,24 +118,25 @@ class CallingHandle(WorkerHandle):
         True if each task needs its own call, for instance because its time is limited.
     """
 
-    _life: Future[Any]  # of `run`: it ends as the worker ends
+    _life: Future[Any]  # call of `run`; it ends when the worker ends
 
     def __init__(self, number: int, report: Callable[[Event], None], alone: bool = False) -> None:
         self._number, self._report, self._alone = number, report, alone
         # All the mutable state:
-        self.placed: tuple[int, str] | None = None  # process id and machine, once it runs
+        self.placed: tuple[int, str] | None = None  # process id and machine; None before it runs
         self.ready = False
-        self._clock: FarClock | None = None  # of a worker on another machine
-        self._steps: deque[tuple[Future[Any], int]] = deque()  # in their order, with their messages
-        self._queue: list[_Packed] = []  # messages that wait for a call to return
-        self._filled = 0.0  # parts of a bundle that those are
-        self._share = 1.0  # mean part of a bundle that each of the last tasks would have been
-        self._failed = 0  # messages in the first call that failed
+        self._clock: FarClock | None = None  # only for a worker on another machine
+        # In call order, each with its number of messages.
+        self._steps: deque[tuple[Future[Any], int]] = deque()
+        self._queue: list[_Packed] = []  # messages that wait until a call returns
+        self._filled = 0.0  # filled fraction of the bundle in `_queue`
+        self._share = 1.0  # mean fraction of a bundle per recent task
+        self._failed = 0  # number of messages in the first call that failed
         self._over = threading.Event()
-        self._lock = threading.RLock()  # a finalizer may come here on a thread that has it
+        self._lock = threading.RLock()  # a finalizer may call it on a thread that already holds it
         self._cause: str | None = None
-        self._killed = False  # it may answer meanwhile what it was sent before
-        self._doomed = ""  # reason why it is killed
+        self._killed = False  # tasks that were sent earlier may still be answered
+        self._doomed = ""  # reason of the kill
 
     # -- to be written ---------------------------------------------------------------------------
 
@@ -141,7 +147,7 @@ class CallingHandle(WorkerHandle):
         """
         raise NotImplementedError
 
-    def started(self) -> None:  # most hold nothing for it
+    def started(self) -> None:  # most keep no such objects
         """Release the objects that the worker needed to start; it has started."""
 
     def end(self) -> None:
@@ -156,7 +162,7 @@ class CallingHandle(WorkerHandle):
         """Describe the end of a worker whose `run` has ended with an error."""
         return Exited(self._number, f"is gone: {error}")
 
-    def over(self) -> None:  # most hold nothing else
+    def over(self) -> None:  # most keep nothing else
         """Let go of the worker, which has ended."""
 
     # -- for the crew ----------------------------------------------------------------------------
@@ -180,10 +186,11 @@ class CallingHandle(WorkerHandle):
         parts = parts_of(message, other_main=True)
         part = (nbytes + len(parts[0])) / BUNDLE_BYTES
         waits = isinstance(message, (Task, First)) and not self._alone and part < 1
-        if not waits or len(parts) > 1:  # its buffers are views of what may change meanwhile
+        if not waits or len(parts) > 1:  # its buffers are views of memory that may change later
             with self._lock:
                 self._flush()
-            # Not under the lock, which a thread that makes room in the transport's store may want.
+            # Not under the lock: a thread that frees room in the transport's store may need the
+            # lock.
             self._step([(parts, place)])
             return
         with self._lock:
@@ -191,14 +198,14 @@ class CallingHandle(WorkerHandle):
                 self._flush()
             self._queue.append((parts, place))
             self._filled += max(part, self._share)
-            if self._filled >= 1 or len(self._steps) < UNDER_WAY:
+            if self._filled >= 1 or len(self._steps) < CALLS_IN_FLIGHT:
                 self._flush()
 
     def leave(self) -> None:
         """Make the worker end without the rest of its batch and its waiting tasks."""
         with self._lock:
             self._queue.clear()
-        with suppress(Exception):  # it is gone
+        with suppress(Exception):  # it has ended
             if self.is_alive():
                 self.call("leave")
 
@@ -207,11 +214,11 @@ class CallingHandle(WorkerHandle):
         try:
             return str(self.call("stack").result(timeout))
         except Exception as error:
-            return f"Its stack could not be had: {error!r}"
+            return f"Its stack could not be read: {error!r}"
 
     def terminate(self) -> None:
         self._killed = True
-        if _here.is_told:  # to end a worker may take an answer, which would come here
+        if _here.reports_ends:  # `end` may wait for an answer, which this thread would report
             threading.Thread(target=self._end, daemon=True).start()
         else:
             self._end()
@@ -232,15 +239,17 @@ class CallingHandle(WorkerHandle):
     def join(self, timeout: float | None = None) -> None:
         if not self.is_alive():
             return
-        if _here.is_told:
-            raise RuntimeError("the thread that is told of a worker's end can't wait for it")
+        if _here.reports_ends:
+            raise RuntimeError(
+                "the thread on which ends are reported can't join a worker; join it on another thread"
+            )
         self._over.wait(timeout)
 
     # -- the parts -------------------------------------------------------------------------------
 
-    def _place(self, told: Future[Any]) -> None:
+    def _place(self, where: Future[Any]) -> None:
         with suppress(Exception):  # it has died
-            self.placed = told.result()
+            self.placed = where.result()
             if self.placed[1] != platform.node():
                 self._clock = FarClock(partial(self.call, "clock"))
                 self._clock.look()
@@ -262,7 +271,7 @@ class CallingHandle(WorkerHandle):
             sent.append((parts, which))
         try:
             step = self.call("step", sent, *returns)
-        except Exception as error:  # it may have ended meanwhile
+        except Exception as error:  # it may have ended in the meantime
             self._give_up(f"could not be called: {error!r}")
             return
         self._steps.append((step, len(messages)))
@@ -273,7 +282,7 @@ class CallingHandle(WorkerHandle):
             while self._steps and self._steps[0][0].done():
                 self._take(*self._steps.popleft())
             if not self._life.done():
-                if len(self._steps) < UNDER_WAY:
+                if len(self._steps) < CALLS_IN_FLIGHT:
                     self._flush()
             elif not self._steps:
                 self._report_end(self._exit())
@@ -287,7 +296,7 @@ class CallingHandle(WorkerHandle):
             self.over()
 
     def _end(self) -> None:
-        with suppress(Exception):  # it is gone already
+        with suppress(Exception):  # it has ended already
             self.end()
 
     def _give_up(self, reason: str) -> None:
@@ -321,8 +330,9 @@ class CallingHandle(WorkerHandle):
         except Exception as error:
             exited = self.died(error)
             if self._failed > 1 and exited.at is None:
-                # Nobody knows at which of them. Each is sent again alone, as nothing is known of a new
-                # worker's tasks: so the next death tells.
+                # Any of its tasks may have killed the worker. Each is sent again in its own call,
+                # as a new worker's task durations are unknown; so the next death identifies the
+                # task.
                 exited = replace(exited, at=-1)
             if self._doomed:
                 exited = replace(exited, cause=f"{self._doomed}; it was killed, and {exited.cause}")
@@ -343,10 +353,11 @@ class FarClock:
     ) -> None:
         self._ask, self._clock = ask, clock
         # All the mutable state:
-        self.offset: float | None = None  # seconds to take off a time there; None: not known yet
+        # Seconds to subtract from a time of the worker; None: not measured yet.
+        self.offset: float | None = None
         self._shortest = float("inf")
-        self._left = 0  # round trips
-        self._due = float("inf")  # time of the next look
+        self._left = 0  # round trips that remain
+        self._due = float("inf")  # time of the next measurement
 
     def look(self) -> None:
         """Begin to measure the offset."""
@@ -358,10 +369,10 @@ class FarClock:
         sent = self._clock()
         self._ask().add_done_callback(partial(self._answered, sent))
 
-    def _answered(self, sent: float, told: Future[float]) -> None:
+    def _answered(self, sent: float, answer: Future[float]) -> None:
         now = self._clock()
         try:
-            there = told.result()
+            there = answer.result()
         except Exception:  # it has died
             return
         if now - sent < self._shortest:

@@ -32,15 +32,16 @@ GRACE = 1.0
 """Seconds that workers get to end by themselves when their crew is closed."""
 
 PATIENCE = 1.9
-"""Seconds after which a crew is closed, even if workers still run."""
+"""Seconds after which the closing of a crew ends, even if workers still run."""
 
 CLOSING = 2.0
 """Seconds that closing a stage, a relay, a loader or a pipeline waits for threads."""
 
 SLICE = 0.2
-"""Seconds of one sleep on a lock. Without slices Ctrl-C hung 2 of 8 programs in which one worker
-thread held the GIL and another slept, on a busy machine (Python 3.11, Linux), with them none of 8. A
-signal that arrives just before the sleep is the likely reason. On Windows no signal ends a sleep."""
+"""Seconds of one wait on a lock. On a busy machine (Python 3.11, Linux), with one worker thread
+holding the GIL and another waiting, Ctrl-C hung 2 of 8 programs without these limits and none of 8
+with them. The likely reason is a signal that arrives just before the wait. On Windows no signal
+ends a wait."""
 
 
 class WorkerHandle(ABC):
@@ -125,17 +126,18 @@ class Crew(ABC):
     """
 
     upkeep: Callable[[], None] | None = None
-    """Called by each `wait`, on the thread that pulls the stage, for instance to warn; None: nothing."""
+    """Function that each `wait` calls on the thread that pulls the stage, for example to warn;
+    None: no call."""
 
     __handles: list[WorkerHandle]
     __events: SimpleQueue[Event | None]
-    __left: float | None  # time at which the workers were told to leave
+    __left: float | None  # time at which the workers were ordered to leave
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
-        # Not in `__init__`, so that a subclass with one of its own need not call it.
+        # Not in `__init__`, so that a subclass with its own `__init__` need not call this one.
         self = super().__new__(cls)
         self.__handles = []
-        self.__events = SimpleQueue()  # None wakes; safe to use in finalizers
+        self.__events = SimpleQueue()  # None wakes the reader; safe to use in finalizers
         self.__left = None
         return self
 
@@ -165,14 +167,14 @@ class Crew(ABC):
 
     # -- with a default --------------------------------------------------------------------------
 
-    def settle(self) -> None:  # noqa: B027  # workers with a process of their own disturb nobody
+    def settle(self) -> None:  # noqa: B027  # worker processes do not disturb the caller
         """Wait until the caller may continue; called after all calls of `start` of an epoch.
 
         Workers that share the caller's random generators run `spec.init_fn` while the caller waits, here
         or in `start`. Afterwards the states of these generators are restored.
         """
 
-    def page_lock(self, locks: PageLocks) -> None:  # noqa: B027  # memory of its own need not be
+    def page_lock(self, locks: PageLocks) -> None:  # noqa: B027  # private memory needs no lock
         """Lock the pages of large results, because a device is going to read them.
 
         Called once, before any worker starts, and only if the consumer of this stage pins. Such memory
@@ -239,11 +241,11 @@ class Crew(ABC):
         taken are discarded.
         """
         self.leave()
-        if self.__left is None:  # `leave` is the subclass's own
+        if self.__left is None:  # the subclass overrides `leave`
             self.__left = time.monotonic()
         for seconds in (GRACE, PATIENCE):
             for handle in self.__handles:
-                with suppress(RuntimeError):  # a thread that would wait for itself, in a finalizer
+                with suppress(RuntimeError):  # a thread that would join itself, in a finalizer
                     handle.join(max(0.0, self.__left + min(seconds, PATIENCE) - time.monotonic()))
             for handle in self.__handles:
                 if handle.is_alive():
@@ -271,14 +273,15 @@ class Backend(ABC):
     """True if workers run in this process, and so share its objects and its random generators."""
 
     in_caller: ClassVar[bool] = False
-    """True if the caller does the work itself, in `Crew.wait`: nothing runs beside it."""
+    """True if the calling thread does the work, in `Crew.wait`, and nothing runs concurrently."""
 
     children: ClassVar[bool] = False
-    """True if workers are child processes of this one. A daemonic process may not have any, so there a
-    loader takes threads instead, with a warning."""
+    """True if workers are child processes of this process. A daemonic process can't have children;
+    there a loader uses threads instead, with a warning."""
 
     forwards: ClassVar[str] = ""
-    """Kind of the `forwardable` payloads that crews make; they take those of the same kind as tasks."""
+    """Kind of the `forwardable` payloads that crews make; crews of the same kind accept them as
+    tasks."""
 
     memory: Memory = DEFAULT_MEMORY
     """Limit and kind of the recycled memory for large tensors, if the backend has any."""
@@ -300,7 +303,7 @@ class Backend(ABC):
         """
         return None
 
-    def check(self) -> None:  # noqa: B027  # most can always serve
+    def check(self) -> None:  # noqa: B027  # most backends work everywhere
         """Raise `BackendUnavailable`, with the reason and an alternative, if it can't serve now.
 
         Called before any worker starts. By default every backend can serve.

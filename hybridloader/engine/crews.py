@@ -82,7 +82,8 @@ def _close_all() -> None:
     global exiting
     exiting = True
     with contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as rest:
-        rest.callback(_close_crews)  # called last, for crews that runners make meanwhile, too
+        # Called last, so that it includes crews that runners make in the meantime.
+        rest.callback(_close_crews)
         for runner in snapshot(_runners):
             rest.callback(runner.close)
 
@@ -98,5 +99,5 @@ atexit.register(_close_all)
 
 
 def _close(crew: Crew, owner: int) -> None:
-    if os.getpid() == owner:  # in a fork of the owner the workers are somebody else's
+    if os.getpid() == owner:  # in a fork, the workers belong to the parent
         crew.close()

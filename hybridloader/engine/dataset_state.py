@@ -19,13 +19,13 @@ class ShardStart(NamedTuple):
     """Place and state from which one worker resumes; beside a result, the state without a place."""
 
     position: int = 0  # samples of the shard before the states `dataset` and `iterator`
-    skip: int = 0  # samples of the shard to be behind; those after `position` are read and dropped
+    skip: int = 0  # samples of the shard to skip: those after `position` are read and dropped
     dataset: Given | None = None
     iterator: Given | None = None
     ended: bool = False  # the shard has ended
-    again: Any = ()  # tasks done since `dataset`, to be repeated, if it is asked by index
-    behind: bool = False  # the states are of the end of a pass; the worker is to begin the next one
-    since: int = 0  # results since the states; if the dataset is asked by index, see `again`
+    again: Any = ()  # tasks since `dataset`, to be repeated, if samples are read by index
+    next_epoch: bool = False  # the states are of an epoch's end; the worker begins the next epoch
+    since: int = 0  # results since the states; if samples are read by index, see `again`
 
     @property
     def stateful(self) -> bool:
@@ -46,7 +46,7 @@ def states_of(
     States are taken as often as is cheap, but at least `every` results apart; with `always`, after
     each result.
     """
-    itself = samples is dataset  # torchdata saves it once then, as the iterator's
+    itself = samples is dataset  # then torchdata saves its state once, as the iterator's
     stateful = is_stateful(dataset) and not itself
     if not (stateful or is_stateful(samples)):
         return None
@@ -75,7 +75,7 @@ class DatasetStates:
             self._cadence.taken()
         return state
 
-    def go_on(self, since: int) -> None:
+    def resume(self, since: int) -> None:
         """Count the results since the state from which this fetcher resumes."""
         self._cadence.go_on(since)
 

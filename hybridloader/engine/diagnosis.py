@@ -16,20 +16,22 @@ _DEBUG = "To find it, run with backend='inline' under a debugger."
 
 _ADVICE = {
     "SIGKILL": (
-        "Likely the system ran out of memory, or somebody killed it. "
+        "Likely the system ran out of memory, or a person or another program killed it. "
         "Try fewer workers, or backend='threads', which shares one copy of the dataset."
     ),
     "SIGSEGV": f"Native code crashed in the worker. {_DEBUG}",
     "SIGFPE": f"Native code divided by zero in the worker. {_DEBUG}",
     "SIGABRT": (
-        "Native code gave up in the worker: a failed assertion, or a C++ exception that nobody "
-        f"caught. What it had to say is in the worker's stderr. {_DEBUG}"
+        "Native code aborted in the worker: a failed assertion, or an uncaught C++ exception. "
+        f"Its message is in the worker's stderr. {_DEBUG}"
     ),
     "SIGILL": (
-        "Native code used an instruction that this CPU does not have: a library built for another."
+        "Native code used an instruction that this CPU does not have: a library was built for another "
+        "CPU. Install a build of it for this one."
     ),
     "SIGBUS": (
-        "Memory that was promised could not be had: a full shared-memory mount or memory limit."
+        "The system could not provide memory that it had promised: the shared-memory mount or the "
+        "memory limit is full."
     ),
     "SystemExit": "The dataset or a function it uses called sys.exit().",
 }
@@ -41,12 +43,12 @@ class WorkerReport:
 
     worker: int
     name: str  # kind of the worker
-    pid: int | None  # None before it has one
+    pid: int | None  # None before the process exists
     state: str
-    done: int  # tasks answered from its place
-    restarts: int  # times that its place was given to another worker
-    index: Any  # of the oldest task that it has; None if it has none
-    seconds: float | None  # since it began with that task; None if it has none
+    done: int  # tasks answered by all workers of this number
+    restarts: int  # restarts of the worker of this number
+    index: Any  # index of its oldest task; None if it has none
+    seconds: float | None  # seconds since it began that task; None if it has none
 
 
 def name_of(handles: Sequence[WorkerHandle], worker: int) -> str:
@@ -74,7 +76,7 @@ def end_of(stage: str, handles: Sequence[WorkerHandle], worker: int) -> str:
         return f"{who} exited unexpectedly with exit code {code}. "
     try:
         return f"{who} is killed by signal: {signal.strsignal(-code)}. "
-    except ValueError:  # a number that this platform has no signal for
+    except ValueError:  # a number without a signal on this platform
         return f"{who} is killed by signal: {-code}. "
 
 
@@ -82,8 +84,8 @@ def death(
     stage: str,
     worker: str,
     fault: Fault,
-    indices: Mapping[int, Any],  # of the tasks, by their numbers
-    refusal: str = "",  # reason why it was not replaced
+    indices: Mapping[int, Any],  # indices of the tasks, by number
+    refusal: str = "",  # reason why it was not restarted
 ) -> str:
     """Word the error for a worker that ended without being asked to."""
     event = fault.event
@@ -91,7 +93,8 @@ def death(
     tasks = f"It was to fetch {'; '.join(held[:4])}" if held else "It had no task"
     more = f"; and {len(held) - 4} tasks more" if len(held) > 4 else ""
     advice = _advice(fault.cause)
-    if event.memory and "SIGKILL" in fault.cause:  # the kernel's word is more exact than our guess
+    # The kernel's report is more exact than the guess.
+    if event.memory and "SIGKILL" in fault.cause:
         advice = (
             "If it is memory: try fewer workers, or backend='threads', which shares one copy of the "
             "dataset."
@@ -100,9 +103,9 @@ def death(
         advice = ""
     full = "" if event.slots is None else "Its slots took {:,} of {:,} bytes.".format(*event.slots)
     sample = "" if event.task is None else sample_at(indices.get(event.task), event.at)
-    said = [f"In stage {stage!r}, {worker} {fault.cause}.", f"{tasks}{more}.", sample]
-    said += [refusal, advice, full]
-    lines = [" ".join(part for part in said if part)]
+    parts = [f"In stage {stage!r}, {worker} {fault.cause}.", f"{tasks}{more}.", sample]
+    parts += [refusal, advice, full]
+    lines = [" ".join(part for part in parts if part)]
     lines += [event.memory.strip("\n"), event.evidence.strip("\n")]
     return "\n".join(line for line in lines if line)
 
@@ -127,28 +130,28 @@ def overrun(
     stage: str,
     worker: str,
     index: Any,
-    seconds: float,  # that the task had taken
+    seconds: float,  # seconds of the task so far
     timeout: float,
     *,
-    stack: str = "",  # of the worker, or why there is none; on lines of its own
+    stack: str = "",  # stack of the worker, or the reason why there is none; on separate lines
     thread: bool = False,  # the worker is a thread of this process
 ) -> str:
     """Word the error for a task that took longer than `task_timeout`, its worker not replaced."""
     if thread:
         fate = (
-            "A thread can't be killed: it goes on until the sample is done, and its result is dropped. "
-            "Workers that are processes can be killed and replaced: backend='fork', 'spawn' or "
+            "A thread can't be killed: it finishes its sample, and the result is dropped. "
+            "Workers that are processes can be killed and restarted: backend='fork', 'spawn' or "
             "'shared-memory' with on_worker_death='restart'."
         )
     else:
-        fate = "It was killed; on_worker_death='restart' would put another in its place and go on."
-    said = [
+        fate = "It was killed; on_worker_death='restart' would restart it and continue."
+    sentences = [
         f"In stage {stage!r}, {worker} has been at {brief(index)} for {_seconds(seconds)}, "
         f"longer than task_timeout={timeout:g} seconds.",
         fate,
         "If such a task may take that long, raise task_timeout.",
     ]
-    text = " ".join(said)
+    text = " ".join(sentences)
     return f"{text}\n{stack.strip(chr(10))}" if stack.strip() else text
 
 
@@ -158,7 +161,7 @@ def given_up(stage: str, worker: str, deaths: int, cause: str, *, at: int | None
     `worker` is the last that died, of `cause`; `at` is None if it is not known at which sample.
     """
     workers = "1 worker" if deaths == 1 else f"{deaths} workers"
-    what = "at this sample" if at is not None else "at a task with this sample in it"
+    what = "at this sample" if at is not None else "at a task that contains this sample"
     return (
         f"In stage {stage!r}, {workers} died {what}, so it was given up; "
         f"the last one, {worker}, {cause}. {_advice(cause)}".rstrip()

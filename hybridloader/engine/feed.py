@@ -20,14 +20,14 @@ from hybridloader.engine.payload import Payload
 from hybridloader.errors import NotReady
 
 TASK_SECONDS = 1e-3
-"""Seconds that a task of several items should take. Handing one to a process and back costs some 0.1 ms
-here, to a thread some 0.03 ms: a tenth of it at most."""
+"""Target seconds of a task of several items. Sending a task to a process and back costs about 0.1
+ms here, to a thread about 0.03 ms: at most a tenth of this."""
 
 MOST = 64  # items in one task at most
 _MEMORY = 0.9  # decay of the running mean of task sizes and seconds, per task
 
 _GATHERING = 1e-3
-"""Seconds that gathering the items of one task may take, where they are made on the way."""
+"""Most seconds spent on gathering the items of one task, if they are computed meanwhile."""
 
 
 class Feed(ABC):
@@ -57,9 +57,10 @@ class Observer(Protocol):
     """
 
     each: bool
-    """True if it follows each task: results, waits and idle workers, not only what meters measured."""
+    """True if it follows each task: results, waits and idle workers, in addition to meters'
+    measures."""
     opens_slowly: bool
-    """True if it follows the opening of every result, as the last one took a while."""
+    """True if it follows the opening of each result, because the last one was slow to open."""
 
     def idle(self, workers: int, *, starved: bool) -> None:
         """Note that `workers` are idle from now on: nothing came in (`starved`), or nothing went out."""
@@ -90,7 +91,7 @@ def is_forwarded(item: Any) -> bool:
 
 
 def items_in(index: Any) -> int:
-    if type(index) is int:  # a reader is asked for so many
+    if type(index) is int:  # a reader's task is a number of items
         return index
     return len(index) if isinstance(index, list) else (index.count or 1)
 
@@ -107,8 +108,9 @@ class TaskBatching(Feed):
         items: Iterator[Any],
         *,
         forwarded: bool = False,  # some of `items` are payloads of several items
-        least: int = 1,  # items of a task if they are there, for workers that do several at once
-        most: int | None = None,  # items of a task; None: `MOST`, or `least`
+        # Least items of a task if available, for workers that process several at once.
+        least: int = 1,
+        most: int | None = None,  # most items of a task; None: `MOST`, or `least`
     ) -> None:
         self._next: Callable[[], Any] = attribute(items, "next_nowait", items.__next__)
         self._when_ready = attribute(items, "when_ready")
@@ -117,15 +119,17 @@ class TaskBatching(Feed):
         self._others: list[TaskBatching] = []
         # All the mutable state:
         self.size = min(least, self._most)
-        self._items = self._seconds = 0.0  # of the tasks before, the older the less
-        self._put_back: deque[Any] = deque()  # to be drawn before anything else
-        self._error: Exception | None = None  # that came behind items
+        self._items = self._seconds = 0.0  # of earlier tasks, with decaying weight
+        self._put_back: deque[Any] = deque()  # to be drawn before any other item
+        self._error: Exception | None = None  # error that followed items
         self.drawn: deque[int] | None = None
-        """Numbers of items of the tasks, in their order, if somebody sets a deque and empties it."""
+        """Number of items of each task, in order. A reader sets a deque and empties it; None: no
+        reader."""
 
     def learn(self, items: int, seconds: float) -> None:
         """Learn from a task of `items` items that took `seconds`."""
-        # A mean over many tasks: one may have waited for the GIL, or found its file in the cache.
+        # A mean over many tasks: a single one may have waited for the GIL, or found its file in the
+        # cache.
         self._items = _MEMORY * self._items + items
         self._seconds = _MEMORY * self._seconds + seconds
         fitting = MOST if self._seconds <= 0 else int(TASK_SECONDS * self._items / self._seconds)
@@ -190,7 +194,7 @@ class TaskBatching(Feed):
                 if time.monotonic() > until:
                     return
         except StopIteration:
-            return  # told again at the next call
+            return  # the next call raises it again
         except Exception as error:
-            if not is_ours(error, NotReady):  # as above
+            if not is_ours(error, NotReady):  # `NotReady` is raised again by the next call
                 self._error = error

@@ -145,8 +145,8 @@ class PartlyGivenUp(list[Any]):
 class StartedTask(Protocol):
     """Samples of a task that threads, or coroutines, have begun to fetch."""
 
-    seconds: list[float]  # that each sample took
-    ended: bool  # no sample is under way, or will be begun
+    seconds: list[float]  # seconds of each sample
+    ended: bool  # no sample is in flight, or will be begun
 
     def result(self) -> list[Any]:
         """Return the samples; raise the error of the first bad one. Once, when they have ended."""
@@ -189,7 +189,7 @@ class Fetcher(ABC):
         """
         raise NotImplementedError
 
-    def wake(self) -> None:  # noqa: B027  # threads need none
+    def wake(self) -> None:  # noqa: B027  # threads need no wake-up
         """Have the worker look for messages: end `StartedTask.wait_here`. From any thread."""
 
     def assemble(self, samples: list[Any], index: Any) -> Any:
@@ -200,10 +200,10 @@ class Fetcher(ABC):
         """Return the key that seeds the collation of the task, under ``seeding="sample"``."""
         return b""
 
-    def skip(self, count: int) -> None:  # noqa: B027  # without a shard there is nothing to do
+    def skip(self, count: int) -> None:  # noqa: B027  # nothing to skip without a shard
         """Skip `count` samples of the shard, which another worker has delivered."""
 
-    def resume(self, start: ShardStart) -> None:  # noqa: B027  # as above
+    def resume(self, start: ShardStart) -> None:  # noqa: B027  # nothing to resume without a shard
         """Resume at the position of an earlier run."""
 
     def mend(self, value: Any, error: Exception, check: Callable[[Any], Any]) -> Any:
@@ -216,7 +216,7 @@ class Fetcher(ABC):
         finally:
             del error  # a traceback whose frame holds its own exception is a cycle
 
-    def close(self) -> None:  # noqa: B027  # most have nothing open
+    def close(self) -> None:  # noqa: B027  # most have no open iterators
         """Close the iterators that are read."""
 
 
@@ -240,9 +240,9 @@ class Fetch(ABC):
     threads: int = 1
     """Number of threads of a worker that fetch samples."""
     coroutines: int = 0
-    """Number of coroutines that a worker has in work at a time; 0: it has none."""
+    """Number of coroutines that a worker runs at a time; 0: none."""
 
-    if TYPE_CHECKING:  # a field of some, a property of others
+    if TYPE_CHECKING:  # a field of some subclasses, a property of others
 
         @property
         def dataset(self) -> Any:

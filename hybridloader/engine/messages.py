@@ -29,10 +29,10 @@ class WorkerSpec:
     stage: str
     """Name of the stage in errors."""
     workers: int
-    """Number of workers of the stage. 0 means that the caller does the work itself, in its own context:
-    no worker info, no seeding, no `init_fn`, as torch does with ``num_workers=0``."""
+    """Number of workers of the stage. 0: the calling thread does the work, in its own context,
+    without worker info, seeding or `init_fn`, as with torch's ``num_workers=0``."""
     fetch: Fetch
-    """Work: makes one result out of one index; opened once per worker and epoch."""
+    """Work of the stage: makes one result of one index; opened once per worker and epoch."""
     base_seed: int = 0
     """Seed of worker 0; worker ``i`` is seeded with ``base_seed + i``."""
     init_fn: Callable[[int], None] | None = None
@@ -40,21 +40,23 @@ class WorkerSpec:
     shared_seed: int | None = None
     """Seed that all workers of an `IterDataPipe` share in the first epoch."""
     tracked: bool = False
-    """True if a worker notes which sample of its task it is at, should it die."""
+    """True if a worker notes the current sample of its task, for a report if it dies."""
     timed: bool = False
     """True if the time that a worker takes for a task is limited."""
     skip: int = 0
-    """Samples of the shard that the worker before it in this place has delivered in this epoch."""
+    """Number of samples of the shard that an earlier worker of this number has delivered in this
+    epoch."""
     starts: tuple[ShardStart, ...] = ()
-    """Place at which each worker begins its first epoch; empty: all begin at the beginning."""
+    """Position at which each worker begins its first epoch; empty: all begin at the start."""
     seeding: Origin | None = None
     """Origin of the seeds of samples, under ``seeding="sample"``."""
     reports_state: bool = False
-    """True if `Ready` has the first state of the dataset, or the error that the worker began with."""
+    """True if `Ready` carries the first state of the dataset, or the error of the worker's
+    start."""
     metering: Metering | None = None
     """Specification of a worker's meter; None measures nothing."""
     modes: Modes | None = None
-    """Modes of torch that a thread takes over from the thread that begins the pass."""
+    """Modes of torch that a worker thread takes over from the thread that begins the epoch."""
 
     @property
     def sharable(self) -> bool:
@@ -124,13 +126,13 @@ class Done(NamedTuple):
     seq: int
     payload: Payload
     seconds: float = 0.0
-    """Seconds that the worker spent on it."""
+    """Seconds that the worker spent on the task."""
     position: int = 0
     """Number of samples of its shard that the worker has read."""
     extras: dict[str, Any] | None = None
-    """Metadata of the value, by name; None if there is none. ``"outcome"`` has the errors that an error
-    policy has dealt with, ``"state"`` the state of the dataset (`ShardStart`), and ``"measures"`` what a
-    meter has measured."""
+    """Metadata of the value, by name; None if there is none. ``"outcome"``: the errors that an
+    error policy has handled. ``"state"``: the state of the dataset (`ShardStart`). ``"measures"``:
+    the measures of a meter."""
 
 
 class Failed(NamedTuple):
@@ -146,7 +148,7 @@ class Failed(NamedTuple):
 class Last:
     """Record of the result handed out last, as `Done` has it, without the value; outlives the stage."""
 
-    seq = -1  # there was none
+    seq = -1  # no result yet
     worker = position = 0
     extras: dict[str, Any] | None = None
 
@@ -170,20 +172,20 @@ class Exited:
 
     worker: int
     cause: str | None = None
-    """Cause of its end, as the predicate of a sentence; None when it was asked to go."""
+    """Cause of its end, as the predicate of a sentence; None if it was ordered to stop."""
     task: int | None = None
-    """Task that it was at, if `WorkerSpec.tracked` or if workers shared it."""
+    """Task that it was doing, if `WorkerSpec.tracked` or if workers shared it."""
     at: int | None = None
-    """Number of the sample in that task; -1 between two samples, None where it is not known."""
+    """Number of the sample in that task; -1 between two samples, None if it is not known."""
     evidence: str = ""
-    """Stack that it left."""
+    """Stack of the worker at its end."""
     memory: str = ""
-    """Report on the memory, if that may have been the cause."""
+    """Report on memory, if a lack of memory may be the cause."""
     slots: tuple[int, int] | None = None
-    """Bytes that its slots took, and limit of these bytes."""
+    """Bytes that its slots took, and the limit of these bytes."""
     with_it: str | None = None
-    """Identity of the process or machine with which it ended, as other workers do; None: it ended alone.
-    A restart policy counts their deaths as one."""
+    """Identity of the process or machine whose end ended this worker and others; None: it ended
+    alone. A restart policy counts these deaths as one."""
 
 
 Result = Done | Failed

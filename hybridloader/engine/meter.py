@@ -18,7 +18,7 @@ from time import perf_counter, sleep
 from typing import Any, NamedTuple
 
 from hybridloader._support.store_use import StoreUse, start_counting, uses, uses_since
-from hybridloader.engine.slices import Slices, Told
+from hybridloader.engine.slices import SliceReport, Slices
 
 MEASURES = "measures"
 """Key of the `Measures` in `Done.extras`."""
@@ -27,18 +27,19 @@ EVERY = 0.01
 """Least seconds from one `Measures` of a worker to the next."""
 
 _LOOKS = 0.25
-"""Least seconds between two looks at the GIL."""
+"""Least seconds between two measurements of the wait for the GIL."""
 
 _NAP = 5e-5
-"""Seconds that a look at the GIL sleeps. Whoever waits for it takes it meanwhile, and keeps it for the
-interpreter's switch interval; after a call that lasts 10 us the caller would be back before that."""
+"""Seconds that a measurement of the GIL sleeps. In that time a waiting thread takes the GIL and
+keeps it for the interpreter's switch interval. After a call of 10 us the caller would be back
+before another thread takes it."""
 
 _LONG, _PARTS = 1e-3, 64
-"""Seconds from which a part of a task is a span of its own, and how many of these are remembered."""
+"""Seconds from which a part of a task is a separate span, and the number of these that are kept."""
 
 _SHORT = 1e-4
-"""Seconds of a task below which it is not looked at closely: its CPU time is not worth two system calls,
-nor its packing another look at the clock. It counts as CPU time."""
+"""Seconds of a task below which its CPU time counts as its whole time: two system calls for its CPU
+time, or another clock reading for its packing, would cost too much."""
 
 
 @dataclass(frozen=True)
@@ -46,57 +47,59 @@ class Metering:
     """Specification of the meters of one stage's workers."""
 
     cpu_clock: Callable[[], float] | None
-    """Clock of the CPU time of one worker, such as `time.process_time`; None if there is none, because
-    a thread has other threads working for it."""
+    """Clock of the CPU time of one worker, such as `time.process_time`. None if there is none,
+    because other threads work for the worker's thread."""
     alone: bool = True
-    """False if the thread of the worker has other work between two tasks, which does not count."""
+    """False if the worker's thread does other work between two tasks, which does not count."""
     gil: bool = False
-    """True if the worker is one of several threads, so that it looks at the GIL."""
+    """True if the worker is one of several threads, so that it measures the wait for the GIL."""
     by_pass: bool = False
-    """True if each pass is measured by itself: what was not told of one does not count in the next."""
+    """True if each epoch is measured alone: unreported measures of one do not count in the next."""
     slices: int = 0
-    """Slices of a trace that a worker keeps until it tells them; 0 if there is no trace."""
+    """Most slices of a trace that a worker keeps until it reports them; 0 if there is no trace."""
     stores: bool = False
-    """True if the worker reports its use of object stores: it is a process, with separate counts."""
+    """True if the worker reports its use of object stores: it is a process, which has separate
+    counts."""
 
 
 class Measures(NamedTuple):
     """Measurements of a worker since its last report."""
 
     spans: tuple[tuple[float, float, float], ...]
-    """Begin and end of the tasks before the last one, where there were any, of longer parts of shared
-    tasks, and of the last task; and the seconds of these."""
+    """Begin, end and seconds of work of: all short tasks before the last one, if there were any;
+    each longer part of a shared task; and the last task."""
     busy: float
-    """Seconds of all tasks."""
+    """Total seconds of all tasks."""
     cpu: float | None
     """CPU seconds."""
     wait_for_core: float | None
-    """Seconds that the worker could have run and had no core; None where that is not known."""
+    """Seconds that the worker was runnable without a core; None if that is not known."""
     wait_for_gil: float | None
-    """Seconds that a thread which had let go of the GIL waited for it, 0.1 ms if nobody else wants it;
-    None where that was not looked at."""
+    """Seconds that a thread which had released the GIL waited for it, 0.1 ms if no other thread
+    wants it; None if it was not measured."""
     packing: float
-    """Share of the last task that went into packing its result; 0 if the tasks are too short."""
+    """Fraction of the last task that was spent on packing its result; 0 if the tasks are too
+    short."""
     reporting: float
-    """Seconds that reporting the last result with measures took."""
+    """Seconds that the previous report of a result with measures took."""
     retried: int
-    """Calls of the user's functions that were made again."""
-    slices: Told | None = None
-    """What the worker did and when, for a trace."""
+    """Number of retried calls of the user's functions."""
+    slices: SliceReport | None = None
+    """Activities of the worker with their times, for a trace."""
     others: tuple[Measures, ...] = ()
-    """Measures of workers that only fetched samples of tasks which others answered."""
+    """Measures of workers that only fetched samples of tasks which other workers answered."""
     first: bool = False
-    """True if they are of the first task of the worker."""
+    """True for the measures of the worker's first task."""
     collating: float = 0.0
-    """Share of the last task that went into `collate_fn`; 0 if the tasks are too short."""
+    """Fraction of the last task that was spent in `collate_fn`; 0 if the tasks are too short."""
     idle: float = 0.0
-    """Seconds that an event loop waited for something that a coroutine awaits."""
+    """Seconds that an event loop waited for events that coroutines await."""
     held: float = 0.0
-    """Seconds that coroutines kept it from that."""
+    """Seconds that coroutines ran, so that the loop could not wait for events."""
     coroutines: int = 0
-    """Number of these."""
+    """Number of coroutines that were begun."""
     stores: tuple[StoreUse, ...] = ()
-    """Use of object stores by the process of the worker."""
+    """Use of object stores by the worker's process."""
 
     def moved(self, seconds: float) -> Measures:
         """Return these with all times so many seconds later."""
@@ -124,10 +127,10 @@ class TaskParts:
         self._clock = clock
         # All the mutable state:
         self.looks = True  # tasks are long enough for `gathered`
-        self.gathered = 0.0  # time at which the samples of the last task were there, to be collated
+        self.gathered = 0.0  # time at which the samples of the last task were ready to be collated
         self.idle = self.held = 0.0  # seconds
-        self.coroutines = 0  # that were begun
-        self._since = 0.0  # when a coroutine got its turn
+        self.coroutines = 0  # number of coroutines that were begun
+        self._since = 0.0  # time at which the coroutines' turn began
 
     def turn(self) -> None:
         """Note that an event loop runs, and that the coroutines have their turn."""
@@ -176,19 +179,19 @@ class Meter:
         self.slices = Slices(metering.slices, alone=self._alone) if metering.slices else None
         # All the mutable state:
         self.busy = 0.0
-        self.due = self._told = float("-inf")
+        self.due = self._reported = float("-inf")
         self.looks = True
-        """True if `begin` is to be called before a task, and the time is wanted at which its result is
-        made, and yet to be packed."""
+        """True if `begin` is to be called before a task, and the clock is to be read before its
+        result is packed."""
         self.reports = False
-        """True if the report of the next event is to be made by `report`."""
+        """True if `report` is to report the next event."""
         self._parts: deque[tuple[float, float, float]] = deque(maxlen=_PARTS)
         self._run_queue: RunQueue | None = None
-        self._thread = 0  # that has this run queue
-        self._look = float("-inf")  # time of the next look at the GIL
-        self._cpu = 0.0  # clock when it told, or when the task began
+        self._thread = 0  # thread of this run queue
+        self._look = float("-inf")  # time of the next measurement of the GIL
+        self._cpu = 0.0  # clock at the last report, or when the task began
         self._reporting = 0.0
-        self._stores: dict[str, StoreUse] | None = None  # as reported last
+        self._stores: dict[str, StoreUse] | None = None  # as in the last report
         if metering.stores:
             start_counting()
             self._stores = uses()
@@ -212,7 +215,7 @@ class Meter:
         self._parts.clear()
         self.parts.take()
         self._stores_used()
-        self.due = self._told = float("-inf")
+        self.due = self._reported = float("-inf")
         if self._cpu_clock is not None and self._alone:
             self._cpu = self._cpu_clock()
             if self._run_queue is not None:
@@ -224,7 +227,7 @@ class Meter:
         if self._cpu_clock is None or self._alone:
             return
         self._cpu = self._cpu_clock()
-        if self._thread != get_ident():  # whoever pulls a loader may be another thread each time
+        if self._thread != get_ident():  # a loader may be pulled by another thread each time
             self.close()
             self._thread, self._run_queue = get_ident(), RunQueue.here()
         elif self._run_queue is not None:
@@ -241,22 +244,24 @@ class Meter:
         if ended - began >= _LONG:
             self._parts.append((began, ended, ended - began))
 
-    def tell(
+    def measure(
         self, began: float, fetched: float, ended: float, retried: int, spent: float = 0.0
     ) -> Measures:
         """Return the measures since the last ones, after a task that began and ended then.
 
         Its samples took the seconds `spent` before, on other threads.
         """
-        last, told, busy = ended - began, self._told, self.busy
+        last, reported, busy = ended - began, self._reported, self.busy
         spans = [*self._parts, (began, ended, last)]
         before = busy - sum(seconds for _, _, seconds in spans)
-        first = told == float("-inf")
+        first = reported == float("-inf")
         if before > 1e-9 and first:
             spans.insert(0, (began - before, began, before))
-        elif before > 1e-9 and told < began:
-            # They had not to be told yet, so they ended within that time.
-            spans.insert(0, (told, max(told + before, min(began, told + EVERY)), before))
+        elif before > 1e-9 and reported < began:
+            # They were not due before, so they ended within `EVERY` seconds of the last report.
+            spans.insert(
+                0, (reported, max(reported + before, min(began, reported + EVERY)), before)
+            )
         found = Measures(
             tuple(spans),
             busy,
@@ -266,7 +271,7 @@ class Meter:
             (ended - fetched) / (last + spent) if self.looks and last > 0 else 0.0,
             self._reporting,
             retried,
-            None if self.slices is None else self.slices.tell(ended + EVERY),
+            None if self.slices is None else self.slices.report(ended + EVERY),
             (),
             first,
             (fetched - self.parts.gathered) / (last + spent)
@@ -275,19 +280,19 @@ class Meter:
             *self.parts.take(),
             self._stores_used(),
         )
-        self._told, self.due = ended, ended + EVERY
+        self._reported, self.due = ended, ended + EVERY
         self.looks = self.parts.looks = last >= _SHORT
         if self.slices is not None and last >= _LONG:
-            self.due = float("-inf")  # what the next one does is to be known soon
+            self.due = float("-inf")  # so that the next task is measured soon
         self.busy = self._reporting = 0.0
         self._parts.clear()
         self.reports = True
         return found
 
-    def tell_parts(self, now: float, retried: int) -> Measures:
+    def measure_parts(self, now: float, retried: int) -> Measures:
         """Return the measures since the last ones, of parts of tasks that others answer."""
         looks, reports = self.looks, self.reports
-        found = self.tell(now, now, now, retried)
+        found = self.measure(now, now, now, retried)
         self.looks, self.reports = looks, reports
         return found
 
@@ -299,7 +304,7 @@ class Meter:
         ended = self._clock()
         self._reporting = ended - began
         if ended - began >= _LONG:
-            self.due = float("-inf")  # it may be all that the next one takes, too
+            self.due = float("-inf")  # the report may be as long as the whole next task
         if self.slices is not None:
             self.slices.span("send", began, ended)
 
@@ -314,7 +319,7 @@ class Meter:
         if queue is None or not (self._alone or (self.looks and last > 0)):
             return None
         waited = queue.since()
-        return waited if self._alone else busy * min(1.0, waited / last)  # as for the CPU time
+        return waited if self._alone else busy * min(1.0, waited / last)  # scaled as the CPU time
 
     def _gil_waited(self, now: float) -> float | None:
         """Return the seconds that a look at the GIL waited for it, if it was time for one."""
@@ -324,7 +329,7 @@ class Meter:
         queue, began = self._run_queue, self._clock()
         sleep(_NAP)
         waited = self._clock() - began - _NAP
-        # Who wakes up waits for a core first, where others use them all.
+        # With all cores busy, a thread that wakes up waits for a core first.
         return max(0.0, waited if queue is None else waited - queue.since())
 
     def _stores_used(self) -> tuple[StoreUse, ...]:
@@ -341,7 +346,7 @@ class Meter:
             before, self._cpu = self._cpu, self._cpu_clock()
             return self._cpu - before
         spent = busy
-        if self.looks and last > 0:  # the other tasks are taken to be like this one
+        if self.looks and last > 0:  # the other tasks count as like this one
             spent *= min(1.0, (self._cpu_clock() - self._cpu) / last)
         return spent
 
@@ -377,7 +382,7 @@ class RunQueue:
         """Return the seconds since the last call."""
         try:
             read = os.pread(self._descriptor, 128, 0)
-        except ProcessLookupError:  # that thread has ended, and this one has got its identity
+        except ProcessLookupError:  # that thread has ended, and this one has its identity
             self.close()
             self._descriptor = self._open()
             self._before = int(os.pread(self._descriptor, 128, 0).split()[1]) * 1e-9

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class ItemCounter:
-    """Pass and item that a stage has come to."""
+    """Current epoch and item number of a stage."""
 
-    items: bool = True  # count items; False for readers, and for batches of indices
-    epoch: int = 0  # number of the pass
+    items: bool = True  # False for readers, and for batches of indices, which have no items
+    epoch: int = 0  # number of the epoch
     next: int = 0  # number of the next new item
 
     def begin(self, epoch: int, first: int = 0) -> None:
@@ -38,12 +38,13 @@ class NumberedSending:
         self._crew, self._counter = crew, counter
         self.send = self._number if counter.items else crew.send
         # All the mutable state:
-        self._known: dict[int, tuple[int, int]] = {}  # by task: its pass and its first item
-        self._expected: dict[int, tuple[int, int]] = {}  # by worker: the same of its next task
+        self._known: dict[int, tuple[int, int]] = {}  # by task: its epoch and its first item
+        # By worker: epoch and first item that it expects for its next task.
+        self._expected: dict[int, tuple[int, int]] = {}
 
     def start(self, worker: int, spec: WorkerSpec) -> None:
         epoch = self._counter.epoch
-        # The spec as it is, where it can be: crews pack one and the same for all workers once.
+        # The unchanged spec if possible: crews pack one object for all workers once.
         if spec.seeding is not None and spec.seeding.epoch != epoch:
             spec = replace(spec, seeding=replace(spec.seeding, epoch=epoch))
         self._expected[worker] = epoch, 0
@@ -71,7 +72,8 @@ class NumberedSending:
             if new:
                 del self._known[message.seq]
                 if count == 1 or type(message.index) is not list:
-                    counter.next += count  # lost; several of a list come again, each alone
+                    # The item is lost; items of a longer list are sent again one by one.
+                    counter.next += count
             raise
         self._expected[worker] = epoch, first + count
         if new:

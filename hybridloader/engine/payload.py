@@ -11,12 +11,12 @@ class Payload:
     __slots__ = ()
 
     forwardable: ClassVar[bool] = False
-    """True if it may be sent on instead, unopened, as the index of a `Task` for another crew whose
-    backend `forwards`. The worker there is given the value. The payload may be sent again, to another
-    worker of that crew, until the task is answered."""
+    """True if the unopened payload may be the index of a `Task` for another crew whose backend
+    `forwards`. The worker there gets the value. The payload may be sent again, to another worker of
+    that crew, until the task is answered."""
 
     count: int | None = None
-    """Number of items, if the worker's value was a list and can be sent on; else None."""
+    """Number of items, if the worker's value is a list and can be forwarded; else None."""
 
     @property
     def nbytes(self) -> int:
@@ -52,7 +52,7 @@ class ByReference(Payload):
     def open(self) -> Any:
         return self._value
 
-    peek = open  # without taking it
+    peek = open  # both leave the value in place
 
     def discard(self) -> None:
         self._value = None

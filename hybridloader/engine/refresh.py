@@ -19,7 +19,7 @@ from hybridloader._support.attributes import attribute, has
 from hybridloader._support.caller import warn
 from hybridloader._support.error_handling import text_of
 
-Path = tuple[Any, ...]  # names of attributes and places in lists, from the dataset inward
+Path = tuple[Any, ...]  # names of attributes and list positions, from the dataset inward
 Change = tuple[Path, Any]
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -47,13 +47,14 @@ class DatasetChanges:
     def _picklable(self, path: Path, value: Any) -> bool:
         try:
             pickle.dumps(value)
-        except Exception as error:  # what a foreign __reduce__ raises can be anything
+        except Exception as error:  # a foreign `__reduce__` may raise any error
             if path not in self._warned:
                 self._warned.add(path)
                 where = ".".join(map(str, path))
                 warn(
-                    f"attribute {where!r} of the dataset was set anew, but it can't be pickled "
-                    f"({text_of(error)}), so the persistent workers keep what they have",
+                    f"attribute {where!r} of the dataset was rebound, but its new value can't be "
+                    f"pickled ({text_of(error)}), so the persistent workers keep the old one; make it "
+                    "picklable, or use persistent_workers=False",
                 )
             return False
         return True
@@ -66,7 +67,7 @@ def apply(dataset: Any, changes: tuple[Change, ...]) -> None:
             for step in path[:-1]:
                 target = target[step] if isinstance(step, int) else getattr(target, step)
         except (AttributeError, LookupError, TypeError):
-            continue  # within an object that was attached later: the copy here was made without it
+            continue  # an object that was attached after this copy was made
         name = path[-1]
         assert isinstance(name, str)
         if not _same(attribute(target, name, _MISSING), value):

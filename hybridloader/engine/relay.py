@@ -24,7 +24,7 @@ from hybridloader.engine.contract import CLOSING, SLICE
 from hybridloader.errors import IteratorClosed, NotReady, WorkerTimeout
 
 REMEMBERED = 4096
-"""Number of sleeps that a queue remembers of each side."""
+"""Number of sleeps of each side that a queue keeps."""
 
 
 class RelaySleeps:
@@ -32,12 +32,12 @@ class RelaySleeps:
 
     def __init__(self, items: Sized) -> None:
         # All the mutable state:
-        self.items = items  # of the queue that is there now
-        self.blocked = self.waited = 0.0  # seconds that the thread, and the consumer, slept
+        self.items = items  # of the current queue
+        self.blocked = self.waited = 0.0  # seconds of sleep of the thread, and of the consumer
         # Begin and end of these sleeps, by `time.perf_counter`:
         self.blocks: deque[tuple[float, float]] = deque(maxlen=REMEMBERED)
         self.waits: deque[tuple[float, float]] = deque(maxlen=REMEMBERED)
-        self.ended: float | None = None  # time at which the thread gave no more
+        self.ended: float | None = None  # time at which the thread ended
 
     def begin_again(self, items: Sized) -> None:
         """Begin with another relay: there was no thread since the one before ended."""
@@ -45,7 +45,8 @@ class RelaySleeps:
         if self.ended is not None:
             now = time.perf_counter()
             self.blocked += now - self.ended
-            self.blocks.extend([(self.ended, now)])  # `append` is for the thread's own sleeps
+            # Only the thread itself appends one sleep at a time.
+            self.blocks.extend([(self.ended, now)])
             self.ended = None
 
 
@@ -56,24 +57,25 @@ class RelayQueue:
         self, name: str, depth: int, weigh: Callable[[Any], int] | None, limit: int
     ) -> None:
         self._name = name
-        self.depth = depth  # items that may wait; may be set at any time
+        self.depth = depth  # number of items that may wait; settable at any time
         self._weigh, self._limit = weigh, limit
         self._owner = os.getpid()
-        # One lock, which a finalizer on the same thread may take again.
+        # A single reentrant lock: a finalizer on the same thread may take it again.
         lock = threading.RLock()
         self.came = threading.Condition(lock)
         self._left = threading.Condition(lock)
         # All the mutable state, under that lock:
         self.items: deque[tuple[Any, int]] = deque()  # each with its weight
         self.weight = 0  # of all items
-        self.closed = False  # nobody wants items any more
-        self.ended = False  # the thread gives no more items
-        self._failed = False  # it ended with an error, and not because all had come
-        self._sleepers = 0  # consumers that sleep until something comes
+        self.closed = False  # no consumer waits for items any more
+        self.ended = False  # the thread adds no more items
+        self._failed = False  # its end was an error
+        self._sleepers = 0  # number of consumers that sleep until an item comes
         self.full = False  # the thread sleeps until an item leaves
-        self._wake: Callable[[], None] | None = None  # a consumer that does not sleep here
-        self.count = 0  # items that have come out, or were about to when an interrupt came
-        self.sleeps: RelaySleeps | None = None  # set before the thread starts, if anybody observes
+        self._wake: Callable[[], None] | None = None  # wakes a consumer that sleeps elsewhere
+        self.count = 0  # number of items that were returned, or about to be when an interrupt came
+        # Set before the thread starts, if the run is observed.
+        self.sleeps: RelaySleeps | None = None
 
     # -- for the thread ----------------------------------------------------------------------------
 
@@ -89,7 +91,7 @@ class RelayQueue:
                 began = time.perf_counter()
                 self.full = True
                 while not self._has_room(weight) and not self.closed:
-                    # Not for ever: a finalizer on this very thread may have closed it just before.
+                    # With a time limit: a finalizer on this very thread may just have closed the queue.
                     self._left.wait(SLICE)
                 self.full = False
                 if self.sleeps is not None:
@@ -100,7 +102,7 @@ class RelayQueue:
                 return False
             self.items.append((item, weight))
             self.weight += weight
-            self._tell()
+            self._notify()
             return True
 
     def _forget_timeout(self) -> None:
@@ -120,9 +122,9 @@ class RelayQueue:
             self.ended, self._failed = True, error is not None
             if self.sleeps is not None:
                 self.sleeps.ended = time.perf_counter()
-            self._tell()
+            self._notify()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         if self._sleepers:
             self.came.notify_all()
         if self._wake is not None:
@@ -139,10 +141,10 @@ class RelayQueue:
         with self.came:
             if not self.items:
                 self._sleep(timeout)
-            self.count += 1  # first, so that whoever is interrupted behind it knows of it
+            self.count += 1  # first, so that an interrupt after it finds the item counted
             try:
                 item, weight = self.items.popleft()
-            except IndexError:  # the handler of a signal has closed it meanwhile
+            except IndexError:  # a signal handler has closed the queue meanwhile
                 self._check()
                 raise
             self.weight -= weight
@@ -163,7 +165,7 @@ class RelayQueue:
                 self._check()
                 left = None if timeout is None else began + timeout - time.perf_counter()
                 if left is not None and left <= 0:
-                    late = f"nothing has come through {self._name!r} in {timeout:g} s"
+                    late = f"nothing has come through {self._name!r} in {timeout:g} seconds"
                     raise no_answer(NotReady(late))
                 self.came.wait(SLICE if left is None else min(left, SLICE))
         finally:
@@ -177,7 +179,11 @@ class RelayQueue:
         if self.closed:
             raise no_answer(IteratorClosed(f"relay {self._name!r} is closed"))
         if self._failed:
-            raise no_answer(IteratorClosed(f"relay {self._name!r} was ended by the error before"))
+            raise no_answer(
+                IteratorClosed(
+                    f"relay {self._name!r} has ended with the error that it raised; make a new iterator"
+                )
+            )
         if self.ended:
             raise StopIteration
 
@@ -197,7 +203,7 @@ class RelayQueue:
             self.items.clear()
             self.weight = 0
             self._left.notify_all()
-            self._tell()
+            self._notify()
 
 
 def _pull(
@@ -225,7 +231,7 @@ def _pull(
             del item  # an error in it has this very frame in its traceback
             if not wanted:
                 break
-    except BaseException as caught:  # whatever it is, the consumer raises it
+    except BaseException as caught:  # the consumer raises it, of any class
         error = caught
     finally:
         try:
@@ -240,14 +246,15 @@ class Relay(Iterator[Any]):
 
     def __init__(
         self,
-        source: Iterator[Any],  # from now on it belongs to the thread, which also closes it
-        name: str,  # of the thread
+        source: Iterator[Any],  # used and closed by the thread alone from now on
+        name: str,  # name of the thread
         *,
-        depth: int = 2,  # items that may wait, at least 1
-        weigh: Callable[[Any], int] | None = None,  # weight of an item, such as its bytes
-        limit: int = 0,  # weight of all items that wait, at most; one alone may weigh more
-        prepare: Callable[[], None] | None = None,  # called first, for instance to choose a device
-        start: bool = True,  # start the thread at once; else `start` does it
+        depth: int = 2,  # number of items that may wait, at least 1
+        weigh: Callable[[Any], int] | None = None,  # weight of an item, for example its bytes
+        limit: int = 0,  # most weight of all waiting items; a single one may weigh more
+        # Called first on the thread, for example to choose a device.
+        prepare: Callable[[], None] | None = None,
+        start: bool = True,  # False: `start` starts the thread
     ) -> None:
         if depth < 1:
             raise ValueError(f"depth must be at least 1, got {depth}")

@@ -11,16 +11,16 @@ from hybridloader.engine.messages import Done, Result
 from hybridloader.engine.payload import ByReference, known_bytes
 
 TASKS = 64
-"""Results for each worker that may wait: so one task may take as long as 64 others before a worker
-rests."""
+"""Results per worker that may wait: one task may take as long as 64 others before a worker becomes
+idle."""
 
 BYTES = 1 << 28
 """Bytes of results that may wait, 256 MiB: 64 of 4 MB, such as batches of 32 images of 180 x 240."""
 
 PAGES = 2e9
-"""Bytes of new memory that are made ready in a second. A result that waits keeps its memory, and the
-next one needs other: pages that are new, or at least not in the cache. If that takes longer than the
-worker took for the result, it had better rest (decision 27)."""
+"""Bytes of fresh memory per second. A waiting result keeps its memory, so the next one needs other
+pages, which are new, or at least not in the cache. If allocating these takes longer than computing the
+result, the worker pauses (decision 27)."""
 
 
 class ReorderLimit:

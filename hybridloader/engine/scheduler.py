@@ -29,7 +29,7 @@ from hybridloader.engine.messages import Done, Event, Exhausted, Exited, Failed,
 from hybridloader.engine.states import ACTIVE, RunState, WorkerState, run_after, worker_after
 from hybridloader.errors import IllegalTransition
 
-_RUNNING = RunState.RUNNING  # bound once: Python 3.11 takes 0.2 us to look it up
+_RUNNING = RunState.RUNNING  # bound once, because Python 3.11 takes 0.2 us to look it up
 _OVER = (RunState.CLOSING, RunState.CLOSED)
 
 
@@ -70,16 +70,16 @@ def round_robin_with_room(scheduler: Scheduler) -> int | None:
     return None
 
 
-AT_HAND = 2
-"""Tasks that a worker has at most when any worker may do them: one to do, and one so that it need not
-wait for the next. More would wait behind a slow one while other workers are idle."""
+IN_FLIGHT = 2
+"""Most tasks in flight to a worker when any worker may do them: the one that it does, and one so that
+it does not wait for the next. More tasks would wait for a slow worker while others are idle."""
 
 
-def least_busy(scheduler: Scheduler, at_hand: int = AT_HAND) -> int | None:
-    """Return the active worker with the fewest tasks to do; None if each has `at_hand`."""
+def least_busy(scheduler: Scheduler, in_flight: int = IN_FLIGHT) -> int | None:
+    """Return the active worker with the fewest tasks to do; None if each has `in_flight`."""
     active, busy, last = scheduler.active, scheduler.busy, scheduler.last
     count = len(active)
-    found, least = None, at_hand
+    found, least = None, in_flight
     for step in range(1, count + 1):
         worker = (last + step) % count
         if busy[worker] < least and active[worker]:
@@ -90,10 +90,11 @@ def least_busy(scheduler: Scheduler, at_hand: int = AT_HAND) -> int | None:
 
 
 FADE = 4
-"""Results that are popped from one step to the next by which `extra` falls, once the late one has come.
+"""Number of results popped before `extra` is lowered by one, once the late result has arrived.
 
-Meanwhile workers have three tasks for four results that are taken, and the results that wait get fewer.
-Without new tasks they would rest, if the consumer takes its time for each of what has piled up."""
+In that time workers get three tasks for every four popped results, so fewer and fewer results wait.
+Without new tasks workers would be idle while the consumer takes the waiting results.
+"""
 
 
 class Scheduler:
@@ -102,9 +103,9 @@ class Scheduler:
     def __init__(
         self,
         workers: int,
-        window: int,  # tasks under way or waiting to be popped, at most; but see `widen`
+        window: int,  # most tasks in flight or waiting to be popped; see `widen`
         *,
-        ordered: bool = True,  # results are popped in the order of their tasks, else as they come
+        ordered: bool = True,  # pop results in the order of their tasks, else as they arrive
         dispatch: Dispatch = round_robin,
     ) -> None:
         if workers < 1 or window < 1:
@@ -115,19 +116,19 @@ class Scheduler:
         # All the mutable state:
         self.run = RunState.NEW
         self.workers = [WorkerState.STARTING] * workers
-        # 1 for each worker that gets tasks. Bytes are searched in C: with hundreds of workers whose
-        # shards have ended, a loop over their states would be most of what a task costs.
+        # 1 for each worker that gets tasks. A search in bytes runs in C: with hundreds of workers whose
+        # shards have ended, a loop over their states would take most of the time of a task.
         self.active = bytearray([1]) * workers
         self.sent: dict[int, int] = {}
         self.done: dict[int, Result] = {}
         self.first = self.next_out = self.next_in = 0
         self.skipped = self.abandoned = 0
         self.fault: Fault | None = None
-        self.last = workers - 1  # who got the last task
+        self.last = workers - 1  # worker that got the last task
         self.load = [0] * workers  # tasks in `sent` or `done`, by worker
         self.busy = [0] * workers  # tasks in `sent`, by worker
-        self.extra = 0  # results that may wait besides the window
-        self.free = 0  # tasks that there is room for, if above 0; none unless the source has more
+        self.extra = 0  # number of results that may wait in addition to the window
+        self.free = 0  # room for tasks if positive; at most 0 if the source has ended
 
     def __repr__(self) -> str:
         workers = " ".join(state.value for state in self.workers)
@@ -230,7 +231,7 @@ class Scheduler:
             seq = self.next_out
             if seq not in done:
                 while seq not in sent and seq not in done:
-                    seq += 1  # its worker's shard had ended before it
+                    seq += 1  # the shard of its worker had ended
                 self.next_out = seq
                 if seq in sent:
                     return None
@@ -287,7 +288,7 @@ class Scheduler:
 
     def held(self, worker: int) -> list[int]:
         """Return the tasks that the worker was sent and has not answered, oldest first."""
-        # A copy first, which is made in one step: a report may be wanted while another thread pulls.
+        # A copy first, which is atomic: another thread may pull during a report.
         return sorted(seq for seq, holder in self.sent.copy().items() if holder == worker)
 
     def close(self) -> list[Result]:

@@ -141,7 +141,7 @@ class Pickled(Payload):
         self.packed: Packed = pack(value)
         self.count = len(value) if type(value) is list else None
         self.slots: Slots | None = None
-        """Source of memory for copies, set by the crew that delivers the result."""
+        """Source of memory for copies; the crew that delivers the result sets it."""
 
     def __reduce__(self) -> Any:
         header, buffers = self.packed
@@ -192,7 +192,7 @@ def dumps(
     An event whose metadata can't be pickled becomes a `Failed`. Raises `ResultPicklingError` if the
     index of a task can't be.
     """
-    what = "what a task holds"
+    what = "the content of a task"
     try:
         if buffers is None and not other_main:
             return pack_in_band(thing, what)
@@ -255,14 +255,14 @@ def serve(
             set_worker_info(worker.info)
             one_thread_on_this_thread()
         run(worker, tracked if context.tracked else get, report, listen)
-    except BaseException as error:  # the crew must be told of any end
+    except BaseException as error:  # each end must be reported to the crew
         if not context.cancelled:
             evidence = traceback_of(error)
             cause = f"was ended by {described(error)}"
     known = context.tracked or context.task >= 0
     task, at = (context.task, context.at) if known else (None, None)
     if context.task >= 0 and context.at < 0:
-        at = None  # at a task, but at none of its samples alone
-    with suppress(OSError):  # of a pipe, for instance, whose other end is gone
+        at = None  # it was doing a task, but no single sample of it
+    with suppress(OSError):  # the other end, for example of a pipe, is gone
         report(Exited(worker.worker, cause, task, at, evidence))
     return int(cause is not None)

@@ -29,20 +29,21 @@ class SharedItems:
         count = len(self.items)
         # All the mutable state:
         self.todo = deque(enumerate(self.items))
-        self.begun: dict[int, int] = {}  # places that are worked at, and the thread's identity
+        self.begun: dict[int, int] = {}  # places in progress, and the identity of the thread
         self.results: list[Any] = [None] * count
         self.errors: dict[int, BaseException] = {}
-        self.seconds: list[float] = []  # that each item took
-        self.shared = False  # others than the one who had them alone are to work at them
-        self._unfinished = [None] * (count - 1)  # but for the last; that one finds it empty
+        self.seconds: list[float] = []  # seconds of each item
+        self.shared = False  # several threads may process them
+        # One entry fewer than items: the last to end finds it empty.
+        self._unfinished = [None] * (count - 1)
 
     def work(
         self,
         function: Callable[[Any], Any],
-        context: TaskContext | None,  # looked at after every item
-        catch: type[BaseException] = Exception,  # errors of items; others are raised at once
+        context: TaskContext | None,  # checked after every item
+        catch: type[BaseException] = Exception,  # errors of items; others are raised immediately
         *,
-        alone: bool = False,  # until they are `shared`
+        alone: bool = False,  # until the items are `shared`
     ) -> bool:
         """Process items until all have begun; return True if this call has finished the last one."""
         todo, begun, results, me = self.todo, self.begun, self.results, get_ident()
@@ -106,13 +107,14 @@ class SharedTask(SharedItems):
         self,
         worker: int,
         task: Task,
-        samples: Any,  # their indices
+        samples: Any,  # indices of the samples
         measures: deque[Any],
     ) -> None:
         super().__init__(samples)
         self.worker, self.seq, self.task = worker, task.seq, task
         self.measures = measures
-        """Measures of workers that fetched samples of this pass's tasks, and have not answered one."""
+        """Measures of workers that fetched samples of this epoch's tasks and have answered none of
+        them."""
 
     def forget(self) -> None:
         super().forget()

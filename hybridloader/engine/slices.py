@@ -15,16 +15,16 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 LONG = 1e-4
-"""Seconds from which every task has slices of its own."""
+"""Seconds from which every task has separate slices."""
 
 ALWAYS = float("-inf")
-"""Time that was before any task."""
+"""Time before any task."""
 
 SEEN = 1e-5
-"""Seconds of waiting, sending, or of a step of a pipeline, below which it is no slice."""
+"""Least seconds of a slice of waiting, of sending, or of a pipeline step."""
 
 TASK, TASKS = "task", "tasks"
-"""Names of the slice of a task, and of the one for several short ones."""
+"""Names of the slice of one task, and of the slice of several short tasks."""
 
 
 class Slice(NamedTuple):
@@ -34,24 +34,24 @@ class Slice(NamedTuple):
     began: float
     ended: float
     thread: int
-    """Identity of the thread, as Python counts."""
+    """Identity of the thread, as `threading.get_ident` returns it."""
     number: int = -1
     """Number of the task, for `TASK`; number of tasks, for `TASKS`."""
 
 
-class Told(NamedTuple):
+class SliceReport(NamedTuple):
     """Slices of a worker since its last report."""
 
     process: int
     thread: int
-    """Identity of the worker's own thread."""
+    """Identity of the worker's main thread."""
     worker: int
     slices: tuple[tuple[Any, ...], ...]
-    """Fields of `Slice`, each; inner ones come before the outer."""
+    """Fields of each `Slice`; inner slices come before outer ones."""
     dropped: int
-    """Number of slices for which the ring had no room."""
+    """Number of slices that the ring dropped."""
 
-    def moved(self, seconds: float) -> Told:
+    def moved(self, seconds: float) -> SliceReport:
         """Return these with all times so many seconds later."""
         slices = (Slice(*fields) for fields in self.slices)
         return self._replace(
@@ -65,22 +65,22 @@ class Slices:
     """Ring of the slices of one worker: it keeps the last `limit` until they are reported."""
 
     def __init__(self, limit: int, *, alone: bool = True) -> None:
-        self.worker = 0  # set by its worker
-        self._alone = alone  # False: its thread has other work between two tasks
+        self.worker = 0  # set by the worker
+        self._alone = alone  # False: other work may run on its thread between two tasks
         # All the mutable state:
         self.on = True
-        """True if the task in hand is to have slices, or the next one."""
+        """True if the current task, or the next one, is to have slices."""
         self.since = ALWAYS
-        """Time from which a task that begins is to have slices: when measures are due, or `ALWAYS`."""
+        """Time from which a new task has slices: when measures are due, or `ALWAYS`."""
         self.began = 0.0
-        """Time at which the task in hand began, if it is to have slices."""
+        """Start of the current task, if it is to have slices."""
         self.short = 0
-        """Number of tasks since the last one that has slices."""
+        """Number of tasks since the last one with slices."""
         self._ring: deque[tuple[Any, ...]] = deque(maxlen=limit)
         self._dropped = 0
         self._due = ALWAYS
-        self._free: float | None = None  # end of the last slice of the worker's own thread
-        self._parts = False  # since then there were short parts of shared tasks
+        self._free: float | None = None  # end of the last slice of the worker's main thread
+        self._parts = False  # short parts of shared tasks have ended since then
 
     def add(self, name: str, began: float, ended: float, number: int = -1) -> None:
         """Note a slice of the calling thread."""
@@ -109,7 +109,7 @@ class Slices:
     # -- called by the worker, on its own thread ---------------------------------------------------
 
     def task(self, number: int, fetched: float, ended: float, spent: float = 0.0) -> None:
-        """Note the current task, which was fetched, and packed; `spent` is that of `Meter.tell`."""
+        """Note the current task, which was fetched and packed; for `spent` see `Meter.measure`."""
         began = self.began
         self.on = ended - began + spent >= LONG
         self.since = ALWAYS if self.on else self._due
@@ -153,7 +153,7 @@ class Slices:
         else:
             self.add("wait", free, until)
 
-    def tell(self, due: float) -> Told:
+    def report(self, due: float) -> SliceReport:
         """Return the slices since the last report; the next measures are `due` then."""
         self._due = due
         if not self.on:
@@ -161,4 +161,4 @@ class Slices:
         ring = self._ring
         slices = tuple(ring.popleft() for _ in range(len(ring)))
         dropped, self._dropped = self._dropped, 0
-        return Told(os.getpid(), get_ident(), self.worker, slices, dropped)
+        return SliceReport(os.getpid(), get_ident(), self.worker, slices, dropped)

@@ -73,8 +73,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 QUICK = 1e-4
-"""Seconds of a task so short that two are sent at a time: what it costs to wake a worker is then more
-than what the worker gains by being woken at once (decision 24)."""
+"""Seconds of a task so short that two are sent at a time: waking a worker for each would cost more than
+the worker gains by starting at once (decision 24)."""
 
 
 class Stage(Iterator[Any]):
@@ -93,22 +93,21 @@ class Stage(Iterator[Any]):
         backend: Backend,
         spec: WorkerSpec,  # ``workers == 0`` means one worker in the caller's context
         *,
-        lookahead: int,  # tasks under way or waiting, at most; 0: one, only while it is asked for
-        ordered: bool = True,  # give results in the order of their indices
-        reorder: ReorderLimit | None = None,  # results that may wait besides, behind a late one
-        timeout: float = 0,  # seconds to wait for one result; 0: for ever
-        # False: no epoch follows, so workers end with their shards, and all of them with the epoch.
+        lookahead: int,  # most tasks in flight or waiting; 0: one, only during a pull
+        ordered: bool = True,  # return results in the order of their indices
+        reorder: ReorderLimit | None = None,  # results that may wait for a late one in addition
+        timeout: float = 0,  # seconds to wait for one result; 0: no limit
+        # False: no epoch follows, so a worker ends with its shard, and all workers with the epoch.
         persistent: bool = False,
         dispatch: Dispatch = round_robin,  # chooses the worker of the next task
-        flow_control: StageFlow | None = None,  # counts items under way, and may hold tasks back
-        observer: Observer
-        | None = None,  # notes what happens here and in workers; None: nobody asked
-        forwards: bool = False,  # leave results unopened that go on to another process
+        flow_control: StageFlow | None = None,  # counts items in flight, and may delay tasks
+        observer: Observer | None = None,  # notes events here and in workers; None: not observed
+        forwards: bool = False,  # return unopened results that are sent to another process
         on_worker_death: RestartPolicy | None = None,  # None: a death is raised
-        task_timeout: float = 0,  # seconds that a worker may take for one task; 0: any time
+        task_timeout: float = 0,  # seconds that a worker may take for one task; 0: no limit
         locks: PageLocks | None = None,  # to lock the pages of results that a device will read
-        counter: ItemCounter | None = None,  # to number items, under ``seeding="sample"``
-        clock: Callable[[], float] = time.perf_counter,  # seconds; one for all processes
+        counter: ItemCounter | None = None,  # numbers items, under ``seeding="sample"``
+        clock: Callable[[], float] = time.perf_counter,  # seconds; the same clock in all processes
     ) -> None:
         backend.check()
         self.backend = backend
@@ -128,22 +127,20 @@ class Stage(Iterator[Any]):
         # All the mutable state, besides that of the scheduler, the crew and the table:
         self.last = Last()
         self._source: Iterator[Any] = iter(())
-        self._feed: Feed | None = None  # instead of a source that is waited for
-        self._quick = self._unsent = False  # the last task was `QUICK`; one has yet to be flushed
-        self._times_waits = (
-            observer is not None and not backend.in_caller
-        )  # else no worker is waited for
-        self._waits_since = math.inf  # when somebody began to wait for a result, if that is timed
-        self._unnoted = 0  # results that came since the last one that the observer noted
-        self._hungry = False  # the feed had nothing when it was asked last
-        self.epoch = -1  # number of the one that runs
-        self._broken_off = -1  # the epoch of which nobody wants more
+        self._feed: Feed | None = None  # used in place of a source
+        self._quick = self._unsent = False  # the last task was `QUICK`; a task waits for a flush
+        self._times_waits = observer is not None and not backend.in_caller
+        self._waits_since = math.inf  # start of the wait for a result, if waits are timed
+        self._unnoted = 0  # results since the last one that the observer noted
+        self._hungry = False  # the feed had no item at the last try
+        self.epoch = -1  # number of the running epoch
+        self._broken_off = -1  # number of the epoch that was interrupted
         self._closing = self._leaving = self._ended = self._gone = False
-        self._inside = 0  # calls under way that use the crew, on the thread that has the lock
+        self._inside = 0  # calls in progress that use the crew, on the thread that holds the lock
         self._death_report = ""
-        self._error: Exception | None = None  # of the source; raised after all that came before it
+        self._error: Exception | None = None  # of the source; raised after all earlier results
         self.exhausted: dict[int, Exhausted] = {}  # of this epoch, by worker
-        self._opened: dict[int, Ready] = {}  # those with a state or an error
+        self._opened: dict[int, Ready] = {}  # those that carry a state or an error
         self._owner = os.getpid()
         self._pulling = threading.RLock()
         self._crew = crew = backend.open()
@@ -165,7 +162,8 @@ class Stage(Iterator[Any]):
                 table=self._table,
                 sender=self._sender,
             )
-        # Two tasks at a time leave two results at hand. A task's time counts from when it was assigned.
+        # Two tasks at a time keep two results prefetched. With a supervisor, a task's time would count
+        # from its assignment, so tasks are sent one at a time.
         self._pairs = lookahead >= 4 and self._supervisor is None
         try:
             for worker in range(len(scheduler.workers)):
@@ -186,7 +184,7 @@ class Stage(Iterator[Any]):
         return self._closing or self._elsewhere
 
     @property
-    def _elsewhere(self) -> bool:  # this is a fork of the process that has the workers
+    def _elsewhere(self) -> bool:  # True in a fork of the process that started the workers
         return os.getpid() != self._owner and not self.backend.in_caller
 
     @property
@@ -244,8 +242,8 @@ class Stage(Iterator[Any]):
             deadline = self._clock() + self._timeout if self._timeout > 0 else None
             while WorkerState.STARTING in self._scheduler.workers:
                 self._listen(self._remaining(deadline))
-            told, self._opened = self._opened, {}
-            return told
+            opened, self._opened = self._opened, {}
+            return opened
 
         return self._use_crew(wait)
 
@@ -264,11 +262,12 @@ class Stage(Iterator[Any]):
             before = last.seq
             try:
                 if self._scheduler.extra and self._scheduler.fault is None:
-                    # Many results wait, and workers would rest until all of them were taken.
-                    self._waits_since = math.inf  # these came while the caller was busy elsewhere
+                    # Many results wait, and workers would stay idle until all of them were taken.
+                    self._waits_since = math.inf  # these arrived while the caller was busy
                     self._hear(self._crew.wait(0.0))
                     if self._closing or self._broken_off == self.epoch:
-                        self._check_wanted()  # their wake-up may have gone into that wait
+                        # The wake-up of an interruption may have ended that wait.
+                        self._check_wanted()
                 result = self._scheduler.pop() if self._scheduler.done else None
                 if result is None:
                     result = self._wait(wait)
@@ -281,15 +280,15 @@ class Stage(Iterator[Any]):
                         self._crew.flush()
                         self._unsent = False
                     else:
-                        self._unsent = True  # goes with the next one
+                        self._unsent = True  # flushed with the next task
                 last.worker, last.seq = result.worker, result.seq
                 last.position, last.extras = result.position, result.extras
                 return self._hand_out(result)
             except Exception:
                 raise
-            except BaseException:  # an interrupt may have swallowed an event: start afresh
+            except BaseException:  # an interrupt may have dropped an event, so the state is unknown
                 self._closing = True
-                last.seq = before  # nobody was given what came
+                last.seq = before  # the result was not returned
                 raise
             finally:
                 self._inside -= 1
@@ -306,7 +305,7 @@ class Stage(Iterator[Any]):
         """
         if os.getpid() != self._owner:
             return
-        running = self.epoch  # another may begin meanwhile, on another thread
+        running = self.epoch  # another thread may begin the next epoch meanwhile
         if epoch is not None and epoch != running:
             return
         self._broken_off = running
@@ -340,7 +339,7 @@ class Stage(Iterator[Any]):
         self._closing = True
         if os.getpid() != self._owner:
             return
-        self._leaving = False  # should this return first, the thread that pulls ends it
+        self._leaving = False  # if this returns first, the thread that pulls ends the stage
         self._crew.wake()
         if not self._pulling.acquire(timeout=CLOSING):
             return
@@ -374,7 +373,7 @@ class Stage(Iterator[Any]):
                 if feed is not None and not feed.ended_by(error):
                     if self._counter is not None and keeps_number(error):
                         self._counter.next += 1
-                    seq = scheduler.assign(worker)  # it comes out in its turn
+                    seq = scheduler.assign(worker)  # the error is raised in its turn
                     scheduler.take_in([Failed(worker, seq, Failure(error))])
                     continue
                 self._error = error
@@ -388,7 +387,7 @@ class Stage(Iterator[Any]):
                 flow.sent(seq, index)
             try:
                 self._sender.send(worker, Task(seq, index))
-            except Exception as error:  # an index that can't be pickled
+            except Exception as error:  # for example, an index that can't be pickled
                 result: Result = Failed(worker, seq, Failure(error))
                 if feed is not None and feed.take_apart(index):
                     result = Done(worker, seq, ByReference([]))
@@ -429,9 +428,10 @@ class Stage(Iterator[Any]):
                 remaining = self._remaining(None if waits_for_source else deadline)
             self._listen(remaining)
             if deadline is not None and waits_for_source:
-                deadline = self._clock() + self._timeout  # until now nobody else was late
+                # The wait so far was for the source, not for a worker.
+                deadline = self._clock() + self._timeout
 
-    def _remaining(self, deadline: float | None) -> float | None:  # seconds; None: for ever
+    def _remaining(self, deadline: float | None) -> float | None:  # in seconds; None: no limit
         remaining = None
         if deadline is not None:
             remaining = deadline - self._clock()
@@ -442,7 +442,7 @@ class Stage(Iterator[Any]):
     def _listen(self, timeout: float | None) -> None:
         """Take in the workers' events, and send more tasks."""
         each, supervisor, scheduler = self._each, self._supervisor, self._scheduler
-        known = scheduler.fault is not None  # heard of with results that had come before
+        known = scheduler.fault is not None  # reported together with earlier results
         if known:
             pass
         elif each is None:
@@ -464,8 +464,9 @@ class Stage(Iterator[Any]):
         if self._closing or self._broken_off == self.epoch:
             self._check_wanted()
         reorder, done, fills = self._reorder, scheduler.done, self._feed is not None
-        # First what costs no call: this is asked after every wait. All the `QUICK` tasks that may wait
-        # are some milliseconds of work, so a worker that rests beside a late one loses no more.
+        # Check conditions without a call first: this runs after every wait. All `QUICK` tasks that may
+        # wait are a few milliseconds of work, so an idle worker beside a late result loses no more than
+        # that.
         late = reorder is not None and done and scheduler.next_out not in done and not self._quick
         if late and 0 in scheduler.busy and scheduler.stalled:
             assert reorder is not None
@@ -537,7 +538,7 @@ class Stage(Iterator[Any]):
             if not self._persistent and self.spec.workers > 0:
                 self._scheduler.stop(event.worker)
                 self._crew.send(event.worker, Stop())
-            if self._eager:  # its place in the window goes to the others
+            if self._eager:  # other workers get its part of the window
                 self._fill()
             return
         self._scheduler.handle(event)
@@ -549,7 +550,7 @@ class Stage(Iterator[Any]):
     def _hand_out(self, result: Result) -> Any:
         """Return the value, or raise the error, of a task that is no longer in flight."""
         table = self._table
-        from_feed = result.seq not in table.indices  # an error of the feed's: it says where it was
+        from_feed = result.seq not in table.indices  # a feed's error already contains its origin
         index = table.indices.pop(result.seq, None)
         if isinstance(result, Failed):
             table.failed = None if from_feed else index
@@ -593,10 +594,10 @@ class Stage(Iterator[Any]):
             self.close()
 
     def _check_process(self) -> None:
-        if self._elsewhere:  # it would read messages to the other process
+        if self._elsewhere:  # messages in it belong to the other process
             raise no_answer(
                 IteratorClosed(
-                    "this iterator belongs to the process that this one was forked from; make one here"
+                    "this iterator belongs to the process that this one was forked from; make a new one"
                 )
             )
 
@@ -612,19 +613,21 @@ class Stage(Iterator[Any]):
             self._refuse()
         if self._broken_off == self.epoch or (epoch is not None and epoch != self.epoch):
             raise no_answer(
-                IteratorClosed(f"this pass of stage {self.spec.stage!r} was broken off")
+                IteratorClosed(
+                    f"this epoch of stage {self.spec.stage!r} was interrupted; make a new iterator"
+                )
             )
 
     def _use_crew(self, call: Callable[..., T], *arguments: Any) -> T:
         """Make a call that uses crew and scheduler. `pull` has this written out: it is a call less."""
-        # No context manager of ours: after an interrupt in its `__enter__` it would keep the lock.
+        # No separate context manager: an interrupt in its `__enter__` would leave the lock taken.
         with self._pulling:
             self._inside += 1
             try:
                 return call(*arguments)
             except Exception:
                 raise
-            except BaseException:  # an interrupt may have swallowed an event: start afresh
+            except BaseException:  # an interrupt may have dropped an event, so the state is unknown
                 self._closing = True
                 raise
             finally:
@@ -635,7 +638,7 @@ class Stage(Iterator[Any]):
     def _begin(
         self, source: Iterator[Any] | Feed, shared_seed: int | None, changes: tuple[Change, ...]
     ) -> None:
-        if self._scheduler.fault is not None:  # heard of with a result that was handed out first
+        if self._scheduler.fault is not None:  # reported with a result that was returned before
             self._close_for(self._scheduler.fault)
         if self._closing:
             self._refuse()
@@ -645,7 +648,7 @@ class Stage(Iterator[Any]):
         _discard(scheduler.begin())
         self._forget(list(self._table.indices))
         self.exhausted.clear()
-        self._opened.clear()  # those who took the place of a dead one in the pass before
+        self._opened.clear()  # those of workers that were restarted in the epoch before
         self.epoch += 1
         self._table.begin()
         try:
@@ -657,7 +660,7 @@ class Stage(Iterator[Any]):
                         self._sender.send(worker, message)
             if self._supervisor is not None:
                 self._supervisor.begin(message, absent, first=self.epoch == 0)
-        except Exception:  # not all of the workers are in this epoch
+        except Exception:  # some workers may not have begun this epoch
             self._closing = True
             raise
         self._error = None
@@ -692,11 +695,11 @@ class Stage(Iterator[Any]):
         self._source, self._feed = iter(()), None
         interrupt = sys.exc_info()[1]
         try:
-            self._crew.close()  # not by the finalizer, which is called once: an interrupt may come here
+            self._crew.close()  # not by the finalizer, which runs once: an interrupt may come here
         except KeyboardInterrupt:
             if not isinstance(interrupt, KeyboardInterrupt):
                 raise
-            return  # one more; the first is on its way, and the finalizer ends what is left
+            return  # a second interrupt: the first is being raised, and the finalizer ends the rest
         self._finalizer.detach()
         self._gone = True
 

@@ -29,24 +29,24 @@ class StageFlow:
         self.workers = workers
         self._prefetch, self._limit = prefetch, buffer_bytes
         self.limited = prefetch is not None or buffer_bytes is not None
-        """True if it may hold tasks back, so that `room` is to be asked."""
+        """True if tasks may be delayed, so that `room` is to be called."""
         self.learn: Callable[[int, float], None] | None = None
-        """Function of the items of a task and the seconds that it took."""
-        self.behind: RelayQueue | None = None  # where results wait once they were handed out
+        """Function that is called with the items of a task and its seconds."""
+        self.relay: RelayQueue | None = None  # queue of results that the stage has returned
         # All the mutable state:
-        self.items_out = 0  # counted by the thread that takes the results apart
-        self.queued = 0  # items under way, or waiting to be handed out
-        self.queued_bytes = 0  # of results that wait
-        self._largest = 0  # bytes of one item, as far as is known
-        self._items: dict[int, int] = {}  # of each task under way or waiting
-        self._bytes: dict[int, int] = {}  # of each result that waits
+        self.items_out = 0  # counted by the thread that unpacks results
+        self.queued = 0  # items in flight, or waiting to be returned
+        self.queued_bytes = 0  # bytes of waiting results
+        self._largest = 0  # most bytes of one item so far
+        self._items: dict[int, int] = {}  # items of each task in flight or waiting
+        self._bytes: dict[int, int] = {}  # bytes of each waiting result
 
     def room(self) -> int | None:
         """Return the number of further items that may be in flight; None: any number."""
         queued = self.queued
         room = None
         if self._prefetch is not None:
-            waiting = 0 if self.behind is None else len(self.behind.items)
+            waiting = 0 if self.relay is None else len(self.relay.items)
             room = max(0 if queued else 1, self._prefetch - queued - waiting)
         if self._limit is not None and room != 0:
             if not self._largest:

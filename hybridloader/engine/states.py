@@ -12,7 +12,7 @@ from hybridloader.errors import IllegalTransition
 
 
 class _State(Enum):
-    __hash__ = object.__hash__  # Enum's own is a call of Python's, for each look into a table
+    __hash__ = object.__hash__  # `Enum.__hash__` is a Python function, called for each look-up
 
 
 class RunState(_State):
@@ -68,7 +68,7 @@ WORK_TABLE: dict[tuple[WorkerState, str], WorkerState] = {
     (WorkerState.READY,     "exited"):    WorkerState.GONE,
     (WorkerState.EXHAUSTED, "exhausted"): WorkerState.EXHAUSTED,
     (WorkerState.EXHAUSTED, "begin"):     WorkerState.READY,
-    (WorkerState.EXHAUSTED, "replaced"):  WorkerState.ABSENT,  # nobody needs it before the next epoch
+    (WorkerState.EXHAUSTED, "replaced"):  WorkerState.ABSENT,  # restarted only with the next epoch
     (WorkerState.EXHAUSTED, "stop"):      WorkerState.STOPPING,
     (WorkerState.EXHAUSTED, "exited"):    WorkerState.GONE,
     (WorkerState.ABSENT,    "begin"):     WorkerState.STARTING,

@@ -27,8 +27,8 @@ from hybridloader.engine.worker_table import START, WorkerTable
 from hybridloader.errors import TaskTimeout
 
 _NEVER_READY = (
-    " None of them has ever got ready: what each does first ends it (imports, loading the dataset, "
-    "worker_init_fn)."
+    " None of them ever became ready: their first steps end them. Check the imports, the loading of "
+    "the dataset and worker_init_fn."
 )
 
 
@@ -42,8 +42,8 @@ class Supervisor:
 
     def __init__(
         self,
-        policy: RestartPolicy | None,  # None: no worker is replaced
-        task_timeout: float,  # seconds that a worker may take for one task; 0: any time
+        policy: RestartPolicy | None,  # None: no worker is restarted
+        task_timeout: float,  # seconds that a worker may take for one task; 0: no limit
         *,
         threads: bool,  # the workers are threads, which can't be killed
         table: WorkerTable,  # a sample that is given up is replaced in its indices
@@ -56,20 +56,20 @@ class Supervisor:
         self._spec = table.spec
         self._killed: dict[int, tuple[str, str]] = {}
         """Reason and stack of each worker that was killed and has not exited yet."""
-        self._restarts: deque[float] = deque()  # their times
+        self._restarts: deque[float] = deque()  # times of recent restarts
         self._deaths: Counter[tuple[int | None, int | None]] = Counter()  # by task and sample in it
-        self._together: set[str] = set()  # what workers have ended with, see `Exited.with_it`
-        self.refusal = ""  # reason why the last worker that died was not replaced
+        self._together: set[str] = set()  # values of `Exited.with_it` that were counted
+        self.refusal = ""  # reason why the last dead worker was not restarted
 
     def begin(self, message: Begin, absent: Sequence[int], *, first: bool) -> None:
         """Begin an epoch: start workers for the places in `absent`."""
         self._spec = replace(
             self._spec,
             shared_seed=message.shared_seed,
-            starts=self._spec.starts if first else (),  # for the first epoch alone
+            starts=self._spec.starts if first else (),  # only in the first epoch
             modes=message.modes,
         )
-        self._deaths.clear()  # the tasks of the next epoch have other numbers
+        self._deaths.clear()  # task numbers of the next epoch differ
         for worker in absent:
             self._start(worker)
 
@@ -106,11 +106,11 @@ class Supervisor:
             return False
         again = scheduler.replace(worker)
         if scheduler.workers[worker] is not WorkerState.STARTING:
-            return True  # it has nothing to do before the next epoch
+            return True  # it has no task before the next epoch
         try:
             self._start(worker)
-        except Exception as error:  # no process or thread can be had any more, for instance
-            self.refusal = f"It could not be replaced: {text_of(error)}"
+        except Exception as error:  # for example, no further process or thread can be started
+            self.refusal = f"It could not be restarted: {text_of(error)}"
             return False
         log(INFO, "stage %r: worker %d was restarted", self._spec.stage, worker)
         indices = self._table.indices
@@ -119,8 +119,8 @@ class Supervisor:
                 if deadly and seq == blamed:
                     indices[seq] = self._spared(indices[seq], death, count)
                 self._sender.send(worker, Task(seq, indices[seq]))
-        except Exception as error:  # no memory for a copy of it, for instance
-            self.refusal = f"Its tasks could not be given to another: {text_of(error)}"
+        except Exception as error:  # for example, no memory for a copy of a task
+            self.refusal = f"Its tasks could not be sent to the restarted worker: {text_of(error)}"
             return False
         self._crew.flush()
         return True
@@ -129,12 +129,12 @@ class Supervisor:
         """Return the reason why the worker can't be replaced; empty if it can."""
         if deadly and self._spec.fetch.in_turn:
             return (
-                f"{policy.deaths_per_sample} workers died at this place of their shard, which can't be "
-                "read past it, so no other was put in its place."
+                f"{policy.deaths_per_sample} workers died at this position of their shard, which can't "
+                "be read beyond it, so the worker was not restarted."
             )
         if not self._may_restart(policy, death.with_it):
             return (
-                f"{policy.max_restarts} workers of this stage were replaced within "
+                f"{policy.max_restarts} workers of this stage were restarted within "
                 f"{policy.window_seconds:g} seconds, and RestartPolicy allows no more."
                 + ("" if self._table.proven else _NEVER_READY)
             )
@@ -157,7 +157,7 @@ class Supervisor:
     def _blamed(self, death: Exited, held: Sequence[int]) -> int | None:
         """Return the task that most likely killed the worker."""
         if self._scheduler.workers[death.worker] is WorkerState.STARTING:
-            return None  # it has begun with none
+            return None  # it died before its first task
         if death.at is None:
             return held[0] if held else None
         return death.task if death.at >= 0 and death.task in held else None
@@ -196,12 +196,13 @@ class Supervisor:
         seconds, worker = longest
         stack = self._crew.stack(worker)
         if self._threads or self._policy is None:
-            told = self._table.overrun(worker, seconds, self._timeout, stack, thread=self._threads)
-            raise no_answer(TaskTimeout(told))
+            text = self._table.overrun(worker, seconds, self._timeout, stack, thread=self._threads)
+            raise no_answer(TaskTimeout(text))
         what = "its task ran over"
         if self._scheduler.workers[worker] is not WorkerState.READY:
             what = f"it was not ready after {START:g} seconds more than"
         why = f"was killed because {what} task_timeout={self._timeout:g} seconds"
         self._killed[worker] = why, stack
-        self._table.since[worker] = self._table.clock()  # it is not killed again for it
+        # So that it is not killed twice for one task.
+        self._table.since[worker] = self._table.clock()
         self._crew.kill(worker)

@@ -30,11 +30,11 @@ class Inbox(Protocol):
 
 
 _LEAST = 5e-3
-"""Seconds of work in a task from which it is shared. Of 2 ms of Python, two threads lose 5 % to passing
-the GIL to and fro; of 4 ms, nothing that can be measured."""
+"""Least seconds of work in a task that is shared. With 2 ms of Python, two threads lose 5 % to handing
+over the GIL; with 4 ms, no loss was measurable."""
 
 _EACH = 5e-4
-"""Seconds of work for each worker, at least. To wake a thread takes some 10 us: 2 % of it."""
+"""Least seconds of work per worker. Waking a thread takes about 10 us, 2 % of that."""
 
 NEW = 1 / 8  # part of the newest task in the mean of seconds
 
@@ -53,15 +53,15 @@ class TaskSharing:
         self._samples_of = samples_of
         self._worth = max(_LEAST, workers * _EACH)
         # All the mutable state:
-        self.whole = False  # tasks go to their workers as ever
-        self.mean = 0.0  # seconds of a task, of late
-        self.limit = float("inf")  # for `mean`; where it is passed, `whole` changes
+        self.whole = False  # each task is done by one worker
+        self.mean = 0.0  # recent seconds of a task
+        self.limit = float("inf")  # for `mean`; crossing it changes `whole`
         self._workers: list[Worker] = []
         self._inboxes: list[Inbox] = []
-        self._known = waits  # the seconds of any task are
-        self._held: list[SharedTask] = []  # given to their workers alone, until they are
-        self._measures: deque[Measures] = deque()  # that go with the answer of another worker
-        self._lock = threading.Lock()  # while that is not known
+        self._known = waits  # the duration of tasks is known
+        self._held: list[SharedTask] = []  # in progress, each by one worker, until shared
+        self._measures: deque[Measures] = deque()  # sent with the answer of another worker
+        self._lock = threading.Lock()  # held while the duration is unknown
         if waits:
             self.mean, self.limit = self._worth, self._worth / 2
 
@@ -84,7 +84,7 @@ class TaskSharing:
         if not self._known:
             with self._lock:
                 if not self._known:
-                    # Without those that have failed: a loader of which all fails holds no more.
+                    # Without failed tasks: otherwise a loader whose tasks all fail would keep them.
                     self._held = [*(task for task in self._held if task.items), shared]
                     self._inboxes[worker].put(UnsharedTask(shared))
                     return True
@@ -123,7 +123,7 @@ class TaskSharing:
         return oldest, oldest.begun.copy()
 
     def _decide(self, share: bool) -> None:
-        # The tasks of a worker whose `init_fn` failed are errors, all of them.
+        # After a failed `init_fn` all tasks of the worker are errors.
         never = any(worker.broken or worker.draws_in_turn for worker in self._workers)
         self.whole = never or not share
         self.limit = self._worth / 2 if share else self._worth

@@ -21,8 +21,9 @@ from hybridloader.engine.fetcher import StartedTask, TaskContext
 from hybridloader.engine.messages import Done, Event, First, Task
 
 _LEAST = 1e-3
-"""Seconds that a task takes a worker and its threads, from which the next ones are begun early, until
-they take half of it. Passing one on takes 2 % of that. `task_sharing` has the like of it for crews."""
+"""Seconds of a task, with all threads of a worker, from which the next tasks begin early; they do until
+tasks take half of that. Passing a task to another thread takes 2 % of it. `task_sharing` has a similar
+limit for crews."""
 
 _NEW = 1 / 8  # part of the newest task in the mean of seconds
 
@@ -50,15 +51,15 @@ class TasksUnderWay:
         report: Callable[[Event], None],
         listen: Callable[[], Callable[[], None]],  # gives `ring`; called before it is needed
         *,
-        early: bool = False,  # the first task is not waited for
+        early: bool = False,  # begin tasks early from the first on
     ) -> None:
         self._begin, self._context = begin, context
         self._get, self._report, self._listen = get, report, listen
         # All the mutable state:
-        self._ring: Callable[[], None] | None = None  # called by threads, as samples have ended
-        self._mean = 0.0  # seconds of a task, of late
-        self._longest = 0.0  # seconds of a sample of the task that is answered now
-        self._early = early  # tasks are begun before those before them are answered
+        self._ring: Callable[[], None] | None = None  # called by threads when samples have ended
+        self._mean = 0.0  # recent seconds of a task
+        self._longest = 0.0  # most seconds of a sample of the current task
+        self._early = early  # tasks begin before earlier ones are answered
         self._begun: deque[Fetched] = deque()
         self._later: deque[Any] = deque()
 
@@ -67,7 +68,7 @@ class TasksUnderWay:
         begun, later = self._begun, self._later
         while True:
             if begun and begun[0].samples.ended:
-                # With fewer samples than threads, a task takes as long as one of them.
+                # With fewer samples than threads, a task takes as long as its longest sample.
                 self._longest = max(begun[0].samples.seconds, default=0.0)
                 return begun.popleft()
             if later and self._started(later[0]):
@@ -77,7 +78,7 @@ class TasksUnderWay:
                 return later.popleft()
             waited = bool(begun) and begun[0].samples.wait_here()
             if waited and self._ring is not None:
-                self._ring()  # behind what has come, so `get` does not wait
+                self._ring()  # its None follows the messages so far, so `get` does not wait
             while (message := self._get()) is not None and not self._context.cancelled:
                 later.append(message)
                 if not waited:

@@ -71,8 +71,8 @@ class Worker:
 
     def __init__(
         self,
-        worker: int,  # its number, from 0
-        spec: WorkerSpec,  # its dataset is the copy that this worker reads
+        worker: int,  # number of the worker, from 0
+        spec: WorkerSpec,  # its dataset is this worker's copy
         seeds: WorkerSeeds,
         wrap: Callable[[Any], Payload],  # makes the payload of a result
         context: TaskContext,
@@ -92,9 +92,9 @@ class Worker:
         self._fetcher: Fetcher | None = None
         self._initialised = False
         self._broken: Exception | None = None
-        self._told = False  # the error that it is broken by was told in this epoch
+        self._reported = False  # `_broken` was reported in this epoch
         self._exhausted = False
-        self.shared: SharedTask | None = None  # that it works at
+        self.shared: SharedTask | None = None  # that this worker is fetching samples of
 
     @property
     def broken(self) -> bool:
@@ -116,7 +116,7 @@ class Worker:
                 self._rng.prepare()
             try:
                 if spec.shared_seed is not None:
-                    # As torch, before init_fn: the seeds that init_fn sets are the ones used.
+                    # Before init_fn, as in torch, so that seeds set by init_fn remain in use.
                     seed_datapipe(spec.fetch.dataset, spec.shared_seed)
                 if spec.init_fn is not None and spec.workers > 0:
                     spec.init_fn(self.worker)
@@ -139,7 +139,7 @@ class Worker:
         if self._broken is not None:
             return Failure(twin(self._broken))
         starts = self._spec.starts
-        # Behind results that came since a state, the next one is told when it is due.
+        # After results that came since a state, the next state is reported when it is due.
         return None if starts and starts[self.worker].results_since else self._state_now()
 
     def _state_now(self) -> ShardStart | None:
@@ -180,7 +180,7 @@ class Worker:
         elif isinstance(message, SharedTask):
             return self._take_part(message)
         elif isinstance(message, UnsharedTask):
-            if not message.task.shared:  # else it comes once more
+            if not message.task.shared:  # else it is sent again
                 return self._take_part(message.task, alone=True)
         elif isinstance(message, Fetched):
             return self._collated(message)
@@ -189,7 +189,7 @@ class Worker:
         return None
 
     def _begin(self, message: Begin) -> None:
-        self._exhausted = self._told = False
+        self._exhausted = self._reported = False
         if self.meter is not None:
             self.meter.begin_pass()
         self._let_go()
@@ -198,7 +198,7 @@ class Worker:
             self._rng.begin(replace(self._spec.seeding, epoch=message.epoch))
             self.context.rng = self._rng
         if not self._initialised:
-            return  # init_fn failed, and that stays the answer to every task
+            return  # init_fn failed, and its error answers every task
         self._broken = None
         try:
             apply(self._spec.fetch.dataset, message.changes)
@@ -212,7 +212,7 @@ class Worker:
             return
         try:
             fetcher.close()
-        except Exception as error:  # in a generator's `finally`: ignored and shown, as Python does
+        except Exception as error:  # in a generator's `finally`: shown and ignored, as in Python
             show(error)
 
     def _take_part(self, task: SharedTask, *, alone: bool = False) -> Event | None:
@@ -241,8 +241,8 @@ class Worker:
                 meter.part(began, ended)
         if not last or context.cancelled:
             if meter is not None and ended >= meter.due:
-                # It may never be this one that ends the last sample.
-                task.measures.append(meter.tell_parts(ended, context.take_retried()))
+                # Another worker may end the last sample.
+                task.measures.append(meter.measure_parts(ended, context.take_retried()))
             return None
         try:
             return self._assembled(task)
@@ -304,7 +304,7 @@ class Worker:
         assert self._fetcher is not None
         assemble = partial(self._fetcher.assemble, task.results)
         if task.measures and self.meter is not None:
-            self.meter.due = float("-inf")  # they go with its own
+            self.meter.due = float("-inf")  # the measures are sent with this task's own
         event = self._answer(task.task, assemble, sum(task.seconds))
         if isinstance(event, Done) and event.extras is not None and MEASURES in event.extras:
             event.extras[MEASURES] = event.extras[MEASURES].joined(task.measures)
@@ -314,7 +314,7 @@ class Worker:
         self,
         task: Task,
         fetch: Callable[[Any], Any] | None = None,
-        spent: float = 0.0,  # seconds that its samples took before
+        spent: float = 0.0,  # seconds that its samples took before this call
     ) -> Event | None:
         if self._exhausted:
             return None
@@ -325,9 +325,9 @@ class Worker:
             looks, slices = meter.looks, meter.slices
         try:
             if self._broken is not None:
-                if self._told and self._spec.fetch.in_turn:
-                    raise EndOfShard  # it will never have anything to give, and the others have
-                self._told = True
+                if self._reported and self._spec.fetch.in_turn:
+                    raise EndOfShard  # it will never have a result; the other workers have
+                self._reported = True
                 return Failed(self.worker, task.seq, Failure(twin(self._broken)), self._position)
             assert fetcher is not None
             if fetch is None:
@@ -342,7 +342,7 @@ class Worker:
                     value = fetch(task.index)
                 else:
                     value = self._rng.task(fetcher.key, fetch, task.index)
-            except (Exception, Abandoned):  # what ends the worker leaves the sample that it was at
+            except (Exception, Abandoned):  # other errors end the worker, and keep `at`
                 context.at = -1
                 raise
             if context.tracked:
@@ -368,7 +368,7 @@ class Worker:
                             slices.since = ALWAYS
                 if (ended >= meter.due or context.retried) and (on or slices is None):
                     retried = context.take_retried()
-                    context.add(MEASURES, meter.tell(began, fetched, ended, retried, spent))
+                    context.add(MEASURES, meter.measure(began, fetched, ended, retried, spent))
             extras = None if context.extras is None else context.take_extras()
             return Done(
                 self.worker, task.seq, payload, ended - began + spent, fetcher.position, extras
@@ -384,12 +384,12 @@ class Worker:
                 meter.busy += perf_counter() - began
             if slices is not None:
                 slices.failed(task.seq)
-            # torch lets a StopIteration through, and a map-style dataset that leaks one ends the
-            # user's loop early, without a word.
+            # torch lets a StopIteration through. One that a map-style dataset leaks would silently end
+            # the user's loop early.
             return Failed(self.worker, task.seq, Failure(foreign(error)), self._position)
 
     @property
-    def _position(self) -> int:  # samples of the shard that were read
+    def _position(self) -> int:  # number of samples of the shard that were read
         return 0 if self._fetcher is None else self._fetcher.position
 
     def _describe(self) -> Any:
@@ -417,7 +417,7 @@ def _sample_rng_of(spec: WorkerSpec, worker: int, seeds: WorkerSeeds) -> SampleR
     shared = isinstance(seeds, ThreadSeeds) or (
         origin.any_thread and not isinstance(seeds, ProcessSeeds)
     )
-    # A sample on a thread may have a loader of its own.
+    # A sample on a thread may iterate a loader.
     shared = shared or now.generators is not GLOBALS
     if not (shared or spec.fetch.threads > 1):
         return SampleRng(origin, worker)
@@ -434,13 +434,13 @@ def _resumed(fetch: Fetch, start: ShardStart, context: TaskContext) -> Fetcher:
     if start.dataset is not None:
         load_into(fetch.dataset, pickle.loads(start.dataset.kept), "the dataset")
     fetcher = fetch.open(None, context)
-    if start.behind and start.iterator is not None:
+    if start.next_epoch and start.iterator is not None:
         fetcher.resume(start)
         fetcher = fetch.open(None, context)
-    fetcher.resume(start._replace(iterator=None, ended=False) if start.behind else start)
+    fetcher.resume(start._replace(iterator=None, ended=False) if start.next_epoch else start)
     _do_again(fetcher, start.again, context)
-    if fetcher.states is not None and start.stateful and not start.behind:
-        fetcher.states.go_on(start.results_since)
+    if fetcher.states is not None and start.stateful and not start.next_epoch:
+        fetcher.states.resume(start.results_since)
     return fetcher
 
 
@@ -449,7 +449,8 @@ def _do_again(fetcher: Fetcher, tasks: Sequence[Any], context: TaskContext) -> N
     for task in tasks:
         if context.cancelled:
             return
-        with suppress(Exception):  # it was a result then, and what raises now does so when asked
+        # It had a result then; an error is raised again when the sample is read.
+        with suppress(Exception):
             if context.rng is None:
                 fetcher.fetch(task)
             else:
@@ -461,7 +462,7 @@ def run(
     worker: Worker,
     get: Callable[[], Any],  # waits for an `Incoming`
     report: Callable[[Event], None],
-    # Gives a function by which any thread has `get` return None; None: one task at a time.
+    # Returns a function by which any thread makes `get` return None; None: one task at a time.
     listen: Callable[[], Callable[[], None]] | None = None,
 ) -> None:
     """Answer messages until `Stop`, or until no one waits: the worker loop of threads and processes."""
@@ -485,7 +486,7 @@ def run(
             if isinstance(message, Stop) or worker.context.cancelled:
                 return
             event = worker.step(message)
-            del message  # slots of what it held go back with the event
+            del message  # slots of its content are freed and returned with the event
             if event is not None:
                 if meter is None or not meter.reports:
                     report(event)
@@ -499,4 +500,5 @@ def run(
 
 
 Incoming = Message | SharedTask | UnsharedTask | Fetched
-"""Message as a worker gets it; two come from crews whose workers share tasks, the last from itself."""
+"""Message as a worker gets it. Two types come from crews whose workers share tasks, the last one from
+the worker itself."""

@@ -39,7 +39,7 @@ class _Current(threading.local):
 _current = _Current()
 
 _at_end: dict[int, list[Callable[[], Any]]] = {}
-"""By the identity of the worker's info. In a process there is one worker, whose info may be replaced."""
+"""By the identity of the worker's info. A process has one worker, whose info may be replaced."""
 
 
 def _forget_thread() -> None:
@@ -171,5 +171,5 @@ def end_worker(info: Any) -> None:
         for function in reversed(_at_end.pop(key, ())):
             try:
                 function()
-            except Exception as error:  # a worker ends whatever it had open does
+            except Exception as error:  # the worker ends in any case
                 show(error)

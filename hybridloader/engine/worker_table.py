@@ -24,8 +24,8 @@ from hybridloader.engine.scheduler import Fault, Scheduler
 from hybridloader.engine.states import ACTIVE, WorkerState
 
 START = 30.0
-"""Seconds that a worker may take to get ready where tasks are timed: a fresh process that imports torch
-needs two, and ten times that on an overloaded machine."""
+"""Seconds in which a worker must become ready if tasks are timed. A fresh process that imports torch
+needs 2, and ten times that on an overloaded machine."""
 
 
 class WorkerTable:
@@ -37,13 +37,13 @@ class WorkerTable:
         workers = len(scheduler.workers)
         self.spec, self.scheduler, self.crew, self.clock = spec, scheduler, crew, clock
         # All the mutable state:
-        self.indices: dict[int, Any] = {}  # by number: of the tasks that are not yet handed out
-        self.since = [clock()] * workers  # when each began with its oldest task, or last had none
-        self.answered = [0] * workers  # tasks answered from each place, by all workers that had it
-        self.position = [0] * workers  # samples of its shard of this epoch that each has delivered
-        self.restarts = [0] * workers  # times that each place was given to another worker
-        self.proven = False  # any worker has ever got ready
-        self.failed: Any = None  # index of the task that was last handed out as an error, if any
+        self.indices: dict[int, Any] = {}  # by task number, of tasks that are not yet returned
+        self.since = [clock()] * workers  # when each began its oldest task, or last had none
+        self.answered = [0] * workers  # tasks answered, by all workers of each number
+        self.position = [0] * workers  # samples of its shard that each has delivered in this epoch
+        self.restarts = [0] * workers  # restarts of each number
+        self.proven = False  # a worker has become ready
+        self.failed: Any = None  # index of the last task whose error was raised, if any
 
     def begin(self) -> None:
         """Begin an epoch: all shards are read from their beginning."""
@@ -128,15 +128,15 @@ class WorkerTable:
         )
 
     def lateness(self, timeout: float) -> str:
-        sent = dict(self.scheduler.sent)  # another thread may be pulling
+        sent = dict(self.scheduler.sent)  # a copy, as another thread may pull
         late_ones = sorted(sent)[:1] if self.scheduler.ordered else sorted(sent)
         workers = [self.name(sent[seq]) for seq in late_ones]
         held = "; ".join(brief(self.indices.get(seq)) for seq in late_ones[:4])
         who = ", ".join(dict.fromkeys(workers)) or "no worker"
-        words = (  # torch's at the beginning, which people match on
+        words = (  # torch's words come first, for programs that match them
             f"{self.spec.stage} timed out after {timeout} seconds: no result came from {who}, which was "
-            f"to fetch {held}. Calling next() again goes on waiting; a larger timeout= waits "
-            f"longer; backend='inline' under a debugger shows where it is stuck."
+            f"to fetch {held}. Call next() again to keep waiting, or set a larger timeout=; "
+            f"backend='inline' under a debugger shows where it is stuck."
         )
         if late_ones:
             words = f"{words}\n{self.crew.stack(sent[late_ones[0]]).rstrip()}".rstrip()

@@ -668,7 +668,7 @@ class SourceFetcher(ShardReader):
             if start is not None:
                 super().resume(start)
                 if self.states is not None and start.stateful:
-                    self.states.go_on(start.results_since)
+                    self.states.resume(start.results_since)
         first, asked = self.position, list[int]()
         if self._lost is None:
             asked, results = self._read(self._loop, most, _READING)

@@ -192,7 +192,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         by_worker = plan.iterable or self._sends_states or isinstance(self._dataset, MapDataPipe)
         if by_worker or not plan.seeded_by_sample:
             return round_robin
-        return functools.partial(least_busy, at_hand=self._prefetch_factor)
+        return functools.partial(least_busy, in_flight=self._prefetch_factor)
 
     def _reset(self, loader: torch.utils.data.DataLoader[Any], first_iter: bool = False) -> None:
         if first_iter:

@@ -277,7 +277,7 @@ class PassStart:
         resume = self.resume
         if resume is None or not resume.starts:
             return ()
-        if resume.over and not any(start.behind for start in resume.starts):
+        if resume.over and not any(start.next_epoch for start in resume.starts):
             return ()
         rereads = any(s.skip > s.position and not s.stateful for s in resume.starts)
         if rereads and self._plan.iterable and self.division is None:
@@ -321,7 +321,7 @@ def state_of(plan: LoaderPlan, *, stays: bool) -> dict[str, Any]:
             upcoming.resume_workers(progress.ends())
         elif not plan.num_workers:  # `written` asks the dataset itself
             upcoming.places = [
-                ShardStart(iterator=end.iterator, behind=end.iterator is not None)
+                ShardStart(iterator=end.iterator, next_epoch=end.iterator is not None)
                 for end in progress.ends()
             ]
     return written(plan, upcoming, START if progress is None else END)

@@ -288,7 +288,9 @@ class Progress:
             if self.division is not None:  # at an end, the positions in named shards are of no use
                 last = last._replace(iterator=None)
             ends.append(
-                ShardStart(0, 0, last.dataset, last.iterator, again=at.again, behind=last.stateful)
+                ShardStart(
+                    0, 0, last.dataset, last.iterator, again=at.again, next_epoch=last.stateful
+                )
             )
         return ends
 

@@ -158,7 +158,7 @@ def written(plan: LoaderPlan, progress: Progress, where: str) -> dict[str, Any]:
             "apart": copied(apart) if apart else [],
             "whole": copied(whole) if whole else [],
             "first": [] if over else _first(progress),
-            "behind": [number for number, start in enumerate(progress.places) if start.behind],
+            "behind": [number for number, start in enumerate(progress.places) if start.next_epoch],
             "shards": _shards(progress, where, starts),
         },
     }

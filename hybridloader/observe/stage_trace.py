@@ -10,7 +10,7 @@ from typing import Any
 from hybridloader._support.error_handling import described, repr_of
 from hybridloader.engine.messages import Done, Result
 from hybridloader.engine.meter import MEASURES
-from hybridloader.engine.slices import LONG, SEEN, TASK, TASKS, Slices, Told
+from hybridloader.engine.slices import LONG, SEEN, TASK, TASKS, SliceReport, Slices
 from hybridloader.engine.stage import Stage
 from hybridloader.fetching.on_error.error_budget import Skipped
 from hybridloader.observe.stage_measures import StageMeasures
@@ -76,7 +76,7 @@ class StageTrace(StageMeasures):
             "error", stage=self._name, worker=worker, task=seq, message=described(error)
         )
 
-    def _take_in(self, report: Told) -> Track:
+    def _take_in(self, report: SliceReport) -> Track:
         """Add the slices that a worker reported; return its track."""
         trace, name = self._trace, self._name
         worker = f"{name} worker {report.worker}"

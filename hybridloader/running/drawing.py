@@ -32,7 +32,7 @@ def _rows(plan: ChainPlan, indent: str, forks: set[Path], taker: str) -> Iterato
     for at, node in enumerate(plan.nodes):
         if isinstance(node, RelayNode):
             if node.options.depth is not None:
-                yield f"{indent}{node.name}", "its own thread", "", of_length(length)
+                yield f"{indent}{node.name}", "a separate thread", "", of_length(length)
             continue
         where, how, name = _puller(plan.nodes, at, taker), "", node.name
         if isinstance(node, OperatorNode):
@@ -70,7 +70,7 @@ def _puller(nodes: Sequence[Node], at: int, taker: str) -> str:
     """Name the thread that runs a step without workers."""
     for node in nodes[at + 1 :]:
         if isinstance(node, RelayNode):
-            return "its own thread"
+            return "a separate thread"
         if isinstance(node, WorkerNode):
             return "with the next step"
     return taker

@@ -311,7 +311,7 @@ class ChainPass:
         while isinstance(stage, (Dropping, LeavingOut, Withholding)):
             stage = stage.items
         if isinstance(stage, (StageItems, ReaderItems)):
-            stage.flow.behind = relay.queue
+            stage.flow.relay = relay.queue
         running = executor.add_relay(node, self.plan.nodes[:at], relay)
         running.stage = stage if isinstance(stage, StageItems) else None
         running.depth = RelayDepth(relay, node.least) if node.options.depth is None else None

@@ -12,7 +12,7 @@ from hybridloader._support.ranks import ranks_here
 from hybridloader.engine.contract import Backend
 from hybridloader.engine.registry import get_backend
 from hybridloader.engine.restart import RestartPolicy
-from hybridloader.engine.scheduler import AT_HAND
+from hybridloader.engine.scheduler import IN_FLIGHT
 from hybridloader.fetching.on_error.policies import Policy, Replace, Retry, Skip, parse_on_error
 from hybridloader.seeding.sample_seeds import SampleSeeding, parse_seeding
 
@@ -159,7 +159,7 @@ class Placement:
     def at_hand(self) -> int:
         """Tasks that a worker has at most, if any worker may do them."""
         if not self._overlaps:
-            return AT_HAND
+            return IN_FLIGHT
         return _AHEAD if self.concurrency > 1 else _BEHIND
 
     @property

@@ -142,7 +142,7 @@ class RunningStages(dict[Path, RunningStage]):
                 persistent=True,  # the consumer must not wait for its workers to end
                 dispatch=fewest_at_hand
                 if node.reads
-                else functools.partial(least_busy, at_hand=placement.at_hand),
+                else functools.partial(least_busy, in_flight=placement.at_hand),
                 flow_control=flow,
                 observer=measures,
                 forwards=node.forwarded,

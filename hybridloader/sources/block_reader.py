@@ -345,10 +345,11 @@ class BlockReader:
         if block is None:
             return None if self._cache is None else self._unplanned(source, index)
         if not block.fetched.is_set():
-            # Not begun in `begin`: a program may ask for an order and not read its samples.
-            if not plan.begun:
-                plan.begun = True
+            if not plan.begun:  # not in `begin`: a program may ask for an order only
                 self._fill(source)
+                plan.begun = (
+                    True  # so late that no thread finds its block not started, and fetches it
+                )
             with self._lock:
                 mine = not block.started
                 if mine:
@@ -429,20 +430,24 @@ class BlockReader:
     ) -> Any:
         if self._cache is None:
             return source.fetch(*place)
-        fetches = []
+        name, counts = source.shard_names[place[0]], self._begins and not self._cache.private
+        fetched = False
 
         def fetch() -> Any:
-            fetches.append(1)
-            return source.fetch(*place)
+            nonlocal fetched
+            data = source.fetch(*place)
+            fetched = True
+            if counts and counting():  # before a sample has it: the last one may end the epoch
+                count(name, misses=1)
+            return data
 
         began = perf_counter()
         found = self._cache.get(source.fetch_key(*place), fetch, early)
-        if counting():
-            misses, name = len(fetches), source.shard_names[place[0]]
-            if not self._begins:  # this process waited until another one had fetched the block
-                count(name, waited=0.0 if misses else perf_counter() - began)
-            elif not self._cache.private:
-                count(name, hits=1 - misses, misses=misses)
+        if counting() and not fetched:
+            if not self._begins:  # this process waited until another one fetched it
+                count(name, waited=perf_counter() - began)
+            elif counts:
+                count(name, hits=1)
         return found
 
     def close(self) -> None:

@@ -212,7 +212,8 @@ class Store:
 
     def patiently(self, call: Callable[[], R]) -> R:
         """Return the result of `call`, which is repeated after errors of the store that may pass."""
-        if counting():
+        # A local name such as zip::b is no chain, which the file system of its "URL" would be.
+        if counting() and not self.is_local:
             call = counted(call, self._url, self.fs)
         return patiently(self._retry, call, self._may_pass)
 

@@ -15,7 +15,7 @@ from hybridloader._support import datapipes
 def test_a_worker_is_forked_while_another_thread_seeds_a_pipe() -> None:
     """A lock that the fork has copied is held for ever, by a thread that the worker does not have."""
     loader = DataLoader(
-        IterableWrapper(range(5)).shuffle(), None, num_workers=1, backend="fork", timeout=20
+        IterableWrapper(range(5)).shuffle(), None, num_workers=1, backend="fork", timeout=60
     )
     with datapipes._walking:
         assert sorted(loader) == [*range(5)]

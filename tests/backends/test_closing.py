@@ -181,7 +181,7 @@ class Nested(Samples):
         return sum(number for (number,) in loader)
 
 
-@pytest.mark.filterwarnings("ignore:.*may not have children")
+@pytest.mark.filterwarnings("ignore:.*can't have child processes")
 @pytest.mark.parametrize(
     ("backend", "inner"),
     [
@@ -215,7 +215,7 @@ def test_a_loader_with_processes_may_be_used_inside_a_worker_of_this_process(
     assert list(load(Nested(inner), backend)) == [[6], [6]]
 
 
-@pytest.mark.filterwarnings("ignore:.*may not have children")
+@pytest.mark.filterwarnings("ignore:.*can't have child processes")
 def test_a_loader_inside_a_worker_of_torchs_own_does_so_too() -> None:
     theirs = torch.utils.data.DataLoader(Nested("fork"), num_workers=1)
     assert [int(total) for total in theirs] == [6, 6]

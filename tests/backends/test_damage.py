@@ -25,7 +25,7 @@ from hybridloader.backends.process.codec import (
     decode_failure,
     decode_fields,
     decode_message,
-    decode_told,
+    decode_shard_start,
     encode_done,
     encode_event,
     encode_fields,
@@ -333,8 +333,8 @@ def test_a_damaged_message_is_an_error_of_ours_or_a_message(
 def test_any_bytes_are_no_message_and_nothing_that_a_worker_told(part: bytes) -> None:
     assume(b"r" not in part)
     with only():
-        for decode in (decode_failure, decode_extras, decode_told):
-            if decode is decode_told and not part:  # nothing is told by nothing
+        for decode in (decode_failure, decode_extras, decode_shard_start):
+            if decode is decode_shard_start and not part:  # nothing is told by nothing
                 continue
             if decode is decode_extras and part.startswith(b"}."):  # an empty dict
                 continue

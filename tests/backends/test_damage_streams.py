@@ -61,7 +61,7 @@ class Wire:
     def until_gone(self) -> list[Any]:
         found: list[Any] = []
         while not found or found[-1][1] is not None:
-            found += self.transport.wait(5.0)
+            found += self.transport.wait(60.0)
         return found
 
     def close(self) -> None:
@@ -87,7 +87,7 @@ def test_damage_is_the_end_of_that_worker_and_the_reason_is_kept(wire: Wire) -> 
         (0, None),
     ]
     assert "no message begins with 7072696e" in wire.transport.damaged[0]
-    assert "something else wrote to this descriptor" in wire.transport.damaged[0]
+    assert "another program or library wrote to this descriptor" in wire.transport.damaged[0]
     wire.transport.send(0, [b"to nobody"])
     wire.transport.flush()
 
@@ -386,5 +386,5 @@ def test_descriptors_that_come_with_damage_or_behind_it_are_closed(
         monkeypatch.setattr(crew.transport, "wait", damaged)
         [event] = crew.wait(0)
         assert isinstance(event, Exited)
-        assert "sent what can't be read" in str(event.cause)
+        assert "sent an unreadable message" in str(event.cause)
         assert crew.transport.wait == wait

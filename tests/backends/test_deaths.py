@@ -202,7 +202,7 @@ def test_an_idle_persistent_worker_that_died_is_replaced_or_told(backend: str) -
     (worker,) = iterator._workers
     assert worker.pid is not None
     os.kill(worker.pid, signal.SIGKILL)
-    worker.join(10)
+    worker.join(60)
     with contextlib.suppress(WorkerDied):
         assert list(loader) == [[0], [1]]
     assert list(loader) == [[0], [1]]
@@ -268,7 +268,7 @@ def test_a_worker_that_can_not_write_a_large_result_ends_and_is_named(
     put = child._WorkerConnection._put
     monkeypatch.setattr(child._WorkerConnection, "_put", refuse)
     with pytest.raises(WorkerDied, match="exited with code 1"):
-        list(load(Samples(lambda index: os.urandom(100_000)), "fork", timeout=30))
+        list(load(Samples(lambda index: os.urandom(100_000)), "fork", timeout=60))
 
 
 def test_workers_live_where_the_kernel_has_no_pidfd(monkeypatch: pytest.MonkeyPatch) -> None:

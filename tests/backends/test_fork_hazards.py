@@ -91,7 +91,7 @@ def test_the_default_and_shared_memory_start_fresh_workers_and_say_so(running: R
 def test_fork_by_name_is_refused_and_names_the_library(running: Running, options: Any) -> None:
     hazard = fork_hazard()
     assert hazard is not None
-    with pytest.raises(BackendUnavailable, match=rf"but {hazard.library} .*{hazard.told}"):
+    with pytest.raises(BackendUnavailable, match=rf"but {hazard.library} .*{hazard.source}"):
         iter(DataLoader(Pids(), 2, num_workers=1, **options))
 
 
@@ -128,7 +128,7 @@ def test_run_starts_fresh_workers_too(tmp_path: Path) -> None:
         text=True,
     )
     assert "[tensor([1]), tensor([2])]" in told.stdout
-    assert "starts fresh workers and does not fork: polars is in use" in told.stderr
+    assert "starts fresh workers instead of forking: polars is in use" in told.stderr
 
 
 @pytest.mark.parametrize("running", NAMES, indirect=True)

@@ -36,7 +36,7 @@ from hybridloader.testing.work import Call, echo
 
 ray = pytest.importorskip("ray")
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300), pytest.mark.usefixtures("cluster")]
 
 SMALL = Ray(num_cpus=0.1)
 
@@ -53,7 +53,7 @@ def actors() -> list[dict[str, Any]]:
     return [row for row in found.values() if row["State"] != "DEAD"]
 
 
-def until(condition: Any, seconds: float = 20.0) -> bool:
+def until(condition: Any, seconds: float = 100.0) -> bool:
     """Ray tells its tables of an end some milliseconds later, and gives no event for it."""
     deadline = time.monotonic() + seconds
     while not condition():
@@ -109,7 +109,7 @@ def test_no_cluster_is_an_error_that_says_how_to_get_one(monkeypatch: pytest.Mon
 
 def test_ray_client_is_refused() -> None:
     with pytest.raises(
-        BackendUnavailable, match=r"does not run behind Ray Client .*ray job submit"
+        BackendUnavailable, match=r"does not run through Ray Client .*ray job submit"
     ):
         Ray(address="ray://head:10001").check()
 
@@ -121,7 +121,7 @@ def test_what_can_not_be_sent_is_named() -> None:
 
 def test_a_place_that_never_comes_is_a_timeout_with_what_ray_has() -> None:
     loader = DataLoader(range(4), num_workers=1, backend=Ray(num_cpus=1000), timeout=0.5)
-    with pytest.raises(WorkerTimeout, match=r"takes num_cpus=1000.*free"):
+    with pytest.raises(WorkerTimeout, match=r"requests num_cpus=1000.*free"):
         next(iter(loader))
 
 
@@ -193,7 +193,7 @@ def test_an_actor_that_is_killed_is_replaced(tmp_path: Path, kill: str) -> None:
     gate.open()
     assert first + labels(iterator) == [*range(40)]
     for worker in workers:
-        worker.join(20)
+        worker.join(100)
         assert worker.exitcode == 1
 
 
@@ -322,7 +322,7 @@ def test_a_cluster_that_is_shut_down_is_an_error_and_none_is_started(policy: str
         print(ray.is_initialized())
     """)
     command = [sys.executable, "-c", script, policy]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert "Ray was shut down" in done.stdout, done.stderr
     assert done.stdout.startswith("WorkerDied: ")
     assert done.stdout.endswith("\nFalse\n")
@@ -344,7 +344,7 @@ def test_workers_of_a_cluster_that_is_gone_are_over_though_there_is_another() ->
         print(worker.is_alive(), worker.exitcode)
     """)
     command = [sys.executable, "-c", script]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.stdout == "False 1\n", done.stderr
 
 
@@ -378,7 +378,7 @@ def test_a_driver_that_is_killed_leaves_no_actor() -> None:
     assert until(lambda: not actors())
     address = ray.get_runtime_context().gcs_address
     command = [sys.executable, "-c", script, address]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.stdout == "running\n", done.stderr
     assert until(lambda: not actors(), 30), actors()
 

@@ -244,7 +244,7 @@ def test_a_stack_is_that_of_the_process_that_loads_while_no_worker_is_there() ->
 
     with start(load(Loading(load_slowly), "spawn", timeout=0.2)) as iterator:
         gate.await_arrivals(1)
-        with pytest.raises(RuntimeError, match=r"has yet to load(.|\n)*load_slowly"):
+        with pytest.raises(RuntimeError, match=r"has not loaded the work yet(.|\n)*load_slowly"):
             next(iterator)
 
 

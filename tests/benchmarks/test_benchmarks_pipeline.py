@@ -65,7 +65,7 @@ def _one_server() -> Iterator[None]:
     process = psutil.Process(server_of(WIDTH)._pid)
     yield
     close_servers()
-    process.wait(10)
+    process.wait(60)
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ def test_the_server_ends_soon_after_who_started_it() -> None:
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     try:
-        psutil.Process(int(done.stdout)).wait(30)
+        psutil.Process(int(done.stdout)).wait(60)
     except psutil.NoSuchProcess:
         pass
 

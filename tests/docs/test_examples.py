@@ -14,7 +14,6 @@ from types import FunctionType
 from typing import Any, get_type_hints
 
 import pytest
-from support.page_functions import augment, decode, read
 
 import hybridloader
 from hybridloader import Pipeline
@@ -42,18 +41,7 @@ def taken_for_granted(tmp_path: Path) -> dict[str, Any]:
     """Names that the page uses without defining them."""
     text = tmp_path / "words.txt"
     text.write_text("one two\nthree\n")
-    files = [f"{number}.jpg" for number in range(10)]
-    seen: list[Any] = []
-    return {
-        "__name__": "__main__",
-        "files": files,
-        "paths": [str(text)] * 2,
-        "read": read,
-        "decode": decode,
-        "augment": augment,
-        "seen": seen,
-        "train_on": lambda images, labels: seen.append(labels),
-    }
+    return {"__name__": "__main__", "paths": [str(text)] * 2}
 
 
 @pytest.mark.classes
@@ -63,7 +51,8 @@ def test_every_block_of_the_page_runs(
     names = taken_for_granted
     try:
         _run_blocks(names)
-        assert len(names["seen"]) == 2 * 3  # two epochs of three batches
+        assert [run.epoch for run in names["pipe"].epochs(2)] == [0, 1]
+        assert sum(len(labels) for _, labels in names["pipe"]) == 10
         assert list(names["words"]) == [["one", "two"]] * 2 + [["three"]] * 2
         assert list(names["rows"]) == ["a", "b"]
         assert names["kept"] == [0.5, 0.25]
@@ -96,9 +85,9 @@ def test_the_page_names_every_public_method() -> None:
     assert not missing
 
 
-def test_the_table_of_operators_names_nothing_else() -> None:
+def test_the_table_of_steps_names_nothing_else() -> None:
     text = PAGE.read_text()
-    table = text[text.index("| operator | does") : text.index("Methods and functions that")]
+    table = text[text.index("| step | result") : text.index("Methods and functions that")]
     named = re.findall(r"^\| `\.(\w+)\(", table, re.MULTILINE)
     assert len(named) == len(set(named)) > 20
     for name in named:

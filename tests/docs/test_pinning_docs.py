@@ -8,9 +8,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from hybridloader import Pipeline
 from hybridloader.devices.accelerator import taken_for_current
 from hybridloader.testing import FakeAccelerator
 
@@ -22,11 +19,7 @@ def test_the_loader_and_the_pipeline_of_the_page_have_their_batches_on_the_devic
     fake = FakeAccelerator("cuda:0", manual=False)
     blocks = [text for kind, text in BLOCK.findall(PAGE.read_text()) if kind == "python"]
     assert len(blocks) == 3
-    names: dict[str, Any] = {
-        "Pipeline": Pipeline,
-        "files": range(300),
-        "decode": lambda number: torch.full((2,), number),
-    }
+    names: dict[str, Any] = {}
     with taken_for_current(fake):
         exec(blocks[0].replace("torch.cuda.is_available()", "True"), names)
         exec(blocks[1], names)

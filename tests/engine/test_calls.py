@@ -18,7 +18,7 @@ from hybridloader.engine.called_worker import Parts, parts_of, work_of
 from hybridloader.engine.calls import BUNDLE_BYTES, BUNDLE_SECONDS, EVERY, TRIPS, FarClock, Place
 from hybridloader.engine.meter import MEASURES, Measures
 from hybridloader.engine.serving import Pickled
-from hybridloader.engine.slices import Told
+from hybridloader.engine.slices import SliceReport
 from hybridloader.memory.slots import PrivateSlots
 from hybridloader.testing.work import Call, echo
 
@@ -535,6 +535,6 @@ def test_times_that_come_before_the_offset_is_known_are_left_out() -> None:
 
 
 def _measures(began: float) -> Measures:
-    told = Told(1, 2, 3, (("task", began, began + 1.0, 2, 0),), 0)
+    told = SliceReport(1, 2, 3, (("task", began, began + 1.0, 2, 0),), 0)
     spans = ((began, began + 1.0, 1.0),)
     return Measures(spans, 1.0, None, None, None, 0.0, 0.0, 0, told)

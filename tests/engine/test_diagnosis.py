@@ -66,7 +66,7 @@ def test_a_sample_that_is_not_known_is_not_told(task: int | None, at: int | None
 
 def test_what_the_kernel_says_takes_the_place_of_a_guess() -> None:
     guess = death("load", WORKER, fault("SIGKILL (9)", 3), {3: [1]})
-    assert "Likely the system ran out of memory, or somebody killed it" in guess
+    assert "Likely the system ran out of memory, or a person or another program killed it" in guess
     known = death("load", WORKER, fault("SIGKILL (9)", 3, memory="Likely cause: OOM."), {3: [1]})
     assert "Likely the system" not in known
     assert "backend='threads'" in known
@@ -118,7 +118,7 @@ def test_a_sample_that_kills_again_and_again() -> None:
     assert text.startswith("In stage 'load', 2 workers died at this sample, so it was given up")
     assert f"the last one, {WORKER}, {cause}." in text
     assert "Native code" in text
-    assert "1 worker died at a task with this sample in it" in given_up("load", WORKER, 1, cause)
+    assert "1 worker died at a task that contains this sample" in given_up("load", WORKER, 1, cause)
 
 
 def row(worker: int, **more: object) -> WorkerReport:

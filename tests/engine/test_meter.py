@@ -26,7 +26,7 @@ def metered(meter: Meter, clock: FakeClock, took: float, packing: float = 0.0) -
     fetched = clock.now
     clock.now += packing
     meter.busy += clock.now - began
-    return meter.tell(began, fetched, clock.now, 0) if clock.now >= meter.due else None
+    return meter.measure(began, fetched, clock.now, 0) if clock.now >= meter.due else None
 
 
 @given(st.lists(st.tuples(st.floats(0, 0.03), st.floats(0, 0.03)), max_size=30))
@@ -76,7 +76,7 @@ def test_short_tasks_are_told_together_and_long_ones_alone() -> None:
 
 def test_packing_is_a_share_of_all_that_a_task_took_on_threads_too() -> None:
     meter = Meter(Metering(None), FakeClock(1.0))
-    found = meter.tell(1.0, 1.001, 1.004, 0, 0.016)  # fetched before, for 16 ms; packed for 3
+    found = meter.measure(1.0, 1.001, 1.004, 0, 0.016)  # fetched before, for 16 ms; packed for 3
     assert found.packing == pytest.approx(3 / 20)
 
 
@@ -90,7 +90,7 @@ def test_what_a_thread_does_between_its_tasks_is_not_theirs() -> None:
         began = clock.now
         clock.now, cpu.now = clock.now + 0.1, cpu.now + 0.02
         meter.busy += 0.1
-        assert meter.tell(began, clock.now, clock.now, 0).cpu == pytest.approx(0.02)
+        assert meter.measure(began, clock.now, clock.now, 0).cpu == pytest.approx(0.02)
     assert metered(meter, clock, 1e-5) is None
     clock.now += 1
     measures = metered(meter, clock, 1e-5)
@@ -127,7 +127,7 @@ def test_a_wait_for_a_core_is_known_of_the_callers_own_thread(
         began = clock.now
         FakeRunQueue.without_core = 0.06
         clock.now, meter.busy = clock.now + 0.1, meter.busy + 0.1 + 0.1  # another, not looked at
-        told = meter.tell(began, clock.now, clock.now, 0)
+        told = meter.measure(began, clock.now, clock.now, 0)
         assert told.wait_for_core == pytest.approx(0.12)
     meter.close()
 
@@ -172,7 +172,7 @@ def test_collation_is_a_share_of_a_task_that_is_looked_at() -> None:
         meter.begin()
         began, meter.parts.gathered = clock.now, clock.now + 0.01
         clock.now += 0.04
-        assert meter.tell(began, clock.now, clock.now, 0).collating == pytest.approx(0.75)
+        assert meter.measure(began, clock.now, clock.now, 0).collating == pytest.approx(0.75)
         told = metered(meter, clock, 0.04)  # a batch that the dataset makes in one call
         assert told is not None
         assert told.collating == 0
@@ -194,9 +194,9 @@ def test_turns_of_coroutines_are_what_the_event_loop_does_not_wait() -> None:
     assert parts.pull(iter(map(takes, [7.0]))) == 7.0  # from a slow source
     parts.turned()
     takes(9.0)
-    told = meter.tell(clock.now, clock.now, clock.now, 0)
+    told = meter.measure(clock.now, clock.now, clock.now, 0)
     assert (told.idle, told.held) == (pytest.approx(0.5), pytest.approx(0.03))
-    told = meter.tell(clock.now, clock.now, clock.now, 0)
+    told = meter.measure(clock.now, clock.now, clock.now, 0)
     assert (told.idle, told.held, told.coroutines) == (0.0, 0.0, 0)
 
 
@@ -283,7 +283,7 @@ def test_parts_of_tasks_that_others_answer_are_told_with_theirs() -> None:
         clock.now += 2 * EVERY
         helper.part(began, clock.now)
         assert clock.now >= helper.due
-        waiting.append(helper.tell_parts(clock.now, retried=1))
+        waiting.append(helper.measure_parts(clock.now, retried=1))
     assert helper.looks, "a part tells nothing of how long a task is"
     assert not helper.reports
     told = metered(answering, clock, EVERY)

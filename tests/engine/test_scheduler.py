@@ -320,8 +320,8 @@ def test_nothing_waits_besides_the_window_in_the_next_epoch_or_without_order() -
     assert not unordered.stalled
 
 
-def test_a_worker_has_as_many_tasks_at_hand_as_its_rule_says() -> None:
-    scheduler = Scheduler(2, 6, dispatch=functools.partial(least_busy, at_hand=3))
+def test_a_worker_has_as_many_tasks_in_flight_as_its_rule_allows() -> None:
+    scheduler = Scheduler(2, 6, dispatch=functools.partial(least_busy, in_flight=3))
     scheduler.begin()
     assert [assign(scheduler)[1] for _ in range(6)] == [0, 1, 0, 1, 0, 1]
     assert scheduler.dispatch(scheduler) is None

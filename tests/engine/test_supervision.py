@@ -64,7 +64,7 @@ def test_the_first_workers_are_replaced_as_well_and_no_sample_is_blamed() -> Non
 def test_where_no_worker_ever_gets_ready_the_error_says_so_in_the_end() -> None:
     it, backend = stage([[dead()]] * 4, policy=RestartPolicy(max_restarts=3))
     it.begin(iter([["a"]]))
-    with pytest.raises(WorkerDied, match=r"3 workers .* None of them has ever got ready"):
+    with pytest.raises(WorkerDied, match=r"3 workers .* None of them ever became ready"):
         next(it)
     assert backend.crews[0].started == [0] * 4
 
@@ -75,7 +75,7 @@ def test_without_a_policy_a_death_is_raised() -> None:
     with pytest.raises(WorkerDied, match="SIGKILL") as caught:
         next(it)
     assert backend.crews[0].started == [0]
-    assert "no other was put" not in str(caught.value)
+    assert "was not restarted" not in str(caught.value)
 
 
 def test_workers_that_end_with_one_process_count_as_one_restart() -> None:
@@ -101,7 +101,7 @@ def test_workers_that_end_with_one_process_count_as_one_restart() -> None:
 
     it, _ = stage(script[:3], workers=workers, policy=RestartPolicy(max_restarts=1))
     it.begin(iter([[seq] for seq in everyone]))
-    with pytest.raises(WorkerDied, match="1 workers of this stage were replaced"):
+    with pytest.raises(WorkerDied, match="1 workers of this stage were restarted"):
         next(it)
 
 
@@ -115,7 +115,9 @@ def test_too_many_restarts_within_the_window_raise_and_older_ones_do_not_count()
     policy = RestartPolicy(max_restarts=2, window_seconds=50, deaths_per_sample=99)
     it, backend = stage(script, policy=policy, clock=clock)
     it.begin(iter([["a"]]))
-    with pytest.raises(WorkerDied, match="2 workers of this stage were replaced within 50 seconds"):
+    with pytest.raises(
+        WorkerDied, match="2 workers of this stage were restarted within 50 seconds"
+    ):
         next(it)
     assert (
         backend.crews[0].started == [0] * 5
@@ -162,7 +164,7 @@ def test_where_it_is_not_known_which_sample_kills_the_whole_task_is_given_up() -
     assert list(it) == ["value 0", "value 1"]
     last, other = [m for _, m in backend.crews[0].sent if isinstance(m, Task)][-2:]
     assert [index.index for index in last.index] == [7, 8]
-    assert "at a task with this sample" in last.index[0].text
+    assert "at a task that contains this sample" in last.index[0].text
     assert other.index == [9]
 
 
@@ -234,7 +236,7 @@ def test_what_kills_the_reader_of_a_shard_can_not_be_passed_over() -> None:
     script = [[*ready(), dead(task=0, at=0)], [*ready(), dead(task=0, at=0)]]
     it, _ = stage(script, in_turn=True)
     it.begin(iter([[None]]))
-    with pytest.raises(WorkerDied, match="2 workers died at this place of their shard"):
+    with pytest.raises(WorkerDied, match="2 workers died at this position of their shard"):
         next(it)
 
 
@@ -268,13 +270,13 @@ def test_that_no_other_worker_can_be_had_is_told_with_the_death(error: Exception
         raise error
 
     backend.crews[0].start = refuse  # type: ignore[method-assign]
-    with pytest.raises(WorkerDied, match=rf"could not be replaced: .*{error.args[-1]}"):
+    with pytest.raises(WorkerDied, match=rf"could not be restarted: .*{error.args[-1]}"):
         next(it)
     assert backend.crews[0].closed
 
 
 def test_that_nothing_can_be_sent_to_the_other_worker_is_told_with_the_death() -> None:
-    """Else nobody would be at the task, and the stage wait for it for ever."""
+    """Otherwise the stage would wait forever for a task that no worker does."""
     it, backend = stage([[*ready(), dead()]])
     it.begin(iter([["a"]]))
 
@@ -282,7 +284,7 @@ def test_that_nothing_can_be_sent_to_the_other_worker_is_told_with_the_death() -
         raise MemoryError("no room for a copy")
 
     backend.crews[0].send = refuse  # type: ignore[method-assign]
-    with pytest.raises(WorkerDied, match="given to another: no room for a copy"):
+    with pytest.raises(WorkerDied, match="sent to the restarted worker: no room for a copy"):
         next(it)
     assert backend.crews[0].closed
 

@@ -29,12 +29,14 @@ from accelerate.utils import DataLoaderConfiguration
 
 from hybridloader.integrations.accelerate import keep_loaders
 
+pytestmark = pytest.mark.timeout(400)  # of which the ranks may take 180
+
 BATCH = 3
 LENGTH = 26
 """Number of samples, no multiple of two batches: accelerate evens out the end."""
 
 WORLD = 2
-LIMIT = 80
+LIMIT = 160
 """Seconds for each rank; two imports of accelerate beside each other are most of the 8 they take.
 
 A rank that takes longer prints where each of its threads is, and ends.

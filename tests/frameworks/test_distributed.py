@@ -22,6 +22,8 @@ import hybridloader
 
 TESTS = Path(__file__).parent.parent
 WORLD = 2
+
+pytestmark = pytest.mark.timeout(300)  # of which the ranks may take 160
 NAMES = [str(backend) for backend in BACKENDS]
 
 
@@ -76,7 +78,7 @@ def run_ranks(folder: Path) -> None:
         for _ in range(2):  # waits, so that ranks go on after the whole machine has stood still
             for rank in running:
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    rank.wait(timeout=20)
+                    rank.wait(timeout=40)
         dump_stacks_of_hanging(running)
     finally:
         for rank in running:

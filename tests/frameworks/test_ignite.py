@@ -193,7 +193,7 @@ def test_a_run_that_ends_in_the_middle_leaves_no_persistent_worker_once_it_is_le
     del loader, engine
     gc.collect()  # an engine and its handlers hold each other
     for worker in workers:
-        worker.join(5)
+        worker.join(60)
     assert not any(worker.is_alive() for worker in workers)
 
 

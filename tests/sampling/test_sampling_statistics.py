@@ -161,7 +161,7 @@ def test_fixed_points_of_an_order_that_is_none_are_found_out() -> None:
 
 
 def _table() -> None:
-    print("| statistic | n | ours | torch.randperm |\n| --- | --- | --- | --- |")
+    print("| statistic | n | hybridloader | torch.randperm |\n| --- | --- | --- | --- |")
     for n, many in [(100, 20_000), (5000, 20_000)]:
         for statistic in MANY:
             ps = [f"{statistic(order, n, many):.2f}" for order in (ours, torchs)]

@@ -20,6 +20,7 @@ from hybridloader import DataLoader, Pipeline, SharedMemory, Spawn
 from hybridloader.sampling import BlockShuffleSampler
 from hybridloader.sources import Tar, block_cache
 from hybridloader.sources.block_cache import BlockCache, private_cache
+from hybridloader.sources.block_reader import BlockReader
 
 pytest.importorskip("fcntl")
 SHARDS, EACH = 6, 8
@@ -289,6 +290,9 @@ def test_samples_do_not_wait_until_their_block_is_written(
         return write(*arguments)
 
     monkeypatch.setattr(BlockCache, "_write", slowly)
+    # The server's port is in the keys: in 1 run of 17, two blocks would share one of 256 lock files, and
+    # the second would wait for the first one's write.
+    monkeypatch.setattr(block_cache, "_LOCKS", 1 << 32)
     sampler = BlockShuffleSampler(tar, seed=0)
     assert sorted(tar[index] for index in sampler) == sorted(texts())
     assert tar._reader is not None
@@ -299,6 +303,38 @@ def test_samples_do_not_wait_until_their_block_is_written(
     tar.close()
     assert plan.held == 0
     assert len(list(tmp_path.glob("*.block"))) == SHARDS
+
+
+def test_the_first_samples_of_several_threads_do_not_wait_for_a_write(
+    store: HttpStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second thread comes while the first one is about to start the threads that fetch."""
+    tar = tar_of(store, cache_dir=str(tmp_path))
+    starts, goes_on, writers = threading.Event(), threading.Event(), []
+    fill, write = BlockReader._fill, BlockCache._write
+
+    def slowly(*arguments: Any) -> None:
+        if not starts.is_set():
+            starts.set()
+            goes_on.wait()
+        fill(*arguments)
+
+    def noted(*arguments: Any) -> bool:
+        writers.append(threading.current_thread().name)
+        return write(*arguments)
+
+    monkeypatch.setattr(BlockReader, "_fill", slowly)
+    monkeypatch.setattr(BlockCache, "_write", noted)
+    first, second = [*BlockShuffleSampler(tar, seed=0)][:: len(texts()) - 1]
+    thread = threading.Thread(target=lambda: tar[first])
+    thread.start()
+    starts.wait()
+    assert tar[second] == texts()[second]
+    goes_on.set()
+    thread.join()
+    tar.close()
+    assert {*writers} == {"hybridloader-blocks"}
+    assert len(writers) == SHARDS
 
 
 def test_without_such_a_sampler_whole_archives_are_kept(store: HttpStore, tmp_path: Path) -> None:

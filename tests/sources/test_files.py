@@ -145,7 +145,7 @@ def test_a_remote_store_is_read_by_fresh_workers(store: HttpStore) -> None:
     assert files[0] == "a"
     warn_once.cache_clear()
     with pytest.warns(
-        UserWarning, match="starts fresh workers and does not fork: fsspec is in use"
+        UserWarning, match="starts fresh workers instead of forking: fsspec is in use"
     ):
         assert list(DataLoader(files, 1, num_workers=1)) == [["a"]]
     with pytest.raises(BackendUnavailable, match="fsspec is in use"):

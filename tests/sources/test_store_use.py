@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,12 @@ import pytest
 from support.archives import sample_members, tar_bytes
 from support.http_store import HttpStore
 
-from hybridloader import DataLoader, Pipeline
+from hybridloader import DataLoader, Pipeline, Retry
 from hybridloader._support import store_use
 from hybridloader._support.store_use import StoreUse, store_of
 from hybridloader.sampling import BlockShuffleSampler
-from hybridloader.sources import Files, Tar
+from hybridloader.sources import Files, Tar, block_cache
+from hybridloader.sources.block_cache import BlockCache
 
 SHARDS, EACH = 4, 4
 
@@ -56,6 +58,35 @@ def test_blocks_are_counted_with_their_retries_and_those_from_the_cache(
     tar.close()
 
 
+def test_a_block_is_counted_before_it_is_written(
+    store: HttpStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loader may end, and its statistics be read, while a slow disk takes the last blocks."""
+    tar = tar_of(store, cache_dir=str(tmp_path))
+    gate, write = threading.Event(), BlockCache._write
+
+    def slowly(*arguments: Any) -> bool:
+        gate.wait()
+        return write(*arguments)
+
+    monkeypatch.setattr(BlockCache, "_write", slowly)
+    monkeypatch.setattr(block_cache, "_LOCKS", 1 << 32)  # no two blocks share one
+    try:
+        use = epoch(tar, sampler=BlockShuffleSampler(tar, seed=0))
+    finally:
+        gate.set()
+    assert (use.hits, use.misses) == (0, SHARDS)
+    tar.close()
+
+
+def test_a_block_that_was_not_served_is_no_miss(store: HttpStore, tmp_path: Path) -> None:
+    tar = tar_of(store, cache_dir=str(tmp_path), retry_seconds=0)
+    store.once["/0.tar"] = "404"
+    use = epoch(tar, sampler=BlockShuffleSampler(tar, seed=0), on_error=Retry(1))
+    assert (use.hits, use.misses) == (0, SHARDS - 1)
+    tar.close()
+
+
 def test_samples_that_are_read_alone_are_counted_and_waited_for(store: HttpStore) -> None:
     tar = tar_of(store)
     use = epoch(tar)
@@ -84,6 +115,22 @@ def test_nothing_is_counted_if_nothing_is_observed(store: HttpStore) -> None:
     assert len(list(run)) == len(tar)
     assert [use.requests for use in run.stats().stores] == [SHARDS]
     tar.close()
+
+
+def test_a_local_name_with_colons_is_no_chain_where_stores_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path(tmp_path, "zip::b").mkdir()
+    Path(tmp_path, "zip::b", "a.txt").write_bytes(b"one")
+    monkeypatch.chdir(tmp_path)
+    before = store_use.uses()
+    store_use.start_counting()
+    try:
+        for url in ("zip::b/a.txt", "zip::b", "zip::b/*.txt"):
+            assert [*Files(url)] == [b"one"]
+    finally:
+        store_use.stop_counting()
+    assert store_use.uses_since(before) == ()
 
 
 def test_a_store_is_a_host_or_a_bucket() -> None:

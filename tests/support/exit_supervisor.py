@@ -21,10 +21,10 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-KILL_AFTER = 20.0
+KILL_AFTER = 60.0
 """Seconds after its cause in which a trial and all its processes must be gone; 2 are promised."""
 
-GET_READY = 60.0
+GET_READY = 120.0
 """Seconds for a trial to come to its cause; never reached when all is well."""
 
 AT_ONCE = 4

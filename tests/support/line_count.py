@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -16,10 +17,13 @@ def lines_run(call: Callable[[], object]) -> int:
         count += event == "line"
         return trace
 
-    before = sys.gettrace()
+    before, collects = sys.gettrace(), gc.isenabled()
+    gc.disable()  # a collection may call finalizers
     sys.settrace(trace)
     try:
         call()
     finally:
         sys.settrace(before)
+        if collects:
+            gc.enable()
     return count

@@ -28,7 +28,7 @@ def test_a_fork_frees_its_memory_without_the_lock_that_a_thread_had() -> None:
     assert held.wait(60)
     child = multiprocessing.get_context("fork").Process(target=kept.clear)
     child.start()
-    child.join(20)
+    child.join(60)
     code = child.exitcode
     child.kill()
     done.set()
