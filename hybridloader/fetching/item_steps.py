@@ -134,7 +134,7 @@ class WorkFetch(Fetch):
         return [step.function for step in self.steps if isinstance(step.function, MapFetch)]
 
     @property
-    def coroutines(self) -> int:  # a field in the base class
+    def coroutines(self) -> int:  # type: ignore[override]  # a field in the base class
         return self.steps[0].concurrency
 
     @property
