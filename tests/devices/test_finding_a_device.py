@@ -23,7 +23,7 @@ def test_a_device_that_is_not_there_or_none_is_refused_in_words() -> None:
         find([])
     if not torch.accelerator.is_available():
         with pytest.raises(
-            ValueError, match=r"device='cuda' is not there: torch .* no accelerator"
+            ValueError, match=r"device='cuda' is not available: torch .* no accelerator"
         ):
             find("cuda")
         with pytest.raises(ValueError, match="is not there"):

@@ -339,7 +339,7 @@ def test_what_is_refused() -> None:
         DataLoader.merge_states([])
     with pytest.raises(StateError, match="state 0 has no shards"):
         DataLoader.merge_states([make([1, 2], 0).state_dict()])
-    with pytest.raises(TypeError, match="must be a list of texts"):
+    with pytest.raises(TypeError, match="must be a list of str"):
         iter(make(Shards(names=[1]), 0))
     with pytest.raises(ValueError, match="'a' twice"):
         iter(make(Shards(names=["a", "a"]), 0))

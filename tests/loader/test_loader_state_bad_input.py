@@ -234,7 +234,9 @@ class PickySampler(SequentialSampler):
 def test_what_a_sampler_raises_names_it() -> None:
     loader = make(sampler=PickySampler(Silent()))
     loader.load_state_dict(state(1, sampler=PickySampler(Silent())))
-    with pytest.raises(StateError, match=r"\(PickySampler\).*KeyError: 'level'; load the state into"):
+    with pytest.raises(
+        StateError, match=r"\(PickySampler\).*KeyError: 'level'; load the state into"
+    ):
         iter(loader)
 
 

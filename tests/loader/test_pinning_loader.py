@@ -208,7 +208,11 @@ def test_what_the_sampler_raises_comes_behind_what_it_had_given() -> None:
 
 @pytest.mark.parametrize(
     ("transfer", "most"),
-    [({"batches_ahead": 3}, 3), ({"batches_ahead": 99, "buffer_bytes": 40}, 2), ({"buffer_bytes": 1}, 1)],
+    [
+        ({"batches_ahead": 3}, 3),
+        ({"batches_ahead": 99, "buffer_bytes": 40}, 2),
+        ({"buffer_bytes": 1}, 1),
+    ],
     ids=["batches", "bytes", "one batch is larger"],
 )
 def test_so_many_wait_and_one_more_is_at_hand(transfer: Any, most: int) -> None:
