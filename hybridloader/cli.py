@@ -314,7 +314,7 @@ def _run(arguments: argparse.Namespace) -> str | None:
     from hybridloader.compat.install import install
     from hybridloader.loader.options import OptionWords
 
-    said: Any = {
+    options: Any = {
         name: getattr(arguments, name)
         for name in OptionWords.__annotations__
         if hasattr(arguments, name)
@@ -325,7 +325,7 @@ def _run(arguments: argparse.Namespace) -> str | None:
     except script.NotThere as error:
         return str(error)
     try:
-        install(arguments.backend, **said)
+        install(arguments.backend, **options)
     except (ValueError, RuntimeError) as error:
         return str(error)
     with contextlib.ExitStack() as around:
@@ -412,8 +412,8 @@ def _index(arguments: argparse.Namespace) -> str | None:
     except (OSError, ImportError, ValueError, SourceError) as error:
         return f"{type(error).__name__}: {error}"
     if failures:
-        told = "\n".join(f"  {type(error).__name__}: {error}" for _, error in failures)
-        return f"{len(failures)} archives have no index; run it again for these alone:\n{told}"
+        lines = "\n".join(f"  {type(error).__name__}: {error}" for _, error in failures)
+        return f"{len(failures)} archives have no index; run the command again for these only:\n{lines}"
     return None
 
 
@@ -449,11 +449,13 @@ def _source(arguments: argparse.Namespace) -> Any:
     text = arguments.source
     module, colon, name = text.partition(":")
     if colon and "://" not in text and "/" not in text and not Path(text).exists():
-        sys.path.insert(0, "")  # as python -m has it
+        sys.path.insert(0, "")  # as in python -m
         found: Any = importlib.import_module(module)
         for part in name.split("."):
             if not hasattr(found, part):
-                raise ValueError(f"{module} has no {name}")
+                raise ValueError(
+                    f"{module} has no {name}; SOURCE must name an attribute of the module"
+                )
             found = getattr(found, part)
         if callable(found) and not hasattr(found, "__iter__") and not hasattr(found, "__getitem__"):
             found = found()
@@ -464,7 +466,7 @@ def _source(arguments: argparse.Namespace) -> Any:
     samples = FolderSamples(text, classes=arguments.classes, storage_options=options)
     if samples.ignored:
         print(
-            f"{samples.ignored:,} files are left out: hidden, or without an extension",
+            f"{samples.ignored:,} files are skipped: hidden, or without an extension",
             file=sys.stderr,
         )
     return samples

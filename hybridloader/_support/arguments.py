@@ -110,7 +110,8 @@ def spelled_out(words: type, defaults: Mapping[str, Any]) -> Callable[[F], F]:
     signature that `inspect` reports is another one.
     """
 
-    import inspect  # dataclasses, which all callers import, has it already; workers may not
+    # `dataclasses`, which all callers import, has imported it; a worker may not need it.
+    import inspect
 
     def decorate(function: F) -> F:
         signature = inspect.signature(function)

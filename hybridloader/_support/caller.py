@@ -9,7 +9,7 @@ import warnings
 
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _BACKENDS = os.path.join(os.path.dirname(os.path.dirname(_OURS)), "backends") + os.sep
-"""Beside the package in a checkout, within it where it is installed."""
+"""Next to the package in a checkout, within it in an installation."""
 _TORCHS = os.path.join("torch", "utils", "data") + os.sep
 
 

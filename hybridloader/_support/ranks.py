@@ -17,9 +17,9 @@ _NAMES = (
     "MPI_LOCALNRANKS",  # mpiexec of MPICH and of Intel MPI
     "SLURM_STEP_TASKS_PER_NODE",  # srun: "8", or "8(x2)" on two nodes
 )
-"""Variables of launchers, those first that may be started by the others.
+"""Variables of launchers, first those of launchers that others may start.
 
-Slurm's ``SLURM_NTASKS_PER_NODE`` is of the job, and also set where one process of it runs alone.
+Slurm's ``SLURM_NTASKS_PER_NODE`` describes the job: it is also set for a single process of it.
 """
 
 

@@ -73,7 +73,7 @@ _observers = 0
 
 def _fresh_lock() -> None:
     global _lock
-    _lock = threading.Lock()  # the one that a fork has copied may be held for ever
+    _lock = threading.Lock()  # a fork may have copied a held lock
 
 
 if hasattr(os, "register_at_fork"):

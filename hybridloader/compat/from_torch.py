@@ -72,7 +72,7 @@ def from_torch(
     _refuse(loader)
     if backend is not None:
         get_backend(backend)
-    said = Options.said("from_torch()", options)
+    parsed = Options.parsed("from_torch()", options)
     made = DataLoader.__new__(DataLoader)
     # Not by the constructor: it would wrap a data pipe again, and refuses a batch sampler together with
     # that sampler's batch size.
@@ -87,7 +87,7 @@ def from_torch(
             f"{', '.join(taken)}; their values are not used. If they are meant as options, pass them to "
             "from_torch()"
         )
-    vars(made).update(known, **said._asdict(), backend=backend, _iterator=None)
+    vars(made).update(known, **parsed._asdict(), backend=backend, _iterator=None)
     made._plan().check()
     return made
 

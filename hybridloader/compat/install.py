@@ -206,7 +206,7 @@ def install(backend: str | Backend | None = None, **options: Unpack[OptionWords]
     """
     if backend is not None:
         get_backend(backend)
-    made = Installation(backend, Options.said("install()", options), _calling_line())
+    made = Installation(backend, Options.parsed("install()", options), _calling_line())
     if "torch" in sys.modules:
         importlib.import_module("torch.utils.data")
     with _place.lock:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 _installed: list[Accelerator] = []
-"""Accelerators that stand in place of torch's, the last one first; empty: torch's is the current one."""
+"""Accelerators that replace torch's, the last one first; empty: torch's is the current one."""
 
 
 @contextmanager
@@ -51,7 +51,7 @@ def _current_index(kind: torch.device) -> int:
     import torch
 
     if initialised(torch.get_device_module(kind)) is False:
-        return 0  # choosing another one initialises it
+        return 0  # selecting another device initialises it
     return torch.accelerator.current_device_index()
 
 
@@ -75,8 +75,8 @@ def find(device: Any) -> Accelerator | None:
     kind, problem = torch.accelerator.current_accelerator(), ""
     if kind is None or not torch.accelerator.is_available():
         problem = (
-            f"torch {torch.__version__} finds no accelerator on this machine. Leave device out, or say "
-            "device='cpu', and batches stay where they are made"
+            f"torch {torch.__version__} finds no accelerator on this machine. Omit device, or pass "
+            "device='cpu', which leaves batches where they are made"
         )
     elif named.type != kind.type:
         problem = (
@@ -85,7 +85,7 @@ def find(device: Any) -> Accelerator | None:
     elif named.index is not None and named.index >= (count := torch.accelerator.device_count()):
         problem = f"of {kind.type!r} devices this process sees {count}, numbered from 0"
     if kind is None or problem:
-        raise ValueError(f"device={device!r} is not there: {problem}")
+        raise ValueError(f"device={device!r} is not available: {problem}")
     index = _current_index(kind) if named.index is None else named.index
     return TorchAccelerator(torch.device(kind.type, index))
 
@@ -103,4 +103,4 @@ def _parsed(device: Any) -> torch.device:
         return torch.device(device)
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
-        raise ValueError(f"device={device!r} names no device: {reason}") from None
+        raise ValueError(f"device={device!r} is not a device: {reason}") from None

@@ -44,7 +44,7 @@ def mapped(data: Any, is_part: Callable[[Any], bool], change: Callable[[Any], An
                     clone[i] = value
                 return clone
             return type(data)(parts)  # type: ignore[call-arg]
-        except TypeError:  # a range, for instance
+        except TypeError:  # for example a range
             return parts
     if dataclasses.is_dataclass(data) and not isinstance(data, type):
         return _with_fields(data, is_part, change)
@@ -59,7 +59,7 @@ def like(first: abc.Mapping[Any, Any], values: dict[Any, Any]) -> Any:
         if not isinstance(first, abc.MutableMapping):
             return type(first)(values)  # type: ignore[call-arg]
         clone: Any = copy.copy(first)  # it may have more than its items
-        if isinstance(first, Counter):  # whose own `update` adds
+        if isinstance(first, Counter):  # `Counter.update` adds
             dict.update(clone, values)
         else:
             clone.update(values)
@@ -77,7 +77,7 @@ def _with_fields(data: Any, is_part: Callable[[Any], bool], change: Callable[[An
         after = mapped(before, is_part, change)
         if after is not before:
             clone = copy.copy(data) if clone is None else clone
-            object.__setattr__(clone, field.name, after)  # also of a frozen one
+            object.__setattr__(clone, field.name, after)  # works for a frozen dataclass too
     return data if clone is None else clone
 
 

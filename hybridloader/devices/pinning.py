@@ -33,7 +33,7 @@ from hybridloader.devices.batch_parts import (
 from hybridloader.memory.accelerator import Accelerator, StreamMark
 from hybridloader.memory.page_locks import PageLocks
 
-AHEAD = 2  # default number of batches that wait: one to take, one that is being copied
+AHEAD = 2  # default number of waiting batches: one to take, one that is being copied
 
 BUFFER_BYTES = 1 << 30
 """Default maximum of bytes that wait: several batches of vision or language, and little compared to the
@@ -175,7 +175,7 @@ class Pinner:
             self._given.add(advice)
             warn(
                 f"a tensor could not be put into page-locked memory, so its copy waits: {reason}. "
-                f"{advice}. Batches come all the same",
+                f"{advice}. The loader still returns its batches",
             )
 
     def _read_by_this_stream(self) -> None:
@@ -275,7 +275,7 @@ class Mover(Pinner):
         if accelerator.pins and pins_itself(part):
             part = part.pin_memory()
         if not takes_device(type(part)):
-            # Its pin_memory() has returned something else, perhaps a container.
+            # Its pin_memory() may have returned another type, such as a container.
             return mapped(part, is_tensor_or_movable, functools.partial(self._move, sent, handed))
         if handed and not has(part, "record_stream") and tensors_in(part) is None:
             # Its memory can't be recorded in the allocator, so the consumer's thread moves it.

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 _NO_MORE = (2, 304)
-"""Codes of the driver where no more pages can be locked: `cudaErrorMemoryAllocation`, and
-`cudaErrorOperatingSystem` for a call of the system that has failed."""
+"""Codes of the driver if no more pages can be locked: `cudaErrorMemoryAllocation`, and
+`cudaErrorOperatingSystem` for a failed system call."""
 
 
 class _Streams(NamedTuple):
@@ -56,7 +56,7 @@ class TorchAccelerator:
 
     @property
     def pins(self) -> bool:
-        # torch's loader excepts it as well: https://github.com/pytorch/pytorch/issues/86060
+        # torch's loader excludes MPS too: https://github.com/pytorch/pytorch/issues/86060
         return self.device.type != "mps"
 
     @property
@@ -81,7 +81,7 @@ class TorchAccelerator:
 
     def page_lock(self, address: int, size: int) -> None:
         if not self.locks_pages:
-            raise OSError(f"{self.device.type} has no call that locks pages which it did not make")
+            raise OSError(f"{self.device.type} can lock only pages that it allocated")
         cudart = _cudart()
         with self._chosen():
             # cudaHostRegisterPortable: locked for the contexts of all devices, not only this one.
@@ -90,15 +90,15 @@ class TorchAccelerator:
                 self._forget_error()
         if int(code):
             reason = cudart.cudaGetErrorString(code)
-            told = f"the driver does not lock {size:,} bytes: {reason}"
-            raise OSError(errno.ENOMEM, told) if int(code) in _NO_MORE else OSError(told)
+            text = f"the driver does not lock {size:,} bytes: {reason}"
+            raise OSError(errno.ENOMEM, text) if int(code) in _NO_MORE else OSError(text)
 
     def page_unlock(self, address: int) -> None:
         try:
             with self._chosen():
                 if int(_cudart().cudaHostUnregister(address)):
                     self._forget_error()
-        except Exception:  # the driver has been shut down, and all its locks with it
+        except Exception:  # the driver was shut down, which released all locks
             pass
 
     def side_stream(self) -> Any:
@@ -118,7 +118,7 @@ class TorchAccelerator:
 
         index = torch.accelerator.current_device_index()
         before = torch.accelerator.current_stream(self.device)
-        torch.accelerator.set_stream(stream)  # and makes its device the current one
+        torch.accelerator.set_stream(stream)  # also makes its device the current one
         try:
             yield
         finally:
@@ -129,14 +129,15 @@ class TorchAccelerator:
         return tensor.device == self.device
 
     def move(self, tensor: torch.Tensor) -> torch.Tensor:
-        # Only memory that is page-locked is kept until it was read, whatever the kind of device.
+        # Only page-locked memory is kept until the copy has read it, on every kind of device.
         return tensor.to(self.device, non_blocking=self.queues_copies and tensor.is_pinned())
 
     def mark(self, stream: Any) -> StreamMark:
         capturing = getattr(stream, "is_capturing", None)
         if capturing is not None and capturing():
             raise RuntimeError(
-                f"{stream} is captured into a graph: no event of it can be asked for"
+                f"{stream} is being captured into a graph, so no event can be recorded; take batches "
+                "outside the capture"
             )
         mark: StreamMark = stream.record_event()
         return mark

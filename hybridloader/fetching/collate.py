@@ -58,7 +58,7 @@ def teach_torch() -> None:
         if "_ours" not in (function.__kwdefaults__ or ()):
             before = FunctionType(function.__code__, function.__globals__, function.__name__)
             before.__kwdefaults__ = function.__kwdefaults__
-            # First this: another thread may be about to call it.
+            # The defaults come first: another thread may be about to call the function.
             function.__kwdefaults__ = {"collate_fn_map": None, "_ours": partial(ours, before)}
             function.__code__ = body.__code__
 
@@ -85,7 +85,7 @@ def _line_up(
         try:
             return torch.asarray(array(code, batch), dtype=dtype, copy=True)
         except Exception:
-            pass  # torch raises it
+            pass  # torch raises the error
     return torchs(batch, collate_fn_map=collate_fn_map)
 
 
@@ -124,7 +124,7 @@ def _is_subclass(kind: type) -> bool:
     return (
         issubclass(kind, torch.Tensor)
         and kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
-        and get_worker_info() is not None  # with num_workers=0 they don't, and the class may care
+        and get_worker_info() is not None  # without workers they don't, and the class may notice
     )
 
 

@@ -20,14 +20,14 @@ from hybridloader._support.error_handling import is_a
 from hybridloader.engine.fetcher import Abandoned, GivenUp, TaskContext
 
 _SLICE = 0.05
-"""Seconds between two looks at the context while a loop runs."""
+"""Seconds between two checks of the context while a loop runs."""
 
 _PATIENCE = 1.5
-"""Seconds that coroutines which were cancelled get to end: less than a crew waits for its workers."""
+"""Seconds for cancelled coroutines to end: shorter than a crew waits for its workers."""
 
 
 _HELD = 4
-"""Items that may be begun and not yet taken, for each that may be in work: behind a slow one."""
+"""Items held for each coroutine that may run: begun items whose results wait for a slow one first."""
 
 
 class Loop:
@@ -35,10 +35,10 @@ class Loop:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        self._context: TaskContext | None = None  # of the wait in hand
-        self.in_use = threading.Lock()  # by whoever runs it, or ends it
+        self._context: TaskContext | None = None  # of the current wait
+        self.in_use = threading.Lock()  # held by the thread that runs or ends the loop
         self._wakeable = False
-        # asyncio's loops, of any system, wait in this one method; those of others may not.
+        # All loops of asyncio wait in this method. Loops of other libraries may not.
         selector = getattr(self._loop, "_selector", None)
         self._timed = selector is not None
         if selector is not None:
@@ -89,7 +89,7 @@ class Loop:
 
     def wake(self) -> None:
         """End `run` from another thread; coroutines that it runs continue at the next `run`."""
-        with suppress(RuntimeError):  # the loop is closed
+        with suppress(RuntimeError):  # the loop may be closed
             self._loop.call_soon_threadsafe(self.stop)
 
     def stop(self) -> None:
@@ -107,7 +107,7 @@ class Loop:
                 self._loop.run_until_complete(asyncio.wait(left, timeout=_PATIENCE))
         for task in tasks:
             if task.done() and not task.cancelled():
-                task.exception()  # else asyncio says that nobody has asked for it
+                task.exception()  # otherwise asyncio logs an exception that was never retrieved
 
     def complete(self, coroutine: Any) -> None:
         """Run a coroutine to its end, or cancel it after `_PATIENCE`. Raises its error."""
@@ -182,13 +182,13 @@ class Coroutines:
         self._aclose, self._is_workers = aclose, of_worker
         # All the mutable state:
         self.is_open = True
-        self._loop: Loop | None = None  # made in the thread that first needs it
-        self._items: Iterator[Any] | None = None  # that `next` is at; None behind the last
+        self._loop: Loop | None = None  # made in the first thread that needs it
+        self._items: Iterator[Any] | None = None  # those that `next` reads; None after the last
         self._begun: deque[tuple[Any, asyncio.Task[Any] | Exception | None]] = deque()
-        self._in_work = 0
+        self._running = 0
         self._early: deque[StartedItems] = deque()  # tasks that have items left to begin
         self._given_up: list[asyncio.Task[Any]] = []
-        self._done: asyncio.Task[Any] | None = None  # of the item that a loop over items has now
+        self._done: asyncio.Task[Any] | None = None  # of the current item of a loop over items
 
     def through(self, items: Iterable[Any]) -> Iterator[Any]:
         """Return an iterator of the items, each when its coroutine has ended."""
@@ -204,7 +204,10 @@ class Coroutines:
         try:
             return task.result()
         except asyncio.CancelledError as error:
-            raise RuntimeError("its coroutine was cancelled, and not by this pipeline") from error
+            raise RuntimeError(
+                "code outside this pipeline cancelled the coroutine of this item; look for a call of "
+                "cancel() in the function or in a library that it uses"
+            ) from error
 
     def next(self, items: Iterator[Any]) -> Any:
         """Return the next of the items whose coroutine has ended, in order."""
@@ -233,12 +236,12 @@ class Coroutines:
         """Begin items, up to one that can't be had."""
         begun, items, parts = self._begun, self._items, self._context.parts
         assert items is not None
-        while self._in_work < self._limit and len(begun) < _HELD * self._limit:
+        while self._running < self._limit and len(begun) < _HELD * self._limit:
             if begun and isinstance(begun[-1][1], Exception):
                 return
             try:
                 item = next(items) if parts is None else parts.pull(items)
-            except Exception as error:  # it is raised in its place
+            except Exception as error:  # it is raised where its item would have been returned
                 begun.append((None, error))
                 return
             begun.append((item, None if type(item) is GivenUp else self._begin(item)))
@@ -253,13 +256,13 @@ class Coroutines:
         if self._context.parts is not None:
             self._context.parts.coroutines += 1
         task = self._loop.begin(self._function(item))
-        self._in_work += 1
+        self._running += 1
         task.add_done_callback(self._end)
         return task
 
     def _end(self, _: asyncio.Task[Any]) -> None:
-        self._in_work -= 1
-        if self._loop is None:  # they are being cancelled
+        self._running -= 1
+        if self._loop is None:  # `close` is cancelling the tasks
             return
         if self._items is not None:
             self._fill()
@@ -275,7 +278,7 @@ class Coroutines:
 
     def _begin_early(self) -> None:
         early = self._early
-        while early and self._in_work < self._limit:
+        while early and self._running < self._limit:
             begun = early[0]
             begun.add(self._begin(begun.items[len(begun.tasks)]))
             if len(begun.tasks) == len(begun.items):
@@ -305,7 +308,7 @@ class Coroutines:
 
     def give_up(self, begun: StartedItems) -> None:
         """Begin no more items of a task. `close` cancels the others."""
-        with suppress(ValueError):  # all are begun
+        with suppress(ValueError):  # all items may have begun
             self._early.remove(begun)
         self._given_up += begun.tasks
 
@@ -343,9 +346,9 @@ class StartedItems:
         self.items = items
         self._coroutines = coroutines
         # All the mutable state:
-        self.tasks: list[asyncio.Task[Any]] = []  # of the first items, which were begun
+        self.tasks: list[asyncio.Task[Any]] = []  # of the items that have begun, in order
         self.seconds: list[float] = []
-        self._left = len(items)  # that have not ended
+        self._left = len(items)  # items that have not ended
         self.ended = False
 
     def add(self, task: asyncio.Task[Any]) -> None:
@@ -362,7 +365,7 @@ class StartedItems:
     def result(self) -> list[Any]:
         for task in self.tasks:
             if not task.cancelled():
-                task.exception()  # as in `Loop.cancel`: not all may be taken
+                task.exception()  # as in `Loop.cancel`: the caller may not read all of them
         return self.tasks
 
     def wait_here(self) -> bool:

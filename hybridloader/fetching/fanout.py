@@ -36,12 +36,12 @@ from hybridloader.engine.worker_info import get_worker_info, set_worker_info
 from hybridloader.memory.thread_slots import on_this_thread, set_slots
 
 _SLICE = 0.05
-"""Seconds between two looks at the context while the caller waits for helpers: it wakes nobody."""
+"""Seconds between two checks of the context while the caller waits for helpers; no worker is woken."""
 
 _PATIENCE = 1.5
-"""Seconds that a cancelled call waits for running items: less than the 1.9 that a crew of threads waits
-for its workers, more than the second after which a worker process is terminated. So an item ends
-undisturbed where it would with one thread, and one that is stuck delays no exit."""
+"""Seconds that a cancelled call waits for running items. Shorter than the 1.9 s that a crew of threads
+waits for its workers, longer than the second after which a worker process is terminated: an item ends
+undisturbed where it would with one thread, and a stuck item delays no exit."""
 
 
 class Fanout:
@@ -59,8 +59,8 @@ class Fanout:
         self,
         function: Callable[[Any], Any],
         items: Iterable[Any],
-        context: TaskContext | None = None,  # looked at after every item
-        what: str = "item",  # name of an item in the note that its exception gets
+        context: TaskContext | None = None,  # checked after every item
+        what: str = "item",  # name of an item, for the note that its exception gets
     ) -> list[Any]:
         """``[function(item) for item in items]``.
 
@@ -85,12 +85,12 @@ class Fanout:
         items: Iterable[Any],
         context: TaskContext | None,
         what: str,
-        ring: Callable[[], None],  # called when all have ended, by the thread that ended the last
+        ring: Callable[[], None],  # called once all items have ended, by the thread of the last one
     ) -> _Job:
         """Have `threads` helpers work as `map` does, after the jobs that were begun before; don't
         wait."""
         job = _Job(function, items, context, what, ring)
-        # All threads from the first call on: those of this call may be busy when the next one comes.
+        # Start all threads at the first call: those that it uses may be busy at the next one.
         self._call(min(self.threads, job.count), job, start=self.threads)
         if not self._started:
             job.take_part(helping=True)
@@ -100,16 +100,16 @@ class Fanout:
         renew_autograd_engine()
         self._owner = os.getpid()
         self._starting = threading.Lock()
-        # All the mutable state: how many threads there are, and may be; their jobs.
+        # All the mutable state: number of threads that run, largest number, and their jobs.
         self._started, self._most = 0, self.threads
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()  # None ends them all
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()  # None ends all threads
         self._finalizer = weakref.finalize(self, self._jobs.put, None)
         self._finalizer.atexit = False
 
     def _call(self, helpers: int, job: _Job, *, start: int = 0) -> None:
         """Have `helpers` threads work at `job` too, of at least `start`."""
         if self._owner != os.getpid():
-            self._finalizer.detach()  # its queue may have been in any state when we were forked
+            self._finalizer.detach()  # the fork may have copied its queue in any state
             self._start_afresh()
         job.surroundings = _Surroundings()
         start = max(start, helpers)
@@ -127,11 +127,12 @@ class Fanout:
             )
             try:
                 thread.start()
-            except RuntimeError as error:  # no more threads, or Python is ending
+            except RuntimeError as error:  # the limit of threads is reached, or Python is ending
                 self._most = self._started
                 warn(
-                    f"only {self._started + 1} of {self.threads} threads in one worker could be "
-                    f"started ({error}); they do the work of all",
+                    f"a worker could start only {self._started + 1} of its {self.threads} threads "
+                    f"({error}), so these do the work of all; set fewer threads, or raise the "
+                    "limit of threads of this process",
                 )
                 return
             self._started += 1
@@ -168,7 +169,7 @@ class _Job(SharedItems):
         self.surroundings: _Surroundings | None = None
         self.ended = not self.count
         self.bell: SimpleQueue[None] = SimpleQueue()  # rung when all have ended
-        self.ring = ring  # called then
+        self.ring = ring  # called when all have ended
 
     def take_part(self, *, helping: bool) -> None:
         """Work at items until none is left. The caller's interrupts come through at once."""
@@ -223,7 +224,7 @@ class _Job(SharedItems):
         context, deadline = self.context, None
         while not self.ended:
             try:
-                self.bell.get(timeout=_SLICE)  # in slices, so also Ctrl-C gets through on Windows
+                self.bell.get(timeout=_SLICE)  # in slices, so that Ctrl-C works on Windows
             except Empty:
                 pass
             if leaving or (context is not None and context.cancelled):
@@ -264,7 +265,7 @@ class _Surroundings:
         self.alone = torch is not None and torch.get_num_threads() == 1
 
     def around(self, job: _Job) -> None:
-        # In a process of its own a worker is known on every thread.
+        # In a worker process, every thread knows the worker; in a thread worker, only its thread.
         strange = self._info is not None and get_worker_info() is None
         if strange:
             set_worker_info(self._info)

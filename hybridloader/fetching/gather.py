@@ -38,7 +38,7 @@ def gatherer(dataset: Any, collate_fn: Any) -> Callable[[Sequence[int]], Any] | 
     def fetch(indices: Sequence[int]) -> Any:
         if type(indices) is not list or {*map(type, indices)} != {int}:
             raise NotGatherable
-        try:  # by way of an array: torch.tensor takes five times as long for a list
+        try:  # through an array: torch.tensor takes five times as long for a list
             index = torch.frombuffer(array("q", indices), dtype=torch.int64)
             return gather(index)
         except (IndexError, OverflowError, RuntimeError, ValueError):
@@ -130,7 +130,7 @@ def _of_tensors(tensors: Sequence[Any]) -> Gather | None:
     def gather(index: Any) -> Any:
         count, found = index.numel(), []  # len() of a tensor takes 5 us
         for tensor, row in zip(tensors, rows, strict=True):
-            if tensor.requires_grad:  # since we looked
+            if tensor.requires_grad:  # it may have changed after the check above
                 raise NotGatherable
             large = row * count >= OWN
             out = slot_for((count, *tensor.shape[1:]), tensor.dtype) if large else None
@@ -149,9 +149,9 @@ def _of_subset(dataset: Any) -> Gather | None:
         return None
 
     def gather(index: Any) -> Any:
-        if dataset.dataset is not whole:  # here, as a call more takes 0.4 us
+        if dataset.dataset is not whole:  # checked in this function: another call takes 0.4 us
             raise NotGatherable
-        # One by one: the list may have been changed, and it may be a range.
+        # Index by index: the list may have changed, and it may be a range.
         places = dataset.indices
         chosen = [places[i] for i in index.tolist()]
         if {*map(type, chosen)} != {int}:

@@ -35,7 +35,7 @@ from hybridloader.seeding.sample_rng import SAMPLE, SampleRng, item_key, numbere
 def is_async(function: Any) -> bool:
     """Return True if `function` is an ``async def``, or an object whose call is one."""
     for callee in (function, attribute(type(function), "__call__")):
-        # From Python 3.12 on it asks `__getattr__` of the object, which may raise anything.
+        # Since Python 3.12 it calls `__getattr__` of the object, which may raise anything.
         with suppress(Exception):
             if inspect.iscoroutinefunction(callee):
                 return True
@@ -47,8 +47,8 @@ class Step:
     """One function of a piece of work."""
 
     kind: str  # "map": returns one result, "flat_map": several, "filter": whether to keep the item
-    function: Any  # of the user's, or a `MapFetch` that is opened in the worker
-    concurrency: int = 0  # coroutines at a time, if it is an `async def`
+    function: Any  # the user's function, or a `MapFetch` that is opened in the worker
+    concurrency: int = 0  # coroutines at a time, for an `async def`
     name: str = ""  # of its slices in a trace
 
     def open(
@@ -118,8 +118,8 @@ class WorkFetch(Fetch):
     """Work of a stage: a list of items in, a list of results out."""
 
     steps: tuple[Step, ...]  # at least one
-    threads: int = 1  # of a worker
-    on_error: Policy | None = None  # retries and replaces here; failures to skip are only noted
+    threads: int = 1  # of each worker
+    on_error: Policy | None = None  # it retries and replaces here; skips are only noted
 
     @property
     def dataset(self) -> Any:
@@ -134,7 +134,7 @@ class WorkFetch(Fetch):
         return [step.function for step in self.steps if isinstance(step.function, MapFetch)]
 
     @property
-    def coroutines(self) -> int:  # type: ignore[override]  # of others a field
+    def coroutines(self) -> int:  # type: ignore[override]  # a field in the base class
         return self.steps[0].concurrency
 
     @property
@@ -196,7 +196,7 @@ class ItemsFetcher(Fetcher):
     """
 
     batches: IndexedFetcher | None = None
-    """Fetcher of the samples of a task, which is one batch, if the work is divisible."""
+    """Fetcher of the samples of a task that is one batch, for divisible work."""
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ from hybridloader._support.error_handling import described, foreign
 from hybridloader.errors import ShardLost
 
 MOST_FAILURES = 8
-"""Errors in a row after which the rest of a shard is left out, if it has to be opened after each."""
+"""Errors in a row after which the rest of a shard is skipped, for shards that each error closes."""
 
 _END = object()
 
@@ -48,7 +48,7 @@ def names_of(dataset: Any) -> list[str]:
     names = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else None
     if names is None or not all(isinstance(name, str) for name in names):
         raise TypeError(
-            f"{type(dataset).__name__}.shard_names must be a list of texts, got {given!r:.80}"
+            f"{type(dataset).__name__}.shard_names must be a list of str, got {given!r:.80}"
         )
     if len({*names}) < len(names):
         twice = next(name for at, name in enumerate(names) if name in names[:at])
@@ -89,8 +89,8 @@ class NamedShardsIterator(Iterator[Any]):
         self._part = part
         self._passed = 0
         self._at = part[0][1] if part else 0
-        self._samples: Iterator[Any] | None = None  # of the current shard; None: not open
-        self._failed = 0  # errors since the latest sample
+        self._samples: Iterator[Any] | None = None  # of the open shard; None: not open
+        self._failed = 0  # errors since the last sample
         self.count = 0
         self.entered: list[tuple[int, Place]] | None = None
 
@@ -107,16 +107,16 @@ class NamedShardsIterator(Iterator[Any]):
                 if alone:
                     self._pass_on()
                 elif self._samples is None or isinstance(self._samples, GeneratorType):
-                    self._samples = None  # a generator is over once it has raised
+                    self._samples = None  # a generator that has raised is exhausted
                     self._failed += 1
-                    if self._failed == MOST_FAILURES:  # else a shard that is gone would never end
+                    if self._failed == MOST_FAILURES:  # or a deleted shard would never end
                         self._pass_on()
                         raise ShardLost(
-                            f"shard {name!r}: read_shard() raised {MOST_FAILURES} times in a row, last "
-                            f"{described(error)}. The rest of the shard is left out; check that it can "
-                            "be read"
+                            f"shard {name!r}: read_shard() raised {MOST_FAILURES} times in a row, the "
+                            f"last time {described(error)}. The rest of the shard is skipped; check "
+                            "that it can be read"
                         ) from error
-                raise foreign(error)  # noqa: B904  # the same one, unless it is a StopIteration
+                raise foreign(error)  # noqa: B904  # the same error, unless it is a StopIteration
             self._failed = 0
             if sample is not _END:
                 self._at += 1

@@ -14,7 +14,7 @@ from hybridloader._support.failure import Failure
 class FailureRecord(NamedTuple):
     """Record of a sample that failed, made by its worker."""
 
-    index: Any  # that was asked for
+    index: Any  # index that the loader requested
     position: int  # number of good samples before it in its task
     failure: Failure  # samples of a batch that failed as a whole share it
     replaced: bool = False  # another sample was put in its place
@@ -24,18 +24,18 @@ class Note(NamedTuple):
     """Failures to be counted, raised or left out between two results of a pipeline's task."""
 
     position: int  # number of results before it
-    attempted: int  # samples to be counted, those of `failures` among them
+    attempted: int  # samples that count, those of `failures` included
     failures: Sequence[FailureRecord]
-    item: str | None = None  # in short, if the one failure takes its place; None: only counted
+    item: str | None = None  # short repr, if the failure replaces this item; None: only counted
 
 
 class Outcome(NamedTuple):
     """Metadata of the value of a loader's task: a batch, or the samples that are left of one."""
 
-    attempted: int  # samples, those of `failures` among them
+    attempted: int  # samples, those of `failures` included
     failures: Sequence[FailureRecord] = ()
-    short: Sequence[Any] | None = None  # indices of the samples left, not collated; None: a batch
-    wanted: int = 0  # samples that it should have had
+    short: Sequence[Any] | None = None  # indices of samples not collated; None: a batch
+    wanted: int = 0  # samples of a full batch
 
 
 Attempt = tuple[Any, Outcome]  # value of a task, and the outcome of its samples

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from hybridloader.fetching.fanout import Fanout
 
 _READING = 0.01
-"""Seconds after which a reader returns what it has, if that is less than it was asked for."""
+"""Seconds after which a reader returns its items, even if they are fewer than requested."""
 
 
 # -- descriptions ----------------------------------------------------------------------------------
@@ -73,11 +73,11 @@ class MapFetch(Fetch):
     collate_fn: Callable[[Any], Any]
     batched: bool  # an index is a list of indices that make one batch, not the key of one sample
     private: bool = False
-    threads: int = 1  # see `Fanout`; without effect where the dataset makes a batch in one call
-    on_error: Policy | None = None  # with a policy, an `Outcome` goes beside each result
-    fill: bool = True  # a batch that came short is sent uncollated, to be filled up from others
-    sends_states: bool = False  # the dataset has a state that goes with results
-    state_every: int = 0  # results between two with a state, at least; 0: as often as is cheap
+    threads: int = 1  # see `Fanout`; no effect if the dataset makes a batch in one call
+    on_error: Policy | None = None  # with a policy, each result has an `Outcome`
+    fill: bool = True  # a short batch is sent uncollated, and filled with samples of others
+    sends_states: bool = False  # the dataset has a state that is sent with results
+    state_every: int = 0  # least number of results between states; 0: as often as is cheap
 
     def open(self, shared_seed: int | None, context: TaskContext) -> IndexedFetcher:
         fetcher = IndexedFetcher(self, context)
@@ -114,10 +114,10 @@ class IterableFetch(Fetch):
     dataset: Any
     collate_fn: Callable[[Any], Any]
     batched: bool
-    drop_last: bool = False  # drop samples at the end of the shard that are no full batch
+    drop_last: bool = False  # drop the last samples of the shard if they don't fill a batch
     datapipe: bool = False
     on_error: Policy | None = None
-    join: bool = False  # send these samples uncollated, to be joined to those of other shards
+    join: bool = False  # send those samples uncollated, to be joined with those of other shards
     state_every: int = 0
     # Rank, number of ranks, and number of workers, if the dataset names its shards:
     share: tuple[int, int, int] | None = None
@@ -143,7 +143,7 @@ class IterableFetch(Fetch):
             samples = context.rng.seeded_shard(make, entered=entered)
             wrapped = innermost(samples)
         shard = ShardFetcher(self, samples, context)
-        # Two numbers are cheap, and with the state of each result the rest can be divided at any place.
+        # Two numbers are cheap. A state with each result lets the rest be divided at any position.
         every, always = self.state_every, self.share is not None
         shard.states = states_of(dataset, wrapped, every=every, always=always)
         return shard
@@ -153,7 +153,7 @@ def part_of(dataset: Any, share: tuple[int, int, int]) -> NamedShardsIterator:
     """Return an iterator over this worker's part of the shards that `dataset` names, for an epoch."""
     rank, ranks, workers = share
     mine = shares_of(names_of(dataset), rank, ranks)
-    if workers:  # else the caller may be a worker of another loader, which is of no concern
+    if workers:  # without workers, the caller may be a worker of another loader
         info = get_worker_info()
         assert info is not None
         mine = shares_of(mine, info.id, workers)
@@ -170,7 +170,7 @@ class ReadersFetch(Fetch):
 
     dataset: Any
     on_error: Policy | None = None
-    # As in `IterableFetch`; here `starts` bring the parts, so only a whole epoch is divided by it:
+    # As in `IterableFetch`, but `starts` have the parts, so this divides only a whole epoch:
     share: tuple[int, int, int] | None = None
 
     in_turn: ClassVar[bool] = True
@@ -178,7 +178,7 @@ class ReadersFetch(Fetch):
 
     @property
     def private(self) -> bool:
-        return hasattr(type(self.dataset), "__iter__")  # a class has it too, and is called
+        return hasattr(type(self.dataset), "__iter__")  # a class has `__iter__` too, and is called
 
     def open(self, shared_seed: int | None, context: TaskContext) -> Fetcher:
         def make() -> Iterator[Any]:
@@ -203,10 +203,10 @@ class LoaderFetcher(Fetcher):
         collate_fn: Callable[[Any], Any],
         context: TaskContext,
         policy: Policy | None,
-        read: Callable[[Any], Any],  # one sample
+        read: Callable[[Any], Any],  # reads one sample
         *,
         batched: bool,
-        fill: bool,  # a batch that comes short is sent uncollated
+        fill: bool,  # a short batch is sent uncollated
         helpers: Fanout | None = None,
     ) -> None:
         self._context, self.rng = context, context.rng
@@ -346,9 +346,10 @@ class IndexedFetcher(LoaderFetcher):
             return self.assemble(self._helpers.map(sample, index, context, "sample"), index)
         try:
             many = getattr(dataset, "__getitems__", None)
-        except Exception:  # of a foreign `__getattr__`
+        except Exception:  # raised by the `__getattr__` of the dataset
             many = attribute(dataset, "__getitems__")
-        # One that only passes the call on is asked for each sample by itself if that is to be known.
+        # A `__getitems__` that only forwards the call can't attribute errors to samples, so samples
+        # are read one by one if the sample must be known.
         if many and (self._whole or (rng is None and not context.tracked)):
             return self._collate_fn(many(index))
         samples: list[Any] = []
@@ -369,7 +370,8 @@ class IndexedFetcher(LoaderFetcher):
         """Return the value of a task and the outcome of its samples. On any thread."""
         assert self._loop is not None
         asked = index if self._batched else [index]
-        if type(asked) is PartialBatch:  # not numbered: if one kills, none is known to be it
+        # Not numbered: a worker's death can't be attributed to one of its samples.
+        if type(asked) is PartialBatch:
             results = self._loop.run(asked, spared=True, numbers=False)
             left = _left(asked, results)
             return short_batch(left, results.values, results.failures, asked.wanted)
@@ -390,7 +392,7 @@ class IndexedFetcher(LoaderFetcher):
             return None
         try:
             samples = self._dataset.__getitems__(indices)
-        except Exception:  # which sample it was shows when each is asked for alone
+        except Exception:  # reading the samples one by one finds the one that failed
             return None
         return self._collated(indices, samples, [])
 
@@ -455,7 +457,7 @@ def _one_of(dataset: Any) -> Callable[[Any], Any]:
     if own is not None and "torch" in sys.modules:
         from torch.utils.data import Dataset
 
-        if own is Dataset.__getitem__:  # it is there only to raise NotImplementedError
+        if own is Dataset.__getitem__:  # a stub that raises NotImplementedError
             own = None
     if own is None and attribute(dataset, "__getitems__"):
         return lambda index: next(iter(dataset.__getitems__([index])))
@@ -479,9 +481,9 @@ class ShardReader(Fetcher):
     def __init__(self, samples: Iterator[Any], context: TaskContext, *, under_policy: bool) -> None:
         self._samples, self._context, self._under_policy = samples, context, under_policy
         # All the mutable state:
-        self.position = 0  # calls of next() that gave a sample or raised; the end does not count
+        self.position = 0  # calls of next() that returned a sample or raised an error
         self.ended = False
-        self._lost: ShardLost | None = None  # to be raised where the next sample would have been
+        self._lost: ShardLost | None = None  # raised where the next sample would have been returned
 
     def _next(self, number: int) -> Any:
         """Return the next sample, number `number` unless that has failed; raise `NoItem` at the end."""
@@ -611,7 +613,8 @@ class ShardFetcher(ShardReader, LoaderFetcher):
             self.position += len(batch)
             if rng is not None:
                 rng.leave()
-            del samples  # an error of `collate_fn` holds this frame, and must not hold the iterator
+            # An error of `collate_fn` holds this frame, which must not hold the iterator.
+            del samples
         if not batch or (self._drop_last and len(batch) < wanted):
             raise EndOfShard
         if self._fill and len(batch) < wanted:
@@ -632,18 +635,19 @@ class SourceFetcher(ShardReader):
         self, items: Iterator[Any], on_error: Policy | None, context: TaskContext, dataset: Any
     ) -> None:
         super().__init__(items, context, under_policy=on_error is not None)
-        self._dataset = dataset  # None if a function makes it
+        self._dataset = dataset  # None if a function makes the iterable
         policy = seeded(on_error, context.rng)
         self._loop = ItemLoop([("map", self._next)], policy, context, what="the next item")
         # All the mutable state:
-        self._closed = isinstance(items, SeededIterator)  # it has yet to be opened
-        self._start: ShardStart | None = None  # from which it goes on then
+        self._closed = isinstance(items, SeededIterator)  # True until the iterator is opened
+        self._start: ShardStart | None = None  # where the opened iterator resumes
         if not self._closed:
             self._take_states()
 
     def _take_states(self) -> None:
         samples = innermost(self._samples)
-        if isinstance(samples, NamedShardsIterator):  # the position follows from where shards began
+        # Its position follows from the starts of its shards.
+        if isinstance(samples, NamedShardsIterator):
             samples.entered = []
         else:
             self.states = states_of(self._dataset, samples)
@@ -657,7 +661,7 @@ class SourceFetcher(ShardReader):
     def fetch(self, most: int) -> Any:
         if self._closed and isinstance(self._samples, SeededIterator):
             self._closed, self.ended = False, True
-            self._samples.open()  # if it raises, that answers this task, and is the end
+            self._samples.open()  # if it raises, the task has this error and the shard ends
             self.ended = False
             self._take_states()
             start, self._start = self._start, None
@@ -668,7 +672,7 @@ class SourceFetcher(ShardReader):
         first, asked = self.position, list[int]()
         if self._lost is None:
             asked, results = self._read(self._loop, most, _READING)
-        else:  # the error before it was handed out
+        else:  # the previous task returned the error before this one
             results, self.ended = TaskResults(), True
         if self._lost is not None and self.ended:
             lost, self._lost = self._lost, None

@@ -112,7 +112,7 @@ class ShardDivision:
         ]
         early = [[self._numbers[name], at] for name, at in first]
         self._saved_base = [self._mask_of(self._base), self._begun(self._base), early]
-        # All the mutable state: of each worker, shards passed, and the mask of the others.
+        # All the mutable state: for each worker, its finished shards, and a mask of the others.
         self._rest = [(0, self._mask(part)) for part in self.parts]
 
     @classmethod
@@ -132,8 +132,8 @@ class ShardDivision:
             places.append(self.place(worker, start))
             if start.skip != start.position:
                 whole = (
-                    f"the latest batch of worker {worker} has raised, or its last samples wait to be "
-                    "joined; take the state after another batch"
+                    f"the latest batch of worker {worker} raised an error, or the last samples of its "
+                    "shard wait for others to fill a batch; take the state after another batch"
                 )
         read = max((start.skip for start in starts or ()), default=0)
         return self.state(None if starts is None else places, read, whole)
@@ -164,7 +164,10 @@ class ShardDivision:
             if name not in begun and left >> self._numbers[name] & 1
         )
         if self._own_state:
-            whole = "the dataset has a state_dict() besides its shards, which holds for one worker"
+            whole = (
+                "the dataset has a state_dict() in addition to its shards, and that state holds for "
+                "one worker only"
+            )
         return {
             "names": checksum(self._names),
             "order": self._order,
@@ -251,8 +254,8 @@ class ShardDivision:
         _FIELDS.check(saved)
         if saved["names"] != checksum(self._names):
             raise StateError(
-                "shard_names of the dataset are not those in the state: the position is in other data; "
-                "resume with the same shards"
+                "shard_names of the dataset differ from those in the state, so its position is in "
+                "other data; resume with the same shards"
             )
         share = tuple(saved["share"])
         if same_workers and self.agrees(saved):
@@ -261,15 +264,15 @@ class ShardDivision:
         elif share in ((0, 1), self.share):
             if saved["whole"] is not None:
                 raise StateError(
-                    "the state is of a loader with other workers, ranks or another order of the "
-                    f"shards, and can't be divided again: {saved['whole']}"
+                    "the state was saved with other workers, other ranks or another order of the "
+                    f"shards, and can't be divided among these: {saved['whole']}"
                 )
             left = _left_of(saved["left"], saved["begun"], self._names)
             first = saved["first"]
         else:
             raise StateError(
                 f"the state is of rank {share[0]} of {share[1]}, and this is rank {self.share[0]} of "
-                f"{self.share[1]}; make one state of those of all ranks with merge_states"
+                f"{self.share[1]}; combine the states of all ranks with merge_states"
             )
         mine = [name for name in self._in_order if name in left]
         if share != self.share:
@@ -323,7 +326,9 @@ def merged(saved: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for one in saved:
         _FIELDS.check(one)
         if one["names"] != saved[0]["names"]:
-            raise StateError("the states have other shard_names; merge those of one dataset")
+            raise StateError(
+                "the states have different shard_names; merge states of one dataset only"
+            )
         if one["whole"] is not None:
             rank, why = one["share"][0], one["whole"]
             raise StateError(f"the state of rank {rank} can't be merged: {why}")
@@ -333,8 +338,8 @@ def merged(saved: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     shares = sorted(tuple(one["share"]) for one in saved)
     if shares != [(rank, len(saved)) for rank in range(len(saved))]:
         raise StateError(
-            f"the states are of the ranks {', '.join(f'{r} of {n}' for r, n in shares)}; merge the "
-            "states of all ranks, each once"
+            f"the states are of the ranks {', '.join(f'{r} of {n}' for r, n in shares)}; merge one "
+            "state of each rank"
         )
     return {
         "names": saved[0]["names"],

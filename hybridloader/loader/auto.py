@@ -34,15 +34,13 @@ class Auto(NamedTuple):
             raise ValueError(
                 "num_workers='auto' and backend='auto' are for map-style datasets: the batches of an "
                 "iterable dataset depend on the number of workers. Call hybridloader.tune(loader), and "
-                "give the numbers that it prints"
+                "pass the numbers that it prints"
             )
         if auto.backend and context is not None:
-            raise ValueError(
-                "backend='auto' contradicts multiprocessing_context; leave one of them out"
-            )
+            raise ValueError("backend='auto' contradicts multiprocessing_context; omit one of them")
         if auto.backend and not auto.workers and not num_workers:
             raise ValueError(
-                "backend='auto' has no choice with num_workers=0; give num_workers='auto', or a number"
+                "backend='auto' has no choice with num_workers=0; pass num_workers='auto', or a number"
             )
         return auto
 
@@ -63,7 +61,7 @@ def settled(
 ) -> tuple[int, str | Backend | None]:
     """Return number and backend until they are chosen: one worker, as ``num_workers=0`` allows less."""
     if auto is None:
-        return num_workers, backend  # type: ignore[return-value]  # torch refuses other texts
+        return num_workers, backend  # type: ignore[return-value]  # torch refuses other strings
     return (
         1 if auto.workers else int(num_workers),
         None if auto.backend else backend,

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 _TORCHS = inspect.signature(torch.utils.data.DataLoader).parameters
 
 _OURS = ", ".join(("backend", *Options._fields))
-"""Parameters that torch's loader has not; a subclass may use their names for something else."""
+"""Parameters that torch's loader lacks; a subclass may use their names for other attributes."""
 
 
 class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # Lightning needs the bare class
@@ -144,13 +144,13 @@ persistent_workers, pin_memory_device, in_order
     """
 
     _epoch = 0
-    """Epoch that was announced last."""
+    """Epoch passed to the last `set_epoch`."""
 
     _auto: Auto | None = None
-    """Parameters that are chosen when the first epoch begins."""
+    """Parameters to be chosen when the first epoch begins."""
 
     _tuning: Any = None
-    """`Tuning` by which they were chosen."""
+    """`Tuning` that chose them."""
 
     _state_every = 0
     """Least number of a worker's results from one with the dataset's state to the next; ``iter`` waits
@@ -196,7 +196,7 @@ persistent_workers, pin_memory_device, in_order
             get_backend(backend)
         if prefetch_factor == 0:
             raise ValueError(
-                "prefetch_factor=0 would ask the workers for nothing; use prefetch_factor=1, or "
+                "prefetch_factor=0 would leave the workers without tasks; use prefetch_factor=1, or "
                 "num_workers=0"
             )
         given = dict(locals())  # a copy: under a debugger, the result of `locals()` changes
@@ -243,7 +243,7 @@ persistent_workers, pin_memory_device, in_order
                 add_note(
                     error,
                     f"A hybridloader.DataLoader reads these attributes as options: {_OURS}. Rename "
-                    f"those of {type(self).__name__} that mean something else.",
+                    f"those of {type(self).__name__} that have another meaning.",
                 )
             raise
         plan.warn()

@@ -43,7 +43,7 @@ class Options(NamedTuple):
     observe: bool | Observe = False
 
     @classmethod
-    def said(cls, caller: str, words: Mapping[str, Any]) -> Options:
+    def parsed(cls, caller: str, words: Mapping[str, Any]) -> Options:
         """Make options of the keywords that a user gave to `caller`; check words and values."""
         keywords(caller, words, OptionWords.__annotations__, "backend, ")
         options = cls(**words)

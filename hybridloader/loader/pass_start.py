@@ -123,7 +123,7 @@ class PassStart:
             raise
         if not keeps:
             torch.set_rng_state(before)
-        if resume.dataset is not None:  # after the generators: it may contain one of them
+        if resume.dataset is not None:  # after the generators: the dataset may contain one of them
             load_into(self._plan.dataset, resume.dataset, "the dataset")
 
     def resumed(self, drawn: Drawn) -> Drawn:
@@ -190,7 +190,7 @@ class PassStart:
             indices, _ = replay.indices(samplers, 0, None, eager=False)
             # To the end: RandomSampler draws one more permutation there, which it does not use.
             deque(indices, maxlen=0)
-            samplers.tell_epoch(epoch)
+            samplers.announce_epoch(epoch)
         self.replay = SamplerReplay.of(samplers, replay.later or replay.steps, replay.later)
         if resume.as_they_stand and resume.sampler is not None and self.replay.start is not None:
             # Until a sampler is asked again, its state may be that of the previous epoch.

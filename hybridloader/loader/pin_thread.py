@@ -77,14 +77,14 @@ class IndexFeed(Feed):
             if error is not None:
                 error.throw()
             raise StopIteration
-        raise no_answer(NotReady("the sampler is asked when a batch is taken"))
+        raise no_answer(NotReady("the sampler is read when a batch is taken"))
 
     def ended_by(self, error: Exception) -> bool:
         return True  # as in torch, a sampler that has raised is not asked again
 
     def when_ready(self, wake: Callable[[], None]) -> None:
         self._wake = wake
-        if self._indices or self._ended:  # added meanwhile
+        if self._indices or self._ended:  # added in the meantime
             self._notify()
 
     def _notify(self) -> None:
@@ -199,7 +199,7 @@ class PinnedResults(Iterator[Any]):
                 raise
         except IteratorClosed:
             pass
-        except BaseException:  # the thread died of it, or an interrupt may have lost a batch
+        except BaseException:  # the thread died, or an interrupt may have lost a batch
             with suppress(KeyboardInterrupt):
                 self._thread.close()
             raise

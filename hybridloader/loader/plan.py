@@ -125,7 +125,8 @@ class LoaderPlan:
     def takes_arrays(self) -> bool:
         """True if the dataset takes an array of indices and no other code reads the indices."""
         if self.seeded_by_sample or self.options.on_error != "raise" or not self.in_order:
-            return False  # `not in_order`: a state has the indices that were passed over
+            # With `in_order=False`, a state has the indices that were not returned yet.
+            return False
         # A subclass that overrides `__getitems__` may need lists.
         parts = map(vars, type(self.dataset).__mro__)
         maker: Mapping[str, Any] = next((part for part in parts if "__getitems__" in part), {})
@@ -168,12 +169,14 @@ class LoaderPlan:
             whole("prefetch_factor", self.prefetch_factor, 1, instead=instead)
         if not isinstance(self.timeout, bool):
             seconds("timeout", self.timeout)
-        function("collate_fn", self.collate_fn, "a function of a list of samples")
+        function("collate_fn", self.collate_fn, "a function that takes a list of samples")
         if self.worker_init_fn is not None:
-            function("worker_init_fn", self.worker_init_fn, "a function of the worker's number")
+            function(
+                "worker_init_fn", self.worker_init_fn, "a function that takes the worker's number"
+            )
         for name in ("pin_memory", "persistent_workers", "in_order", "drop_last"):
             value = getattr(self, name)
-            # As in torch, except that texts, which are all true, are refused.
+            # As in torch, but strings, which are all true, are refused.
             if not (value is None or isinstance(value, int)):
                 flag(name, value)
         generator = self.samplers.generator
@@ -337,7 +340,7 @@ def _check_dataset(dataset: Any) -> None:
             f"dataset must be a dataset, got the class {dataset.__name__}; "
             f"make one: {dataset.__name__}(...)"
         )
-    if has(dataset, "__getitems__"):  # torch asks the object, not its class
+    if has(dataset, "__getitems__"):  # torch looks it up on the object, not its class
         return
     more = ""
     if hasattr(kind, "__iter__"):

@@ -32,7 +32,7 @@ from hybridloader._support.cadence import Cadence
 from hybridloader._support.error_handling import described
 from hybridloader._support.state_copies import Given, Kept, copied, is_stateful, kept
 from hybridloader.errors import StateError
-from hybridloader.loader.torchdata_order import RandomOrder, is_plain, tells_anew
+from hybridloader.loader.torchdata_order import RandomOrder, is_plain, makes_fresh_states
 
 DEFAULT = "default"
 """Name of torch's default generator in a state."""
@@ -119,16 +119,16 @@ class Samplers(NamedTuple):
         return found
 
     def set_generators(self, states: Mapping[str, torch.Tensor], epoch: int | None) -> None:
-        """Set the generators to `states`, by name, taken when `told_epoch` was `epoch`."""
+        """Set the generators to `states`, by name, taken when `announced_epoch` was `epoch`."""
         own = self.generators
         for name, state in states.items():
             if name not in own:
                 if epoch is not None and name in (DEFAULT, SAMPLERS):
-                    continue  # a sampler that makes its generator when first asked, and seeds it then
+                    continue  # a sampler that makes and seeds its generator at its first draw
                 raise StateError(
-                    f"the state holds that of the generator {name!r}, and this loader draws from "
-                    f"{', '.join(own) or 'none'}; give it the same sampler and generator as when the "
-                    "state was taken"
+                    f"the state has a generator {name!r}, and this loader draws from "
+                    f"{', '.join(own) or 'none'}; pass the sampler and generator that the loader had "
+                    "when the state was taken"
                 )
             try:
                 own[name].set_state(state)
@@ -160,17 +160,17 @@ class Samplers(NamedTuple):
         return None
 
     @property
-    def told_epoch(self) -> int | None:
+    def announced_epoch(self) -> int | None:
         """Last epoch passed to a sampler with a `set_epoch()`; None if there is no such sampler."""
         epoch = attribute(self._seeded, "epoch", None)
         return epoch if type(epoch) is int else None
 
-    def tell_epoch(self, epoch: int | None) -> None:
+    def announce_epoch(self, epoch: int | None) -> None:
         """Set the epoch of such a sampler, unless it has that epoch.
 
         A sampler of hybridloader may be within that epoch; without the call it would begin the next one.
         """
-        if epoch is not None and (self.told_epoch != epoch or is_ours(self._seeded)):
+        if epoch is not None and (self.announced_epoch != epoch or is_ours(self._seeded)):
             self._seeded.set_epoch(epoch)
 
     def drawn_in_batches(self, batches: Iterator[Any], *, arrays: bool) -> Iterator[Any]:
@@ -207,7 +207,7 @@ class Samplers(NamedTuple):
         if iterator is None and is_ours(stateful):
             # It makes a new dict of two numbers each time.
             return lambda: SamplerState(Kept(stateful.state_dict()), None), None
-        if stateful is None and tells_anew(iterator):
+        if stateful is None and makes_fresh_states(iterator):
             return lambda: SamplerState(None, Kept(iterator.state_dict())), None
 
         def take() -> SamplerState:
@@ -299,21 +299,21 @@ class SamplerReplay(NamedTuple):
             upcoming = attribute(stateful, "upcoming_state_dict", stateful.state_dict)
             start = kept(stateful, "the sampler", asked=upcoming)
         states = {name: generator.get_state() for name, generator in samplers.generators.items()}
-        epoch = None if stateful is not None else samplers.told_epoch
+        epoch = None if stateful is not None else samplers.announced_epoch
         return SamplerReplay(steps, states, start, epoch, later)
 
     def at_later_epoch(self, samplers: Samplers) -> SamplerReplay:
         """Return this for an epoch from its beginning: with the sampler's epoch, if that is later."""
-        told = samplers.told_epoch
-        if self.epoch is None or told is None or told < self.epoch:
+        announced = samplers.announced_epoch
+        if self.epoch is None or announced is None or announced < self.epoch:
             return self
-        return self._replace(epoch=told)
+        return self._replace(epoch=announced)
 
     def restore(self, samplers: Samplers) -> None:
         """Set samplers and generators to their states before the steps."""
         if self.start is not None:
             load_sampler(samplers, SamplerState(self.start, None))
-        samplers.tell_epoch(self.epoch)
+        samplers.announce_epoch(self.epoch)
         samplers.set_generators(self.generators, self.epoch)
 
     def indices(
@@ -342,13 +342,13 @@ class SamplerReplay(NamedTuple):
         except StopIteration:
             raise StateError(
                 f"_sampler_iter_yielded is {count} in the state, and {type(sampler).__name__} has "
-                f"given only {done} items: it has shrunk, or the state is of another one"
+                f"only {done} items: it has become shorter, or the state is of another sampler"
             ) from None
         if check is not None and check_of(last) != check:
             raise StateError(
-                f"item {count - 1} of {type(sampler).__name__} is not what it was when the state was "
-                "taken: the sampler changed, or draws from a generator that is not torch's nor the "
-                "loader's. Give it a `generator`, or state_dict() and load_state_dict()"
+                f"item {count - 1} of {type(sampler).__name__} differs from the one when the state was "
+                "taken: the sampler changed, or draws from a generator that is neither torch's nor the "
+                "loader's. Pass it a `generator`, or define state_dict() and load_state_dict()"
             )
         return rest, seed
 
@@ -383,7 +383,7 @@ def load_sampler(
             indices.load_state_dict(copied(state.iterator.kept))
             own = getattr(samplers.chain[-1], "generator", None)
             if steps[-1:] == ("seed",) and own is not None and own is samplers.generator:
-                samplers.draw_seed()  # drawn after it, so that the next epoch draws the same
+                samplers.draw_seed()  # after it, so that the next epoch draws the same numbers
         if begins:
             indices = _begun(samplers, indices, eager=False)
     except StateError:
@@ -391,13 +391,13 @@ def load_sampler(
     except Exception as error:  # a foreign sampler may raise anything
         name = type(stateful or samplers.chain[-1]).__name__
         raise StateError(
-            f"the sampler ({name}) did not take its state: {described(error)}; load it "
-            "into a loader with the sampler that it was taken from"
+            f"the sampler ({name}) could not load its state: {described(error)}; load the state into "
+            "a loader with the sampler that it was taken from"
         ) from error
     if (skipped := _skip(indices, since)) < since:
         raise StateError(
-            f"{type(samplers.outer).__name__} has given {skipped} of the {since} items that it gave "
-            "between its state and that of the loader: it has shrunk, or the state is of another one"
+            f"{type(samplers.outer).__name__} returned {skipped} of the {since} items between its state "
+            "and that of the loader: it has become shorter, or the state is of another sampler"
         )
     return indices, None
 
@@ -430,7 +430,7 @@ def _shortcut(samplers: Samplers, indices: Iterator[Any], count: int) -> tuple[I
     if type(inner) is SequentialSampler:
         rest: Any = iter(range(min(count * size, len(inner)), len(inner)))
         return iter(BatchSampler(rest, size, outer.drop_last)), count
-    if type(outer) is not BatchSampler:  # has begun the sampler already
+    if type(outer) is not BatchSampler:  # others have begun the sampler already
         return indices, 0
     samples = iter(inner)
     skipped = _skip(samples, count * size)

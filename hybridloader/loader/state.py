@@ -120,7 +120,7 @@ def written(plan: LoaderPlan, progress: Progress, where: str) -> dict[str, Any]:
     size = plan.batch_size or 1
     stay = bool(plan.num_workers and plan.persistent_workers)
     starts = progress.starts()
-    told = (iterable and not over) or any(start.stateful for start in starts)
+    with_starts = (iterable and not over) or any(start.stateful for start in starts)
     # Nothing in the dict is shared with this epoch; a copy of it, with tensors, would take 100 us more.
     sampler_state = None if sampler is None else given(sampler.sampler)
     index_state = {"samples_yielded": count * size, "sampler_state": sampler_state}
@@ -138,7 +138,7 @@ def written(plan: LoaderPlan, progress: Progress, where: str) -> dict[str, Any]:
         "_last_yielded_worker_id": progress.last_worker,
         "dataset_state": dataset,
         "fetcher_state": None,
-        "_worker_snapshots": snapshots_of(starts) if told else None,
+        "_worker_snapshots": snapshots_of(starts) if with_starts else None,
         "_iterator_finished": where == END,
         OWN: {
             "version": VERSION,
@@ -284,7 +284,7 @@ def _read(plan: LoaderPlan, state: Mapping[str, Any], own: Mapping[str, Any]) ->
         name = type(plan.samplers.outer).__name__
         raise StateError(
             f"_sampler_iter_yielded is {count} in the state, and {name} has only {length} items: it has "
-            "shrunk, or the state is of another one"
+            "become shorter, or the state is of another sampler"
         )
     return resume
 
@@ -298,7 +298,7 @@ def _is_of_this_rank(plan: LoaderPlan, own: Mapping[str, Any]) -> bool:
     if share[1] != here[1]:
         raise StateError(
             f"the state is of rank {share[0]} of {share[1]}, and this is rank {here[0]} of {here[1]}: "
-            "their samplers draw other parts; take hybridloader's DistributedShuffleSampler to change "
+            "their samplers draw other parts; use hybridloader's DistributedShuffleSampler to change "
             "the number of ranks"
         )
     return False
@@ -322,19 +322,19 @@ def _count_of(
         _COUNTED.check(within)
         samples = within["samples_yielded"]
     saved, saved_yielded = own["counts"]
-    edits = (  # the value, the value that was saved, and the count that it means
+    edits = (  # (value, saved value, count that the value means)
         (count, saved, count),
         (yielded, saved_yielded, saved + yielded - saved_yielded),
         (samples, own["samples"], samples // (plan.batch_size or 1)),
     )
-    said = {meant for now, then, meant in edits if now != then}
-    if len(said) > 1:
+    edited = {meant for now, then, meant in edits if now != then}
+    if len(edited) > 1:
         raise StateError(
             f"_sampler_iter_yielded is {count}, _num_yielded {yielded} and samples_yielded {samples} "
             f"in the state, which was taken with {saved}, {saved_yielded} and {own['samples']}: these "
             "edits contradict each other"
         )
-    return (said.pop(), True) if said else (count, False)
+    return (edited.pop(), True) if edited else (count, False)
 
 
 def _read_workers(
@@ -431,7 +431,7 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for number, state in enumerate(states):
         own: Any = state.get(OWN) if isinstance(state, Mapping) else None
         if not isinstance(own, Mapping):
-            raise StateError(f"state {number} is not that of a hybridloader.DataLoader")
+            raise StateError(f"state {number} is not from a hybridloader.DataLoader")
         _FIELDS.check(state)
         _OWN_FIELDS.check(own)
         if own.get("shards") is None:
@@ -442,7 +442,7 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             )
         owns.append(own)
     if not owns:
-        raise StateError("there is no state to merge; give those of all ranks")
+        raise StateError("there is no state to merge; pass those of all ranks")
     shards = merged([own["shards"] for own in owns])
     ended = [own["at"] == END for own in owns]
     epochs = {own["epoch"] - over for own, over in zip(owns, ended, strict=True)}

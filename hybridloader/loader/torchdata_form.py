@@ -78,7 +78,7 @@ def written(plan: LoaderPlan, own: dict[str, Any]) -> dict[str, Any]:
         [place[name] for name in ("position", "skip", "again", "since")]
         for place in places.values()
     ]
-    if more["since"]:  # torchdata has no place for items to be drawn again
+    if more["since"]:  # torchdata's form has no field for items to be drawn again
         within = own["_index_sampler_state"] or {}
         more["base"] = [within.get("sampler_state"), own["_sampler_iter_state"]]
     if (
@@ -99,7 +99,7 @@ def written(plan: LoaderPlan, own: dict[str, Any]) -> dict[str, Any]:
             "fetcher_state": fetcher,
             "dataset_state": state if within or itself else own["dataset_state"],
             "_iterator_finished": finished,
-            OWN: {**more, "base_seed": own["_base_seed"]},  # torchdata's workers alone are seeded
+            OWN: {**more, "base_seed": own["_base_seed"]},  # only torchdata's workers are seeded
         }
     last = own["_last_yielded_worker_id"]
     last_shown = progress.last_worker if finished and progress is not None else last
@@ -184,7 +184,7 @@ def read(plan: LoaderPlan, state: Any) -> dict[str, Any]:
         raise
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise StateError(
-            f"the state is not one of a StatefulDataLoader, torchdata's or ours, or was cut off "
+            f"the state is not from a StatefulDataLoader of torchdata or hybridloader, or was truncated "
             f"({described(error)}); it has {sorted(map(str, state))}"
         ) from error
 
@@ -254,7 +254,8 @@ def _read_ours(own: dict[str, Any], more: Mapping[str, Any], snapshots: Mapping[
     own["_last_yielded_worker_id"] = more.get("last", own["_last_yielded_worker_id"])
     own["_base_seed"] = more.get("base_seed", own["_base_seed"])
     if not own["_sampler_iter_yielded"] and own["_index_sampler_state"] is not None:
-        own["_index_sampler_state"]["sampler_state"] = None  # our key has that of its beginning
+        # Our key has the state of its beginning.
+        own["_index_sampler_state"]["sampler_state"] = None
     own[OWN] = {
         **more,
         "generators": {name: _generator_state(text) for name, text in more["generators"].items()},
@@ -314,7 +315,7 @@ def _read_theirs(
         "samples": count * size,
         "steps": list(steps_of(plan.num_workers, again=bool(finished and plan.persistent_workers))),
         "start": None,
-        "sampler_epoch": plan.samplers.told_epoch,
+        "sampler_epoch": plan.samplers.announced_epoch,
         "generators": None,
         "check": None,
         "share": None,

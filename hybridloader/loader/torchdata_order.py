@@ -77,7 +77,7 @@ class BatchOrder(BatchSampler):
     """Batches of a sampler. If the sampler's iterator has a state, so has the iterator over batches."""
 
     def __iter__(self) -> Iterator[list[int]]:
-        samples = iter(self.sampler)  # now, and not with the first batch
+        samples = iter(self.sampler)  # here, not with the first batch
         if is_stateful(samples):
             return _Batches(samples, self.batch_size, drop_last=self.drop_last)
         return iter(BatchSampler(samples, self.batch_size, self.drop_last))
@@ -107,7 +107,7 @@ class _Batches(Iterator[list[int]]):
         self._samples.load_state_dict(state["sampler_iter_state"])
 
 
-def tells_anew(iterator: Any) -> bool:
+def makes_fresh_states(iterator: Any) -> bool:
     """Return True if each state of `iterator` is a new dict that does not change later."""
     samples = iterator._samples if type(iterator) is _Batches else iterator
     return type(samples) is _Permutation

@@ -64,13 +64,13 @@ class Memory:
                 )
             if not limit > 0:
                 raise ValueError(
-                    f"Memory: limit={limit!r} leaves no memory for a batch; give bytes or a share above "
-                    "0, or kind='stream' to do without slots"
+                    f"Memory: limit={limit!r} leaves no memory for a batch; pass bytes or a share above "
+                    "0, or kind='stream' to use no slots"
                 )
             if isinstance(limit, float) and limit > 1:
                 raise ValueError(
                     f"Memory: limit={limit!r}: a float is a share of this process's memory, up to 1.0; "
-                    "give bytes as an int"
+                    "pass bytes as an int"
                 )
         if self.kind is not None and self.kind not in KINDS:
             raise ValueError(f"Memory: unknown kind {self.kind!r}; there are: {', '.join(KINDS)}")
@@ -96,7 +96,7 @@ def check_memory(name: str, memory: object) -> None:
     if not isinstance(memory, Memory):
         raise TypeError(
             f"{name}: memory must be a hybridloader.Memory, not {short(memory)}; for a limit in bytes "
-            "give memory=Memory(limit=...)"
+            "pass memory=Memory(limit=...)"
         )
 
 

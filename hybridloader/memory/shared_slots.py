@@ -90,7 +90,7 @@ class SlotWriter:
                 return segments.make(size, None)
             with self._naming:
                 if self._swept:
-                    raise OSError(errno.ECANCELED, "the reader is gone")
+                    raise OSError(errno.ECANCELED, "the reader has ended")
                 return segments.make(size, f"{names}{number}")
 
         self._names = names

@@ -148,7 +148,7 @@ def measure(
     wait: Callable[[], None],  # until the device is done
 ) -> Headroom:
     """Implement `headroom` with this clock and this device."""
-    function("step", step, "a function of one batch")
+    function("step", step, "a function that takes one batch")
     steps, batches = whole("steps", steps, 1), whole("batches", batches, 1)
     try:
         iterator = iter(loader)

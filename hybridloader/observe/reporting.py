@@ -48,7 +48,7 @@ class Observe:
     every: float = 10.0
 
     def __post_init__(self) -> None:
-        function("on_stats", self.on_stats, "a function of one Stats")
+        function("on_stats", self.on_stats, "a function that takes one Stats")
         seconds("every", self.every, above=True)
 
 

@@ -19,7 +19,7 @@ from hybridloader.observe.trace_files import TAKEN, Track
 from hybridloader.observe.tracing import Trace, TracedWaits
 
 _COUNTED = 1e-3
-"""Least seconds between two looks at a counter."""
+"""Least seconds between two readings of a counter."""
 
 
 class StageTrace(StageMeasures):
@@ -30,7 +30,7 @@ class StageTrace(StageMeasures):
     ) -> None:
         self._trace, self._name = trace, trace.name_of(name, key)
         # All the other mutable state:
-        self._loop: LoopWaits | None = None  # that takes the results
+        self._loop: LoopWaits | None = None  # the loop that takes the results
         self._long = True  # each task has separate slices
         self.stage: weakref.ref[Stage] | None = None
         """Stage whose tasks are counted; None before it has started."""
@@ -69,7 +69,7 @@ class StageTrace(StageMeasures):
 
     def replaced(self, worker: int, cause: str | None) -> None:
         super().replaced(worker, cause)
-        self._trace.instant("worker replaced", stage=self._name, worker=worker, cause=cause)
+        self._trace.instant("worker restarted", stage=self._name, worker=worker, cause=cause)
 
     def raised(self, worker: int, seq: int, error: BaseException) -> None:
         self._trace.instant(
@@ -105,10 +105,10 @@ class StageTrace(StageMeasures):
         if stage is None or stage.closed:
             return
         queued = stage.queued
-        self._trace.counter(f"{self._name}: tasks under way", queued)
+        self._trace.counter(f"{self._name}: tasks in flight", queued)
         if self._weighed:
             size = self._weight // self._weighed * queued
-            self._trace.counter(f"{self._name}: bytes under way", size)
+            self._trace.counter(f"{self._name}: bytes in flight", size)
 
 
 class Throttled:

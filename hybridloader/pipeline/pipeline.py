@@ -170,7 +170,7 @@ class Pipeline(Steps):
         if given or (names_shards(items) and not is_stateful(items)):
             readers = Readers(items, label=name)
             if given <= {"on_error", "seeding"}:
-                # A reader tells an item that fails from the end of all.
+                # A reader distinguishes a failed item from the end.
                 where["backend"], where["num_workers"] = "inline", 1
             return cls([Readers(items, Placement.of(readers.name, where), name)])
         return cls([Items(items)])

@@ -34,7 +34,7 @@ class Dropping(OperatorIterator):
         self._pull_now: Callable[[], Any] = attribute(items, "next_nowait", items.__next__)
         # All the mutable state:
         self.done = 0
-        self._opened: Iterator[Any] = iter(())  # what is left of several that came unopened
+        self._opened: Iterator[Any] = iter(())  # rest of several items that arrived as one
         self._used_up = True  # whether `_opened` is
 
     def __next__(self) -> Any:
@@ -56,7 +56,7 @@ class Dropping(OperatorIterator):
     def _drop(self, pull: Callable[[], Any]) -> None:
         while self.done < self.count:
             if self._left.cancelled:
-                raise no_answer(IteratorClosed("this pass was left"))
+                raise no_answer(IteratorClosed("this epoch was ended early"))
             try:
                 item = pull()
             except StopIteration:
@@ -65,14 +65,14 @@ class Dropping(OperatorIterator):
                     raise
                 raise no_answer(
                     StateError(
-                        f"the state is behind item {self.done + missing} of {self._name!r}, which ended "
-                        f"behind item {self.done}: it gives other items than when the state was taken"
+                        f"the state is after item {self.done + missing} of {self._name!r}, which ended "
+                        f"after item {self.done}: its items differ from those when the state was taken"
                     )
                 ) from None
             except Exception as error:
                 if not counts_as_item(error):
                     raise
-                # It was raised before, in the same place.
+                # It was raised before, at the same position.
                 self.done += 1
                 continue
             if is_forwarded(item):
@@ -102,7 +102,7 @@ class LeavingOut(OperatorIterator):
         self.items, self._numbers, self._until = items, frozenset(needed.numbers), needed.until
         # All the mutable state:
         self._at = at
-        self._opened: Iterator[Any] = iter(())  # what is left of several that came unopened
+        self._opened: Iterator[Any] = iter(())  # rest of several items that arrived as one
 
     def __next__(self) -> Any:
         if self._at >= self._until:
@@ -146,7 +146,7 @@ class Withholding(OperatorIterator):
         # All the mutable state:
         self._at = at
         self._source, self._count = -1, 0  # number of the source's item, and items of it that came
-        self._opened: Iterator[Any] = iter(())  # what is left of several that came unopened
+        self._opened: Iterator[Any] = iter(())  # rest of several items that arrived as one
 
     def __next__(self) -> Any:
         while True:

@@ -106,7 +106,7 @@ class PipelineLoader:
         """Begin the next epoch."""
         executor = self._started()
         start = self._start
-        if start is not None and start.finished:  # its marks are those of the epoch that begins
+        if start is not None and start.finished:  # its marks are of the epoch that begins
             start = replace(start, epoch=self._epoch, given=0, raised=0, finished=False)
         run = Run(executor, self._epoch, self, start)
         self._latest, self._again = run._position, (self._epoch, self._start)
@@ -138,7 +138,7 @@ class PipelineLoader:
         TypeError
             It is not known before the pipeline has run; the message names the step.
         """
-        pipeline: Any = self.pipeline  # of which this layer knows no more than that it is a chain
+        pipeline: Any = self.pipeline  # this layer knows it as a chain only
         return len(pipeline)
 
     def __bool__(self) -> bool:
@@ -210,7 +210,7 @@ class PipelineLoader:
             The state is of another pipeline, or was truncated; the message names the field. Nothing was
             changed.
         """
-        if isinstance(state_dict, Mapping) and not state_dict:  # as torchdata
+        if isinstance(state_dict, Mapping) and not state_dict:  # as in torchdata
             return
         self._resume(checked(state_dict, self.pipeline, seed=self.seed))
 

@@ -65,7 +65,7 @@ class Executor(Runner):
         *,
         first: int = 0,
         idle: bool = False,
-        observation: Observation | None = None,  # None: nobody asked for one
+        observation: Observation | None = None,  # None: not observed
     ) -> None:
         self.chain = chain
         self.observation = observation
@@ -82,7 +82,7 @@ class Executor(Runner):
             self._drawn.update(resumed.draws)
         super().__init__()
         self.closed = TaskContext()
-        self.left = TaskContext()  # cancelled when the pass that runs is left
+        self.left = TaskContext()  # cancelled when the running epoch is ended
         # All the mutable state:
         self.stages = RunningStages(self.seed, self.closed, observation)
         self._pinners: dict[Any, Pinner | None] = {}  # by the function that makes them
@@ -168,8 +168,8 @@ class Executor(Runner):
             pinner = self._pinners[make] = make()
             if pinner is None:
                 warn(
-                    f"{node.name} has nothing to do: no accelerator that pins memory was found, so "
-                    "items pass as they are",
+                    f"{node.name} has no effect: no accelerator that pins memory was found, so "
+                    "items are passed on unchanged",
                 )
         return self._pinners[make]
 
@@ -282,7 +282,7 @@ class Executor(Runner):
         return relays
 
     def close(self) -> None:
-        if os.getpid() != self.owner:  # a fork may have copied the lock while somebody had it
+        if os.getpid() != self.owner:  # a fork may have copied a held lock
             self.closed.cancelled = self.left.cancelled = True
             return
         with self._ending:  # no relay comes after this

@@ -68,7 +68,7 @@ class StageIterator(Iterator[Any]):
         self,
         stage: Stage,
         flow: StageFlow,
-        measures: StageMeasures | None,  # None: nobody observes
+        measures: StageMeasures | None,  # None: not observed
         budget: ErrorBudget | None,
     ) -> None:
         self._stage, self.flow, self._measures, self._budget = stage, flow, measures, budget
@@ -134,7 +134,7 @@ class StageItems(StageIterator):
         if ledger is not None:
             batching.drawn = self._sizes
         self._items, self.batching, self.forwarded = items, batching, forwarded
-        self.depths: list[RelayDepth] = []  # of the relays before and behind
+        self.depths: list[RelayDepth] = []  # of the relays before and after
         flow.learn = self._learn
         # All the mutable state:
         self._results: Iterator[Any] = iter(())
@@ -160,7 +160,7 @@ class StageItems(StageIterator):
                     self._ledger.one_each(self._sizes.popleft())
                 if not takes_a_place(error):
                     raise
-                # Of every item of the task, each in its place.
+                # One error for each item of the task.
                 for _ in range(self._stage.items_failed - 1):
                     self._queue.fail(alike(error))
                 self._results = self._queue
@@ -226,7 +226,7 @@ class ReaderItems(StageIterator):
     """
 
     AT_HAND = 2
-    """Tasks of one reader that may be under way or wait."""
+    """Tasks of one reader that may be in flight or wait."""
 
     def __init__(
         self,
@@ -275,7 +275,7 @@ class ReaderItems(StageIterator):
             if not waiting.results or waiting.between:  # else this is the short way
                 self._find_turn(wait)
                 waiting = self._waiting[self._turn]
-                if waiting.gone:  # it is as if it were not there, so the turn stays
+                if waiting.gone:  # it has no item, so the turn stays
                     waiting.settle()
                     continue
             self._turn = (self._turn + 1) % len(self._waiting)
@@ -315,10 +315,10 @@ class ReaderItems(StageIterator):
                 raise
             worker = self._stage.last.worker
             start = self._starts.pop(worker, None)
-            if start is not None and start.stateful:  # it is the error that it was opened with
+            if start is not None and start.stateful:  # opening it raised this error
                 raise no_answer(
                     StateError(
-                        f"stage {self._stage.spec.stage!r}: reader {worker} could not go on from the "
+                        f"stage {self._stage.spec.stage!r}: reader {worker} could not resume from the "
                         f"state that was saved after its item {start.position}: {described(error)}"
                     )
                 ) from error
@@ -375,7 +375,7 @@ class SourceItems(OperatorIterator):
             except LeftOut:
                 if self._rows:
                     raise
-        raise no_answer(IteratorClosed("this pass was left"))
+        raise no_answer(IteratorClosed("this epoch was ended early"))
 
     def close(self) -> None:
         close(self._items)
@@ -396,8 +396,8 @@ class GeneratorItems(OperatorIterator):
         if self._broken:
             raise no_answer(
                 IteratorClosed(
-                    f"operator {self._name!r} ended with the error before, because it is a generator; "
-                    "an iterator class with __next__ could go on"
+                    f"operator {self._name!r} ended with the previous error, because it is a generator; "
+                    "an iterator class with __next__ can return more items after an error"
                 )
             )
         try:
@@ -427,7 +427,7 @@ class Sending(OperatorIterator):
         try:
             return self._pinner.send(item)
         except Exception as error:
-            add_note(error, f"In stage {self._name!r}, at item {self._number} of this pass.")
+            add_note(error, f"In stage {self._name!r}, at item {self._number} of this epoch.")
             raise
 
 

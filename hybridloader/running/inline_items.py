@@ -57,7 +57,7 @@ class InlineItems(OperatorIterator):
                 pairs = _Pairs(items, numbers)
             self._pull = map(numbered_item, pairs).__next__
             policy = seeded(policy, rng, item_key)
-        if context.parts is not None:  # somebody observes: each function by itself
+        if context.parts is not None:  # observed: time each function separately
             context.parts = TaskParts() if step.concurrency else None
         opened = step.open(context, policy, of_worker=False)
         self._loop = ItemLoop([opened], policy, context)
@@ -65,16 +65,16 @@ class InlineItems(OperatorIterator):
         if step.concurrency:
             self.coroutines: Any = opened[1]
             self._pull = partial(_next_ended, self.coroutines.through(items), stage)
-        # An iterable of a function may be long, or endless, so it is not read before it is asked for.
+        # A function may return a long or endless iterable, so it is read item by item.
         if self._kind == "batch" or (self._kind == "flat_map" and self._loop.acts):
             self._kind, self._function = "results", self._loop.alone
         self._plain = self._kind == "map" and budget is None
-        # All the mutable state: what there is more of the last item.
+        # All the mutable state: further results of the last item.
         self._several: Iterator[Any] | None = None
         self._item: Any = None  # that these are made of
         self._told = False
         self._queue = ResultQueue(
-            budget, lambda item, _: f"In stage {stage!r}, the thread that asked, working on {item}."
+            budget, lambda item, _: f"In stage {stage!r}, the calling thread, working on {item}."
         )
 
     def __next__(self) -> Any:
@@ -114,7 +114,7 @@ class InlineItems(OperatorIterator):
                         continue
                     found = item
             except Abandoned:
-                continue  # and so `left` is up
+                continue  # `left` is cancelled
             except Exception as raised:
                 error = raised
             if error is None:

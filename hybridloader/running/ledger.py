@@ -34,12 +34,12 @@ class Point(NamedTuple):
 
 
 _Entry = tuple[int, int, Counts]
-"""Place from which on the inputs have these numbers of outputs."""
+"""Position from which the inputs have these numbers of outputs."""
 
 _given = itemgetter(0)
 
 _MOST = 256
-"""Entries that are kept at least before those are looked for that nobody will want any more."""
+"""Least number of entries before a search for those that no state can need."""
 
 
 def _nothing() -> None:
@@ -54,8 +54,8 @@ class Log(ABC):
     def __init__(self, epoch: int, first: Any) -> None:
         self.epoch = epoch
         # Set by the position that keeps it:
-        self.number = 0  # tells which of its marks and logs came first
-        self.forgets: Callable[[], Any] = _nothing  # returns what drops all that no state can need
+        self.number = 0  # order among its marks and logs
+        self.forgets: Callable[[], Any] = _nothing  # drops the entries that no state can need
         # All the mutable state:
         self._entries = [first]
         self._limit = _MOST

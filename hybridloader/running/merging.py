@@ -60,7 +60,7 @@ def merged(chain: Chain, states: Sequence[Any]) -> dict[str, Any]:
         > 1
     ):
         raise StateError(
-            f"epoch: the ranks are in epochs {sorted({p.next_epoch for p in ranks})}; give states that "
+            f"epoch: the ranks are in epochs {sorted({p.next_epoch for p in ranks})}; merge states that "
             "were taken in one epoch"
         )
     if not running or not any(position.begun for position in ranks):
@@ -96,8 +96,8 @@ def _check(chain: Chain) -> None:
     for step in steps:
         if not step.begins_anew:
             raise StateError(
-                f"{step.describe()} goes by the numbers of its items, or knows no place to begin anew, "
-                "so each rank must go on by itself: resume on as many ranks, or at the end of an epoch"
+                f"{step.describe()} depends on the numbers of its items, or can't begin at any item, so "
+                "each rank must resume its own state: use as many ranks, or resume after an epoch"
             )
 
 
@@ -107,12 +107,12 @@ def _by_rank(positions: list[Position]) -> list[Position]:
     for position in positions:
         if position.ranks != [count]:
             raise StateError(
-                f"ranks: {count} states were given, and one of them is of {position.ranks} ranks; give "
+                f"ranks: {count} states were passed, and one of them is of {position.ranks} ranks; pass "
                 "those of all ranks"
             )
     found = sorted(rank for position in positions for rank in position.rank)
     if found != list(range(count)):
-        raise StateError(f"rank: the states are of the ranks {found}; give that of each rank once")
+        raise StateError(f"rank: the states are of the ranks {found}; pass one of each rank")
     return sorted(positions, key=lambda position: position.rank)
 
 
@@ -163,9 +163,9 @@ def _left_of_shards(chain: Chain, position: Position) -> _Left:
     if needs.needed is not None:
         _refuse(read.name, "comes before a step with a buffer, and its shards have no numbers")
     if own and read.placement is not None and read.placement.on_error is not None:
-        _refuse(place, "has given a part of an item, and the source leaves out items")
+        _refuse(place, "has returned a part of an item, and the source skips items")
     if needs.had and needs.start > mark.at:  # a filter has left out the samples before it
-        _refuse(place, "may have given a part of an item whose position is not known")
+        _refuse(place, "may have returned a part of an item whose position is unknown")
     if needs.had and len(own) > len(state["first"]):
         if mark.value["next"] is None:  # there was none: the last batch was not full
             return _Left(state)
@@ -184,7 +184,9 @@ def _heads_left(position: Position, needs: _Needs) -> tuple[Sequence[int], str]:
         own = [max([needs.had, *own[:1]]), *own[1:]]
     if position.heads is not None and heads:
         if place and place != position.heads.place:
-            _refuse(place, "and another step have each given a part of what they make of one item")
+            _refuse(
+                place, "and another step have each returned a part of their results of one item"
+            )
         place = position.heads.place
     return own, place
 
@@ -201,7 +203,7 @@ def _left(chain: Chain, sampler: Any, position: Position) -> _Left:
     needs = _Needs.of(chain, position)
     own, place = _heads_left(position, needs)
     since = needs.start - mark.at  # 0, but for a source that was not opened
-    # Behind the last index none can be told from one that was had in part.
+    # After the last index, an index that was returned in part looks like none.
     steps = sampler.steps_after(mark.value, position.ranks[0], position.rank[0])
     own = own[: max(0, steps - since)]
     if not own:
@@ -217,12 +219,12 @@ def _left(chain: Chain, sampler: Any, position: Position) -> _Left:
 def _one_place(lefts: list[_Left]) -> str:
     places = sorted({left.place for left in lefts if left.had})
     if len(places) > 1:
-        _refuse(places[0], f"and {places[1]} have, on different ranks, given a part of an item")
+        _refuse(places[0], f"and {places[1]} have returned a part of an item, on different ranks")
     return places[0] if places else ""
 
 
 def _refuse(name: str, why: str) -> NoReturn:
-    raise StateError(f"step {name!r} {why}, so no other rank can go on there; {_SAVE}")
+    raise StateError(f"step {name!r} {why}, so no other rank can resume there; {_SAVE}")
 
 
 @dataclass
@@ -248,7 +250,7 @@ class _Needs:
         found = cls(position.given)
         raised = bool(position.raised)
         for node in reversed(plan.nodes[1:]):
-            # A step that has given nothing begins anew; but which input made what was had in part?
+            # A step without results begins again; for a part of one, the input must be found.
             if (found.start or found.had) and not isinstance(node, RelayNode):
                 found._through(node, plan, run, raised, position)
         return found
@@ -262,14 +264,14 @@ class _Needs:
                 return
             point = run.point(node, self.start, position.epoch)
             if point is None:
-                _refuse(node.name, "would have to run from the beginning of the epoch")
+                _refuse(node.name, "would run from the beginning of the epoch")
             had, start = self.start - point.given, point.taken
         else:
             assert isinstance(node, OperatorNode)
             saved = run.saved(node, position.epoch)
             parts = before(node, self.start, position.epoch, saved, raised)
             if not parts:
-                _refuse(node.name, "would have to run from the beginning of the epoch")
+                _refuse(node.name, "would run from the beginning of the epoch")
             part = parts[0]
             start = part.start
             if part.given is None:
@@ -280,13 +282,13 @@ class _Needs:
                     context: Any = _Reopened(plan, node, position, saved)
                     needed = node.operator.needed(context)
         if self.needed is not None:
-            _refuse(node.name, "makes other than one item of one before a step with a buffer")
+            _refuse(node.name, "does not make one item of each, before a step with a buffer")
         if self.had and isinstance(node, OperatorNode):
-            _refuse(self.place, "has given a part of what it makes of a batch or a shuffled item")
+            _refuse(self.place, "has returned a part of its results of a batch or a shuffled item")
         place = head_place(node)
         if had > self.slack or (had and place is not None):  # else all items have come
             if self.had or place is None:
-                _refuse(self.place or node.name, "has given a part of what it makes of one item")
+                _refuse(self.place or node.name, "has returned a part of its results of one item")
             self.had, self.place = had, place
         self.start, self.slack, self.needed = start, slack, needed
 

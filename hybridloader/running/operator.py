@@ -138,7 +138,7 @@ class Context(Protocol):
     first: int
     """Number of the first item before it that it gets: those before that are not needed any more."""
     saved: Mark | None
-    """Last mark of this operator in the run that this one goes on from."""
+    """Last mark of this operator in the run from which this one resumes."""
     needed: Needed | None
     """Result of `Operator.needed`, if it was asked."""
     locks: PageLocks | None
@@ -353,7 +353,7 @@ class Operator(ABC):
         longest
             Characters of a value that are shown; None: all.
         """
-        told = []
+        shown_fields = []
         own: Any = self  # of a user's, which need not be a dataclass
         for field in fields(own) if is_dataclass(own) else ():
             value = getattr(self, field.name)
@@ -361,13 +361,13 @@ class Operator(ABC):
             if not field.repr or (not required and value == field.default):
                 continue
             if longest is not None and type(value) in (list, tuple):
-                value = value[:longest]  # the rest would be cut off, and may be a million numbers
+                value = value[:longest]  # the rest is not shown, and may be a million numbers
             shown = attribute(value, "__qualname__") or _ADDRESS.sub("", repr(value))
-            if " at 0x" in shown:  # of no use to a reader, and another one in every run
+            if " at 0x" in shown:  # an address differs in every run
                 shown = type(value).__qualname__
             shown = shown if longest is None else beginning(shown, longest)
-            told.append(shown if required else f"{field.name}={shown}")
-        return f"{self.name}({', '.join(told)})"
+            shown_fields.append(shown if required else f"{field.name}={shown}")
+        return f"{self.name}({', '.join(shown_fields)})"
 
     def identity(self) -> str | None:
         """Return its description in states: a run resumes only from a state with the same descriptions.
@@ -481,7 +481,7 @@ class OperatorIterator(Iterator[Any]):
     def close(self) -> None:
         """Give up the rest, and close the iterator before. Idempotent."""
         self._end()
-        # Called from here: a function between would double the nested calls of a long chain.
+        # Called here: one more function would double the nested calls of a long chain.
         shut = getattr(self._items, "close", None) if self.owns else None
         if shut is not None:
             shut()

@@ -107,7 +107,7 @@ class ChainPass:
     shared: dict[Any, Any]
     """Values that the operators of this pass share."""
     left: TaskContext
-    """Cancelled when nobody wants items any more."""
+    """Cancelled when the consumer needs no more items."""
     within_relay: bool = False
     """True if this chain is a branch, and the thread of a relay pulls its items for another chain."""
     _started: list[Relay] = field(default_factory=list, init=False)
@@ -177,7 +177,7 @@ class ChainPass:
             return self._begun(items, first, start, node.name)
         point = self.position.point(node, start.items, self.epoch) if start.items else Point(0, 0)
         begins = point or Point(0, 0)
-        # What is sure to be there behind the node was sure to be there before it.
+        # Items that certainly exist after the node certainly exist before it.
         before = Offset(begins.taken, start.slack if begins.given == start.items else 0)
         if one_by_one(node, raised=bool(self.position.start.raised)):
             before, start = before._replace(needed=start.needed), start._replace(needed=None)
@@ -211,7 +211,7 @@ class ChainPass:
         saved = self.position.saved(node, self.epoch, opens=True)
         raised = bool(self.position.start.raised)
         parts = before(node, start.items, self.epoch, saved, raised)
-        # Where it can't begin behind the first items, they are made again and dropped here.
+        # If it can't begin after the first items, they are made again and dropped here.
         dropped, begins = (start, Offset()) if parts is None else (Offset(), start)
         marked = parts[0] if parts and parts[0].given is not None else None
         if marked is not None and marked.given is not None:
@@ -303,7 +303,7 @@ class ChainPass:
             depth=node.options.depth or node.least,
             weigh=None if pinner is None else attrgetter("size"),
             limit=0 if pinner is None else pinner.buffer_bytes,
-            # It may collate, and all cores are taken: by the workers.
+            # It may collate, and the workers use all cores.
             prepare=one_thread_on_this_thread if pinner is None else pinner.prepare,
             start=False,
         )
@@ -346,13 +346,11 @@ class ChainPass:
                 raise no_answer(
                     StateError(
                         f"stage {node.name!r}: the state is after item {mark.at} of pass {mark.epoch}, "
-                        f"and item {count} of pass {self.epoch} is wanted; begin the epoch anew"
+                        f"and item {count} of pass {self.epoch} is needed; begin the epoch again"
                     )
                 )
         log = None
-        if (
-            budget is None or not budget.gaps
-        ):  # else places of items that were left out come as well
+        if budget is None or not budget.gaps:  # otherwise skipped items have results too
             log = ReaderLog(self.epoch, found)
             self.position.keep(node, log)
         stage.counter.begin(self.epoch)
@@ -372,7 +370,7 @@ class ChainPass:
             items,
             forwarded=isinstance(stage_before, WorkerNode) and stage_before.forwarded,
             least=placement.least,
-            # What is counted in bytes is counted item by item.
+            # A limit in bytes needs tasks of one item.
             most=1 if placement.buffer_bytes else placement.prefetch,
         )
         found = StageItems(
@@ -408,7 +406,7 @@ class OperatorContext:
             raise no_answer(
                 StateError(
                     f"operator {node.name!r} would have to begin at item {begins.items}, and the state "
-                    f"knows it from item {saved.at} on; begin the epoch anew"
+                    f"has it from item {saved.at}; begin the epoch again"
                 )
             )
         self._pass, self._node, self._begins = of, node, begins

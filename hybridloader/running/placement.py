@@ -126,10 +126,10 @@ class Placement:
             given["auto"], backend = _asked_to_choose(stage, backend, workers)
             workers = 1  # until it is chosen
         if backend is None and (given or workers is not None or faults.get("on_worker_death")):
-            told = ", ".join(key for key in where if key not in _ANYWHERE)
+            keys = ", ".join(key for key in where if key not in _ANYWHERE)
             raise ValueError(
-                f"stage {stage!r} has {told} but no backend, so its work would be done where the "
-                "result is asked for; say where, for instance backend='threads'"
+                f"stage {stage!r} has {keys} but no backend, so the calling thread "
+                "would do its work; pass a backend, such as backend='threads'"
             )
         for name in given.keys() & {"prefetch", "buffer_bytes", "threads_per_worker"}:
             given[name] = whole(f"stage {stage!r}: {name}", given[name], 1)
@@ -178,13 +178,13 @@ class Placement:
 
 
 _AHEAD = 8
-"""Tasks at hand of a worker whose coroutines may be those of several, each of as many items as may be in
+"""Tasks prefetched for a worker whose coroutines may be of several, each of as many items as run at a
 work. With waits that are exponentially distributed, and 32 at a time, it does as much as asyncio alone:
 0.95 of what it could, head and tail of the epoch included. With 2 tasks of four times as many: 0.88."""
 
 _BEHIND = 3
-"""Tasks at hand of a worker whose threads may work at several: one that ends, one that is begun, and one
-behind it. Of items that wait for 20 ms and compute for 4.4, with 16 threads in each of two processes,
+"""Tasks prefetched for a worker whose threads may share several: one that ends, one that runs, and one
+after it. Of items that wait for 20 ms and compute for 4.4, with 16 threads in each of two processes,
 two cores are busy for 0.94 of the time; with two tasks 0.89, with four tasks 0.95."""
 
 _ROUNDS = 4

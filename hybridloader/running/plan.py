@@ -19,7 +19,7 @@ from hybridloader.running.operator import Chain, Operator, Placement, RelayOptio
 from hybridloader.seeding.sample_seeds import SampleSeeding
 
 AHEAD = 2
-"""Items that a relay keeps at hand if nothing else is said: one to take, one to replace it."""
+"""Items that a relay prefetches by default: one to take, one to replace it."""
 
 
 Path = tuple[int, ...]
@@ -179,7 +179,7 @@ def _branches(operator: Operator, where: Path, layout: _Layout) -> Iterator[Chai
             forks[fork] = None
             forks[fork] = _laid(branch, (-len(forks),), layout)
         found = forks[fork]
-        assert found is not None  # no fork is within itself
+        assert found is not None  # no fork contains itself
         yield found
 
 
@@ -261,7 +261,7 @@ def _may_join(
 ) -> bool:
     if group[-1].step().kind == "read" or work.step().concurrency:  # coroutines begin a task
         return False
-    # Steps that are seeded by the numbers of their items know them behind what is one to one.
+    # A step that seeds by item number needs one-to-one steps before it.
     counted = not isinstance(placement.seeding, SampleSeeding) or group[-1].seek(1) == 1
     return counted and _fusible(shared, placement)
 

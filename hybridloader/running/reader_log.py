@@ -28,7 +28,7 @@ class Turn(NamedTuple):
     turn: int = 0
     """Reader whose turn it is."""
     ended: frozenset[int] = frozenset()
-    """Readers that were passed over, as they had ended."""
+    """Readers that had ended at their turn."""
 
     @property
     def active(self) -> list[int]:

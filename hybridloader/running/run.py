@@ -27,7 +27,7 @@ from hybridloader.running.state import Position, checked
 from hybridloader.running.statistics import RunObservation, report
 
 _CLOSED = IteratorClosed("closed")
-"""Reason why a run is over that somebody closed."""
+"""Reason for the end of a run that was closed."""
 
 
 class Run(Iterator[Any]):
@@ -101,9 +101,7 @@ class Run(Iterator[Any]):
         return self._ask(getattr(self._items, "next_nowait", self._items.__next__))
 
     def _ask(self, get: Any) -> Any:
-        if (
-            os.getpid() != self._executor.owner
-        ):  # and the lock may be one that nobody here will open
+        if os.getpid() != self._executor.owner:  # the lock may be a held copy
             self._refuse()
         position, queue, loop = self._position, self._queue, self._loop
         given, taken = position.given, 0 if queue is None else queue.count
@@ -133,7 +131,7 @@ class Run(Iterator[Any]):
                 finally:
                     if loop is not None:
                         seconds = perf_counter() - began
-                        if seconds < loop.brief:  # as `note` does, which would be a call more
+                        if seconds < loop.brief:  # as in `note`, without its call
                             loop.brief_seconds += seconds
                         else:
                             loop.note(began, began + seconds)
@@ -149,7 +147,7 @@ class Run(Iterator[Any]):
             # An interrupt: an item that this thread made, or had taken from the queue, is lost.
             if queue is None or queue.count != taken:
                 position.given = given
-                with suppress(KeyboardInterrupt):  # one more; the finalizer ends what is left
+                with suppress(KeyboardInterrupt):  # a second interrupt; the finalizer ends the rest
                     self._end(IteratorClosed("it was interrupted"))
             raise
 
@@ -176,9 +174,7 @@ class Run(Iterator[Any]):
                 )
             )
         if self._over is not None and self._over is not _CLOSED:
-            raise no_answer(
-                IteratorClosed("the pipeline was ended by the error before")
-            ) from self._over
+            raise no_answer(IteratorClosed("the previous error ended the pipeline")) from self._over
         raise no_answer(
             IteratorClosed(
                 "this iterator is closed"
@@ -320,7 +316,7 @@ def state_of(executor: Executor, position: RunPosition) -> dict[str, Any]:
         if not node.reads and not node.placement.in_order and node.placement.num_workers > 1:
             raise StateError(
                 f"stage {node.name!r} is in_order=False, so which items came depends on timing, and "
-                "no state can say which are left; leave in_order out, or take it between epochs"
+                "no state has the rest; omit in_order, or take the state between epochs"
             )
     heads = None if finished else position.heads_after(saved)
     return executor.state(position.epoch, counts, saved, finished=finished, heads=heads)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from hybridloader.running.flow import ReaderItems
 
 _MOST = 256
-"""Marks that are kept at least before those are looked for that nobody will want any more."""
+"""Least number of marks before a search for those that no state can need."""
 
 
 class Counts(NamedTuple):
@@ -54,7 +54,7 @@ class _Marks:
     __slots__ = ("epoch", "marks", "number")
 
     def __init__(self, epoch: int, number: int) -> None:
-        self.epoch, self.number = epoch, number  # the number tells which came first
+        self.epoch, self.number = epoch, number  # the number orders them
         self.marks: deque[Mark] = deque()
 
     def __len__(self) -> int:
@@ -78,7 +78,7 @@ class _Stop(NamedTuple):
     node: Node
     marks: _Marks | Log | None
     mark: Mark
-    replayed: bool  # what is behind it can't say what it has had
+    replayed: bool  # the nodes after it can't report their position
 
     @property
     def name(self) -> str:
@@ -100,7 +100,7 @@ class RunPosition:
         self.opened = False
         # All the mutable state. One thread counts, errors first:
         self.given, self.raised = self.start
-        self.finished = False  # that it ended was told
+        self.finished = False  # the loop was told that it ended
         self.droppings: list[Dropping | ReaderItems] = []
         # And under the lock, which the handler of a signal may take again to save a state:
         self._lock = threading.RLock()
@@ -206,7 +206,7 @@ class RunPosition:
                 continue
             with self._lock:
                 stop = self._stop(before, n, epoch, False)
-            assert stop is not None  # it has a log, and what it gave is in it
+            assert stop is not None  # its log has all its items
             n = stop.mark.value
         return n
 
@@ -221,7 +221,7 @@ class RunPosition:
                 mark = stop.mark
                 if isinstance(mark.value, Exception):
                     raise StateError(
-                        f"a source could not tell its state behind item {mark.at}: {repr_of(mark.value)}"
+                        f"a source has no state after item {mark.at}: {repr_of(mark.value)}"
                     ) from mark.value
                 found[stop.name] = mark
         return counts, copied(found)

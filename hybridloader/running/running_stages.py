@@ -56,7 +56,7 @@ class RunningStage:
         counter: ItemCounter,
     ) -> None:
         self.node, self.stage, self.flow, self.counter = node, stage, flow, counter
-        self.measures = measures  # None: nobody observes
+        self.measures = measures  # None: not observed
         self.watch = None if dataset is None else DatasetChanges(dataset)
         self.readers: ReaderItems | None = None
         self.begun = False
@@ -97,7 +97,7 @@ class RunningStages(dict[Path, RunningStage]):
     ) -> None:
         super().__init__()
         self._seed, self._closed, self._observation = seed, closed, observation
-        self.number = next(_numbers)  # by which a trace knows them
+        self.number = next(_numbers)  # their number in a trace
         # All the other mutable state:
         self.failure_log = FailureLog()  # of what was skipped
         self.locks: dict[Path, PageLocks] = {}  # where a device reads what a node gives, as it is
@@ -134,12 +134,12 @@ class RunningStages(dict[Path, RunningStage]):
                 spec,
                 lookahead=2 * placement.num_workers if node.reads else node.window,
                 ordered=placement.in_order and not node.reads,
-                # What the user has counted in items is kept to.
+                # A limit in items that the user set is kept.
                 reorder=None
                 if placement.prefetch or node.reads
                 else ReorderLimit(placement.num_workers),
                 timeout=placement.timeout,
-                persistent=True,  # whoever pulls it shall not wait for its workers to end
+                persistent=True,  # the consumer must not wait for its workers to end
                 dispatch=fewest_at_hand
                 if node.reads
                 else functools.partial(least_busy, in_flight=placement.at_hand),
@@ -154,13 +154,13 @@ class RunningStages(dict[Path, RunningStage]):
         except WorkerPicklingError as error:
             raise WorkerPicklingError(f"stage {node.name!r}: {error}") from error
         dataset = None if node.backend.in_process else spec.fetch.dataset
-        if node.reads:  # of which each thread has a copy, too
+        if node.reads:  # each thread has a copy of it too
             dataset = spec.fetch.dataset if has(spec.fetch.dataset, "set_epoch") else None
         if self._observation is not None and measures is not None:
             self._observation.started(measures, stage)
         running = self[path] = RunningStage(node, stage, flow, measures, dataset, counter)
         running.resumed = self.resumed.pop(path, None)
-        self._check_open(stage)  # whoever closed it meanwhile may not have seen this one
+        self._check_open(stage)  # a concurrent close() may have missed this one
         return running
 
     def _check_open(self, stage: Stage | None = None) -> None:

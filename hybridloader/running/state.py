@@ -79,7 +79,7 @@ class Position:
     raised: int
     """Those of them that were errors."""
     finished: bool = False
-    """True if your loop had been told that these were all."""
+    """True if your loop received `StopIteration`."""
     draws: Mapping[str, int] = field(default_factory=dict)
     """Seeds of sources, by path; see `Executor.draw`."""
     marks: Mapping[str, Mark] = field(default_factory=dict)
@@ -155,14 +155,14 @@ def descriptions(pipeline: Chain) -> list[str]:
 
 def _described(pipeline: Chain, indent: str, forks: dict[int, int]) -> Iterator[str]:
     for operator in pipeline.operators:
-        told, place = operator.identity(), operator.fork_place
-        if told is None:
+        text, place = operator.identity(), operator.fork_place
+        if text is None:
             continue
         branches = operator.branches()
         if place is not None:
             branches = () if id(place[0]) in forks else branches
-            told = f"{told} of fork {forks.setdefault(id(place[0]), len(forks))}"
-        yield f"{indent}{told}"
+            text = f"{text} of fork {forks.setdefault(id(place[0]), len(forks))}"
+        yield f"{indent}{text}"
         for branch in branches:
             yield from _described(branch, indent + "| ", forks)
 
@@ -189,11 +189,14 @@ def checked(
     own["marks"] = {place: Mark(**mark) for place, mark in state["marks"].items()}
     own["heads"] = None if state["heads"] is None else Heads(*state["heads"])
     position = Position(**own)
-    for name, said, meant in (("epoch", epoch, position.epoch), ("seed", seed, position.seed)):
-        if said is not None and said != meant:
+    for name, given_value, meant in (
+        ("epoch", epoch, position.epoch),
+        ("seed", seed, position.seed),
+    ):
+        if given_value is not None and given_value != meant:
             raise StateError(
-                f"{name}: the state is of {name} {meant}, and the run is to have {name} {said}; leave "
-                f"{name}= out to go on"
+                f"{name}: the state is of {name} {meant}, and the run has {name}={given_value}; "
+                f"omit {name}= to resume"
             )
     if not any_ranks:
         ranks, rank = shares_of(pipeline)
@@ -237,7 +240,7 @@ def _same_ranks(position: Position, ours: list[int]) -> None:
         return
     raise StateError(
         f"ranks: the state is of {position.ranks} ranks and this pipeline is for {ours}; its steps do "
-        "not make one item of one, or an error was raised, so each rank has come to another place of "
+        "not make one item of one, or an error was raised, so each rank is at another position in "
         "the data. Resume from one state of all of them, by merge_states, on as many ranks, or at the "
         "end of an epoch"
     )

@@ -35,7 +35,7 @@ class RunObservation(Observation):
     def stats(self) -> Stats:
         executor = None if self._executor is None else self._executor()
         if executor is None:
-            raise ReferenceError("the run is gone")
+            raise ReferenceError("the run has ended")
         rows = (*_rows(executor, self.loop), *_row_of_caller(executor, self.loop))
         running = (stage.measures for stage in executor.stages.values())
         reported = (use for measures in running if measures is not None for use in measures.stores)

@@ -27,15 +27,15 @@ def check(plan: ChainPlan) -> None:
         met.setdefault(fork, set()).add(number)
         if repeated.setdefault(fork, repeats) != repeats:
             raise ValueError(
-                "a branch of a fork is repeated apart from the others, which take what it gives; "
-                "repeat() before the fork, or behind where its branches are joined"
+                "a branch of a fork is repeated, but not its other branches, which get the same items; "
+                "repeat() before the fork, or after its branches are joined"
             )
     for fork, numbers in met.items():
         missing = sorted(set(range(fork.count)) - numbers)
         if missing:
             raise ValueError(
-                f"of the {fork.count} branches of a fork, {_listed(missing)} never joined: what "
-                "goes there would pile up. Join all of them, as in Pipeline.zip(a, b)"
+                f"of the {fork.count} branches of a fork, {_listed(missing)} never joined, so "
+                "their items would pile up. Join all of them, as in Pipeline.zip(a, b)"
             )
     for node in plan.all_nodes:
         if not isinstance(node, WorkerNode):
@@ -52,15 +52,15 @@ def _check_devices(plan: ChainPlan) -> None:
             continue
         if len(node.path) > 1:
             raise ValueError(
-                f"{node.name} is in a part of a pipeline that is joined to others, so whoever joins "
-                "them would take what was moved; move the items behind that"
+                f"{node.name} is in a branch that is joined to others, so the joining thread "
+                "would receive its batches; move it after the join"
             )
         later = plan.nodes[node.path[0] + 1 :]
         behind = next((n for n in later if isinstance(n, (WorkerNode, RelayNode))), None)
         if behind is not None:
             raise ValueError(
-                f"{behind.name} comes behind {node.name}, so another thread than your loop's would take "
-                "what was moved, and the stream of your loop would not wait for it; move it last"
+                f"{behind.name} comes after {node.name}, which must be the last step: a later one "
+                "would receive batches on another thread, without stream synchronization; move it last"
             )
 
 

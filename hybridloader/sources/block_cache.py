@@ -24,20 +24,20 @@ from hybridloader._support.caller import warn_once
 fcntl: Any
 try:
     import fcntl
-except ImportError:  # Windows, where an open file can't be removed either
+except ImportError:  # Windows, which can't remove an open file either
     fcntl = None
 
 _LOCKS = 256
-"""Files to lock while a block is fetched; blocks whose names end alike share one."""
+"""Lock files for blocks that are being fetched; blocks whose names end alike share one."""
 
 _TRAILER = 12
-"""Bytes behind the data: the length, and the checksum of the data and the length."""
+"""Bytes after the data: the length, and a checksum of the data and the length."""
 
 _SPARE = 0.05
-"""Part of the limit that is made free at a time, and is written until the folder is looked at again."""
+"""Share of the limit that is freed at a time. The folder is listed again after as many bytes."""
 
 _PRIVATE = "hybridloader-blocks-"
-"""Beginning of the names of folders that last as long as a process."""
+"""Prefix of the names of folders that are removed when their process ends."""
 
 
 class BlockCache:
@@ -62,7 +62,7 @@ class BlockCache:
         self.private = False
         self._lock = threading.Lock()
         # All the mutable state:
-        self._room = 0.0  # bytes that may be written until the folder is looked at again
+        self._room = 0.0  # bytes that may be written until the folder is listed again
 
     def __reduce__(self) -> Any:
         return BlockCache, (self.folder, self.limit)
@@ -97,7 +97,7 @@ class BlockCache:
                         fetched(data)
                         self._write(path, data)
                         return data
-                    # By way of the file, so that the block is not in memory of its own.
+                    # Map the written file, so that the block takes no private memory.
                     found = self._open(path, check=False) if self._write(path, data) else None
                     return data if found is None else found
         return found
@@ -119,14 +119,14 @@ class BlockCache:
                 return None
             with suppress(OSError):
                 os.utime(path)
-        except (OSError, ValueError):  # of no bytes
+        except (OSError, ValueError):  # ValueError: the file is empty
             return None
         finally:
-            os.close(fd)  # the map has a copy of it, and so the lock
+            os.close(fd)  # the map keeps a duplicate of it, and with it the lock
         return data
 
     def _write(self, path: str, data: Any) -> bool:
-        part = f"{path[: -len('.block')]}.part"  # left by a killed process, it is written anew
+        part = f"{path[: -len('.block')]}.part"  # one left by a killed process is overwritten
         try:
             if not self._make_room(len(data) + _TRAILER):
                 return False
@@ -168,8 +168,8 @@ class BlockCache:
 
     def _warn(self, error: OSError) -> None:
         warn_once(
-            f"blocks are not kept in {self.folder}: {type(error).__name__}: {error.strerror}; give "
-            "cache_dir= a folder that can be written and has room for cache_bytes="
+            f"blocks are not kept in {self.folder}: {type(error).__name__}: {error.strerror}; set "
+            "cache_dir= to a folder that is writable and has room for cache_bytes="
         )
 
 
@@ -192,7 +192,7 @@ def private_cache(limit: int) -> BlockCache:
 
 
 def _remove(folder: str, owner: _locked, process: int) -> None:
-    if os.getpid() == process:  # no fork of it
+    if os.getpid() == process:  # not in a fork of the process
         shutil.rmtree(folder, ignore_errors=True)
     owner.__exit__()
 

@@ -50,22 +50,22 @@ class Source(Protocol):
 
 
 AT_ONCE = 16
-"""Blocks that are fetched at the same time."""
+"""Blocks that are fetched at a time."""
 
 AHEAD = 512 << 20
 """Bytes of blocks that a process holds, fetched or being fetched."""
 
 CACHE = 100 << 30
-"""Bytes of blocks in a cache that was given a folder."""
+"""Bytes of blocks in a cache with a folder."""
 
 _MANY = 512
-"""Samples that are read alone from a remote source until a warning names the sampler."""
+"""Samples read one by one from a remote source before a warning names the sampler."""
 
 _QUEUED = 64
-"""Blocks that are known ahead, at most, where there is no room for another one."""
+"""Largest number of blocks looked up ahead of time while there is no room for another one."""
 
 _JOIN = 5.0
-"""Seconds that closing waits for fetches that have begun."""
+"""Seconds that closing waits for fetches in flight."""
 
 
 class Fetched(NamedTuple):
@@ -76,7 +76,7 @@ class Fetched(NamedTuple):
     first: int
     """Number in the shard of the first of these samples."""
     last: int
-    """Number after that of the last one."""
+    """Number after that of the last sample."""
 
 
 class _Block:
@@ -88,15 +88,16 @@ class _Block:
     )
 
     def __init__(self, place: tuple[int, int, int], size: int) -> None:
-        self.place = place  # shard, and its samples from the first to before the last
+        self.place = place  # shard, first sample, and the sample after the last
         self.left = place[2] - place[1]  # samples not read yet
-        self.size = size  # bytes, also if they are only reserved; -1: unknown
-        self.uses = self.chunk = 0  # samples planned and not read; part of the order with the last
+        self.size = size  # bytes, fetched or reserved; -1: unknown
+        # Samples planned and not read; number of the last part of the order that has one.
+        self.uses = self.chunk = 0
         self.stop = 0  # samples of the order up to the end of that part
-        self.started = False  # a thread fetches it, or has
-        self.written = True  # False: it was fetched, and its thread writes it into the cache
-        self.dropped = False  # before it was written, so its bytes are held until then
-        self.fetched = threading.Event()  # also if that has failed
+        self.started = False  # a thread fetches it or has fetched it
+        self.written = True  # False: fetched, and its thread still writes it into the cache
+        self.dropped = False  # dropped before it was written; its bytes count until it is written
+        self.fetched = threading.Event()  # also set after a failure
         self.data: Any = None
         self.failure: _Failure | None = None
 
@@ -141,12 +142,12 @@ class _Plan:
         # All the mutable state:
         self.order: Iterator[Ints] | None = order  # samples that were not looked at yet
         self.blocks: dict[int, _Block] = {}  # in the order of their first samples
-        self.queue: deque[_Block] = deque()  # those that no thread has begun
+        self.queue: deque[_Block] = deque()  # blocks that no thread has begun to fetch
         self.held = 0  # bytes
         self.begun = False  # a sample was read
         self._seen: set[int] = set()  # all blocks so far
-        self._chunk = self._looked = 0  # parts of the order, and samples, that were looked at
-        self._drawn = 0  # samples that the sampler gave out
+        self._chunk = self._looked = 0  # parts of the order, and samples, looked at so far
+        self._drawn = 0  # samples that the sampler returned
 
     def look_ahead(self, blocks: int) -> None:
         """Have `blocks` blocks in the queue, if as many are left."""
@@ -243,21 +244,19 @@ class BlockReader:
         self._lock = threading.Lock()
         # All the mutable state:
         self._cache = cache
-        self._sent = False  # to other processes
-        self._begins = True  # False: another process announces blocks, and counts them
-        self._starts: array[int] = array(
-            "q"
-        )  # first samples of the blocks, as the sampler has them
-        self._window = 1  # blocks in use at the same time
-        self._open: OrderedDict[int, Any] = OrderedDict()  # blocks that were read without a plan
-        self._failed: dict[int, _Failure] = {}  # blocks of these that could not be fetched
+        self._sent = False  # True: other processes have a copy of this reader
+        self._begins = True  # False: another process announces blocks and counts them
+        self._starts: array[int] = array("q")  # first samples of the sampler's blocks
+        self._window = 1  # blocks in use at a time
+        self._open: OrderedDict[int, Any] = OrderedDict()  # blocks read without a plan
+        self._failed: dict[int, _Failure] = {}  # those of them that could not be fetched
         self._plan: _Plan | None = None
-        self._largest = 0  # bytes of a block
+        self._largest = 0  # bytes of the largest block
         self._threads: set[threading.Thread] = set()
-        self._alone = 0  # samples that were read without a plan
+        self._alone = 0  # samples read without a plan
 
     def __reduce__(self) -> Any:
-        if self._starts:  # else no sampler says which blocks there are
+        if self._starts:  # empty: no sampler has described its blocks
             self._cache = self._cache or private_cache(2 * self._limit)
             self._sent = True
         return _received, (
@@ -311,21 +310,21 @@ class BlockReader:
         if self._cache is not None and window > self._cache.limit:
             raise ValueError(
                 f"cache_bytes={self._cache.limit} has no room for the {min(blocks, len(plan.queue))} "
-                f"blocks of a window, {window} bytes: raise it, or give BlockShuffleSampler a smaller "
-                "block_size= or window_blocks="
+                f"blocks of a window ({window} bytes); raise it, or pass a smaller block_size= or "
+                "window_blocks= to BlockShuffleSampler"
             )
         if window > self._limit:
             warn_once(
                 f"the {min(blocks, len(plan.queue))} blocks of a window have {window / 2**20:.0f} MiB, "
-                f"more than ahead_bytes={self._limit}: samples are read one by one, which takes a "
-                "request each; give BlockShuffleSampler a smaller block_size= or window_blocks=, or "
-                "raise ahead_bytes="
+                f"more than ahead_bytes={self._limit}, so samples are read one by one, with a request "
+                "each; pass a smaller block_size= or window_blocks= to BlockShuffleSampler, or raise "
+                "ahead_bytes="
             )
             plan.order = iter(())
             plan.blocks.clear()
             plan.queue.clear()
         self._plan = plan
-        if self._sent:  # nobody reads here
+        if self._sent:  # other processes read the samples
             plan.begun = True
             self._fill(source)
 
@@ -339,14 +338,14 @@ class BlockReader:
         plan = self._plan
         if plan is None:
             return self._unplanned(source, index)
-        if plan.process != os.getpid():  # locks and threads of a fork are the parent's
+        if plan.process != os.getpid():  # a fork has the parent's locks without its threads
             return None
         number = bisect_right(plan.starts, index) - 1
         block = plan.blocks.get(number)
         if block is None:
             return None if self._cache is None else self._unplanned(source, index)
         if not block.fetched.is_set():
-            if not plan.begun:  # not by `begin`: an order may be asked for without its samples
+            if not plan.begun:  # not in `begin`: a program may ask for an order only
                 self._fill(source)
                 plan.begun = (
                     True  # so late that no thread finds its block not started, and fetches it
@@ -362,7 +361,7 @@ class BlockReader:
             block.failure.raise_once(index)
             return None
         data = block.data
-        if data is None:  # it was left to other processes
+        if data is None:  # other processes fetched it
             return self._unplanned(source, index)
         with self._lock:
             block.left -= samples
@@ -402,7 +401,7 @@ class BlockReader:
             start, stop = starts[number : number + 2]
             shard = bisect_right(self._shard_ends, start)
             before = self._shard_ends[shard - 1] if shard else 0
-        else:  # then a block is a shard
+        else:  # without a sampler's blocks, each shard is one
             number = shard = bisect_right(self._shard_ends, index)
             start = before = self._shard_ends[shard - 1] if shard else 0
             stop = self._shard_ends[shard]
@@ -445,7 +444,7 @@ class BlockReader:
         began = perf_counter()
         found = self._cache.get(source.fetch_key(*place), fetch, early)
         if counting() and not fetched:
-            if not self._begins:  # it waited until another process had fetched the block
+            if not self._begins:  # this process waited until another one fetched it
                 count(name, waited=perf_counter() - began)
             elif counts:
                 count(name, hits=1)
@@ -466,8 +465,8 @@ class BlockReader:
         self._alone += 1
         if self._alone == _MANY and self._warns:
             warn_once(
-                "samples of a remote source are read one by one, which takes a request each: give the "
-                "loader sampler=BlockShuffleSampler(source, seed), which reads whole blocks"
+                "samples of a remote source are read one by one, with a request each; pass the loader "
+                "sampler=BlockShuffleSampler(source, seed), which reads whole blocks"
             )
 
     def _size(self, block: _Block) -> int:
@@ -490,7 +489,7 @@ class BlockReader:
                         return None
                     plan.start(block, size)
                     return plan, plan.queue.popleft()
-                plan.queue.popleft()  # the thread that needs it has begun
+                plan.queue.popleft()  # the thread that needs the block fetches it already
 
     def _fill(self, source: Source) -> None:
         """Start threads while there are blocks to fetch, and room for them."""

@@ -23,7 +23,7 @@ def pyarrow_modules() -> tuple[Any, Any]:
         import pyarrow.dataset
         import pyarrow.fs
     except ImportError as error:
-        raise ImportError(f"Parquet is read by pyarrow: {INSTALL}") from error
+        raise ImportError(f"reading Parquet requires pyarrow: {INSTALL}") from error
     return pyarrow, pyarrow.dataset
 
 
@@ -81,7 +81,7 @@ class Columns:
         with self._lock:
             if names not in self._matrices:
                 matrix = _side_by_side([self._array(name) for name in names])
-                # Threads may be reading: first what is there instead.
+                # Other threads may be reading: replace the arrays before the matrix appears.
                 self._arrays.update((name, matrix[:, at]) for at, name in enumerate(names))
                 self._matrices[names] = matrix
                 self.table = self.table.drop_columns(list(names))
@@ -107,7 +107,7 @@ class Columns:
         for _ in widths:
             self._check(values, name)
             values = values.flatten()
-        if not types.is_floating(kind):  # in those a null is a NaN
+        if not types.is_floating(kind):  # a null of a float column is a NaN
             self._check(values, name)
         array: npt.NDArray[Any] = values.to_numpy(zero_copy_only=False)
         return array.reshape(count, *widths)
@@ -115,15 +115,15 @@ class Columns:
     def _check(self, values: Any, name: str) -> None:
         if values.null_count:
             raise SourceError(
-                f"{self._where}, column {name} has {values.null_count} nulls, which no tensor of "
-                "numbers holds: leave them out by filter=, leave the column out by columns=, or read "
-                "rows"
+                f"{self._where}, column {name} has {values.null_count} nulls, which a tensor of numbers "
+                "can't hold; exclude these rows by filter=, omit the column from columns=, or read rows"
             )
 
 
 _AT_ONCE = 8192
-"""Rows that are transposed at a time: 19 columns of them fit into the second cache of a core. Each
-part lets the GIL go twice: 1,024 rows take as long alone, and 1.3 times as long on two threads."""
+"""Rows that are transposed at a time: 19 columns of them fit into the second-level cache of a core. Each
+part releases the GIL twice: parts of 1,024 rows take as long on one thread, and 1.3 times as long on
+two."""
 
 
 def _side_by_side(columns: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:

@@ -21,7 +21,7 @@ R = TypeVar("R")
 _adding = threading.Lock()
 
 ahead = threading.local()
-"""`ahead.reads` is True in a thread that reads ahead of the samples, so that no worker waits for it."""
+"""`ahead.reads` is True in a thread that prefetches: no worker waits for its requests."""
 
 
 def counted(call: Callable[[], R], url: str, fs: Any) -> Callable[[], R]:
@@ -40,7 +40,7 @@ def counted(call: Callable[[], R], url: str, fs: Any) -> Callable[[], R]:
             seconds = perf_counter() - began
             waited = 0.0 if attribute(ahead, "reads", False) else seconds
             count(url, requests=1, retries=again, bytes=size, seconds=seconds, waited=waited)
-            _time_answers(fs, url)  # the first request has made its session
+            _time_answers(fs, url)  # the session exists since the first request
 
     return request
 
@@ -63,7 +63,7 @@ def _time_answers(fs: Any, url: str) -> None:
             config.on_request_end.append(answers.answered)
             config.counts_answers = True
             config.freeze()
-            with _adding:  # several threads come with the first requests
+            with _adding:  # the first requests may come from several threads
                 if not any(map(_counts, configs)):
                     configs.append(config)
 

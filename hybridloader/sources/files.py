@@ -92,7 +92,7 @@ class Files(Shards[Any]):
     ) -> None:
         if not callable(decode) and decode not in ("bytes", "text"):
             raise ValueError(
-                f"decode must be 'bytes', 'text' or a function of bytes, got {decode!r}"
+                f"decode must be 'bytes', 'text' or a function that takes bytes, got {decode!r}"
             )
         roots, stores = list_files(urls, storage_options or {}, index, retry=retry_seconds)
         super().__init__(Texts(root.url for root in roots), [len(root.paths) for root in roots])
@@ -114,7 +114,7 @@ class Files(Shards[Any]):
     def labels(self) -> Sequence[int]:
         """Number of the class of each file. Raises `ValueError` without `class_from_folder`."""
         if self._labels is None:
-            raise ValueError("these Files have no classes; make them with class_from_folder=True")
+            raise ValueError("these Files have no classes; pass class_from_folder=True to Files")
         labels: list[int] = self._labels.tolist()
         return labels
 
@@ -147,7 +147,7 @@ def _class_of(path: str, root: Root) -> str:
     name, slash, _ = inner.partition("/")
     if not slash:
         raise SourceError(
-            f"{path} is in no class folder: class_from_folder=True takes the folder below "
-            f"{root.folder or 'the root'} as the class"
+            f"{path} is in no class folder: class_from_folder=True reads the class from the first "
+            f"folder below {root.folder or 'the root'}"
         )
     return name

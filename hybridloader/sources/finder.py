@@ -27,13 +27,13 @@ class Finder:
         count = int(stops[-1]) if len(stops) else 0
         self._shift = max(0, (count // (4 * max(1, len(stops)))).bit_length() - 1)
         known = np.arange(0, count, 1 << self._shift)
-        # The least type that holds them: of 16 bits, they are sorted in a tenth of the time.
+        # The smallest type that holds the numbers: 16-bit ones sort in a tenth of the time.
         kind = np.min_scalar_type(len(stops))
         self._first: npt.NDArray[Any] = np.searchsorted(stops, known, "right").astype(kind)
 
     def find(self, numbers: Ints) -> npt.NDArray[Any]:
         """Return the interval of each number; all must lie in one."""
         found: npt.NDArray[Any] = self._first[numbers >> self._shift]
-        while (behind := numbers >= self._stops[found]).any():
-            found += behind
+        while (past := numbers >= self._stops[found]).any():
+            found += past
         return found

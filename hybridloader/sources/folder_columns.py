@@ -13,7 +13,7 @@ from hybridloader.errors import SourceError
 from hybridloader.sources.listing import Root
 
 _NULL = "__HIVE_DEFAULT_PARTITION__"
-"""Name that stands for no value."""
+"""Folder name for a missing value."""
 
 
 def folder_columns(roots: Sequence[Root]) -> Iterator[Mapping[str, Any]]:
@@ -32,12 +32,12 @@ def folder_columns(roots: Sequence[Root]) -> Iterator[Mapping[str, Any]]:
         if values.keys() != found[0].keys():
             raise SourceError(
                 f"{path} has the columns {_listed(values)} in the names of its folders, and {paths[0]} "
-                f"has {_listed(found[0])}; give files of one kind"
+                f"has {_listed(found[0])}; pass files with the same columns"
             )
     kinds = {}
     for name in found[0] if found else ():
-        told = [values[name] for values in found if values[name] != _NULL]
-        whole = bool(told) and all(re.fullmatch(r"-?\d{1,18}", value) for value in told)
+        given = [values[name] for values in found if values[name] != _NULL]
+        whole = bool(given) and all(re.fullmatch(r"-?\d{1,18}", value) for value in given)
         kinds[name] = pyarrow.int64() if whole else pyarrow.string()
     return iter(
         [{name: _scalar(value, kinds[name]) for name, value in row.items()} for row in found]

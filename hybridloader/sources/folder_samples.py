@@ -48,7 +48,7 @@ class FolderSamples:
                 if parts[1] in files:
                     raise SourceError(
                         f"{files[parts[1]][1]} and {path} are both {'.'.join(parts)}, so one would be "
-                        "lost: pack their folders apart"
+                        "lost; pack their folders separately"
                     )
                 files[parts[1]] = store, path, size
         self._samples = [*groups.items()]
@@ -73,6 +73,6 @@ def _class_of(key: str) -> str:
     name, slash, _ = key.partition("/")
     if not slash:
         raise SourceError(
-            f"the files {key}.* are in no class folder, the first one below the folder that is packed"
+            f"the files {key}.* are in no class folder; move them into a folder below the packed one"
         )
     return name

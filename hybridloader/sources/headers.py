@@ -13,16 +13,16 @@ from typing import Any
 from hybridloader.sources.store import Stamp, Store
 
 _LEAP = 512 << 10
-"""Bytes between two headers, on average, from which on each is read by itself."""
+"""Mean distance of headers, in bytes, above which each header is read separately."""
 
 _FIRST = 256 << 10
-"""Bytes of the first read, which shows how large members are."""
+"""Bytes of the first read, which shows the sizes of members."""
 
 _SMALL = 16 << 10
 """Bytes of a read of one header: the small members after it (a class, a text) are read with it."""
 
 _LARGE = 8 << 20
-"""Bytes of a read of everything."""
+"""Bytes of a read if headers are close to each other."""
 
 
 def open_headers(store: Store, path: str, stamp: Stamp) -> Any:
@@ -67,7 +67,7 @@ class _Ranges(io.RawIOBase):
         return self._data[start - self._start : stop - self._start]
 
     def _fetch(self, start: int, stop: int) -> None:
-        members = self._reads / 3  # tarfile and the index read three times for each
+        members = self._reads / 3  # tarfile and the index read three times for each member
         if not self._data:
             ahead = _FIRST
         elif start > members * _LEAP:

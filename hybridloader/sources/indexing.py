@@ -33,20 +33,20 @@ from hybridloader.sources.tar_index import (
 
 try:
     import fcntl
-except ImportError:  # Windows: each process makes the indices that it lacks
+except ImportError:  # Windows: each process makes the indices that are missing
     fcntl = None  # type: ignore[assignment]
 
 BESIDE = "beside"
-"""Word for indices that are kept beside their archives."""
+"""Value of `index` that keeps indices next to their archives."""
 
 SUFFIX = ".index"
-"""End of the name of an index."""
+"""Suffix of the name of an index."""
 
 _LOCK = ".lock"
-"""Name of the file, in a folder of indices, whose bytes are locked: one for each index."""
+"""File in a folder of indices; each index has a byte of it to lock."""
 
 _NAMED = 100
-"""Characters of an archive's name in that of its index; most file systems allow 255 bytes."""
+"""Characters of an archive's name in the name of its index; most file systems allow 255 bytes."""
 
 Place = tuple[Store, str]
 """Store of an archive, and its path there."""
@@ -65,7 +65,9 @@ def archives(urls: Urls, options: Mapping[str, Any], retry: float = RETRY) -> li
         if not path.endswith((SUFFIX, f"/{MANIFEST}"))
     ]
     if not places:
-        raise FileNotFoundError(f"{urls!r:.200} names no archives, only their indices")
+        raise FileNotFoundError(
+            f"{urls!r:.200} names only indices and no archives; pass the archives"
+        )
     return places
 
 
@@ -93,7 +95,7 @@ def _index_of(place: Place, kept: str | None, locks: _Locks, wait: bool) -> TarI
     found = _loaded(store, file, stamp, remote)
     if found is not None:
         return found
-    if stamp == Stamp(stamp.size, ""):  # a change would not be noticed, so it is not kept
+    if stamp == Stamp(stamp.size, ""):  # a change would not be noticed, so no index is kept
         _warn_many_ranks(store)
         return _made(store, path, stamp)
     if file is None or remote:
@@ -102,7 +104,7 @@ def _index_of(place: Place, kept: str | None, locks: _Locks, wait: bool) -> TarI
     with locks.held(store, file, wait) as mine:
         if not mine:
             return None
-        found = load_index(file, stamp)  # another may have made it meanwhile
+        found = load_index(file, stamp)  # another process may have made it
         if found is None:
             found = _made(store, path, stamp)
             _save(file, found)
@@ -115,7 +117,7 @@ def _made(store: Store, path: str, stamp: Stamp) -> TarIndex:
         try:
             return make_index(name, file, stamp)
         except Exception as error:
-            store.raise_told(error, path)
+            store.raise_named(error, path)
 
 
 def _refuse_many_ranks(store: Store, path: str) -> None:
@@ -123,9 +125,9 @@ def _refuse_many_ranks(store: Store, path: str) -> None:
     if ranks > 1 and not store.is_local:
         name = store.name(path)
         raise ValueError(
-            f"{name} has no index that is kept, so each of the {ranks} ranks of this machine would "
-            "read it: give index= a folder that the ranks share, and one of them makes each index. To "
-            f"fill it ahead of time, run: hybridloader index {name} ... -o FOLDER"
+            f"{name} has no kept index, so each of the {ranks} ranks of this machine would read the "
+            "archive; set index= to a folder that all ranks share, where one rank makes each index. To "
+            f"fill the folder ahead of time, run: hybridloader index {name} ... -o FOLDER"
         )
 
 
@@ -133,9 +135,9 @@ def _warn_many_ranks(store: Store) -> None:
     ranks = _ranks()
     if ranks > 1 and not store.is_local:
         warn_once(
-            f"each of the {ranks} ranks of this machine reads the headers of all archives: their store "
+            f"each of the {ranks} ranks of this machine reads the headers of all archives: the store "
             "reports neither a time nor a checksum, so a change would not be noticed, and no index is "
-            "kept; copy the archives to a store that does"
+            "kept; copy the archives to a store that reports one of them"
         )
 
 
@@ -156,10 +158,10 @@ def _loaded(store: Store, file: str | None, stamp: Stamp, remote: bool) -> TarIn
 def _save(file: str, index: TarIndex) -> None:
     try:
         save_index(file, index)
-    except OSError as error:  # it serves without; the next one indexes the archive again
+    except OSError as error:  # this index still works; the next process indexes the archive again
         warn_once(
             f"indices of archives are not kept in {os.path.dirname(file)}: {type(error).__name__}: "
-            f"{error.strerror}; give index= a folder that can be written"
+            f"{error.strerror}; set index= to a writable folder"
         )
 
 
@@ -169,7 +171,7 @@ def _file_of(store: Store, path: str, kept: str) -> str:
         return f"{path}{SUFFIX}"
     name = store.name(path)
     if name.startswith(("http://", "https://")):
-        name = name.partition("?")[0]  # after it is a signature, another one each time
+        name = name.partition("?")[0]  # a query may be a signature, which differs each time
     digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).hexdigest()[:16]
     return os.path.join(kept, f"{os.path.basename(name)[:_NAMED]}.{digest}{SUFFIX}")
 
@@ -214,7 +216,7 @@ class _Locks:
                 if self._file is None:
                     flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0)
                     self._file = os.open(os.path.join(self._folder, _LOCK), flags, 0o666)
-        except OSError:  # a folder that can't be written; to save the index warns of it
+        except OSError:  # the folder isn't writable; saving the index warns about it
             yield True
             return
         byte = int(hashlib.sha256(os.path.basename(file).encode()).hexdigest()[:12], 16)
@@ -289,6 +291,6 @@ def _kept(place: Place, folder: str, locks: _Locks) -> None:
     store, path = place
     if index is not None and index.stamp == Stamp(index.stamp.size, ""):
         raise ValueError(
-            f"{store.name(path)}: its store reports neither a time nor a checksum, so a change would "
-            "not be noticed, and the index is not kept"
+            f"{store.name(path)}: the store reports neither a time nor a checksum, so a change would "
+            "not be noticed, and no index is kept; copy the archive to a store that reports one of them"
         )

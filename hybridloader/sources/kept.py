@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 MANIFEST = "_pack.json"
-"""Name of the file that says which pack the shards of a folder are of."""
+"""Name of the file that describes the pack in a folder of shards."""
 
 
 def write_whole(path: str, data: Any) -> None:

@@ -23,13 +23,13 @@ VERSION = 1
 _RANGE = re.compile(
     r"(?<!\[)\{((?:-?[0-9]+\.\.-?[0-9]+|[a-z]\.\.[a-z]|[A-Z]\.\.[A-Z])(?:\.\.-?[0-9]+)?)\}"
 )
-"""Range of numbers or letters, with a step or without."""
+"""Range of numbers or letters, with or without a step."""
 
 _OTHER_BRACES = re.compile(r"(?<!\[)\{[^}]*(?:,|\.\.)[^}]*\}")
-"""Other braces that a shell would write out, or that are a mistake, in a URL without its ranges."""
+"""Braces that a shell would expand, or that are a mistake, in a URL without its ranges."""
 
 _AROUND = "around"
-"""Type of a link to a folder that it is itself in."""
+"""Type of a link to a folder that contains the link."""
 
 Urls = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -38,7 +38,7 @@ class Root(NamedTuple):
     """Files that one URL names."""
 
     url: str
-    folder: str  # path that the names in the URL have in common, without a final slash
+    folder: str  # common parent of the names in the URL, without a final slash
     paths: list[str]  # sorted
     sizes: list[int]  # bytes; -1: unknown
 
@@ -51,7 +51,7 @@ def urls_of(urls: Urls) -> list[str]:
     many = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
     found = [one for url in many for one in _expanded(os.fspath(url))]
     if not found:
-        raise ValueError("no files were named: give a path, a URL, a glob or several of these")
+        raise ValueError("no files were named; pass a path, a URL, a glob, or a list of these")
     return found
 
 
@@ -62,8 +62,8 @@ def _expanded(url: str) -> Iterable[str]:
     parts = _RANGE.split(url)
     if _OTHER_BRACES.search("".join(parts[::2])) is not None:
         raise ValueError(
-            f"{url}: these braces are not written out, only ranges such as {{000..127}}, {{9..1..2}} "
-            "and {a..f} are: list the names one by one, or write [{] for a { that is part of a name"
+            f"{url}: these braces are not expanded, only ranges such as {{000..127}}, {{9..1..2}} and "
+            "{a..f} are; list the names one by one, or write [{] for a { that is part of a name"
         )
     choices = [_range(*part.split("..")) if at % 2 else [part] for at, part in enumerate(parts)]
     return map("".join, itertools.product(*choices))
@@ -146,7 +146,7 @@ def _place_of(url: str) -> str:
         return "file"
     first, chained, rest = url.partition("::")
     protocol, separator, path = first.partition("://")
-    if not separator:  # such as simplecache::, which names no file of its own
+    if not separator:  # such as simplecache::, which names no file
         return f"{first}::{_place_of(rest)}"
     if chained:
         return f"{protocol}::{rest}"
@@ -172,17 +172,17 @@ def _listed(url: str, store: Store, ignored: tuple[str, ...]) -> Root:
         found = fs.find(folder + "/" if folder else "", detail=True)
         if ignored:
             found = {name: found[name] for name in found if not _is_ignored(name, folder, ignored)}
-    else:  # not looked at: a list of a million URLs would be as many requests
+    else:  # not checked: a list of a million URLs would take as many requests
         if store.is_local:
             return Root(url, os.path.dirname(path), [path], [os.stat(path).st_size])
         return Root(url, path.rpartition("/")[0], [path], [-1])
     files = {n: info for n, info in found.items() if info.get("type") not in ("directory", _AROUND)}
     if not files:
-        pattern = "" if magic is None else "; *, ? and [ make it a pattern, and [[] stands for a ["
-        raise FileNotFoundError(f"{url} names no files{pattern}")
+        pattern = "" if magic is None else "; *, ? and [ are read as a pattern; write [[] for a ["
+        raise FileNotFoundError(f"{url} matches no files{pattern}")
     for name in files:
         if ".." in PurePosixPath(name.replace("\\", "/")).parts and ".." not in url:
-            raise SourceError(f"{url} lists {name!r}, a name that leads out of its folder")
+            raise SourceError(f"{url} lists {name!r}, a name outside its folder")
     paths = sorted(files)
     sizes = [files[name].get("size") for name in paths]
     return Root(url, folder, paths, [-1 if size is None else int(size) for size in sizes])
@@ -224,14 +224,14 @@ def _read(kept: str, urls: list[str]) -> list[Root]:
         with open(kept, encoding="utf-8", errors="surrogateescape") as file:
             held = json.load(file)
         if held["version"] != VERSION:
-            raise ValueError(f"its version is {held['version']}")
+            raise ValueError(f"it has version {held['version']}, not {VERSION}")
         roots = [Root(*root) for root in held["roots"]]
     except (ValueError, KeyError, TypeError) as error:
-        raise CacheError(f"{kept} is no list of files ({error}); delete it") from error
+        raise CacheError(f"{kept} is not a readable list of files ({error}); delete it") from error
     if [root.url for root in roots] != urls:
         raise CacheError(
-            f"{kept} is the list of {[root.url for root in roots]!r:.200}, not of {urls!r:.200}; "
-            "delete it, or name another file"
+            f"{kept} lists {[root.url for root in roots]!r:.200}, not {urls!r:.200}; delete it, or "
+            "name another file"
         )
     return roots
 

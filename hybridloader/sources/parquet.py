@@ -37,7 +37,7 @@ class _Batch(dict[str, Any]):
     def __missing__(self, key: Any) -> Any:
         if isinstance(key, int):
             raise TypeError(
-                "Parquet(tensors=True) makes whole batches, so there are no samples to collate; give "
+                "Parquet(tensors=True) makes whole batches, so there are no samples to collate; pass "
                 "collate_fn=Parquet.collate_fn"
             )
         raise KeyError(key)
@@ -115,7 +115,7 @@ class Parquet(Shards[Any]):
     """
 
     takes_arrays: ClassVar[bool] = True
-    """True beside a `__getitems__` that takes arrays, too: the samplers of hybridloader give it some."""
+    """True if `__getitems__` takes arrays too. The samplers of hybridloader then pass arrays."""
 
     def __init__(
         self,
@@ -133,11 +133,11 @@ class Parquet(Shards[Any]):
     ) -> None:
         pyarrow_modules()
         if isinstance(columns, str):
-            raise TypeError(f"columns is a sequence of names, such as [{columns!r}]")
+            raise TypeError(f"columns must be a sequence of names, such as [{columns!r}]")
         if columns is not None and len(set(columns)) < len(columns):
-            raise ValueError(f"columns names one of them twice: {', '.join(columns)}")
+            raise ValueError(f"columns has a name twice: {', '.join(columns)}")
         self._tensors, self._filter = flag("tensors", tensors), filter
-        # As pyarrow's datasets do: Spark and others keep notes of their own under such names.
+        # As in pyarrow's datasets: Spark and others keep files without rows under such names.
         roots, stores = list_files(
             urls, storage_options or {}, ignored=("_", "."), retry=retry_seconds
         )
@@ -161,7 +161,7 @@ class Parquet(Shards[Any]):
         ahead = whole("ahead_bytes", ahead_bytes, 0) or None
         remote = filter is None and any(not file.store.is_local for file in self._files)
         self._read_blocks(ahead if remote else None, cache_dir, cache_bytes, warns=False)
-        # Of its own, so that what is decoded goes with the workers that share the cache.
+        # Separate from `_cache`, so that the decoded row groups are in the workers that share it.
         self._places = PerWorker(partial(RowGroups, 0), per="process")
         self._cache = PerWorker(
             partial(RowGroups, whole("memory_cache_bytes", memory_cache_bytes, 0)), per="process"
@@ -174,7 +174,7 @@ class Parquet(Shards[Any]):
             with file.open() as (_, fragment, _):
                 try:
                     return fragment.physical_schema, self._counted(file, fragment)
-                except Exception as error:  # a column that lacks is to be told first
+                except Exception as error:  # a missing column explains it better
                     return fragment.physical_schema, error
 
         schema: Any = None
@@ -221,8 +221,8 @@ class Parquet(Shards[Any]):
             try:
                 schema = file.schema(fragment)
                 left = fragment.subset(filter=self._filter, schema=schema)
-                # Not by `count_rows`: where all rows of a file pass, as by the name of its folder, it
-                # counts the file for each of its row groups (pyarrow 26).
+                # Not `count_rows`: for a file whose rows all match, as by its folder, pyarrow 26
+                # counts the file once for each of its row groups.
                 counted = [
                     (
                         group.id,
@@ -233,7 +233,7 @@ class Parquet(Shards[Any]):
                     for group in left.row_groups
                 ]
             except Exception as error:
-                file.raise_told(error, "filter")
+                file.raise_named(error, "filter")
         return [(number, rows) for number, rows in counted if rows]
 
     @property
@@ -251,7 +251,7 @@ class Parquet(Shards[Any]):
                 for start, stop in zip(ranges.starts, ranges.stops, strict=True)
             ]
         except Exception as error:
-            place.raise_told(error, f"row group {number}")
+            place.raise_named(error, f"row group {number}")
         return found[0] if len(found) == 1 else b"".join(found)
 
     def fetch_key(self, shard: int, first: int, last: int) -> str:
@@ -266,7 +266,7 @@ class Parquet(Shards[Any]):
     def read_ahead(
         self, sizes: Ints, order: Iterator[Ints] | None, blocks: int
     ) -> Callable[[int], None] | None:
-        # Whatever a sampler takes for a block, row groups are what is fetched.
+        # Row groups are fetched, whichever blocks the sampler has.
         return super().read_ahead(self.block_sizes, order, blocks)
 
     def close(self) -> None:
@@ -299,7 +299,7 @@ class Parquet(Shards[Any]):
     def _checked(self, wanted: npt.NDArray[Any]) -> Ints:
         if wanted.dtype.kind in "iu" and wanted.min() >= 0 and wanted.max() < len(self):
             return wanted
-        # What one by one is an error, or an index from the end.
+        # Indices from the end; others raise the error of a single sample.
         located = [self.locate(index) for index in wanted.tolist()]
         return np.array([at + (self._ends[s - 1] if s else 0) for s, at in located])
 
@@ -341,7 +341,7 @@ class Parquet(Shards[Any]):
             found[group] = self._read(cache, group, wait=False)
         missing = [group for group in groups if found[group] is None]
         if missing and in_order and groups[-1] + 1 < len(self._groups) and cache.has_room:
-            with suppress(Exception):  # it is for the batch that needs it
+            with suppress(Exception):  # the batch that needs the row group raises the error
                 self._read(cache, groups[-1] + 1, wait=False)
         for group in missing:
             found[group] = self._read(cache, group)

@@ -12,16 +12,16 @@ from hybridloader._support.attributes import attribute
 R = TypeVar("R")
 
 RETRY = 60.0
-"""Seconds from the first failure of a request within which it is made again."""
+"""Seconds from the first failure of a request in which it is retried."""
 
 _FIRST, _LONGEST = 0.1, 4.0
-"""Seconds of the first pause, at most, which doubles, up to the longest."""
+"""Seconds of the first and of the longest pause, at most; each pause is twice the one before."""
 
 _PASSING = {408, 425, 429, 500, 502, 503, 504}
-"""Answers of HTTP after which another try may succeed."""
+"""HTTP status codes after which a retry may succeed."""
 
 _jitter = random.SystemRandom()
-"""Neither shared with a fork nor with your program: `random` stays as your seed left it."""
+"""Shared with no fork. It leaves the state of `random` unchanged."""
 
 
 def patiently(seconds: float, call: Callable[[], R], may_pass: Callable[[Exception], bool]) -> R:

@@ -19,7 +19,7 @@ from hybridloader.engine.worker_info import at_end_of_worker, get_worker_info
 T = TypeVar("T")
 
 _inherited: list[Any] = []
-"""Handles that a fork has copied, kept for ever, or their destructors would close them."""
+"""Handles that a fork copied, kept forever: their destructors would close them."""
 
 
 class PerWorker(Generic[T]):
@@ -65,14 +65,14 @@ class PerWorker(Generic[T]):
         per: Literal["thread", "process"] = "thread",
         on_fork: Literal["leave", "close"] = "leave",
     ) -> None:
-        function("PerWorker: open", open, "a function without parameters that opens the handle")
+        function("PerWorker: open", open, "a function without parameters that returns the handle")
         if close is not None:
-            function("PerWorker: close", close, "a function of the handle that closes it")
+            function("PerWorker: close", close, "a function that takes the handle and closes it")
         one_of("PerWorker: per", per, ("thread", "process"))
         one_of("PerWorker: on_fork", on_fork, ("leave", "close"))
         self._open, self._close, self._per, self._on_fork = open, close, per, on_fork
         self._key = os.urandom(12)
-        # All the mutable state, of each process by its number: those before a fork are kept.
+        # All the mutable state, by process id: the handles from before a fork are kept.
         self._handles: dict[int, _Handles[T]] = {}
         _known[self._key] = self
 
@@ -94,9 +94,9 @@ class PerWorker(Generic[T]):
         pid = os.getpid()
         if self._on_fork == "close":
             for process, handles in [*self._handles.items()]:
-                if process != pid:  # another thread may have joined meanwhile
+                if process != pid:  # another thread may have added its process
                     handles.close_inherited()
-        return self._handles.setdefault(pid, _Handles())  # atomic: threads agree on one
+        return self._handles.setdefault(pid, _Handles())  # atomic: all threads get the same one
 
     def _opened(self) -> _Opened[T]:
         return _Opened(self._open(), self._close or close_if_it_can)
@@ -116,14 +116,14 @@ class PerWorker(Generic[T]):
 
 
 _known: weakref.WeakValueDictionary[bytes, PerWorker[Any]] = weakref.WeakValueDictionary()
-"""All that there are in this process, by key."""
+"""All instances of this process, by key."""
 
 _receiving = threading.Lock()
 
 
 def _fresh_lock() -> None:
     global _receiving
-    _receiving = threading.Lock()  # the one that a fork has copied may be held for ever
+    _receiving = threading.Lock()  # a fork may have copied a held lock
 
 
 if hasattr(os, "register_at_fork"):
@@ -138,7 +138,7 @@ def _received(key: bytes, open: Callable[[], T], options: dict[str, Any]) -> Per
     made = PerWorker(open, **options)
     del _known[made._key]
     made._key = key
-    with _receiving:  # another thread may receive it as well
+    with _receiving:  # several threads may receive it
         found = _known.get(key)
         if found is None:
             _known[key] = found = made
@@ -152,7 +152,7 @@ class _Opened(Generic[T]):
 
     def __init__(self, handle: T, close: Callable[[T], Any]) -> None:
         self._close, self._pid = close, os.getpid()
-        # All the mutable state: for a shared handle, the workers that use it, and if others do.
+        # All the mutable state: for a shared handle, its workers, and whether others use it.
         self.handle: T | None = handle
         self.is_open = True
         self.users: set[int] = set()
@@ -171,7 +171,7 @@ class _Opened(Generic[T]):
 
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
         if not ending():
-            with suppress(Exception):  # that it is on the wrong thread, for instance
+            with suppress(Exception):  # for example, sqlite3 refuses to close on another thread
                 self.shut()
 
 
@@ -231,7 +231,7 @@ class _Handles(Generic[T]):
         for opened in (
             self.here.opened,
             self._shared,
-        ):  # without the lock: a fork may have copied it
+        ):  # without the lock: a fork may have copied it held
             if opened is not None:
                 opened.shut(inherited=True)
 
@@ -252,4 +252,4 @@ def _leave(reference: weakref.ref[_Handles[Any]], user: int) -> None:
 
 class _ThreadLocals(threading.local):
     opened: _Opened[Any] | None = None
-    ends_with_worker = False  # the worker that this thread is will close it
+    ends_with_worker = False  # True: closed when the worker on this thread ends

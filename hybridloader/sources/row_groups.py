@@ -27,11 +27,11 @@ class OpenParquet(NamedTuple):
     """A file that is open."""
 
     source: Any
-    """File of pyarrow."""
+    """Pyarrow file."""
     fragment: Any
-    """Fragment of pyarrow.dataset, with the metadata."""
+    """Fragment of pyarrow.dataset, with its metadata."""
     remote: _RemoteFile | None
-    """What `source` reads, if that is remote."""
+    """The remote file that `source` reads, if it is remote."""
 
 
 class Ranges(NamedTuple):
@@ -49,9 +49,9 @@ class ParquetFile(NamedTuple):
     path: str
     stamp: Stamp
     folders: Mapping[str, Any] = MappingProxyType({})
-    """Columns that its folders name, as scalars of pyarrow by name."""
+    """Columns in the names of its folders: pyarrow scalars by name."""
     number: int = 0
-    """Its number in the table: paths of two archives may be the same."""
+    """Number of the file in the table: files of two archives may have the same path."""
 
     @property
     def name(self) -> str:
@@ -60,8 +60,8 @@ class ParquetFile(NamedTuple):
     @contextmanager
     def open(self, what: str = "") -> Iterator[OpenParquet]:
         """Open the file, and close it again; `what` of the file is named in errors."""
-        # Not by a file system of pyarrow's: that closes files late, on threads of its own, and takes
-        # any failure of fsspec for a file that is not there.
+        # Not through a file system of pyarrow: that closes files late, on its threads, and reports
+        # every failure of fsspec as a missing file.
         pyarrow, dataset = pyarrow_modules()
         remote = None
         try:
@@ -71,16 +71,16 @@ class ParquetFile(NamedTuple):
                 remote = _RemoteFile(self)
                 source = pyarrow.PythonFile(remote, mode="r")
         except Exception as error:
-            self.raise_told(error, what)
+            self.raise_named(error, what)
         with source:
             try:
-                told = condition_of(self.folders) if self.folders else None
+                condition = condition_of(self.folders) if self.folders else None
                 fragment = dataset.ParquetFileFormat().make_fragment(
-                    source, partition_expression=told
+                    source, partition_expression=condition
                 )
                 fragment.ensure_complete_metadata()
             except Exception as error:
-                self.raise_told(error, what)
+                self.raise_named(error, what)
             yield OpenParquet(source, fragment, remote)
 
     def schema(self, fragment: Any) -> Any:
@@ -92,17 +92,17 @@ class ParquetFile(NamedTuple):
                 schema = schema.append(pyarrow.field(name, value.type))
         return schema
 
-    def raise_told(self, error: Exception, what: str = "") -> NoReturn:
+    def raise_named(self, error: Exception, what: str = "") -> NoReturn:
         """Raise `error`, or a hybridloader error in its place, that names the file and `what` of it."""
         pyarrow, _ = pyarrow_modules()
-        # pyarrow's own errors of bad data are of its classes, or an OSError without a number.
+        # pyarrow reports bad data by its classes, or by an OSError without errno.
         bad = isinstance(error, pyarrow.ArrowException)
         if bad or (type(error) is OSError and error.errno is None):
             where = f"{self.name}{what and ', '}{what}"
             raise SourceError(
-                f"{where} is no Parquet, or is damaged or cut short: {error}"
+                f"{where} is not a Parquet file, or it is damaged or truncated: {error}"
             ) from error
-        self.store.raise_told(error, self.path, what)
+        self.store.raise_named(error, self.path, what)
 
 
 class _RemoteFile:
@@ -116,10 +116,13 @@ class _RemoteFile:
     def __init__(self, file: ParquetFile) -> None:
         self._file, self._size = file, file.stamp.size
         if self._size < 0:
-            raise SourceError(f"{file.name} can't be read by ranges: its store tells no size")
+            raise SourceError(
+                f"{file.name} can't be read by ranges, as its store reports no size; copy it to a "
+                "store that does"
+            )
         # All the mutable state:
         self._at = 0
-        self.fetched: tuple[Ranges, Any] | None = None  # parts that are there already
+        self.fetched: tuple[Ranges, Any] | None = None  # parts that are fetched already
 
     def read(self, size: int) -> bytes:
         start, stop = self._at, min(self._at + size, self._size)
@@ -135,7 +138,7 @@ class _RemoteFile:
         try:
             return self._file.store.remote_range(self._file.path, start, stop)
         except OSError as error:
-            if error.errno is None:  # else it would be taken for pyarrow's, of bad data
+            if error.errno is None:  # pyarrow would report an error without errno as bad data
                 error.errno = errno.EIO
             raise
 
@@ -159,11 +162,11 @@ class _Kept(NamedTuple):
 
 
 _LATELY, _OFTEN = 8, 16
-"""Row groups dropped last, as many as the window of a `BlockShuffleSampler` by default; and how
-often one of these is decoded again until a warning says so."""
+"""Row groups dropped last that are remembered, as many as the default window of a `BlockShuffleSampler`;
+and how often one of these is decoded again before a warning."""
 
 _OPEN = 32
-"""Files that stay open in a process while nobody reads them; each holds its decoded metadata."""
+"""Files that stay open in a process while unused; each holds its decoded metadata."""
 
 
 class RowGroups:
@@ -173,14 +176,14 @@ class RowGroups:
         self._limit = limit
         self._lock = threading.Lock()
         # All the mutable state:
-        self._idle: list[_Kept] = []  # files that nobody reads, the last one used last
+        self._idle: list[_Kept] = []  # unused files, the most recently used one last
         self._closed = False
         self._entries: OrderedDict[tuple[int, int], _Entry] = OrderedDict()
-        self._bytes = self._largest = 0  # of all, and of the largest that there was
+        self._bytes = self._largest = 0  # of all row groups, and of the largest one so far
         self._dropped: deque[tuple[int, int]] = deque(maxlen=_LATELY)
         self._ranges: dict[int, list[Ranges]] = {}  # of the row groups of each file
         self._ranges_lock = threading.Lock()
-        self._again = 0  # row groups that were decoded again, of those
+        self._again = 0  # number of times that a dropped row group was decoded again
 
     def get(
         self,
@@ -214,7 +217,7 @@ class RowGroups:
                 if len(found) != rows:
                     raise SourceError(
                         f"{file.name}, row group {group} has {len(found)} rows, and had {rows} when it "
-                        "was indexed; make the Parquet again"
+                        "was indexed; make the Parquet source again"
                     )
                 entry.columns = found
                 self._keep(key, found.nbytes)
@@ -229,7 +232,7 @@ class RowGroups:
 
     def _keep(self, key: tuple[int, int], size: int) -> None:
         with self._lock:
-            if key not in self._entries:  # closed meanwhile
+            if key not in self._entries:  # closed in the meantime
                 return
             self._bytes += size
             self._largest = max(self._largest, size)
@@ -244,15 +247,15 @@ class RowGroups:
             held, often = len(self._entries), self._again == _OFTEN
         if often:
             warn_once(
-                "Parquet: row groups are decoded again and again, as "
-                f"memory_cache_bytes={self._limit} holds only {held} of some {size / 2**20:.1f} MB: "
-                "give memory_cache_bytes= room for the row groups that are in use at a time (the "
-                "window_blocks of a BlockShuffleSampler), or fewer window_blocks"
+                "Parquet: row groups are decoded repeatedly, as "
+                f"memory_cache_bytes={self._limit} holds only {held} of about {size / 2**20:.1f} MB "
+                "each; raise memory_cache_bytes= to hold the row groups in use at a time (the "
+                "window_blocks of a BlockShuffleSampler), or lower window_blocks"
             )
 
     def ranges(self, file: ParquetFile, group: int, columns: Sequence[str]) -> Ranges:
         """Return the parts of a file that have these columns of a row group."""
-        with self._ranges_lock:  # else each thread would open the file
+        with self._ranges_lock:  # otherwise each thread would open the file
             found = self._ranges.get(file.number)
             if found is None:
                 with self._opened(file, f"row group {group}") as opened:
@@ -274,7 +277,7 @@ class RowGroups:
                 if remote is not None:
                     remote.fetched = None if ranges is None else (ranges, data)
                 names = [name for name in columns if name not in file.folders]
-                # Without threads of its own: workers are many, and some are forked.
+                # On this thread only: there are many workers, and some are forked.
                 if condition is None:  # in 0.6 of the time of a scan, which reads on other threads
                     parquet = parquet_module().ParquetFile(source, metadata=fragment.metadata)
                     table = parquet.read_row_group(group, names, use_threads=False).select(names)
@@ -287,7 +290,7 @@ class RowGroups:
                     )
                 table = _with_folders(table, file, columns) if file.folders else table
             except Exception as error:
-                file.raise_told(error, what)
+                file.raise_named(error, what)
             finally:
                 if remote is not None:
                     remote.fetched = None
@@ -300,7 +303,7 @@ class RowGroups:
         pyarrow reads an open file for one thread at a time, so each reader opens the file.
         """
         kept = self._taken(file.number)
-        if kept is None or file.store.is_local:  # to ask a remote store is a request
+        if kept is None or file.store.is_local:  # checking a remote file takes a request
             self._check_unchanged(file)
         if kept is None:
             stack = ExitStack()
@@ -328,11 +331,12 @@ class RowGroups:
 
     @staticmethod
     def _check_unchanged(file: ParquetFile) -> None:
-        found = file.store.stamp(file.path, anew=True)
+        found = file.store.stamp(file.path, refresh=True)
         if found != file.stamp:
             raise SourceError(
                 f"{file.name} has changed since it was indexed: it had {file.stamp.size} bytes "
-                f"({file.stamp.mark}), and has {found.size} ({found.mark}); make the Parquet again"
+                f"({file.stamp.mark}), and has {found.size} ({found.mark}); make the Parquet source "
+                "again"
             )
 
     def close(self) -> None:

@@ -18,16 +18,16 @@ class Part(NamedTuple):
 
     columns: Columns
     rows: Any
-    """Array of their numbers; a slice if the samples of a batch follow each other."""
+    """Array of row numbers; a slice for consecutive samples."""
 
 
 class Selection(NamedTuple):
     """Samples of a batch."""
 
     parts: Sequence[Part]
-    """Samples that stand in the same row group, one group after the other."""
+    """Samples of the same row group, one group after the other."""
     order: Ints | None
-    """The place of each sample of the batch among those of the parts; None: they are in order."""
+    """Position among the parts of each sample of the batch; None: the parts are in order."""
     size: int
     """Number of samples."""
 
@@ -71,10 +71,10 @@ class Selection(NamedTuple):
                 part[start:stop] = array[rows]
             else:
                 start, stop = stop, stop + len(rows)
-                # With "raise" for "clip" it would copy twice.
+                # mode="raise" would copy twice.
                 array.take(rows, axis=0, out=part[start:stop], mode="clip")
         if self.order is not None:
-            # An assignment by an index takes twice as long as two takes that write where they are to.
+            # An assignment by index takes twice as long as two takes into the target.
             part.take(self.order, axis=0, out=target, mode="clip")
         return tensor
 
@@ -92,7 +92,7 @@ class Selection(NamedTuple):
             matrix, axis = torch.from_numpy(self._copied(names, dtype)), 0
         else:
             matrix, axis = torch.from_numpy(self._gathered(names, dtype)), 1
-        unbind_copy: Any = torch.unbind_copy  # torch's stubs know only the form with `out`
+        unbind_copy: Any = torch.unbind_copy  # torch's stubs lack the form without `out`
         slot = slot_for((self.size,), matrix.dtype)
         if slot is None:
             return [matrix.flatten()] if len(names) == 1 else unbind_copy(matrix, axis)
@@ -119,14 +119,14 @@ class Selection(NamedTuple):
         joined, stop = np.empty((self.size, len(names)), dtype), 0
         for columns, rows in self.parts:
             start, stop = stop, stop + len(rows)
-            # With "raise" for "clip" it would copy twice.
+            # mode="raise" would copy twice.
             columns.matrix(names).take(rows, axis=0, out=joined[start:stop], mode="clip")
         order: Any = self.order
         return joined.take(order, axis=0)  # type: ignore[no-any-return]
 
 
 _SHORT = 1 << 16
-"""Bytes of a column that are copied without letting the GIL go: 5 us. To have it again takes as long."""
+"""Bytes of a column that are copied holding the GIL: 5 us. Acquiring it again takes as long."""
 
 
 def _rows_of(values: Any, rows: Ints | slice) -> list[Any]:

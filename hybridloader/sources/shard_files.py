@@ -19,7 +19,7 @@ KEY = "__key__"
 """Name of a sample's key."""
 
 ROWS = 1024
-"""Rows of a row group: what is read and decoded as a whole."""
+"""Rows of a row group, which is read and decoded as a whole."""
 
 
 class ShardFile(ABC):
@@ -54,7 +54,7 @@ class TarFile(ShardFile):
 
     def __init__(self, file: Any) -> None:
         super().__init__()
-        self._archive = tarfile.open(fileobj=file, mode="w")  # noqa: SIM115  # finish closes it
+        self._archive = tarfile.open(fileobj=file, mode="w")  # noqa: SIM115  # `finish` closes it
         self._names: set[str] = set()
 
     def add(self, sample: Any, number: int) -> None:
@@ -67,14 +67,19 @@ class TarFile(ShardFile):
             if outside or name_parts(name) != (key, extension):
                 raise ValueError(
                     f"sample {number}: {name!r} would not be read as the member {extension!r} of "
-                    f"{key!r}: a key has no dot after its last slash, does not lead outside, and no "
-                    "name is hidden, like '__this__', or has capital letters in its extension"
+                    f"{key!r}: a key has no dot after its last slash and no '..', no part of the name "
+                    "is hidden or like '__this__', and extensions are lowercase"
                 )
             if name in self._names:
-                raise ValueError(f"sample {number}: its shard has a member {name!r} already")
+                raise ValueError(
+                    f"sample {number}: its shard already has a member {name!r}; give each sample a "
+                    "different __key__"
+                )
             members.append((name, _encoded(value, extension, number)))
         if not members:
-            raise ValueError(f"sample {number}, {key!r}, has no fields, so it would be lost")
+            raise ValueError(
+                f"sample {number}, {key!r}, has no fields, so it would be lost; add a field"
+            )
         for name, data in members:
             # Without times and owners, the same samples make the same archive.
             member = tarfile.TarInfo(name)
@@ -120,12 +125,12 @@ class ParquetFile(ShardFile):
         schema = self._schema(rows)
         try:
             if more := sorted({name for row in rows for name in row} - {*schema.names}):
-                raise ValueError(f"there is no column {', '.join(more)}")
+                raise ValueError(f"they have no column {', '.join(more)}")
             table = pyarrow.Table.from_pylist(rows, schema=schema)
         except (pyarrow.ArrowException, TypeError, ValueError) as error:
             raise ValueError(
                 f"samples {number + 1 - len(rows)} to {number} don't fit the schema of the first ones: "
-                f"{error}; give schema="
+                f"{error}; pass schema="
             ) from error
         if self._writer is None:
             self._writer = parquet.ParquetWriter(self._file, schema)
@@ -157,8 +162,8 @@ def row_of(sample: Any, number: int) -> dict[str, Any]:
 def fields_of(sample: Any, number: int) -> dict[str, Any]:
     if not isinstance(sample, Mapping):
         raise TypeError(
-            f"sample {number} must be a dict of fields by name, such as "
-            f"{{'jpg': b'...', 'cls': 3}}, not {short(sample)}; give encode=, a function that makes one"
+            f"sample {number} must be a dict of fields by name, such as {{'jpg': b'...', 'cls': 3}}, "
+            f"not {short(sample)}; pass encode=, a function that returns such a dict"
         )
     fields = {name: value for name, value in sample.items() if name[:2] != "__"}
     return {KEY: str(sample.get(KEY, f"{number:09d}")), **fields}
@@ -182,5 +187,5 @@ def _encoded(value: Any, extension: str, number: int) -> bytes:
         return str(value).encode()
     raise TypeError(
         f"sample {number}: {extension!r} is {short(value)}, which is neither bytes, text nor a number; "
-        "name it .npy for an array or .json, or give encode="
+        "name an array .npy, name JSON .json, or pass encode="
     )

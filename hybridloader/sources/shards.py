@@ -61,15 +61,15 @@ class Shards(ABC, Generic[T_co]):
         self.shard_sizes: Ints = np.asarray(shard_sizes, np.int64)
         if self.shard_sizes.shape != (len(shard_names),):
             raise ValueError(
-                f"there are {len(shard_names)} shards, and sizes of the shape "
-                f"{self.shard_sizes.shape}; give one size for each shard"
+                f"there are {len(shard_names)} shards, and shard_sizes of the shape "
+                f"{self.shard_sizes.shape}; pass one size for each shard"
             )
         if (self.shard_sizes < 0).any():
             at = int(self.shard_sizes.argmin())
             raise ValueError(
-                f"{shard_names[at]} has {self.shard_sizes[at]} samples; give 0 or more"
+                f"{shard_names[at]} has {self.shard_sizes[at]} samples; pass 0 or more"
             )
-        # No list: of a million shards, forked workers would copy the pages of all its ints.
+        # Not a list: of a million shards, forked workers would copy the pages of all its ints.
         self._ends: array[int] = array("q", np.cumsum(self.shard_sizes, dtype=np.int64).tobytes())
         self._reader: BlockReader | None = None
         if type(self).fetch is not Shards.fetch:
@@ -129,7 +129,9 @@ class Shards(ABC, Generic[T_co]):
         bytes or memoryview
             Whatever `read` needs to find each of these samples in it.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no fetch()")
+        raise NotImplementedError(
+            f"{type(self).__name__} has no fetch(); define it, or read samples one by one"
+        )
 
     def fetch_size(self, shard: int, first: int, last: int) -> int:
         """Return the number of bytes that `fetch` returns for these arguments; -1 if it is unknown."""
@@ -235,7 +237,7 @@ class Shards(ABC, Generic[T_co]):
     def __getitem__(self, index: int) -> T_co:
         return self.read(*self.locate(index))
 
-    def __iter__(self) -> Any:  # else Python would ask for indices until one is out of range
+    def __iter__(self) -> Any:  # otherwise Python requests indices until one is out of range
         return map(self.__getitem__, range(len(self)))
 
     def __repr__(self) -> str:

@@ -29,7 +29,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 _FOR_GOOD = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
-"""Errors that another try would meet again; they stay as they are."""
+"""Errors that a retry would meet again; they stay unchanged."""
 
 INSTALL = "pip install 'hybridloader[files]'"
 
@@ -37,19 +37,19 @@ _DAMAGED = (zipfile.BadZipFile, zlib.error)
 """Errors of an archive whose contents are bad."""
 
 _MISTAKES = (TypeError, ValueError, ImportError, AttributeError, LookupError, AssertionError)
-"""Errors of a program: another try would meet them again. A client's own errors may be of these, too."""
+"""Errors of a program, which a retry would meet again. A client's errors may have these types too."""
 
 _OPEN = 64
 """Local files that are kept open in a process."""
 
 GAP = 64 * 1024
-"""Bytes between two parts of a file up to which one request takes both: less than a request costs."""
+"""Largest gap between two parts of a file that one request reads: it costs less than a request."""
 
 CONNECTIONS = 100
-"""Connections to a store from a process, as many as aiohttp has by default."""
+"""Connections to a store from a process: aiohttp's default."""
 
 _SHORT = 3
-"""Requests that are answered with too few bytes, as announced, until the file is taken to be shorter."""
+"""Requests that return fewer bytes than announced before the file counts as shorter."""
 
 _S3 = ("s3", "s3a")
 """Protocols of s3fs."""
@@ -58,10 +58,10 @@ _AT_ONCE = 8
 """Remote files that are indexed at the same time."""
 
 _AHEAD = 8 << 20
-"""Bytes of a remote file that are asked for at a time where it is read through."""
+"""Bytes of each request where a remote file is read from beginning to end."""
 
 _MARKS = ("ETag", "etag", "LastModified", "Last-Modified", "mtime", "md5Hash", "updated", "created")
-"""Names that file systems have for what changes with the contents; the first one found is taken."""
+"""Fields of a file system that change with the contents; the first one found is used."""
 
 
 class Stamp(NamedTuple):
@@ -72,18 +72,20 @@ class Stamp(NamedTuple):
 
 
 class WrongLength(Exception):
-    """A store has sent other than the bytes from `start` to before `stop`, for so many `times`."""
+    """A store did not send the bytes from `start` to before `stop`, for so many `times`."""
 
     def __init__(self, start: int, stop: int, got: int, times: int) -> None:
         super().__init__(start, stop, got, times)
         self.asked, self.start, self.got, self.times = stop - start, start, got, times
 
-    def told(self, where: str) -> Exception:
-        told = f"{where}: asked for the {self.asked} bytes from {self.start} on, and got {self.got}"
+    def named(self, where: str) -> Exception:
+        named = (
+            f"{where}: asked for the {self.asked} bytes from {self.start} on, and got {self.got}"
+        )
         if self.got < self.asked:
-            return StoreError(f"{told}: the store cut its answer short")
+            return StoreError(f"{named}: the store cut its answer short")
         return SourceError(
-            f"{told}: the store sends whole files instead of ranges; copy the file to one that serves "
+            f"{named}: the store sends whole files instead of ranges; copy the file to one that serves "
             "ranges"
         )
 
@@ -104,7 +106,7 @@ class Store:
     def __init__(self, url: str, options: Mapping[str, Any], retry: float = RETRY) -> None:
         self._url, self._options, self._retry = url, dict(options), retry
         self.is_local = is_local(url)
-        # One of an archive has a file position. The others are asked from all threads at once.
+        # A file in an archive has a file position. Other stores serve all threads.
         self._opened = PerWorker(partial(_opened, url, self._options), close=_nothing)
         self._files = PerWorker(_LocalFiles, per="process")
 
@@ -128,18 +130,18 @@ class Store:
         if not self.is_local:
             self.fs.invalidate_cache()
 
-    def stamp(self, path: str, *, anew: bool = False) -> Stamp:
-        """Return size and mark of a file; `anew` asks its store, not the listings that are kept."""
+    def stamp(self, path: str, *, refresh: bool = False) -> Stamp:
+        """Return size and mark of a file; `refresh` asks its store, not the listings that are kept."""
         if self.is_local:
             return _stamp_of(os.stat(path))
         try:
-            if anew:  # as fsspec does after it has written a file
+            if refresh:  # as fsspec does after it has written a file
                 self.fs.invalidate_cache(path)
                 self.fs.invalidate_cache(self.fs._parent(path))
-            info = self.patiently(lambda: _behind_cache(self.fs).info(path))
+            info = self.patiently(lambda: _without_cache(self.fs).info(path))
         except Exception as error:
-            self.raise_told(error, path)
-        # Azure's listings have checksums without the quotation marks around them.
+            self.raise_named(error, path)
+        # Azure's listings have checksums without quotation marks.
         found = ((name, str(info.get(name) or "").strip('"')) for name in _MARKS)
         mark = next((f"{name} {value}" for name, value in found if value), "")
         return Stamp(-1 if info.get("size") is None else int(info["size"]), mark)
@@ -151,7 +153,7 @@ class Store:
                 return open(path, "rb")
             return self.fs.open(path, "rb", block_size=_AHEAD, cache_type="readahead")
         except Exception as error:
-            self.raise_told(error, path)
+            self.raise_named(error, path)
 
     def read(self, path: str, size: int = -1) -> bytes:
         """Return the contents of a file, of `size` bytes unless that is -1."""
@@ -162,11 +164,11 @@ class Store:
             else:
                 data = self.patiently(lambda: self.fs.cat_file(path))
         except Exception as error:
-            self.raise_told(error, path)
+            self.raise_named(error, path)
         if size >= 0 and len(data) != size:
             raise SourceError(
                 f"{self.name(path)} has {len(data)} bytes, and had {size} when it was listed: it has "
-                "changed since, or was cut short; list it again"
+                "changed or was truncated; list it again"
             )
         return bytes(data)
 
@@ -185,18 +187,18 @@ class Store:
             add_note(error, f"reading {what()}")
             raise
         except Exception as error:
-            self.raise_told(error, path, what())
+            self.raise_named(error, path, what())
         if len(data) < stop - start:
             raise SourceError(
                 f"{self.name(path)}, {what()}: the file ends after {len(data)} of the {stop - start} "
-                f"bytes from {start} on: it is cut short"
+                f"bytes from byte {start}: it is truncated; write it again"
             )
         return data
 
     def remote_range(self, path: str, start: int, stop: int) -> bytes:
         """Return the bytes from `start` to before `stop` of a remote file.
 
-        Raises the errors of its file system, or `WrongLength`; `raise_told` makes our errors of these.
+        Raises the errors of its file system, or `WrongLength`; `raise_named` converts them.
         """
         times = count(1)
 
@@ -218,23 +220,23 @@ class Store:
     def _may_pass(self, error: Exception) -> bool:
         if isinstance(error, WrongLength) and error.times >= _SHORT:
             return False
-        return is_a(self._told(error, ""), StoreError) and status_may_pass(error)
+        return is_a(self._named(error, ""), StoreError) and status_may_pass(error)
 
-    def raise_told(self, error: Exception, path: str, what: str = "") -> NoReturn:
+    def raise_named(self, error: Exception, path: str, what: str = "") -> NoReturn:
         """Raise `error`, or a hybridloader error in its place, that names the file and `what` of it."""
-        told = self._told(error, path, what)
-        if told is error:
+        named = self._named(error, path, what)
+        if named is error:
             raise
-        raise told from error
+        raise named from error
 
-    def _told(self, error: Exception, path: str, what: str = "") -> Exception:
+    def _named(self, error: Exception, path: str, what: str = "") -> Exception:
         """Return `error`, or a hybridloader error, that names the file."""
         where = f"{self._name_or(path)}{what and ', '}{what}"
         if is_a(error, (SourceError, StoreError, MemoryError)):
             return error
         if is_a(error, WrongLength):
-            return error.told(where)
-        # Of HTTP, fsspec says that a file is not there whatever the answer to its size was.
+            return error.named(where)
+        # For HTTP, fsspec reports a missing file for every answer to its request for the size.
         cause = part(error, "__cause__")
         unknown = is_a(error, FileNotFoundError) and _is_of_connection(cause)
         status = attribute(cause, "status", 503 if unknown else 404)
@@ -244,21 +246,21 @@ class Store:
         if self.is_local and is_a(error, OSError):
             add_note(error, f"reading {where}")
             return error
-        said = described(error if status in (404, 410) else cause).rstrip(": ")
+        text = described(error if status in (404, 410) else cause).rstrip(": ")
         if is_a(error, _DAMAGED) or (is_a(error, KeyError) and "::" in self._url):
-            return SourceError(f"{where} can't be read: {said}")
+            return SourceError(f"{where} can't be read: {text}")
         if is_a(error, _MISTAKES) and type(error).__module__ == "builtins":
             add_note(error, f"reading {where}")
             return error
         return StoreError(
-            f"{where} was not served: {said}. It was asked again for up to {self._retry:g} s, if that "
-            "could help; a larger retry_seconds= waits longer for the store"
+            f"{where} was not served: {text}. Requests that a retry could help were repeated for up to "
+            f"{self._retry:g} s; a larger retry_seconds= waits longer for the store"
         )
 
     def _name_or(self, path: str) -> str:
         try:
             return self.name(path)
-        except Exception:  # it could not even be opened
+        except Exception:  # the store could not be opened
             return path
 
 
@@ -288,7 +290,7 @@ def fsspec_module(url: str) -> Any:
     try:
         import fsspec.core
     except ImportError as error:
-        raise ImportError(f"{url} is read by fsspec: {INSTALL}") from error
+        raise ImportError(f"{url} requires fsspec: {INSTALL}") from error
     return fsspec
 
 
@@ -297,19 +299,18 @@ def _opened(url: str, options: Mapping[str, Any]) -> Any:
     options = _with_connections(url, options)
     try:
         _, chained, inner = url.rpartition("::")
-        if chained:  # to open an archive is to ask for the size of its file
-            of_inner = options.get(
-                inner.partition("://")[0], {}
-            )  # the same: fsspec keeps one of each
+        if chained:  # opening an archive requests the size of its file
+            # The same instance: fsspec keeps one for each set of options.
+            of_inner = options.get(inner.partition("://")[0], {})
             fsspec.core.url_to_fs(inner, **of_inner)[0].invalidate_cache()
         fs = fsspec.core.url_to_fs(url, **options)[0]
-        if not fs.async_impl:  # then this thread has one alone, with listings that it made before
+        if not fs.async_impl:  # only this thread uses it, and it may have old listings
             fs.invalidate_cache()
         return fs
-    except ImportError as error:  # fsspec says what to install
+    except ImportError as error:  # the error of fsspec names the package to install
         raise ImportError(f"{url} can't be opened: {error}. For http(s): {INSTALL}") from error
     except zipfile.BadZipFile as error:
-        raise SourceError(f"{url} is no zip archive, or is cut short: {error}") from error
+        raise SourceError(f"{url} is not a zip archive, or it is truncated: {error}") from error
 
 
 def _is_of_connection(error: Any) -> bool:
@@ -319,8 +320,8 @@ def _is_of_connection(error: Any) -> bool:
     return is_a(error, OSError) or type(error).__module__.startswith(("aiohttp.", "asyncio."))
 
 
-def _behind_cache(fs: Any) -> Any:
-    """Return the file system that a cache of fsspec's reads, which knows more of its files."""
+def _without_cache(fs: Any) -> Any:
+    """Return the file system that a cache of fsspec reads: it has more fields of its files."""
     cached = sys.modules.get("fsspec.implementations.cached")
     return fs.fs if cached is not None and isinstance(fs, cached.CachingFileSystem) else fs
 
@@ -371,7 +372,7 @@ class _LocalFiles:
                 return own.read(stop - start)
         parts: list[bytes] = []
         while start < stop:
-            part = os.pread(file.fd, stop - start, start)  # at most 2 GiB at a time
+            part = os.pread(file.fd, stop - start, start)  # a call returns at most 2 GiB
             if not part:
                 break
             parts.append(part)

@@ -23,7 +23,7 @@ from hybridloader.sources.tar_index import BLOCK, TarIndex, header_sum
 from hybridloader.sources.texts import Texts
 
 _PARTS = 1024
-"""Blocks of which the parts are kept: some 300 bytes each."""
+"""Blocks whose parts are kept: about 300 bytes each."""
 
 
 class _Member(NamedTuple):
@@ -144,9 +144,9 @@ class Tar(Shards[Any]):
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         if isinstance(fields, str):
-            raise TypeError(f"fields is a sequence of extensions, such as ({fields!r},)")
+            raise TypeError(f"fields must be a sequence of extensions, such as ({fields!r},)")
         if decode is not None:
-            function("decode", decode, "a function of a sample")
+            function("decode", decode, "a function that takes a sample")
         self._coalesce = (
             None if coalesce_bytes is None else whole("coalesce_bytes", coalesce_bytes, 0)
         )
@@ -173,7 +173,7 @@ class Tar(Shards[Any]):
             for one, names in zip(fields, self._wanted, strict=True):
                 if len(self) and not set(names) & set(self.extensions):
                     raise ValueError(
-                        f"fields: no member has the extension {one!r}; there are "
+                        f"fields: no member has the extension {one!r}; the archives have "
                         f"{', '.join(self.extensions)}"
                     )
 
@@ -267,8 +267,10 @@ class Tar(Shards[Any]):
 
     @property
     def __getitems__(self) -> Callable[[Sequence[int]], list[Any]]:
-        if self._coalesce is None:  # then a batch is its samples, one by one
-            raise AttributeError("__getitems__ is only there with coalesce_bytes=")
+        if self._coalesce is None:  # a batch then reads its samples one by one
+            raise AttributeError(
+                "this Tar has no __getitems__; pass coalesce_bytes= to read batches"
+            )
         return self._batch
 
     def _batch(self, indices: Sequence[int]) -> list[Any]:
@@ -340,7 +342,7 @@ class Tar(Shards[Any]):
             raise SourceError(
                 f"{self.shard_names[shard]}, {self._named(shard, member)}: another header is at "
                 f"byte {member.offset - BLOCK}: the archive has changed since it was indexed; make "
-                "the Tar again"
+                "the Tar source again"
             )
         contents[member.offset] = bytes(data[at : at + member.size])
 

@@ -27,14 +27,14 @@ VERSION = 2
 """Version of a kept index."""
 
 BLOCK = 512
-"""Bytes of a header, and of what the size of a member is rounded up to."""
+"""Bytes of a header. Members are padded to a multiple of it."""
 
 _NAME = re.compile(r"((?:.*/|)[^./]+)[.]([^/]*)", re.DOTALL)
-"""Key and extension, as webdataset has them: the name is cut at the first dot after the last slash.
-Names that begin with a dot are none, also within a folder."""
+"""Key and extension, as in webdataset: the name is cut at the first dot after the last slash. Names that
+begin with a dot don't match, also within a folder."""
 
 _META = re.compile(r"__[^/]*__($|/)")
-"""Names of members that webdataset leaves out, too."""
+"""Names of members that webdataset ignores too."""
 
 _PACKED = {
     b"\x1f\x8b": "gzip",
@@ -123,7 +123,9 @@ def make_index(name: str, file: Any, stamp: Stamp) -> TarIndex:
         key, extension = found
         parts = members.setdefault(key, {})
         if extension in parts:
-            raise SourceError(f"{name} has two members {key}.{extension}, so one would be lost")
+            raise SourceError(
+                f"{name} has two members {key}.{extension}, so one would be lost; rename one"
+            )
         file.seek(member.offset_data - BLOCK)
         header = header_sum(file.read(BLOCK))
         parts[extension] = member.offset_data, member.size, header
@@ -146,7 +148,7 @@ def _members(name: str, file: Any) -> Iterator[tarfile.TarInfo]:
     try:
         archive = tarfile.open(fileobj=file, mode="r:")  # noqa: SIM115  # the file is the caller's
         while (member := archive.next()) is not None:
-            archive.members.clear()  # type: ignore[attr-defined]  # else it keeps all
+            archive.members.clear()  # type: ignore[attr-defined]  # otherwise it keeps all members
             last = f"member {member.name!r}"
             if member.issparse():
                 raise SourceError(f"{name}, {last} is sparse; write the archive without --sparse")
@@ -156,26 +158,29 @@ def _members(name: str, file: Any) -> Iterator[tarfile.TarInfo]:
                     "archive with --dereference --hard-dereference"
                 )
             if member.name.startswith("/") or ".." in PurePosixPath(member.name).parts:
-                raise SourceError(f"{name}, {last}: its name leads out of the archive")
+                raise SourceError(
+                    f"{name}, {last}: its name leads out of the archive; write it without "
+                    "'..' and a leading slash"
+                )
             if member.isreg():
                 yield member
         end = archive.offset
     except (tarfile.TarError, EOFError) as error:
         raise SourceError(
-            f"{name} is no tar archive, or is damaged or cut short behind {last}: {error}"
+            f"{name} is not a tar archive, or it is damaged or truncated after {last}: {error}"
         ) from error
     file.seek(end)
-    # tarfile takes a damaged header, and the end of the file, for the end of the archive.
+    # tarfile reads a damaged header, and the end of the file, as the end of the archive.
     if file.read(BLOCK) != bytes(BLOCK):
         raise SourceError(
-            f"{name} is damaged or cut short behind {last}: there is neither a header nor the end of "
-            f"an archive at byte {end}"
+            f"{name} is damaged or truncated after {last}: there is neither a header nor the end of an "
+            f"archive at byte {end}"
         )
     while rest := file.read(1 << 20):
         if rest.strip(b"\0"):
             raise SourceError(
-                f"{name} goes on behind its end, at byte {end}: archives were joined by cat; use "
-                "tar --concatenate, or several files"
+                f"{name} has more data after the end of the archive, at byte {end}: cat joined "
+                "archives; use tar --concatenate, or several files"
             )
 
 
@@ -186,7 +191,7 @@ def save_index(path: str, index: TarIndex) -> None:
 
 def packed_index(index: TarIndex) -> memoryview:
     """Return the contents of the file of an index."""
-    told = {
+    about = {
         "version": VERSION,
         "stamp": index.stamp,
         "extensions": index.extensions,
@@ -197,7 +202,7 @@ def packed_index(index: TarIndex) -> memoryview:
     packed = io.BytesIO()
     np.savez(
         packed,
-        told=np.frombuffer(json.dumps(told).encode(), np.uint8),
+        about=np.frombuffer(json.dumps(about).encode(), np.uint8),
         keys=np.frombuffer(keys, np.uint8),
         **arrays,
     )
@@ -211,14 +216,14 @@ def load_index(path: str | io.BytesIO, stamp: Stamp) -> TarIndex | None:
     """Read a kept index from its file or its contents; None if there is none with this stamp."""
     try:
         with np.load(path, allow_pickle=False) as held:
-            told = json.loads(held["told"].tobytes())
-            if told["version"] != VERSION or Stamp(*told["stamp"]) != stamp:
+            about = json.loads(held["about"].tobytes())
+            if about["version"] != VERSION or Stamp(*about["stamp"]) != stamp:
                 return None
             arrays = {name: held[name] for name in _ARRAYS}
             text = held["keys"].tobytes().decode("utf-8", "surrogateescape")
             keys = text.split("\0") if len(arrays["starts"]) > 1 else []
             index = TarIndex(
-                stamp, keys, extensions=told["extensions"], ignored=told["ignored"], **arrays
+                stamp, keys, extensions=about["extensions"], ignored=about["ignored"], **arrays
             )
             return index if _agrees(index) else None
     except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile):

@@ -15,7 +15,7 @@ from hybridloader.sources.kept import write_whole
 from hybridloader.sources.store import Stamp, Store
 
 _PART = ".part-"
-"""Beginning of the names of local files that are being written."""
+"""Prefix of the names of local files that are being written."""
 
 
 class Target:
@@ -50,7 +50,7 @@ class Target:
         except FileNotFoundError:
             return set()
         except Exception as error:
-            self._store.raise_told(error, self._path)
+            self._store.raise_named(error, self._path)
         return {str(one).rstrip("/").rpartition("/")[2] for one in found}
 
     def read(self, name: str) -> bytes:
@@ -64,7 +64,7 @@ class Target:
             else:
                 self._store.fs.pipe_file(self.path(name), data)
         except Exception as error:
-            self._store.raise_told(error, self.path(name), "writing")
+            self._store.raise_named(error, self.path(name), "writing")
 
     @contextmanager
     def put(self, name: str) -> Iterator[Any]:
@@ -84,14 +84,14 @@ class Target:
                 else:
                     self._store.fs.put_file(part, self.path(name))
             except Exception as error:
-                self._store.raise_told(error, self.path(name), "writing")
+                self._store.raise_named(error, self.path(name), "writing")
         finally:
             with suppress(FileNotFoundError):
                 os.unlink(part)
 
     def stamp(self, name: str) -> Stamp:
         """Return size and mark of a file that has been written."""
-        return self._store.stamp(self.path(name), anew=True)
+        return self._store.stamp(self.path(name), refresh=True)
 
     def clear_parts(self) -> None:
         """Remove the files that a killed writer has left."""

@@ -40,10 +40,10 @@ VERSION = 1
 """Version of the manifest."""
 
 BYTES = 256 << 20
-"""Bytes of a shard unless its size is given."""
+"""Bytes of a shard if no size is given."""
 
 _TRIED = 32
-"""Samples from which the size of all is estimated, and the schema of Parquet files."""
+"""Samples from which the total size and the schema of Parquet files are estimated."""
 
 Report = Callable[[int, int, str], object]
 
@@ -64,8 +64,8 @@ class _Pack:
         self._plan = {"format": form, **plan}
         self._lock = threading.Lock()
         # All the mutable state:
-        self.counts: list[int] = []  # samples of the shards that were written in order
-        self.there: set[str] = set()  # names that were there at the beginning
+        self.counts: list[int] = []  # samples of each shard, of those written in order
+        self.there: set[str] = set()  # names that existed at the beginning
 
     def begin(self, resume: bool) -> None:
         """Begin, or resume the pack of an earlier one. Raises `FileExistsError`."""
@@ -74,23 +74,23 @@ class _Pack:
         if MANIFEST not in self.there:
             if self.there:
                 raise FileExistsError(
-                    f"{self._url} is not empty ({min(self.there)}), and nothing is overwritten: name "
+                    f"{self._url} is not empty ({min(self.there)}), and no file is overwritten; name "
                     "another folder"
                 )
             self.save()
             return
         held = json.loads(self._target.read(MANIFEST))
         if held.get("version") != VERSION or held.get("done") or not resume:
-            state = "a whole pack" if held.get("done") else "a pack that was not finished"
+            state = "a complete pack" if held.get("done") else "an unfinished pack"
             hint = "" if held.get("done") else ", or resume it"
             raise FileExistsError(
-                f"{self._url} has {state}, and nothing is overwritten: name another folder{hint}"
+                f"{self._url} has {state}, and no file is overwritten; name another folder{hint}"
             )
         if held["plan"] != self._plan:
             differ = [k for k in self._plan if held["plan"].get(k) != self._plan[k]]
             raise FileExistsError(
-                f"{self._url} has a pack that was begun from another source or with other sizes "
-                f"({', '.join(differ)} differ): give the same, or name another folder"
+                f"{self._url} has a pack from another source or with other sizes "
+                f"({', '.join(differ)} differ); pass the same, or name another folder"
             )
         self.counts = held["counts"]
         if held["schema"] is not None:
@@ -201,7 +201,7 @@ class ShardWriter:
     >>> folder.cleanup()
     """
 
-    _first: int | None = None  # checksum of the first sample, where it is known
+    _first: int | None = None  # checksum of the first sample, if known
 
     def __init__(
         self,
@@ -215,7 +215,7 @@ class ShardWriter:
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         if samples_per_shard is not None and bytes_per_shard is not None:
-            raise ValueError("give samples_per_shard or bytes_per_shard, not both")
+            raise ValueError("pass samples_per_shard or bytes_per_shard, not both")
         if samples_per_shard is not None:
             samples_per_shard = whole("samples_per_shard", samples_per_shard, 1)
         else:
@@ -231,8 +231,8 @@ class ShardWriter:
         self._uploads = ThreadPoolExecutor(1, "hybridloader-write")
         # All the mutable state:
         self.written = sum(self._pack.counts)
-        self.shards = len(self._pack.counts)  # before the one that is filled
-        self._block: Any = None  # its context manager
+        self.shards = len(self._pack.counts)  # before the one that is being filled
+        self._block: Any = None  # context manager of the current shard
         self._shard: ShardFile | None = None
         self._upload: Future[None] | None = None
         self._closed = False
@@ -249,7 +249,7 @@ class ShardWriter:
             The shard before could not be written. The writer is closed, and the pack can be resumed.
         """
         if self._closed:
-            raise ValueError("this ShardWriter is closed")
+            raise ValueError("this ShardWriter is closed; open another one")
         if self._shard is None:
             self._block = self._pack.shard(self.shards)
             self._shard = self._block.__enter__()
@@ -265,7 +265,7 @@ class ShardWriter:
         if self._shard is None:
             return
         try:
-            self._wait()  # so that there are two local files at most
+            self._wait()  # so that there are at most two local files
         except BaseException as error:
             self._give_up(error)
             raise
@@ -372,7 +372,7 @@ def pack(
     }
     given = {name: whole(name, value, 1) for name, value in sizes.items() if value is not None}
     if len(given) > 1:
-        raise ValueError(f"give one of {', '.join(given)}")
+        raise ValueError(f"pass only one of {', '.join(given)}")
     options = storage_options or {}
     encode = encode or _as_it_is
     if hasattr(source, "__len__") and hasattr(source, "__getitem__"):
@@ -380,7 +380,7 @@ def pack(
         return _pack_dataset(source, url, format, given, encode, schema, workers, options, report)
     if shards is not None:
         raise ValueError(
-            "shards= needs a source with len(): of an iterable, give samples_per_shard= or "
+            "shards= needs a source with len(); for an iterable, pass samples_per_shard= or "
             "bytes_per_shard="
         )
     return _pack_iterable(source, url, format, given, encode, schema, options, report)
@@ -436,8 +436,8 @@ def _pack_dataset(
     parts.begin(resume=True)
     if parts.counts not in ([], counts):
         raise FileExistsError(
-            f"{url} has a pack that was begun with {len(parts.counts)} shards, and this would have "
-            f"{total}: give shards={len(parts.counts)}, or name another folder"
+            f"{url} has an unfinished pack of {len(parts.counts)} shards, and this one would have "
+            f"{total}; pass shards={len(parts.counts)}, or name another folder"
         )
     parts.counts = counts
     parts.save()

@@ -14,7 +14,7 @@ from hybridloader.testing import FakeAccelerator
 
 def test_a_device_that_is_not_there_or_none_is_refused_in_words() -> None:
     with pytest.raises(
-        ValueError, match=r"device='cuad' names no device: Expected one of cpu, cuda"
+        ValueError, match=r"device='cuad' is not a device: Expected one of cpu, cuda"
     ):
         find("cuad")
     with pytest.raises(TypeError, match="device must be a str such as 'cuda'"):
@@ -23,7 +23,7 @@ def test_a_device_that_is_not_there_or_none_is_refused_in_words() -> None:
         find([])
     if not torch.accelerator.is_available():
         with pytest.raises(
-            ValueError, match=r"device='cuda' is not there: torch .* no accelerator"
+            ValueError, match=r"device='cuda' is not available: torch .* no accelerator"
         ):
             find("cuda")
         with pytest.raises(ValueError, match="is not there"):
@@ -43,7 +43,7 @@ def test_one_number_too_many_or_another_kind_is_refused(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     monkeypatch.setattr(torch, "get_device_module", lambda kind: _Module)
-    with pytest.raises(ValueError, match=r"'cuda:7' is not there: of 'cuda' devices .* sees 2"):
+    with pytest.raises(ValueError, match=r"'cuda:7' is not available: of 'cuda' devices .* sees 2"):
         find("cuda:7")
     with pytest.raises(ValueError, match=r"the accelerator that torch .* is 'cuda'"):
         find("xpu")
@@ -83,7 +83,7 @@ def test_an_accelerator_stands_for_itself_and_its_name_for_it_while_it_is_instal
         assert find("fake:1") is find("fake") is current() is fake
         pinner = pinner_for(None, pin_memory=True)
         assert type(pinner) is Pinner
-    with pytest.raises(ValueError, match="names no device"):
+    with pytest.raises(ValueError, match="is not a device"):
         find("fake")
 
 

@@ -396,6 +396,6 @@ def test_where_no_thread_can_be_started_the_work_is_done_with_a_warning(
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     mine = Fanout(4)
-    with pytest.warns(UserWarning, match="only 1 of 4 threads .*can't start new thread"):
+    with pytest.warns(UserWarning, match="only 1 of its 4 threads .*can't start new thread"):
         assert mine.map(abs, range(-3, 3)) == [3, 2, 1, 0, 1, 2]
     assert mine.map(abs, range(-3, 3)) == [3, 2, 1, 0, 1, 2]

@@ -35,8 +35,8 @@ def nothing(index: Any, error: Exception) -> None:
         (lambda: Skip(0.0), ValueError, "is no share"),
         (lambda: Skip(1.5), ValueError, "is no share"),
         (lambda: Skip(float("nan")), ValueError, "is no share"),
-        (lambda: Skip(True), TypeError, "Skip: max_failures is an int"),
-        (lambda: Skip("1"), TypeError, "Skip: max_failures is an int"),  # type: ignore[arg-type]
+        (lambda: Skip(True), TypeError, "Skip: max_failures must be an int"),
+        (lambda: Skip("1"), TypeError, "Skip: max_failures must be an int"),  # type: ignore[arg-type]
         (lambda: Replace(3), TypeError, "must be callable"),  # type: ignore[arg-type]
         (lambda: Replace(nothing, 2.0), ValueError, "is no share"),
         (lambda: Retry(0), ValueError, "at least 1"),
@@ -47,9 +47,13 @@ def nothing(index: Any, error: Exception) -> None:
         (lambda: Retry(1, float("nan")), ValueError, "backoff is seconds"),
         (lambda: Retry(1, "1"), ValueError, "backoff is seconds"),  # type: ignore[arg-type]
         (lambda: Retry(1, max_backoff=-1), ValueError, "max_backoff is seconds"),
-        (lambda: Retry(1, retry_on=()), ValueError, "repeat nothing"),
-        (lambda: Retry(1, retry_on=KeyboardInterrupt), TypeError, "that are an Exception"),  # type: ignore[arg-type]
-        (lambda: Retry(1, retry_on=(OSError, 3)), TypeError, "that are an Exception"),  # type: ignore[arg-type]
+        (lambda: Retry(1, retry_on=()), ValueError, "retries no error"),
+        (
+            lambda: Retry(1, retry_on=KeyboardInterrupt),
+            TypeError,
+            "must be subclasses of Exception",
+        ),  # type: ignore[arg-type]
+        (lambda: Retry(1, retry_on=(OSError, 3)), TypeError, "must be subclasses of Exception"),  # type: ignore[arg-type]
         (lambda: Retry(1, then=Retry(1)), ValueError, "raise `max_retries`"),  # type: ignore[arg-type]
         (lambda: Retry(1, then="ignore"), ValueError, "then must be"),
         (lambda: parse_on_error("ignore"), ValueError, "on_error must be"),

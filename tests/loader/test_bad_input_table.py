@@ -56,7 +56,7 @@ THREADS: dict[str, Any] = {"backend": "threads"}
 Row = tuple[Callable[[], Any], type[Exception], str]
 
 SHARE = r"^Memory: limit is bytes \(an int\) or a share"
-NO_MEMORY = "leaves no memory for a batch; give bytes or a share above 0"
+NO_MEMORY = "leaves no memory for a batch; pass bytes or a share above 0"
 
 EARLY: dict[str, Row] = {
     "limit numpy int": (lambda: Memory(np.int64(5)), TypeError, SHARE),  # type: ignore[arg-type]

@@ -180,7 +180,7 @@ def test_it_is_put_back_where_nothing_can_be_gone_on_from(monkeypatch: pytest.Mo
     monkeypatch.setattr(InIter, "__iter__", lambda self: iter(range(LENGTH)))
     other.load_state_dict(state)
     before = torch.get_rng_state()
-    with pytest.raises(ValueError, match="item 2 of BatchSampler is not what it was"):
+    with pytest.raises(ValueError, match="item 2 of BatchSampler differs from the one when"):
         iter(other)
     assert torch.equal(before, torch.get_rng_state())
 

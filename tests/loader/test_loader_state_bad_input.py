@@ -158,7 +158,7 @@ LATE: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
     "a sampler that shrank": (
         lambda: Shrinking(Silent()),
         shrunk,
-        "_sampler_iter_yielded is 2 in the state, and BatchSampler has given only 1",
+        "_sampler_iter_yielded is 2 in the state, and BatchSampler has only 1",
     ),
     "another seed": (
         lambda: ShuffleSampler(LENGTH, seed=1),
@@ -234,7 +234,9 @@ class PickySampler(SequentialSampler):
 def test_what_a_sampler_raises_names_it() -> None:
     loader = make(sampler=PickySampler(Silent()))
     loader.load_state_dict(state(1, sampler=PickySampler(Silent())))
-    with pytest.raises(StateError, match=r"\(PickySampler\).*KeyError: 'level'; load it into"):
+    with pytest.raises(
+        StateError, match=r"\(PickySampler\).*KeyError: 'level'; load the state into"
+    ):
         iter(loader)
 
 

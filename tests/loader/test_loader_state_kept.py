@@ -276,7 +276,7 @@ def test_a_sampler_that_gives_less_than_it_gave_is_found_out(every: Callable[[in
     state = loader.state_dict()
     state["_hybridloader"]["samplers"][1] = "Shrunk"
     other.load_state_dict(state)
-    with pytest.raises(StateError, match="has given 3 of the 4 items that it gave between"):
+    with pytest.raises(StateError, match="returned 3 of the 4 items between"):
         iter(other)
 
 

@@ -208,7 +208,11 @@ def test_what_the_sampler_raises_comes_behind_what_it_had_given() -> None:
 
 @pytest.mark.parametrize(
     ("transfer", "most"),
-    [({"prefetch": 3}, 3), ({"prefetch": 99, "buffer_bytes": 40}, 2), ({"buffer_bytes": 1}, 1)],
+    [
+        ({"batches_ahead": 3}, 3),
+        ({"batches_ahead": 99, "buffer_bytes": 40}, 2),
+        ({"buffer_bytes": 1}, 1),
+    ],
     ids=["batches", "bytes", "one batch is larger"],
 )
 def test_so_many_wait_and_one_more_is_at_hand(transfer: Any, most: int) -> None:
@@ -366,12 +370,12 @@ def test_without_an_accelerator_pin_memory_warns_as_torch_does_and_all_comes(wor
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is one here")
 def test_a_device_that_is_not_there_is_refused_before_any_worker_starts() -> None:
     for device in ("cuda", "cuda:7", torch.device("cuda")):
-        with pytest.raises(ValueError, match="is not there"):
+        with pytest.raises(ValueError, match="is not available"):
             DataLoader(Rows(), num_workers=1, device=device)
     loader = DataLoader(Rows(), num_workers=1)
     drawn = torch.get_rng_state()
     loader.device = "cuda"
-    with pytest.raises(ValueError, match="is not there"):
+    with pytest.raises(ValueError, match="is not available"):
         iter(loader)
     assert torch.equal(drawn, torch.get_rng_state())
     for wrong, kind in (("cuad", ValueError), (3, TypeError), (True, TypeError)):

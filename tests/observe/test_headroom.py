@@ -143,7 +143,7 @@ def fails(batch: Any) -> None:
     ("loader", "step", "options", "kind", "says"),
     [
         (5, print, {}, TypeError, "takes a loader or a pipeline as `loader`, not 5"),
-        ([1, 2], 7, {}, TypeError, "step must be a function of one batch"),
+        ([1, 2], 7, {}, TypeError, "step must be a function that takes one batch"),
         ([1, 2], print, {"steps": 0}, ValueError, "steps"),
         ([1, 2], print, {"batches": 1.5}, TypeError, "batches"),
         ([], print, {}, ValueError, "needs at least 1 batches, but the loader returned 0"),

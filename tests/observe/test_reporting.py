@@ -128,7 +128,7 @@ def test_on_any_backend_and_beside_install() -> None:
 @pytest.mark.parametrize(
     ("make", "kind", "says"),
     [
-        (lambda: Observe(3), TypeError, "on_stats must be a function of one Stats, got 3"),
+        (lambda: Observe(3), TypeError, "on_stats must be a function that takes one Stats, got 3"),
         (lambda: Observe(print, every=0), ValueError, "every is seconds, above 0, not 0"),
         (lambda: Observe(print, every="1"), ValueError, "every is seconds"),
         (lambda: loader(print), TypeError, "observe must be True or False"),

@@ -66,8 +66,8 @@ def path(tmp_path: Path) -> Path:
 )
 def test_a_trace_of_each_backend(path: Path, backend: str, workers: int) -> None:
     trace = loaded(path, num_workers=workers, backend=backend)
-    assert "DataLoader: tasks under way" in trace.counters
-    assert "DataLoader: bytes under way" in trace.counters
+    assert "DataLoader: tasks in flight" in trace.counters
+    assert "DataLoader: bytes in flight" in trace.counters
     assert len(trace.named("iter()")) == 1
     assert len(trace.named("next()")) == 17, "16 batches and the end"
     tasks = trace.named("task")
@@ -129,7 +129,7 @@ def test_the_thread_that_pins(path: Path) -> None:
 def test_a_restart(path: Path, tmp_path: Path) -> None:
     dataset = Work(bad=20, deadly=str(tmp_path / "died"))
     trace = loaded(path, dataset, num_workers=2, backend="fork", on_worker_death="restart")
-    (replaced,) = trace.instants("worker replaced")
+    (replaced,) = trace.instants("worker restarted")
     assert replaced["args"]["stage"] == "DataLoader"
     assert len({event["pid"] for event in trace.named("task")}) == 3
     assert len(trace.named("next()")) == 17

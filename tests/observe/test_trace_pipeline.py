@@ -62,7 +62,7 @@ def test_a_hybrid_pipeline(tmp_path: Path) -> None:
         assert len(steps) >= 40
         assert all(trace.track(event).startswith(worker) for event in steps)
         assert all(trace.within(event) == ["fetch", "task"] for event in steps)
-        assert f"{name}: tasks under way" in trace.counters
+        assert f"{name}: tasks in flight" in trace.counters
     assert all(trace.track(event) == "MainThread" for event in trace.named("next()"))
     assert len(trace.named("map(inline)")) == 59
     assert any(name.endswith("items in the queue") for name in trace.counters)
@@ -91,7 +91,7 @@ def test_a_restart_in_a_pipeline(tmp_path: Path) -> None:
     with hybridloader.observe.trace(tmp_path / "run.json"), pipe.run() as run:
         assert list(run) == list(range(60))
     trace = ReadTrace(tmp_path / "run.json")
-    assert len(trace.instants("worker replaced")) == 1
+    assert len(trace.instants("worker restarted")) == 1
     assert len({event["pid"] for event in trace.named("task")}) == 2
 
 

@@ -390,7 +390,7 @@ def test_a_coroutine_that_cancels_itself_is_an_error() -> None:
     pipe = Pipeline.from_iterable(range(3)).map(function, concurrency=2)
     with (
         pipe.run() as run,
-        pytest.raises(RuntimeError, match="was cancelled, and not by this pipeline"),
+        pytest.raises(RuntimeError, match="code outside this pipeline cancelled the coroutine"),
     ):
         next(run)
 

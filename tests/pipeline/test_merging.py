@@ -320,26 +320,26 @@ def both(make: Make, most: tuple[int, int] = (3, 5)) -> list[Any]:
 @pytest.mark.parametrize(
     ("steps", "message"),
     [
-        ([lambda pipe, _: pipe.take(9)], r"take\(9\) goes by the numbers of its items"),
-        ([lambda pipe, _: pipe.enumerate()], "enumerate.* goes by the numbers"),
+        ([lambda pipe, _: pipe.take(9)], r"take\(9\) depends on the numbers of its items"),
+        ([lambda pipe, _: pipe.enumerate()], "enumerate.* depends on the numbers"),
         (
             [lambda pipe, _: pipe.zip(Pipeline.from_dataset(range(99)), strict=False)],
             "zip.* does not share",
         ),
         (
             [EARLY["filter"], BUFFERS["shuffle"]],
-            "makes other than one item of one before a step with",
+            "does not make one item of each, before a step with",
         ),
         (
             [LATE["batch"], lambda pipe, _: pipe.unbatch(split=list)],
-            r"has given a part of what it makes of a batch",
+            r"has returned a part of its results of a batch",
         ),
         (
             [
                 lambda pipe, _: pipe.flat_map(_twice, backend="threads", num_workers=1),
                 lambda pipe, _: pipe.flat_map(_twice),
             ],
-            "has given a part of what it makes of one item",
+            "has returned a part of its results of one item",
         ),
     ],
 )
@@ -352,7 +352,9 @@ def test_what_other_ranks_can_not_go_on_with_is_refused(steps: list[Step], messa
 def test_states_that_are_not_those_of_all_ranks_are_refused() -> None:
     make = maker(60, [EARLY["filter"]])
     states, pipe = both(make, (1, 20)), make(3, 0, Settings(0))  # no read-ahead makes them level
-    with pytest.raises(StateError, match=r"1 states were given, and one of them is of \[2\] ranks"):
+    with pytest.raises(
+        StateError, match=r"1 states were passed, and one of them is of \[2\] ranks"
+    ):
         pipe.merge_states(states[:1])
     with pytest.raises(StateError, match=r"the states are of the ranks \[0, 0\]"):
         pipe.merge_states([states[0], states[0]])

@@ -275,7 +275,7 @@ BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: Unbatch(columns="yes"), TypeError, "columns must be True or False"),  # type: ignore[arg-type]
     (lambda: Unbatch(split=3), TypeError, "split must be a function"),  # type: ignore[arg-type]
     (lambda: Unbatch(True, split=list), ValueError, "leave one of them out"),
-    (lambda: BatchBy(3, 4), TypeError, "cost must be a function from an item"),  # type: ignore[arg-type]
+    (lambda: BatchBy(3, 4), TypeError, "cost must be a function that takes an item"),  # type: ignore[arg-type]
     (lambda: BatchBy(len, "4"), TypeError, "max_cost must be a number"),  # type: ignore[arg-type]
     (lambda: BatchBy(len, 0), ValueError, "max_cost must be above 0 and finite, not 0"),
     (lambda: BatchBy(len, float("nan")), ValueError, "finite, not nan"),

@@ -79,7 +79,7 @@ def test_damage_to_the_frame_is_found_at_once(file: Path, at: int, told: str) ->
 @pytest.mark.parametrize("content", [b"", b"x", b"not a cache " * 100])
 def test_a_foreign_file_is_refused_and_left_as_it_is(file: Path, content: bytes) -> None:
     file.write_bytes(content)
-    with pytest.raises(CacheError, match="is no cache file; give another path"):
+    with pytest.raises(CacheError, match="is not a cache file; pass another path"):
         begin(Cache(file))
     assert file.read_bytes() == content
 

@@ -193,7 +193,7 @@ def test_a_cache_says_why_it_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "cache"
     list(squares([1, 2, 3]).cache(file))
     with pytest.raises(
-        CacheError, match="Digests behind # stand for arguments, attributes and a sample"
+        CacheError, match="Digests after # stand for arguments, attributes and a sample"
     ):
         iter(squares([1, 2, 4]).cache(file))
     file.unlink()

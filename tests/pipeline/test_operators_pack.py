@@ -155,7 +155,7 @@ def test_an_error_is_raised_and_nothing_is_lost(method: str) -> None:
         ({}, "document 1 must be a sequence"),
         (["a"], "document 1 has other than numbers"),
         ({"tokens": [1], "w": [1]}, "document 1 has the fields tokens, w; give all documents the"),
-        ([1, 2, 3, 4], "document 1: it has 4 tokens, more than row_length=3; say oversize="),
+        ([1, 2, 3, 4], "document 1: it has 4 tokens, more than row_length=3; pass oversize="),
     ],
 )
 def test_a_document_that_is_none_is_refused(document: Any, told: str) -> None:

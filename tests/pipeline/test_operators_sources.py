@@ -149,8 +149,8 @@ class Unfinished(Dataset[int]):
 
 
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"sampler": [1], "batch_sampler": [[1]]}, ValueError, "sampler and batch_sampler both say"),
-    ({"sampler": [1], "shuffle": True}, ValueError, "shuffle=True and a sampler both say"),
+    ({"sampler": [1], "batch_sampler": [[1]]}, ValueError, "sampler and batch_sampler both select"),
+    ({"sampler": [1], "shuffle": True}, ValueError, "shuffle=True and a sampler both set"),
     ({"batch_sampler": [[1]], "shuffle": True}, ValueError, "shuffle=True and a batch_sampler"),
     ({"seed": 3}, ValueError, "seed=3 is of no use without shuffle=True"),
     ({"seed": -3, "shuffle": True}, ValueError, "seed must be at least 0"),

@@ -82,7 +82,7 @@ def test_what_could_be_either_is_an_error_until_it_is_said() -> None:
         batch = [torch.ones(first, 4), torch.zeros(3, 4)]
         (error,) = outcome(Unbatch(), batch)
         assert isinstance(error, TypeError)
-        assert "say which: columns=False or columns=True" in str(error)
+        assert "pass columns=False or columns=True" in str(error)
         same(outcome(Unbatch(columns=False), batch), batch)
     same(
         outcome(Unbatch(columns=True), [torch.ones(2), torch.zeros(2)]),

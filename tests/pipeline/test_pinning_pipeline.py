@@ -208,7 +208,9 @@ def test_what_fails_comes_in_its_place_and_says_where() -> None:
     assert type(found[2]) is LookupError
     assert found[2].args == ("not this one", 3)
     if sys.version_info >= (3, 11):
-        where = "In stage \"pin_memory(device=FakeAccelerator('fake:3'))\", at item 2 of this pass."
+        where = (
+            "In stage \"pin_memory(device=FakeAccelerator('fake:3'))\", at item 2 of this epoch."
+        )
         assert found[2].__notes__ == [where]
 
 
@@ -270,14 +272,14 @@ def test_a_state_is_behind_what_was_taken_and_where_it_was_taken_does_not_matter
 @pytest.mark.parametrize(
     ("behind", "words"),
     [
-        (lambda pipe: pipe.prefetch(2), r"prefetch\(2\) comes behind to\("),
+        (lambda pipe: pipe.prefetch(2), r"prefetch\(2\) comes after to\("),
         (
             lambda pipe: pipe.map(abs, backend="threads", num_workers=1),
-            "another thread than your loop's",
+            "on another thread",
         ),
-        (lambda pipe: pipe.pin_memory(FakeAccelerator()), r"pin_memory\(.*comes behind to\("),
-        (lambda pipe: Pipeline.zip(pipe, rows()), "is in a part of a pipeline that is joined"),
-        (lambda pipe: Pipeline.concat(rows(), pipe), "move the items behind that"),
+        (lambda pipe: pipe.pin_memory(FakeAccelerator()), r"pin_memory\(.*comes after to\("),
+        (lambda pipe: Pipeline.zip(pipe, rows()), "is in a branch that is joined"),
+        (lambda pipe: Pipeline.concat(rows(), pipe), "move it after the join"),
     ],
     ids=["prefetch", "stage", "pin", "zip", "concat"],
 )
@@ -294,7 +296,7 @@ def test_parameters_that_can_not_be_are_refused_where_they_are_given() -> None:
         rows().to("cuda", batches_ahead=0)
     with pytest.raises(TypeError, match=r"^pin_memory: buffer_bytes must be a whole number"):
         rows().pin_memory(buffer_bytes=1.5)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="names no device"):
+    with pytest.raises(ValueError, match="is not a device"):
         iter(rows().to("cuad"))
     with pytest.raises(TypeError, match=r"^to: give a device"):
         iter(rows().to(None))
@@ -302,7 +304,7 @@ def test_parameters_that_can_not_be_are_refused_where_they_are_given() -> None:
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is one here")
 def test_without_an_accelerator_items_pass_with_a_warning_and_a_device_is_refused() -> None:
-    with pytest.raises(ValueError, match="'cuda' is not there"):
+    with pytest.raises(ValueError, match="'cuda' is not available"):
         iter(rows(backend="fork", num_workers=1).to("cuda"))
     with pytest.warns(UserWarning, match="no accelerator that pins memory was found") as caught:
         assert len(list(rows().pin_memory().repeat(2))) == 24

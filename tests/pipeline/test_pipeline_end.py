@@ -208,7 +208,7 @@ def test_an_interrupt_in_a_function_that_the_loop_runs_loses_no_item_silently() 
     assert [next(run), next(run)] == [0, 1]
     with pytest.raises(KeyboardInterrupt):
         next(run)
-    with pytest.raises(IteratorClosed, match="ended by the error before"):
+    with pytest.raises(IteratorClosed, match="the previous error ended"):
         next(run)
     interrupts.clear()
     again = Pipeline.from_iterable(range(5)).map(interrupted_at_2).run(state=run.state_dict())

@@ -116,7 +116,7 @@ def test_branches_of_a_fork_are_repeated_together_or_not_at_all() -> None:
     a, b = Pipeline.from_dataset(range(4)).map(abs, backend="threads", num_workers=1).fork(2)
     with a.zip(b).repeat(2).run() as run:
         assert list(run) == [(k, k) for k in [0, 1, 2, 3] * 2]
-    with pytest.raises(ValueError, match="repeated apart from the others"):
+    with pytest.raises(ValueError, match="repeated, but not its other branches"):
         a.repeat(2).zip(b.repeat(2)).run()
 
 

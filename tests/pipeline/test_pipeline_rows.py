@@ -170,7 +170,7 @@ def test_a_budget_that_runs_out_shifts_no_row(place: dict[str, Any]) -> None:
 def test_what_is_left_out_and_not_counted_is_refused_when_the_pipeline_is_made(step: Any) -> None:
     numbers = Pipeline.from_dataset(range(6))
     bad = step(numbers.map(fails_at(2), on_error="skip"))
-    with pytest.raises(ValueError, match=r"zip: in pipeline 1, map\(function\) leaves out items"):
+    with pytest.raises(ValueError, match=r"zip: in pipeline 1, map\(function\) skips items"):
         numbers.zip(bad)
     behind = step(numbers.map(fails_at(2))).map(abs, on_error="skip")
     numbers.zip(behind, strict=False)
@@ -194,7 +194,7 @@ def test_an_error_behind_which_nobody_knows_the_rows_ends_them() -> None:
         assert next(run) == ([0, 1], [0, 1])
         with pytest.raises(ValueError, match="3") as caught:
             next(run)
-        assert "zip: behind batch, nobody knows to which row" in caught.value.__notes__[-1]
+        assert "zip: after batch, it is unknown to which row" in caught.value.__notes__[-1]
         with pytest.raises(IteratorClosed):
             next(run)
 

@@ -288,7 +288,9 @@ def test_shards_of_other_ranks_are_merged_and_wrong_ones_refused() -> None:
         state = saved(run)
     with pytest.raises(StateError, match=r"ranks: the state is of \[2\] ranks .* merge_states"):
         make(0, 1, [5, 5, 5]).run(state=state)
-    with pytest.raises(StateError, match="shard_names of the dataset are not those in the state"):
+    with pytest.raises(
+        StateError, match="shard_names of the dataset differ from those in the state"
+    ):
         make(0, 2, [5, 5, 5, 5]).run(state=state)
     with pytest.raises(StateError, match=r"state is of rank 0 of 2, and this is rank 1 of 2"):
         make(1, 2, [5, 5, 5]).run(state=state)

@@ -86,7 +86,7 @@ def test_classes_are_the_folders_below_the_root(folder: Path) -> None:
     assert files[3] == ("B/DEEP/3.TXT", 1)
     with pytest.raises(SourceError, match=r"1\.txt is in no class folder"):
         Files(f"{folder}/a/*.txt", class_from_folder=True)
-    with pytest.raises(ValueError, match="make them with class_from_folder=True"):
+    with pytest.raises(ValueError, match="pass class_from_folder=True"):
         _ = Files(folder).labels
 
 
@@ -99,10 +99,10 @@ def test_a_list_is_kept_and_used_again(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(CacheError, match="delete it, or name another file"):
         Files(f"{folder}/a", index=kept)
     Path(kept).write_text("{}")
-    with pytest.raises(CacheError, match="is no list of files"):
+    with pytest.raises(CacheError, match="is not a readable list of files"):
         Files(folder, index=kept)
     Path(kept).write_text(json.dumps({"version": 99, "roots": []}))
-    with pytest.raises(CacheError, match="its version is 99"):
+    with pytest.raises(CacheError, match="it has version 99"):
         Files(folder, index=kept)
 
 
@@ -189,7 +189,7 @@ def test_a_file_whose_name_looks_like_a_pattern_is_found(folder: Path) -> None:
     named.write_text("x")
     for url in (named, named.parent, f"{folder}/run[[]1]/*.txt"):
         assert Files(url).paths[:] == [named.as_posix()]
-    with pytest.raises(FileNotFoundError, match=r"make it a pattern, and \[\[\] stands for a \["):
+    with pytest.raises(FileNotFoundError, match=r"are read as a pattern; write \[\[\] for a \["):
         Files(f"{folder}/a[0].txt")
 
 
@@ -277,7 +277,7 @@ def test_a_damaged_archive_is_told(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=r"a\.txt.* can't be read: BadZipFile: Bad CRC"):
         files[0]
     path.write_bytes(data[:700])
-    with pytest.raises(SourceError, match=r"all\.zip is no zip archive, or is cut short"):
+    with pytest.raises(SourceError, match=r"all\.zip is not a zip archive, or it is truncated"):
         Files(f"zip://*.txt::file://{path}")
 
 
@@ -287,7 +287,7 @@ def test_names_that_lead_outside_are_refused(tmp_path: Path) -> None:
     with zipfile.ZipFile(packed, "w") as archive:
         archive.writestr("../a.txt", "a")
     path.write_bytes(packed.getvalue())
-    with pytest.raises(SourceError, match="leads out of its folder"):
+    with pytest.raises(SourceError, match="a name outside its folder"):
         Files(f"zip://**::file://{path}")
 
 

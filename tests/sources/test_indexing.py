@@ -69,7 +69,7 @@ def test_the_command_resumes_with_those_that_failed(
     memory.pipe("/d/bad.tar", b"x" * 2000)
     assert main(["index", "memory://d/*.tar", "-o", str(tmp_path)]) == 2
     assert "1 archives have no index" in (told := capsys.readouterr().err)
-    assert "bad.tar is no tar archive" in told
+    assert "bad.tar is not a tar archive" in told
     assert len([*tmp_path.glob("*.index")]) == 2
     memory.pipe("/d/bad.tar", tar_bytes(sample_members(8, 1)))
     assert index_archives("memory://d/*.tar", str(tmp_path)) == []
@@ -189,5 +189,5 @@ def test_an_archive_cut_short_is_told_of_a_remote_one(memory: Any) -> None:
     memory.pipe(
         "/d/a.tar", tar_bytes([("a.bin", bytes(3 << 20)), ("b.bin", bytes(3 << 20))])[: 4 << 20]
     )
-    with pytest.raises(SourceError, match=r"a\.tar is .*cut short behind member 'b"):
+    with pytest.raises(SourceError, match=r"a\.tar is .*truncated after member 'b"):
         Tar("memory://d/a.tar")

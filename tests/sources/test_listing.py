@@ -168,7 +168,7 @@ def test_ranges_are_written_out_as_bash_does(place: str, pattern: str, names: st
     ["{a,b}", "{1..a}", "{Z..b}", "{1..}", "{1..3..x}", "{{1..2}..3}", "{{1..2},5}", "{,{1..2}}"],
 )
 def test_braces_that_are_not_written_out_are_refused(pattern: str) -> None:
-    with pytest.raises(ValueError, match="are not written out") as told:
+    with pytest.raises(ValueError, match="are not expanded") as told:
         Files(["s3://bucket/x.txt", f"s3://bucket/{pattern}.txt"])
     assert f"s3://bucket/{pattern}.txt" in str(told.value)
 

@@ -234,7 +234,7 @@ def test_an_error_in_opening_is_raised_each_time_and_one_in_closing_is_shown(
 def test_bad_arguments_are_told() -> None:
     with pytest.raises(TypeError, match="open must be a function without parameters"):
         PerWorker("a.db")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="close must be a function of the handle"):
+    with pytest.raises(TypeError, match="close must be a function that takes the handle"):
         PerWorker(dict, close=3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="on_fork must be 'leave' or 'close', got 'keep'"):
         PerWorker(dict, on_fork="keep")  # type: ignore[arg-type]

@@ -149,7 +149,7 @@ def test_shards_are_written_resumed_and_read_with_their_index(
     with pytest.raises(KeyError):
         pack(samples(9), "s3://photos/packed", **options)
     assert pack(samples(-1), "s3://photos/packed", **options) == [4, 4, 2]
-    with pytest.raises(FileExistsError, match="has a whole pack"):
+    with pytest.raises(FileExistsError, match="has a complete pack"):
         pack(samples(-1), "s3://photos/packed", **options)
     monkeypatch.setattr(indexing, "make_index", None)  # none is made
     tar = Tar("s3://photos/packed/", fields=("txt",), index="beside", storage_options=s3)
@@ -253,7 +253,7 @@ def test_a_listing_of_many_keys_is_one_request(s3: Any, requests: Counter[str]) 
 
 
 def test_what_is_not_there_is_told(s3: Any) -> None:
-    with pytest.raises(FileNotFoundError, match="names no files"):
+    with pytest.raises(FileNotFoundError, match="matches no files"):
         Files("s3://photos/none/*.txt", storage_options=s3)
     with pytest.raises((FileNotFoundError, StoreError), match=r"no\.txt"):
         Files("s3://photos/no.txt", storage_options=s3)[0]

@@ -109,7 +109,7 @@ def test_what_may_pass_is_tried_again_by_default(
     assert contents(source[0]) == expected(0)
     assert len(pauses) == 3
     store.faults.extend([fault] * 999)
-    with pytest.raises(StoreError, match="asked again for up to 60 s"):
+    with pytest.raises(StoreError, match="repeated for up to 60 s"):
         source[ROWS - 1]
     assert 55 < sum(pauses[3:]) <= 60
     assert max(pauses) <= 4

@@ -84,7 +84,7 @@ def test_chosen_members_and_a_function(tmp_path: Path) -> None:
     assert list(loader) == [[(b"p", b"0")]]
     assert [bad.index for bad in loader.skipped] == [1]
     assert Tar(path, decode=lambda sample: len(sample))[0] == 4
-    with pytest.raises(TypeError, match="fields is a sequence of extensions"):
+    with pytest.raises(TypeError, match="fields must be a sequence of extensions"):
         Tar(path, fields="jpg")
 
 
@@ -157,7 +157,7 @@ def test_an_index_that_can_not_be_kept_is_told_once(
 
     monkeypatch.setattr(tar_index, "write_whole", refuse)
     with pytest.warns(
-        UserWarning, match=r"not kept in .*d: PermissionError: Perm.* index= a folder"
+        UserWarning, match=r"not kept in .*d: PermissionError: Perm.* index= to a writable folder"
     ):
         assert len(Tar(paths, index="beside")) == 6
 
@@ -249,7 +249,7 @@ def test_a_truncated_archive_is_told_wherever_it_is_cut(tmp_path: Path) -> None:
     path = tmp_path / "a.tar"
     for size in (0, 100, 511, 512, 513, 1000, 1112, 1536, 1600, 2048, 2100, 2560, 2600):
         path.write_bytes(whole[:size])
-        with pytest.raises(SourceError, match=r"a\.tar is .*cut short behind (its|member '[ab])"):
+        with pytest.raises(SourceError, match=r"a\.tar is .*truncated after (its|member '[ab])"):
             Tar(str(path))
     path.write_bytes(whole[:3072])  # with one block of its end
     assert len(Tar(str(path))) == 2
@@ -261,9 +261,9 @@ def test_damaged_and_foreign_archives_are_told(tmp_path: Path) -> None:
     damaged = bytearray(whole)
     damaged[1024 + 5] ^= 255
     cases = [
-        (bytes(damaged), r"damaged or cut short behind member 's0000\.txt'"),
-        (b"no archive" * 100, "is no tar archive"),
-        (whole + whole, "goes on behind its end"),
+        (bytes(damaged), r"damaged or truncated after member 's0000\.txt'"),
+        (b"no archive" * 100, "is not a tar archive"),
+        (whole + whole, "has more data after the end"),
     ]
     for data, said in cases:
         path.write_bytes(data)
@@ -304,13 +304,13 @@ def test_members_that_have_no_place_of_their_own_are_told(tmp_path: Path) -> Non
 def test_extensions_that_no_member_has_are_told_at_once(tmp_path: Path) -> None:
     path = written(tmp_path / "a.tar", [("a.jpg", b"x"), ("a.cls", b"1")])
     assert Tar(path, fields=("png;jpg", "cls"))[0] == (b"x", b"1")
-    with pytest.raises(ValueError, match=r"extension '\.jpg'; there are cls, jpg"):
+    with pytest.raises(ValueError, match=r"extension '\.jpg'; the archives have cls, jpg"):
         Tar(path, fields=(".jpg",))
 
 
 def test_a_folder_of_indices_alone_has_no_archives(tmp_path: Path) -> None:
     (tmp_path / "a.tar.index").write_bytes(b"")
-    with pytest.raises(FileNotFoundError, match="no archives, only their indices"):
+    with pytest.raises(FileNotFoundError, match="names only indices and no archives"):
         Tar(f"{tmp_path}/")
 
 

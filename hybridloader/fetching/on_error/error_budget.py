@@ -23,8 +23,8 @@ _SHOWN = 20  # lines of the table in `TooManyErrors`
 _WIDE = 120  # characters of an exception in that table
 
 _TRACEBACKS = 1000
-"""Records of a pass that keep a traceback: at some 2 KB each, a pass that loses millions would hold
-gigabytes of the same text."""
+"""Records of an epoch that keep a traceback. A traceback takes about 2 KB, so that an epoch that loses
+millions of samples would hold gigabytes of the same text."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,12 @@ class FailureLog:
 
     def __init__(self) -> None:
         self.counts: Counter[Hashable] = Counter()
-        self.replaced: Counter[Hashable] = Counter()  # of these
+        self.replaced: Counter[Hashable] = Counter()  # the replaced ones among them
         self.records: list[Skipped] = []
 
     @property
     def total(self) -> int:
-        return sum(list(self.counts.values()))  # a copy: other threads count, too
+        return sum(list(self.counts.values()))  # a copy: other threads count too
 
     def add(self, record: Skipped, key: Hashable, run: list[Skipped]) -> None:
         """Count a record under `key`, and add it to those of its `run`, which may be over."""
@@ -90,10 +90,10 @@ class ErrorBudget:
         policy: Policy,  # its `max_failures` is the limit
         stage: str,
         epoch: int = 0,
-        log: FailureLog | None = None,  # gets every record too, counted under `key`
+        log: FailureLog | None = None,  # gets every record, counted under `key`
         key: Hashable = None,
         *,
-        gaps: bool = False,  # a left-out item keeps its place: `LeftOut` is raised there
+        gaps: bool = False,  # keep the places of skipped items: `LeftOut` is raised there
     ) -> None:
         last = final(policy)
         self.skips = isinstance(last, Skip)
@@ -104,11 +104,11 @@ class ErrorBudget:
         self.on_record: Callable[[Skipped], None] | None = None  # called with each record
         # All the mutable state:
         self.records: list[Skipped] = []  # in the order in which results were handed out
-        self.attempted = 0  # samples until now, those that failed among them
+        self.attempted = 0  # samples so far, failed ones included
 
     def may_skip(self, failure: Failure) -> bool:
         """Return True if a sample that raised this is left out, and its error not raised."""
-        # The rest of a shard is more than one sample, and nobody has attempted it.
+        # The rest of a shard is more than one sample, and no sample of it was attempted.
         return self.skips and not goes_astray(failure.exception)
 
     def count(self, attempted: int, failures: Iterable[FailureRecord], worker: int | None) -> None:
@@ -170,7 +170,7 @@ class ErrorBudget:
             lines.append(f"and {failed - _SHOWN} more")
         error = TooManyErrors(
             f"In stage {self._stage!r}, {failed} of {self.attempted} samples failed, more than on_error "
-            f"allows ({limit}). Mend the data, or give a larger max_failures; None sets no limit. "
+            f"allows ({limit}). Fix the data, or raise max_failures; None sets no limit. "
             f"These were {done}:\n" + "\n".join(lines)
         )
         error.__cause__ = self.records[-1].error

@@ -27,7 +27,7 @@ from hybridloader.seeding.sample_rng import SampleRng
 if TYPE_CHECKING:
     from hybridloader.fetching.fanout import Fanout
 
-_SLICE = 0.02  # seconds between two looks at the context while waiting for a retry
+_SLICE = 0.02  # seconds between two checks of the context while waiting for a retry
 
 Opened = list[tuple[str, Callable[[Any], Any]]]
 """Kinds of steps, and their functions as one worker calls them."""
@@ -65,10 +65,9 @@ class TaskResults:
         self.values: list[Any] = []
         self.notes: list[Note] = []
         self.uneven: list[tuple[int, int]] = []
-        """Numbers of those items of the task that have other than one value or note, and how many."""
-        self._ended = self._surplus = (
-            0  # values and notes of items that are through; see `end_item`
-        )
+        """(number of the item, values and notes) of each item that has not exactly one of these."""
+        self._ended = 0  # values and notes of items that have ended; see `end_item`
+        self._surplus = 0
 
     def end_item(self) -> None:
         """Note that all values and notes of one more item of the task are there."""
@@ -116,15 +115,16 @@ class ItemLoop:
         self,
         opened: Opened,
         policy: Policy | None,  # None: no error is retried, replaced or skipped
-        context: TaskContext,  # its `cancelled` is looked at after every item, and ends a wait
-        helpers: Fanout | None = None,  # None: items are taken one after the other
+        context: TaskContext,  # checked after every item; a cancelled context ends a wait
+        helpers: Fanout | None = None,  # None: items are processed one after the other
         *,
-        # Called first with each element of a task, on the thread that works on it; returns the item:
+        # Called first with each element of a task, on the thread that processes it; returns the
+        # item:
         enter: Callable[[Any], Any] | None = None,
-        # The results make one batch, so an error is raised here, unless the policy skips. Else it is
-        # noted, to be raised or left out in its place when the results are handed out:
+        # True: the results make one batch, so an error is raised here unless the policy skips.
+        # False: it is noted, and raised or skipped where its item would have been returned:
         batch: bool = False,
-        what: str | None = None,  # name of every item, for errors; None: the item itself, in short
+        what: str | None = None,  # name of each item in errors; None: its short repr
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._context, self._helpers, self._enter = context, helpers, enter
@@ -141,7 +141,7 @@ class ItemLoop:
             )
             for kind, function in opened
         ]
-        self._maps: list[tuple[int, Callable[[Any], Any]]] = []  # and the step behind each
+        self._maps: list[tuple[int, Callable[[Any], Any]]] = []  # with the number of the next step
         if all(kind == "map" for kind, _ in opened):
             self._maps = [(at, function) for at, (_, function) in enumerate(opened, 1)]
 
@@ -150,7 +150,7 @@ class ItemLoop:
         items: Iterable[Any],
         *,
         spared: bool = False,  # some may be `GivenUp`
-        numbers: bool = True,  # note the number of the item in work, should the worker die
+        numbers: bool = True,  # note the number of the current item, in case the worker dies
         results: TaskResults | None = None,
     ) -> TaskResults:
         """Take the items of a task through the steps, and add to `results`."""
@@ -173,12 +173,12 @@ class ItemLoop:
                     raise Abandoned
             return results
         values, (begin, first), more = results.values, maps[0], maps[1:]
-        for item in items:  # maps only, with no call of ours for an item
+        for item in items:  # maps only: no function call of this package for an item
             at = begin
             try:
                 item = first(item)
                 if more:
-                    for at, function in more:  # noqa: B007  # read if it fails
+                    for at, function in more:  # noqa: B007  # read after an error
                         item = function(item)
                 values.append(item)
             except Exception as raised:
@@ -188,7 +188,7 @@ class ItemLoop:
                     raise Abandoned
                 continue
             results.end_items()
-            try:  # outside of the clause above, so that further errors have no context
+            try:  # outside the clause above, so that further errors have no context
                 self.failed(item, error, results, at)
             finally:
                 del error
@@ -222,7 +222,7 @@ class ItemLoop:
         """Resume with `item`, at which the function before step number `at` has raised `error`."""
         kind, function = self._steps[at - 1]
         try:
-            if kind == "batch" and type(item) is not GivenUp:  # its samples have been retried
+            if kind == "batch" and type(item) is not GivenUp:  # its samples were retried already
                 self.note(item, error, results)
                 return
             found = self._rescue(partial(_outputs, kind, function), item, error, results)
@@ -242,7 +242,7 @@ class ItemLoop:
                     item = found
                 elif kind == "batch":
                     item, outcome = found
-                    whole = outcome.short is None  # it counts as one itself
+                    whole = outcome.short is None  # the batch counts as one item
                     note = Note(len(results.values), outcome.attempted - whole, outcome.failures)
                     results.notes.append(note)
                     if not whole:
@@ -258,7 +258,7 @@ class ItemLoop:
                     self._each(item, several, at, results)
                     return
                 continue
-            try:  # outside of the clause above, as in `run`
+            try:  # outside the clause above, as in `run`
                 self.failed(item, error, results, at)
             finally:
                 del error
@@ -323,8 +323,10 @@ class ItemLoop:
                 else:
                     self.note(item, error, results, replaced=True)
                     return (found,)
-                add_note(failed, "Raised by the function of Replace, for a sample that had failed.")
-                # It may raise the same again.
+                add_note(
+                    failed, "The function of Replace raised this, for a sample that had failed."
+                )
+                # It may raise the error that it received.
                 if part(failed, "__cause__") is None and failed is not error:
                     set_part(failed, "__cause__", error)
                 error = failed

@@ -44,9 +44,9 @@ def not_needed() -> LeftOut:
 def rest_is_lost(which: str, error: Exception) -> ShardLost:
     """Return the error that follows `error`, which `which`, a generator, has raised."""
     lost = ShardLost(
-        f"{which} raised {described(error)}. The iterator is a generator, which is over "
-        "after an error, so the rest of the shard is lost. Catch the error inside the generator, or "
-        "write an iterator class with __next__, which can go on"
+        f"{which} raised {described(error)}. The iterator is a generator, which ends at an error, so "
+        "the rest of the shard is lost. Catch the error inside the generator, or write an iterator "
+        "class with __next__, which can return more items after an error"
     )
     mark(lost, "astray")
     return lost
@@ -63,6 +63,6 @@ def alike(error: Exception) -> Exception:
 
 
 def _marked(error: Exception, place: str) -> Exception:
-    other = alike(error)  # the same object may be raised again elsewhere, and mean something else
+    other = alike(error)  # a copy: the same object may be raised elsewhere with another meaning
     mark(other, place)
     return other

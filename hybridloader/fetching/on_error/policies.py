@@ -14,7 +14,7 @@ from typing import Any
 from hybridloader._support.arguments import function, policy, seconds, whole
 
 LEAST = 1000
-"""Smallest number of samples that a share refers to: else the first bad sample would be 100 %."""
+"""Least number of samples that a share refers to: otherwise the first bad sample would be 100 %."""
 
 MaxFailures = int | float | None
 
@@ -90,12 +90,10 @@ class Retry:
         kinds: Any = self.retry_on if isinstance(self.retry_on, tuple) else (self.retry_on,)
         for kind in kinds:
             if not (isinstance(kind, type) and issubclass(kind, Exception)):
-                raise TypeError(
-                    f"Retry: retry_on takes classes of exceptions that are an Exception, not {kind!r}"
-                )
+                raise TypeError(f"Retry: retry_on must be subclasses of Exception, not {kind!r}")
         if not kinds:
             raise ValueError(
-                "Retry: retry_on=() would repeat nothing; leave it out to repeat every error"
+                "Retry: retry_on=() retries no error; omit it to retry every Exception"
             )
         if isinstance(self.then, Retry):
             raise ValueError("Retry: then can't be another Retry; raise `max_retries` instead")
@@ -117,9 +115,9 @@ def parse_on_error(value: Any, name: str = "on_error") -> Policy | None:
     """
     if value is None:
         return None
-    told = '"raise", "skip", a Skip, a Retry or a Replace'
+    choices = '"raise", "skip", a Skip, a Retry or a Replace'
     kinds: tuple[type[Policy], ...] = (Skip, Retry, Replace)
-    return policy(name, value, {"raise": None, "skip": Skip}, kinds, told)
+    return policy(name, value, {"raise": None, "skip": Skip}, kinds, choices)
 
 
 def final(policy: Policy | None) -> Skip | Replace | None:
@@ -136,14 +134,14 @@ def _check_max_failures(policy: str, value: Any) -> None:
         return
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(
-            f"{policy}: max_failures is an int (samples), a float (a share of them) or None, not "
-            f"{value!r}"
+            f"{policy}: max_failures must be an int (samples), a float (a share of the samples) or "
+            f"None, not {value!r}"
         )
     if isinstance(value, int):
         if value < 0:
             raise ValueError(f"{policy}: max_failures={value} samples; it must not be negative")
     elif not 0 < value <= 1:  # NaN is neither
         raise ValueError(
-            f"{policy}: max_failures={value} is no share: a float is above 0 and at most 1, and a "
-            "number of samples is an int"
+            f"{policy}: max_failures={value} is no share: pass a float above 0 and at most 1, or an int "
+            "for a number of samples"
         )

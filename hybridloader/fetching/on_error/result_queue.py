@@ -21,10 +21,10 @@ class ResultQueue(Iterator[Any]):
     def __init__(self, budget: ErrorBudget | None, where: Callable[[str, int | None], str]) -> None:
         self._budget, self._where = budget, where
         # All the mutable state:
-        self.results: deque[Any] = deque()  # may be taken from here while nothing is in `between`
-        # Notes and errors that wait, each with its place among all results so far, and the worker.
+        self.results: deque[Any] = deque()  # the caller may pop from it while `between` is empty
+        # Notes and errors, each with its position among all results so far, and the worker.
         self.between: deque[tuple[int, Note | Raised, int | None]] = deque()
-        self._added = 0  # results until now
+        self._added = 0  # results so far
 
     def add(self, results: Sequence[Any], notes: Sequence[Note], worker: int | None = None) -> int:
         """Add the results of `worker`; return how many come out, as results or as errors."""

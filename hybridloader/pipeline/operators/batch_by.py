@@ -120,7 +120,7 @@ class BucketBy(Operator):
 
 
 _LONGEST = 50_000
-"""Items that a state can tell apart behind the oldest one in a bucket: one bit each, 8 kB at most. If
+"""Items that a state can distinguish after the oldest one in a bucket: one bit each, 8 kB at most. If
 more come before that bucket is full, the steps before are run again from the beginning."""
 
 
@@ -151,7 +151,7 @@ class BucketByIterator(OperatorIterator):
             self._oldest, self._again, text = context.saved.value
             self._held = unpacked(text, rules.name)
             self._taken, self._wanted = self._oldest, frozenset(context.needed.numbers)
-        self._log = context.log(self._entry(), lambda _, entry: _told(*entry))
+        self._log = context.log(self._entry(), lambda _, entry: _bucket_state(*entry))
 
     def _entry(self) -> tuple[int, int, int | None]:
         short = self._taken - self._oldest <= _LONGEST
@@ -227,7 +227,7 @@ class BucketByIterator(OperatorIterator):
         super().close()
 
 
-def _told(oldest: int, taken: int, held: int | None) -> list[Any] | None:
+def _bucket_state(oldest: int, taken: int, held: int | None) -> list[Any] | None:
     """Return the value of a mark: which items of those before number `taken` are held."""
     text = None if held is None else packed(held)
     return None if text is None else [oldest, taken, text]
@@ -280,7 +280,7 @@ class BatchBy(Operator):
     begins_anew = marks_inputs = counts_errors = True
 
     def __post_init__(self) -> None:
-        what = "a function from an item to a number (len, say)"
+        what = "a function that takes an item and returns a number, such as len"
         arguments.function(f"{self.name}: cost", self.cost, what)
         if not is_number(self.max_cost):
             raise TypeError(f"{self.name}: max_cost must be a number, not {short(self.max_cost)}")

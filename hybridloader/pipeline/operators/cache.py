@@ -56,7 +56,7 @@ class Cache(Operator):
     path: str | os.PathLike[str] | None = None
     fingerprint: str = field(default="", repr=False)
     ranks: Callable[[], str] | None = field(default=None, repr=False, compare=False)
-    """Function that tells the ranks of the steps before, which may be known only when a pass begins."""
+    """Function that returns the ranks of the steps before, which may be unknown before an epoch."""
     # Not a part of the description: empty until a whole pass is kept in memory. The first one counts.
     _kept: list[_Kept] = field(default_factory=list, init=False, repr=False, compare=False)
 
@@ -108,7 +108,7 @@ class Cache(Operator):
                 raise no_answer(
                     StateError(
                         f"{self.name}: when the state was taken, items came from the cache file "
-                        f"{path!r}, and it is gone; put it back, or begin the epoch anew"
+                        f"{path!r}, which does not exist any more; restore it, or begin the epoch again"
                     )
                 ) from None
         else:
@@ -140,7 +140,7 @@ class Cache(Operator):
                 raise no_answer(
                     StateError(
                         f"{self.name}: {self._of_state(meant)}, and this cache holds that of seed "
-                        f"{of[0]}, epoch {of[1]}; make the pipeline anew"
+                        f"{of[0]}, epoch {of[1]}; make the pipeline again"
                     )
                 )
             context.mark(0, of)
@@ -154,7 +154,7 @@ class Cache(Operator):
             raise no_answer(
                 StateError(
                     f"{self.name}: {self._of_state(meant)}, which another run had made: the seed of "
-                    f"this one is {context.run_seed}. Cache in a file to go on from such states"
+                    f"this one is {context.run_seed}. Cache in a file to resume from such states"
                 )
             )
         context.mark(0, meant)
@@ -276,6 +276,6 @@ class KeepingIterator(OperatorIterator):
 
 def _warn_of(path: str | None, error: BaseException) -> None:
     warn(
-        f"the cache file {path!r} can't be written ({error}); what was written of it is removed, and "
-        "this pass goes on without a cache",
+        f"the cache file {path!r} can't be written ({error}); its written part is removed, and "
+        "this epoch continues without a cache",
     )

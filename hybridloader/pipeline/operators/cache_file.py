@@ -101,7 +101,7 @@ class Writer:
         self._position = 0
         self._starts = array("Q")
         try:
-            somebody = _who_else(os.fstat(fd))  # NFS that takes root for nobody, vfat
+            somebody = _who_else(os.fstat(fd))  # NFS with root_squash, vfat
             if somebody is not None:
                 raise OSError(f"here it could not be read again: {somebody}")
             self._put(_HEAD.pack(_MAGIC, _VERSION))
@@ -126,10 +126,10 @@ class Writer:
 
     def commit(self) -> None:
         """Give the whole file its name."""
-        told = self._fingerprint.encode()
-        numbers = struct.pack("=QQ", self._position, len(told))
-        digest = _digest(told, self._starts, numbers)
-        self._put(told, self._starts.tobytes(), numbers, digest, _END)
+        description = self._fingerprint.encode()
+        numbers = struct.pack("=QQ", self._position, len(description))
+        digest = _digest(description, self._starts, numbers)
+        self._put(description, self._starts.tobytes(), numbers, digest, _END)
         self._flush()
         self._finalizer.detach()
         try:
@@ -190,7 +190,7 @@ class Reader:
             self._check_owner(os.fstat(file.fileno()))
             if file.read(len(_MAGIC)) != _MAGIC:
                 raise CacheError(
-                    f"{path!r} is no cache file; give another path, or delete it if nobody needs it"
+                    f"{path!r} is not a cache file; pass another path, or delete it if it is not needed"
                 )
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         self._view = memoryview(self._map)
@@ -240,7 +240,7 @@ class Reader:
         if somebody is not None:
             raise CacheError(
                 f"the cache file {self.path!r} is not read, because {somebody}, and reading a cache "
-                "runs what is in it; delete it to have it written anew, or, if you trust it, make it "
+                "runs code from it; delete it to have it written again, or, if you trust it, make it "
                 "yours alone (chown, chmod 600)"
             )
 
@@ -253,29 +253,28 @@ class Reader:
         if version != _VERSION:
             raise CacheError(
                 f"the cache file {self.path!r} is of format {version}, and this release reads format "
-                f"{_VERSION}; delete it to have it written anew"
+                f"{_VERSION}; delete it to have it written again"
             )
-        place, told, digest, magic = _TAIL.unpack_from(view, size - _TAIL.size)
+        place, length, digest, magic = _TAIL.unpack_from(view, size - _TAIL.size)
         if magic != _END:
             raise self._damaged(f"it is cut off, at {size} bytes, or its end was changed")
         if _digest(view[place : size - _DIGEST - len(_END)]) != digest:
             raise self._damaged("its index is not as it was written")
-        before = bytes(view[place : place + told]).decode()
+        before = bytes(view[place : place + length]).decode()
         if before != fingerprint:
             alike = _DIGESTS.sub("", before) == _DIGESTS.sub("", fingerprint)
             why = (
-                "Digests behind # stand for arguments, attributes and a sample of the data. "
-                * alike
+                "Digests after # stand for arguments, attributes and a sample of the data. " * alike
             )
             raise CacheError(
                 f"the cache file {self.path!r} was written by another pipeline, {before!r}, and this "
                 f"one is {fingerprint!r}. {why}Delete it, or give another path"
             )
-        starts = array("Q", bytes(view[place + told : size - _TAIL.size]))
+        starts = array("Q", bytes(view[place + length : size - _TAIL.size]))
         starts.append(place)
         return starts
 
     def _damaged(self, what: str) -> CacheError:
         return CacheError(
-            f"the cache file {self.path!r} is damaged: {what}; delete it to have it written anew"
+            f"the cache file {self.path!r} is damaged: {what}; delete it to have it written again"
         )

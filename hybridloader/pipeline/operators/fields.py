@@ -52,7 +52,7 @@ def samples_of(batch: Any, columns: bool | None, place: str = "the batch") -> Se
             columns = _holds_columns(batch, place)
         if columns and any(map(_is_column, batch)):
             return list(_transposed(batch, range(len(batch)), columns, place))
-        return batch  # also strings, say, which default_collate leaves in a list
+        return batch  # also strings, for example, which default_collate leaves in a list
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         names = [field.name for field in dataclasses.fields(batch) if field.init]
         rows = _transposed([getattr(batch, name) for name in names], names, columns, place)
@@ -77,7 +77,7 @@ def _holds_columns(batch: Sequence[Any], place: str) -> bool:
     raise TypeError(
         f"unbatch: {place}, a {type(batch).__qualname__} of {len(batch)} x "
         f"{type(batch[0]).__qualname__}, all of one dtype and number of dimensions, may be one thing "
-        "for each sample, or columns as default_collate makes of tuples; say which: columns=False "
+        "for each sample, or columns as default_collate makes of tuples; pass columns=False "
         "or columns=True"
     )
 
@@ -96,9 +96,9 @@ def _transposed(
     named = [f"{place}[{name!r}]" for name in names]
     split = [samples_of(value, columns, name) for value, name in zip(values, named, strict=True)]
     if len(set(map(len, split))) > 1:
-        told = ", ".join(f"{name}: {len(rows)}" for name, rows in zip(named, split, strict=True))
+        lengths = ", ".join(f"{name}: {len(rows)}" for name, rows in zip(named, split, strict=True))
         raise ValueError(
-            f"unbatch: columns of different lengths ({told}); columns=False or columns=True say what "
-            "lists hold, and split= takes a function from a batch to an iterable of samples"
+            f"unbatch: columns of different lengths ({lengths}); pass columns=False or columns=True, or "
+            "split=, a function that takes a batch and returns an iterable of samples"
         )
     return zip(*split, strict=True)

@@ -56,14 +56,14 @@ _PLAIN = {
     type(None),
     type(...),
 }
-"""Types whose repr tells the whole value."""
+"""Types whose repr has the whole value."""
 
 _PARTS = {
     functools.partial: ("func", "args", "keywords"),
     re.Pattern: ("pattern", "flags"),
     types.MethodType: ("__func__", "__self__"),
 }
-"""Attributes that tell the whole value, by type."""
+"""Attributes that have the whole value, by type."""
 
 
 def fingerprint(value: Any) -> str:
@@ -77,11 +77,11 @@ def fingerprint(value: Any) -> str:
 
 def fingerprint_of_steps(chain: Chain) -> str:
     """Describe the steps of a pipeline, with a digest of the values that each was given."""
-    told = []
+    steps = []
     for operator in chain.operators:
         branches = "".join(f"[{fingerprint_of_steps(branch)}]" for branch in operator.branches())
-        told.append(f"{operator.describe(None)} #{fingerprint(_values(operator))}{branches}")
-    return " -> ".join(told)
+        steps.append(f"{operator.describe(None)} #{fingerprint(_values(operator))}{branches}")
+    return " -> ".join(steps)
 
 
 def ranks_of_steps(chain: Chain) -> str:
@@ -225,18 +225,18 @@ class _Look:
 def _tensor(torch: Any, tensor: Any) -> Iterator[bytes]:
     with torch._C.DisableTorchFunctionSubclass():
         shape = tuple(tensor.shape)
-        told = f"{tensor.dtype} {shape} {tensor.layout}"
-        # What is on a device would have to be waited for.
+        description = f"{tensor.dtype} {shape} {tensor.layout}"
+        # Reading from a device would wait for it.
         if tensor.layout is torch.strided and tensor.device.type == "cpu":
             try:
                 tensor = tensor.detach()
                 if tensor.numel() > _ELEMENTS:
                     places = torch.tensor(_places(tensor.numel(), _ELEMENTS), device="cpu")
                     tensor = tensor[torch.unravel_index(places, shape)]
-                told += repr(tensor.tolist())
+                description += repr(tensor.tolist())
             except Exception:  # a kind of tensor that has no elements to show
                 pass
-    yield told.encode()
+    yield description.encode()
 
 
 def _text(text: memoryview) -> Iterator[bytes]:

@@ -35,7 +35,7 @@ class _OfSize(Operator):
     drop_last: bool
 
     begins_anew = True
-    marks_inputs = counts_errors = True  # marks where errors have shifted what `seek` says
+    marks_inputs = counts_errors = True  # marks where errors shifted the result of `seek`
 
     def seek(self, n: int) -> int:
         return n * self.batch_size

@@ -79,7 +79,7 @@ class ConcatIterator(PassesIterator):
         try:
             return self._context.open(self._pipelines[number], start, number)
         except Exception as error:
-            failed = Raised(astray(error))  # nobody knows how many items it would have had
+            failed = Raised(astray(error))  # its number of items is unknown
         self._given += 1
         return failed.throw()
 

@@ -450,7 +450,7 @@ class Repeat(Operator):
         settle_whole(self, "times", 0, instead, optional=True)
 
     def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
-        raise TypeError(f"{self.name} makes passes of its own; open it by `begin`")
+        raise TypeError(f"{self.name} begins its own passes; open it by `begin`")
 
     def begin(self, upstream: Upstream, context: Context) -> Iterator[Any]:
         return RepeatIterator(upstream, self.times, context)

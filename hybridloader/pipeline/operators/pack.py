@@ -336,13 +336,14 @@ class FirstFitIterator(_PackIterator):
         rules = self._rules
         if rules.oversize == "truncate":
             return document._replace(size=self._length)
-        told = f"it has {document.size} tokens, more than row_length={self._length}"
+        problem = f"it has {document.size} tokens, more than row_length={self._length}"
         if rules.oversize == "raise":
             raise ValueError(
-                f"pack: document {number}: {told}; say oversize='truncate' or 'skip', or method='split'"
+                f"pack: document {number}: {problem}; pass oversize='truncate' or 'skip', "
+                "or method='split'"
             )
         if number >= self._again:
-            self._left_out(item, ValueError(told))
+            self._left_out(item, ValueError(problem))
             if not self._warned:
                 self._warned = True
                 warn(

@@ -130,15 +130,15 @@ def _check(name: str, number: int, pipeline: Chain) -> None:
     """Raise `ValueError` for a pipeline that leaves items out by policy and loses count of them."""
     skipping: str | None = None
     for operator in steps_in(pipeline):
-        culprit = f"behind {operator.name} nobody knows which item that was"
+        culprit = f"after {operator.name} the number of that item is unknown"
         if operator.leaves_out:
             skipping = operator.name
             culprit = f"{skipping} makes no one item of one"
         if skipping is not None and not (operator.keeps_count and operator.keeps_gaps):
             raise ValueError(
-                f"{name}: in pipeline {number}, {skipping} leaves out items that fail, and {culprit}: "
-                "all rows behind it would be joined wrongly. Put the step with on_error, or those "
-                "behind it, behind the zip; or give on_error=Replace(...), which keeps every place"
+                f"{name}: in pipeline {number}, {skipping} skips items that fail, and {culprit}: "
+                "all rows after it would be joined wrongly. Put the step with on_error, or those "
+                "after it, after the zip; or pass on_error=Replace(...), which keeps every position"
             )
 
 
@@ -197,16 +197,16 @@ class ZipIterator(JoinIterator):
     def _spoil(self, error: Exception) -> None:
         """Note that an item of this row failed: the row fails after all branches gave theirs."""
         number, first = len(self._row), self._failed
-        if number and self._row[0] is _END:  # the others go on
+        if number and self._row[0] is _END:  # the others have more items
             self._failed = None if type(error) is LeftOut else error
             return
         culprit = self._lost[number]
         if goes_astray(error) or culprit is not None:
-            why = f"behind {culprit}" if culprit is not None else "after such an error"
+            why = f"after {culprit}" if culprit is not None else "after such an error"
             text = (
-                f"zip: {why}, nobody knows to which row of the others the items of pipeline {number} "
+                f"zip: {why}, it is unknown to which row of the others the items of pipeline {number} "
                 "belong, so the error ends it. "
-                + ("Put that step behind the zip" if culprit is not None else "Mend the source")
+                + ("Put that step after the zip" if culprit is not None else "Fix the source")
                 + ", or keep items from failing before it, with on_error=Replace(...)"
             )
             add_note(error, text)
@@ -250,7 +250,7 @@ class ZipIterator(JoinIterator):
 
     def _uneven(self, ended: int, other: int) -> ValueError:
         return ValueError(
-            f"zip: pipeline {ended} ended after {self._count} items and pipeline {other} goes on; give "
+            f"zip: pipeline {ended} ended after {self._count} items and pipeline {other} has more; pass "
             "strict=False to end with the shortest"
         )
 

@@ -60,15 +60,15 @@ class Indices(Source):
         settle_whole(self, "seed", 0, SEED, optional=True)
         if self.sampler is not None and self.batch_sampler is not None:
             raise ValueError(
-                f"{self.name}: sampler and batch_sampler both say what is read; give one of them"
+                f"{self.name}: sampler and batch_sampler both select the samples; pass one of them"
             )
         given = "sampler" if self.batch_sampler is None else "batch_sampler"
         order = self._order
         if order is not None:
             if self.shuffle:
                 raise ValueError(
-                    f"{self.name}: shuffle=True and a {given} both say in which order the dataset is "
-                    "read; give one of them"
+                    f"{self.name}: shuffle=True and a {given} both set the order of the "
+                    "dataset; pass one of them"
                 )
             if not hasattr(type(order), "__iter__"):
                 raise TypeError(f"{self.name}: {given} must be an iterable, not {short(order)}")
@@ -102,8 +102,8 @@ class Indices(Source):
         order = self._order
         if order is not None:
             set_epoch(order, context.epoch)
-            told = with_drawn_seed(order, context)
-            opened = Opened(told, context, self.name, drawn=told is not order)
+            seeded = with_drawn_seed(order, context)
+            opened = Opened(seeded, context, self.name, drawn=seeded is not order)
             return context.drop(opened.items(context, INDICES), opened.at)
         count = len(self.dataset)
         start = min(context.start, count)
@@ -139,7 +139,7 @@ class Indices(Source):
 
     @property
     def share(self) -> tuple[int, int] | None:
-        # If its sampler tells: ours, torch's, also in torch's `BatchSampler`.
+        # Known for samplers of hybridloader and torch, also in a `BatchSampler`.
         for sampler in (self._order, attribute(self._order, "sampler")):
             ranks, rank = attribute(sampler, "num_replicas"), attribute(sampler, "rank")
             if type(ranks) is int:
@@ -239,8 +239,8 @@ class Items(Source):
 
 def _described(without: str, data: Any) -> str:
     """Put in the type of `data` and its length: the repr of a dataset may be as long as the dataset."""
-    told = attribute(data, "__qualname__") or type(data).__qualname__
+    text = attribute(data, "__qualname__") or type(data).__qualname__
     if (length := length_of(data)) is not None:
-        told += f" of {length}"
+        text += f" of {length}"
     name, _, rest = without.partition("(")
-    return f"{name}({told})" if rest == ")" else f"{name}({told}, {rest}"
+    return f"{name}({text})" if rest == ")" else f"{name}({text}, {rest}"

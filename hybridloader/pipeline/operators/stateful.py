@@ -43,31 +43,31 @@ class Opened:
             self._set(self._generator, mark.value, name)
             mark = None
         self.iterator: Iterator[Any] = iter(iterable)
-        self._told: Any = None
-        self._computes = False  # its state behind any number of items, at any time
+        self._stateful: Any = None
+        self._computes = False  # its state after any number of items, at any time
         if is_stateful(self.iterator):  # as in torchdata, this comes first
-            self._told = self.iterator
+            self._stateful = self.iterator
             if mark is not None:
                 self._load(mark, name)
         elif is_stateful(iterable):
-            self._told = iterable
-            if mark is not None and mark.value is None:  # behind the last item
-                self.at, self.iterator, self._told = mark.at, iter(()), None
+            self._stateful = iterable
+            if mark is not None and mark.value is None:  # after the last item
+                self.at, self.iterator, self._stateful = mark.at, iter(()), None
             elif mark is not None:
                 self._load(mark, name)
                 self.iterator = iter(iterable)
                 if has(iterable, "state_after") and iterable.epoch != mark.value["epoch"]:
                     self.iterator = iter(())  # it was the end, for this number of ranks
-            self._computes = has(self._told, "state_after")
+            self._computes = has(self._stateful, "state_after")
 
     def _load(self, mark: Mark, name: str) -> None:
         try:
-            self._told.load_state_dict(copied(mark.value))
+            self._stateful.load_state_dict(copied(mark.value))
         except Exception as error:
             raise no_answer(
                 StateError(
-                    f"{name}: {type(self._told).__qualname__}.load_state_dict() refused the state that "
-                    f"was saved behind item {mark.at}: {text_of(error)}"
+                    f"{name}: {type(self._stateful).__qualname__}.load_state_dict() refused the "
+                    f"state that was saved after item {mark.at}: {text_of(error)}"
                 )
             ) from error
         self.at = mark.at
@@ -87,13 +87,13 @@ class Opened:
     def items(self, context: Context, every: int) -> OperatorIterator:
         """Return the rest of the epoch, marked every so many items."""
         if self._computes:
-            told, at, begun = self._told, self.at, copied(self._told.state_dict())
-            context.mark_all(lambda n: told.state_after(begun, n - at))
+            stateful, at, begun = self._stateful, self.at, copied(self._stateful.state_dict())
+            context.mark_all(lambda n: stateful.state_after(begun, n - at))
             return OperatorIterator(self.iterator)
-        if self._told is not None:
-            return MarkedIterator(self.iterator, self.at, self._told, context, every)
+        if self._stateful is not None:
+            return MarkedIterator(self.iterator, self.at, self._stateful, context, every)
         if self._generator is not None:  # all of the order follows from how it is now
-            context.mark(0, _told(self._generator))
+            context.mark(0, _generator_state(self._generator))
         if isinstance(self.iterator, GeneratorType):
             return GeneratorIterator(self.iterator)
         return OperatorIterator(self.iterator)
@@ -102,10 +102,10 @@ class Opened:
 def generator_state(order: Any) -> str | None:
     """Return the state of the generator from which the next epoch of `order` draws; None without."""
     generator = _generator_of(order)
-    return None if generator is None else _told(generator)
+    return None if generator is None else _generator_state(generator)
 
 
-def _told(generator: Any) -> str:
+def _generator_state(generator: Any) -> str:
     return base64.b64encode(generator.get_state().numpy().tobytes()).decode()
 
 
@@ -167,16 +167,16 @@ class GeneratorIterator(OperatorIterator):
 
 
 class MarkedIterator(OperatorIterator):
-    """Iterator that takes a state of `told` every `every` items, or less often if that takes long.
+    """Iterator that takes a state of `stateful` every `every` items, or less often if that takes long.
 
     A state after the last item is never used: it may mean the beginning of the next epoch.
     """
 
     def __init__(
-        self, items: Iterator[Any], at: int, told: Any, context: Context, every: int
+        self, items: Iterator[Any], at: int, stateful: Any, context: Context, every: int
     ) -> None:
         super().__init__(items)
-        self._told, self._mark, self._every = told, context.mark, every
+        self._stateful, self._mark, self._every = stateful, context.mark, every
         self._cadence = Cadence()
         # All the other mutable state:
         self._given = at  # items, also those that raised
@@ -204,7 +204,7 @@ class MarkedIterator(OperatorIterator):
     def _state(self) -> Any:
         """Return the state, or the error: it is raised only if a state is asked for."""
         try:
-            return copied(self._told.state_dict())
+            return copied(self._stateful.state_dict())
         except Exception as error:
             set_part(error, "__traceback__", None)
             return error

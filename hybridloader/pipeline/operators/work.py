@@ -76,7 +76,7 @@ class Work(Placed):
             if asked:
                 raise ValueError(
                     f"stage {name!r}: concurrency is for an async def function; for others, "
-                    "threads_per_worker has several items in work"
+                    "threads_per_worker processes several items at a time"
                 )
             return
         if cls.kind != "map":
@@ -91,7 +91,7 @@ class Work(Placed):
         if isinstance(placement.seeding, SampleSeeding):
             raise ValueError(
                 f"stage {name!r}: seeding='sample' and an async def function, whose coroutines take "
-                "turns: draw random numbers in a map() of its own"
+                "turns: draw random numbers in a separate map()"
             )
 
     def __post_init__(self) -> None:
@@ -167,7 +167,7 @@ class Readers(Placed, Source):
 
     source: Any
     """An iterable, of which every worker gets a copy, or a function that returns one.
-    `get_worker_info()` tells it which part to read."""
+    `get_worker_info()` returns the number of its part."""
     placement: Placement = field(default_factory=Placement)
     label: str | None = None
 
@@ -278,7 +278,7 @@ def check_function(stage: str, function: Any) -> None:
         return
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some built-ins tell nothing
+    except (TypeError, ValueError):  # some built-ins have no signature
         return
     try:
         signature.bind(None)
