@@ -1,4 +1,4 @@
-"""The citation, the workflows, and the packing of an sdist. `.ci/release` checks the rest of a release."""
+"""The citation, the workflows, and the packing of sdists. `.ci/release` checks the remaining parts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_citation_is_of_this_version_and_has_the_keys_that_cff_requires() ->
     config = ConfigParser()
     config.read(ROOT / "setup.cfg")
     assert str(citation["version"]) == hybridloader.__version__
-    assert citation["license"] == config["metadata"]["license"]
+    assert citation["license"] == config["metadata"]["license_expression"]
     assert citation["cff-version"] == "1.2.0"
     assert {"message", "title", "authors"} <= citation.keys()
 
