@@ -67,7 +67,6 @@ def mistakes() -> None:
     DataLoader(Squares(1), batch_sizes=1)  # type: ignore[call-arg]
     Skip(max_failure=1)  # type: ignore[call-arg]
     Fork(daemon=3)  # type: ignore[call-arg]
-    Pipeline.from_dataset(range(1)).map(half, num_workers="many")  # type: ignore[arg-type]
     ShuffleSampler(1)  # type: ignore[call-arg]
 
 
