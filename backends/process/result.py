@@ -137,7 +137,7 @@ class ProcessResult(Payload):
 
     def _refuse(self, what: str) -> None:
         raise RuntimeError(
-            f"a result that was {self._state} can't be {what}: each is opened, discarded or "
+            f"a result that was already {self._state} can't be {what}: each is opened, discarded or "
             "forwarded to one stage. To use it more than once, open it and send the value."
         )
 

@@ -56,7 +56,7 @@ def test_a_deep_stack_keeps_both_ends() -> None:
     assert len(text) <= stack_dump.MOST
     assert "function_0" in text
     assert "function_99" in text
-    assert "frames left out" in text
+    assert "frames omitted" in text
 
 
 def test_a_thread_without_python_frames_is_left_out() -> None:
@@ -88,7 +88,7 @@ def test_many_threads_do_not_push_out_the_one_that_matters() -> None:
     text = stack_dump.of_dump("\n".join(blocks), 1)
     assert text.splitlines()[1] == _frame("/mine.py", "mine")
     assert len(text) <= stack_dump.MOST
-    assert "more threads left out" in text
+    assert "more threads omitted" in text
 
 
 _LINE = st.one_of(
