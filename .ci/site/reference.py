@@ -74,7 +74,9 @@ def names(spec: str) -> list[str]:
     return found
 
 
-ERRORS = {n for n, v in vars(importlib.import_module(f"{TOP}.errors")).items() if isinstance(v, type)}
+ERRORS = {
+    n for n, v in vars(importlib.import_module(f"{TOP}.errors")).items() if isinstance(v, type)
+}
 
 
 def missing() -> set[str]:
@@ -130,7 +132,9 @@ def command_line() -> str:
 def limits() -> str:
     """Return a table of the documented constants of the package, by module."""
     rows = []
-    for path in sorted([*(ROOT / "hybridloader").rglob("*.py"), *(ROOT / "backends").rglob("*.py")]):
+    for path in sorted(
+        [*(ROOT / "hybridloader").rglob("*.py"), *(ROOT / "backends").rglob("*.py")]
+    ):
         tree = ast.parse(path.read_text(encoding="utf-8")).body
         for node, after in zip(tree, tree[1:], strict=False):
             if not (isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)):
@@ -152,7 +156,10 @@ def limits() -> str:
 
 def _number(node: ast.expr) -> str | None:
     text = ast.unparse(node)
-    if any(isinstance(part, (ast.Name, ast.Call, ast.Constant)) and not _plain(part) for part in ast.walk(node)):
+    if any(
+        isinstance(part, (ast.Name, ast.Call, ast.Constant)) and not _plain(part)
+        for part in ast.walk(node)
+    ):
         return None
     value = eval(text, {})  # constants and operators only
     if isinstance(value, bool) or not isinstance(value, (int, float)):

@@ -74,7 +74,7 @@ def test_reading_imports_neither_torch_nor_numpy(memory: str) -> None:
     heavy = "print(sorted({'torch', 'numpy', 'loky', 'cloudpickle'} & set(sys.modules)))"
     code = READ + "l, d, i, f = shared; l[0], d['a'], 5 in d, list(i), f[0], d == {}\n" + heavy
     assert output(code, pickle.dumps(things)) == "[]"
-    make = "import sys\nfrom hybridloader import SharedDict, SharedList\n"
+    make = "import sys\nfrom hybridloader.records import SharedDict, SharedList\n"
     make += "SharedList('ab'); SharedDict({1: 2})\n"
     assert output(make + heavy) == "[]"
 
