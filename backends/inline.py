@@ -43,12 +43,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Inline(Backend):
-    """Do the work where ``next()`` is called.
+    """Do the work on the thread that calls ``next()``; no workers.
 
     Parameters
     ----------
     copy_dataset
-        Whether each played worker reads a copy of the dataset, as a process would. A map-style
+        Whether each simulated worker reads a copy of the dataset, as a process would. A map-style
         dataset that can't be copied is shared, with a warning. Without effect if ``num_workers=0``.
     memory
         Limit of the recycled slots in which large tensors are collated.

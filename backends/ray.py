@@ -46,14 +46,14 @@ class Ray(engine.Backend):
         Cluster to connect to, as `ray.init` takes it. None takes the one that this process is connected
         to, or that the environment names (RAY_ADDRESS).
     start
-        Whether to start a cluster on this machine if none runs there.
+        True starts a cluster on this machine if none is running.
 
     Raises
     ------
     BackendUnavailable
-        As a loader begins: Ray is not installed, or there is no cluster.
+        When the iterator is made: Ray is not installed, or there is no cluster.
     ValueError
-        As a loader begins: Ray does not take an option.
+        When the iterator is made: Ray does not accept an option.
     """
 
     num_cpus: float = 1

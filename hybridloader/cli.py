@@ -1,4 +1,4 @@
-"""Command line: ``hybridloader demo``, ``run``, ``index`` and ``pack``, ``hybridloader --version``.
+"""Command line: ``hybridloader demo``, ``run``, ``tune``, ``index`` and ``pack``.
 
 It parses and reports. Nothing heavy is imported before a subcommand runs, and a user's mistake is
 one line on standard error and exit code 2, never a traceback.
@@ -58,32 +58,45 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="hybridloader",
-        description="A data-loading executor for PyTorch with workers of several kinds.",
+        description="A data-loading executor for PyTorch. The options of a command: "
+        "hybridloader COMMAND --help.",
     )
     parser.add_argument("--version", action="version", version=f"hybridloader {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     demo = commands.add_parser(
         "demo",
         help="train a small network on photographs, and compare the backends",
-        description="Cut ten photographs that scikit-image and scikit-learn include into 4,500 JPEG "
-        "files (once), train a small network to recognize which photograph a crop is from, and measure "
-        "how many images per second each backend loads.",
+        description="Train a small network that recognizes from which of ten photographs a crop comes, "
+        "and measure how many images per second each backend loads. The first run cuts the photographs, "
+        "which scikit-image and scikit-learn contain, into 4,500 JPEG files.",
     )
     demo.set_defaults(run=_demo, parser=demo)
     for option, kind, metavar, default, text in (
-        ("--data", Path, "DIR", None, "a folder with one folder of images per class"),
-        ("--cache", Path, "DIR", None, "folder of the crops, which are made once"),
+        (
+            "--data",
+            Path,
+            "DIR",
+            None,
+            "train on these images instead: a folder with one folder per class",
+        ),
+        ("--cache", Path, "DIR", None, "folder that keeps the JPEG files for later runs"),
         (
             "--backend",
             str,
             "NAME",
             None,
-            "of the training; default: processes, started as torch does",
+            "backend of the training; default: processes, started as by torch",
         ),
-        ("--workers", _at_least(0), "N", None, "default: one per core, at most 4"),
+        (
+            "--workers",
+            _at_least(0),
+            "N",
+            None,
+            "number of workers; default: one per core, at most 4",
+        ),
         ("--batch-size", _at_least(1), "N", 64, "default: 64"),
         ("--epochs", _at_least(1), "N", 4, "default: 4"),
-        ("--limit", _at_least(1), "N", None, "number of images to train on; default: all"),
+        ("--limit", _at_least(1), "N", None, "train on the first N images only"),
     ):
         demo.add_argument(option, type=kind, metavar=metavar, default=default, help=text)
     demo.add_argument(
@@ -104,15 +117,15 @@ def _add_run(commands: Any) -> None:
         "run",
         usage="%(prog)s [OPTION ...] SCRIPT [ARGUMENT ...]\n       %(prog)s [OPTION ...] -m MODULE "
         "[ARGUMENT ...]",
-        help="run a script, with its torch DataLoaders on this engine",
-        description="Run a Python script as `python SCRIPT` would, with every torch DataLoader in it on "
-        "this engine, as after hybridloader.install(). The script needs no change.",
-        epilog="Options have the meaning documented in hybridloader.DataLoader. A loader that does not "
-        "support an option runs without it. Arguments after SCRIPT are passed to it.",
+        help="run a script with its torch DataLoaders on hybridloader's engine",
+        description="Run a Python script as `python SCRIPT` does, with every torch DataLoader in it on "
+        "hybridloader's engine, as after hybridloader.install(). The script is not edited.",
+        epilog="Options without a description have the meaning documented in hybridloader.DataLoader. A "
+        "loader that can't have an option ignores it. Arguments after SCRIPT are passed to it.",
         allow_abbrev=False,
     )
     run.set_defaults(run=_run, parser=run)
-    run.add_argument("--backend", metavar="NAME", help="default: processes, started as torch does")
+    run.add_argument("--backend", metavar="NAME", help="default: processes, started as by torch")
     for name, kind, metavar in (
         ("threads_per_worker", _at_least(1), "N"),
         ("on_error", str, "raise|skip"),
@@ -128,12 +141,13 @@ def _add_run(commands: Any) -> None:
     run.add_argument(
         "--headroom",
         action="store_true",
-        help="load some batches and reuse them, to measure how much faster the script could be at most",
+        help="measure the largest possible speedup: load some batches, and use them again and again",
     )
     run.add_argument(
         "--watch",
         action="store_true",
-        help="show rate, stall and verdict of all loaders while it runs; a terminal needs rich",
+        help="show the rate, the stall and the verdict of each loader while the script runs; on a "
+        "terminal this needs rich",
     )
     run.add_argument(
         "-m", dest="module", action="store_true", help="SCRIPT is the name of a module"
@@ -146,7 +160,7 @@ def _add_tune(commands: Any) -> None:
     tune = commands.add_parser(
         "tune",
         usage="%(prog)s [OPTION ...] SCRIPT [ARGUMENT ...]",
-        help="run a script up to its first loader or pipeline, and measure which workers are fastest",
+        help="run a script up to its first loader or pipeline, and measure which workers load fastest",
         description="Run a Python script until a DataLoader, torch's or hybridloader's, has had 8 "
         "batches, or a run of a Pipeline 8 items. Then measure plans of workers for it, print a table "
         "and the lines to change, and end the script. The script is not edited.",
@@ -154,14 +168,20 @@ def _add_tune(commands: Any) -> None:
         allow_abbrev=False,
     )
     tune.set_defaults(run=_tune, parser=tune)
-    tune.add_argument("--seconds", type=float, default=20.0, metavar="S", help="default: 20")
-    tune.add_argument("--cpus", type=float, metavar="N", help="CPUs to use at most")
+    tune.add_argument(
+        "--seconds",
+        type=float,
+        default=20.0,
+        metavar="S",
+        help="limit of the measurement; default: 20",
+    )
+    tune.add_argument("--cpus", type=float, metavar="N", help="maximum number of CPUs to use")
     tune.add_argument(
         "--memory",
         type=float,
         default=0.5,
         metavar="SHARE",
-        help="share of the memory; default: 0.5",
+        help="share of the memory that batches and workers may use; default: 0.5",
     )
     tune.add_argument(
         "--keep-up",
@@ -176,19 +196,26 @@ def _add_index(commands: Any) -> None:
     index = commands.add_parser(
         "index",
         help="index tar archives ahead of time, for Tar(..., index=FOLDER)",
-        description="Read the headers of tar archives and keep their indices in a folder, from which "
-        "all ranks and runs read them: Tar(URL, index=FOLDER). Archives that have an index there are "
-        "skipped, so the same command resumes an interrupted one.",
+        description="Read the headers of tar archives, and write an index of each into a folder. All "
+        "ranks and runs read the indices from it: Tar(URL, index=FOLDER). Archives with an index in the "
+        "folder are skipped, so the same command resumes after an interruption.",
     )
     index.set_defaults(run=_index, parser=index)
-    index.add_argument("urls", nargs="+", metavar="URL", help="archive, folder or glob; {000..127}")
-    index.add_argument("-o", "--output", required=True, metavar="FOLDER", help="a local folder")
+    index.add_argument(
+        "urls",
+        nargs="+",
+        metavar="URL",
+        help="archive, folder or glob; braces such as {000..127} name several",
+    )
+    index.add_argument(
+        "-o", "--output", required=True, metavar="FOLDER", help="local folder of the indices"
+    )
     index.add_argument(
         "--parallel",
         type=_at_least(1),
         default=8,
         metavar="N",
-        help="archives at a time; default: 8",
+        help="number of archives read at a time; default: 8",
     )
     _add_storage_options(index)
 
@@ -198,14 +225,15 @@ def _add_pack(commands: Any) -> None:
         "pack",
         help="write a folder or a dataset into shards: tar archives or Parquet files",
         description="Write samples into shards that Tar, Parquet and webdataset read, each archive with "
-        "its index. No file is overwritten. The same command resumes an interrupted one.",
+        "its index. Nothing is overwritten. The same command resumes after an interruption.",
     )
     pack.set_defaults(run=_pack, parser=pack)
     pack.add_argument(
         "source",
         metavar="SOURCE",
-        help="a folder or a glob of files: those whose names agree up to the first dot are one sample. "
-        "Or MODULE:NAME: a dataset or an iterable of dicts, or a function that returns one",
+        help="a folder or a glob of files, of which those with the same name up to the first dot are "
+        "one sample; or MODULE:NAME of a dataset or an iterable of dicts, or of a function that "
+        "returns one",
     )
     pack.add_argument("-o", "--output", required=True, metavar="URL", help="a folder, empty or new")
     pack.add_argument("--format", choices=("tar", "parquet"), default="tar", help="default: tar")
@@ -214,16 +242,25 @@ def _add_pack(commands: Any) -> None:
         "--shards",
         type=_at_least(1),
         metavar="N",
-        help="number of shards: a multiple of the number of ranks gives each rank the same number",
+        help="number of shards; with a multiple of the number of ranks, each rank gets equally many",
     )
-    size.add_argument("--samples-per-shard", type=_at_least(1), metavar="N")
     size.add_argument(
-        "--bytes-per-shard", type=_bytes, metavar="SIZE", help="such as 64M; default: 256M"
+        "--samples-per-shard", type=_at_least(1), metavar="N", help="number of samples in a shard"
+    )
+    size.add_argument(
+        "--bytes-per-shard",
+        type=_bytes,
+        metavar="SIZE",
+        help="size of a shard, such as 64M; default: 256M",
     )
     pack.add_argument(
-        "--classes", action="store_true", help="add the number of the class folder as cls"
+        "--classes",
+        action="store_true",
+        help="add the number of each sample's folder as the field cls",
     )
-    pack.add_argument("--workers", type=_at_least(1), default=4, metavar="N", help="default: 4")
+    pack.add_argument(
+        "--workers", type=_at_least(1), default=4, metavar="N", help="number of workers; default: 4"
+    )
     _add_storage_options(pack)
 
 

@@ -121,6 +121,7 @@ def test_a_wheel_holds_the_backends_inside_the_package_and_nothing_beside_it(
         if line.startswith("Requires-Dist:") and "extra ==" not in line
     }
     assert required == {"torch", "numpy", "loky", "cloudpickle"}
+    assert {"License-Expression: BSD-3-Clause", "License-File: LICENSE"} <= {*metadata.splitlines()}
 
 
 def test_readme_and_ci_agree_on_how_to_run_the_tests() -> None:

@@ -90,7 +90,7 @@ class ProcessBackend(Backend):
 
 @dataclass(frozen=True)
 class Fork(ProcessBackend):
-    """Do the work in forked processes: started in milliseconds, and nothing needs to be pickled.
+    """Do the work in forked processes, which start in milliseconds and need no pickling.
 
     Parameters
     ----------
@@ -109,8 +109,8 @@ class Fork(ProcessBackend):
 class Spawn(ProcessBackend):
     """Do the work in fresh processes, started by loky: everywhere, and without a ``__main__`` guard.
 
-    The dataset and its functions travel by cloudpickle, so lambdas, classes defined in a function or in
-    a notebook cell, and whatever lives in ``__main__`` arrive. The main script is not run again.
+    The dataset and its functions are sent by cloudpickle. So lambdas work, and so do classes that are
+    defined in a function, in a notebook cell or in ``__main__``. The main script is not run again.
 
     Parameters
     ----------
@@ -137,12 +137,13 @@ class SharedMemory(ProcessBackend):
     Parameters
     ----------
     start_method
-        ``"fork"``, ``"loky"`` (as the `spawn` backend), ``"spawn"`` or ``"forkserver"``. These two are
-        multiprocessing's own, which run the main script again and so need a ``__main__`` guard; but on
-        Linux ``"forkserver"`` is ``"loky"``, which forks workers from one process as well. None takes
-        fork where that is multiprocessing's default and safe, else loky. It is on Linux before Python
-        3.14, while no device such as CUDA is initialised. A library whose threads a fork would harm
-        (polars, lance, PyAV, fsspec) makes it unsafe, with a warning.
+        ``"fork"``, ``"loky"`` (as the `spawn` backend), ``"spawn"`` or ``"forkserver"``. The last two
+        are multiprocessing's, which run the main script again and so need a ``__main__`` guard. On
+        Linux, however, ``"forkserver"`` means ``"loky"``, which forks workers from one process as well.
+        None picks fork where that is multiprocessing's default and safe, otherwise loky. Fork is the
+        default on Linux before Python 3.14. It is not safe after a device such as CUDA was initialised,
+        or with a library whose threads a fork would harm (polars, lance, PyAV, fsspec); the latter
+        causes a warning.
     memory
         Limit and kind of the slots through which large tensors and arrays come back.
 

@@ -1,4 +1,4 @@
-"""accelerate: register the loader of a pipeline, and its state is saved with the model."""
+"""accelerate: register the loader of a pipeline to save its state with the model."""
 
 import tempfile
 

@@ -1,4 +1,4 @@
-"""ignite: an engine runs a pipeline; save the states of both, and load them into both."""
+"""ignite: an engine runs a pipeline; save and load the states of both."""
 
 import torch
 from ignite.engine import Engine, Events

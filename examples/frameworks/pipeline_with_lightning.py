@@ -30,7 +30,7 @@ class Line(lightning.LightningModule):
 
     def train_dataloader(self):
         loader = loader_of(self.backend)
-        # For a checkpoint of an epoch's end: Lightning loads no state of the loader then.
+        # For a checkpoint at an epoch's end, from which Lightning loads no state of the loader.
         loader.set_epoch(self.trainer.fit_loop.epoch_progress.current.processed)
         return loader
 

@@ -29,7 +29,7 @@ class Curve(nn.Module):
 
 class PipelineTrainer(Trainer):
     def __init__(self, loader, **options):
-        super().__init__(train_dataset=[], **options)  # the Trainer wants one, and reads none of it
+        super().__init__(train_dataset=[], **options)  # required by the Trainer, not read
         self.loader = loader
 
     def get_train_dataloader(self):
@@ -54,7 +54,7 @@ def train(folder, backend, **options):
     arguments = TrainingArguments(
         folder,
         num_train_epochs=3,
-        ignore_data_skip=True,  # the loader's state does it
+        ignore_data_skip=True,  # the loader's state skips them
         learning_rate=0.01,
         save_steps=14,
         report_to=[],

@@ -1,4 +1,4 @@
-"""accelerate: one call, and what it prepares keeps backend and options; also behind a skip."""
+"""accelerate: after one call, prepared loaders keep backend and options, also in a skip."""
 
 import torch
 from accelerate import Accelerator
@@ -20,7 +20,7 @@ class Points(Dataset):
 
 
 def main():
-    keep_loaders()  # before anything is prepared, in each process
+    keep_loaders()  # before `prepare`, in each process
     set_seed(0)
     accelerator = Accelerator(cpu=True)
     model = nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1))
@@ -33,7 +33,7 @@ def main():
 
     for epoch in range(3):
         loader.set_epoch(epoch)
-        # As behind a checkpoint: the first epoch begins at its fifth batch.
+        # As after a checkpoint: the first epoch starts with its fifth batch.
         batches = accelerator.skip_first_batches(loader, 4) if epoch == 0 else loader
         steps = 0
         for x, y in batches:

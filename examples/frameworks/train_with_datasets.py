@@ -1,4 +1,4 @@
-"""HF datasets: tables and streams as they are; workers that stay see every new epoch."""
+"""HF datasets: a table, and a stream whose persistent workers see each new epoch."""
 
 import torch
 from datasets import Dataset, IterableDataset
@@ -18,7 +18,7 @@ def train(loader, epochs):
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.3)
     for epoch in range(epochs):
-        loader.set_epoch(epoch)  # also tells the dataset, if it wants to know
+        loader.set_epoch(epoch)  # also sets the epoch of the dataset, if it has a `set_epoch`
         for batch in loader:
             optimizer.zero_grad()
             loss = nn.functional.mse_loss(model(batch["x"]), batch["y"])

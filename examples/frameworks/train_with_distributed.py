@@ -1,4 +1,4 @@
-"""torch.distributed: every rank its own loader and its own part. Started by torchrun, or by itself."""
+"""torch.distributed: each rank has a loader and a share of the data. With or without torchrun."""
 
 import gc
 import os
@@ -24,9 +24,9 @@ class Points(torch.utils.data.Dataset):
 
 
 def train():
-    """Train on one rank; the group has been made."""
+    """Train on one rank; the process group is initialised."""
     data = Points()
-    # Or torch's DistributedSampler(data). Ours needs no list of indices, and can be resumed.
+    # Or torch's DistributedSampler(data). This one needs no list of indices, and can resume.
     sampler = DistributedShuffleSampler(data, seed=0, uneven="drop")
     loader = DataLoader(data, 10, sampler=sampler, num_workers=2, backend="threads")
     torch.manual_seed(0)
@@ -56,9 +56,9 @@ def rank_of_two(rank, meeting):
 
 
 def leave():
-    """Leave together; else a rank is ended by SIGABRT at times, with any loader (torch 2.13, gloo)."""
+    """Leave together: otherwise SIGABRT may end a rank, with any loader (torch 2.13, gloo)."""
     gc.collect()  # DDP is part of a reference cycle, and holds threads of the group
-    dist.barrier()  # nobody leaves while another is in a collective
+    dist.barrier()  # no rank leaves while another one is in a collective
     dist.destroy_process_group()
 
 

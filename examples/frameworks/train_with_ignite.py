@@ -1,4 +1,4 @@
-"""ignite: hand the loader to the engine; a deterministic one resumes in the middle of an epoch."""
+"""ignite: pass the loader to the engine; a deterministic engine resumes mid-epoch."""
 
 import torch
 from ignite.engine import DeterministicEngine, Events

@@ -1,4 +1,4 @@
-"""Lightning: our loader is one of torch's to it; a checkpoint holds where in the epoch it was."""
+"""Lightning: pass hybridloader's loader; a checkpoint contains the position in the epoch."""
 
 import tempfile
 from pathlib import Path
@@ -56,8 +56,8 @@ def fit(folder, backend, checkpoint=None, **options):
 
 def main():
     with tempfile.TemporaryDirectory() as folder:
-        fit(folder, "threads", max_steps=14)  # ends in the second epoch, behind 4 of its 10 batches
-        fit(folder, "fork", Path(folder) / "step=14.ckpt")  # the other 6, and one epoch more
+        fit(folder, "threads", max_steps=14)  # ends in the second epoch, after 4 of its 10 batches
+        fit(folder, "fork", Path(folder) / "step=14.ckpt")  # the other 6, and one more epoch
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""MONAI: its loader, with our engine beneath it; every worker's transforms have their own seed."""
+"""MONAI: its loaders on hybridloader's engine; each worker's transforms have another seed."""
 
 import monai.data
 import torch
@@ -15,7 +15,7 @@ class Loader(monai.data.DataLoader, hybridloader.DataLoader):
 
 
 class BufferedLoader(monai.data.ThreadDataLoader, hybridloader.DataLoader):
-    """MONAI's collate and seeding, and its buffer thread before the loop."""
+    """MONAI's collate, seeding and buffer thread, hybridloader's workers."""
 
 
 def main():

@@ -1,4 +1,4 @@
-"""PyG: its loaders, with our engine beneath them; features are gathered in workers or in the caller."""
+"""PyG: its loaders on hybridloader's engine; features are gathered in workers or in the caller."""
 
 import torch
 from torch import nn
@@ -10,7 +10,7 @@ import hybridloader
 
 
 class Nodes(NodeLoader, hybridloader.DataLoader):
-    """Works in the same way for NeighborLoader, LinkNeighborLoader and the others."""
+    """NeighborLoader, LinkNeighborLoader and the others work in the same way."""
 
 
 class Graphs(DataLoader, hybridloader.DataLoader):
@@ -18,7 +18,7 @@ class Graphs(DataLoader, hybridloader.DataLoader):
 
 
 class Neighbours(BaseSampler):
-    """Edges that point to a node. Where pyg-lib is installed, take PyG's NeighborSampler instead."""
+    """Edges that point to a node. If pyg-lib is installed, use PyG's NeighborSampler instead."""
 
     def __init__(self, data):
         self.source, self.target = data.edge_index

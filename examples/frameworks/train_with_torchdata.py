@@ -1,4 +1,4 @@
-"""torchdata: its loader's place is taken by ours, with datasets and samplers that have a state."""
+"""torchdata: hybridloader's loader instead of torchdata's, with stateful datasets and samplers."""
 
 import pickle
 
@@ -10,7 +10,7 @@ from hybridloader import StatefulDataLoader
 
 
 class Log(torch.utils.data.IterableDataset, Stateful):
-    """Lines of a log, read by each worker from where it was."""
+    """Lines of a log; each worker resumes at its position."""
 
     def __init__(self, lines):
         self.lines, self.at = lines, 0
@@ -38,8 +38,8 @@ def main():
     print("before:", [next(first).tolist() for _ in range(3)])
     saved = pickle.dumps(interrupted.state_dict())
 
-    resumed = loader()  # in another process, if you like
-    resumed.load_state_dict(pickle.loads(saved))  # or what torchdata's loader saved
+    resumed = loader()  # in this process or in another one
+    resumed.load_state_dict(pickle.loads(saved))  # or a state of torchdata's loader
     print("after: ", [batch.tolist() for batch in resumed])
 
     data = torch.utils.data.TensorDataset(torch.arange(8))

@@ -1,4 +1,4 @@
-"""The Trainer of transformers, on our loader: one method more, and it stays ours when it resumes."""
+"""The Trainer of transformers: one added method returns hybridloader's loader, also on resuming."""
 
 import tempfile
 
@@ -57,14 +57,14 @@ def train(folder, resume, **options):
         **options,
     )
     trainer = HybridTrainer(model=Curve(), args=arguments, train_dataset=Points())
-    told = trainer.train(resume_from_checkpoint=resume)
-    print(f"at step {told.global_step}: loss {told.training_loss:.4f}")
+    result = trainer.train(resume_from_checkpoint=resume)
+    print(f"at step {result.global_step}: loss {result.training_loss:.4f}")
 
 
 def main():
     keep_loaders()
     with tempfile.TemporaryDirectory() as folder:
-        train(folder, resume=False, max_steps=14)  # in the second epoch, behind 4 of 10 batches
+        train(folder, resume=False, max_steps=14)  # in the second epoch, after 4 of 10 batches
         train(folder, resume=True)
 
 

@@ -1,4 +1,4 @@
-"""webdataset: tar archives as named shards, resumed in mid-epoch with other workers and other ranks."""
+"""webdataset: tar archives as named shards, resumed mid-epoch with other workers and ranks."""
 
 import io
 import itertools

@@ -63,7 +63,7 @@ def get_worker_info() -> WorkerInfo | None:
     WorkerInfo or None
         torch's own class (or, in a process that has not imported torch, one with the same
         attributes): `id`, `num_workers`, `seed` (``base_seed + id``), `dataset` (the copy
-        that this worker reads), `rng` (generators of this worker's own, for threads) and
+        that this worker reads), `rng` (random generators of this worker alone, for threads) and
         `worker_method` (``"thread"``, ``"multiprocessing"`` or ``"inline"``).
     """
     return _current.info

@@ -347,8 +347,7 @@ persistent_workers, pin_memory_device, in_order
         Parameters
         ----------
         states
-            State of each rank, in any order. The ranks may have come to different positions in one
-            epoch.
+            State of each rank, in any order. The ranks may be at different positions in one epoch.
 
         Returns
         -------

@@ -129,8 +129,8 @@ def compare(a: Stats, b: Stats) -> Comparison:
     Returns
     -------
     Comparison
-        Figures side by side; it prints as a table. Stages are matched by name. If both batch sizes
-        are known, rates count samples, so that runs with different batch sizes can be compared.
+        Figures side by side; it prints as a table. Stages are matched by name. If both batch sizes are
+        known, rates count samples; so runs with different batch sizes are comparable.
 
     Raises
     ------

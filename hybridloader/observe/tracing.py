@@ -168,7 +168,7 @@ def trace(path: str | os.PathLike[str], *, max_events: int = EVENTS) -> Trace:
     path
         File to write, ``.json`` or ``.json.gz``. An existing file is replaced.
     max_events
-        Number of events to keep; older ones are dropped, and the trace has their number.
+        Number of events to keep; older events are dropped, and the trace contains their number.
 
     Returns
     -------
@@ -180,9 +180,9 @@ def trace(path: str | os.PathLike[str], *, max_events: int = EVENTS) -> Trace:
     ValueError
         The path has another extension.
     OSError
-        The file can't be written; raised as the block begins.
+        The file can't be written; raised when the block begins.
     RuntimeError
-        A trace runs already; raised as the block begins.
+        Another trace is active; raised when the block begins.
 
     Examples
     --------

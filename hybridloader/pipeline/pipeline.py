@@ -253,8 +253,8 @@ class Pipeline(Steps):
         seed
             Seed as for `run`; one for all epochs.
         state
-            State as for `run`: begin in its epoch, or with the next if the state is at the end of one.
-            Earlier epochs count among `count`.
+            State as for `run`. The first epoch is the state's, or the next one if the state is at the
+            end of an epoch. Earlier epochs count among `count`.
         observe
             See `run`.
         """
@@ -266,12 +266,12 @@ class Pipeline(Steps):
         return Epochs(loader, count, first, state)
 
     def merge_states(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """One state of the states of all ranks, from which any number of ranks resume.
+        """Merge the states of all ranks into one state, from which any number of ranks resumes.
 
         The ranks share the indices of a `DistributedShuffleSampler` or `BlockShuffleSampler`, or the
         shards that the dataset of `from_iterable` names. The rest is shared again: together, the ranks
-        that load the state get every item that was not returned yet, and none twice. The order of these
-        items is another one, and steps with a buffer begin with an empty one, so batches may have other
+        that load the state return every item that was not returned yet, and none twice. The order of
+        these items differs. Steps with a buffer start with an empty buffer, so batches may have other
         items. With named shards, the state of one rank alone may be merged for other readers. See
         docs/resuming.md.
 
@@ -289,9 +289,9 @@ class Pipeline(Steps):
         Raises
         ------
         StateError
-            A state is missing or of another pipeline. Or a step goes by the numbers of its items, as
-            `take`, `enumerate` and joins do. Or a rank has returned some of the items that a step makes
-            of one, and steps before had joined or shuffled items.
+            A state is missing or of another pipeline. Or a step depends on the numbers of its items, as
+            `take`, `enumerate` and joins do. Or a rank stopped within the items that a step makes of
+            one item, and earlier steps had joined or shuffled items.
 
         Examples
         --------

@@ -80,9 +80,9 @@ class Steps(Chain):
         Parameters
         ----------
         function
-            Takes an item. An object with a method `setup()` is copied for every worker, and `setup` is
-            called there once before the first item. Of an ``async def``, `concurrency` coroutines run at
-            a time in each worker, and their results are the items.
+            Function of one item. An object with a method `setup()` is copied for every worker, which
+            calls `setup` once, before the first item. If it is an ``async def``, each worker runs
+            `concurrency` coroutines at a time, and their results are the items.
         name
             Name of this stage in errors and tables.
         **where
@@ -124,15 +124,15 @@ class Steps(Chain):
     prefetch = _step("prefetch", Prefetch)
 
     def cache(self, path: Any = None, *, fingerprint: str | None = None) -> Self:
-        """Keep the items of the first whole pass, in memory or in a file; see `Cache`.
+        """Keep the items of the first complete epoch, in memory or in a file; see `Cache`.
 
         Parameters
         ----------
         path
             Path of the file.
         fingerprint
-            Your own description of the contents; a file with another one is refused. None takes the
-            steps before, with their arguments, their attributes, and a sample of the data.
+            Your description of the contents; a file with another description is refused. None describes
+            the steps before this one: their arguments, their attributes, and a sample of the data.
         """
         if fingerprint is None:
             fingerprint = "" if path is None else fingerprint_of_steps(self)
@@ -149,7 +149,7 @@ class Steps(Chain):
         return self._made([join])
 
     def concat(self, *others: Self) -> Self:
-        """All items of this, then all of the next."""
+        """All items of this pipeline, then all of the next one."""
         join = Concat((self, *others))
         return self._made([join])
 
@@ -160,7 +160,7 @@ class Steps(Chain):
         seed: int | None = None,
         stop: str = "all",
     ) -> Self:
-        """Items of all, drawn by weight; see `Mix`."""
+        """Items of several pipelines, drawn by weight; see `Mix`."""
         join = Mix((self, *others), weights, seed, stop)
         return self._made([join])
 
@@ -170,7 +170,7 @@ class Steps(Chain):
         return self._made([join])
 
     def fork(self, count: int = 2) -> tuple[Self, ...]:
-        """`count` pipelines that all give the items of this one, which runs once.
+        """`count` pipelines that each return the items of this one, which runs once.
 
         Join all of them again, as in ``Pipeline.zip(a.map(f), b.map(g))``.
         """
@@ -184,7 +184,7 @@ class Steps(Chain):
     def to(
         self, device: Any, *, batches_ahead: int = AHEAD, buffer_bytes: int = BUFFER_BYTES
     ) -> Self:
-        """Batches on a device, copied there ahead by a thread; see `ToDevice`.
+        """Batches on a device, to which a thread copies them before your loop asks; see `ToDevice`.
 
         ``"cpu"`` changes nothing.
         """
@@ -192,7 +192,7 @@ class Steps(Chain):
         return self if str(device).partition(":")[0] == "cpu" else self._then(step)
 
     def apply(self, step: Operator | Callable[[Self], Self]) -> Self:
-        """Your operator after this pipeline, or the pipeline that a function makes of it."""
+        """Add your operator, or return the pipeline that a function makes of this one."""
         if isinstance(step, Operator):
             return self._then(step)
         if not callable(step) or isinstance(step, type):

@@ -28,10 +28,10 @@ from hybridloader.running.state import Position, checked, descriptions
 class PipelineLoader:
     """A pipeline as the loader of a training loop: each `iter` runs the next epoch.
 
-    Frameworks hold it as they hold a `DataLoader`: Lightning, Fabric, accelerate, the Trainer of
+    Frameworks take it as they take a `DataLoader`: Lightning, Fabric, accelerate, the Trainer of
     transformers and ignite save its state with theirs, and resume in the middle of an epoch. See
-    docs/resuming.md. Its workers stay for the next epoch, as with ``persistent_workers=True``; they end
-    with `close`, or when the loader is deleted.
+    docs/resuming.md. Its workers are kept for the next epoch, as with ``persistent_workers=True``. They
+    end with `close`, or when the loader is deleted.
 
     Parameters
     ----------
@@ -145,7 +145,7 @@ class PipelineLoader:
         return True
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next epoch that of number `epoch`; without this, they are counted from 0.
+        """Set the number of the next epoch. Without it, epochs are counted from 0.
 
         The position of a state that was loaded is kept if it is in this epoch, and dropped with a
         warning if not. The seed of the state is kept.
@@ -166,10 +166,11 @@ class PipelineLoader:
     # -- states --------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the latest epoch, after the last item that `next` returned.
+        """Return the state of the latest epoch, after the last item that `next` returned.
 
-        At any time, at a cost that does not grow with the epoch; no worker is started. After the end of
-        an epoch it is the beginning of the next one. Before the first epoch its seed is drawn now.
+        May be called at any time (mid-epoch). The cost does not grow with the epoch, and no worker is
+        started. After the end of an epoch the position is the beginning of the next one. Before the
+        first epoch, this call draws its seed.
 
         Returns
         -------
@@ -195,18 +196,18 @@ class PipelineLoader:
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Have the next epoch resume where `state_dict` was taken; the one that runs ends.
+        """Resume from `state_dict` at the next ``iter()``; end the running epoch.
 
         Parameters
         ----------
         state_dict
             State of a loader, of epochs or of a run of such a pipeline; backends, workers and other
-            options of where and how fast may differ. ``{}`` means no state.
+            options of placement and speed may differ. ``{}`` means no state.
 
         Raises
         ------
         StateError
-            The state is of another pipeline, or was cut off; the message names the field. Nothing was
+            The state is of another pipeline, or was truncated; the message names the field. Nothing was
             changed.
         """
         if isinstance(state_dict, Mapping) and not state_dict:  # as in torchdata
@@ -224,7 +225,7 @@ class PipelineLoader:
     # -- end -----------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End all workers and threads. The state can still be taken; no other epoch begins."""
+        """End all workers and threads. `state_dict` still works; no other epoch can begin."""
         self._closed = True
         if self._executor is not None:
             close_once(self, self._executor)
@@ -266,18 +267,19 @@ class Epochs(Iterator[Run]):
         return self._loader._begin()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the epoch that began last, or of the first; see `Run.state_dict`."""
+        """Return the state of the latest epoch, or of the first; see `Run.state_dict`."""
         return self._loader.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Resume where `state_dict` was taken, with the next epoch; the one that runs ends.
+        """Resume from `state_dict` with the next epoch; end the running one.
 
         Epochs before that of the state count among their number. See `PipelineLoader.load_state_dict`.
 
         Raises
         ------
         StateError
-            The state is of another pipeline, or its epoch is none of these. Nothing was changed.
+            The state is of another pipeline, or of an epoch that is not among these. Nothing was
+            changed.
         """
         loader = self._loader
         resumed = checked(state_dict, loader.pipeline, seed=loader.seed)

@@ -56,7 +56,7 @@ class Chain:
 
     @property
     def length(self) -> Length:
-        """Number of items that will come: an int, ``math.inf``, or None if it can't be known."""
+        """Number of items of an epoch: an int, ``math.inf``, or None if it can't be known."""
         length: Length = None
         for operator in self.operators:
             length = operator.length(length)

@@ -43,23 +43,25 @@ class Placement:
     Parameters
     ----------
     backend
-        A name or a `Backend`. None and ``"inline"``: in the thread that asks for the result.
+        Name of a backend, or a `Backend`. None and ``"inline"`` do the work on the thread that asks for
+        the result.
     num_workers
-        At least 1. None: as many as there are cores, by affinity and quota; of those of a machine on
-        which several ranks of a job run, an even share. No matter inline.
+        Number of workers, at least 1; ignored inline. None: the number of cores, by affinity and quota.
+        If several ranks of a job run on this machine, an even share of its cores.
     in_order
-        True if results come in the order of the items, False if as they are done.
+        True returns results in the order of the items, False as they are done.
     prefetch
-        Items that may be in flight, or done and not yet taken, in this stage. None: two tasks for each
-        worker, three with `threads_per_worker` and eight with `concurrency`.
+        Number of items of this stage that may be in flight, or done and not yet taken. None: two tasks
+        for each worker, three with `threads_per_worker` and eight with `concurrency`.
     buffer_bytes
-        Limit of these in bytes of results; an item is let in if the largest result so far would fit.
+        Maximum bytes of the results of these items. An item is started if the largest result so far
+        would fit.
     timeout
         Seconds to wait for the next result while a task is in flight; 0 sets no limit.
     worker_init_fn
         Called in each worker with its number before anything else; inline, with 0.
     threads_per_worker
-        Threads inside each worker. They work at the oldest task first, and then at the next.
+        Number of threads in each worker. They work on the oldest task first, and then on the next.
     concurrency
         Coroutines of an ``async def`` function that each worker runs at a time, on one event loop. It
         needs no backend.
@@ -67,22 +69,23 @@ class Placement:
         True if this work may be one task with that of the stages beside it that have the same workers.
         They then share the limit of `on_error`, and its records name them as one stage.
     on_error
-        Policy for items that fail: None (or ``"raise"``) raises in their place; ``"skip"``, or a `Skip`,
-        leaves them out; a `Retry` tries again first; a `Replace` puts others in their places. It needs
-        no backend.
+        Policy for items that fail. None (or ``"raise"``) raises the error where the item would have
+        been returned. ``"skip"``, or a `Skip`, leaves the item out. A `Retry` tries again first. A
+        `Replace` substitutes another item. It needs no backend.
     on_worker_death
-        None (or ``"raise"``) raises `WorkerDied`; ``"restart"``, or a `RestartPolicy`, puts another
-        worker in the place of one that dies.
+        None (or ``"raise"``) raises `WorkerDied`. ``"restart"``, or a `RestartPolicy`, restarts a
+        worker that dies.
     task_timeout
         Seconds that a worker may take for a task; 0 sets no limit.
     seeding
-        ``"sample"``, or a `SampleSeeding`, seeds every item by its number in the stage's input (a sample
-        of a dataset by its index). None does so on threads, for all functions of a stage together, and
-        seeds each worker once in processes. ``"worker"`` seeds each worker once, ``"shared"`` none that
-        is a thread. It needs no backend.
+        Seeding of the random numbers that functions draw. ``"sample"``, or a `SampleSeeding`, seeds
+        every item by its number in the stage's input (a sample of a dataset by its index). None does so
+        on threads, for all functions of a stage together; in processes it seeds each worker once.
+        ``"worker"`` seeds each worker once. ``"shared"`` does not seed threads. It needs no backend.
     auto
-        Parameters to choose by measurement before the first epoch: none (``""``), ``"num_workers"``,
-        or ``"both"``: `backend`, too. Set by ``num_workers="auto"`` and ``backend="auto"``.
+        Parameters that are chosen by measurement before the first epoch: none (``""``),
+        ``"num_workers"``, or ``"both"`` (also `backend`). Set by ``num_workers="auto"`` and
+        ``backend="auto"``.
     ranks
         Number of ranks on this machine, if `num_workers` follows from it.
     """

@@ -33,9 +33,9 @@ _CLOSED = IteratorClosed("closed")
 class Run(Iterator[Any]):
     """One iteration of a pipeline: an iterator, and a context manager that ends it.
 
-    Closing it, exhausting it or letting it go ends all workers and threads. A function's error is raised
-    in the place of its item; asking again continues after it. One thread asks at a time; `close` and
-    `state_dict` may be called from any.
+    All workers and threads end when it is closed, exhausted or deleted. A function's error is raised
+    where its item would have been returned; the next call of ``next()`` continues after it. Only one
+    thread at a time may call ``next()``. Any thread may call `close` and `state_dict`.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Run(Iterator[Any]):
         Raises
         ------
         NotReady
-            There is none yet.
+            No item is ready yet.
         """
         return self._ask(getattr(self._items, "next_nowait", self._items.__next__))
 
@@ -184,7 +184,7 @@ class Run(Iterator[Any]):
         )
 
     def close(self) -> None:
-        """End all workers and threads: any number of times, from any thread; within some 2 seconds."""
+        """End all workers and threads within about 2 seconds; repeatable, from any thread."""
         if self._over is None:
             self._over = _CLOSED
             self._look()
@@ -195,15 +195,15 @@ class Run(Iterator[Any]):
 
     @property
     def closed(self) -> bool:
-        """True if nothing will come any more."""
+        """True if no item will follow."""
         return self._over is not None or self._left.cancelled
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of this run, to resume with `Pipeline.run` or `Pipeline.epochs`.
+        """Return the state of this run, to resume with `Pipeline.run` or `Pipeline.epochs`.
 
-        It is after the last item that `next` returned, or the last error that it raised in the place of
-        one, however many items are prefetched. From any thread, at any time, also when the run is
-        closed; nothing is started or waited for.
+        Its position is after the last item that `next` returned, or the last error that it raised;
+        prefetched items do not count. May be called from any thread and at any time, also when the run
+        is closed. It starts nothing and waits for nothing.
 
         Returns
         -------
@@ -213,18 +213,18 @@ class Run(Iterator[Any]):
         Raises
         ------
         StateError
-            The order of the items is left to chance, by ``in_order=False``; or the state of a source
+            The order of the items depends on timing, by ``in_order=False``. Or the state of a source
             can't be taken.
         """
         return state_of(self._executor, self._position)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume where another run was; only before the first item. See `Pipeline.run`.
+        """Resume from the state of another run; only before the first item. See `Pipeline.run`.
 
         Raises
         ------
         StateError
-            This run can't resume from there, or has begun; nothing has changed.
+            This run can't resume from the state, or has begun. Nothing was changed.
         """
         if self._owner is not None:
             raise StateError(
@@ -247,9 +247,9 @@ class Run(Iterator[Any]):
 
     @property
     def resuming(self) -> tuple[int, int] | None:
-        """Items that came a second time and were dropped, and of how many; else None.
+        """Number of items that were made again and dropped to resume, and their total; else None.
 
-        Counted wherever in the pipeline that is done, until the last of them is.
+        All steps of the pipeline count, until the last of these items was dropped.
         """
         return self._position.progress
 
@@ -265,7 +265,7 @@ class Run(Iterator[Any]):
     def stats(self) -> Stats:
         """Return the statistics of every stage until now, and the bottleneck.
 
-        From any thread, also when the run is closed. See docs/why-is-it-slow.md.
+        May be called from any thread, also when the run is closed. See docs/why-is-it-slow.md.
 
         Raises
         ------

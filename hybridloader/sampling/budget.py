@@ -69,7 +69,7 @@ class TokenBudgetBatchSampler(PlannedBatchSampler):
         are of samples of similar length. False: the sum of its lengths, for packed sequences; batches
         are of any samples.
     max_size
-        The most samples in a batch. None: no limit.
+        Maximum number of samples in a batch. None: no limit.
     seed
         From 0 to ``2**64 - 1``. Seed and epoch determine the batches, on every platform.
     oversize

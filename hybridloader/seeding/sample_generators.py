@@ -45,12 +45,12 @@ class SampleGenerators:
 
 
 def rng() -> SampleGenerators:
-    """Return the generators of the current sample; every call returns the same ones until the next.
+    """Return the random generators of the current sample, the same ones until the next sample.
 
     Returns
     -------
     SampleGenerators
-        With the attributes `python`, `numpy` and `torch`.
+        Generators `python`, `numpy` and `torch`.
 
     Raises
     ------

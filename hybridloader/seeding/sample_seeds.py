@@ -20,7 +20,7 @@ from hybridloader._support.attributes import attribute
 
 @dataclass(frozen=True)
 class SampleSeeding:
-    """Policy: the draws of a sample depend only on this seed, the epoch, the stage and the sample.
+    """Seeding by which a sample's random numbers depend only on seed, epoch, stage and sample.
 
     Parameters
     ----------

@@ -23,8 +23,8 @@ Decode = Literal["bytes", "text"] | Callable[[bytes], Any]
 class Files(Shards[Any]):
     """A dataset of files: the contents of each are a sample.
 
-    Files are listed once, where this object is made, and workers get the list. They are in the order of
-    `urls`, and sorted by name within each of these.
+    Files are listed once, when this object is made, and workers get the list. Samples have the order of
+    `urls`; within each of these, files are sorted by name.
 
     Parameters
     ----------
@@ -63,8 +63,8 @@ class Files(Shards[Any]):
 
     Notes
     -----
-    Reading a file raises `FileNotFoundError` if it has gone, `SourceError` if its size is not that
-    which was listed, and `StoreError` if its store did not serve it.
+    Reading a file raises `FileNotFoundError` if it was deleted, `SourceError` if its size differs from
+    the listed one, and `StoreError` if its store did not serve it.
 
     Examples
     --------

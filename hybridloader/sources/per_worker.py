@@ -25,25 +25,25 @@ _inherited: list[Any] = []
 class PerWorker(Generic[T]):
     """A handle that each worker opens for itself, when it first asks for it.
 
-    Calling this object gives the handle. It is closed with the worker, or by `close`. In a forked
-    process another one is opened, and in a process to which this object is sent: only `open` goes
-    there. A copy within one process is this object itself. Where there is no worker, the thread (or
-    process) keeps its handle until `close`, or until this object is gone.
+    Calling this object returns the handle. The handle is closed when the worker ends, or by `close`. A
+    forked process opens another handle, and so does a process to which this object is sent; only `open`
+    is sent there. A copy within one process is this object itself. Outside of workers, the thread (or
+    process) keeps its handle until `close`, or until this object is deleted.
 
     Parameters
     ----------
     open
-        Function without parameters that opens the handle, such as
-        ``partial(sqlite3.connect, path)``. For fresh processes it must be one that can be sent there.
+        Function without parameters that opens the handle, such as ``partial(sqlite3.connect, path)``.
+        For fresh processes it must be picklable (by cloudpickle).
     close
         Function that closes it. Default: its `close()`, if it has one.
     per
         ``"thread"``: each thread has a handle. ``"process"``: threads share one, as with an environment
         of LMDB, which must not be opened twice in a process.
     on_fork
-        Treatment of a handle that a fork has copied into a process. ``"leave"`` (default) never
-        touches it again, since its library may speak to a server, or unlock a file, on behalf of the
-        process that opened it. ``"close"`` closes it before another is opened there, as LMDB wants.
+        Treatment of a handle that a fork has copied into a process. ``"leave"`` (default) never uses it
+        again, because its library might talk to a server, or unlock a file, for the process that opened
+        it. ``"close"`` closes it before another one is opened there, as LMDB requires.
 
     Examples
     --------

@@ -105,7 +105,7 @@ class Shards(ABC, Generic[T_co]):
         Raises
         ------
         SourceError
-            The data are bad, and will be the next time.
+            The data are bad, so a retry can't help.
         StoreError, OSError
             The store did not serve.
         """

@@ -46,9 +46,9 @@ class _Parts(NamedTuple):
 class Tar(Shards[Any]):
     """A dataset of samples in tar archives, with the names of webdataset.
 
-    Members that have a name in common up to its first dot are one sample: ``0001.jpg`` and
-    ``0001.cls``. The archives are indexed once, where this object is made: their headers are read, in
-    one pass. A sample is then found at once, in any order, and remote members by ranges of bytes.
+    Members with the same name up to the first dot are one sample: ``0001.jpg`` and ``0001.cls``. The
+    archives are indexed once, when this object is made: their headers are read from beginning to end.
+    Samples are then read in any order, without a search; remote members are read by ranges of bytes.
 
     Parameters
     ----------
@@ -67,9 +67,9 @@ class Tar(Shards[Any]):
         beside its archive, as ``NAME.index``, where `ShardWriter` writes it; one of a remote archive is
         only read there. One of an archive that has changed is made again. Default: they are not kept.
     coalesce_bytes
-        Bytes between two samples of a batch up to which one read takes both; for remote archives that
-        are read in order. A batch is then made in one call, so `threads_per_worker` has no effect.
-        Default: each sample is read alone.
+        For remote archives that are read in order: samples of a batch with at most so many bytes
+        between them are read by one request. A batch is then made in one call, so `threads_per_worker`
+        has no effect. Default: each sample is read alone.
     ahead_bytes
         Bytes of blocks of remote archives that a process holds under a `BlockShuffleSampler`, which
         are fetched ahead of their samples. The sampler's window must have room. 0: none, each sample
@@ -94,7 +94,7 @@ class Tar(Shards[Any]):
     extensions : list of str
         Extensions of all members, in lower case.
     ignored : int
-        Number of files that are no sample's: without an extension, hidden, or ``__like_this__``.
+        Number of files that belong to no sample: without an extension, hidden, or ``__like_this__``.
 
     Raises
     ------
@@ -104,15 +104,15 @@ class Tar(Shards[Any]):
     FileNotFoundError, StoreError
         An archive is not there, or was not served.
     ValueError
-        Several ranks of a machine would each index a remote archive, as `index` keeps nothing.
+        Several ranks of a machine would each index a remote archive, because `index` is None.
 
     Notes
     -----
     A sample without `fields` is a dict of bytes by extension, with ``__key__`` and ``__url__``.
 
-    A member is read with its header, which must be the one that was indexed. So an archive that was
-    written again since is a `SourceError`, also over HTTP, unless it has the same names, sizes and times
-    at the same places. Of a local archive size and time are compared, too.
+    A member is read with its header, which is compared with the index. So an archive that was written
+    again after it was indexed raises `SourceError`, also over HTTP, unless it has the same names, sizes
+    and times at the same positions. For a local archive, size and time of the file are compared, too.
 
     Examples
     --------

@@ -167,25 +167,25 @@ class ShardWriter:
     samples_per_shard
         Number of samples of each shard but the last.
     bytes_per_shard
-        Bytes from which on a shard is full (of Parquet, before it is compressed), by default 256 MiB.
+        Bytes at which a shard is full (for Parquet, before compression), by default 256 MiB.
     schema
         Schema of pyarrow for Parquet files; by default that of the first 1,024 samples.
     resume
-        True resumes after the shards that are there; give it the samples from number `written` on.
+        True resumes after the existing shards; then write the samples from number `written` on.
     storage_options
         Options of fsspec.
 
     Attributes
     ----------
     written : int
-        Number of samples so far, those of a pack that is resumed included.
+        Number of samples so far, including those of a resumed pack.
     shards : int
         Number of shards that are full.
 
     Raises
     ------
     FileExistsError
-        Something is in the folder: nothing is overwritten.
+        The folder is not empty. Nothing is overwritten.
 
     Examples
     --------

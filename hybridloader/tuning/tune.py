@@ -37,15 +37,15 @@ def tune(
     """Measure which workers load fastest, or cheapest, and return the choice.
 
     Plans are tried on real items for about a second each: one thread, two threads, the plan as it is,
-    then plans that follow from these, with more and with fewer workers. Samples are read with own
-    generators: random numbers, samplers and epochs of your program are as before. An iterable dataset,
-    or the source of a pipeline, is read from its beginning for every plan. Functions and datasets are
-    called from several threads, and in several processes.
+    then plans that follow from these, with more and with fewer workers. The random generators, samplers
+    and epochs of your program do not change. An iterable dataset, or the source of a pipeline, is read
+    from its beginning for every plan. Functions and datasets are called from several threads, and in
+    several processes.
 
     Parameters
     ----------
     loader_or_pipeline
-        A `DataLoader`, ours or torch's, or a `Pipeline`.
+        A `hybridloader.DataLoader`, a loader of torch's, or a `Pipeline`.
     seconds
         Limit of the time. Only a batch that has begun by then is waited for.
     step
@@ -53,11 +53,11 @@ def tune(
         items, for a pipeline) a second. The choice is then the cheapest plan that keeps up with it.
         None: the fastest plan, and the cheapest of those as fast.
     cpus
-        CPUs to use at most. None: those of the affinity and the cgroup quota, divided by the ranks on
-        this machine.
+        Maximum number of CPUs to use. None: those of the affinity and the cgroup quota, divided by the
+        ranks on this machine.
     memory
-        Memory for batches and worker processes: a share (a float) of that of this process, divided by
-        the ranks, or bytes (an int).
+        Memory for batches and worker processes: bytes (an int), or a share (a float) of the memory
+        available to this process, divided by the ranks.
 
     Returns
     -------
@@ -69,11 +69,13 @@ def tune(
     ValueError
         The dataset is empty, or a parameter is out of its range.
     TypeError
-        It is neither a loader nor a pipeline, or a loader that `from_torch` refuses.
+        `loader_or_pipeline` is neither a loader nor a pipeline, or is a loader that `from_torch`
+        refuses.
     WorkerTimeout
         No batch came within `seconds`.
     Exception
-        Errors of the dataset or of a function, if neither one thread nor the plan as it is gave a batch.
+        Errors of the dataset or of a function, if neither one thread nor the present plan returned a
+        batch.
 
     Examples
     --------

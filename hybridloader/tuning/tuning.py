@@ -21,21 +21,21 @@ class Tuning:
     Attributes
     ----------
     trials
-        Trials, in the order in which they were made: the plan, its rate, its error if it failed.
+        Trials, in the order in which they ran: plan, rate, and error if it failed.
     plan
-        Chosen plan: a place (backend, workers, threads of each) for each stage.
+        Chosen plan: backend, number of workers and threads of each worker, for each stage.
     rate
-        Results a second of that plan: batches of a loader, items of a pipeline.
+        Results a second with that plan: batches of a loader, items of a pipeline.
     before
-        Results a second as it was; None if it was not measured.
+        Results a second with the plan before tuning; None if it was not measured.
     target
-        Results a second that were asked for, by `step`; None: as many as possible.
+        Results a second that `step` needs; None: as many as possible.
     keeps_up
         True if the plan reaches the target; None without one.
     seconds
-        Seconds that it took.
+        Seconds that tuning took.
     interrupted
-        True if Ctrl-C ended it.
+        True if Ctrl-C ended the measurement.
     limits
         Limits that no plan exceeded.
     """

@@ -362,6 +362,7 @@ QUOTING = (
     "README.md",
     "docs/backends.md",
     "docs/benchmarks.md",
+    "docs/comparison.md",
     "docs/randomness.md",
     "docs/samplers.md",
 )

@@ -47,7 +47,7 @@ class Skipped:
     epoch
         Number of the epoch, from 0.
     replaced
-        Whether another sample was put in its place.
+        True if another sample was substituted.
     """
 
     index: Any

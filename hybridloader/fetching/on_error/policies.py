@@ -26,9 +26,9 @@ class Skip:
     Parameters
     ----------
     max_failures
-        Samples that may be left out in one pass; one more raises `TooManyErrors`. An int is a number of
-        samples; a float above 0 and up to 1 is a share of the samples attempted so far in this pass (of
-        at least 1000); None sets no limit.
+        Samples that may be left out in one epoch; one more raises `TooManyErrors`. An int is a number
+        of samples. A float above 0 and up to 1 is a share of the samples attempted so far in this
+        epoch, which count as 1000 at least. None sets no limit.
     """
 
     max_failures: MaxFailures = 0.01
@@ -39,13 +39,13 @@ class Skip:
 
 @dataclass(frozen=True)
 class Replace:
-    """Put another sample in the place of one that fails.
+    """Substitute another sample for one that fails.
 
     Parameters
     ----------
     fn
-        Called as ``fn(index, error)`` in the worker where the sample failed. It returns the sample; its
-        errors are raised. In a pipeline `index` is the item.
+        Function that returns the other sample, called as ``fn(index, error)`` in the worker where the
+        sample failed. Its errors are raised. In a pipeline `index` is the item.
     max_failures
         Samples that may be replaced; see `Skip`.
     """
@@ -69,7 +69,8 @@ class Retry:
     backoff
         Seconds before the first retry; the wait doubles with each further one.
     retry_on
-        Class, or tuple of classes, of the exceptions to retry after. Any other goes straight to `then`.
+        Class, or tuple of classes, of the exceptions to retry after. Any other is left to `then` at
+        once.
     then
         Policy after the last retry has failed: ``"raise"``, ``"skip"``, a `Skip` or a `Replace`.
     max_backoff

@@ -39,9 +39,9 @@ from hybridloader.running.operator import (
 class BucketBy(Operator):
     """Batches of items that have the same key.
 
-    A batch is given when its bucket is full. At the end come those that are not full, the one whose
-    first item came first first. Everything in the buckets is held in memory: keys that hardly any two
-    items share hold all of them.
+    A batch is returned when its bucket is full. At the end of the epoch the buckets that are not full
+    are returned, in the order of their first items. The items in the buckets are held in memory: if
+    almost every item has its own key, all items are.
 
     Parameters
     ----------
@@ -242,23 +242,23 @@ def _unhashable(key: Any, item: Any) -> TypeError:
 
 @dataclass(frozen=True)
 class BatchBy(Operator):
-    """Batches of as many items, in order, as a budget has room for.
+    """Batches of as many consecutive items as `max_cost` allows.
 
-    A batch is given when the next item would not fit, so one item is held back.
+    A batch is returned when the next item would not fit, so one item is held back.
 
     Parameters
     ----------
     cost
         Function from an item to its cost, a number from 0 up, such as ``len`` for tokens.
     max_cost
-        The most that a batch may cost.
+        Maximum cost of a batch.
     drop_last
         True drops the items that are left at the end.
     padded
-        True if a batch costs as if all its items cost as much as the dearest, as it is with
-        sequences that are padded to the longest. Else it costs the sum.
+        False: a batch costs the sum of its items. True: it costs its largest item times the number of
+        items, as sequences do that are padded to the longest.
     max_size
-        Items in a batch at most.
+        Maximum number of items in a batch.
     collate_fn, memory
         See `Batch`; ``Pad()`` pads.
     oversize

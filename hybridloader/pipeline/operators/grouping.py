@@ -89,7 +89,7 @@ class PaddedBatch(_OfSize):
     padding_value
         Value to fill up with.
     lengths
-        True gives ``(batch, lengths)``.
+        True returns ``(batch, lengths)``.
     batch_size, drop_last, memory
         See `Batch`.
     """
@@ -174,18 +174,18 @@ class BatchIterator(OperatorIterator):
 class Unbatch(Operator):
     """The samples of every batch, one by one.
 
-    Tensors and arrays are split along their first dimension; mappings, namedtuples and dataclasses field
-    by field, and made again around every sample's part. A list or tuple of batched columns, as
-    `default_collate` makes of tuples, gives tuples; any other gives its elements. Numbers that were
-    collated come as tensors of no dimension: their types are not known.
+    Tensors and arrays are split along their first dimension. Mappings, namedtuples and dataclasses
+    are split field by field, and each sample has the same structure. A list or tuple of batched
+    columns, as `default_collate` makes of tuples, becomes tuples; any other becomes its elements.
+    Collated numbers become tensors of no dimension, because their types are not known.
 
     Parameters
     ----------
     columns
-        Contents of lists and tuples, also those in fields: True, columns; False, one thing for each
-        sample. None goes by their elements: without an array they hold samples; with arrays that differ
-        in dtype or number of dimensions, or with arrays and other things, columns; with arrays of one
-        kind it could be either, and is an error.
+        Contents of lists and tuples, also of those in fields. True: columns. False: one element for
+        each sample. None decides by the elements. Without an array they are samples. Arrays that differ
+        in dtype or in number of dimensions are columns, and so are arrays mixed with other objects.
+        Arrays of one kind could be either, and raise an error.
     split
         Function from a batch to an iterable of its samples, instead of these rules.
     """

@@ -32,20 +32,20 @@ from hybridloader.running.operator import (
 
 @dataclass(frozen=True)
 class Shuffle(Operator):
-    """The items in a random order, as random as a buffer makes it.
+    """The items in a random order, drawn from a buffer.
 
-    The buffer is filled with the first `buffer_size` items. Then one of those in it, each with the same
-    chance, is given, and the next item comes into the buffer; at the end the rest is given in the same
-    way. So items that fit into the buffer are shuffled uniformly, and no item comes more than
-    `buffer_size` - 1 places earlier than it would have. The order is a function of the seed, the epoch
-    and the number of items.
+    The buffer is filled with the first `buffer_size` items. Then a random one of these is returned,
+    each with the same probability, and the next item takes its place in the buffer. At the end the rest
+    is returned in the same way. So items that all fit into the buffer are shuffled uniformly, and no
+    item comes more than `buffer_size` - 1 places earlier than without the shuffle. The order is a
+    function of the seed, the epoch and the number of items.
 
     Parameters
     ----------
     buffer_size
-        Number of items that are held, at least 1.
+        Number of items in the buffer, at least 1.
     seed
-        None takes the seed of the run.
+        Seed of the order. None takes the seed of the run.
     """
 
     buffer_size: int
@@ -207,7 +207,7 @@ class ShuffleIterator(OperatorIterator):
 class Take(Operator):
     """The first `count` items; one that raises counts.
 
-    No later item is asked for, and the steps before are closed.
+    No later item is requested, and the steps before are closed.
     """
 
     count: int
@@ -287,7 +287,7 @@ class TakeIterator(OperatorIterator):
 
 @dataclass(frozen=True)
 class SkipFirst(Operator):
-    """All but the first `count` items. Errors of skipped items are raised all the same."""
+    """All but the first `count` items. The errors of skipped items are still raised."""
 
     count: int
 
@@ -396,7 +396,7 @@ def _from(upstream: Length, first: int, step: int) -> Length:
 
 @dataclass(frozen=True)
 class Enumerate(OneForOne):
-    """Pairs of a number, counted from `start`, and an item. An error takes a number, too."""
+    """Pairs of a number, counted from `start`, and an item. An item that raises is counted, too."""
 
     start: int = 0
 
@@ -433,12 +433,12 @@ class EnumerateIterator(OperatorIterator):
 
 @dataclass(frozen=True)
 class Repeat(Operator):
-    """All items again and again: each repetition is another epoch of the steps before.
+    """Repeat all items; each repetition is another epoch of the steps before.
 
     Parameters
     ----------
     times
-        Number of passes; None repeats them until an epoch has no items.
+        Number of repetitions; None repeats until an epoch has no items.
     """
 
     times: int | None = None
@@ -492,7 +492,7 @@ class ShardByRank(Operator):
     """The items of one of several processes: every `num_replicas`-th, from number `rank` on.
 
     When the number of items is no multiple of `num_replicas`, the first shards have one more than the
-    others. It comes before the `map` stages that it follows, so that no work is thrown away.
+    others. It is moved before the `map` stages that precede it, so that no work is thrown away.
 
     Parameters
     ----------

@@ -55,14 +55,14 @@ class Pack(Operator):
     method
         ``"split"`` concatenates documents and splits them where a row is full: only the last row has
         padding. ``"first_fit"`` keeps documents whole: each goes to the first of `rows` open rows that
-        has room for it. When none has, all of these are given, in order.
+        has room for it. If no row has room, all open rows are returned, in order.
     rows
         Number of open rows, with ``"first_fit"``. More of them have less padding.
     oversize
         With ``"first_fit"``, treatment of a document that is longer than a row: ``"raise"`` a
         `ValueError` that names it, ``"truncate"`` it, or ``"skip"`` it, which `Run.skipped` lists.
     padding_value
-        Number in the place of tokens that lack, in all fields.
+        Value of the padding, in all fields.
     drop_last
         True drops the rows that are not full at the end: with ``"split"`` the last row, with
         ``"first_fit"`` those that are open.

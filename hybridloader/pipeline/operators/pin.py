@@ -16,10 +16,10 @@ from hybridloader.running.operator import Context, OneForOne, RelayOptions
 
 @dataclass(frozen=True)
 class PinMemory(OneForOne):
-    """Pins tensors, in containers too, and objects with a `pin_memory()`, as torch's DataLoader does.
+    """Pin tensors, in containers too, and objects with a `pin_memory()`, as torch's DataLoader does.
 
-    A thread does it, on the device that was current where the pipeline was started. Without an
-    accelerator, items pass as they are, with a warning.
+    A thread pins them, for the device that was current where the run was started. Without an
+    accelerator, items are passed on unchanged, with a warning.
 
     Parameters
     ----------

@@ -217,7 +217,7 @@ class Readers(Placed, Source):
 
 @dataclass(frozen=True)
 class Prefetch(OneForOne):
-    """Keep `count` items prefetched, by a thread.
+    """Prefetch `count` items on a thread.
 
     Parameters
     ----------
