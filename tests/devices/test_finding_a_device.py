@@ -26,7 +26,7 @@ def test_a_device_that_is_not_there_or_none_is_refused_in_words() -> None:
             ValueError, match=r"device='cuda' is not available: torch .* no accelerator"
         ):
             find("cuda")
-        with pytest.raises(ValueError, match="is not there"):
+        with pytest.raises(ValueError, match="is not available"):
             find(torch.device("cuda", 7))
 
 
