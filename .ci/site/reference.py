@@ -9,6 +9,7 @@ import argparse
 import ast
 import importlib
 import textwrap
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType as Frozen
 
@@ -97,15 +98,19 @@ def pages() -> dict[str, str]:
     made["command-line"] = command_line()
     made["limits"] = limits()
     rows = "\n".join(
-        f"| [{title}]({page}.md) | {', '.join(f'`{n.removeprefix(TOP + chr(46))}`' for n in names(spec))} |"
+        f"| [{title}]({page}.md) | {', '.join(map(_short, names(spec)))} |"
         for page, (title, _, spec) in PAGES.items()
     )
     made["index"] = (
-        "# Reference\n\nNames without a module are in `hybridloader`; `import hybridloader` is enough for "
-        "the others, too.\nThe [command line](command-line.md) and [limits](limits.md) have pages of "
+        "# Reference\n\nNames without a module are in `hybridloader`; `import hybridloader` is enough "
+        "for the others, too.\nThe [command line](command-line.md) and [limits](limits.md) have pages of "
         f"their own.\n\n| page | names |\n| --- | --- |\n{rows}\n"
     )
     return made
+
+
+def _short(name: str) -> str:
+    return f"`{name.removeprefix(f'{TOP}.')}`"
 
 
 def _entry(name: str) -> str:
@@ -136,7 +141,7 @@ def limits() -> str:
         [*(ROOT / "hybridloader").rglob("*.py"), *(ROOT / "backends").rglob("*.py")]
     ):
         tree = ast.parse(path.read_text(encoding="utf-8")).body
-        for node, after in zip(tree, tree[1:], strict=False):
+        for node, after in pairwise(tree):
             if not (isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)):
                 continue
             name = node.targets[0].id

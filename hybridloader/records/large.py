@@ -74,7 +74,8 @@ def hint_at_large_container(dataset: Any) -> None:
     instead = "SharedDict" if kind == "dict" else "SharedList"
     warn(
         f"{path} is a {kind} of {length:,} entries; each worker process will copy it piece by piece "
-        f"(counting references writes to it). hybridloader.records.{instead}(...) keeps one copy for all.",
+        f"(counting references writes to it). hybridloader.records.{instead}(...) keeps one copy for "
+        "all.",
     )
 
 
