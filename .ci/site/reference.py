@@ -103,8 +103,8 @@ def pages() -> dict[str, str]:
     )
     made["index"] = (
         "# Reference\n\nNames without a module are in `hybridloader`; `import hybridloader` is enough "
-        "for the others, too.\nThe [command line](command-line.md) and [limits](limits.md) have pages of "
-        f"their own.\n\n| page | names |\n| --- | --- |\n{rows}\n"
+        "for the others, too.\nThe [command line](command-line.md) and [limits](limits.md) have pages "
+        f"of their own.\n\n| page | names |\n| --- | --- |\n{rows}\n"
     )
     return made
 
@@ -160,13 +160,10 @@ def limits() -> str:
 
 
 def _number(node: ast.expr) -> str | None:
-    text = ast.unparse(node)
-    if any(
-        isinstance(part, (ast.Name, ast.Call, ast.Constant)) and not _plain(part)
-        for part in ast.walk(node)
-    ):
+    parts = (part for part in ast.walk(node) if isinstance(part, ast.expr))
+    if not all(isinstance(part, (ast.BinOp, ast.UnaryOp)) or _plain(part) for part in parts):
         return None
-    value = eval(text, {})  # constants and operators only
+    value = eval(ast.unparse(node), {})  # numbers and operators only
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     return f"{value:,}" if isinstance(value, int) else f"{value:g}"

