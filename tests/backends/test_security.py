@@ -345,7 +345,7 @@ with warnings.catch_warnings(record=True) as told:
     warnings.simplefilter("always")
     items = [np.full(50_000, number) for number in range(4)]
     found = drain(Cache(sys.argv[1]).begin(lambda: Script(*items), context()))
-print([int(item[0]) for item in found], len(told), "goes on without a cache" in str(told[0].message))
+print([int(item[0]) for item in found], len(told), "without a cache" in str(told[0].message))
 """
 
 
