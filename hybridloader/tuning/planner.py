@@ -145,6 +145,14 @@ class Search:
         """Numbers of stages that had no result while others had: they keep the workers of the start."""
         return [at for at, cost in enumerate(self.costs) if cost is None] if any(self.costs) else []
 
+    def chosen(self, trial: Trial) -> Plan:
+        """Return the plan of `trial`, with the workers of the start for idle stages.
+
+        They differ if the plan of the start was not measured, for lack of time or beyond the limits.
+        """
+        idle = self.idle
+        return tuple(self.start[at] if at in idle else one for at, one in enumerate(trial.plan))
+
     def keeps_up(self, trial: Trial) -> bool:
         """Return True if a rate is asked for, and this trial reached it."""
         return self.target is not None and trial.rate >= KEEPS_UP * self.target
@@ -401,7 +409,7 @@ class Search:
             why = f"it is as fast as {shown(fastest.plan)} within the noise, and cheaper"
         idle = ", ".join(self.stages[at].name for at in self.idle)
         return (
-            f"{shown(best.plan)}: {why}."
+            f"{shown(self.chosen(best))}: {why}."
             + (f" {kinds}." if kinds else "")
             + (f" No trial had a result of {idle}, which keeps its workers." if idle else "")
         )

@@ -152,7 +152,7 @@ class Tuner:
         before = self.search.trials.get(self.subject.start)
         return Tuning(
             trials=tuple(self.search.trials.values()),
-            plan=best.plan,
+            plan=self.search.chosen(best),
             rate=best.rate,
             before=before.rate if before is not None and before.rates else None,
             target=self.search.target,

@@ -92,11 +92,12 @@ class Tuning:
 
     def _rows(self) -> list[list[str]]:
         rows = [["plan", f"{self._subject.unit}/s", "+-", "", ""]]
+        best = self._search.best
         for trial in self.trials:
             marks = []
             if trial.plan == self._search.start:
                 marks.append("as it was")
-            if trial.plan == self.plan:
+            if trial is best:
                 marks.append("chosen")
             rate = f"{trial.rate:,.1f}" if trial.rates else ""
             noise = f"{trial.noise:.0%}" if len(trial.rates) > 1 else ""
@@ -142,13 +143,14 @@ class Tuning:
                 "plot() needs matplotlib: pip install 'hybridloader[plot]'"
             ) from error
         good = [trial for trial in self.trials if trial.rates]
+        best = self._search.best
         figure = Figure(figsize=(8, 1 + 0.35 * len(good)), layout="constrained")
         axes = figure.subplots()
         axes.barh(
             [shown(trial.plan) for trial in good],
             [trial.rate for trial in good],
             xerr=[trial.rate * min(1.0, trial.noise) for trial in good],
-            color=["C1" if trial.plan == self.plan else "C0" for trial in good],
+            color=["C1" if trial is best else "C0" for trial in good],
         )
         if self.target is not None:
             axes.axvline(self.target, color="black", linestyle="--")
