@@ -141,8 +141,11 @@ def _named() -> list[str]:
 
 _BEFORE = frozenset(_named())
 
+LEFT_OUT = ("full", "recipes")
+"""Markers of tests that run only if `-m` or an argument names them."""
+
 _left_out = pytest.StashKey[int]()
-"""Number of tests marked `full` that this run leaves out."""
+"""Number of tests that this run leaves out for their marker."""
 
 
 @pytest.hookimpl(optionalhook=True)  # there is none without pytest-xdist
@@ -158,7 +161,7 @@ def pytest_xdist_auto_num_workers() -> int:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m full` is looked at
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out tests marked `full`, unless `-m` names the marker or an argument names the test.
+    """Leave out tests with a marker of `LEFT_OUT`, unless `-m` names one or an argument names the test.
 
     A test that is given both kinds of forked workers is `full` for the second, but in tests of the
     backends. They have one crew, one transport and the same slots; how they start is tested there.
@@ -170,13 +173,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         twin = item.nodeid.replace("shared-memory", "fork")
         if twin != item.nodeid and twin in names and "tests/backends/" not in item.nodeid:
             item.add_marker("full")
-    if "full" in config.option.markexpr:
+    if any(marker in config.option.markexpr for marker in LEFT_OUT):
         return
     named = [part for argument in config.args for part in argument.split("::", 1)[1:]]
     kept, left_out = [], []
     for item in items:
         name = item.nodeid.partition("::")[2]
-        asked = item.get_closest_marker("full") is None or name.startswith(tuple(named))
+        marked = any(item.get_closest_marker(marker) for marker in LEFT_OUT)
+        asked = not marked or name.startswith(tuple(named))
         (kept if asked else left_out).append(item)
     items[:] = kept
     config.stash[_left_out] = len(left_out)
@@ -193,7 +197,7 @@ def pytest_testnodedown(node: Any) -> None:
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     if left_out := config.stash.get(_left_out, 0):
         terminalreporter.write_line(
-            f"{left_out} tests marked full left out: pytest -m full runs them"
+            f"{left_out} tests marked full or recipes left out: pytest -m full runs them"
         )
 
 
