@@ -32,5 +32,6 @@ def usable(backend: Backend) -> Backend:
         "loader in it uses threads instead. They share a map-style dataset, and the GIL if there is "
         "one. Set backend='threads' or num_workers=0 there to silence this. For processes, make the "
         "loader in a process that is not daemonic, or give the outer loader more workers",
+        "daemonic",
     )
     return Threads(memory=backend.memory)

@@ -174,5 +174,6 @@ class _InlineCrew(Crew):
             warn(
                 f"inline workers share one dataset: {error} "
                 "Inline(copy_dataset=False) silences this warning.",
+                "shared-dataset",
             )
             return fetch.dataset

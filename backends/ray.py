@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import re
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -21,6 +20,7 @@ from importlib import import_module
 from typing import Any, ClassVar
 
 from hybridloader import engine
+from hybridloader._support.caller import warn
 
 _SHUT_DOWN = "is gone: Ray was shut down"
 """Cause of an end: this process left the cluster while it had workers there."""
@@ -150,7 +150,7 @@ class _RayCrew(engine.Crew):
                 text = f"{len(late)} of {len(self.actors)} workers have no placement yet. "
                 text += f"{late[0].stack()} "
                 text += "Request less (Ray(num_cpus=...), num_workers=), or add nodes."
-                warnings.warn(text, stacklevel=2)
+                warn(text, "not-placed")
 
     def page_lock(self, locks: Any) -> None:
         self.slots.page_lock(locks)

@@ -436,8 +436,7 @@ def _pack(arguments: argparse.Namespace) -> str | None:
                 report=report,
             )
     except (OSError, ImportError, ValueError, TypeError) as error:
-        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-        return f"{type(error).__name__}: {error}{notes}"
+        return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
     print(
         f"{sum(counts):,} samples, {min(counts):,} to {max(counts):,} in a shard", file=sys.stderr
     )
@@ -515,7 +514,9 @@ def _demo(arguments: argparse.Namespace) -> str | None:
     del options["command"], options["run"], options["parser"]
     try:
         run(**options)
-    except (DemoError, BackendUnavailable) as error:
+    except BackendUnavailable as error:
+        return str(error)
+    except DemoError as error:
         # torch's own loader puts the worker's traceback into the message; the last line is the error.
         return str(error).strip().rpartition("\n")[2]
     return None

@@ -2,49 +2,97 @@
 
 from __future__ import annotations
 
+import re
+from typing import ClassVar
+
+HELP = "docs/troubleshooting.md"
+"""Page to which errors and warnings link: its path in the repository, or its address once it is
+hosted."""
+
+_LINK = re.compile(rf"\nSee {re.escape(HELP)}#[\w-]+")
+
+
+def linked(text: str, anchor: str) -> str:
+    """Return `text` with a last line that links to an anchor of the page `HELP`.
+
+    Messages often quote another error of this package. The link of that error is removed.
+    """
+    return f"{_LINK.sub('', text)}\nSee {HELP}#{anchor}"
+
 
 class HybridLoaderError(Exception):
-    """Base class of all errors of this package."""
+    """Base class of all errors of this package.
+
+    The text of an error ends with a link to its section of the troubleshooting page. The link is not
+    part of ``args``. A subclass has the link of its base class unless it sets another `anchor`.
+    """
+
+    anchor: ClassVar[str] = ""
+    """Section of the troubleshooting page; empty: the text has no link."""
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        return linked(text, self.anchor) if self.anchor else text
 
 
 class BackendUnavailable(HybridLoaderError, ValueError):
     """The backend is unknown, not installed, or unusable on this machine or in this process."""
 
+    anchor = "backendunavailable"
+
 
 class ForkUnsafe(BackendUnavailable):
     """The user asked for a fork by name, and it would harm a library that is in use."""
+
+    anchor = "forkunsafe"
 
 
 class WorkerPicklingError(HybridLoaderError, TypeError):
     """Something that must be sent to a worker can't be pickled; the message names the attribute."""
 
+    anchor = "workerpicklingerror"
+
 
 class CacheError(HybridLoaderError, ValueError):
     """A cache file is damaged, or belongs to another pipeline; the message names the remedy."""
+
+    anchor = "cacheerror"
 
 
 class StateError(HybridLoaderError, ValueError):
     """A state can't be taken, or belongs to another pipeline or loader; the message names the field."""
 
+    anchor = "stateerror"
+
 
 class SourceError(HybridLoaderError, ValueError):
     """The data of a source are bad, so a retry can't help; the message names the file and the member."""
+
+    anchor = "sourceerror"
 
 
 class StoreError(HybridLoaderError, OSError):
     """A store of files failed to serve a request, so a retry may help; the message names the file."""
 
+    anchor = "storeerror"
+
 
 class DamagedMessage(HybridLoaderError, ValueError):
     """A message is not one that the other process can have written; no part of it was used."""
+
+    anchor = "damagedmessage"
 
 
 class ResultPicklingError(HybridLoaderError, TypeError):
     """A worker made a result that can't be pickled, so it can't be sent to the loader."""
 
+    anchor = "resultpicklingerror"
+
 
 class WorkerDied(HybridLoaderError, RuntimeError):
     """A worker ended without being asked to. A `RuntimeError`, as with torch's loader."""
+
+    anchor = "workerdied"
 
 
 class WorkerTimeout(HybridLoaderError, RuntimeError, TimeoutError):
@@ -53,9 +101,13 @@ class WorkerTimeout(HybridLoaderError, RuntimeError, TimeoutError):
     The iterator stays usable: another ``next()`` continues to wait for the same batch.
     """
 
+    anchor = "workertimeout"
+
 
 class TaskTimeout(WorkerTimeout):
     """A worker took longer than `task_timeout` seconds for one task. This closes the iterator."""
+
+    anchor = "tasktimeout"
 
 
 class TooManyErrors(HybridLoaderError, RuntimeError):
@@ -64,13 +116,19 @@ class TooManyErrors(HybridLoaderError, RuntimeError):
     The iterator stays usable, and raises this again at the next sample that fails.
     """
 
+    anchor = "toomanyerrors"
+
 
 class ShardLost(HybridLoaderError, RuntimeError):
     """The iterator over an iterable source ended with an error: the rest of its shard is lost."""
 
+    anchor = "shardlost"
+
 
 class IteratorClosed(HybridLoaderError, RuntimeError):
     """The iterator was closed before or during a call of ``next()``."""
+
+    anchor = "iteratorclosed"
 
 
 class NotReady(HybridLoaderError):
@@ -79,3 +137,5 @@ class NotReady(HybridLoaderError):
 
 class IllegalTransition(HybridLoaderError, RuntimeError):
     """The table of a state machine does not contain the requested transition. Nothing was changed."""
+
+    anchor = "illegaltransition"

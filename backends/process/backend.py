@@ -182,7 +182,8 @@ class SharedMemory(ProcessBackend):
                 warn_once(
                     f"{self._called} starts fresh workers instead of forking: {hazard.runs}. They "
                     "take longer to start, and cloudpickle sends the dataset to them. backend='spawn' "
-                    "silences this warning; backend='threads' has no such limits"
+                    "silences this warning; backend='threads' has no such limits",
+                    "fresh-workers",
                 )
 
 
@@ -276,4 +277,5 @@ def check_threads(name: str) -> None:
         f"{more}). A lock that one of them holds at that moment stays locked in the worker forever. If "
         "workers hang, use backend='spawn' or SharedMemory(start_method='loky'), or make the iterator "
         "before these threads start (and keep its workers: persistent_workers=True)",
+        "fork-with-threads",
     )

@@ -288,6 +288,7 @@ class ZygoteStarter(Starter):
             "than forking them from one process that has loaded the dataset. It can't fork, because it "
             f"{message.refusal}. Do that in worker_init_fn, or when the first sample is read; or set "
             "Spawn(preload=False)",
+            "started-one-by-one",
         )
 
     def _start_afresh(

@@ -7,21 +7,23 @@ import os
 import sys
 import warnings
 
+from hybridloader.errors import linked
+
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _BACKENDS = os.path.join(os.path.dirname(os.path.dirname(_OURS)), "backends") + os.sep
 """Next to the package in a checkout, within it in an installation."""
 _TORCHS = os.path.join("torch", "utils", "data") + os.sep
 
 
-def warn(message: str) -> None:
-    """Warn at the line that called this package."""
-    warnings.warn(message, stacklevel=_stacklevel())
+def warn(message: str, anchor: str) -> None:
+    """Warn at the line that called this package, with a link to the troubleshooting page."""
+    warnings.warn(linked(message, anchor), stacklevel=_stacklevel())
 
 
 @functools.lru_cache(maxsize=256)
-def warn_once(message: str) -> None:
+def warn_once(message: str, anchor: str) -> None:
     """Warn at that line, once in a process for each message."""
-    warnings.warn(message, stacklevel=_stacklevel())
+    warnings.warn(linked(message, anchor), stacklevel=_stacklevel())
 
 
 def _stacklevel() -> int:

@@ -52,7 +52,8 @@ def warn_of_few_shards(dataset: Any, workers: int, stage: str) -> None:
         warn_once(
             f"stage {stage!r}: the dataset has {shards} shards for {workers} workers of this rank, so "
             f"{workers - shards} of them have nothing to read; use num_workers={shards}, or split the "
-            "data into more shards"
+            "data into more shards",
+            "few-shards",
         )
     ranks = attribute(split, "world_size", 1)
     total = attribute(attribute(dataset, "_ex_iterable"), "num_shards", shards)
@@ -61,5 +62,6 @@ def warn_of_few_shards(dataset: Any, workers: int, stage: str) -> None:
         warn_once(
             f"stage {stage!r}: {total} shards can't be divided evenly among {ranks} ranks, so each rank "
             f"reads all of the data and drops the samples of the others; split the data into a multiple "
-            f"of {ranks} shards"
+            f"of {ranks} shards",
+            "uneven-shards",
         )

@@ -85,7 +85,8 @@ def from_torch(
         warn(
             f"this loader has attributes with names of options of hybridloader.DataLoader: "
             f"{', '.join(taken)}; their values are not used. If they are meant as options, pass them to "
-            "from_torch()"
+            "from_torch()",
+            "attributes-not-used",
         )
     vars(made).update(known, **parsed._asdict(), backend=backend, _iterator=None)
     made._plan().check()

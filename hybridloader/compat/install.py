@@ -92,7 +92,8 @@ class Installation:
             warn(
                 f"torch's DataLoader._get_iterator was replaced by {over} after install(). uninstall() "
                 "leaves that in place; if it calls the method that it replaced, it gets torch's loader "
-                "again"
+                "again",
+                "install-replaced",
             )
 
     def iterator(self, loader: Any) -> _BaseDataLoaderIter:
@@ -137,7 +138,8 @@ class Installation:
                 warn_once(
                     f"a loader has multiprocessing_context={plan.start_method!r}, but "
                     f"install({self.backend!r}) determines how its workers start; "
-                    "install('shared-memory') would leave that to the loader"
+                    "install('shared-memory') would leave that to the loader",
+                    "install-start-method",
                 )
 
     def __enter__(self) -> Installation:
@@ -284,7 +286,8 @@ def _torchs_own(loader: Any, refusal: Exception) -> _BaseDataLoaderIter:
     """Return torch's iterator over a loader that hybridloader refuses; warn once per reason."""
     warn_once(
         f"install() leaves a {type(loader).__name__} to torch, with torch's workers and without the "
-        f"options of install(), because: {refusal}"
+        f"options of install(), because: {refusal}",
+        "install-left-out",
     )
     iterator: _BaseDataLoaderIter = _place.torchs(loader)
     return iterator

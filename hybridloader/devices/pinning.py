@@ -176,6 +176,7 @@ class Pinner:
             warn(
                 f"a tensor could not be put into page-locked memory, so its copy waits: {reason}. "
                 f"{advice}. The loader still returns its batches",
+                "not-pinned",
             )
 
     def _read_by_this_stream(self) -> None:

@@ -55,6 +55,7 @@ class DatasetChanges:
                     f"attribute {where!r} of the dataset was rebound, but its new value can't be "
                     f"pickled ({text_of(error)}), so the persistent workers keep the old one; make it "
                     "picklable, or use persistent_workers=False",
+                    "rebound-attribute",
                 )
             return False
         return True

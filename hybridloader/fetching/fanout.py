@@ -133,6 +133,7 @@ class Fanout:
                     f"a worker could start only {self._started + 1} of its {self.threads} threads "
                     f"({error}), so these do the work of all; set fewer threads, or raise the "
                     "limit of threads of this process",
+                    "few-threads",
                 )
                 return
             self._started += 1

@@ -217,7 +217,8 @@ def _rebuilt(*args: Any, _hybridloader_source: Any = None, **kwargs: Any) -> Any
     if record.loaded is not None:
         warn(
             "this loader has loaded a state, but accelerate makes a new loader from it, which begins "
-            "without a state; call load_state_dict() on the result of accelerator.prepare()"
+            "without a state; call load_state_dict() on the result of accelerator.prepare()",
+            "accelerate-state",
         )
     return loader
 
@@ -346,5 +347,6 @@ def _warn_if_untested(release: str) -> None:
 
         warn(
             f"hybridloader {__version__} was tested with accelerate {'-'.join(TESTED)}, but "
-            f"this is accelerate {release}. It is built as expected, so loaders are kept"
+            f"this is accelerate {release}. It is built as expected, so loaders are kept",
+            "accelerate-version",
         )

@@ -568,6 +568,7 @@ def fetch_of(
     if fetch.idle_threads:
         warn_once(
             f"threads_per_worker has no effect for {type(dataset).__name__}: its __getitems__ is "
-            "asked for a whole batch at once. Raise num_workers, or use threads in __getitems__."
+            "asked for a whole batch at once. Raise num_workers, or use threads in __getitems__.",
+            "threads-without-effect",
         )
     return fetch

@@ -284,7 +284,8 @@ class PassStart:
             warn_once(
                 f"{type(self._plan.dataset).__name__} has no state_dict() and load_state_dict() for its "
                 "whole state, nor has its iterator, so each worker reads its part of it again up to its "
-                "position. `loader.resuming` counts the samples"
+                "position. `loader.resuming` counts the samples",
+                "read-again",
             )
         return resume.starts if resume.division is None else resume.division.sent(resume.starts)
 
@@ -343,4 +344,4 @@ def leave_for_epoch(plan: LoaderPlan, epoch: int) -> None:
     if state is None or (place := read(plan, state).next_epoch) == epoch:
         return
     plan.record.loaded = None
-    warn(place_dropped(epoch, place))
+    warn(place_dropped(epoch, place), "position-dropped")

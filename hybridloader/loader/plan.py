@@ -316,12 +316,14 @@ class LoaderPlan:
             warn_once(
                 f"the Process class of the {kind} that was passed as multiprocessing_context is not "
                 f"used: {self.backend!r} starts its workers by {self.start_method!r}. Set up a worker "
-                "in worker_init_fn, or use torch's DataLoader."
+                "in worker_init_fn, or use torch's DataLoader.",
+                "context-not-used",
             )
         if self.asked is not None and not (self.num_workers or self.asked.in_caller):
             warn_once(
                 f"backend={self.asked.name!r} has no workers with num_workers=0: the calling thread "
-                "does the work. Set num_workers to use it."
+                "does the work. Set num_workers to use it.",
+                "no-workers",
             )
 
 

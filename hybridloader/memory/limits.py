@@ -110,6 +110,7 @@ def warn_of_overflow(reason: str) -> None:
     warn(
         f"batches are made in, or copied to, ordinary memory, which is slower: {reason}. Keep fewer "
         "batches, or allow more: Memory(limit=...) of the backend",
+        "ordinary-memory",
     )
 
 

@@ -204,6 +204,7 @@ class PageLocks:
         warn(
             f"a slot of memory for batches is not page-locked: {self.refusal}{where}. Batches in it are "
             f"copied once more where they are pinned{advice}",
+            "not-page-locked",
         )
 
 

@@ -90,7 +90,8 @@ class Reporter:
                 self._warned = True
                 warn(
                     f"on_stats raised {described(error)}. The loop continues and still calls it "
-                    f"every {self._policy.every:g} s; later errors are not reported"
+                    f"every {self._policy.every:g} s; later errors are not reported",
+                    "on-stats",
                 )
         finally:
             if self._loop is not None:

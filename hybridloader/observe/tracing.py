@@ -87,7 +87,8 @@ class Trace(ProgramBlock):
         except Exception as failed:
             if error is None:
                 raise
-            warn(f"the trace was lost: {failed}")  # the program's error is the one to raise
+            # The program's error is the one to raise.
+            warn(f"the trace was lost: {failed}", "trace-lost")
 
     def _recorded(self) -> Recorded:
         """Return the contents of the trace, and empty it."""

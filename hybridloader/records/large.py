@@ -76,6 +76,7 @@ def hint_at_large_container(dataset: Any) -> None:
         f"{path} is a {kind} of {length:,} entries; each worker process will copy it piece by piece "
         f"(counting references writes to it). hybridloader.records.{instead}(...) keeps one copy for "
         "all.",
+        "large-container",
     )
 
 

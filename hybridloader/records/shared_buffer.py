@@ -29,6 +29,8 @@ they are never used again."""
 class BufferGone(HybridLoaderError, RuntimeError):
     """A shared container was unpickled after its memory was freed."""
 
+    anchor = "buffergone"
+
 
 class BufferTicket(NamedTuple):
     """Reference with which another process maps a buffer."""

@@ -158,7 +158,7 @@ class PipelineLoader:
         ended = length is not None and start.given - start.raised + 1 > length
         ended = ended and epoch == start.epoch + 1
         if start.begun and not ended:
-            warn(place_dropped(epoch, start.next_epoch))
+            warn(place_dropped(epoch, start.next_epoch), "position-dropped")
         self._start = replace(
             start, epoch=epoch, given=0, raised=0, finished=False, marks={}, heads=None
         )

@@ -170,6 +170,7 @@ class Executor(Runner):
                 warn(
                     f"{node.name} has no effect: no accelerator that pins memory was found, so "
                     "items are passed on unchanged",
+                    "no-effect-of-pinning",
                 )
         return self._pinners[make]
 

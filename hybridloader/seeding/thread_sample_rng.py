@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
+from hybridloader.errors import linked
 from hybridloader.seeding.sample_rng import (
     COLLATE,
     GLOBALS,
@@ -380,13 +381,12 @@ class _GlobalsWatch:
             happened, advice = _MOVED[generator]
             text = (key if isinstance(key, bytes) else key()).decode("utf-8", "replace")
             sample = text[1:] if text[:1] in ("i", "s") else text
-            warnings.warn(
+            message = (
                 f"{happened} while a thread made {what} {sample}{self._where}. The sample's numbers "
                 f"then don't depend on its index alone and differ from those in a process: {advice} "
-                "(Reported once for each worker and generator.)",
-                RuntimeWarning,
-                stacklevel=4,
+                "(Reported once for each worker and generator.)"
             )
+            warnings.warn(linked(message, "generator-moved"), RuntimeWarning, stacklevel=4)
 
 
 _YOURS = "If your loop called it, on another thread, nothing is wrong."

@@ -169,7 +169,8 @@ class BlockCache:
     def _warn(self, error: OSError) -> None:
         warn_once(
             f"blocks are not kept in {self.folder}: {type(error).__name__}: {error.strerror}; set "
-            "cache_dir= to a folder that is writable and has room for cache_bytes="
+            "cache_dir= to a folder that is writable and has room for cache_bytes=",
+            "blocks-not-kept",
         )
 
 

@@ -318,7 +318,8 @@ class BlockReader:
                 f"the {min(blocks, len(plan.queue))} blocks of a window have {window / 2**20:.0f} MiB, "
                 f"more than ahead_bytes={self._limit}, so samples are read one by one, with a request "
                 "each; pass a smaller block_size= or window_blocks= to BlockShuffleSampler, or raise "
-                "ahead_bytes="
+                "ahead_bytes=",
+                "large-window",
             )
             plan.order = iter(())
             plan.blocks.clear()
@@ -466,7 +467,8 @@ class BlockReader:
         if self._alone == _MANY and self._warns:
             warn_once(
                 "samples of a remote source are read one by one, with a request each; pass the loader "
-                "sampler=BlockShuffleSampler(source, seed), which reads whole blocks"
+                "sampler=BlockShuffleSampler(source, seed), which reads whole blocks",
+                "read-one-by-one",
             )
 
     def _size(self, block: _Block) -> int:

@@ -137,7 +137,8 @@ def _warn_many_ranks(store: Store) -> None:
         warn_once(
             f"each of the {ranks} ranks of this machine reads the headers of all archives: the store "
             "reports neither a time nor a checksum, so a change would not be noticed, and no index is "
-            "kept; copy the archives to a store that reports one of them"
+            "kept; copy the archives to a store that reports one of them",
+            "read-by-each-rank",
         )
 
 
@@ -161,7 +162,8 @@ def _save(file: str, index: TarIndex) -> None:
     except OSError as error:  # this index still works; the next process indexes the archive again
         warn_once(
             f"indices of archives are not kept in {os.path.dirname(file)}: {type(error).__name__}: "
-            f"{error.strerror}; set index= to a writable folder"
+            f"{error.strerror}; set index= to a writable folder",
+            "index-not-kept",
         )
 
 

@@ -250,7 +250,8 @@ class RowGroups:
                 "Parquet: row groups are decoded repeatedly, as "
                 f"memory_cache_bytes={self._limit} holds only {held} of about {size / 2**20:.1f} MB "
                 "each; raise memory_cache_bytes= to hold the row groups in use at a time (the "
-                "window_blocks of a BlockShuffleSampler), or lower window_blocks"
+                "window_blocks of a BlockShuffleSampler), or lower window_blocks",
+                "decoded-again",
             )
 
     def ranges(self, file: ParquetFile, group: int, columns: Sequence[str]) -> Ranges:

@@ -1,26 +1,34 @@
-"""The page for troubleshooting: a heading for each error, and the messages that the code has."""
+"""The page for troubleshooting: a section for each error and warning, and the messages of the code."""
 
 from __future__ import annotations
 
 import ast
 import itertools
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from hybridloader import errors
+from hybridloader.errors import HELP, HybridLoaderError
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
+EXCEPTIONS, WARNINGS = PAGE[PAGE.index("## By exception") :].split("\n## Warnings\n")
+ROWS = re.findall(r'^\| <a id="([\w-]+)"></a>`([^`]+)` \|', WARNINGS, re.MULTILINE)
+MODULES = [*(ROOT / "hybridloader").rglob("*.py"), *(ROOT / "backends").rglob("*.py")]
+NO_LINK = {"HybridLoaderError", "LeftOut", "NotReady"}
+"""Errors that ask for no action: a base class, and two that are no failures."""
+
 TOLD = [
     *(
         line
         for block in re.findall(r"^```text\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
         for line in block.splitlines()
-        if not re.match(r"worker  where|-{4}|\d+ +(process|thread)", line)
+        if not re.match(r"worker  where|-{4}|\d+ +(process|thread)|See docs/", line)
     ),
-    *re.findall(r"^\| `([^`]{20,})` \|", PAGE[PAGE.index("## Warnings") :], re.MULTILINE),
+    *(text for _, text in ROWS),
 ]
 """Texts of errors and warnings that the page shows; values are those of an example."""
 
@@ -41,17 +49,67 @@ def pairs(text: str) -> set[tuple[str, str]]:
 def spoken() -> set[tuple[str, str]]:
     """Return each two words in a row of the strings of the package, formatted ones without values."""
     found: set[tuple[str, str]] = set()
-    for path in [*(ROOT / "hybridloader").rglob("*.py"), *(ROOT / "backends").rglob("*.py")]:
+    for path in MODULES:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 found |= pairs(node.value)
     return found
 
 
-def test_each_error_has_a_heading() -> None:
-    classes = {name for name, value in vars(errors).items() if isinstance(value, type)}
-    exceptions = PAGE[PAGE.index("## By exception") : PAGE.index("## Warnings")]
-    assert classes == set(re.findall(r"^### (\w+)$", exceptions, re.MULTILINE))
+def anchors_of_errors() -> dict[str, str]:
+    """Return the anchor of each error class of the package: its own, or that of its base."""
+    found = {"HybridLoaderError": HybridLoaderError.anchor}
+    nodes = [n for path in MODULES for n in ast.walk(ast.parse(path.read_text()))]
+    kinds = [node for node in nodes if isinstance(node, ast.ClassDef)]
+    while True:
+        for node in kinds:
+            bases = [b.id for b in node.bases if isinstance(b, ast.Name) and b.id in found]
+            if bases and node.name not in found:
+                lines = map(ast.unparse, node.body)
+                own = [line for line in lines if line.startswith("anchor = ")]
+                found[node.name] = own[0][len("anchor = '") : -1] if own else found[bases[0]]
+                break
+        else:
+            return found
+
+
+def warnings_of(path: Path) -> Iterator[str | None]:
+    """Yield the anchor of each warning that a module issues; None if it names none."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.Call):
+            continue
+        function, arguments = ast.unparse(node.func), node.args
+        if function.endswith("partial") and arguments:
+            function, arguments = ast.unparse(arguments[0]), arguments[1:]
+        if function == "warnings.warn":
+            linked = arguments[0]
+            arguments = linked.args if isinstance(linked, ast.Call) else []
+        elif function not in ("warn", "warn_once"):
+            continue
+        anchor = arguments[1] if len(arguments) > 1 else None
+        yield anchor.value if isinstance(anchor, ast.Constant) else None
+
+
+def test_each_error_has_a_section_and_links_to_it() -> None:
+    sections = set(re.findall(r"^### (\w+)$", EXCEPTIONS, re.MULTILINE))
+    found = anchors_of_errors()
+    assert {name for name, kind in vars(errors).items() if isinstance(kind, type)} <= {*found}
+    assert {name for name, anchor in found.items() if not anchor} == NO_LINK
+    assert {*found.values()} - {""} == {name.lower() for name in sections - NO_LINK}
+    for name in sections - NO_LINK:
+        assert found[name] == name.lower()
+
+
+def test_each_warning_links_to_its_row() -> None:
+    source = {path: [*warnings_of(path)] for path in MODULES if path.name != "caller.py"}
+    assert not [path for path, found in source.items() if None in found]
+    anchors = [anchor for anchor, _ in ROWS]
+    assert len({*anchors}) == len(anchors)
+    assert {anchor for found in source.values() for anchor in found} == {*anchors}
+
+
+def test_the_page_of_the_links_is_this_page() -> None:
+    assert "://" in HELP or (ROOT / HELP).read_text() == PAGE
 
 
 @pytest.mark.parametrize("text", TOLD)

@@ -399,6 +399,7 @@ class BatchByIterator(OperatorIterator):
             warn(
                 f"batch_by skips items that cost more than max_cost={rules.max_cost}; the first costs "
                 f"{cost}: {short(item)}. The run lists them: `skipped`",
+                "oversize",
             )
         return False
 

@@ -253,6 +253,7 @@ class KeepingIterator(OperatorIterator):
             warn(
                 f"a pass in which items raised errors ({raised} here) is not whole, so the cache does "
                 "not keep it; skip such items in a step before the cache",
+                "cache-not-kept",
             )
         if writer is not None:
             try:
@@ -278,4 +279,5 @@ def _warn_of(path: str | None, error: BaseException) -> None:
     warn(
         f"the cache file {path!r} can't be written ({error}); its written part is removed, and "
         "this epoch continues without a cache",
+        "cache-not-written",
     )

@@ -348,7 +348,8 @@ class FirstFitIterator(_PackIterator):
                 self._warned = True
                 warn(
                     f"pack skips documents of more than row_length={self._length} tokens; the first has "
-                    f"{document.size}. The run lists them: `skipped`"
+                    f"{document.size}. The run lists them: `skipped`",
+                    "oversize",
                 )
         return None
 

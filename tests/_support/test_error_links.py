@@ -1,0 +1,85 @@
+"""Links of errors and warnings: one, in the last line, whatever becomes of the error."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+
+import pytest
+
+from hybridloader import DataLoader
+from hybridloader._support.caller import warn
+from hybridloader._support.failure import twin
+from hybridloader.errors import HELP, NotReady, SourceError, StateError, StoreError, WorkerTimeout
+
+LINK = f"\nSee {HELP}#"
+
+
+class Damaged:
+    """Dataset whose sample 0 raises an error of the package."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> int:
+        if index == 0:
+            raise SourceError("a.tar is damaged")
+        return index
+
+
+def test_the_text_ends_with_the_link_and_the_arguments_lack_it() -> None:
+    error = SourceError("a.tar is damaged")
+    assert str(error) == f"a.tar is damaged{LINK}sourceerror"
+    assert error.args == ("a.tar is damaged",)
+    assert LINK not in repr(error)
+    assert str(StoreError(5, "no answer", "a.tar")).endswith(f"'a.tar'{LINK}storeerror")
+    assert str(NotReady("not yet")) == "not yet"
+
+
+def test_a_copy_has_one_link() -> None:
+    error = SourceError("a.tar is damaged")
+    for copy in (pickle.loads(pickle.dumps(error)), twin(error)):
+        assert str(copy) == str(error)
+
+
+def test_the_link_of_a_quoted_error_is_removed() -> None:
+    quoted = SourceError(f"stage 1: {StateError('the state is damaged')}; load another one")
+    assert str(quoted) == f"stage 1: the state is damaged; load another one{LINK}sourceerror"
+    with pytest.warns(UserWarning, match="on_stats") as caught:
+        warn(f"on_stats raised {quoted}", "on-stats")
+    (warning,) = caught
+    assert str(warning.message) == (
+        f"on_stats raised stage 1: the state is damaged; load another one{LINK}on-stats"
+    )
+
+
+@pytest.mark.parametrize("backend", ["inline", "threads", "fork", "spawn"])
+def test_an_error_of_a_sample_has_one_link(backend: str) -> None:
+    workers = 0 if backend == "inline" else 1
+    iterator = iter(DataLoader(Damaged(), num_workers=workers, backend=backend))
+    with pytest.raises(SourceError) as caught:
+        next(iterator)
+    assert str(caught.value) == f"a.tar is damaged{LINK}sourceerror"
+
+
+@pytest.mark.classes
+def test_a_subclass_has_the_link_of_its_base_or_another_or_none() -> None:
+    class Same(WorkerTimeout):
+        pass
+
+    class Other(WorkerTimeout):
+        anchor = "it-hangs"
+
+    class Bare(WorkerTimeout):
+        anchor = ""
+
+    assert str(Same("late")) == f"late{LINK}workertimeout"
+    assert str(Other("late")) == f"late{LINK}it-hangs"
+    assert str(Bare("late")) == "late"
+
+
+def test_a_filter_for_the_beginning_of_a_warning_still_matches() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "the trace was lost: .*")
+        warn("the trace was lost: disk full", "trace-lost")
