@@ -103,8 +103,9 @@ def pages() -> dict[str, str]:
     )
     made["index"] = (
         "# Reference\n\nNames without a module are in `hybridloader`; `import hybridloader` is enough "
-        "for the others, too.\nThe [command line](command-line.md) and [limits](limits.md) have pages "
-        f"of their own.\n\n| page | names |\n| --- | --- |\n{rows}\n"
+        "for the others, too.\nThe [command line](command-line.md), [limits](limits.md) and "
+        "[environment variables](../environment.md) have separate pages.\n\n"
+        f"| page | names |\n| --- | --- |\n{rows}\n"
     )
     return made
 
