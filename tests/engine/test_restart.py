@@ -161,7 +161,7 @@ def test_a_death_is_told_with_all_that_is_known(end: Callable[[], Any]) -> None:
         assert "memory" in told
     if end is crashed:
         assert "in crashed" in told  # the stack of the crash
-    assert told.splitlines()[-1].startswith("1 ")  # the table of the workers
+    assert told.splitlines()[-2].startswith("1 ")  # the table of the workers, before the link
 
 
 @pytest.mark.filterwarnings("ignore:.*forks this process while other threads")  # the main one
