@@ -202,5 +202,5 @@ def test_what_does_not_fork_and_the_default_warn_of_no_thread(
 
 def test_the_line_that_a_warning_is_about_is_the_callers() -> None:
     with pytest.warns(UserWarning, match="of this line") as caught:
-        warn("of this line")  # this very file is none of ours
+        warn("of this line", "daemonic")  # this very file is none of ours
     assert caught[0].filename == __file__

@@ -53,7 +53,7 @@ def test_a_timeout_that_nobody_was_told_of_is_over_once_something_has_come() -> 
     queue = RelayQueue("r", 5, None, 0)
     for late in range(3):
         queue.put(Raised(no_answer(WorkerTimeout(f"late {late}"))))
-    assert [str(item.error) for item, _ in queue.items] == ["late 2"]
+    assert [item.error.args for item, _ in queue.items] == [("late 2",)]
     queue.put(Raised(ValueError("broken")))
     queue.put("item")
     queue.put(Raised(WorkerTimeout("a user's own")))

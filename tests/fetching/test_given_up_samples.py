@@ -80,7 +80,7 @@ def test_a_sample_that_was_given_up_is_as_one_that_failed() -> None:
         assert (short.outcome.short, short.outcome.wanted) == ([1, 2], 3)
         ((index, position, failure, replaced),) = short.outcome.failures
         assert (index, position, replaced) == (7, 1, False)
-        assert str(failure.exception) == "it kills"
+        assert failure.exception.args == ("it kills",)
         whole = opened(dataset, TaskContext(), Replace(lambda i, e: -i))(PartlyGivenUp([lost]))
         assert whole.value == [-7]
         with pytest.raises(WorkerDied, match="it kills"):
