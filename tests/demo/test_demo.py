@@ -268,7 +268,8 @@ def test_a_backend_that_cant_serve_is_a_note_below_the_table(
     assert sum(counts) == 4 * 2 * len(rows)
     display, text = lines()
     display.table("Loading only", rows)
-    assert text.getvalue().endswith("fork: this platform has no fork\n")
+    link = "See docs/troubleshooting.md#backendunavailable"
+    assert text.getvalue().endswith(f"fork: this platform has no fork\n{link}\n")
 
 
 def test_without_workers_only_what_needs_none_is_measured(cut: Path) -> None:
