@@ -346,6 +346,18 @@ def test_seconds_without_work_are_starved_or_blocked(
     assert measures.elapsed == pytest.approx(elapsed)
 
 
+def test_no_seconds_of_a_running_stage_are_negative() -> None:
+    """Its clock moves between two reads."""
+    clock = itertools.count(100.0)
+    fetch = WorkFetch((Step("map", abs),))
+    measures = StageMeasures(Threads(), fetch, 2, 1, each=True, clock=lambda: float(next(clock)))
+    measures.idle(0, starved=False)
+    measures.turned_away()
+    measures.worked += 5.0
+    measures.pulled()
+    assert measures.other == 0  # 2 workers: rest 1 s at 103 s, and 3 s at 104 s, 2 s of them blocked
+
+
 def test_room_of_a_prefetch_alone() -> None:
     flow = StageFlow(4, prefetch=3)
     assert flow.room() == 3
