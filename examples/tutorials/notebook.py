@@ -39,7 +39,7 @@ def half(image):
 
 
 loader = torch.utils.data.DataLoader(
-    Discs(256, half), 32, num_workers=2, multiprocessing_context="spawn"
+    Discs(256, half), 32, num_workers=1, multiprocessing_context="spawn"
 )
 images, radii = next(iter(loader))
 
