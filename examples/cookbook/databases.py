@@ -234,7 +234,7 @@ def measure(folder, data, rounds):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rows", type=int, default=2048)
+    parser.add_argument("--rows", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=1)
     arguments = parser.parse_args()
     data = np.random.default_rng(0).normal(size=(arguments.rows, COLUMNS)).astype(np.float32)
