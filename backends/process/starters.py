@@ -18,7 +18,6 @@ import pickle
 import signal
 import socket
 import time
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from multiprocessing.connection import Connection
@@ -79,7 +78,7 @@ class WorkerStart(NamedTuple):
 
 
 class Starter:
-    """Way to start the worker processes of one crew: a start method, and what follows from it."""
+    """Starter of fresh processes for one crew, each of which loads the work in its first frame."""
 
     forks: ClassVar[bool] = False
     """True if workers are forks of this process, with its work."""
@@ -92,40 +91,49 @@ class Starter:
             from multiprocessing import get_context
         self.transport = transport
         self._method, self._context = method, get_context(method)
+        # All the mutable state: the work of workers that have not loaded it yet.
+        self._shipments: dict[int, tuple[WorkerSpec, Shipment]] = {}
 
     def start(self, start: WorkerStart) -> None:
         """Start a worker with a connection of the transport, without waiting for it."""
+        shipment = self._shipment(start.spec)
+        if shipment is not None:
+            self._shipments[start.worker] = start.spec, shipment
         connection, theirs = self._context.Pipe(duplex=True)
         self.transport.connect(start.worker, connection)
         try:
             self._launch(start, theirs)
         finally:
             theirs.close()
+        parts, fds = ([b""], []) if shipment is None else (shipment.parts, shipment.fds)
+        fds = fds if start.record is None else [*fds, start.record]
+        self.transport.send(start.worker, parts, _duplicates(fds))
+
+    def _shipment(self, spec: WorkerSpec) -> Shipment | None:
+        """Pack a spec, once for all workers that start together; None if the worker will have it."""
+        for sent, shipment in self._shipments.values():
+            if sent is spec:
+                return shipment
+        return ship(spec, "the loader", share=self.transport.carries_descriptors)
 
     def _launch(self, start: WorkerStart, connection: Any) -> None:
         """Start a worker at this end of its connection, which the caller closes."""
-        raise NotImplementedError
+        _, shipment = self._shipments.get(start.worker, (None, None))
+        inherited = None if shipment is None else shipment.inherited
+        first = FirstFrame(start.record is not None, inherited=inherited)
+        self._launch_process(start, connection, first)
 
     def _launch_process(
         self,
         start: WorkerStart,
         connection: Any,
-        work: WorkerSpec | FirstFrame,
-        record: int | None,  # these three as `child.main` takes them
-        strays: Iterable[int] = (),
+        first: FirstFrame,
+        strays: Iterable[int] = (),  # as `child.main` takes them
     ) -> None:
+        fixed = os.getpid(), start.slots, tuple(strays), not self.forks
         process = self._context.Process(
             target=main,
-            args=(
-                start.worker,
-                self.transport.endpoint,
-                connection,
-                work,
-                os.getpid(),
-                start.slots,
-                tuple(strays),
-                record,
-            ),
+            args=(start.worker, self.transport.endpoint, connection, first, *fixed),
             name=start.name,
             daemon=True,
         )
@@ -134,7 +142,10 @@ class Starter:
             start.note(ProcessHandle(process))
 
     def arrived(self, worker: int) -> None:
-        """Let go of all that a worker needed to start: it has loaded its work, or is gone."""
+        """Let go of a worker's work: the worker has mapped it, or is gone."""
+        _, shipment = self._shipments.pop(worker, (None, None))
+        if shipment is not None and all(s is not shipment for _, s in self._shipments.values()):
+            shipment.close()
 
     def hear(self, frame: Frame | None) -> Callable[[], None] | None:
         """Take in a frame of `ZYGOTE`; None: it is gone. May return a function for the next `wait` to
@@ -154,58 +165,24 @@ class Starter:
 
     def close(self) -> None:
         """End the process that starts workers, once the crew has hung up. Idempotent."""
+        for worker in list(self._shipments):
+            self.arrived(worker)
 
     def disown(self) -> None:
         """Leave the process that starts workers to the parent, in a fork by the user's code."""
 
 
 class ForkStarter(Starter):
-    """Starter of forks of this process."""
+    """Starter of workers that are forks of this process."""
 
     forks: ClassVar[bool] = True
 
-    def _launch(self, start: WorkerStart, connection: Any) -> None:
-        strays = ours - {start.record}
-        self._launch_process(start, connection, start.spec, start.record, strays)
-
-
-class FreshStarter(Starter):
-    """Starter of fresh processes, each of which loads the work that is in its first frame."""
-
-    def __init__(self, method: str, transport: Transport) -> None:
-        super().__init__(method, transport)
-        # Of workers that have not loaded it yet.
-        self._shipments: dict[int, tuple[WorkerSpec, Shipment]] = {}
-
-    def start(self, start: WorkerStart) -> None:
-        shipment = self._shipment(start.spec)
-        if shipment is not None:
-            self._shipments[start.worker] = start.spec, shipment
-        super().start(start)
-        parts, fds = ([b""], []) if shipment is None else (shipment.parts, shipment.fds)
-        fds = fds if start.record is None else [*fds, start.record]
-        self.transport.send(start.worker, parts, _duplicates(fds))
+    def _shipment(self, spec: WorkerSpec) -> None:
+        return None
 
     def _launch(self, start: WorkerStart, connection: Any) -> None:
-        _, shipment = self._shipments.get(start.worker, (None, None))
-        work = FirstFrame(None if shipment is None else shipment.inherited)
-        self._launch_process(start, connection, work, None if start.record is None else -1)
-
-    def _shipment(self, spec: WorkerSpec) -> Shipment | None:
-        """Pack a spec, once for all workers that start together; None if the worker will have it."""
-        for sent, shipment in self._shipments.values():
-            if sent is spec:
-                return shipment
-        return ship(spec, "the loader", share=self.transport.carries_descriptors)
-
-    def arrived(self, worker: int) -> None:
-        _, shipment = self._shipments.pop(worker, (None, None))
-        if shipment is not None and all(s is not shipment for _, s in self._shipments.values()):
-            shipment.close()
-
-    def close(self) -> None:
-        for worker in list(self._shipments):
-            self.arrived(worker)
+        first = FirstFrame(start.record is not None, start.spec)
+        self._launch_process(start, connection, first, ours)
 
 
 def _duplicates(fds: Sequence[int]) -> list[int]:
@@ -251,7 +228,7 @@ class _Zygote:
             self.record.close()
 
 
-class ZygoteStarter(FreshStarter):
+class ZygoteStarter(Starter):
     """Starter that has one fresh process, which has loaded the work, fork the workers, if it can.
 
     If that process ends, so do its workers, and the next start begins another.
@@ -428,7 +405,7 @@ def starter(method: str, *, preload: bool) -> Starter:
     if method == "fork":
         return ForkStarter(method, transport)
     zygote = preload and method in ("loky", "forkserver") and sockets and fork_safety.available()
-    return ZygoteStarter(transport) if zygote else FreshStarter(method, transport)
+    return ZygoteStarter(transport) if zygote else Starter(method, transport)
 
 
 class ForkedHandle(ProcessHandle):
@@ -448,9 +425,8 @@ class ForkedHandle(ProcessHandle):
         self._failure = ""  # reason why it could not be started
         self._ended = self._terminated = False
         self._code: int | None = None
-        ours.add(self._status)
         # Not at `release`: the sentinel outlives the worker, as that of `multiprocessing.Process`.
-        weakref.finalize(self, handles.close_ours, self._status).atexit = False
+        handles.held_by(self, self._status)
 
     @property
     def pid(self) -> int | None:
@@ -506,9 +482,7 @@ class ForkedHandle(ProcessHandle):
         if kind == FORKED:
             self._pid = number
             for self.pidfd in fds:  # none, if this process has no free descriptor
-                ours.add(self.pidfd)
-                self._releasing = weakref.finalize(self, handles.close_ours, self.pidfd)
-                self._releasing.atexit = False
+                self._releasing = handles.held_by(self, self.pidfd)
         elif kind == ENDED:
             self._code, self._ended = number, True
         else:
