@@ -9,6 +9,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -85,10 +86,8 @@ def main(
     # also close descriptors whose numbers are in use for others by then.
     gc.freeze()
     for fd in strays:
-        try:
+        with suppress(OSError):
             os.close(fd)
-        except OSError:
-            pass
     leave_signals()
     endpoint = endpoint_class(pipe)
     connection = _WorkerConnection(number, endpoint, slots)
@@ -128,10 +127,8 @@ def _leave() -> None:
     """
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        try:
+        with suppress(AttributeError, OSError, ValueError):  # None, broken or closed
             stream.flush()
-        except (AttributeError, OSError, ValueError):  # None, broken or closed
-            pass
     os._exit(0)
 
 

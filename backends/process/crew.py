@@ -201,9 +201,8 @@ class ProcessCrew(Crew):
             handle.release()
         bury()
         self.transport.close()
-        for channel in self.channels:
+        for channel, record in self._workers:
             channel.close()
-        for _, record in self._workers:
             if record is not None:
                 record.close()
         self._gone.update(range(len(self._workers)))

@@ -18,7 +18,7 @@ import pickle
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from multiprocessing.connection import Connection
 from typing import Any, ClassVar, NamedTuple
@@ -118,28 +118,29 @@ class Starter:
 
     def _launch(self, start: WorkerStart, connection: Any) -> None:
         """Start a worker at this end of its connection, which the caller closes."""
-        _, shipment = self._shipments.get(start.worker, (None, None))
-        inherited = None if shipment is None else shipment.inherited
-        first = FirstFrame(start.record is not None, inherited=inherited)
-        self._launch_process(start, connection, first)
-
-    def _launch_process(
-        self,
-        start: WorkerStart,
-        connection: Any,
-        first: FirstFrame,
-        strays: Iterable[int] = (),  # as `child.main` takes them
-    ) -> None:
-        fixed = os.getpid(), start.slots, tuple(strays), not self.forks
         process = self._context.Process(
             target=main,
-            args=(start.worker, self.transport.endpoint, connection, first, *fixed),
+            args=(
+                start.worker,
+                self.transport.endpoint,
+                connection,
+                self._first(start),
+                os.getpid(),
+                start.slots,
+                tuple(ours) if self.forks else (),
+                not self.forks,
+            ),
             name=start.name,
             daemon=True,
         )
         with starting(self._method):
             process.start()
             start.note(ProcessHandle(process))
+
+    def _first(self, start: WorkerStart) -> FirstFrame:
+        _, shipment = self._shipments.get(start.worker, (None, None))
+        inherited = None if shipment is None else shipment.inherited
+        return FirstFrame(start.record is not None, inherited=inherited)
 
     def arrived(self, worker: int) -> None:
         """Let go of a worker's work: the worker has mapped it, or is gone."""
@@ -180,9 +181,8 @@ class ForkStarter(Starter):
     def _shipment(self, spec: WorkerSpec) -> None:
         return None
 
-    def _launch(self, start: WorkerStart, connection: Any) -> None:
-        first = FirstFrame(start.record is not None, start.spec)
-        self._launch_process(start, connection, first, ours)
+    def _first(self, start: WorkerStart) -> FirstFrame:
+        return FirstFrame(start.record is not None, start.spec)
 
 
 def _duplicates(fds: Sequence[int]) -> list[int]:
