@@ -68,11 +68,11 @@ class Observer(Protocol):
     def waited_for(self, began: float, ended: float) -> None:
         """Note that the thread that pulls the stage waited for events."""
 
-    def came(self, event: Result, since: float, count: int) -> None:
+    def came(self, event: Result, since: float) -> None:
         """Record a result, and remove the `Measures` from its extras.
 
         `since` is the time from which the consumer has waited for a result; infinity if it does not
-        wait. The result is the last of `count` results since the previous call.
+        wait.
         """
 
     def opened(self, seq: int, began: float, ended: float) -> None:

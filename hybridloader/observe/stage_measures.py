@@ -80,8 +80,7 @@ class StageMeasures:
     def begin_again(self) -> None:
         """Reset all measures."""
         # All the mutable state:
-        self._tasks = 0  # returned
-        self._unmeasured = 0  # returned since a task reported measures
+        self._tasks = 0  # returned; without `each`, those that measures have reported
         self.restarted = 0
         self.opens_slowly = False
         self.busy = 0.0
@@ -138,18 +137,20 @@ class StageMeasures:
         self.waited += ended - began
         self.waits.append((began, ended))
 
-    def came(self, event: Result, since: float, count: int) -> None:
-        self._tasks += count
-        self._unmeasured += count
-        if self.each and isinstance(event, Done):
-            self.worked += event.seconds
+    def came(self, event: Result, since: float) -> None:
+        if self.each:
+            self._tasks += 1
+            if isinstance(event, Done):
+                self.worked += event.seconds
         measures = None if event.extras is None else event.extras.pop(MEASURES, None)
         if measures is None or not isinstance(event, Done):
             return
+        if not self.each:
+            self._tasks += measures.tasks
         now = time.perf_counter()
         if self.full is None and self._tasks >= self._window:
             self.full = now
-        self._scale, self._unmeasured = self._unmeasured, 0
+        self._scale = measures.tasks
         self._note(measures, since, now)
         for others in measures.others:
             self._note(others, math.inf, now)  # the consumer does not wait for these

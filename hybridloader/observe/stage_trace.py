@@ -44,9 +44,9 @@ class StageTrace(StageMeasures):
     def follow_loop(self, loop: LoopWaits) -> None:
         self._loop = loop
 
-    def came(self, event: Result, since: float, count: int) -> None:
+    def came(self, event: Result, since: float) -> None:
         measures = None if event.extras is None else event.extras.get(MEASURES)
-        super().came(event, since, count)
+        super().came(event, since)
         if measures is None or not isinstance(event, Done):
             return
         for each in (measures, *measures.others):
