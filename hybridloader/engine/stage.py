@@ -40,7 +40,7 @@ from hybridloader._support.torch_modes import Modes, modes_here
 from hybridloader.engine.contract import CLOSING, Backend, Crew, WorkerHandle
 from hybridloader.engine.crews import ended_with
 from hybridloader.engine.diagnosis import WorkerReport
-from hybridloader.engine.feed import Feed, Observer, is_forwarded, items_in
+from hybridloader.engine.feed import Feed, is_forwarded, items_in
 from hybridloader.engine.messages import (
     Begin,
     Done,
@@ -68,6 +68,7 @@ from hybridloader.engine.worker_table import WorkerTable
 from hybridloader.errors import IteratorClosed, NotReady, TaskTimeout, WorkerDied, WorkerTimeout
 
 if TYPE_CHECKING:
+    from hybridloader.engine.observer import Observer
     from hybridloader.memory.page_locks import PageLocks
 
 T = TypeVar("T")
@@ -111,7 +112,8 @@ class Stage(Iterator[Any]):
     ) -> None:
         backend.check()
         self.backend = backend
-        spec = replace(spec, modes=self._modes())
+        metering = None if observer is None else observer.metering
+        spec = replace(spec, modes=self._modes(), metering=metering)
         if on_worker_death is not None or task_timeout > 0:
             spec = replace(spec, tracked=on_worker_death is not None, timed=task_timeout > 0)
         self.spec = spec

@@ -42,7 +42,6 @@ class LoaderObservation(Observation):
         options: Mapping[str, Any],
     ) -> None:
         super().__init__(asked, STAGE, number)
-        self.meters = self.metering(backend, fetch, by_pass=True)
         self.stage = self.measures(STAGE, number, backend, fetch, workers, window, options)
         self._batch_size: int | None = None
         # All the other mutable state, of the present epoch:

@@ -11,7 +11,6 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from hybridloader._support.gil import turn_at_gil
@@ -25,18 +24,17 @@ from hybridloader._support.store_use import (
 )
 from hybridloader.engine.contract import Backend
 from hybridloader.engine.fetcher import Fetch
-from hybridloader.engine.meter import Metering
 from hybridloader.engine.relay import RelayQueue, RelaySleeps
 from hybridloader.engine.stage import Stage
 from hybridloader.fetching.on_error.error_budget import ErrorBudget
 from hybridloader.observe.recording import Recording, StageRecord
 from hybridloader.observe.reporting import Observe, Reporter
-from hybridloader.observe.stage_measures import StageMeasures, metering_of
+from hybridloader.observe.stage_measures import StageMeasures
 from hybridloader.observe.stage_trace import StageTrace, Throttled, skipped_in
 from hybridloader.observe.stats import Stats, stats_of
 from hybridloader.observe.thread_times import LoopWaits
 from hybridloader.observe.trace_files import LOOP
-from hybridloader.observe.tracing import SLICES, Trace, TracedWaits, running_trace
+from hybridloader.observe.tracing import Trace, TracedWaits, running_trace
 from hybridloader.observe.watching import Watch, running_watch
 
 
@@ -98,11 +96,6 @@ class Observation(ABC):
             first, then = LOOP
             loop.waits = TracedWaits(self.trace, then, loop.waits, first)
         return loop
-
-    def metering(self, backend: Backend, fetch: Fetch, *, by_pass: bool = False) -> Metering:
-        """Return the specification of the meters of a stage's workers."""
-        slices = 0 if self.trace is None else SLICES
-        return replace(metering_of(backend, fetch), by_pass=by_pass, slices=slices)
 
     def measures(
         self,

@@ -34,14 +34,14 @@ _WEIGHED, _NESTED = 8, 2
 0.2 us; the other items are assumed to be like the first ones."""
 
 
-def metering_of(backend: Backend, fetch: Fetch) -> Metering:
+def metering_of(backend: Backend, fetch: Fetch, *, by_pass: bool) -> Metering:
     """Return the specification of the meters of `backend`'s workers."""
     if not backend.in_process:
-        return Metering(time.process_time, stores=True)
+        return Metering(time.process_time, by_pass=by_pass, stores=True)
     # The CPU time of the helper threads of one worker thread is unknown.
     thread_time = None if fetch.threads > 1 else getattr(time, "thread_time", None)
     alone = not backend.in_caller
-    return Metering(thread_time, alone=alone, gil=alone and gil_enabled())
+    return Metering(thread_time, alone=alone, gil=alone and gil_enabled(), by_pass=by_pass)
 
 
 def options_of(backend: Backend, fetch: Fetch, workers: int) -> dict[str, Any]:
@@ -72,6 +72,7 @@ class StageMeasures:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.each, self._clock = each, clock
+        self.metering = metering_of(backend, fetch, by_pass=not each)
         self.backend, self.workers, self._window = backend, max(1, workers), max(1, window)
         self._options = options_of(backend, fetch, workers) if options is None else options
         self._in_turn, self._concurrency = fetch.in_turn, fetch.coroutines

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from typing import Any
 
 from hybridloader._support.error_handling import described, repr_of
@@ -16,7 +17,7 @@ from hybridloader.fetching.on_error.error_budget import Skipped
 from hybridloader.observe.stage_measures import StageMeasures
 from hybridloader.observe.thread_times import BRIEF, LoopWaits
 from hybridloader.observe.trace_files import TAKEN, Track
-from hybridloader.observe.tracing import Trace, TracedWaits
+from hybridloader.observe.tracing import SLICES, Trace, TracedWaits
 
 _COUNTED = 1e-3
 """Least seconds between two readings of a counter."""
@@ -36,6 +37,7 @@ class StageTrace(StageMeasures):
         """Stage whose tasks are counted; None before it has started."""
         self._counter = Throttled(self._count)
         super().__init__(*of_the_stage, each=each)
+        self.metering = replace(self.metering, slices=SLICES)
 
     def begin_again(self) -> None:
         super().begin_again()

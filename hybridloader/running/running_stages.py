@@ -188,7 +188,6 @@ class RunningStages(dict[Path, RunningStage]):
         generator = random.Random(f"{self._seed}/workers/{node.path}")
         threads = node.backend.in_process and not node.backend.in_caller
         seeding = self._origin(node, range(len(node.works)), threads=threads)
-        observation = self._observation
         return WorkerSpec(
             stage=node.name,
             workers=placement.num_workers,
@@ -197,7 +196,6 @@ class RunningStages(dict[Path, RunningStage]):
             init_fn=placement.worker_init_fn,
             seeding=seeding,
             starts=() if resumed is None else resumed[1].starts,
-            metering=None if observation is None else observation.metering(node.backend, fetch),
         )
 
     def _origin(

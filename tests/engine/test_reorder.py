@@ -219,6 +219,7 @@ class Noting:
     """Observer that notes since when a result was waited for."""
 
     each = opens_slowly = False
+    metering = None
 
     def __init__(self) -> None:
         self.told_of: list[tuple[int, float]] = []

@@ -245,6 +245,7 @@ def test_an_observer_is_not_told_of_results_of_an_earlier_epoch() -> None:
 
     class Noting:
         each = opens_slowly = False
+        metering = None
 
         def came(self, event: Any, since: float) -> None:
             told_of.append(event.seq)
