@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hybridloader._support.snapshots import snapshot
 from hybridloader._support.store_use import uses
 from hybridloader.engine.contract import Backend
 from hybridloader.engine.fetcher import Fetch
@@ -19,6 +18,7 @@ from hybridloader.observe.observation import Asked, Observation
 from hybridloader.observe.recording import LoopRecord, Recording, StageRecord
 from hybridloader.observe.stats import Stats, stats_of
 from hybridloader.observe.thread_times import SourceTimes, TimedPulls, record_of_relay
+from hybridloader.observe.tracing import traced
 
 STAGE, SAMPLER = "DataLoader", "sampler"
 """Names of the rows of the stage and of the sampler."""
@@ -81,12 +81,12 @@ class LoaderObservation(Observation):
         """Note that a thread will pin batches, or copy them to a device, and put them into `queue`."""
         self._pin = stage, queue, pulls
         self.relay(stage, queue)
-        pulls.waits = self.waits("wait", pulls.waits)
+        traced(self.trace, "wait", pulls)
 
     def drawn(self, source: Iterator[Any]) -> Iterator[Any]:
         """Return the indices of `source`, some of which are timed."""
         self._sampler = SourceTimes()
-        self._sampler.longer = self.waits(SAMPLER, self._sampler.longer)
+        traced(self.trace, SAMPLER, self._sampler)
         return self._sampler.timed(source)
 
     def finished(self) -> None:
@@ -103,7 +103,7 @@ class LoaderObservation(Observation):
         stages = []
         if sampler is not None:
             stages.append(sampler.record(SAMPLER, loop.items + queued, loop))
-        stages.append(self._row_of_stage(loop, queued, 0.0 if sampler is None else sampler.seconds))
+        stages.append(self._row_of_stage(loop, queued, 0.0 if sampler is None else sampler.waited))
         if pin is not None:
             stages.append(self._row_of_pin(*pin, loop.ended))
         return self._stats_of(tuple(stages), self._batch_size, self.stage.stores)
@@ -111,9 +111,8 @@ class LoaderObservation(Observation):
     def _row_of_pin(
         self, name: str, queue: RelayQueue, pulls: TimedPulls, ended: float
     ) -> StageRecord:
-        waits = snapshot(pulls.waits)
         ended = max(ended, pulls.began)
-        return record_of_relay(name, queue, pulls.began, ended, waited=pulls.waited, waits=waits)
+        return record_of_relay(name, queue, pulls.began, ended, waits=[pulls])
 
     def _queued(self) -> int:
         stage = None if self._running is None else self._running()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import weakref
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Hashable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -34,7 +33,7 @@ from hybridloader.observe.stage_trace import StageTrace, Throttled, skipped_in
 from hybridloader.observe.stats import Stats, stats_of
 from hybridloader.observe.thread_times import LoopWaits
 from hybridloader.observe.trace_files import LOOP
-from hybridloader.observe.tracing import Trace, TracedWaits, running_trace
+from hybridloader.observe.tracing import Trace, running_trace, traced
 from hybridloader.observe.watching import Watch, running_watch
 
 
@@ -92,9 +91,8 @@ class Observation(ABC):
 
     def _new_loop(self) -> LoopWaits:
         loop = LoopWaits()
-        if self.trace is not None:
-            first, then = LOOP
-            loop.waits = TracedWaits(self.trace, then, loop.waits, first)
+        first, then = LOOP
+        traced(self.trace, then, loop, first)
         return loop
 
     def measures(
@@ -124,7 +122,7 @@ class Observation(ABC):
         """Return `name`, made unique in the trace if one runs."""
         return name if self.trace is None else self.trace.name_of(name, key)
 
-    def relay(self, name: str, queue: RelayQueue) -> RelaySleeps:
+    def relay(self, name: str, queue: RelayQueue) -> None:
         """Record the sleeps at a relay's queue; to be called before the relay's thread starts."""
         sleeps = queue.sleeps = RelaySleeps(queue.items)
         trace = self.trace
@@ -134,13 +132,8 @@ class Observation(ABC):
                 trace.counter(f"{name}: items in the queue", len(sleeps.items))
 
             counter = Throttled(count)
-            sleeps.blocks = TracedWaits(trace, "wait for room", sleeps.blocks, also=counter)
-            sleeps.waits = TracedWaits(trace, "wait", sleeps.waits, also=counter)
-        return sleeps
-
-    def waits(self, name: str, ring: deque[tuple[float, float]]) -> deque[tuple[float, float]]:
-        """Return a ring of waits whose entries also become slices of the trace, if one runs."""
-        return ring if self.trace is None else TracedWaits(self.trace, name, ring)
+            traced(trace, "wait for room", sleeps.blocks, also=counter)
+            traced(trace, "wait", sleeps.waits, also=counter)
 
     def budget(self, budget: ErrorBudget) -> None:
         """Add skipped and replaced items to the trace, if one runs."""

@@ -16,12 +16,12 @@ from hybridloader._support.attributes import attribute
 from hybridloader._support.gil import gil_enabled
 from hybridloader._support.snapshots import snapshot
 from hybridloader._support.store_use import StoreUse, together
+from hybridloader._support.waits import REMEMBERED, Waits
 from hybridloader.engine.contract import Backend
 from hybridloader.engine.fetcher import Fetch
 from hybridloader.engine.messages import Done, Result
 from hybridloader.engine.meter import MEASURES, Measures, Metering
 from hybridloader.engine.payload import ByReference, known_bytes
-from hybridloader.engine.relay import REMEMBERED
 from hybridloader.observe.figures import length
 from hybridloader.observe.recording import CoroutineUse, Faults, Span, StageRecord, Wait
 from hybridloader.observe.thread_times import LoopWaits
@@ -106,8 +106,7 @@ class StageMeasures:
         self.began: float | None = None
         self.ended: float | None = None
         self.worked = 0.0  # seconds that workers worked, together
-        self.waited = 0.0  # seconds that the consumer of the stage waited for it
-        self.waits: deque[tuple[float, float]] = deque(maxlen=REMEMBERED)  # begin and end of each
+        self.waits = Waits()  # of the consumer of the stage for it
         self.starved = 0.0  # worker seconds idle for lack of input
         self._blocked = 0.0  # worker seconds idle because results were not taken, while pulled
         self._idle_workers, self._starved, self._since = 0, False, 0.0
@@ -135,8 +134,7 @@ class StageMeasures:
             self.began = now
 
     def waited_for(self, began: float, ended: float) -> None:
-        self.waited += ended - began
-        self.waits.append((began, ended))
+        self.waits.note(began, ended)
 
     def came(self, event: Result, since: float) -> None:
         if self.each:

@@ -17,7 +17,7 @@ from hybridloader.fetching.on_error.error_budget import Skipped
 from hybridloader.observe.stage_measures import StageMeasures
 from hybridloader.observe.thread_times import BRIEF, LoopWaits
 from hybridloader.observe.trace_files import TAKEN, Track
-from hybridloader.observe.tracing import SLICES, Trace, TracedWaits
+from hybridloader.observe.tracing import SLICES, Trace, traced
 
 _COUNTED = 1e-3
 """Least seconds between two readings of a counter."""
@@ -41,7 +41,7 @@ class StageTrace(StageMeasures):
 
     def begin_again(self) -> None:
         super().begin_again()
-        self.waits = TracedWaits(self._trace, "wait", self.waits)
+        traced(self._trace, "wait", self.waits)
 
     def follow_loop(self, loop: LoopWaits) -> None:
         self._loop = loop
