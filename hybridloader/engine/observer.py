@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from hybridloader.engine.messages import Result
-from hybridloader.engine.meter import Metering
+if TYPE_CHECKING:
+    from hybridloader.engine.messages import Result
+    from hybridloader.engine.meter import Metering
 
 
 class Observer(Protocol):
@@ -14,13 +15,15 @@ class Observer(Protocol):
     All methods are called on the thread that pulls the stage.
     """
 
-    metering: Metering | None
-    """Specification of the meters of the stage's workers; None: they have no meters."""
     each: bool
     """True if it follows each task: results, waits and idle workers, in addition to meters'
     measures."""
     opens_slowly: bool
     """True if it follows the opening of each result, because the last one was slow to open."""
+
+    @property
+    def metering(self) -> Metering | None:
+        """Specification of the meters of the stage's workers; None: they have no meters."""
 
     def idle(self, workers: int, *, starved: bool) -> None:
         """Note that `workers` are idle from now on: nothing came in (`starved`), or nothing went out."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from hybridloader._support.store_use import uses
@@ -51,7 +52,6 @@ class LoaderObservation(Observation):
         self._before = 0  # batches of this epoch that an earlier run returned
         self._budget: ErrorBudget | None = None
         self._pin: tuple[str, RelayQueue, TimedPulls] | None = None
-        self.stage.follow_loop(self.loop)
 
     def of(self, iterator: object, batch_size: int | None) -> None:
         """Observe `iterator`, and stop counting when it is collected."""
@@ -64,14 +64,13 @@ class LoaderObservation(Observation):
         self.stage.begin_again()
         self._stores = uses()
         self.loop = self._new_loop()
-        self.stage.follow_loop(self.loop)
         self._sampler = self._progress = self._budget = self._pin = None
 
     def begun(self, stage: Stage, progress: Progress, budget: ErrorBudget | None) -> None:
         """Note that ``iter()`` returns; its time counts as a wait of the loop."""
         self._running, self._progress, self._budget = weakref.ref(stage), progress, budget
         self._before = progress.yielded
-        self.started(self.stage, stage)
+        self.stage.started(stage, self.loop)
         if budget is not None:
             self.budget(budget)
         self.loop.note(self.loop.began, time.perf_counter())
@@ -131,17 +130,15 @@ class LoaderObservation(Observation):
         if measures.backend.in_caller:  # the loop's thread does the work
             idle = 0.0
         starved = min(idle, measures.workers * asking)
-        return measures.record(
-            STAGE,
-            items=loop.items,
+        skipped = len(records) - replaced
+        return replace(
+            measures.record(
+                *(STAGE, loop.items, queued), skipped=skipped, replaced=replaced, reads=True
+            ),
             busy=measures.busy,
             starved=starved,
             blocked=idle - starved,
             other=max(0.0, whole - measures.busy - idle),
-            queued=queued,
-            skipped=len(records) - replaced,
-            replaced=replaced,
-            reads=True,
         )
 
 

@@ -24,7 +24,6 @@ from hybridloader._support.store_use import (
 from hybridloader.engine.contract import Backend
 from hybridloader.engine.fetcher import Fetch
 from hybridloader.engine.relay import RelayQueue, RelaySleeps
-from hybridloader.engine.stage import Stage
 from hybridloader.fetching.on_error.error_budget import ErrorBudget
 from hybridloader.observe.recording import Recording, StageRecord
 from hybridloader.observe.reporting import Observe, Reporter
@@ -112,11 +111,6 @@ class Observation(ABC):
         if self.trace is None:
             return StageMeasures(*of_the_stage, each=each)
         return StageTrace(self.trace, name, key, *of_the_stage, each=each)
-
-    def started(self, measures: StageMeasures, stage: Stage) -> None:
-        """Note that a stage has started."""
-        if isinstance(measures, StageTrace):
-            measures.stage = weakref.ref(stage)
 
     def name_of(self, name: str, key: Hashable) -> str:
         """Return `name`, made unique in the trace if one runs."""

@@ -22,6 +22,7 @@ from hybridloader.engine.fetcher import Fetch
 from hybridloader.engine.messages import Done, Result
 from hybridloader.engine.meter import MEASURES, Measures, Metering
 from hybridloader.engine.payload import ByReference, known_bytes
+from hybridloader.engine.stage import Stage
 from hybridloader.observe.figures import length
 from hybridloader.observe.recording import CoroutineUse, Faults, Span, StageRecord, Wait
 from hybridloader.observe.thread_times import LoopWaits
@@ -88,12 +89,12 @@ class StageMeasures:
         self.first: float | None = None  # begin of the first task
         self.full: float | None = None  # when the stage was full for the first time
         self.sending = 0.0
-        self._cpu = self._packing = self._for_core = 0.0
-        self._collating = self._idle = self._held = 0.0
+        self._cpu: float | None = None
+        self._for_core: float | None = None
+        self._packing = self._collating = self._idle = self._held = 0.0
         self._coroutines = 0
         self._firsts: list[Wait] = []
         self._busy_of = [0.0] * self.workers
-        self._cpu_known = self._for_core_known = False
         self._retried = 0
         self._weight = self._weighed = 0  # bytes of some results, and their number
         self._array_weight = 0  # bytes of these that are of arrays
@@ -114,8 +115,8 @@ class StageMeasures:
         self._away = 0.0  # seconds in which the consumer did not pull the stage
         self._away_since: float | None = None
 
-    def follow_loop(self, loop: LoopWaits) -> None:
-        """Note the loop that takes the results; a trace makes it note shorter waits, too."""
+    def started(self, stage: Stage, loop: LoopWaits | None = None) -> None:
+        """Note the stage and, of a loader, the loop; a trace makes it note shorter waits, too."""
 
     # -- called by the stage -------------------------------------------------------------------------
 
@@ -177,12 +178,8 @@ class StageMeasures:
         for began, ended, busy in measures.spans:
             self._add(began, ended, min(1.0, busy / (ended - began)) if ended > began else 1.0)
         self.busy += measures.busy
-        if measures.cpu is not None:
-            self._cpu += measures.cpu
-            self._cpu_known = True
-        if measures.wait_for_core is not None:
-            self._for_core += measures.wait_for_core
-            self._for_core_known = True
+        self._cpu = _plus(self._cpu, measures.cpu)
+        self._for_core = _plus(self._for_core, measures.wait_for_core)
         if measures.wait_for_gil is not None:
             self._gil_waits.append(measures.wait_for_gil)
         if measures.first:
@@ -258,22 +255,19 @@ class StageMeasures:
     def record(
         self,
         name: str,
-        *,
         items: int,
-        busy: float,
-        starved: float,
-        blocked: float,
-        other: float,
         queued: int,
+        *,
         skipped: int = 0,
         replaced: int = 0,
         source: bool = False,
         reads: bool = False,
     ) -> StageRecord:
-        """Return the record of the stage; the arguments are counted elsewhere."""
-        weight, coroutines = None, None
-        if self._weighed:
-            weight = self._weight * self._tasks // self._weighed
+        """Return the record of the stage; the arguments are counted elsewhere.
+
+        Without `each`, the caller replaces the seconds of workers that were busy, and those by cause.
+        """
+        coroutines = None
         if self._concurrency:
             coroutines = CoroutineUse(
                 name, self._concurrency, self._coroutines, self._idle, self._held
@@ -285,17 +279,17 @@ class StageMeasures:
             backend=self.backend.name,
             workers=self.workers,
             items=items,
-            busy=busy,
-            starved=starved,
-            blocked=blocked,
-            other=other,
-            cpu=self._cpu if self._cpu_known else None,
-            wait_for_core=self._for_core if self._for_core_known else None,
+            busy=self.worked,
+            starved=self.starved,
+            blocked=self.blocked,
+            other=self.other,
+            cpu=self._cpu,
+            wait_for_core=self._for_core,
             gil_waits=snapshot(self._gil_waits),
             collating=self._collating,
             packing=self._packing,
             sending=self.sending,
-            bytes=weight,
+            bytes=self._weight * self._tasks // self._weighed if self._weighed else None,
             arrays=self._array_weight / self._weight if self._weight else 0.0,
             queued=queued,
             faults=Faults(skipped, replaced, self._retried, self.restarted),
@@ -313,6 +307,11 @@ class StageMeasures:
             reads=source or reads,
             options=self._options,
         )
+
+
+def _plus(seconds: float | None, others: float | None) -> float | None:
+    """Return the sum of the seconds that are known."""
+    return seconds if others is None else (seconds or 0.0) + others
 
 
 def reported_bytes(payload: Any) -> int | None:

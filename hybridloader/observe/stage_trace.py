@@ -33,8 +33,9 @@ class StageTrace(StageMeasures):
         # All the other mutable state:
         self._loop: LoopWaits | None = None  # the loop that takes the results
         self._long = True  # each task has separate slices
-        self.stage: weakref.ref[Stage] | None = None
-        """Stage whose tasks are counted; None before it has started."""
+        self._stage: weakref.ref[Stage] | None = (
+            None  # whose tasks are counted, once it has started
+        )
         self._counter = Throttled(self._count)
         super().__init__(*of_the_stage, each=each)
         self.metering = replace(self.metering, slices=SLICES)
@@ -43,8 +44,8 @@ class StageTrace(StageMeasures):
         super().begin_again()
         traced(self._trace, "wait", self.waits)
 
-    def follow_loop(self, loop: LoopWaits) -> None:
-        self._loop = loop
+    def started(self, stage: Stage, loop: LoopWaits | None = None) -> None:
+        self._stage, self._loop = weakref.ref(stage), loop
 
     def came(self, event: Result, since: float) -> None:
         measures = None if event.extras is None else event.extras.get(MEASURES)
@@ -103,7 +104,7 @@ class StageTrace(StageMeasures):
         return own
 
     def _count(self) -> None:
-        stage = None if self.stage is None else self.stage()
+        stage = None if self._stage is None else self._stage()
         if stage is None or stage.closed:
             return
         queued = stage.queued

@@ -156,8 +156,8 @@ class RunningStages(dict[Path, RunningStage]):
         dataset = None if node.backend.in_process else spec.fetch.dataset
         if node.reads:  # each thread has a copy of it too
             dataset = spec.fetch.dataset if has(spec.fetch.dataset, "set_epoch") else None
-        if self._observation is not None and measures is not None:
-            self._observation.started(measures, stage)
+        if measures is not None:
+            measures.started(stage)
         running = self[path] = RunningStage(node, stage, flow, measures, dataset, counter)
         running.resumed = self.resumed.pop(path, None)
         self._check_open(stage)  # a concurrent close() may have missed this one

@@ -62,10 +62,6 @@ def _rows(executor: Executor, loop: LoopWaits) -> Iterator[StageRecord]:
             yield measures.record(
                 running.node.name,
                 items=flow.items_out,
-                busy=measures.worked,
-                starved=measures.starved,
-                blocked=measures.blocked,
-                other=measures.other,
                 queued=flow.queued,
                 skipped=faults.skipped,
                 replaced=faults.replaced,
