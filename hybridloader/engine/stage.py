@@ -495,8 +495,9 @@ class Stage(Iterator[Any]):
         self._table.take_in(results)
         if self._numbered is not None:
             self._numbered.take_in(results)
-        observer, each = self._observer, self._each
+        observer = self._observer
         if observer is not None:
+            each = self._each
             for result in results:
                 # Without stale results, whose times are an earlier epoch's.
                 if (each or result.extras is not None) and result.seq in self._scheduler.done:
