@@ -1,4 +1,4 @@
-"""Observer of a stage: the one protocol for statistics, traces, and all that reads either."""
+"""Observer of a stage: the one protocol for statistics, traces, watches and reports."""
 
 from __future__ import annotations
 
