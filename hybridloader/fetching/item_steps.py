@@ -267,11 +267,11 @@ class ItemsFetcher(Fetcher):
         assert self.batches is not None
         return self.batches.sample(index)
 
-    def assemble(self, samples: list[Any], index: Any) -> Any:
+    def assemble(self, samples: Any, index: Any) -> Any:
         if self._helpers is not None:
             return self._handed_over(self._loop.joined(samples))
         if self._coroutines is not None:
-            return self._handed_over(self._loop.run(self._coroutines.ended(index, samples)))
+            return self._handed_over(self._loop.run(samples))
         batches = self.batches
         assert batches is not None
         make: Callable[[Any], Any] = partial(batches.made_of, samples)
