@@ -17,10 +17,9 @@ from torch.utils.data import DataLoader as TorchLoader
 
 import hybridloader
 from hybridloader import DataLoader, Pipeline, Threads, WorkerDied, WorkerTimeout
-from hybridloader.engine import task_sharing
+from hybridloader.backends import threads as thread_backend
 from hybridloader.engine.messages import Task
-from hybridloader.engine.shared_items import SharedItems, SharedTask, UnsharedTask
-from hybridloader.engine.task_sharing import TaskSharing
+from hybridloader.engine.sharing import SharedItems, SharedTask, UnsharedTask
 
 LONG = 60.0
 """Seconds after which a test gives up; never reached when all is well."""
@@ -31,8 +30,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.fixture(autouse=True)
 def shared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every task be worth sharing, as soon as one has an answer."""
-    monkeypatch.setattr(task_sharing, "_LEAST", 0.0)
-    monkeypatch.setattr(task_sharing, "_EACH", 0.0)
+    monkeypatch.setattr(thread_backend, "_LEAST", 0.0)
+    monkeypatch.setattr(thread_backend, "_EACH", 0.0)
     monkeypatch.setattr("hybridloader.engine.feed.TASK_SECONDS", 0.0)  # one item a task
 
 
@@ -441,7 +440,7 @@ def test_tasks_of_a_worker_whose_init_fn_failed_are_errors() -> None:
 # -- the rule --------------------------------------------------------------------------------------
 
 
-class Sharing(TaskSharing):
+class Sharing(thread_backend._TaskSharing):
     """Sharing between two workers that do nothing."""
 
     def __init__(self) -> None:
@@ -465,7 +464,7 @@ class Sharing(TaskSharing):
 
     def took(self, seconds: float) -> None:
         """Note the seconds of a task, as the crew does."""
-        self.mean += (seconds - self.mean) * task_sharing.NEW
+        self.mean += (seconds - self.mean) * thread_backend.NEW
         if self.whole == (self.mean > self.limit):
             self.turn(seconds)
 
@@ -475,7 +474,7 @@ def kinds(got: Iterator[list[Any]]) -> list[list[type]]:
 
 
 def test_tasks_are_shared_once_one_was_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(task_sharing, "_LEAST", 1.0)
+    monkeypatch.setattr(thread_backend, "_LEAST", 1.0)
     sharing = Sharing()
     assert kinds(sharing.sent(0, 0)) == [[UnsharedTask], []]
     assert kinds(sharing.sent(1, 1)) == [[], [UnsharedTask]]
@@ -489,7 +488,7 @@ def test_tasks_are_shared_once_one_was_long(monkeypatch: pytest.MonkeyPatch) -> 
 def test_short_tasks_go_to_their_worker_and_a_few_others_change_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(task_sharing, "_LEAST", 1.0)
+    monkeypatch.setattr(thread_backend, "_LEAST", 1.0)
     sharing = Sharing()
     assert kinds(sharing.sent(0, 0)) == [[UnsharedTask], []]
     sharing.took(0.5)
