@@ -278,7 +278,8 @@ class ItemsFetcher(Fetcher):
         if batches.rng is not None:
             make = partial(batches.rng.task, batches.key, make)
         step = ("batch" if batches.tolerant else "map", make)
-        return self._handed_over(ItemLoop([step], None, self._context).alone(index[0]))
+        loop = ItemLoop([step], None, self._context)
+        return self._handed_over(loop.joined([loop.alone(index[0])]))
 
     def close(self) -> None:
         if self._coroutines is not None:

@@ -8,6 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import islice
 from queue import SimpleQueue
 from typing import Any
 
@@ -365,6 +366,18 @@ def test_policies_for_errors_give_the_same_batches_of_a_pipeline(policy: Any) ->
             return batches, [(record.index, record.replaced) for record in run.skipped]
 
     assert found(3) == found(1)
+
+
+@pytest.mark.parametrize("taken", [1, 3, 8])
+def test_a_pipeline_resumes_after_shared_batches_of_which_samples_failed(taken: int) -> None:
+    pipe = batches_of(Fragile(60), 4, on_error="skip")
+    expected = lists(pipe)
+    with pipe.run() as run:
+        got = lists(islice(run, taken))
+        state = run.state_dict()
+    with pipe.run() as run:
+        run.load_state_dict(state)
+        assert [*got, *lists(run)] == expected
 
 
 def test_a_collation_that_fails_takes_the_place_of_its_batch() -> None:
