@@ -220,12 +220,18 @@ class _TaskSharing:
         with self._lock:
             self._held, self._measures = [], deque()
 
-    def send(self, worker: int, task: Task, queued: list[tuple[_Inbox, Any]]) -> bool:
+    def send(
+        self,
+        worker: int,
+        task: Task,
+        queued: list[tuple[_Inbox, Any]],
+        item: int | None = None,  # see `Crew.first`
+    ) -> bool:
         """Send a task, now or `queued`; False if it is to go to its worker as ever."""
         samples = self._samples_of(task.index)
         if type(samples) not in (list, tuple) or len(samples) < 2:
             return False
-        shared = SharedTask(worker, task, samples, self._measures)
+        shared = SharedTask(worker, task, samples, self._measures, item)
         if not self._known:
             with self._lock:
                 if not self._known:
@@ -325,9 +331,11 @@ class _ThreadCrew(Crew):
         elif (
             self._sharing is None
             or self._sharing.whole
-            or not self._sharing.send(worker, message, self._queued)
+            or not self._sharing.send(worker, message, self._queued, self.first)
         ):
             self._queued.append((self._threads[worker].messages, message))
+        else:
+            self.first = None  # any worker may answer it
 
     def flush(self) -> None:
         for messages, task in self._queued:

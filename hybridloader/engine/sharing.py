@@ -130,9 +130,10 @@ class SharedTask(SharedItems):
         task: Task,
         samples: Any,  # indices of the samples
         measures: deque[Any],
+        item: int | None = None,  # number of its item; None: the stage numbers no items
     ) -> None:
         super().__init__(samples)
-        self.worker, self.seq, self.task = worker, task.seq, task
+        self.worker, self.seq, self.task, self.item = worker, task.seq, task, item
         self.measures = measures
         """Measures of workers that fetched samples of this epoch's tasks and have answered none of
         them."""

@@ -215,7 +215,7 @@ class Worker:
 
     def _take_part(self, task: SharedTask, *, alone: bool = False) -> Event | None:
         """Fetch samples of a task; answer it in place of its worker if the last of them ended here."""
-        context, fetcher = self.context, self._fetcher
+        context, fetcher, rng, item = self.context, self._fetcher, self._rng, task.item
         sample = self._refuse if self._broken is not None or fetcher is None else fetcher.sample
         self.shared = task
         meter = self.meter
@@ -244,7 +244,10 @@ class Worker:
             return None
         if task.measures and meter is not None:
             meter.due = float("-inf")  # the measures are sent with this task's own
+        own = None if item is None or rng is None else rng.renumber(item)
         event = self._assembled(task.task, task, sum(task.seconds))
+        if own is not None and rng is not None:
+            rng.renumber(own)
         task.forget()
         if isinstance(event, Done) and event.extras is not None and MEASURES in event.extras:
             event.extras[MEASURES] = event.extras[MEASURES].joined(task.measures)
