@@ -19,8 +19,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted((ROOT / "docs").glob("tutorials/*.md")) + sorted((ROOT / "docs").glob("cookbook/*.md"))
-CONSOLE = re.compile(r"^```console\n\$ python (examples/\S+\.py)(.*)\n((?:.*\n)*?)```$", re.MULTILINE)
+PAGES = sorted((ROOT / "docs").glob("tutorials/*.md")) + sorted(
+    (ROOT / "docs").glob("cookbook/*.md")
+)
+CONSOLE = re.compile(
+    r"^```console\n\$ python (examples/\S+\.py)(.*)\n((?:.*\n)*?)```$", re.MULTILINE
+)
 PYTHON = re.compile(r"^( *)```python.*\n((?:.*\n)*?) *```$", re.MULTILINE)
 NEEDS = re.compile(r"^# needs: (.+)$", re.MULTILINE)
 SECONDS = 110
@@ -82,8 +86,12 @@ def code(page: Path) -> list[str]:
 
 def masked(output: str) -> str:
     """Return an output with a `#` for each number and its unit, so that times may differ."""
-    output = re.sub(r"\d[\d,]*(?:\.\d+)?(?:e-?\d+)?(?: (?:us|ms|s|KB|MB|GB|KiB|MiB|GiB|B)\b)?", "#", output)
-    lines = [re.sub(r"-{2,}", "--", re.sub(r"\s+", " ", line)).strip() for line in output.splitlines()]
+    output = re.sub(
+        r"\d[\d,]*(?:\.\d+)?(?:e-?\d+)?(?: (?:us|ms|s|KB|MB|GB|KiB|MiB|GiB|B)\b)?", "#", output
+    )
+    lines = [
+        re.sub(r"-{2,}", "--", re.sub(r"\s+", " ", line)).strip() for line in output.splitlines()
+    ]
     return "\n".join(line for line in lines if line) + "\n"
 
 
@@ -96,10 +104,11 @@ def agree(shown: str, seen: str) -> bool:
 def write(page: Path) -> None:
     """Write the output of each command of a page into it, but where the page abridges it by `...`."""
     text = page.read_text()
-    for command in commands(page):
+    blocks = zip(CONSOLE.finditer(text), commands(page), strict=True)
+    for block, command in reversed([*blocks]):  # from the end: places before a block stay
         if agree(command.output, seen := command.run()) and "..." in command.output:
             continue
-        text = text.replace(f"\n{command.output}```", f"\n{seen.rstrip()}\n```", 1)
+        text = f"{text[: block.start(3)]}{seen.rstrip()}\n{text[block.end(3) :]}"
     page.write_text(text)
 
 
