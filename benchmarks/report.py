@@ -31,8 +31,8 @@ HEADLINES = {
     ("P1", "38 MB"): "a batch of 256 images (38 MB), collated and handed over",
     ("P2", "64 ints"): "a batch of 64 integers: overhead alone",
     ("P5", "dataset without torch"): "first batch from 3 fresh processes",
-    ("P6", "epochs"): "from one epoch to the next, workers kept",
-    ("P7", ""): "memory of all processes with 4 workers",
+    ("P3", "500x375"): "photographs (JPEG), decoded and resized by 2 workers",
+    ("P4", "16 processes"): "the hybrid: waiting, decoding and Python in each item, 16 workers",
 }
 """Case and beginning of a variant's name -> its description in the block ``headlines``."""
 

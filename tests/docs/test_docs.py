@@ -113,6 +113,15 @@ def test_the_worked_example_is_the_one_in_the_page() -> None:
     assert (ROOT / "examples" / "pool_backend.py").read_text() in page
 
 
+def test_the_picture_is_the_one_that_its_script_draws() -> None:
+    overview = load(ROOT / "docs" / "overview.py")
+    assert overview.draw() == overview.PICTURE.read_text(encoding="utf-8")
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) < 120
+
+
 @pytest.mark.classes
 def test_the_examples_in_the_readme_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
