@@ -61,6 +61,11 @@ class Crops(torch.utils.data.Dataset):
         return spectrogram(resample(torch.from_numpy(read_crop(self.paths[index]))))
 
 
+def loader_of_crops(crops, backend="threads"):
+    seeding = SampleSeeding(seed=0)
+    return DataLoader(crops, 16, shuffle=True, num_workers=2, backend=backend, seeding=seeding)
+
+
 class Utterances(torch.utils.data.Dataset):
     def __init__(self, paths):
         self.paths = paths
@@ -73,11 +78,6 @@ class Utterances(torch.utils.data.Dataset):
     def __getitem__(self, index):
         wave, _ = soundfile.read(self.paths[index], dtype="float32")
         return spectrogram(resample(torch.from_numpy(wave)))
-
-
-def loader_of_crops(crops, backend="threads"):
-    seeding = SampleSeeding(seed=0)
-    return DataLoader(crops, 16, shuffle=True, num_workers=2, backend=backend, seeding=seeding)
 
 
 def loader_of_utterances(utterances, batches, backend="threads"):
