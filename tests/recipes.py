@@ -19,9 +19,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted((ROOT / "docs").glob("tutorials/*.md")) + sorted(
-    (ROOT / "docs").glob("cookbook/*.md")
-)
+PAGES = [
+    page
+    for kind in ("tutorials", "cookbook")
+    for page in sorted((ROOT / "docs" / kind).glob("*.md"))
+    if page.name != "README.md"  # the list of the others
+]
 CONSOLE = re.compile(
     r"^```console\n\$ python (examples/\S+\.py)(.*)\n((?:.*\n)*?)```$", re.MULTILINE
 )
