@@ -300,7 +300,7 @@ def occupy_standard_descriptors() -> None:
 
 @contextmanager
 def _signals_held_back(method: str) -> Iterator[None]:
-    """Hold SIGINT and SIGTERM back, also from a process that starts within the block.
+    """Hold back the signals of a terminal or a job, also from a process that starts within the block.
 
     The new process inherits the mask. Until it has its own handlers, Ctrl-C would end it with a
     traceback, and SIGTERM to all processes of a job would end it before this process could act on the
