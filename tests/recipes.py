@@ -23,7 +23,7 @@ PAGES = [
     page
     for kind in ("tutorials", "cookbook")
     for page in sorted((ROOT / "docs" / kind).glob("*.md"))
-    if page.name != "README.md"  # the list of the others
+    if page.name != "README.md"
 ]
 CONSOLE = re.compile(
     r"^```console\n\$ python (examples/\S+\.py)(.*)\n((?:.*\n)*?)```$", re.MULTILINE
@@ -88,7 +88,11 @@ def code(page: Path) -> list[str]:
 
 
 def masked(output: str) -> str:
-    """Return an output with a `#` for each number and its unit, so that times may differ."""
+    """Return an output with a `#` for each number and its unit, so that times may differ.
+
+    The mark of the bottleneck, `<` after its load, is left out: it may be at another stage.
+    """
+    output = re.sub(r"(?<=%) <", "", output)
     output = re.sub(
         r"\d[\d,]*(?:\.\d+)?(?:e-?\d+)?(?: (?:us|ms|s|KB|MB|GB|KiB|MiB|GiB|B)\b)?", "#", output
     )
@@ -99,19 +103,24 @@ def masked(output: str) -> str:
 
 
 def agree(shown: str, seen: str) -> bool:
-    """Return whether a page shows this output, but for its numbers; `...` stands for any text."""
-    checker = doctest.OutputChecker()
-    return checker.check_output(masked(shown), masked(seen), doctest.ELLIPSIS)
+    """Return whether a page shows this output, but for its numbers.
+
+    `...` stands for any text, and as a line for any number of lines.
+    """
+    wanted = masked(shown).replace("\n...\n", "...\n")
+    return doctest.OutputChecker().check_output(wanted, masked(seen), doctest.ELLIPSIS)
 
 
 def write(page: Path) -> None:
     """Write the output of each command of a page into it, but where the page abridges it by `...`."""
     text = page.read_text()
-    blocks = zip(CONSOLE.finditer(text), commands(page), strict=True)
-    for block, command in reversed([*blocks]):  # from the end: places before a block stay
+    for command in commands(page):
         if agree(command.output, seen := command.run()) and "..." in command.output:
             continue
-        text = f"{text[: block.start(3)]}{seen.rstrip()}\n{text[block.end(3) :]}"
+        line = " ".join(
+            ["\n$ python", command.script.relative_to(ROOT).as_posix(), *command.arguments]
+        )
+        text = text.replace(f"{line}\n{command.output}```", f"{line}\n{seen.rstrip()}\n```", 1)
     page.write_text(text)
 
 

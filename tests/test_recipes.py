@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
 import recipes
 
 COMMANDS = [command for page in recipes.PAGES for command in recipes.commands(page)]
@@ -44,8 +43,12 @@ def test_every_script_has_a_page() -> None:
         ("worker  12.5 ms\n", "worker  3 ms\n", True),
         ("a 1\nb 2\n", "a 1\nc 2\n", False),
         ("a 1\n...\nc 2\n", "a 1\nb 2\nc 3\n", True),
+        ("a 1\n...\nc 2\n", "a 1\nc 2\n", True),
+        ("a 1\n...\n", "a 1\n", True),
         ("", "something\n", False),
         ("-----  ---\n", "---  -------\n", True),
+        ("read    65% <\ndecode  35%\n", "read      9%\ndecode  99% <\n", True),
+        ("read    1 < 2\n", "read    1 2\n", False),
     ],
 )
 def test_outputs_are_compared_but_for_their_numbers(shown: str, seen: str, same: bool) -> None:

@@ -249,7 +249,7 @@ class StageMeasures:
     @property
     def other(self) -> float:
         """Worker seconds spent starting, receiving tasks, or waiting for a CPU."""
-        return self._rest - self.blocked
+        return max(0.0, self._rest - self.blocked)  # each reads the clock, if the stage still runs
 
     @property
     def _rest(self) -> float:
