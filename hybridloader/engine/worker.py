@@ -359,6 +359,7 @@ class Worker:
             ended = perf_counter()
             if meter is not None:
                 meter.busy += ended - began
+                meter.tasks += 1
                 if slices is not None:
                     if on:
                         slices.task(task.seq, fetched, ended, spent)
@@ -382,6 +383,7 @@ class Worker:
             context.extras = None
             if meter is not None and self._broken is None:
                 meter.busy += perf_counter() - began
+                meter.tasks += 1
             if slices is not None:
                 slices.failed(task.seq)
             # torch lets a StopIteration through. One that a map-style dataset leaks would silently end

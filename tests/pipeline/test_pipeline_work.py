@@ -332,7 +332,7 @@ def test_seconds_without_work_are_starved_or_blocked(
         clock.now += seconds
         elapsed += seconds
         starved += idle * seconds if starving else 0.0
-        measures.came(Done(0, seq, ByReference([]), (3 - idle) * seconds), math.inf, 1)
+        measures.came(Done(0, seq, ByReference([]), (3 - idle) * seconds), math.inf)
         busy += (3 - idle) * seconds
         idle, starving = next_idle, next_starving
         measures.idle(idle, starved=starving)
