@@ -20,6 +20,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from hybridloader._support.datapipes import is_datapipe
+from hybridloader._support.joining import join
 from hybridloader._support.native_threads import renew_autograd_engine
 from hybridloader._support.text import brief
 from hybridloader.engine import fetcher
@@ -137,7 +138,7 @@ class _Thread(WorkerHandle):  # the thread itself has no reference to its handle
 
     def join(self, timeout: float | None = None) -> None:
         if self.thread.ident is not None and self.thread is not threading.current_thread():
-            self.thread.join(timeout)
+            join(self.thread, timeout)
 
 
 def _main(

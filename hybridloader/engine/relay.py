@@ -19,6 +19,7 @@ from typing import Any
 
 from hybridloader._support.attributes import close
 from hybridloader._support.error_handling import ENDS, Raised, is_ours, no_answer
+from hybridloader._support.joining import join
 from hybridloader._support.torch_modes import Modes, TakenModes, modes_here
 from hybridloader._support.waits import Waits
 from hybridloader.engine.contract import CLOSING, SLICE
@@ -281,7 +282,7 @@ class Relay(Iterator[Any]):
         self.shut()
         if self._thread.ident is None or self.here:
             return
-        self._thread.join(CLOSING if deadline is None else max(0.0, deadline - time.monotonic()))
+        join(self._thread, CLOSING if deadline is None else max(0.0, deadline - time.monotonic()))
 
     @property
     def here(self) -> bool:
