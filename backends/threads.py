@@ -11,21 +11,24 @@ import os
 import sys
 import threading
 import traceback
+from collections import deque
 from collections.abc import Callable
 from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from hybridloader._support.datapipes import is_datapipe
+from hybridloader._support.joining import join
 from hybridloader._support.native_threads import renew_autograd_engine
 from hybridloader._support.text import brief
 from hybridloader.engine import fetcher
 from hybridloader.engine.contract import SLICE, Backend, Crew, WorkerHandle
 from hybridloader.engine.messages import Begin, Done, Event, Message, Stop, Task, WorkerSpec
+from hybridloader.engine.meter import Measures
 from hybridloader.engine.serving import serve, thread_worker
-from hybridloader.engine.task_sharing import NEW, Inbox, TaskSharing
+from hybridloader.engine.sharing import NEW, SharedTask, UnsharedTask
 from hybridloader.engine.worker import Incoming, Worker
 from hybridloader.fetching.collate import teach_torch
 from hybridloader.memory.limits import DEFAULT_MEMORY, Memory
@@ -39,6 +42,14 @@ if TYPE_CHECKING:
 _OURS = (threading.__file__, os.path.dirname(os.path.abspath(fetcher.__file__)), __file__)
 """Files of this package. Their frames at the beginning of a stack are left out, being the same in all
 workers."""
+
+
+_LEAST = 5e-3
+"""Least seconds of work in a task that is shared. With 2 ms of Python, two threads lose 5 % to handing
+over the GIL; with 4 ms, no loss was measurable."""
+
+_EACH = 5e-4
+"""Least seconds of work per worker. Waking a thread takes about 10 us, 2 % of that."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +138,7 @@ class _Thread(WorkerHandle):  # the thread itself has no reference to its handle
 
     def join(self, timeout: float | None = None) -> None:
         if self.thread.ident is not None and self.thread is not threading.current_thread():
-            self.thread.join(timeout)
+            join(self.thread, timeout)
 
 
 def _main(
@@ -165,16 +176,123 @@ def _stack_of(ident: int | None, who: str) -> str:
     return "".join([f"{who} (most recent call last):\n", *traceback.format_list(frames)])
 
 
+class _TaskSharing:
+    """Rule by which the tasks of a crew are shared, so that a slow sample delays only one; their way.
+
+    All workers share a long task: each fetches samples of it in turn, and the one that ends the last
+    sample collates. So all threads work on the oldest task first, and samples of several tasks are in
+    flight at once. A task that is shorter than the time to wake the threads stays with its worker. The
+    length of the first tasks is unknown, so each worker begins alone, until one of them has a result;
+    or all share them from the first on, if each sample waits for a store.
+
+    A worker whose `init_fn` has seeded generators draws from them in the order of its tasks, so no task
+    of such a crew is shared.
+
+    `mean`, `limit` and `whole` are there for the crew, which notes the seconds of every task by
+    `mean` and calls `turn` if ``whole == (mean > limit)``. They are changed without a lock: a lost
+    note is no harm.
+    """
+
+    def __init__(
+        self, workers: int, samples_of: Callable[[Any], Any], *, waits: bool = False
+    ) -> None:
+        self._samples_of = samples_of
+        self._worth = max(_LEAST, workers * _EACH)
+        # All the mutable state:
+        self.whole = False  # each task is done by one worker
+        self.mean = 0.0  # recent seconds of a task
+        self.limit = float("inf")  # for `mean`; crossing it changes `whole`
+        self._workers: list[Worker] = []
+        self._inboxes: list[_Inbox] = []
+        self._known = waits  # the duration of tasks is known
+        self._held: list[SharedTask] = []  # in progress, each by one worker, until shared
+        self._measures: deque[Measures] = deque()  # sent with the answer of another worker
+        self._lock = threading.Lock()  # held while the duration is unknown
+        if waits:
+            self.mean, self.limit = self._worth, self._worth / 2
+
+    def join(self, worker: Worker, inbox: _Inbox) -> None:
+        """Let a worker, which has not started, take part."""
+        self._workers.append(worker)
+        self._inboxes.append(inbox)
+
+    def begin(self) -> None:
+        """Note that an epoch begins: tasks of the one before are not shared any more."""
+        with self._lock:
+            self._held, self._measures = [], deque()
+
+    def send(
+        self,
+        worker: int,
+        task: Task,
+        queued: list[tuple[_Inbox, Any]],
+        item: int | None = None,  # see `Crew.first`
+    ) -> bool:
+        """Send a task, now or `queued`; False if it is to go to its worker as ever."""
+        samples = self._samples_of(task.index)
+        if type(samples) not in (list, tuple) or len(samples) < 2:
+            return False
+        shared = SharedTask(worker, task, samples, self._measures, item)
+        if not self._known:
+            with self._lock:
+                if not self._known:
+                    # Without failed tasks: otherwise a loader whose tasks all fail would keep them.
+                    self._held = [*(task for task in self._held if task.items), shared]
+                    self._inboxes[worker].put(UnsharedTask(shared))
+                    return True
+        if self.whole:
+            return False
+        shared.shared = True
+        queued += [(inbox, shared) for inbox in self._inboxes]
+        return True
+
+    def turn(self, seconds: float) -> None:
+        """Note that `mean` has passed `limit`, or that the first task took so many `seconds`."""
+        with self._lock:
+            if not self._known:
+                self.mean = seconds
+                self._decide(self.mean > self._worth)
+                held, self._held = self._held, []
+                if not self.whole:
+                    for task in held:
+                        task.shared = True
+                        for inbox in self._inboxes:
+                            inbox.put(task)
+                self._known = True
+            elif self.whole == (self.mean > self.limit):
+                self._decide(self.whole)
+
+    def at_work(self, worker: int) -> tuple[SharedTask, dict[int, int]] | None:
+        """Return the oldest task of `worker` that any worker is fetching, and its samples in flight.
+
+        These are the places of the samples, each with the identity of its thread.
+        """
+        tasks = [other.shared for other in self._workers]
+        mine = [task for task in tasks if task is not None and task.worker == worker]
+        if not mine:
+            return None
+        oldest = min(mine, key=lambda task: task.seq)
+        return oldest, oldest.begun.copy()
+
+    def _decide(self, share: bool) -> None:
+        # After a failed `init_fn` all tasks of the worker are errors.
+        never = any(worker.broken or worker.draws_in_turn for worker in self._workers)
+        self.whole = never or not share
+        self.limit = self._worth / 2 if share else self._worth
+        if never:
+            self.limit = float("inf")
+
+
 class _ThreadCrew(Crew):
     def __init__(self, copies: bool, slots: PrivateSlots) -> None:
         teach_torch()
-        self._queued: list[tuple[Inbox, Incoming]] = []  # sent by the next flush
+        self._queued: list[tuple[_Inbox, Incoming]] = []  # sent by the next flush
         self._copies = copies
         self._slots = slots
         self._threads = cast("list[_Thread]", self.handles())  # the list that `place` changes
         # One for each worker that may be running `init_fn`.
         self._opening: list[threading.Event] = []
-        self._sharing: TaskSharing | None = None  # None: each worker does its tasks alone
+        self._sharing: _TaskSharing | None = None  # None: each worker does its tasks alone
 
     def page_lock(self, locks: PageLocks) -> None:
         self._slots.page_lock(locks)
@@ -189,7 +307,7 @@ class _ThreadCrew(Crew):
         if worker == 0 and shares and not self._copies:
             # `init_fn` may seed generators; this is known only after it has run.
             waits = spec.init_fn is None and spec.fetch.waits
-            self._sharing = TaskSharing(spec.workers, spec.fetch.samples_of, waits=waits)
+            self._sharing = _TaskSharing(spec.workers, spec.fetch.samples_of, waits=waits)
         if self._sharing is not None:
             self._sharing.join(made, thread.messages)
         self.place(worker, thread)
@@ -211,13 +329,14 @@ class _ThreadCrew(Crew):
             if self._sharing is not None and type(message) is Begin:
                 self._sharing.begin()
             self._threads[worker].messages.put(message)
-        elif self._sharing is None or self._sharing.whole or not self._share(worker, message):
+        elif (
+            self._sharing is None
+            or self._sharing.whole
+            or not self._sharing.send(worker, message, self._queued, self.first)
+        ):
             self._queued.append((self._threads[worker].messages, message))
-
-    def _share(self, worker: int, task: Task) -> bool:
-        """Send a task to all workers, if it can be shared."""
-        assert self._sharing is not None
-        return self._sharing.send(worker, task, self._queued)
+        else:
+            self.first = None  # any worker may answer it
 
     def flush(self) -> None:
         for messages, task in self._queued:

@@ -19,8 +19,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted((ROOT / "docs").glob("tutorials/*.md")) + sorted((ROOT / "docs").glob("cookbook/*.md"))
-CONSOLE = re.compile(r"^```console\n\$ python (examples/\S+\.py)(.*)\n((?:.*\n)*?)```$", re.MULTILINE)
+PAGES = [
+    page
+    for kind in ("tutorials", "cookbook")
+    for page in sorted((ROOT / "docs" / kind).glob("*.md"))
+    if page.name != "README.md"
+]
+CONSOLE = re.compile(
+    r"^```console\n\$ python (examples/\S+\.py)(.*)\n((?:.*\n)*?)```$", re.MULTILINE
+)
 PYTHON = re.compile(r"^( *)```python.*\n((?:.*\n)*?) *```$", re.MULTILINE)
 NEEDS = re.compile(r"^# needs: (.+)$", re.MULTILINE)
 SECONDS = 110
@@ -81,16 +88,27 @@ def code(page: Path) -> list[str]:
 
 
 def masked(output: str) -> str:
-    """Return an output with a `#` for each number and its unit, so that times may differ."""
-    output = re.sub(r"\d[\d,]*(?:\.\d+)?(?:e-?\d+)?(?: (?:us|ms|s|KB|MB|GB|KiB|MiB|GiB|B)\b)?", "#", output)
-    lines = [re.sub(r"-{2,}", "--", re.sub(r"\s+", " ", line)).strip() for line in output.splitlines()]
+    """Return an output with a `#` for each number and its unit, so that times may differ.
+
+    The mark of the bottleneck, `<` after its load, is left out: it may be at another stage.
+    """
+    output = re.sub(r"(?<=%) <", "", output)
+    output = re.sub(
+        r"\d[\d,]*(?:\.\d+)?(?:e-?\d+)?(?: (?:us|ms|s|KB|MB|GB|KiB|MiB|GiB|B)\b)?", "#", output
+    )
+    lines = [
+        re.sub(r"-{2,}", "--", re.sub(r"\s+", " ", line)).strip() for line in output.splitlines()
+    ]
     return "\n".join(line for line in lines if line) + "\n"
 
 
 def agree(shown: str, seen: str) -> bool:
-    """Return whether a page shows this output, but for its numbers; `...` stands for any text."""
-    checker = doctest.OutputChecker()
-    return checker.check_output(masked(shown), masked(seen), doctest.ELLIPSIS)
+    """Return whether a page shows this output, but for its numbers.
+
+    `...` stands for any text, and as a line for any number of lines.
+    """
+    wanted = masked(shown).replace("\n...\n", "...\n")
+    return doctest.OutputChecker().check_output(wanted, masked(seen), doctest.ELLIPSIS)
 
 
 def write(page: Path) -> None:
@@ -99,7 +117,10 @@ def write(page: Path) -> None:
     for command in commands(page):
         if agree(command.output, seen := command.run()) and "..." in command.output:
             continue
-        text = text.replace(f"\n{command.output}```", f"\n{seen.rstrip()}\n```", 1)
+        line = " ".join(
+            ["\n$ python", command.script.relative_to(ROOT).as_posix(), *command.arguments]
+        )
+        text = text.replace(f"{line}\n{command.output}```", f"{line}\n{seen.rstrip()}\n```", 1)
     page.write_text(text)
 
 

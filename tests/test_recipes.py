@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
 import recipes
 
 COMMANDS = [command for page in recipes.PAGES for command in recipes.commands(page)]
@@ -44,9 +43,25 @@ def test_every_script_has_a_page() -> None:
         ("worker  12.5 ms\n", "worker  3 ms\n", True),
         ("a 1\nb 2\n", "a 1\nc 2\n", False),
         ("a 1\n...\nc 2\n", "a 1\nb 2\nc 3\n", True),
+        ("a 1\n...\nc 2\n", "a 1\nc 2\n", True),
+        ("a 1\n...\n", "a 1\n", True),
         ("", "something\n", False),
         ("-----  ---\n", "---  -------\n", True),
+        ("read    65% <\ndecode  35%\n", "read      9%\ndecode  99% <\n", True),
+        ("read    1 < 2\n", "read    1 2\n", False),
     ],
 )
 def test_outputs_are_compared_but_for_their_numbers(shown: str, seen: str, same: bool) -> None:
     assert recipes.agree(shown, seen) is same
+
+
+def test_outputs_are_written_into_their_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = tmp_path / "page.md"
+    block = "```console\n$ python examples/a.py{}\n{}```\n"
+    page.write_text("```sh\n```\n" + block.format(" --x 1", "") + block.format("", "a\n...\n"))
+    monkeypatch.setattr(recipes.Command, "run", lambda command: f"a\n{command.arguments}\n")
+    recipes.write(page)
+    written = block.format(" --x 1", "a\n['--x', '1']\n") + block.format("", "a\n...\n")
+    assert page.read_text() == "```sh\n```\n" + written

@@ -11,15 +11,17 @@ import multiprocessing
 import threading
 from abc import abstractmethod
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from hybridloader._support.caller import warn, warn_once
 from hybridloader._support.devices_in_use import device_in_use
-from hybridloader.backends.process import fork_safety, socket_transport
-from hybridloader.backends.process.crew import ProcessCrew, slot_kind
+from hybridloader.backends.process import socket_transport
+from hybridloader.backends.process.crew import ProcessCrew
 from hybridloader.backends.process.fork_safety import fork_hazard
+from hybridloader.backends.process.starters import starter
 from hybridloader.engine.contract import Backend, Crew
 from hybridloader.errors import BackendUnavailable, ForkUnsafe
+from hybridloader.memory import segments
 from hybridloader.memory.limits import DEFAULT_MEMORY, Memory
 
 _OURS = "hybridloader"
@@ -74,18 +76,11 @@ class ProcessBackend(Backend):
             check_threads(self.name)
 
     def open(self) -> Crew:
-        method, sockets = self._method(), socket_transport.available()
-        forked = self.preload and method in ("loky", "forkserver")  # from a zygote
-        zygote = sockets and forked and fork_safety.available()
-        context: Any
-        if zygote or method == "loky":  # its processes do not import the main module
-            from loky.backend import get_context
-
-            context = get_context("loky")
-        else:
-            context = multiprocessing.get_context(method)
+        method = self._method()
+        kind = slot_kind(self.memory, sockets=socket_transport.available())
         check = functools.partial(self.check_start, method)
-        return ProcessCrew(context, self.memory, check, sockets=sockets, zygote=zygote)
+        made = starter(method, preload=self.preload)
+        return ProcessCrew(made, kind, self.memory.bytes(), check)
 
 
 @dataclass(frozen=True)
@@ -279,3 +274,17 @@ def check_threads(name: str) -> None:
         "before these threads start (and keep its workers: persistent_workers=True)",
         "fork-with-threads",
     )
+
+
+def slot_kind(memory: Memory, *, sockets: bool) -> str:
+    """Choose the kind of slots: ``"nameless"``, ``"named"`` or ``"stream"``.
+
+    Raises `BackendUnavailable` if `memory` asks for a kind that this platform does not have.
+    """
+    nameless = sockets and segments.nameless_available()
+    if memory.kind == "nameless" and not nameless:
+        raise BackendUnavailable(
+            "this platform can't send memory without a name to another process; "
+            "use Memory(kind='named') or leave the kind out"
+        )
+    return memory.kind or ("nameless" if nameless else "named")

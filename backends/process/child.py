@@ -9,6 +9,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -48,11 +49,16 @@ worker should make the next batch in the meantime."""
 
 
 class FirstFrame(NamedTuple):
-    """Work that comes as the first frame of the connection."""
+    """Content of the first frame of the connection: work, and a postmortem record if `recorded`."""
 
-    inherited: Inherited | None = None  # objects that can be sent only when the process starts
-    # The work, if this process has loaded it; then the frame is dropped.
+    recorded: bool  # its last descriptor is that of the record
+    # The work, if this process has it; then that in the frame is dropped.
     loaded: WorkerSpec | None = None
+    inherited: Inherited | None = None  # objects that can be sent only when the process starts
+
+    def record(self, frame: Frame) -> PostmortemWriter | None:
+        # The kernel drops descriptors if there is no room.
+        return PostmortemWriter.open(frame.fds.pop()) if self.recorded and frame.fds else None
 
     def load(self, frame: Frame) -> WorkerSpec:
         """Return the work, and close the descriptors of `frame`."""
@@ -67,47 +73,36 @@ def main(
     number: int,  # number of the worker
     endpoint_class: Any,  # class of the worker's end of the connection
     pipe: Any,  # argument of `endpoint_class`
-    work: WorkerSpec | FirstFrame,  # `FirstFrame` in a fresh process
+    first: FirstFrame,
     parent: int,  # process id
     # Most bytes of this worker's slots, both ways, and the prefix of their names, or None if they have
     # no names; None for no slots.
     slots: tuple[int, str | None] | None,
     strays: Sequence[int],  # descriptors of the parent that the fork copied
-    # Descriptor of the postmortem record; -1: the last one of the first frame; None: no record.
-    record: int | None = None,
+    fresh: bool,  # the process is no fork of the user's process
 ) -> None:
     """Run one worker until it gets a `Stop` or the parent is gone."""
     # A collection would touch, and so copy, all pages that the fork shares. Garbage of the parent would
     # also close descriptors whose numbers are in use for others by then.
     gc.freeze()
     for fd in strays:
-        try:
+        with suppress(OSError):
             os.close(fd)
-        except OSError:
-            pass
     leave_signals()
-    postmortem = PostmortemWriter.open(record) if record is not None and record >= 0 else None
     endpoint = endpoint_class(pipe)
     connection = _WorkerConnection(number, endpoint, slots)
     watch = ParentWatch(endpoint, parent, connection.sweep)
-    fresh = isinstance(work, FirstFrame)
     hung_up = False
     try:
+        frame = endpoint.get()
+        connection.postmortem = postmortem = first.record(frame)
         one_thread_in_this_process(fresh)
         set_slots(connection.results)
         when_imported("torch", teach_torch)
-        if isinstance(work, FirstFrame):
-            frame = endpoint.get()
-            if record is not None and frame.fds:  # the kernel drops descriptors if there is no room
-                postmortem = PostmortemWriter.open(frame.fds.pop())
-            spec = work.load(frame)
-            del frame
-        else:
-            spec = work
-        if postmortem is not None:
-            connection.postmortem = postmortem
-            if spec.tracked:
-                watch.change(postmortem.context())
+        spec = first.load(frame)
+        del frame
+        if postmortem is not None and spec.tracked:
+            watch.change(postmortem.context())
         worker = Worker(number, spec, ProcessSeeds(), Pickled, watch.context)
         set_process_info(worker.info)
         listen = partial(connection.read_ahead, worker.wake if worker.wakes else None)
@@ -132,10 +127,8 @@ def _leave() -> None:
     """
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        try:
+        with suppress(AttributeError, OSError, ValueError):  # None, broken or closed
             stream.flush()
-        except (AttributeError, OSError, ValueError):  # None, broken or closed
-            pass
     os._exit(0)
 
 

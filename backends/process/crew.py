@@ -1,7 +1,7 @@
 """Crew of worker processes: the parent's side, whatever way the processes are started.
 
-`fork`, `spawn` and `shared-memory` differ only by the multiprocessing context that starts the
-process. The crew never opens a result, and does not depend on the work of its workers.
+Crews differ only by their starter. The crew never opens a result, and does not depend on the work of
+its workers.
 """
 
 from __future__ import annotations
@@ -11,29 +11,16 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from hybridloader.backends.process import codec
 from hybridloader.backends.process.frames import Frame
-from hybridloader.backends.process.handles import (
-    ProcessHandle,
-    bury,
-    join_all,
-    occupy_standard_descriptors,
-)
+from hybridloader.backends.process.handles import ProcessHandle, bury, join_all
 from hybridloader.backends.process.memory_report import OomWatch
-from hybridloader.backends.process.pipe_transport import PipeEndpoint, PipeTransport
 from hybridloader.backends.process.postmortem import PostmortemRecord
 from hybridloader.backends.process.result import ProcessResult, SlottedResult
 from hybridloader.backends.process.slot_channel import SlotChannel
-from hybridloader.backends.process.socket_transport import SocketEndpoint, SocketTransport
-from hybridloader.backends.process.starters import (
-    ZYGOTE,
-    Starter,
-    WorkerStart,
-    ZygoteStarter,
-    duplicates,
-)
+from hybridloader.backends.process.starters import ZYGOTE, Starter, WorkerStart
 from hybridloader.engine.contract import GRACE, Crew
 from hybridloader.engine.messages import (
     Begin,
@@ -48,10 +35,8 @@ from hybridloader.engine.messages import (
     Task,
     WorkerSpec,
 )
-from hybridloader.errors import BackendUnavailable, DamagedMessage
-from hybridloader.memory import segments
-from hybridloader.memory.limits import Memory, warn_of_overflow
-from hybridloader.memory.shipping import Shipment, ship
+from hybridloader.errors import DamagedMessage
+from hybridloader.memory.limits import warn_of_overflow
 
 if TYPE_CHECKING:
     from hybridloader.memory.page_locks import PageLocks
@@ -60,20 +45,6 @@ _DYING = 1.0
 """Seconds that the kernel gets to remove a killed process. It needs a few milliseconds, and more than a
 tenth of a second if many end at the same time on few cores. A slower process is reaped when the next
 crew is made or closed (`handles.bury`)."""
-
-
-def slot_kind(memory: Memory, *, sockets: bool) -> str:
-    """Choose the kind of slots: ``"nameless"``, ``"named"`` or ``"stream"``.
-
-    Raises `BackendUnavailable` if `memory` asks for a kind that this platform does not have.
-    """
-    nameless = sockets and segments.nameless_available()
-    if memory.kind == "nameless" and not nameless:
-        raise BackendUnavailable(
-            "this platform can't send memory without a name to another process; "
-            "use Memory(kind='named') or leave the kind out"
-        )
-    return memory.kind or ("nameless" if nameless else "named")
 
 
 _crews: weakref.WeakSet[ProcessCrew] = weakref.WeakSet()
@@ -100,31 +71,18 @@ class _ProcessWorker(NamedTuple):
 class ProcessCrew(Crew):
     def __init__(
         self,
-        context: Any,  # of multiprocessing, or loky
-        memory: Memory,
+        starter: Starter,
+        kind: str,  # of slots, by `slot_kind`
+        limit: int,  # most bytes of all slots
         check: Callable[[], object],  # raises if no worker may be restarted
-        *,
-        sockets: bool,  # True: the POSIX transport, False: the portable one
-        # One process, started by the context, forks the workers; needs sockets.
-        zygote: bool = False,
     ) -> None:
-        self._context, self._check = context, check
-        self._kind = slot_kind(memory, sockets=sockets)
-        self._limit = memory.bytes()
-        self._sockets = sockets
-        occupy_standard_descriptors()
-        self.transport: SocketTransport | PipeTransport
-        self.transport = SocketTransport() if sockets else PipeTransport()
-        self._starter = Starter(context, SocketEndpoint if sockets else PipeEndpoint)
-        if zygote and isinstance(self.transport, SocketTransport):
-            self._starter = ZygoteStarter(context, self.transport)
+        self._starter, self.transport, self._check = starter, starter.transport, check
+        self._kind, self._limit = kind, limit
         # All the mutable state:
         self._handles = cast("list[ProcessHandle]", self.handles())  # the list that `place` changes
         self._workers: list[_ProcessWorker] = []
         self._gone: set[int] = {ZYGOTE}  # workers whose frames are no longer events
         self._asked: set[int] = set()
-        # Of workers that are not yet ready.
-        self._shipments: dict[int, tuple[WorkerSpec, Shipment]] = {}
         self._left: float | None = None  # time at which the workers were ordered to leave
         self._warned = False
         self._overflow: str | None = None
@@ -143,31 +101,17 @@ class ProcessCrew(Crew):
     def start(self, worker: int, spec: WorkerSpec) -> None:
         if worker < len(self._workers):
             self._check()
-        starter = self._starter
-        shipment = self._shipment(spec) if starter.ships(spec) else None
-        record = PostmortemRecord.make() if self._sockets else None
-        share = max(1, self._limit // max(1, spec.workers))
-        channel = SlotChannel(share, self._kind, forks=starter.forks, locks=self._locks)
+        record = PostmortemRecord.make() if self.transport.carries_descriptors else None
+        share, forks = max(1, self._limit // max(1, spec.workers)), self._starter.forks
+        channel = SlotChannel(share, self._kind, forks=forks, locks=self._locks)
         place = _ProcessWorker(channel, record)
+        fd, note = None if record is None else record.fd, partial(self._take_place, worker, place)
         try:
-            if shipment is not None:
-                self._shipments[worker] = spec, shipment
-            ours, theirs = self._context.Pipe(duplex=True)
-            self.transport.connect(worker, ours)
-            try:
-                fd = None if record is None else record.fd
-                start = WorkerStart(worker, spec, theirs, channel.slots, fd, shipment)
-                starter.start(start, partial(self._take_place, worker, place))
-            finally:
-                theirs.close()
-            if not starter.forks:
-                fds = [] if shipment is None else shipment.fds
-                fds = duplicates(fds if record is None else [*fds, record.fd])
-                self.transport.send(worker, [b""] if shipment is None else shipment.parts, fds)
+            self._starter.start(WorkerStart(worker, spec, channel.slots, fd, note))
         except BaseException:  # for example, no further process or descriptor
             if record is not None and not any(other is place for other in self._workers):
                 record.close()
-            self._arrived(worker)
+            self._starter.arrived(worker)
             raise
 
     def send(self, worker: int, message: Message) -> None:
@@ -257,11 +201,8 @@ class ProcessCrew(Crew):
             handle.release()
         bury()
         self.transport.close()
-        for channel in self.channels:
+        for channel, record in self._workers:
             channel.close()
-        for number in list(self._shipments):
-            self._arrived(number)
-        for _, record in self._workers:
             if record is not None:
                 record.close()
         self._gone.update(range(len(self._workers)))
@@ -300,23 +241,8 @@ class ProcessCrew(Crew):
             return Exhausted(worker, seq, position, codec.decode_shard_start(body))
         if kind != codec.READY:
             raise DamagedMessage("a worker sent a message that is not an event")
-        self._arrived(worker)
+        self._starter.arrived(worker)
         return Ready(worker, codec.decode_shard_start(body))
-
-    def _shipment(self, spec: WorkerSpec) -> Shipment:
-        """Pack a spec: once for all workers that start together."""
-        for sent, shipment in self._shipments.values():
-            if sent is spec:
-                return shipment
-        return ship(spec, "the loader", share=self._sockets)
-
-    def _arrived(self, worker: int) -> None:
-        """Let go of a worker's shipment: the worker has mapped it, or is gone."""
-        self._close_unless_awaited(self._shipments.pop(worker, (None, None))[1])
-
-    def _close_unless_awaited(self, shipment: Shipment | None) -> None:
-        if shipment is not None and not any(s is shipment for _, s in self._shipments.values()):
-            shipment.close()
 
     def _take_place(self, number: int, worker: _ProcessWorker, handle: ProcessHandle) -> None:
         """Record a worker that has started, and free the resources of the one before it.
@@ -345,7 +271,7 @@ class ProcessCrew(Crew):
         """Describe the end of a worker that is gone."""
         handle, (channel, record) = self._handles[worker], self._workers[worker]
         channel.worker_gone()
-        self._arrived(worker)
+        self._starter.arrived(worker)
         if worker in self._asked:
             return Exited(worker)
         damage = self.transport.damaged.get(worker)

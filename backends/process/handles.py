@@ -69,9 +69,7 @@ class ProcessHandle(WorkerHandle):
         except (AttributeError, OSError):
             pass
         else:
-            ours.add(self.pidfd)
-            self._releasing = weakref.finalize(self, close_ours, self.pidfd)
-            self._releasing.atexit = False
+            self._releasing = held_by(self, self.pidfd)
         popen = getattr(process, "_popen", None)
         if popen is not None and hasattr(signal, "SIGKILL"):
             # multiprocessing calls it at exit, and then waits without a limit.
@@ -229,7 +227,15 @@ class ProcessHandle(WorkerHandle):
         self.disown()
 
 
-def close_ours(fd: int) -> None:
+def held_by(holder: Any, fd: int) -> weakref.finalize[[int], Any]:
+    """Close `fd` when `holder` is collected, or when the result is called."""
+    ours.add(fd)
+    finalizer = weakref.finalize(holder, _close, fd)
+    finalizer.atexit = False
+    return finalizer
+
+
+def _close(fd: int) -> None:
     ours.discard(fd)
     os.close(fd)
 
@@ -300,7 +306,7 @@ def occupy_standard_descriptors() -> None:
 
 @contextmanager
 def _signals_held_back(method: str) -> Iterator[None]:
-    """Hold SIGINT and SIGTERM back, also from a process that starts within the block.
+    """Hold back the signals of a terminal or a job, also from a process that starts within the block.
 
     The new process inherits the mask. Until it has its own handlers, Ctrl-C would end it with a
     traceback, and SIGTERM to all processes of a job would end it before this process could act on the

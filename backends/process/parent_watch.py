@@ -22,11 +22,17 @@ _POLL = 0.5
 _GRACE = 1.0
 """Seconds that a worker gets to end by itself after the parent's end."""
 
-LEFT_TO_PARENT = frozenset({signal.SIGINT, signal.SIGTERM})
+LEFT_TO_PARENT = frozenset(
+    getattr(signal, name)
+    for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2")
+    if hasattr(signal, name)
+)
 """Signals to all processes of a terminal (Ctrl-C) or of a job (Slurm, torchrun, Kubernetes).
 
 On a job's signal the trainer writes a checkpoint, for which it may need more batches. So a worker
-ignores them. It ends when its connection ends, or by SIGKILL.
+ignores them. It ends when its connection ends, or by SIGKILL. SIGUSR1 and SIGUSR2 are those that Slurm
+sends before a time limit (``--signal=USR1@90``): Lightning and submitit requeue the job in a handler,
+which a forked worker has inherited.
 """
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing import connection as mp_connection
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, ClassVar
 
 from hybridloader.backends.process.frames import MOST_BYTES, Buffer, Decoder, Frame, encode
 from hybridloader.errors import DamagedMessage
@@ -55,8 +55,42 @@ def _write(connection: Any, outgoing: SimpleQueue[bytes | None]) -> None:
             return
 
 
+class PipeEndpoint:
+    """The worker's end of its connection, as `SocketEndpoint`; it carries no descriptors."""
+
+    def __init__(self, connection: Any) -> None:
+        self._connection = connection
+        if os.name == "posix":  # it was inherited; descendants must not inherit it
+            os.set_inheritable(connection.fileno(), False)
+        self._decoder = Decoder()
+        self._frames: deque[Frame] = deque()
+
+    def get(self) -> Frame:
+        while not self._frames:
+            try:
+                self._frames.extend(self._decoder.feed(self._connection.recv_bytes(MOST_BYTES)))
+            except OSError:
+                raise EOFError from None
+        return self._frames.popleft()
+
+    def send(self, parts: Sequence[Buffer], fds: Sequence[int] = ()) -> None:
+        try:
+            self._connection.send_bytes(b"".join(map(bytes, encode(parts))))
+        except OSError:
+            raise EOFError from None
+
+    def fileno(self) -> None:
+        return None
+
+    def close(self) -> None:
+        self._connection.close()
+
+
 class PipeTransport:
-    """Connections of one crew, with the methods of `SocketTransport`."""
+    """Connections of one crew, with the members of `SocketTransport`."""
+
+    endpoint: ClassVar[type[PipeEndpoint]] = PipeEndpoint
+    carries_descriptors: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._arrived: SimpleQueue[Arrived | None] = SimpleQueue()  # None wakes
@@ -129,34 +163,3 @@ class PipeTransport:
         self.hang_up()
         for thread in self._threads:
             thread.join(1.0)
-
-
-class PipeEndpoint:
-    """The worker's end of its connection, as `SocketEndpoint`; it carries no descriptors."""
-
-    def __init__(self, connection: Any) -> None:
-        self._connection = connection
-        if os.name == "posix":  # it was inherited; descendants must not inherit it
-            os.set_inheritable(connection.fileno(), False)
-        self._decoder = Decoder()
-        self._frames: deque[Frame] = deque()
-
-    def get(self) -> Frame:
-        while not self._frames:
-            try:
-                self._frames.extend(self._decoder.feed(self._connection.recv_bytes(MOST_BYTES)))
-            except OSError:
-                raise EOFError from None
-        return self._frames.popleft()
-
-    def send(self, parts: Sequence[Buffer], fds: Sequence[int] = ()) -> None:
-        try:
-            self._connection.send_bytes(b"".join(map(bytes, encode(parts))))
-        except OSError:
-            raise EOFError from None
-
-    def fileno(self) -> None:
-        return None
-
-    def close(self) -> None:
-        self._connection.close()

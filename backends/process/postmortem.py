@@ -17,6 +17,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -90,7 +91,7 @@ class PostmortemRecord:
         kill: Callable[[int, int], None] = os.kill,
         status: Callable[[int], Mapping[str, str] | None] = _status_of,
     ) -> None:
-        # Passed to the worker by fork or as a duplicate in its first frame; -1 once closed.
+        # A duplicate comes to the worker with its first frame; -1 once closed.
         self.fd = fd
         self.why_none = ""  # reason why the last `stack` returned no text, as a clause
         self._clock, self._sleep, self._kill, self._status = clock, sleep, kill, status
@@ -298,10 +299,8 @@ class PostmortemWriter:
         try:
             return cls(fd)
         except (OSError, RuntimeError, ValueError):
-            try:
+            with suppress(OSError):
                 os.close(fd)
-            except OSError:
-                pass
             return None
 
     def context(self) -> PostmortemContext:

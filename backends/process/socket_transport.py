@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, ClassVar
 
 from hybridloader.backends.process.frames import MOST_FDS, Buffer, Decoder, Frame, encode
 from hybridloader.errors import DamagedMessage
@@ -85,6 +85,64 @@ def read_some(sock: socket.socket, decoder: Decoder) -> Iterable[Frame]:
     return decoder.feed(data)
 
 
+class SocketEndpoint:
+    """The worker's end of its connection: reads and writes block."""
+
+    def __init__(self, connection: Any) -> None:
+        self._sock = as_socket(connection)
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
+        self._decoder = Decoder()
+        self._frames: deque[Frame] = deque()
+
+    def get(self) -> Frame:
+        """Wait for the next frame. Raises `EOFError` (the parent has hung up) or `DamagedMessage`."""
+        while not self._frames:
+            self._read()
+        return self._frames.popleft()
+
+    @property
+    def ready(self) -> bool:  # True if `get` will not wait
+        return bool(self._frames)
+
+    def _read(self) -> None:
+        try:
+            self._frames.extend(read_some(self._sock, self._decoder))
+        except ConnectionError:  # the parent hung up with unread results
+            raise EOFError from None
+
+    def send(self, parts: Sequence[Buffer], fds: Sequence[int] = ()) -> None:
+        """Write a frame. Raises `EOFError` when the parent has hung up, or this end has."""
+        try:
+            if len(parts) == 1 and not fds:
+                self._sock.sendall(b"".join(encode(parts)))
+                return
+            pieces = deque(encode(parts, fds))
+            while pieces:
+                try:
+                    send_some(self._sock, pieces, fds)
+                except OSError as error:
+                    if error.errno != errno.ETOOMANYREFS:
+                        raise
+                    time.sleep(_PAUSE)  # until the parent has read some
+                    continue
+                fds = ()
+        except ConnectionError:
+            raise EOFError from None
+        except OSError as error:
+            if error.errno != errno.EBADF:
+                raise
+            raise EOFError from None  # the worker has ended during the write
+
+    def fileno(self) -> int:
+        """Descriptor that polls as hung up once the parent's end is closed."""
+        return self._sock.fileno()
+
+    def close(self) -> None:
+        self._sock.close()
+        _close_all(self._decoder.fds)
+        self._decoder.fds.clear()
+
+
 class _Connection:
     """The parent's end of one worker's connection."""
 
@@ -149,6 +207,9 @@ def _close_all(fds: Sequence[int]) -> None:
 
 class SocketTransport:
     """Connections of one crew, and the poll that waits for any of them."""
+
+    endpoint: ClassVar[type[SocketEndpoint]] = SocketEndpoint
+    carries_descriptors: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self._poll = select.poll()
@@ -292,61 +353,3 @@ class SocketTransport:
                 self._open = False
                 ours.difference_update((self._alarm_r, self._alarm_w))
                 _close_all((self._alarm_r, self._alarm_w))
-
-
-class SocketEndpoint:
-    """The worker's end of its connection: reads and writes block."""
-
-    def __init__(self, connection: Any) -> None:
-        self._sock = as_socket(connection)
-        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
-        self._decoder = Decoder()
-        self._frames: deque[Frame] = deque()
-
-    def get(self) -> Frame:
-        """Wait for the next frame. Raises `EOFError` (the parent has hung up) or `DamagedMessage`."""
-        while not self._frames:
-            self._read()
-        return self._frames.popleft()
-
-    @property
-    def ready(self) -> bool:  # True if `get` will not wait
-        return bool(self._frames)
-
-    def _read(self) -> None:
-        try:
-            self._frames.extend(read_some(self._sock, self._decoder))
-        except ConnectionError:  # the parent hung up with unread results
-            raise EOFError from None
-
-    def send(self, parts: Sequence[Buffer], fds: Sequence[int] = ()) -> None:
-        """Write a frame. Raises `EOFError` when the parent has hung up, or this end has."""
-        try:
-            if len(parts) == 1 and not fds:
-                self._sock.sendall(b"".join(encode(parts)))
-                return
-            pieces = deque(encode(parts, fds))
-            while pieces:
-                try:
-                    send_some(self._sock, pieces, fds)
-                except OSError as error:
-                    if error.errno != errno.ETOOMANYREFS:
-                        raise
-                    time.sleep(_PAUSE)  # until the parent has read some
-                    continue
-                fds = ()
-        except ConnectionError:
-            raise EOFError from None
-        except OSError as error:
-            if error.errno != errno.EBADF:
-                raise
-            raise EOFError from None  # the worker has ended during the write
-
-    def fileno(self) -> int:
-        """Descriptor that polls as hung up once the parent's end is closed."""
-        return self._sock.fileno()
-
-    def close(self) -> None:
-        self._sock.close()
-        _close_all(self._decoder.fds)
-        self._decoder.fds.clear()

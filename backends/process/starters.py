@@ -1,9 +1,10 @@
-"""Starters: the ways to start a worker process.
+"""Starters: the ways to start the worker processes of a crew, with the work that each way must send.
 
-One has a context of multiprocessing or loky start each worker. The other has a zygote fork them, of
-which this is the parent's side. The zygote's connection is one more of the crew's transport, under the
-number `ZYGOTE`. So a request never blocks, and answers and the end of the zygote are noticed as those
-of a worker are.
+A worker is a fork of this process, which has the work. Or it is a fresh process of multiprocessing or
+loky, which loads the work. Or a zygote, a fresh process that has loaded the work, forks it; this is the
+parent's side of that. The zygote's connection is one more of the crew's transport, under the number
+`ZYGOTE`. So a request never blocks, and answers and the end of the zygote are noticed as those of a
+worker are.
 """
 
 from __future__ import annotations
@@ -17,22 +18,25 @@ import pickle
 import signal
 import socket
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from hybridloader._support.caller import warn_once
-from hybridloader.backends.process import handles
+from hybridloader.backends.process import fork_safety, handles, socket_transport
 from hybridloader.backends.process.child import FirstFrame, main
 from hybridloader.backends.process.frames import Frame
-from hybridloader.backends.process.handles import ProcessHandle, starting
+from hybridloader.backends.process.handles import (
+    ProcessHandle,
+    occupy_standard_descriptors,
+    starting,
+)
+from hybridloader.backends.process.pipe_transport import PipeTransport
 from hybridloader.backends.process.postmortem import PostmortemRecord
 from hybridloader.backends.process.socket_transport import (
     CLOSE_ON_EXEC,
     ROOM,
-    SocketEndpoint,
     SocketTransport,
 )
 from hybridloader.backends.process.zygote import (
@@ -49,13 +53,12 @@ from hybridloader.engine.contract import GRACE, SLICE
 from hybridloader.engine.messages import WorkerSpec
 from hybridloader.engine.refresh import Change, plain
 from hybridloader.memory.descriptors import ours
-from hybridloader.memory.shipping import Shipment
+from hybridloader.memory.shipping import Shipment, ship
 
 ZYGOTE = -1
 """Number, in a crew's transport, of the connection to the process that forks workers."""
 
-Note = Callable[[ProcessHandle], None]
-"""Function that takes the handle of a started worker."""
+Transport = SocketTransport | PipeTransport
 
 
 class WorkerStart(NamedTuple):
@@ -63,10 +66,11 @@ class WorkerStart(NamedTuple):
 
     worker: int
     spec: WorkerSpec
-    connection: Any  # the worker's end; the caller keeps and closes it
     slots: tuple[int, str | None] | None  # as `child.main` takes it
     record: int | None  # descriptor of its postmortem record
-    shipment: Shipment | None  # the packed work; None if the worker will have it
+    # Gets its handle before a signal is acted on. If the worker must be started another way later, it
+    # gets another handle.
+    note: Callable[[ProcessHandle], None]
 
     @property
     def name(self) -> str:
@@ -74,48 +78,75 @@ class WorkerStart(NamedTuple):
 
 
 class Starter:
-    """Starter that has a context of multiprocessing, or loky's, start each worker of one crew."""
+    """Starter of fresh processes for one crew, each of which loads the work in its first frame."""
 
-    def __init__(self, context: Any, endpoint_class: Any) -> None:
-        self._context, self._endpoint_class = context, endpoint_class
-        self._method = context.get_start_method()
-        # True if workers are forks of this process, with its work.
-        self.forks = self._method == "fork"
+    forks: ClassVar[bool] = False
+    """True if workers are forks of this process, with its work."""
 
-    # True if the first frame to a new worker must contain `spec`.
-    def ships(self, spec: WorkerSpec) -> bool:
-        return not self.forks
+    def __init__(self, method: str, transport: Transport) -> None:
+        """Take one of multiprocessing's methods, or ``"loky"``, and the transport of the crew."""
+        if method == "loky":
+            from loky.backend import get_context
+        else:
+            from multiprocessing import get_context
+        self.transport = transport
+        self._method, self._context = method, get_context(method)
+        # All the mutable state: the work of workers that have not loaded it yet.
+        self._shipments: dict[int, tuple[WorkerSpec, Shipment]] = {}
 
-    def start(self, start: WorkerStart, note: Note) -> None:
-        """Start a worker, without waiting for it.
+    def start(self, start: WorkerStart) -> None:
+        """Start a worker with a connection of the transport, without waiting for it."""
+        shipment = self._shipment(start.spec)
+        if shipment is not None:
+            self._shipments[start.worker] = start.spec, shipment
+        connection, theirs = self._context.Pipe(duplex=True)
+        self.transport.connect(start.worker, connection)
+        try:
+            self._launch(start, theirs)
+        finally:
+            theirs.close()
+        parts, fds = ([b""], []) if shipment is None else (shipment.parts, shipment.fds)
+        fds = fds if start.record is None else [*fds, start.record]
+        self.transport.send(start.worker, parts, _duplicates(fds))
 
-        `note` gets its handle, before a signal is acted on; and another handle if later the worker must
-        be started another way.
-        """
-        work: WorkerSpec | FirstFrame = start.spec
-        record, strays = start.record, ours - {start.record}
-        if not self.forks:
-            work = FirstFrame(None if start.shipment is None else start.shipment.inherited)
-            strays = set()
-            record = None if record is None else -1
+    def _shipment(self, spec: WorkerSpec) -> Shipment | None:
+        """Pack a spec, once for all workers that start together; None if the worker will have it."""
+        for sent, shipment in self._shipments.values():
+            if sent is spec:
+                return shipment
+        return ship(spec, "the loader", share=self.transport.carries_descriptors)
+
+    def _launch(self, start: WorkerStart, connection: Any) -> None:
+        """Start a worker at this end of its connection, which the caller closes."""
         process = self._context.Process(
             target=main,
             args=(
                 start.worker,
-                self._endpoint_class,
-                start.connection,
-                work,
+                self.transport.endpoint,
+                connection,
+                self._first(start),
                 os.getpid(),
                 start.slots,
-                tuple(strays),
-                record,
+                tuple(ours) if self.forks else (),
+                not self.forks,
             ),
             name=start.name,
             daemon=True,
         )
         with starting(self._method):
             process.start()
-            note(ProcessHandle(process))
+            start.note(ProcessHandle(process))
+
+    def _first(self, start: WorkerStart) -> FirstFrame:
+        _, shipment = self._shipments.get(start.worker, (None, None))
+        inherited = None if shipment is None else shipment.inherited
+        return FirstFrame(start.record is not None, inherited=inherited)
+
+    def arrived(self, worker: int) -> None:
+        """Let go of a worker's work: the worker has mapped it, or is gone."""
+        _, shipment = self._shipments.pop(worker, (None, None))
+        if shipment is not None and all(s is not shipment for _, s in self._shipments.values()):
+            shipment.close()
 
     def hear(self, frame: Frame | None) -> Callable[[], None] | None:
         """Take in a frame of `ZYGOTE`; None: it is gone. May return a function for the next `wait` to
@@ -135,12 +166,26 @@ class Starter:
 
     def close(self) -> None:
         """End the process that starts workers, once the crew has hung up. Idempotent."""
+        for worker in list(self._shipments):
+            self.arrived(worker)
 
     def disown(self) -> None:
         """Leave the process that starts workers to the parent, in a fork by the user's code."""
 
 
-def duplicates(fds: Sequence[int]) -> list[int]:
+class ForkStarter(Starter):
+    """Starter of workers that are forks of this process."""
+
+    forks: ClassVar[bool] = True
+
+    def _shipment(self, spec: WorkerSpec) -> None:
+        return None
+
+    def _first(self, start: WorkerStart) -> FirstFrame:
+        return FirstFrame(start.record is not None, start.spec)
+
+
+def _duplicates(fds: Sequence[int]) -> list[int]:
     """Duplicate descriptors, all or none."""
     found: list[int] = []
     try:
@@ -162,7 +207,7 @@ class _Zygote:
         self.spec: WorkerSpec | None = spec
         self.loaded = False
         # Requests until it has loaded.
-        self.asked: dict[int, tuple[WorkerStart, Note, ForkedHandle]] = {}
+        self.asked: dict[int, tuple[WorkerStart, ForkedHandle]] = {}
 
     @property
     def alive(self) -> bool:
@@ -184,38 +229,35 @@ class _Zygote:
 
 
 class ZygoteStarter(Starter):
-    """Starter that has one process, which has loaded the work, fork the workers, if it can.
+    """Starter that has one fresh process, which has loaded the work, fork the workers, if it can.
 
     If that process ends, so do its workers, and the next start begins another.
     """
 
-    def __init__(
-        self,
-        context: Any,  # of loky, which starts the zygote
-        transport: SocketTransport,  # transport of the crew
-    ) -> None:
-        super().__init__(context, SocketEndpoint)
-        self._transport = transport
-        # All the mutable state:
+    def __init__(self, transport: Transport) -> None:  # which carries descriptors
+        super().__init__("loky", transport)
+        # All the other mutable state:
         self._zygote: _Zygote | None = None
         self._refused = False
 
-    def ships(self, spec: WorkerSpec) -> bool:
+    def _shipment(self, spec: WorkerSpec) -> Shipment | None:
         zygote = self._zygote
-        return zygote is None or not (zygote.loaded and zygote.alive and zygote.serves(spec))
+        if zygote is not None and zygote.loaded and zygote.alive and zygote.serves(spec):
+            return None
+        return super()._shipment(spec)
 
-    def start(self, start: WorkerStart, note: Note) -> None:
+    def _launch(self, start: WorkerStart, connection: Any) -> None:
         zygote = self._zygote
         ended = zygote is None or not zygote.alive
-        if ended and not self._refused and start.shipment is not None:
-            zygote = self._begin(start)
+        if ended and not self._refused and start.worker in self._shipments:
+            zygote = self._begin(start.spec, self._shipments[start.worker][1])
         if (
             self._refused
             or zygote is None
             or zygote.handle is None
             or not zygote.serves(start.spec)
         ):
-            super().start(start, note)
+            super()._launch(start, connection)
             return
         status, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         handle = ForkedHandle(zygote.handle, status)
@@ -229,28 +271,26 @@ class ZygoteStarter(Starter):
                 _changes(zygote.spec, start.spec),
             )
             message = pickle.dumps(request)
-            connection = os.dup(start.connection.fileno())
-            self._transport.send(ZYGOTE, [message], [connection, theirs.detach()])
+            fds = [os.dup(connection.fileno()), theirs.detach()]
+            self.transport.send(ZYGOTE, [message], fds)
         finally:
             theirs.close()
         if not zygote.loaded:
-            zygote.asked[start.worker] = start, note, handle
-        note(handle)
+            zygote.asked[start.worker] = start, handle
+        start.note(handle)
 
-    def _begin(self, start: WorkerStart) -> _Zygote:
-        """Start a zygote for the work that `start` ships."""
-        shipment = start.shipment
-        assert shipment is not None
-        self.close()
-        self._zygote = zygote = _Zygote(start.spec, PostmortemRecord.make())
+    def _begin(self, spec: WorkerSpec, shipment: Shipment) -> _Zygote:
+        """Start a zygote for the work of `spec`."""
+        self._end()
+        self._zygote = zygote = _Zygote(spec, PostmortemRecord.make())
         connection, theirs = self._context.Pipe(duplex=True)
-        self._transport.drop(ZYGOTE)
-        self._transport.connect(ZYGOTE, connection)
+        self.transport.drop(ZYGOTE)
+        self.transport.connect(ZYGOTE, connection)
         recorded = zygote.record is not None
         process = self._context.Process(
             target=serve,
             args=(theirs, os.getpid(), recorded, shipment.inherited),
-            name=f"hybridloader-{start.spec.stage}-zygote",
+            name=f"hybridloader-{spec.stage}-zygote",
             daemon=True,
         )
         try:
@@ -259,9 +299,9 @@ class ZygoteStarter(Starter):
                 zygote.handle = ProcessHandle(process)
         finally:
             theirs.close()
-        self._transport.watch(ZYGOTE, zygote.handle)
+        self.transport.watch(ZYGOTE, zygote.handle)
         fds = shipment.fds if zygote.record is None else [*shipment.fds, zygote.record.fd]
-        self._transport.send(ZYGOTE, shipment.parts, duplicates(fds))
+        self.transport.send(ZYGOTE, shipment.parts, _duplicates(fds))
         return zygote
 
     def hear(self, frame: Frame | None) -> Callable[[], None] | None:
@@ -272,8 +312,8 @@ class ZygoteStarter(Starter):
         if isinstance(message, Refused):
             self._start_afresh(*zygote.asked.pop(message.worker), frame)
             if not zygote.asked:
-                self._transport.drop(ZYGOTE)  # this ends the zygote
-                self.close()
+                self.transport.drop(ZYGOTE)  # this ends the zygote
+                self._end()
             return None
         assert isinstance(message, Loaded)
         if not message.refusal:
@@ -291,9 +331,7 @@ class ZygoteStarter(Starter):
             "started-one-by-one",
         )
 
-    def _start_afresh(
-        self, start: WorkerStart, note: Note, handle: ForkedHandle, frame: Frame
-    ) -> None:
+    def _start_afresh(self, start: WorkerStart, handle: ForkedHandle, frame: Frame) -> None:
         """Start a worker that the zygote has refused; `frame` brings its descriptors back."""
         handle.failed("was refused")  # now, as the zygote may close its end of the socket later
         if len(frame.fds) < 2:
@@ -305,7 +343,7 @@ class ZygoteStarter(Starter):
         frame.fds.pop(0)
         os.close(frame.fds.pop())
         try:
-            super().start(start._replace(connection=connection), note)
+            super()._launch(start, connection)
         except Exception as error:  # for example, no further process can be started
             handle.failed(f"could not be started: {error}")
         finally:
@@ -316,7 +354,7 @@ class ZygoteStarter(Starter):
         if zygote is None:
             return
         if all(plain(value) for _, value in changes):
-            self._transport.send(ZYGOTE, [pickle.dumps(Changed(changes))])
+            self.transport.send(ZYGOTE, [pickle.dumps(Changed(changes))])
         else:  # loading other values could import modules, which may start threads
             zygote.spec = None
 
@@ -337,6 +375,10 @@ class ZygoteStarter(Starter):
         )
 
     def close(self) -> None:
+        self._end()
+        super().close()
+
+    def _end(self) -> None:
         zygote, self._zygote = self._zygote, None
         if zygote is not None:
             zygote.close()
@@ -350,6 +392,21 @@ def _changes(loaded: WorkerSpec, spec: WorkerSpec) -> dict[str, Any]:
     """Return the fields of `spec` that differ from those of the one that was loaded."""
     pairs = {field.name: getattr(spec, field.name) for field in fields(spec)}
     return {name: value for name, value in pairs.items() if value is not getattr(loaded, name)}
+
+
+def starter(method: str, *, preload: bool) -> Starter:
+    """Return the starter of a crew, with its transport.
+
+    `method` is one of multiprocessing's, or ``"loky"``. With `preload`, a zygote forks fresh workers
+    where that is possible.
+    """
+    occupy_standard_descriptors()
+    sockets = socket_transport.available()
+    transport = SocketTransport() if sockets else PipeTransport()
+    if method == "fork":
+        return ForkStarter(method, transport)
+    zygote = preload and method in ("loky", "forkserver") and sockets and fork_safety.available()
+    return ZygoteStarter(transport) if zygote else Starter(method, transport)
 
 
 class ForkedHandle(ProcessHandle):
@@ -369,9 +426,8 @@ class ForkedHandle(ProcessHandle):
         self._failure = ""  # reason why it could not be started
         self._ended = self._terminated = False
         self._code: int | None = None
-        ours.add(self._status)
         # Not at `release`: the sentinel outlives the worker, as that of `multiprocessing.Process`.
-        weakref.finalize(self, handles.close_ours, self._status).atexit = False
+        handles.held_by(self, self._status)
 
     @property
     def pid(self) -> int | None:
@@ -427,9 +483,7 @@ class ForkedHandle(ProcessHandle):
         if kind == FORKED:
             self._pid = number
             for self.pidfd in fds:  # none, if this process has no free descriptor
-                ours.add(self.pidfd)
-                self._releasing = weakref.finalize(self, handles.close_ours, self.pidfd)
-                self._releasing.atexit = False
+                self._releasing = handles.held_by(self, self.pidfd)
         elif kind == ENDED:
             self._code, self._ended = number, True
         else:

@@ -211,11 +211,11 @@ class _Zygote:
             request.worker,
             SocketEndpoint,
             Connection(connection),
-            FirstFrame(loaded=spec),
+            FirstFrame(request.recorded, spec),
             self._parent,
             request.slots,
             strays,
-            -1 if request.recorded else None,
+            fresh=True,
         )
 
     def _report_end(self, pidfd: int) -> None:

@@ -1,4 +1,4 @@
-"""Input of a pipeline's stage: its feed, batched into tasks; and who observes a stage.
+"""Input of a pipeline's stage: its feed, batched into tasks.
 
 A feed gives several items at a time where each takes so little work that handing it to a worker
 alone would cost more than the work. It learns their number from the seconds of the tasks before. It
@@ -11,11 +11,10 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from hybridloader._support.attributes import attribute
 from hybridloader._support.error_handling import ENDS, counts_as_item, is_a, is_ours
-from hybridloader.engine.messages import Result
 from hybridloader.engine.payload import Payload
 from hybridloader.errors import NotReady
 
@@ -48,41 +47,6 @@ class Feed(ABC):
     def take_apart(self, index: Any) -> bool:
         """Give each item of `index`, which could not be sent, again alone. False if it is only one."""
         return False
-
-
-class Observer(Protocol):
-    """Observer of a stage: statistics, and a trace. A stage has one only if somebody asked for it.
-
-    Its workers have meters then. All methods are called on the thread that pulls the stage.
-    """
-
-    each: bool
-    """True if it follows each task: results, waits and idle workers, in addition to meters'
-    measures."""
-    opens_slowly: bool
-    """True if it follows the opening of each result, because the last one was slow to open."""
-
-    def idle(self, workers: int, *, starved: bool) -> None:
-        """Note that `workers` are idle from now on: nothing came in (`starved`), or nothing went out."""
-
-    def waited_for(self, began: float, ended: float) -> None:
-        """Note that the thread that pulls the stage waited for events."""
-
-    def came(self, event: Result, since: float, count: int) -> None:
-        """Record a result, and remove the `Measures` from its extras.
-
-        `since` is the time from which the consumer has waited for a result; infinity if it does not
-        wait. The result is the last of `count` results since the previous call.
-        """
-
-    def opened(self, seq: int, began: float, ended: float) -> None:
-        """Note how long it took to open a result, one that came with measures or any."""
-
-    def replaced(self, worker: int, cause: str | None) -> None:
-        """Note that another worker took the place of one that had died of `cause`."""
-
-    def raised(self, worker: int, seq: int, error: BaseException) -> None:
-        """Note that the error of a task is raised."""
 
 
 def is_forwarded(item: Any) -> bool:

@@ -148,8 +148,11 @@ class StartedTask(Protocol):
     seconds: list[float]  # seconds of each sample
     ended: bool  # no sample is in flight, or will be begun
 
-    def result(self) -> list[Any]:
-        """Return the samples; raise the error of the first bad one. Once, when they have ended."""
+    def result(self) -> Any:
+        """Return the samples, for `Fetcher.assemble`; threads raise the error of the first bad one.
+
+        Once, when they have ended.
+        """
 
     def wait_here(self) -> bool:
         """Wait for the samples, or for `Fetcher.wake`; False, at once, if threads fetch them."""
@@ -192,7 +195,7 @@ class Fetcher(ABC):
     def wake(self) -> None:  # noqa: B027  # threads need no wake-up
         """Have the worker look for messages: end `StartedTask.wait_here`. From any thread."""
 
-    def assemble(self, samples: list[Any], index: Any) -> Any:
+    def assemble(self, samples: Any, index: Any) -> Any:
         """Return the result of a task, made of its samples, as `fetch` does."""
         raise NotImplementedError
 

@@ -100,6 +100,8 @@ class Measures(NamedTuple):
     """Number of coroutines that were begun."""
     stores: tuple[StoreUse, ...] = ()
     """Use of object stores by the worker's process."""
+    tasks: int = 1
+    """Number of tasks, including those that raised an error."""
 
     def moved(self, seconds: float) -> Measures:
         """Return these with all times so many seconds later."""
@@ -168,7 +170,8 @@ class TaskParts:
 class Meter:
     """Adds up the measurements of a worker.
 
-    The worker adds the seconds of each task to `busy`. Once a task ends after `due`, it reports.
+    The worker counts its `tasks`, and adds their seconds to `busy`. Once a task ends after `due`, it
+    reports.
     """
 
     def __init__(self, metering: Metering, clock: Callable[[], float] = perf_counter) -> None:
@@ -178,7 +181,7 @@ class Meter:
         self.parts = TaskParts(clock)
         self.slices = Slices(metering.slices, alone=self._alone) if metering.slices else None
         # All the mutable state:
-        self.busy = 0.0
+        self.busy, self.tasks = 0.0, 0
         self.due = self._reported = float("-inf")
         self.looks = True
         """True if `begin` is to be called before a task, and the clock is to be read before its
@@ -211,7 +214,7 @@ class Meter:
         """Note that another pass begins, on the thread of the worker."""
         if not self._by_pass:
             return
-        self.busy = self._reporting = 0.0
+        self.busy, self.tasks, self._reporting = 0.0, 0, 0.0
         self._parts.clear()
         self.parts.take()
         self._stores_used()
@@ -224,6 +227,8 @@ class Meter:
     def begin(self) -> None:
         """Note that a task begins."""
         self.parts.gathered = 0.0
+        if self.busy < _SHORT * self.tasks:  # the last one was long for lack of a core
+            self.looks = self.parts.looks = False
         if self._cpu_clock is None or self._alone:
             return
         self._cpu = self._cpu_clock()
@@ -279,12 +284,13 @@ class Meter:
             else 0.0,
             *self.parts.take(),
             self._stores_used(),
+            self.tasks,
         )
         self._reported, self.due = ended, ended + EVERY
         self.looks = self.parts.looks = last >= _SHORT
         if self.slices is not None and last >= _LONG:
             self.due = float("-inf")  # so that the next task is measured soon
-        self.busy = self._reporting = 0.0
+        self.busy, self.tasks, self._reporting = 0.0, 0, 0.0
         self._parts.clear()
         self.reports = True
         return found

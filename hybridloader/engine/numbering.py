@@ -66,6 +66,7 @@ class NumberedSending:
         if self._expected.get(worker) != (epoch, first):
             self._crew.send(worker, First(first, epoch))
             self._expected[worker] = epoch, first
+        self._crew.first = first
         try:
             self._crew.send(worker, message)
         except BaseException:
@@ -75,7 +76,10 @@ class NumberedSending:
                     # The item is lost; items of a longer list are sent again one by one.
                     counter.next += count
             raise
-        self._expected[worker] = epoch, first + count
+        if self._crew.first == first:
+            self._expected[worker] = epoch, first + count
+        else:  # the worker does not count them
+            del self._expected[worker]
         if new:
             counter.next += count
 

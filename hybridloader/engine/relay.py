@@ -19,12 +19,11 @@ from typing import Any
 
 from hybridloader._support.attributes import close
 from hybridloader._support.error_handling import ENDS, Raised, is_ours, no_answer
+from hybridloader._support.joining import join
 from hybridloader._support.torch_modes import Modes, TakenModes, modes_here
+from hybridloader._support.waits import Waits
 from hybridloader.engine.contract import CLOSING, SLICE
 from hybridloader.errors import IteratorClosed, NotReady, WorkerTimeout
-
-REMEMBERED = 4096
-"""Number of sleeps of each side that a queue keeps."""
 
 
 class RelaySleeps:
@@ -33,10 +32,7 @@ class RelaySleeps:
     def __init__(self, items: Sized) -> None:
         # All the mutable state:
         self.items = items  # of the current queue
-        self.blocked = self.waited = 0.0  # seconds of sleep of the thread, and of the consumer
-        # Begin and end of these sleeps, by `time.perf_counter`:
-        self.blocks: deque[tuple[float, float]] = deque(maxlen=REMEMBERED)
-        self.waits: deque[tuple[float, float]] = deque(maxlen=REMEMBERED)
+        self.blocks, self.waits = Waits(), Waits()  # sleeps of the thread, and of the consumer
         self.ended: float | None = None  # time at which the thread ended
 
     def begin_again(self, items: Sized) -> None:
@@ -44,9 +40,9 @@ class RelaySleeps:
         self.items = items
         if self.ended is not None:
             now = time.perf_counter()
-            self.blocked += now - self.ended
-            # Only the thread itself appends one sleep at a time.
-            self.blocks.extend([(self.ended, now)])
+            self.blocks.longer_seconds += now - self.ended
+            # Only the thread itself notes one sleep at a time.
+            self.blocks.ring.extend([(self.ended, now)])
             self.ended = None
 
 
@@ -95,9 +91,7 @@ class RelayQueue:
                     self._left.wait(SLICE)
                 self.full = False
                 if self.sleeps is not None:
-                    ended = time.perf_counter()
-                    self.sleeps.blocked += ended - began
-                    self.sleeps.blocks.append((began, ended))
+                    self.sleeps.blocks.note(began, time.perf_counter())
             if self.closed:
                 return False
             self.items.append((item, weight))
@@ -171,9 +165,7 @@ class RelayQueue:
         finally:
             self._sleepers -= 1
             if self.sleeps is not None:
-                ended = time.perf_counter()
-                self.sleeps.waited += ended - began
-                self.sleeps.waits.append((began, ended))
+                self.sleeps.waits.note(began, time.perf_counter())
 
     def _check(self) -> None:
         if self.closed:
@@ -290,7 +282,7 @@ class Relay(Iterator[Any]):
         self.shut()
         if self._thread.ident is None or self.here:
             return
-        self._thread.join(CLOSING if deadline is None else max(0.0, deadline - time.monotonic()))
+        join(self._thread, CLOSING if deadline is None else max(0.0, deadline - time.monotonic()))
 
     @property
     def here(self) -> bool:

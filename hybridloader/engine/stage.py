@@ -40,7 +40,7 @@ from hybridloader._support.torch_modes import Modes, modes_here
 from hybridloader.engine.contract import CLOSING, Backend, Crew, WorkerHandle
 from hybridloader.engine.crews import ended_with
 from hybridloader.engine.diagnosis import WorkerReport
-from hybridloader.engine.feed import Feed, Observer, is_forwarded, items_in
+from hybridloader.engine.feed import Feed, is_forwarded, items_in
 from hybridloader.engine.messages import (
     Begin,
     Done,
@@ -68,6 +68,7 @@ from hybridloader.engine.worker_table import WorkerTable
 from hybridloader.errors import IteratorClosed, NotReady, TaskTimeout, WorkerDied, WorkerTimeout
 
 if TYPE_CHECKING:
+    from hybridloader.engine.observer import Observer
     from hybridloader.memory.page_locks import PageLocks
 
 T = TypeVar("T")
@@ -111,7 +112,8 @@ class Stage(Iterator[Any]):
     ) -> None:
         backend.check()
         self.backend = backend
-        spec = replace(spec, modes=self._modes())
+        metering = None if observer is None else observer.metering
+        spec = replace(spec, modes=self._modes(), metering=metering)
         if on_worker_death is not None or task_timeout > 0:
             spec = replace(spec, tracked=on_worker_death is not None, timed=task_timeout > 0)
         self.spec = spec
@@ -131,7 +133,6 @@ class Stage(Iterator[Any]):
         self._quick = self._unsent = False  # the last task was `QUICK`; a task waits for a flush
         self._times_waits = observer is not None and not backend.in_caller
         self._waits_since = math.inf  # start of the wait for a result, if waits are timed
-        self._unnoted = 0  # results since the last one that the observer noted
         self._hungry = False  # the feed had no item at the last try
         self.epoch = -1  # number of the running epoch
         self._broken_off = -1  # number of the epoch that was interrupted
@@ -494,25 +495,19 @@ class Stage(Iterator[Any]):
         self._table.take_in(results)
         if self._numbered is not None:
             self._numbered.take_in(results)
-        if self._observer is not None:
-            self._note(self._observer, results, stale)
+        observer = self._observer
+        if observer is not None:
+            each = self._each
+            for result in results:
+                # Without stale results, whose times are an earlier epoch's.
+                if (each or result.extras is not None) and result.seq in self._scheduler.done:
+                    observer.came(result, self._waits_since)
         if self._flow is not None:
             for result in results:
                 if result.seq in self._scheduler.done:
                     self._flow.came(result)
         if stale:
             _discard(stale)
-
-    def _note(self, observer: Observer, results: list[Result], stale: list[Result]) -> None:
-        """Have the observer note results, but no stale ones, whose times are an earlier epoch's."""
-        if stale:
-            passed_over = {id(result) for result in stale}
-            results = [result for result in results if id(result) not in passed_over]
-        for result in results:
-            self._unnoted += 1
-            if result.extras is not None or self._each is not None:
-                observer.came(result, self._waits_since, self._unnoted)
-                self._unnoted = 0
 
     def _hear_of(self, event: Ready | Exhausted | Exited) -> None:
         if isinstance(event, Exited):
@@ -664,7 +659,6 @@ class Stage(Iterator[Any]):
             self._closing = True
             raise
         self._error = None
-        self._unnoted = 0
         if isinstance(source, Iterator):
             self._source, self._feed = source, None
         else:

@@ -11,7 +11,6 @@ import pickle
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from functools import partial
 from threading import get_ident
 from time import perf_counter
 from typing import Any
@@ -46,9 +45,8 @@ from hybridloader.engine.messages import (
 from hybridloader.engine.meter import MEASURES, Meter
 from hybridloader.engine.payload import Payload
 from hybridloader.engine.refresh import apply
-from hybridloader.engine.shared_items import SharedTask, UnsharedTask
+from hybridloader.engine.sharing import Fetched, SharedTask, TasksUnderWay, UnsharedTask
 from hybridloader.engine.slices import ALWAYS, LONG
-from hybridloader.engine.under_way import Fetched, TasksUnderWay
 from hybridloader.engine.worker_info import describe, end_worker
 from hybridloader.errors import ResultPicklingError
 from hybridloader.seeding.sample_rng import GLOBALS, SampleRng, now
@@ -183,7 +181,7 @@ class Worker:
             if not message.task.shared:  # else it is sent again
                 return self._take_part(message.task, alone=True)
         elif isinstance(message, Fetched):
-            return self._collated(message)
+            return self._fetched(message)
         elif isinstance(message, First) and self._rng is not None:
             self._rng.begin_at(message.item, message.epoch)
         return None
@@ -217,7 +215,7 @@ class Worker:
 
     def _take_part(self, task: SharedTask, *, alone: bool = False) -> Event | None:
         """Fetch samples of a task; answer it in place of its worker if the last of them ended here."""
-        context, fetcher = self.context, self._fetcher
+        context, fetcher, rng, item = self.context, self._fetcher, self._rng, task.item
         sample = self._refuse if self._broken is not None or fetcher is None else fetcher.sample
         self.shared = task
         meter = self.meter
@@ -244,10 +242,16 @@ class Worker:
                 # Another worker may end the last sample.
                 task.measures.append(meter.measure_parts(ended, context.take_retried()))
             return None
-        try:
-            return self._assembled(task)
-        finally:
-            task.forget()
+        if task.measures and meter is not None:
+            meter.due = float("-inf")  # the measures are sent with this task's own
+        own = None if item is None or rng is None else rng.renumber(item)
+        event = self._assembled(task.task, task, sum(task.seconds))
+        if own is not None and rng is not None:
+            rng.renumber(own)
+        task.forget()
+        if isinstance(event, Done) and event.extras is not None and MEASURES in event.extras:
+            event.extras[MEASURES] = event.extras[MEASURES].joined(task.measures)
+        return event._replace(worker=task.worker) if isinstance(event, (Done, Failed)) else None
 
     @property
     def overlaps(self) -> bool:
@@ -279,36 +283,31 @@ class Worker:
             return None
         return self._fetcher.begin(task.index, ring)
 
-    def _collated(self, message: Fetched) -> Event | None:
-        """Answer a task whose samples have been fetched."""
+    def _fetched(self, message: Fetched) -> Event | None:
+        """Answer a task whose samples this worker's threads, or coroutines, have fetched."""
         task, samples = message
-        fetcher = self._fetcher
-        assert fetcher is not None
         spent = sum(samples.seconds) / self.at_once
         if self.meter is not None:
             now = perf_counter()
             self.meter.part(now - spent, now, here=False)
-        return self._answer(task, lambda index: fetcher.assemble(samples.result(), index), spent)
+        return self._assembled(task, samples, spent)
+
+    def _assembled(
+        self, task: Task, samples: StartedTask | SharedTask, spent: float
+    ) -> Event | None:
+        """Answer a task whose samples have all ended."""
+        fetcher = self._fetcher
+
+        def assemble(index: Any) -> Any:
+            found = samples.result()
+            assert fetcher is not None
+            return fetcher.assemble(found, index)
+
+        return self._answer(task, assemble, spent)
 
     def _refuse(self, index: Any) -> Any:
         assert self._broken is not None
         raise twin(self._broken)
-
-    def _assembled(self, task: SharedTask) -> Event | None:
-        """Answer a task whose samples have all ended."""
-        place = task.failed()
-        if place is not None:
-            error = task.errors.pop(place)
-            assert isinstance(error, Exception)
-            return Failed(task.worker, task.seq, Failure(foreign(error)))
-        assert self._fetcher is not None
-        assemble = partial(self._fetcher.assemble, task.results)
-        if task.measures and self.meter is not None:
-            self.meter.due = float("-inf")  # the measures are sent with this task's own
-        event = self._answer(task.task, assemble, sum(task.seconds))
-        if isinstance(event, Done) and event.extras is not None and MEASURES in event.extras:
-            event.extras[MEASURES] = event.extras[MEASURES].joined(task.measures)
-        return event._replace(worker=task.worker) if isinstance(event, (Done, Failed)) else None
 
     def _answer(
         self,
@@ -359,6 +358,7 @@ class Worker:
             ended = perf_counter()
             if meter is not None:
                 meter.busy += ended - began
+                meter.tasks += 1
                 if slices is not None:
                     if on:
                         slices.task(task.seq, fetched, ended, spent)
@@ -382,6 +382,7 @@ class Worker:
             context.extras = None
             if meter is not None and self._broken is None:
                 meter.busy += perf_counter() - began
+                meter.tasks += 1
             if slices is not None:
                 slices.failed(task.seq)
             # torch lets a StopIteration through. One that a map-style dataset leaks would silently end

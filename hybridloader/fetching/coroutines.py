@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from math import inf
 from time import perf_counter
 from typing import Any
 
@@ -183,19 +184,25 @@ class Coroutines:
         # All the mutable state:
         self.is_open = True
         self._loop: Loop | None = None  # made in the first thread that needs it
-        self._items: Iterator[Any] | None = None  # those that `next` reads; None after the last
-        self._begun: deque[tuple[Any, asyncio.Task[Any] | Exception | None]] = deque()
-        self._running = 0
-        self._early: deque[StartedItems] = deque()  # tasks that have items left to begin
-        self._given_up: list[asyncio.Task[Any]] = []
+        self._running: set[asyncio.Task[Any]] = set()
+        self._sources: deque[StartedItems] = deque()  # those with items left to begin
         self._done: asyncio.Task[Any] | None = None  # of the current item of a loop over items
 
-    def through(self, items: Iterable[Any]) -> Iterator[Any]:
+    def through(self, items: Iterable[Any]) -> StartedItems:
         """Return an iterator of the items, each when its coroutine has ended."""
-        return _Through(self, iter(items))
+        started = StartedItems(self, items, most=_HELD * self._limit)
+        self._sources.append(started)
+        return started
+
+    def begin(self, items: Sequence[Any]) -> StartedItems:
+        """Begin the items of a task after those of the tasks before it, as soon as there is room."""
+        started = StartedItems(self, items, left=len(items))
+        self._sources.append(started)
+        self._fill()
+        return started
 
     def __call__(self, item: Any) -> Any:
-        """Return the result of the item that `through` gave last; of any other, run its coroutine."""
+        """Return the result of the item that was given last; of any other, run its coroutine."""
         task, self._done = self._done, None
         if task is None:  # a retry
             task = self._begin(item)
@@ -209,17 +216,18 @@ class Coroutines:
                 "cancel() in the function or in a library that it uses"
             ) from error
 
-    def next(self, items: Iterator[Any]) -> Any:
+    def next(self, started: StartedItems) -> Any:
         """Return the next of the items whose coroutine has ended, in order."""
-        self._items = items
         self._fill()
-        item, task = self._begun[0]
+        if not started.begun:
+            raise StopIteration
+        item, task = started.begun[0]
         if isinstance(task, Exception):
-            self._begun.popleft()
-            if is_a(task, StopIteration):
-                self._items = None
-                if not self._is_workers:
-                    self.close()
+            started.begun.popleft()
+            if not is_a(task, StopIteration):
+                self._sources.append(started)  # there may be more items
+            elif not self._is_workers:
+                self.close()
             raise task
         if task is not None:
             assert self._loop is not None
@@ -228,25 +236,27 @@ class Coroutines:
             except Abandoned:
                 self.close()
                 raise
-        self._begun.popleft()
+        started.begun.popleft()
         self._done = task
         return item
 
     def _fill(self) -> None:
-        """Begin items, up to one that can't be had."""
-        begun, items, parts = self._begun, self._items, self._context.parts
-        assert items is not None
-        while self._running < self._limit and len(begun) < _HELD * self._limit:
-            if begun and isinstance(begun[-1][1], Exception):
+        """Begin items in their order, up to one that can't be had."""
+        sources, parts = self._sources, self._context.parts
+        while sources and len(self._running) < self._limit:
+            started = sources[0]
+            if len(started.begun) >= started.most:
                 return
             try:
-                item = next(items) if parts is None else parts.pull(items)
+                item = next(started.items) if parts is None else parts.pull(started.items)
             except Exception as error:  # it is raised where its item would have been returned
-                begun.append((None, error))
-                return
-            begun.append((item, None if type(item) is GivenUp else self._begin(item)))
+                sources.popleft()
+                started.begun.append((None, error))
+            else:
+                task = None if type(item) is GivenUp else self._begin(item, started)
+                started.begun.append((item, task))
 
-    def _begin(self, item: Any) -> asyncio.Task[Any]:
+    def _begin(self, item: Any, started: StartedItems | None = None) -> asyncio.Task[Any]:
         if self._loop is None:
             self._loop = self._context.loop if self._is_workers else None
             if self._loop is None:
@@ -256,43 +266,28 @@ class Coroutines:
         if self._context.parts is not None:
             self._context.parts.coroutines += 1
         task = self._loop.begin(self._function(item))
-        self._running += 1
-        task.add_done_callback(self._end)
+        self._running.add(task)
+        task.add_done_callback(partial(self._end, started, perf_counter()))
         return task
 
-    def _end(self, _: asyncio.Task[Any]) -> None:
-        self._running -= 1
+    def _end(self, started: StartedItems | None, began: float, task: asyncio.Task[Any]) -> None:
+        self._running.discard(task)
+        if not task.cancelled():
+            task.exception()  # as in `Loop.cancel`: the caller may not read all of them
         if self._loop is None:  # `close` is cancelling the tasks
             return
-        if self._items is not None:
-            self._fill()
-        else:
-            self._begin_early()
-
-    def begin(self, items: Sequence[Any]) -> StartedItems:
-        """Begin the items of a task after those of the tasks before it, as soon as there is room."""
-        begun = StartedItems(self, items)
-        self._early.append(begun)
-        self._begin_early()
-        return begun
-
-    def _begin_early(self) -> None:
-        early = self._early
-        while early and self._running < self._limit:
-            begun = early[0]
-            begun.add(self._begin(begun.items[len(begun.tasks)]))
-            if len(begun.tasks) == len(begun.items):
-                early.popleft()
+        self._fill()
+        if started is not None and started.left:
+            started.seconds.append(perf_counter() - began)
+            started.left -= 1
+            if not started.left:
+                started.ended = True
+                self._loop.stop()
 
     def run(self) -> None:
         """Run the loop until there may be a message, or a task has ended."""
         assert self._loop is not None
         self._loop.run(self._context)
-
-    def stop(self) -> None:
-        """Have `run` return."""
-        if self._loop is not None:
-            self._loop.stop()
 
     def wake(self) -> None:
         """Have `run` return, from any thread."""
@@ -300,17 +295,10 @@ class Coroutines:
         if loop is not None:
             loop.wake()
 
-    def ended(self, items: Iterable[Any], tasks: Iterable[asyncio.Task[Any]]) -> Iterator[Any]:
-        """Yield items whose coroutines have ended; `self` is called with each before the next."""
-        for item, task in zip(items, tasks, strict=True):
-            self._done = task
-            yield item
-
-    def give_up(self, begun: StartedItems) -> None:
+    def give_up(self, started: StartedItems) -> None:
         """Begin no more items of a task. `close` cancels the others."""
         with suppress(ValueError):  # all items may have begun
-            self._early.remove(begun)
-        self._given_up += begun.tasks
+            self._sources.remove(started)
 
     def close(self) -> None:
         """Cancel the running coroutines; close the loop unless it is the worker's. Idempotent.
@@ -324,11 +312,8 @@ class Coroutines:
             return
         try:
             self._loop = None
-            begun = [task for _, task in self._begun if isinstance(task, asyncio.Task)]
-            loop.cancel([*begun, *self._given_up])
-            self._begun.clear()
-            self._given_up.clear()
-            self._early.clear()
+            loop.cancel([*self._running])
+            self._sources.clear()
             try:
                 if self._aclose is not None:
                     loop.complete(self._aclose())
@@ -339,34 +324,36 @@ class Coroutines:
             loop.in_use.release()
 
 
-class StartedItems:
-    """Items of one task, started early, in order: a `StartedTask` for the worker's thread alone."""
+class StartedItems(Iterator[Any]):
+    """Items whose coroutines are begun in order, each returned when its coroutine has ended.
 
-    def __init__(self, coroutines: Coroutines, items: Sequence[Any]) -> None:
-        self.items = items
+    An error is raised in the place of its item, and more items may follow. Those of a task that was
+    started early are a `StartedTask`, for the worker's thread alone.
+    """
+
+    def __init__(
+        self,
+        coroutines: Coroutines,
+        items: Iterable[Any],
+        *,
+        most: float = inf,  # items that may wait, begun and not returned
+        left: int = 0,
+    ) -> None:
         self._coroutines = coroutines
-        # All the mutable state:
-        self.tasks: list[asyncio.Task[Any]] = []  # of the items that have begun, in order
+        self.items, self.most = iter(items), most
+        # All the mutable state: items that were begun and not returned, with an error in place of one
+        # that could not be had, ...
+        self.begun: deque[tuple[Any, asyncio.Task[Any] | Exception | None]] = deque()
+        # ... and for a task that was started early:
+        self.left = left  # items whose coroutines have not ended
         self.seconds: list[float] = []
-        self._left = len(items)  # items that have not ended
         self.ended = False
 
-    def add(self, task: asyncio.Task[Any]) -> None:
-        self.tasks.append(task)
-        task.add_done_callback(partial(self._end, perf_counter()))
+    def __next__(self) -> Any:
+        return self._coroutines.next(self)
 
-    def _end(self, began: float, _: asyncio.Task[Any]) -> None:
-        self.seconds.append(perf_counter() - began)
-        self._left -= 1
-        if not self._left:
-            self.ended = True
-            self._coroutines.stop()
-
-    def result(self) -> list[Any]:
-        for task in self.tasks:
-            if not task.cancelled():
-                task.exception()  # as in `Loop.cancel`: the caller may not read all of them
-        return self.tasks
+    def result(self) -> Iterator[Any]:
+        return self
 
     def wait_here(self) -> bool:
         self._coroutines.run()
@@ -378,13 +365,3 @@ class StartedItems:
 
     def leave(self) -> bool:
         return True
-
-
-class _Through(Iterator[Any]):
-    """Items of a task. An error is raised in the place of its item, and more items may follow."""
-
-    def __init__(self, coroutines: Coroutines, items: Iterator[Any]) -> None:
-        self._coroutines, self._items = coroutines, items
-
-    def __next__(self) -> Any:
-        return self._coroutines.next(self._items)

@@ -23,15 +23,13 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from hybridloader._support.caller import warn
-from hybridloader._support.error_handling import Raised, add_note
 from hybridloader._support.native_threads import (
     one_thread_on_this_thread,
     renew_autograd_engine,
 )
-from hybridloader._support.text import brief
 from hybridloader._support.torch_modes import TakenModes, modes_here
 from hybridloader.engine.fetcher import Abandoned, TaskContext
-from hybridloader.engine.shared_items import SharedItems
+from hybridloader.engine.sharing import SharedItems
 from hybridloader.engine.worker_info import get_worker_info, set_worker_info
 from hybridloader.memory.thread_slots import on_this_thread, set_slots
 
@@ -162,10 +160,10 @@ class _Job(SharedItems):
         what: str,
         ring: Callable[[], None] | None = None,
     ) -> None:
-        super().__init__(items)
+        super().__init__(items, what)
         self.function: Callable[[Any], Any] | None = function
         self.count = len(self.items)
-        self.context, self.what = context, what
+        self.context = context
         # All the other mutable state:
         self.surroundings: _Surroundings | None = None
         self.ended = not self.count
@@ -196,17 +194,10 @@ class _Job(SharedItems):
             ring()
 
     def result(self) -> list[Any]:
-        """Return the results, once all items have ended; raise the error of the first bad one."""
-        try:
-            if self.context is not None and self.context.cancelled:
-                raise Abandoned
-            place = self.failed()
-            if place is not None:
-                add_note(self.errors[place], f"{self.what} {brief(self.items[place])}")
-                Raised(self.errors[place]).throw()
-            return self.results
-        finally:
+        if self.context is not None and self.context.cancelled:
             self.forget()
+            raise Abandoned
+        return super().result()
 
     def wait_here(self) -> bool:
         return False

@@ -143,9 +143,9 @@ class WorkFetch(Fetch):
 
     @property
     def divisible(self) -> bool:
-        """True if it only makes batches of a dataset's samples."""
+        """True if its first step makes batches of a dataset's samples."""
         first = self.steps[0].function
-        return len(self.steps) == 1 and isinstance(first, MapFetch) and first.divisible
+        return isinstance(first, MapFetch) and first.divisible
 
     @property
     def waits(self) -> bool:
@@ -184,7 +184,7 @@ class WorkFetch(Fetch):
         )
         if self.divisible:
             part = None if rng is None else rng.for_function(0)
-            fetcher.batches = self.steps[0].fetcher(context, part, self.on_error)
+            fetcher.divide(self.steps[0].fetcher(context, part, self.on_error))
         return fetcher
 
 
@@ -194,9 +194,6 @@ class ItemsFetcher(Fetcher):
     Where items are seeded, the number of an item in the stage's input seeds its steps: each of them
     (`SampleRng.seeded_by_item`), or all of them together.
     """
-
-    batches: IndexedFetcher | None = None
-    """Fetcher of the samples of a task that is one batch, for divisible work."""
 
     def __init__(
         self,
@@ -211,10 +208,23 @@ class ItemsFetcher(Fetcher):
         by_function = self._rng is not None and self._rng.by_function
         self._by_item = self._rng is not None and not by_function
         self._helpers = helpers_of(context, threads) if threads > 1 else None
-        enter = numbered_item if by_function else None
-        self._loop = ItemLoop(opened, policy, context, self._helpers, enter=enter)
-        self._alone = self._alone_by_item if self._by_item else self._loop.alone
+        self._opened, self._policy = opened, policy
+        self._enter = numbered_item if by_function else None
+        self._loop = ItemLoop(opened, policy, context, self._helpers, enter=self._enter)
+        self._alone = self._alone_in(self._loop)
         self._coroutines: Any = opened[0][1] if coroutines else None
+        self._batches: IndexedFetcher | None = None
+        self._samples: Any = None  # of the task that is assembled
+
+    def divide(self, batches: IndexedFetcher) -> None:
+        """Prepare for tasks that are one batch each, whose samples `batches` fetches."""
+        self._batches = batches
+        made = ("batch" if batches.tolerant else "map", self._made)
+        later = self._opened[1:]
+        # Without later steps nothing draws by the number of the item.
+        enter = self._enter if later else None
+        loop = ItemLoop([made, *later], self._policy, self._context, enter=enter)
+        self._rest = self._alone_in(loop) if later else loop.alone
 
     def fetch(self, items: list[Any]) -> Any:
         spared, rng = type(items) is PartlyGivenUp, self._rng
@@ -238,11 +248,12 @@ class ItemsFetcher(Fetcher):
         rng = self._rng
         return items if rng is None else list(zip(items, count(rng.take(len(items)))))
 
-    def _alone_by_item(self, pair: tuple[Any, int]) -> TaskResults:
-        """Take one item and its number through the steps, which draw for the item. On any thread."""
-        assert self._rng is not None
-        item, number = pair
-        return self._rng.call(SAMPLE, b"%d" % number, self._loop.alone, item)
+    def _alone_in(self, loop: ItemLoop) -> Callable[[Any], TaskResults]:
+        """Return `ItemLoop.alone` for the items of `_numbered`. For any thread."""
+        rng = self._rng
+        if rng is None or not self._by_item:
+            return loop.alone
+        return lambda pair: rng.call(SAMPLE, b"%d" % pair[1], loop.alone, pair[0])
 
     def _handed_over(self, results: TaskResults) -> Any:
         if results.notes or results.uneven:
@@ -264,21 +275,26 @@ class ItemsFetcher(Fetcher):
             self._coroutines.wake()
 
     def sample(self, index: Any) -> Any:
-        assert self.batches is not None
-        return self.batches.sample(index)
+        assert self._batches is not None
+        return self._batches.sample(index)
 
-    def assemble(self, samples: list[Any], index: Any) -> Any:
+    def assemble(self, samples: Any, index: Any) -> Any:
         if self._helpers is not None:
             return self._handed_over(self._loop.joined(samples))
         if self._coroutines is not None:
-            return self._handed_over(self._loop.run(self._coroutines.ended(index, samples)))
-        batches = self.batches
+            return self._handed_over(self._loop.run(samples))
+        self._samples = samples
+        results = self._rest((self._numbered(index) if self._opened[1:] else index)[0])
+        results.end_item()
+        return self._handed_over(results)
+
+    def _made(self, index: Any) -> Any:
+        """Return the batch of the samples of the task that is assembled."""
+        batches, samples, self._samples = self._batches, self._samples, None
         assert batches is not None
-        make: Callable[[Any], Any] = partial(batches.made_of, samples)
-        if batches.rng is not None:
-            make = partial(batches.rng.task, batches.key, make)
-        step = ("batch" if batches.tolerant else "map", make)
-        return self._handed_over(ItemLoop([step], None, self._context).alone(index[0]))
+        if batches.rng is None:
+            return batches.made_of(samples, index)
+        return batches.rng.task(batches.key, partial(batches.made_of, samples), index)
 
     def close(self) -> None:
         if self._coroutines is not None:

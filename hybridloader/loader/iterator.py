@@ -164,7 +164,6 @@ class LoaderIterator(_BaseDataLoaderIter):
             seeding=self._seeds.origin,
             starts=self._pass_start.starts,
             reports_state=self._plan.state_every > 0,
-            metering=None if self._observation is None else self._observation.meters,
         )
         # The consumer of a pinning thread has the time limit instead; an inline worker is the caller.
         waits = self._pin_thread is None and not self._backend.in_caller

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
-from hybridloader._support.snapshots import snapshot
 from hybridloader._support.store_use import uses
 from hybridloader.engine.contract import Backend
 from hybridloader.engine.fetcher import Fetch
@@ -19,6 +19,7 @@ from hybridloader.observe.observation import Asked, Observation
 from hybridloader.observe.recording import LoopRecord, Recording, StageRecord
 from hybridloader.observe.stats import Stats, stats_of
 from hybridloader.observe.thread_times import SourceTimes, TimedPulls, record_of_relay
+from hybridloader.observe.tracing import traced
 
 STAGE, SAMPLER = "DataLoader", "sampler"
 """Names of the rows of the stage and of the sampler."""
@@ -42,7 +43,6 @@ class LoaderObservation(Observation):
         options: Mapping[str, Any],
     ) -> None:
         super().__init__(asked, STAGE, number)
-        self.meters = self.metering(backend, fetch, by_pass=True)
         self.stage = self.measures(STAGE, number, backend, fetch, workers, window, options)
         self._batch_size: int | None = None
         # All the other mutable state, of the present epoch:
@@ -52,7 +52,6 @@ class LoaderObservation(Observation):
         self._before = 0  # batches of this epoch that an earlier run returned
         self._budget: ErrorBudget | None = None
         self._pin: tuple[str, RelayQueue, TimedPulls] | None = None
-        self.stage.follow_loop(self.loop)
 
     def of(self, iterator: object, batch_size: int | None) -> None:
         """Observe `iterator`, and stop counting when it is collected."""
@@ -65,14 +64,13 @@ class LoaderObservation(Observation):
         self.stage.begin_again()
         self._stores = uses()
         self.loop = self._new_loop()
-        self.stage.follow_loop(self.loop)
         self._sampler = self._progress = self._budget = self._pin = None
 
     def begun(self, stage: Stage, progress: Progress, budget: ErrorBudget | None) -> None:
         """Note that ``iter()`` returns; its time counts as a wait of the loop."""
         self._running, self._progress, self._budget = weakref.ref(stage), progress, budget
         self._before = progress.yielded
-        self.started(self.stage, stage)
+        self.stage.started(stage, self.loop)
         if budget is not None:
             self.budget(budget)
         self.loop.note(self.loop.began, time.perf_counter())
@@ -82,12 +80,12 @@ class LoaderObservation(Observation):
         """Note that a thread will pin batches, or copy them to a device, and put them into `queue`."""
         self._pin = stage, queue, pulls
         self.relay(stage, queue)
-        pulls.waits = self.waits("wait", pulls.waits)
+        traced(self.trace, "wait", pulls)
 
     def drawn(self, source: Iterator[Any]) -> Iterator[Any]:
         """Return the indices of `source`, some of which are timed."""
         self._sampler = SourceTimes()
-        self._sampler.longer = self.waits(SAMPLER, self._sampler.longer)
+        traced(self.trace, SAMPLER, self._sampler)
         return self._sampler.timed(source)
 
     def finished(self) -> None:
@@ -104,7 +102,7 @@ class LoaderObservation(Observation):
         stages = []
         if sampler is not None:
             stages.append(sampler.record(SAMPLER, loop.items + queued, loop))
-        stages.append(self._row_of_stage(loop, queued, 0.0 if sampler is None else sampler.seconds))
+        stages.append(self._row_of_stage(loop, queued, 0.0 if sampler is None else sampler.waited))
         if pin is not None:
             stages.append(self._row_of_pin(*pin, loop.ended))
         return self._stats_of(tuple(stages), self._batch_size, self.stage.stores)
@@ -112,9 +110,8 @@ class LoaderObservation(Observation):
     def _row_of_pin(
         self, name: str, queue: RelayQueue, pulls: TimedPulls, ended: float
     ) -> StageRecord:
-        waits = snapshot(pulls.waits)
         ended = max(ended, pulls.began)
-        return record_of_relay(name, queue, pulls.began, ended, waited=pulls.waited, waits=waits)
+        return record_of_relay(name, queue, pulls.began, ended, waits=[pulls])
 
     def _queued(self) -> int:
         stage = None if self._running is None else self._running()
@@ -133,17 +130,15 @@ class LoaderObservation(Observation):
         if measures.backend.in_caller:  # the loop's thread does the work
             idle = 0.0
         starved = min(idle, measures.workers * asking)
-        return measures.record(
-            STAGE,
-            items=loop.items,
+        skipped = len(records) - replaced
+        return replace(
+            measures.record(
+                *(STAGE, loop.items, queued), skipped=skipped, replaced=replaced, reads=True
+            ),
             busy=measures.busy,
             starved=starved,
             blocked=idle - starved,
             other=max(0.0, whole - measures.busy - idle),
-            queued=queued,
-            skipped=len(records) - replaced,
-            replaced=replaced,
-            reads=True,
         )
 
 

@@ -9,9 +9,7 @@ from __future__ import annotations
 import functools
 import weakref
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from hybridloader._support.gil import turn_at_gil
@@ -25,18 +23,16 @@ from hybridloader._support.store_use import (
 )
 from hybridloader.engine.contract import Backend
 from hybridloader.engine.fetcher import Fetch
-from hybridloader.engine.meter import Metering
 from hybridloader.engine.relay import RelayQueue, RelaySleeps
-from hybridloader.engine.stage import Stage
 from hybridloader.fetching.on_error.error_budget import ErrorBudget
 from hybridloader.observe.recording import Recording, StageRecord
 from hybridloader.observe.reporting import Observe, Reporter
-from hybridloader.observe.stage_measures import StageMeasures, metering_of
+from hybridloader.observe.stage_measures import StageMeasures
 from hybridloader.observe.stage_trace import StageTrace, Throttled, skipped_in
 from hybridloader.observe.stats import Stats, stats_of
 from hybridloader.observe.thread_times import LoopWaits
 from hybridloader.observe.trace_files import LOOP
-from hybridloader.observe.tracing import SLICES, Trace, TracedWaits, running_trace
+from hybridloader.observe.tracing import Trace, running_trace, traced
 from hybridloader.observe.watching import Watch, running_watch
 
 
@@ -94,15 +90,9 @@ class Observation(ABC):
 
     def _new_loop(self) -> LoopWaits:
         loop = LoopWaits()
-        if self.trace is not None:
-            first, then = LOOP
-            loop.waits = TracedWaits(self.trace, then, loop.waits, first)
+        first, then = LOOP
+        traced(self.trace, then, loop, first)
         return loop
-
-    def metering(self, backend: Backend, fetch: Fetch, *, by_pass: bool = False) -> Metering:
-        """Return the specification of the meters of a stage's workers."""
-        slices = 0 if self.trace is None else SLICES
-        return replace(metering_of(backend, fetch), by_pass=by_pass, slices=slices)
 
     def measures(
         self,
@@ -122,16 +112,11 @@ class Observation(ABC):
             return StageMeasures(*of_the_stage, each=each)
         return StageTrace(self.trace, name, key, *of_the_stage, each=each)
 
-    def started(self, measures: StageMeasures, stage: Stage) -> None:
-        """Note that a stage has started."""
-        if isinstance(measures, StageTrace):
-            measures.stage = weakref.ref(stage)
-
     def name_of(self, name: str, key: Hashable) -> str:
         """Return `name`, made unique in the trace if one runs."""
         return name if self.trace is None else self.trace.name_of(name, key)
 
-    def relay(self, name: str, queue: RelayQueue) -> RelaySleeps:
+    def relay(self, name: str, queue: RelayQueue) -> None:
         """Record the sleeps at a relay's queue; to be called before the relay's thread starts."""
         sleeps = queue.sleeps = RelaySleeps(queue.items)
         trace = self.trace
@@ -141,13 +126,8 @@ class Observation(ABC):
                 trace.counter(f"{name}: items in the queue", len(sleeps.items))
 
             counter = Throttled(count)
-            sleeps.blocks = TracedWaits(trace, "wait for room", sleeps.blocks, also=counter)
-            sleeps.waits = TracedWaits(trace, "wait", sleeps.waits, also=counter)
-        return sleeps
-
-    def waits(self, name: str, ring: deque[tuple[float, float]]) -> deque[tuple[float, float]]:
-        """Return a ring of waits whose entries also become slices of the trace, if one runs."""
-        return ring if self.trace is None else TracedWaits(self.trace, name, ring)
+            traced(trace, "wait for room", sleeps.blocks, also=counter)
+            traced(trace, "wait", sleeps.waits, also=counter)
 
     def budget(self, budget: ErrorBudget) -> None:
         """Add skipped and replaced items to the trace, if one runs."""

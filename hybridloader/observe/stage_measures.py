@@ -16,12 +16,13 @@ from hybridloader._support.attributes import attribute
 from hybridloader._support.gil import gil_enabled
 from hybridloader._support.snapshots import snapshot
 from hybridloader._support.store_use import StoreUse, together
+from hybridloader._support.waits import REMEMBERED, Waits
 from hybridloader.engine.contract import Backend
 from hybridloader.engine.fetcher import Fetch
 from hybridloader.engine.messages import Done, Result
 from hybridloader.engine.meter import MEASURES, Measures, Metering
 from hybridloader.engine.payload import ByReference, known_bytes
-from hybridloader.engine.relay import REMEMBERED
+from hybridloader.engine.stage import Stage
 from hybridloader.observe.figures import length
 from hybridloader.observe.recording import CoroutineUse, Faults, Span, StageRecord, Wait
 from hybridloader.observe.thread_times import LoopWaits
@@ -34,14 +35,14 @@ _WEIGHED, _NESTED = 8, 2
 0.2 us; the other items are assumed to be like the first ones."""
 
 
-def metering_of(backend: Backend, fetch: Fetch) -> Metering:
+def metering_of(backend: Backend, fetch: Fetch, *, by_pass: bool) -> Metering:
     """Return the specification of the meters of `backend`'s workers."""
     if not backend.in_process:
-        return Metering(time.process_time, stores=True)
+        return Metering(time.process_time, by_pass=by_pass, stores=True)
     # The CPU time of the helper threads of one worker thread is unknown.
     thread_time = None if fetch.threads > 1 else getattr(time, "thread_time", None)
     alone = not backend.in_caller
-    return Metering(thread_time, alone=alone, gil=alone and gil_enabled())
+    return Metering(thread_time, alone=alone, gil=alone and gil_enabled(), by_pass=by_pass)
 
 
 def options_of(backend: Backend, fetch: Fetch, workers: int) -> dict[str, Any]:
@@ -72,6 +73,7 @@ class StageMeasures:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.each, self._clock = each, clock
+        self.metering = metering_of(backend, fetch, by_pass=not each)
         self.backend, self.workers, self._window = backend, max(1, workers), max(1, window)
         self._options = options_of(backend, fetch, workers) if options is None else options
         self._in_turn, self._concurrency = fetch.in_turn, fetch.coroutines
@@ -80,20 +82,19 @@ class StageMeasures:
     def begin_again(self) -> None:
         """Reset all measures."""
         # All the mutable state:
-        self._tasks = 0  # returned
-        self._unmeasured = 0  # returned since a task reported measures
+        self._tasks = 0  # returned; without `each`, those that measures have reported
         self.restarted = 0
         self.opens_slowly = False
         self.busy = 0.0
         self.first: float | None = None  # begin of the first task
         self.full: float | None = None  # when the stage was full for the first time
         self.sending = 0.0
-        self._cpu = self._packing = self._for_core = 0.0
-        self._collating = self._idle = self._held = 0.0
+        self._cpu: float | None = None
+        self._for_core: float | None = None
+        self._packing = self._collating = self._idle = self._held = 0.0
         self._coroutines = 0
         self._firsts: list[Wait] = []
         self._busy_of = [0.0] * self.workers
-        self._cpu_known = self._for_core_known = False
         self._retried = 0
         self._weight = self._weighed = 0  # bytes of some results, and their number
         self._array_weight = 0  # bytes of these that are of arrays
@@ -106,8 +107,7 @@ class StageMeasures:
         self.began: float | None = None
         self.ended: float | None = None
         self.worked = 0.0  # seconds that workers worked, together
-        self.waited = 0.0  # seconds that the consumer of the stage waited for it
-        self.waits: deque[tuple[float, float]] = deque(maxlen=REMEMBERED)  # begin and end of each
+        self.waits = Waits()  # of the consumer of the stage for it
         self.starved = 0.0  # worker seconds idle for lack of input
         self._blocked = 0.0  # worker seconds idle because results were not taken, while pulled
         self._idle_workers, self._starved, self._since = 0, False, 0.0
@@ -115,8 +115,8 @@ class StageMeasures:
         self._away = 0.0  # seconds in which the consumer did not pull the stage
         self._away_since: float | None = None
 
-    def follow_loop(self, loop: LoopWaits) -> None:
-        """Note the loop that takes the results; a trace makes it note shorter waits, too."""
+    def started(self, stage: Stage, loop: LoopWaits | None = None) -> None:
+        """Note the stage and, of a loader, the loop; a trace makes it note shorter waits, too."""
 
     # -- called by the stage -------------------------------------------------------------------------
 
@@ -135,21 +135,22 @@ class StageMeasures:
             self.began = now
 
     def waited_for(self, began: float, ended: float) -> None:
-        self.waited += ended - began
-        self.waits.append((began, ended))
+        self.waits.note(began, ended)
 
-    def came(self, event: Result, since: float, count: int) -> None:
-        self._tasks += count
-        self._unmeasured += count
-        if self.each and isinstance(event, Done):
-            self.worked += event.seconds
+    def came(self, event: Result, since: float) -> None:
+        if self.each:
+            self._tasks += 1
+            if isinstance(event, Done):
+                self.worked += event.seconds
         measures = None if event.extras is None else event.extras.pop(MEASURES, None)
         if measures is None or not isinstance(event, Done):
             return
+        if not self.each:
+            self._tasks += measures.tasks
         now = time.perf_counter()
         if self.full is None and self._tasks >= self._window:
             self.full = now
-        self._scale, self._unmeasured = self._unmeasured, 0
+        self._scale = measures.tasks
         self._note(measures, since, now)
         for others in measures.others:
             self._note(others, math.inf, now)  # the consumer does not wait for these
@@ -177,12 +178,8 @@ class StageMeasures:
         for began, ended, busy in measures.spans:
             self._add(began, ended, min(1.0, busy / (ended - began)) if ended > began else 1.0)
         self.busy += measures.busy
-        if measures.cpu is not None:
-            self._cpu += measures.cpu
-            self._cpu_known = True
-        if measures.wait_for_core is not None:
-            self._for_core += measures.wait_for_core
-            self._for_core_known = True
+        self._cpu = _plus(self._cpu, measures.cpu)
+        self._for_core = _plus(self._for_core, measures.wait_for_core)
         if measures.wait_for_gil is not None:
             self._gil_waits.append(measures.wait_for_gil)
         if measures.first:
@@ -249,7 +246,7 @@ class StageMeasures:
     @property
     def other(self) -> float:
         """Worker seconds spent starting, receiving tasks, or waiting for a CPU."""
-        return self._rest - self.blocked
+        return max(0.0, self._rest - self.blocked)  # each reads the clock, if the stage still runs
 
     @property
     def _rest(self) -> float:
@@ -258,22 +255,19 @@ class StageMeasures:
     def record(
         self,
         name: str,
-        *,
         items: int,
-        busy: float,
-        starved: float,
-        blocked: float,
-        other: float,
         queued: int,
+        *,
         skipped: int = 0,
         replaced: int = 0,
         source: bool = False,
         reads: bool = False,
     ) -> StageRecord:
-        """Return the record of the stage; the arguments are counted elsewhere."""
-        weight, coroutines = None, None
-        if self._weighed:
-            weight = self._weight * self._tasks // self._weighed
+        """Return the record of the stage; the arguments are counted elsewhere.
+
+        Without `each`, the caller replaces the seconds of workers that were busy, and those by cause.
+        """
+        coroutines = None
         if self._concurrency:
             coroutines = CoroutineUse(
                 name, self._concurrency, self._coroutines, self._idle, self._held
@@ -285,17 +279,17 @@ class StageMeasures:
             backend=self.backend.name,
             workers=self.workers,
             items=items,
-            busy=busy,
-            starved=starved,
-            blocked=blocked,
-            other=other,
-            cpu=self._cpu if self._cpu_known else None,
-            wait_for_core=self._for_core if self._for_core_known else None,
+            busy=self.worked,
+            starved=self.starved,
+            blocked=self.blocked,
+            other=self.other,
+            cpu=self._cpu,
+            wait_for_core=self._for_core,
             gil_waits=snapshot(self._gil_waits),
             collating=self._collating,
             packing=self._packing,
             sending=self.sending,
-            bytes=weight,
+            bytes=self._weight * self._tasks // self._weighed if self._weighed else None,
             arrays=self._array_weight / self._weight if self._weight else 0.0,
             queued=queued,
             faults=Faults(skipped, replaced, self._retried, self.restarted),
@@ -313,6 +307,11 @@ class StageMeasures:
             reads=source or reads,
             options=self._options,
         )
+
+
+def _plus(seconds: float | None, others: float | None) -> float | None:
+    """Return the sum of the seconds that are known."""
+    return seconds if others is None else (seconds or 0.0) + others
 
 
 def reported_bytes(payload: Any) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from typing import Any
 
 from hybridloader._support.error_handling import described, repr_of
@@ -16,7 +17,7 @@ from hybridloader.fetching.on_error.error_budget import Skipped
 from hybridloader.observe.stage_measures import StageMeasures
 from hybridloader.observe.thread_times import BRIEF, LoopWaits
 from hybridloader.observe.trace_files import TAKEN, Track
-from hybridloader.observe.tracing import Trace, TracedWaits
+from hybridloader.observe.tracing import SLICES, Trace, traced
 
 _COUNTED = 1e-3
 """Least seconds between two readings of a counter."""
@@ -32,21 +33,23 @@ class StageTrace(StageMeasures):
         # All the other mutable state:
         self._loop: LoopWaits | None = None  # the loop that takes the results
         self._long = True  # each task has separate slices
-        self.stage: weakref.ref[Stage] | None = None
-        """Stage whose tasks are counted; None before it has started."""
+        self._stage: weakref.ref[Stage] | None = (
+            None  # whose tasks are counted, once it has started
+        )
         self._counter = Throttled(self._count)
         super().__init__(*of_the_stage, each=each)
+        self.metering = replace(self.metering, slices=SLICES)
 
     def begin_again(self) -> None:
         super().begin_again()
-        self.waits = TracedWaits(self._trace, "wait", self.waits)
+        traced(self._trace, "wait", self.waits)
 
-    def follow_loop(self, loop: LoopWaits) -> None:
-        self._loop = loop
+    def started(self, stage: Stage, loop: LoopWaits | None = None) -> None:
+        self._stage, self._loop = weakref.ref(stage), loop
 
-    def came(self, event: Result, since: float, count: int) -> None:
+    def came(self, event: Result, since: float) -> None:
         measures = None if event.extras is None else event.extras.get(MEASURES)
-        super().came(event, since, count)
+        super().came(event, since)
         if measures is None or not isinstance(event, Done):
             return
         for each in (measures, *measures.others):
@@ -101,7 +104,7 @@ class StageTrace(StageMeasures):
         return own
 
     def _count(self) -> None:
-        stage = None if self.stage is None else self.stage()
+        stage = None if self._stage is None else self._stage()
         if stage is None or stage.closed:
             return
         queued = stage.queued

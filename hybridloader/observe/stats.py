@@ -259,14 +259,8 @@ def stats_of(recording: Recording) -> Stats:
 
 def _row(name: str, stage: StageRecord, stall: float) -> StageStats:
     return StageStats(
-        name=name,
-        backend=stage.backend,
-        num_workers=stage.workers,
-        items=stage.items,
-        busy=stage.busy,
-        starved=stage.starved,
-        blocked=stage.blocked,
-        other=stage.other,
+        *(name, stage.backend, stage.workers, stage.items),
+        *(stage.busy, stage.starved, stage.blocked, stage.other),
         cpu=stage.cpu,
         bytes=stage.bytes,
         queued=stage.queued,

@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
 from typing import Any
 
-from hybridloader._support.snapshots import snapshot
-from hybridloader.engine.relay import REMEMBERED, RelayQueue
+from hybridloader._support.waits import REMEMBERED, Waits
+from hybridloader.engine.relay import RelayQueue
 from hybridloader.observe.cores import CoreUsage
 from hybridloader.observe.figures import between
 from hybridloader.observe.recording import LoopRecord, Span, StageRecord, Wait
@@ -20,30 +19,17 @@ BRIEF = 1e-4
 """Calls of `next()` shorter than this many seconds are only summed, unless a trace runs."""
 
 
-class LoopWaits:
-    """Waits of one loop. One thread writes them, another may read."""
+class LoopWaits(Waits):
+    """Waits of one loop: its calls of `next()`."""
 
     def __init__(self) -> None:
+        super().__init__(BRIEF)
         self.cores = CoreUsage()
         # All the mutable state:
         self.began = perf_counter()
         self.ended: float | None = None
         self.items = 0  # counted by the caller of `note`
-        self.longer = 0  # calls of `next()`
-        self.brief_seconds = self.longer_seconds = 0.0
-        self.waits: deque[tuple[float, float]] = deque(maxlen=REMEMBERED)
-        self.brief = BRIEF  # calls of fewer seconds are only summed
         self.due = math.inf  # time of the next report
-
-    def note(self, began: float, ended: float) -> None:
-        """Note a call of `next()`."""
-        seconds = ended - began
-        if seconds < self.brief:
-            self.brief_seconds += seconds
-        else:
-            self.longer += 1
-            self.longer_seconds += seconds
-            self.waits.append((began, ended))
 
     def end(self) -> None:
         """Note that the loop has ended."""
@@ -52,18 +38,13 @@ class LoopWaits:
             self.cores.end()
 
     @property
-    def waited(self) -> float:
-        """Seconds spent in `next()`."""
-        return self.brief_seconds + self.longer_seconds
-
-    @property
     def seconds(self) -> float:
         """Seconds since it began, until the end."""
         return (perf_counter() if self.ended is None else self.ended) - self.began
 
     def record(self) -> LoopRecord:
         """Return the measurements until now."""
-        waits = tuple(Wait(*wait) for wait in snapshot(self.waits))
+        waits = tuple(Wait(*wait) for wait in self.latest)
         return LoopRecord(
             began=self.began,
             ended=self.began + self.seconds,
@@ -80,14 +61,11 @@ SAMPLED = 64
 """One of so many quick indices is timed: C code passes the others on."""
 
 
-class SourceTimes:
-    """Time that a source takes to return its items."""
+class SourceTimes(Waits):
+    """Waits for the items of a source."""
 
     def __init__(self) -> None:
-        # All the mutable state:
-        self.seconds = 0.0
-        self.longer: deque[tuple[float, float]] = deque(maxlen=REMEMBERED)
-        """Begin and end of the longer calls."""
+        super().__init__(BRIEF)
 
     def timed(self, source: Iterator[Any]) -> Iterator[Any]:
         """Return the items of `source`, timed. An error that it raises passes through."""
@@ -101,43 +79,35 @@ class SourceTimes:
             except StopIteration:
                 return
             ended = perf_counter()
-            long = ended - began >= BRIEF
-            self.seconds += (1 if long else SAMPLED) * (ended - began)
-            if long:
-                self.longer.append((began, ended))
+            self.note(began, ended)
             yield iter((item,))
             del item
-            if not long:
+            if ended - began < BRIEF:
+                self.brief_seconds += (SAMPLED - 1) * (ended - began)
                 yield itertools.islice(source, SAMPLED - 1)
 
     def record(self, name: str, items: int, loop: LoopRecord) -> StageRecord:
         """Return the measurements; `items` is the number that the source has returned."""
-        spans = tuple(Span(*pair) for pair in snapshot(self.longer))
+        spans = tuple(Span(*pair) for pair in self.latest)
         return StageRecord(
             name=name,
             backend="caller",
             items=items,
-            busy=self.seconds,
-            other=max(0.0, loop.ended - loop.began - self.seconds),
+            busy=self.waited,
+            other=max(0.0, loop.ended - loop.began - self.waited),
             spans=spans,
             since=spans[0].began if len(spans) == REMEMBERED else None,
             source=True,
         )
 
 
-Pause = tuple[float, float]
-"""Begin and end of a thread's sleep."""
-
-
-class TimedPulls:
-    """Time that a thread waits for its input. That thread writes, another may read."""
+class TimedPulls(Waits):
+    """Waits of a thread for its input."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        super().__init__(BRIEF)
         self._clock = clock
         self.began = clock()
-        # All the mutable state:
-        self.waited = 0.0  # seconds
-        self.waits: deque[Pause] = deque(maxlen=REMEMBERED)  # the longer ones
 
     def timed(self, pull: Callable[..., Any]) -> Callable[..., Any]:
         """Return `pull` with its calls measured."""
@@ -148,10 +118,7 @@ class TimedPulls:
             try:
                 return pull(*arguments, **keywords)
             finally:
-                ended = clock()
-                self.waited += ended - began
-                if ended - began >= BRIEF:
-                    self.waits.append((began, ended))
+                self.note(began, clock())
 
         return measured
 
@@ -161,27 +128,26 @@ def record_of_relay(
     queue: RelayQueue,  # it notes its sleeps
     began: float,
     ended: float,
-    *,
-    waited: float,  # seconds that its thread waited for input
-    waits: Sequence[Pause] = (),  # begins and ends of these waits
+    waits: Sequence[Waits],  # those of its thread for input
     **others: Any,  # fields of the record
 ) -> StageRecord:
     """Return the record of a relay's thread, which is busy when it does not sleep."""
     sleeps = queue.sleeps
     assert sleeps is not None
-    blocks: tuple[Pause, ...] = snapshot(sleeps.blocks)
+    waited, blocked = sum(one.waited for one in waits), sleeps.blocks.waited
+    pauses = [one.latest for one in (sleeps.blocks, *waits)]
     if sleeps.ended is not None:
         ended = min(ended, sleeps.ended)
-    since = max((ring[0][0] for ring in (blocks, waits) if len(ring) >= REMEMBERED), default=began)
+    since = max((ring[0][0] for ring in pauses if len(ring) >= REMEMBERED), default=began)
     return StageRecord(
         name=name,
         backend="thread",
         items=queue.count,
-        busy=max(0.0, ended - began - sleeps.blocked - waited),
+        busy=max(0.0, ended - began - blocked - waited),
         starved=waited,
-        blocked=sleeps.blocked,
+        blocked=blocked,
         queued=len(queue.items),
-        spans=tuple(between(since, ended, [*blocks, *waits])),
+        spans=tuple(between(since, ended, itertools.chain(*pauses))),
         since=None if since == began else since,
         **others,
     )
@@ -190,15 +156,14 @@ def record_of_relay(
 def record_of_caller(
     name: str,
     loop: LoopWaits,
-    *,
-    waited: float,  # seconds that it waited for input
-    waits: Iterable[Pause] = (),  # begins and ends of these waits
+    waits: Sequence[Waits],  # those for input
     **others: Any,  # fields of the record
 ) -> StageRecord:
     """Return the record of the work that the loop's thread does inside `next()`."""
-    made = loop.record()
-    away = between(made.began, made.ended, made.waits)
-    pauses = [*((span.began, span.ended) for span in away), *waits]
+    made, waited = loop.record(), sum(one.waited for one in waits)
+    pauses = [span[:2] for span in between(made.began, made.ended, made.waits)]
+    for one in waits:
+        pauses += one.latest
     return StageRecord(
         name=name,
         backend="caller",

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from hybridloader._support.arguments import whole
 from hybridloader._support.caller import warn
 from hybridloader._support.text import brief
+from hybridloader._support.waits import Pause, Waits
 from hybridloader.observe.program_block import ProgramBlock, numbered
 from hybridloader.observe.trace_files import Event, Recorded, Track, check_path, chrome_trace, write
 
@@ -195,23 +196,35 @@ def trace(path: str | os.PathLike[str], *, max_events: int = EVENTS) -> Trace:
     return Trace(path, max_events)
 
 
-class TracedWaits(deque[tuple[float, float]]):
-    """Ring of begins and ends; each entry also becomes a slice of the thread that adds it."""
+class _TracedRing(deque[Pause]):
+    """Ring of waits; each entry also becomes a slice of the thread that adds it."""
 
     def __init__(
         self,
+        before: deque[Pause],  # the ring that this one replaces
         trace: Trace,
         name: str,
-        before: deque[tuple[float, float]],  # the ring that this one replaces
-        first: str | None = None,  # name of the first slice, if it differs
-        also: Callable[[], None] | None = None,  # called after each entry
+        first: str | None,
+        also: Callable[[], None] | None,
     ) -> None:
         super().__init__(before, before.maxlen)
         self._trace, self._name, self._first, self._also = trace, name, first, also
 
-    def append(self, span: tuple[float, float]) -> None:
+    def append(self, span: Pause) -> None:
         super().append(span)
         name, self._first = self._first or self._name, None
         self._trace.slice(name, *span)
         if self._also is not None:
             self._also()
+
+
+def traced(
+    trace: Trace | None,  # None: do nothing
+    name: str,
+    waits: Waits,
+    first: str | None = None,  # name of the first slice, if it differs
+    also: Callable[[], None] | None = None,  # called after each wait
+) -> None:
+    """Have each of `waits` that is not brief also become a slice of the thread that notes it."""
+    if trace is not None:
+        waits.ring = _TracedRing(waits.ring, trace, name, first, also)

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from hybridloader._support.caller import warn
 from hybridloader._support.error_handling import no_answer
-from hybridloader._support.snapshots import snapshot
 from hybridloader._support.state_copies import set_epoch
 from hybridloader.devices.pinning import Pinner
 from hybridloader.engine.fetcher import TaskContext
@@ -44,6 +43,7 @@ from hybridloader.running.state import Heads, Position, descriptions, shares_of
 from hybridloader.running.validation import chains_in_rows, check
 
 if TYPE_CHECKING:
+    from hybridloader._support.waits import Waits
     from hybridloader.engine.meter import TaskParts
     from hybridloader.memory.page_locks import PageLocks
     from hybridloader.observe.reporting import Observe
@@ -247,20 +247,18 @@ class Executor(Runner):
 
     # -- statistics ------------------------------------------------------------------------------------
 
-    def waits_before(self, nodes: Sequence[Node]) -> tuple[float, Sequence[tuple[float, float]]]:
-        """Return the seconds that the thread that pulls `nodes` has waited, and begin and end of its
-        waits."""
+    def waits_before(self, nodes: Sequence[Node]) -> list[Waits]:
+        """Return the waits of the thread that pulls `nodes`, for each place that it waits at."""
         for node in reversed(nodes):
             if node.path in self.stages:
                 measures = self.stages[node.path].measures
                 assert measures is not None
-                return measures.waited, snapshot(measures.waits)
+                return [measures.waits]
             if node.path in self.relays:
                 sleeps = self.relays[node.path].relay.queue.sleeps
                 assert sleeps is not None
-                return sleeps.waited, snapshot(sleeps.waits)
-        found = [self.waits_before(branch.nodes) for branch in nodes[0].branches]
-        return sum(waited for waited, _ in found), [wait for _, waits in found for wait in waits]
+                return [sleeps.waits]
+        return [one for branch in nodes[0].branches for one in self.waits_before(branch.nodes)]
 
     # -- ending ----------------------------------------------------------------------------------------
 

@@ -81,7 +81,7 @@ class Run(Iterator[Any]):
         self._left, self._skipped = executor.left, executor.stages.failure_log.records
         if observation is not None:
             loop = observation.loop
-            if not (loop.items or loop.waits):  # starting the workers was waited for, too
+            if not (loop.items or loop.longer):  # starting the workers was waited for, too
                 loop.note(loop.began, perf_counter())
             observation.begin_reports()
 

@@ -156,8 +156,8 @@ class RunningStages(dict[Path, RunningStage]):
         dataset = None if node.backend.in_process else spec.fetch.dataset
         if node.reads:  # each thread has a copy of it too
             dataset = spec.fetch.dataset if has(spec.fetch.dataset, "set_epoch") else None
-        if self._observation is not None and measures is not None:
-            self._observation.started(measures, stage)
+        if measures is not None:
+            measures.started(stage)
         running = self[path] = RunningStage(node, stage, flow, measures, dataset, counter)
         running.resumed = self.resumed.pop(path, None)
         self._check_open(stage)  # a concurrent close() may have missed this one
@@ -188,7 +188,6 @@ class RunningStages(dict[Path, RunningStage]):
         generator = random.Random(f"{self._seed}/workers/{node.path}")
         threads = node.backend.in_process and not node.backend.in_caller
         seeding = self._origin(node, range(len(node.works)), threads=threads)
-        observation = self._observation
         return WorkerSpec(
             stage=node.name,
             workers=placement.num_workers,
@@ -197,7 +196,6 @@ class RunningStages(dict[Path, RunningStage]):
             init_fn=placement.worker_init_fn,
             seeding=seeding,
             starts=() if resumed is None else resumed[1].starts,
-            metering=None if observation is None else observation.metering(node.backend, fetch),
         )
 
     def _origin(

@@ -62,10 +62,6 @@ def _rows(executor: Executor, loop: LoopWaits) -> Iterator[StageRecord]:
             yield measures.record(
                 running.node.name,
                 items=flow.items_out,
-                busy=measures.worked,
-                starved=measures.starved,
-                blocked=measures.blocked,
-                other=measures.other,
                 queued=flow.queued,
                 skipped=faults.skipped,
                 replaced=faults.replaced,
@@ -85,14 +81,12 @@ def _row_of_relay(executor: Executor, running: RunningRelay, loop: LoopWaits) ->
         names.append(running.node.name)
     if not names:
         return None
-    waited, waits = executor.waits_before(running.before)
     return record_of_relay(
         " + ".join(names),
         running.relay.queue,
         running.began,
         max(running.began, loop.began + loop.seconds),
-        waited=waited,
-        waits=waits,
+        waits=executor.waits_before(running.before),
         **_of_works(executor, works),
     )
 
@@ -104,12 +98,10 @@ def _row_of_caller(executor: Executor, loop: LoopWaits) -> Iterator[StageRecord]
     alone = not (executor.stages or executor.relays)
     if not alone and not any(isinstance(node, InlineNode) for node in works):
         return
-    waited, waits = executor.waits_before(nodes)
     yield record_of_caller(
         " + ".join(map(_name, works)),
         loop,
-        waited=waited,
-        waits=waits,
+        executor.waits_before(nodes),
         **_of_works(executor, works),
     )
 

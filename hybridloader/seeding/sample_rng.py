@@ -114,6 +114,11 @@ class SampleRng:
             self.begin(dataclasses.replace(self.origin, epoch=epoch))
         self._next = item
 
+    def renumber(self, item: int) -> int:
+        """Number the next items from `item`; return the number that was next."""
+        own, self._next = self._next, item
+        return own
+
     def take(self, items: int) -> int:
         """Number the next `items` items; return the number of the first."""
         first = self._next

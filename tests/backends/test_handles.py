@@ -91,7 +91,7 @@ def test_multiprocessing_itself_can_end_a_worker_too() -> None:
     iterator.close()
 
 
-# -- SIGTERM to all processes of a job ---------------------------------------------------------------
+# -- signals to all processes of a job ---------------------------------------------------------------
 
 
 def programs(index: int) -> int:
@@ -106,13 +106,27 @@ def programs(index: int) -> int:
     return -told * 100 + os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+@pytest.fixture
+def _requeueing() -> Iterator[None]:
+    """A handler of the trainer's for a signal of Slurm's, as Lightning has one; no worker may run it."""
+
+    def requeue(*_: object) -> None:
+        raise AssertionError("the handler ran in a worker")
+
+    before = signal.signal(signal.SIGUSR1, requeue)
+    yield
+    signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.usefixtures("_requeueing")
 @pytest.mark.parametrize("backend", ["fork", "spawn"])
 def test_workers_leave_the_signals_of_a_job_to_the_trainer(backend: str) -> None:
     with start(load(Samples(programs, 12), backend, workers=2)) as iterator:
         found: list[Any] = []
         for _ in range(12):  # the first at once, when a worker has yet to start
             for worker in iterator._workers:
-                os.kill(worker.pid or 0, signal.SIGTERM)
+                for signum in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+                    os.kill(worker.pid or 0, signum)
             found += next(iterator)
         assert list(iterator) == []
     term = int(signal.SIGTERM)

@@ -8,6 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import islice
 from queue import SimpleQueue
 from typing import Any
 
@@ -17,10 +18,10 @@ from torch.utils.data import DataLoader as TorchLoader
 
 import hybridloader
 from hybridloader import DataLoader, Pipeline, Threads, WorkerDied, WorkerTimeout
-from hybridloader.engine import task_sharing
+from hybridloader.backends import threads as thread_backend
 from hybridloader.engine.messages import Task
-from hybridloader.engine.shared_items import SharedItems, SharedTask, UnsharedTask
-from hybridloader.engine.task_sharing import TaskSharing
+from hybridloader.engine.sharing import SharedItems, SharedTask, UnsharedTask
+from hybridloader.fetching.item_steps import ItemsFetcher
 
 LONG = 60.0
 """Seconds after which a test gives up; never reached when all is well."""
@@ -31,8 +32,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.fixture(autouse=True)
 def shared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every task be worth sharing, as soon as one has an answer."""
-    monkeypatch.setattr(task_sharing, "_LEAST", 0.0)
-    monkeypatch.setattr(task_sharing, "_EACH", 0.0)
+    monkeypatch.setattr(thread_backend, "_LEAST", 0.0)
+    monkeypatch.setattr(thread_backend, "_EACH", 0.0)
     monkeypatch.setattr("hybridloader.engine.feed.TASK_SECONDS", 0.0)  # one item a task
 
 
@@ -310,12 +311,16 @@ def batches_of(dataset: Any, size: int, backend: str = "threads", **options: Any
     return Pipeline.from_dataset(dataset, batch_sampler=sampler, backend=backend, **options)
 
 
+@pytest.mark.parametrize("later", [False, True])
 @pytest.mark.parametrize("options", [{}, {"on_error": "skip"}])
 def test_all_other_samples_of_a_pipelines_batches_are_fetched_while_one_is_stuck(
-    options: dict[str, Any],
+    options: dict[str, Any], later: bool
 ) -> None:
     dataset = Stuck({13}, 39)
-    with batches_of(dataset, 4, **options).run() as run:
+    pipe = batches_of(dataset, 4, **options)
+    if later:  # a step of the same stage
+        pipe = pipe.map(torch.clone, backend="threads", num_workers=3, prefetch=8, **options)
+    with pipe.run() as run:
         got = [next(run) for _ in range(3)]
         assert dataset.arrived.wait(LONG)
         assert dataset.rest.wait(LONG), "another worker fetches 14 and 15"
@@ -333,6 +338,94 @@ def test_samples_and_collation_of_a_pipeline_draw_what_they_draw_in_one_worker(
         return list(pipe.run(seed=3))
 
     assert batches(3) == batches(1)
+
+
+class FragileDraws(Fragile):
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index), random.random()
+
+
+def jittered(batch: Any) -> Any:
+    indices, draws = [values.tolist() for values in batch]
+    if indices[0] % 12 == 8:
+        raise KeyError("later")
+    return indices, draws, random.random(), float(torch.rand(()))
+
+
+def large(batch: Any) -> bool:
+    return bool(batch == (7, 0.0) or batch[0][0] % 5)
+
+
+def halves(batch: Any) -> Iterator[Any]:
+    yield batch, random.random()
+    yield random.random()
+
+
+LATER: list[tuple[str, Any]] = [("map", jittered), ("filter", large), ("flat_map", halves)]
+
+
+@pytest.mark.parametrize("seeding", [None, "sample"])
+@pytest.mark.parametrize(
+    "on_error",
+    [hybridloader.Skip(None), hybridloader.Replace(lambda index, error: (7, 0.0), None)],
+)
+def test_the_steps_that_follow_a_shared_batch_draw_what_they_draw_in_one_worker(
+    seeding: str | None, on_error: Any
+) -> None:
+    def later(workers: int) -> Pipeline:
+        options = {"num_workers": workers, "seeding": seeding, "on_error": on_error}
+        pipe = batches_of(FragileDraws(60), 4, **options)
+        for kind, function in LATER:
+            pipe = getattr(pipe, kind)(function, backend="threads", prefetch=8, **options)
+        return pipe
+
+    def found(workers: int) -> tuple[list[Any], list[Any]]:
+        with later(workers).run(seed=3) as run:
+            results = list(run)
+            return results, sorted((str(record.index), record.replaced) for record in run.skipped)
+
+    expected = found(1)
+    assert found(3) == expected
+    with later(3).run(seed=3) as run:
+        got = list(islice(run, 7))
+        state = run.state_dict()
+    with later(3).run(seed=3) as run:
+        run.load_state_dict(state)
+        assert [*got, *run] == expected[0]
+
+
+class SometimesSharing(thread_backend._TaskSharing):
+    def send(self, worker: int, task: Task, *rest: Any) -> bool:
+        return task.seq % 5 != 3 and super().send(worker, task, *rest)
+
+
+@pytest.mark.parametrize("seeding", [None, "sample"])
+def test_workers_count_the_items_of_shared_tasks_and_of_others(
+    seeding: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(thread_backend, "_TaskSharing", SometimesSharing)
+    assembled, assemble = list[int](), ItemsFetcher.assemble
+
+    def note(fetcher: ItemsFetcher, samples: Any, index: Any) -> Any:
+        assembled.append(len(samples))
+        return assemble(fetcher, samples, index)
+
+    monkeypatch.setattr(ItemsFetcher, "assemble", note)
+
+    def draws(workers: int) -> list[Any]:
+        pipe = batches_of(Drawing(80), 4, num_workers=workers, seeding=seeding).map(
+            lambda batch: (batch, random.random()),
+            backend="threads",
+            num_workers=workers,
+            seeding=seeding,
+            prefetch=8,
+        )
+        return list(map(str, pipe.run(seed=3)))
+
+    expected = draws(1)
+    assert not assembled
+    assert draws(3) == expected
+    assert assembled == [4] * 16
 
 
 def test_errors_of_a_pipelines_samples_cost_one_batch_each() -> None:
@@ -366,6 +459,18 @@ def test_policies_for_errors_give_the_same_batches_of_a_pipeline(policy: Any) ->
             return batches, [(record.index, record.replaced) for record in run.skipped]
 
     assert found(3) == found(1)
+
+
+@pytest.mark.parametrize("taken", [1, 3, 8])
+def test_a_pipeline_resumes_after_shared_batches_of_which_samples_failed(taken: int) -> None:
+    pipe = batches_of(Fragile(60), 4, on_error="skip")
+    expected = lists(pipe)
+    with pipe.run() as run:
+        got = lists(islice(run, taken))
+        state = run.state_dict()
+    with pipe.run() as run:
+        run.load_state_dict(state)
+        assert [*got, *lists(run)] == expected
 
 
 def test_a_collation_that_fails_takes_the_place_of_its_batch() -> None:
@@ -441,7 +546,7 @@ def test_tasks_of_a_worker_whose_init_fn_failed_are_errors() -> None:
 # -- the rule --------------------------------------------------------------------------------------
 
 
-class Sharing(TaskSharing):
+class Sharing(thread_backend._TaskSharing):
     """Sharing between two workers that do nothing."""
 
     def __init__(self) -> None:
@@ -465,7 +570,7 @@ class Sharing(TaskSharing):
 
     def took(self, seconds: float) -> None:
         """Note the seconds of a task, as the crew does."""
-        self.mean += (seconds - self.mean) * task_sharing.NEW
+        self.mean += (seconds - self.mean) * thread_backend.NEW
         if self.whole == (self.mean > self.limit):
             self.turn(seconds)
 
@@ -475,7 +580,7 @@ def kinds(got: Iterator[list[Any]]) -> list[list[type]]:
 
 
 def test_tasks_are_shared_once_one_was_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(task_sharing, "_LEAST", 1.0)
+    monkeypatch.setattr(thread_backend, "_LEAST", 1.0)
     sharing = Sharing()
     assert kinds(sharing.sent(0, 0)) == [[UnsharedTask], []]
     assert kinds(sharing.sent(1, 1)) == [[], [UnsharedTask]]
@@ -489,7 +594,7 @@ def test_tasks_are_shared_once_one_was_long(monkeypatch: pytest.MonkeyPatch) -> 
 def test_short_tasks_go_to_their_worker_and_a_few_others_change_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(task_sharing, "_LEAST", 1.0)
+    monkeypatch.setattr(thread_backend, "_LEAST", 1.0)
     sharing = Sharing()
     assert kinds(sharing.sent(0, 0)) == [[UnsharedTask], []]
     sharing.took(0.5)

@@ -113,7 +113,6 @@ def test_the_block_about_datapipes_runs(tmp_path: Path, monkeypatch: pytest.Monk
     ("name", "said"),
     [
         ("remote_tar", "200: every sample once"),
-        pytest.param("parquet_tabular", "epoch 2: ", marks=pytest.mark.full),
         ("pack_text", "none of them padding"),
         # Five processes that import torch: 20 s.
         pytest.param("train_from_s3", "400: every sample once", marks=pytest.mark.full),

@@ -25,7 +25,7 @@ def metered(meter: Meter, clock: FakeClock, took: float, packing: float = 0.0) -
     clock.now += took
     fetched = clock.now
     clock.now += packing
-    meter.busy += clock.now - began
+    meter.busy, meter.tasks = meter.busy + clock.now - began, meter.tasks + 1
     return meter.measure(began, fetched, clock.now, 0) if clock.now >= meter.due else None
 
 

@@ -318,8 +318,8 @@ def test_it_tells_what_came_out_and_who_waited() -> None:
     relay.start()
     threading.Timer(0.01, gate.set).start()
     assert list(relay) == [0, 1, 2]
-    assert (relay.queue.count, len(relay.queue.items), sleeps.blocked) == (3, 0, 0.0)
-    assert sleeps.waited > 0
+    assert (relay.queue.count, len(relay.queue.items), sleeps.blocks.waited) == (3, 0, 0.0)
+    assert sleeps.waits.waited > 0
     relay.close()
 
 

@@ -216,15 +216,16 @@ def test_a_worker_rests_rather_than_fill_memory_that_takes_longer_to_make_than_t
 
 
 class Noting:
-    """Observer that notes since when a result was waited for, and how many came."""
+    """Observer that notes since when a result was waited for."""
 
     each = opens_slowly = False
+    metering = None
 
     def __init__(self) -> None:
-        self.told_of: list[tuple[int, float, int]] = []
+        self.told_of: list[tuple[int, float]] = []
 
-    def came(self, event: Any, since: float, count: int) -> None:
-        self.told_of.append((event.seq, since, count))
+    def came(self, event: Any, since: float) -> None:
+        self.told_of.append((event.seq, since))
 
     def opened(self, seq: int, began: float, ended: float) -> None:
         pass
@@ -246,7 +247,7 @@ def test_results_that_nobody_waited_for_are_told_as_such() -> None:
         clock.now += 10.0
         next(workers.stage)
     assert len(observer.told_of) >= 10
-    assert {since for _, since, _ in observer.told_of} == {math.inf}
+    assert {since for _, since in observer.told_of} == {math.inf}
 
 
 @pytest.mark.parametrize("end", ["close", "interrupt"])

@@ -11,7 +11,7 @@ import pytest
 from hybridloader.engine.fetcher import TaskContext
 from hybridloader.engine.messages import Begin, Done, Event, First, Stop, Task, WorkerSpec
 from hybridloader.engine.payload import ByReference
-from hybridloader.engine.under_way import Fetched, TasksUnderWay
+from hybridloader.engine.sharing import Fetched, TasksUnderWay
 from hybridloader.fetching.readers import MapFetch
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
+import signal
 import threading
 import warnings
 from collections.abc import Iterator
@@ -24,6 +26,7 @@ from torch.utils.data import Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 from hybridloader import DataLoader, SampleSeeding, SharedMemory, Skip, StatefulDataLoader, Threads
+from hybridloader.sampling import ShuffleSampler
 
 pytest.importorskip("lightning")
 import lightning
@@ -32,6 +35,7 @@ from lightning.pytorch.callbacks import BasePredictionWriter, Callback, ModelChe
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -385,6 +389,49 @@ def test_a_checkpoint_at_the_last_step_of_an_epoch_is_as_with_torchdata(tmp_path
     fit(None, max_steps=BATCHES)
     theirs = fit(tmp_path / f"theirs-step={BATCHES}.ckpt").seen
     assert len(ours) == len(theirs) == BATCHES
+
+
+class Hooked(Model):
+    """The loader is made in the hook, with the epoch set, and its sampler has a state."""
+
+    def train_dataloader(self) -> DataLoader:
+        data = Augmented(noise=0)
+        sampler = ShuffleSampler(len(data), seed=0)
+        loader = DataLoader(data, BATCH, sampler=sampler, num_workers=WORKERS, backend="threads")
+        loader.set_epoch(self.trainer.fit_loop.epoch_progress.current.processed)
+        return loader
+
+
+class Terminated(Callback):
+    """SIGTERM to this process in the middle of a step, as Slurm sends it."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == self.step - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.filterwarnings("ignore:.*there is no last checkpoint available")
+@pytest.mark.parametrize("step", [3, BATCHES, 2 * BATCHES])
+def test_after_sigterm_at_any_step_fit_resumes_with_the_next_batch(
+    step: int, tmp_path: Path
+) -> None:
+    def fit(folder: Path, *callbacks: Callback) -> list[list[float]]:
+        saving = ModelCheckpoint(folder, save_on_exception=True, save_last=True)
+        model = Hooked()
+        one = trainer(max_epochs=3, callbacks=[saving, *callbacks], enable_checkpointing=True)
+        try:
+            one.fit(model, ckpt_path="last", weights_only=False)
+        except SIGTERMException:
+            assert len(model.seen) == step
+        return model.seen
+
+    whole = fit(tmp_path / "whole")
+    seen = fit(tmp_path / "stopped", Terminated(step))
+    assert seen == whole[:step]
+    assert seen + fit(tmp_path / "stopped") == whole
 
 
 def test_a_checkpoint_of_torchdatas_loader_is_gone_on_from_with_ours_in_its_place(

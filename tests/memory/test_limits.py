@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from hybridloader import DataLoader, Fork, Inline, Memory, SharedMemory, Spawn, Threads
 from hybridloader.backends.process import socket_transport
-from hybridloader.backends.process.crew import slot_kind
+from hybridloader.backends.process.backend import slot_kind
 from hybridloader.errors import BackendUnavailable
 from hybridloader.memory import limits
 from hybridloader.memory.limits import SHARE, process_limit

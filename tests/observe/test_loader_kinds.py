@@ -14,7 +14,7 @@ import pytest
 import torch.utils.data
 
 from hybridloader import DataLoader, StatefulDataLoader
-from hybridloader.engine import task_sharing
+from hybridloader.backends import threads as thread_backend
 from hybridloader.engine.meter import EVERY
 from hybridloader.observe import Stats
 from hybridloader.observe.stats import StageStats
@@ -147,8 +147,8 @@ def test_a_pass_that_was_resumed_counts_from_there(backend: str) -> None:
 
 def test_workers_that_share_batches_are_measured_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each thread counts the samples that it fetched, whichever of them answers."""
-    monkeypatch.setattr(task_sharing, "_LEAST", 0.0)
-    monkeypatch.setattr(task_sharing, "_EACH", 0.0)
+    monkeypatch.setattr(thread_backend, "_LEAST", 0.0)
+    monkeypatch.setattr(thread_backend, "_EACH", 0.0)
     loader = made(backend="threads", num_workers=3)
     batches = list(loader)
     threads = [{thread for *_, thread in batch} for batch in batches]

@@ -78,4 +78,4 @@ def test_what_it_waits_for_is_added_up() -> None:
     with pytest.raises(ValueError, match="2"):
         timed(2.0)
     assert pulls.waited == pytest.approx(2.50001)
-    assert list(pulls.waits) == [(100.0, 100.5), pytest.approx((100.50001, 102.50001))]
+    assert list(pulls.latest) == [(100.0, 100.5), pytest.approx((100.50001, 102.50001))]

@@ -162,7 +162,7 @@ def test_a_ring_that_is_full_drops_the_oldest_and_counts(
     assert [began for _, began, *_ in told.slices] == [2, 3, 4]
     assert told.dropped == 2
     assert ring.report(0.0)[3:] == ((), 0)
-    monkeypatch.setattr("hybridloader.observe.observation.SLICES", 2)
+    monkeypatch.setattr("hybridloader.observe.stage_trace.SLICES", 2)
     trace = loaded(path, num_workers=1, backend="fork")
     assert trace.whole["otherData"]["dropped_by_workers"] > 0
     assert trace.named("task")

@@ -332,7 +332,7 @@ def test_seconds_without_work_are_starved_or_blocked(
         clock.now += seconds
         elapsed += seconds
         starved += idle * seconds if starving else 0.0
-        measures.came(Done(0, seq, ByReference([]), (3 - idle) * seconds), math.inf, 1)
+        measures.came(Done(0, seq, ByReference([]), (3 - idle) * seconds), math.inf)
         busy += (3 - idle) * seconds
         idle, starving = next_idle, next_starving
         measures.idle(idle, starved=starving)
@@ -344,6 +344,19 @@ def test_seconds_without_work_are_starved_or_blocked(
     clock.now += 50
     measures.close()
     assert measures.elapsed == pytest.approx(elapsed)
+
+
+def test_no_seconds_of_a_running_stage_are_negative() -> None:
+    """Its clock moves between two reads."""
+    clock = itertools.count(100.0)
+    fetch = WorkFetch((Step("map", abs),))
+    measures = StageMeasures(Threads(), fetch, 2, 1, each=True, clock=lambda: float(next(clock)))
+    measures.idle(0, starved=False)
+    measures.turned_away()
+    measures.worked += 5.0
+    measures.pulled()
+    # The time without work or input is 1 s at the first read. At the next it is 3 s, 2 s of it blocked.
+    assert measures.other == 0
 
 
 def test_room_of_a_prefetch_alone() -> None:

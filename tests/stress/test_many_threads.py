@@ -24,7 +24,7 @@ from support.ways_to_draw import WAYS
 from hybridloader import DataLoader, Pipeline
 from hybridloader._support.snapshots import snapshot
 from hybridloader.engine import crews, worker_info
-from hybridloader.engine.shared_items import SharedItems
+from hybridloader.engine.sharing import SharedItems
 from hybridloader.engine.worker_info import get_worker_info, worker_info_set
 from hybridloader.loader.record import LoaderRecord, record_of
 from hybridloader.memory import descriptors
