@@ -68,10 +68,19 @@ def train(stop_after):
     rank, ranks = dist.get_rank(), dist.get_world_size()
     samples = Tar(URL, decode=decode, index="idx", cache_dir="cache")
     sampler = BlockShuffleSampler(
-        samples, seed=0, block_size=10, window_blocks=4, num_canonical_ranks=2
+        samples,
+        seed=0,
+        block_size=10,
+        window_blocks=4,
+        num_canonical_ranks=2,
     )
     loader = DataLoader(
-        samples, BATCH, sampler=sampler, num_workers=2, backend="threads", observe=True
+        samples,
+        batch_size=BATCH,
+        sampler=sampler,
+        num_workers=2,
+        backend="threads",
+        observe=True,
     )
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 2)
