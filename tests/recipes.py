@@ -3,7 +3,7 @@
     python tests/recipes.py [PAGE...]    # run the scripts, and write their output into the pages
 
 A page under `docs/tutorials` or `docs/cookbook` names its scripts in `console` blocks: a line
-`$ python examples/...`, and the output of that command. `test_recipes.py` compares them.
+`$ python examples/...`, and the output of that command. `test_recipe_pages.py` compares them.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def _die_by(signum: int) -> Callable[[], Any]:
 
 DEATHS: dict[str, tuple[Callable[[], Any], str]] = {
     "kill": (_die_by(signal.SIGKILL), "SIGKILL"),
-    "hangup": (_die_by(signal.SIGHUP), "SIGHUP"),
+    "alarm": (_die_by(signal.SIGVTALRM), "SIGVTALRM"),
     "segfault": (lambda: (faulthandler.disable(), ctypes.string_at(0)), "SIGSEGV"),
     "abort": (os.abort, "SIGABRT"),
     "exit-0": (lambda: os._exit(0), "code 0"),

@@ -400,7 +400,7 @@ def told(fetcher: Any, context: TaskContext, items: Any) -> list[Any]:
     results = list(fetcher.fetch(items))
     for note in reversed((context.take_extras() or {}).get("notes", ())):
         (failed,) = note.failures
-        kind = "replaced" if note.item is None else str(failed.failure.exception)
+        kind = "replaced" if note.item is None else failed.failure.exception.args[0]
         assert failed.replaced == (note.item is None)
         results.insert(note.position, (kind, failed.index))
     return results
