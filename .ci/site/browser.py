@@ -9,7 +9,10 @@ scripts, and requests to other servers. `.ci/run` does not run this: it needs Ch
 """
 
 import sys
+import threading
 from collections import Counter
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from playwright.sync_api import Page, sync_playwright
@@ -30,7 +33,12 @@ LOOK = """() => {
 }"""
 
 
-def problems(page: Page, path: Path, seen: Counter[str]) -> list[str]:
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def problems(page: Page, address: str, seen: Counter[str]) -> list[str]:
     """Open a page, and return a line for each problem."""
     found: list[str] = []
     page.on("pageerror", lambda error: found.append(f"script: {error}"))
@@ -38,11 +46,11 @@ def problems(page: Page, path: Path, seen: Counter[str]) -> list[str]:
         "request",
         lambda request: (
             found.append(f"request: {request.url}")
-            if not request.url.startswith(("file:", "data:", "blob:"))
+            if not request.url.startswith(("http://127.0.0.1:", "data:", "blob:"))
             else None
         ),
     )
-    page.goto(path.as_uri())
+    page.goto(address)
     page.wait_for_load_state("load")
     page.wait_for_timeout(50)  # the theme's script adds the buttons
     look = page.evaluate(LOOK)
@@ -60,6 +68,8 @@ def main() -> None:
     chromium = sys.argv[2] if len(sys.argv) > 2 else None
     seen: Counter[str] = Counter()
     bad = 0
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(site)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium)
         for name, width in WIDTHS.items():
@@ -69,9 +79,11 @@ def main() -> None:
                 )
                 for path in sorted(site.rglob("*.html")):
                     page = context.new_page()
-                    for problem in dict.fromkeys(problems(page, path, seen)):
+                    local = path.relative_to(site).as_posix()
+                    address = f"http://127.0.0.1:{server.server_port}/{local}"
+                    for problem in dict.fromkeys(problems(page, address, seen)):
                         bad += 1
-                        print(f"{path.relative_to(site)} ({name}, {scheme}): {problem}")
+                        print(f"{local} ({name}, {scheme}): {problem}")
                     page.close()
                 context.close()
     print(", ".join(f"{count} {name}" for name, count in seen.items()), f"{bad} problems", sep="; ")
