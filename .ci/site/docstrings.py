@@ -1,0 +1,89 @@
+"""Docstrings as the source has them, for the reference: an extension of griffe, which reads the package.
+
+griffe inspects the package while it is imported. So it takes the docstring of `str` for that of a class
+attribute that is a string, has none for properties, and gives all parameters of a line ``a, b`` the
+type of the first.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from functools import cache
+from typing import Any
+
+from griffe import Attribute, Docstring, Extension, Function, Object, ObjectNode
+
+GROUP = re.compile(r"^(\w+(?:, \*{0,2}\w+)+)((?: : .*)?)\n((?:    .*\n|\n)+)", re.MULTILINE)
+
+
+@cache
+def of_attributes(module: str) -> dict[str, str]:
+    """Return the docstrings that follow assignments in the source of a module, by qualified name."""
+    found: dict[str, str] = {}
+    imported = __import__(module, fromlist=["_"])
+
+    def look(body: list[ast.stmt], prefix: str) -> None:
+        for one, after in zip(body, [*body[1:], None], strict=True):
+            if isinstance(one, ast.ClassDef):
+                look(one.body, f"{prefix}{one.name}.")
+            targets = getattr(one, "targets", None) or [getattr(one, "target", None)]
+            text = isinstance(after, ast.Expr) and getattr(after.value, "value", None)
+            if isinstance(targets[0], ast.Name) and isinstance(text, str):
+                found[prefix + targets[0].id] = inspect.cleandoc(text)
+
+    look(ast.parse(inspect.getsource(imported)).body, "")
+    return found
+
+
+def separate(text: str) -> str:
+    """Return a docstring in which each parameter of a group has a line and the text of the group."""
+    return GROUP.sub(
+        lambda found: "".join(f"{name}{found[2]}\n{found[3]}" for name in found[1].split(", ")),
+        text,
+    )
+
+
+class Docstrings(Extension):
+    """Corrects docstrings of attributes, properties and groups of parameters."""
+
+    def on_attribute_instance(self, *, node: Any, attr: Attribute, **kwargs: Any) -> None:
+        if not isinstance(node, ObjectNode):
+            return
+        if "_tuplegetter" in str(attr.value):  # a field of a named tuple
+            attr.value = None
+        text = self._text(node, attr)
+        attr.docstring = Docstring(text, parent=attr) if text else None
+
+    def on_function_instance(self, *, node: Any, func: Function, **kwargs: Any) -> None:
+        self._separate(func)
+
+    def on_class_instance(self, *, node: Any, cls: Object, **kwargs: Any) -> None:
+        self._separate(cls)
+
+    def on_class_members(self, *, node: Any, cls: Object, **kwargs: Any) -> None:
+        """Show the descriptors that are properties of another kind."""
+        for name, value in vars(getattr(node, "obj", object)).items():
+            member = cls.members.get(name)
+            text = inspect.getdoc(value)
+            if member is not None and member.is_alias and hasattr(type(value), "__get__") and text:
+                attribute = Attribute(name)
+                attribute.docstring = Docstring(text, parent=attribute)
+                attribute.labels.add("property")
+                cls.set_member(name, attribute)
+
+    def _text(self, node: ObjectNode, attr: Attribute) -> str:
+        if isinstance(node.obj, property) or node.is_property or node.is_cached_property:
+            return inspect.getdoc(node.obj) or ""
+        owner = getattr(node.parent, "obj", None)
+        for base in getattr(owner, "__mro__", ()):
+            if base.__module__.startswith("hybridloader"):
+                found = of_attributes(base.__module__).get(f"{base.__qualname__}.{attr.name}")
+                if found:
+                    return found
+        return ""
+
+    def _separate(self, found: Object) -> None:
+        if found.docstring is not None:
+            found.docstring.value = separate(found.docstring.value)
