@@ -41,7 +41,7 @@ class PyAV:
         for frame in self.container.decode(self.stream):
             if frame.pts < start:
                 continue  # from the keyframe to the clip: decoded in vain
-            frames.append(frame.to_ndarray(width=SIZE, height=SIZE, format="rgb24"))
+            frames.append(frame.to_ndarray(width=SIZE, height=SIZE, format="rgb24", threads=1))
             if len(frames) == LENGTH:
                 return np.stack(frames)
         raise ValueError(f"{self.container.name} ends within the clip at frame {first}")
@@ -127,7 +127,7 @@ def all_clips(path):
         container.streams.video[0].thread_type = "NONE"
         frames = []
         for number, frame in enumerate(container.decode(video=0), start=1):
-            frames.append(frame.to_ndarray(width=SIZE, height=SIZE, format="rgb24"))
+            frames.append(frame.to_ndarray(width=SIZE, height=SIZE, format="rgb24", threads=1))
             if len(frames) == LENGTH:
                 yield np.stack(frames), number - LENGTH
                 frames = frames[LENGTH // 2 :]  # the next clip begins in the middle of this one

@@ -198,6 +198,10 @@ class Tuner:
             if measured.error is None:
                 self._closings |= dict.fromkeys(backends, measured.closing)
             self.search.note(measured.trial)
+            if self._call is not None and self.search.target is not None:
+                # A trial runs the step, too, so the step alone is at least as fast. Its first calls may
+                # be slow: with torch.compile, for example, or beside the load of another program.
+                self.search.target = max(self.search.target, measured.trial.rate)
 
     def _is_final(self, plan: Plan, measured: Measured) -> bool:
         """Note an error; return True if no other plan can do better."""

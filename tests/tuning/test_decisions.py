@@ -107,6 +107,19 @@ def test_a_step_is_timed_alone_and_is_part_of_every_trial() -> None:
     assert tuning.keeps_up is (tuning.rate >= 95)
 
 
+def test_a_step_whose_first_calls_are_slow_is_no_reason_for_a_slow_plan() -> None:
+    subject, calls = Scripted((WORKLOADS["waiting"],), (INLINE,)), itertools.count()
+
+    def step(batch: Any) -> None:
+        subject.clock.now += 300e-3 if next(calls) < 12 else 1e-3
+
+    tuning = tuned(subject, step=step)
+    fastest = max(trial.rate for trial in tuning.trials)
+    assert tuning.target is not None
+    assert tuning.target >= fastest
+    assert tuning.rate >= 0.9 * fastest
+
+
 def test_a_pipeline_gets_a_place_for_each_stage() -> None:
     costs = (WORKLOADS["waiting"], Cost(held=4e-3, sending=0.1e-3))
     tuning = tuned(Scripted(costs, (Place("threads", 1), Place("threads", 1))), seconds=40)
