@@ -315,7 +315,7 @@ class BlockReader:
             )
         if window > self._limit:
             warn_once(
-                f"the {min(blocks, len(plan.queue))} blocks of a window have {window / 2**20:.0f} MiB, "
+                f"the {min(blocks, len(plan.queue))} blocks of a window have {window} bytes, "
                 f"more than ahead_bytes={self._limit}, so samples are read one by one, with a request "
                 "each; pass a smaller block_size= or window_blocks= to BlockShuffleSampler, or raise "
                 "ahead_bytes=",
