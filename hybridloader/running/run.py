@@ -274,8 +274,8 @@ class Run(Iterator[Any]):
         """
         if self._observation is None:
             raise RuntimeError(
-                "stats() needs a run that observes: pipe.run(observe=True), or "
-                "pipe.epochs(n, observe=True)"
+                "stats() needs a run that observes: pipe.run(observe=True), "
+                "pipe.epochs(n, observe=True), or PipelineLoader(pipe, observe=True)"
             )
         return self._observation.stats()
 

@@ -241,8 +241,8 @@ def _same_ranks(position: Position, ours: list[int]) -> None:
     raise StateError(
         f"ranks: the state is of {position.ranks} ranks and this pipeline is for {ours}; its steps do "
         "not make one item of one, or an error was raised, so each rank is at another position in "
-        "the data. Resume from one state of all of them, by merge_states, on as many ranks, or at the "
-        "end of an epoch"
+        "the data. Resume on as many ranks, at the end of an epoch, or, if merge_states takes its "
+        "steps, from one state of all ranks"
     )
 
 
