@@ -97,6 +97,7 @@ class FakeAccelerator:
         self.lockable, self.pinnable = lockable, pinnable
         self.manual = manual
         self._lock = threading.RLock()  # finalizers take it too
+        self._running = False  # under the lock
         self.default = FakeStream("default")
         # All the other mutable state:
         self.streams = [self.default]
@@ -304,13 +305,18 @@ class FakeAccelerator:
     def run(self, *streams: FakeStream) -> None:
         """Do the work of `streams` (all, if none is given) as far as possible."""
         with self._lock:
-            moved = True
-            while moved:
-                moved = False
-                for stream in streams or tuple(self.streams):
-                    while stream.queue and stream.queue[0]() is not False:
-                        stream.queue.popleft()
-                        moved = True
+            if self._running:
+                return  # a finalizer interrupts an entry of this thread; the loop comes to the new one
+            moved = self._running = True
+            try:
+                while moved:
+                    moved = False
+                    for stream in streams or tuple(self.streams):
+                        while stream.queue and stream.queue[0]() is not False:
+                            stream.queue.popleft()
+                            moved = True
+            finally:
+                self._running = False
 
     @property
     def queued(self) -> int:

@@ -6,6 +6,7 @@ import multiprocessing
 import threading
 
 import pytest
+import torch
 
 from hybridloader.testing import FakeAccelerator
 
@@ -36,3 +37,23 @@ def test_a_fork_frees_its_memory_without_the_lock_that_a_thread_had() -> None:
     child.join(60)
     assert code == 0
     child.close()
+
+
+def test_memory_may_be_freed_in_the_midst_of_a_kernel() -> None:
+    """A finalizer runs on any thread at any time, and queues an entry of its own."""
+    device = FakeAccelerator()
+    tensor, order = device.move(torch.ones(4)), list[str]()
+    device.run()
+    device.keep_for(tensor, device.current_stream())
+    kept = [tensor]
+    del tensor
+
+    def kernel() -> None:
+        kept.clear()
+        order.append("kernel")
+
+    device.manual = False
+    device.launch(kernel)
+    device.launch(lambda: order.append("next"))
+    assert order == ["kernel", "next"]
+    assert device.queued == 0
