@@ -100,7 +100,7 @@ class RunPosition:
         self.opened = False
         # All the mutable state. One thread counts, errors first:
         self.given, self.raised = self.start
-        self.finished = False  # the loop was told that it ended
+        self.finished = False  # the loop has got its StopIteration
         self.droppings: list[Dropping | ReaderItems] = []
         # And under the lock, which the handler of a signal may take again to save a state:
         self._lock = threading.RLock()
