@@ -1,8 +1,8 @@
 """Input of a pipeline's stage: its feed, batched into tasks.
 
 A feed gives several items at a time where each takes so little work that handing it to a worker
-alone would cost more than the work. It learns their number from the seconds of the tasks before. It
-never waits for items, so no slow source holds up a task.
+alone would cost much beside the work. It learns their number from the seconds and the bytes of the tasks
+before. It never waits for items, so no slow source holds up a task.
 """
 
 from __future__ import annotations
@@ -15,14 +15,20 @@ from typing import Any
 
 from hybridloader._support.attributes import attribute
 from hybridloader._support.error_handling import ENDS, counts_as_item, is_a, is_ours
+from hybridloader._support.sizes import size_of
 from hybridloader.engine.payload import Payload
 from hybridloader.errors import NotReady
 
-TASK_SECONDS = 1e-3
-"""Target seconds of a task of several items. Sending a task to a process and back costs about 0.1
-ms here, to a thread about 0.03 ms: at most a tenth of this."""
+TASK_SECONDS = 12e-3
+"""Target seconds of a task of several items. To send an item of 77 kB to a process and back costs 0.2 to
+0.3 ms of CPU, to a thread 0.1 ms: about 2 % of this (decision 43)."""
 
 MOST = 64  # items in one task at most
+
+MOST_BYTES = 1 << 22
+"""Most bytes of the items of a task of several, and of its results: 4 MiB. To copy as much takes longer
+than to send a task, so larger tasks would only hold more memory."""
+
 _MEMORY = 0.9  # decay of the running mean of task sizes and seconds, per task
 
 _GATHERING = 1e-3
@@ -90,13 +96,15 @@ class TaskBatching(Feed):
         """Number of items of each task, in order. A reader sets a deque and empties it; None: no
         reader."""
 
-    def learn(self, items: int, seconds: float) -> None:
-        """Learn from a task of `items` items that took `seconds`."""
+    def learn(self, items: int, seconds: float, nbytes: int = 0) -> None:
+        """Learn from a task of `items` items that took `seconds` and gave `nbytes`, as far as known."""
         # A mean over many tasks: a single one may have waited for the GIL, or found its file in the
         # cache.
         self._items = _MEMORY * self._items + items
         self._seconds = _MEMORY * self._seconds + seconds
         fitting = MOST if self._seconds <= 0 else int(TASK_SECONDS * self._items / self._seconds)
+        if nbytes * fitting > MOST_BYTES * items:
+            fitting = MOST_BYTES * items // nbytes
         self.size = min(self._most, max(self._least, min(fitting, 2 * self.size)))
 
     def no_larger_than(self, other: TaskBatching) -> None:
@@ -129,6 +137,7 @@ class TaskBatching(Feed):
         if most is not None:
             size = min(size, most)
         if size > 1:
+            size = max(self._least, min(size, MOST_BYTES // max(1, size_of(item))))
             self._gather(found, size)
         return found
 

@@ -30,8 +30,9 @@ class StageFlow:
         self._prefetch, self._limit = prefetch, buffer_bytes
         self.limited = prefetch is not None or buffer_bytes is not None
         """True if tasks may be delayed, so that `room` is to be called."""
-        self.learn: Callable[[int, float], None] | None = None
-        """Function that is called with the items of a task and its seconds."""
+        self.learn: Callable[[int, float, int], None] | None = None
+        """Function that is called with the items of a task, its seconds, and the bytes of its results
+        as far as they are known."""
         self.relay: RelayQueue | None = None  # queue of results that the stage has returned
         # All the mutable state:
         self.items_out = 0  # counted by the thread that unpacks results
@@ -70,7 +71,8 @@ class StageFlow:
         if not isinstance(event, Done):
             return
         if self.learn is not None:
-            self.learn(self._items.get(event.seq, 1), event.seconds)
+            items, payload = self._items.get(event.seq, 1), event.payload
+            self.learn(items, event.seconds, _roughly_bytes(payload, items))
         if self._limit is not None:
             size, largest = _sizes_of(event.payload, self._items.get(event.seq, 1))
             self.queued_bytes += size
@@ -82,6 +84,14 @@ class StageFlow:
         self.queued -= self._items.pop(seq, 0)
         if self._bytes:
             self.queued_bytes -= self._bytes.pop(seq, 0)
+
+
+def _roughly_bytes(payload: Any, count: int) -> int:
+    """Return the bytes of a result of `count` items, taken from its first if it is in this process."""
+    if not isinstance(payload, ByReference):
+        return known_bytes(payload)
+    value = payload.peek()
+    return count * size_of(value[0]) if type(value) is list and value else 0
 
 
 def _sizes_of(payload: Any, count: int) -> tuple[int, int]:

@@ -37,9 +37,10 @@ from hybridloader.running.reader_log import ReaderLog, ReaderStarts, Turn
 
 
 class RelayDepth:
-    """Depth of a relay, twice the task size of the stages beside it.
+    """Depth of a relay, twice the task size of the stage beside it with the larger tasks.
 
-    A deeper relay would keep more items in memory; a flatter one would wake a thread for each item.
+    A flatter relay would wake a thread for each item, and a stage after it would get smaller tasks. Two
+    tasks are at most 24 ms of work, or 8 MiB.
     """
 
     def __init__(self, relay: Relay, least: int) -> None:
@@ -54,7 +55,7 @@ class RelayDepth:
 
     def adjust(self) -> None:
         """Take the task sizes as they are now."""
-        size = min(batching.size for batching in self._beside)
+        size = max(batching.size for batching in self._beside)
         self._relay.queue.depth = max(self._least, 2 * size)
 
 
@@ -140,9 +141,9 @@ class StageItems(StageIterator):
         self._results: Iterator[Any] = iter(())
         self._queue = ResultQueue(budget, _places_of(stage, "working on"))
 
-    def _learn(self, items: int, seconds: float) -> None:
+    def _learn(self, items: int, seconds: float, nbytes: int) -> None:
         before = self.batching.size
-        self.batching.learn(items, seconds)
+        self.batching.learn(items, seconds, nbytes)
         if self.batching.size != before:
             for depth in self.depths:
                 depth.adjust()

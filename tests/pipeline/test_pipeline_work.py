@@ -18,13 +18,15 @@ from hypothesis import strategies as st
 from hybridloader import Pipeline, Threads, get_worker_info
 from hybridloader._support.failure import Failure
 from hybridloader.engine.contract import Crew
-from hybridloader.engine.feed import MOST, TASK_SECONDS, TaskBatching
+from hybridloader.engine.feed import MOST, MOST_BYTES, TASK_SECONDS, TaskBatching
 from hybridloader.engine.messages import Done, Failed, Task
 from hybridloader.engine.payload import ByReference
+from hybridloader.engine.relay import Relay
 from hybridloader.engine.stage_flow import StageFlow
 from hybridloader.errors import NotReady
 from hybridloader.fetching.item_steps import Step, WorkFetch
 from hybridloader.observe.stage_measures import StageMeasures
+from hybridloader.running.flow import RelayDepth
 from hybridloader.testing import FakeClock, Gate
 
 KINDS = ("inline", "threads", "fork", "shared-memory")
@@ -94,22 +96,74 @@ def test_task_sizes_are_no_larger_than_prefetch(prefetch: int) -> None:
     assert max(sizes_of(300, num_workers=1, prefetch=prefetch)) <= prefetch
 
 
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("backend", ["threads", "fork"])
+@pytest.mark.parametrize(("item", "made"), [(1 << 20, 1), (1, 1 << 20), (1 << 22, 1), (1, 1 << 22)])
+def test_tasks_of_large_items_or_results_are_small(
+    monkeypatch: pytest.MonkeyPatch, backend: str, item: int, made: int
+) -> None:
+    """In bytes: no task has more than 4 MiB, or it has a single item."""
+    sizes, draw = [], TaskBatching.draw
+
+    def weighed(batching: TaskBatching, most: int | None) -> Any:
+        found = draw(batching, most)
+        sizes.append(len(found))
+        return found
+
+    class Blobs:
+        def __len__(self) -> int:
+            return 40
+
+        def __getitem__(self, index: int) -> bytes:
+            return bytes(item)
+
+    monkeypatch.setattr(TaskBatching, "draw", weighed)
+    pipe = Pipeline.from_dataset(Blobs()).map(lambda _: bytes(made), backend=backend, num_workers=1)
+    assert len(list(pipe)) == sum(sizes) == 40
+    fitting = MOST_BYTES // (1 << 20) - 1 if max(item, made) == 1 << 20 else 1
+    # The bytes of results are known when the first has come; two tasks are in flight.
+    assert max(sizes[2:]) == fitting
+
+
 @given(
-    st.lists(st.tuples(st.integers(1, MOST), st.integers(0, 10**7)), max_size=50), st.integers(1, 8)
+    st.lists(
+        st.tuples(st.integers(1, MOST), st.integers(0, 10**7), st.integers(0, 10**8)), max_size=50
+    ),
+    st.integers(1, 8),
 )
-def test_task_sizes_follow_what_tasks_take(tasks: list[tuple[int, int]], least: int) -> None:
+def test_task_sizes_follow_what_tasks_take(tasks: list[tuple[int, int, int]], least: int) -> None:
     task_sizes = TaskBatching(iter(()), least=least)
     assert task_sizes.size == least
-    for items, nanoseconds in tasks:
+    for items, nanoseconds, nbytes in tasks:
         before = task_sizes.size
-        task_sizes.learn(items, nanoseconds / 1e9)
+        task_sizes.learn(items, nanoseconds / 1e9, nbytes)
         assert least <= task_sizes.size <= min(max(MOST, least), 2 * before)
+        assert task_sizes.size == least or task_sizes.size * nbytes <= MOST_BYTES * items
     for _ in range(200):
         task_sizes.learn(1, 2 * TASK_SECONDS)
     assert task_sizes.size == least
     for _ in range(200):
         task_sizes.learn(10, TASK_SECONDS / 2)
     assert task_sizes.size == pytest.approx(max(least, 20), abs=1)
+
+
+def test_a_relay_holds_two_tasks_of_the_stage_beside_it_with_the_larger_ones() -> None:
+    class Beside:
+        def __init__(self, size: int) -> None:
+            self.batching, self.depths = TaskBatching(iter(())), list[RelayDepth]()
+            self.batching.size = size
+
+    relay = Relay(iter(()), "relay", start=False)
+    depth = RelayDepth(relay, 3)
+    before: Any = Beside(1)
+    after: Any = Beside(8)
+    depth.couple(before)
+    assert relay.queue.depth == 3  # the least
+    depth.couple(after)
+    assert relay.queue.depth == 16
+    after.batching.size = 4
+    depth.adjust()
+    assert relay.queue.depth == 8
 
 
 @pytest.mark.usefixtures("quick")
