@@ -126,7 +126,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             who, number, self._backend, fetch, self._num_workers, window, options
         )
         made.of(self, self._plan.batch_size)
-        made.see()
+        made.begin()
         return made
 
     def _note_begin(self) -> None:
@@ -370,7 +370,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         if loop is not None:
             began = perf_counter()
             if began >= loop.due:
-                self._observation.report()  # type: ignore[union-attr]
+                self._observation.due()  # type: ignore[union-attr]
                 began = perf_counter()
         try:
             data = self._next_batch()
@@ -380,7 +380,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             if is_a(error, StopIteration):
                 self._progress.finished = True
                 if self._observation is not None:
-                    self._observation.finished()
+                    self._observation.ended(finished=True)
             park_at_exit()
             raise
         if self._pinner is not None and self._pin_thread is None:

@@ -65,6 +65,7 @@ class LoaderObservation(Observation):
         self._stores = uses()
         self.loop = self._new_loop()
         self._sampler = self._progress = self._budget = self._pin = None
+        self.begin()
 
     def begun(self, stage: Stage, progress: Progress, budget: ErrorBudget | None) -> None:
         """Note that ``iter()`` returns; its time counts as a wait of the loop."""
@@ -74,7 +75,6 @@ class LoaderObservation(Observation):
         if budget is not None:
             self.budget(budget)
         self.loop.note(self.loop.began, time.perf_counter())
-        self.begin_reports()
 
     def pinned(self, stage: str, queue: RelayQueue, pulls: TimedPulls) -> None:
         """Note that a thread will pin batches, or copy them to a device, and put them into `queue`."""
@@ -88,9 +88,9 @@ class LoaderObservation(Observation):
         traced(self.trace, SAMPLER, self._sampler)
         return self._sampler.timed(source)
 
-    def finished(self) -> None:
+    def ended(self, *, finished: bool) -> None:
         self.end()
-        super().finished()
+        super().ended(finished=finished)
 
     def stats(self) -> Stats:
         # Another thread may be beginning an epoch, in which these are None at first.

@@ -26,14 +26,14 @@ from hybridloader.engine.fetcher import Fetch
 from hybridloader.engine.relay import RelayQueue, RelaySleeps
 from hybridloader.fetching.on_error.error_budget import ErrorBudget
 from hybridloader.observe.recording import Recording, StageRecord
-from hybridloader.observe.reporting import Observe, Reporter
+from hybridloader.observe.reporting import Follower, Observe, Reporter
 from hybridloader.observe.stage_measures import StageMeasures
 from hybridloader.observe.stage_trace import StageTrace, Throttled, skipped_in
 from hybridloader.observe.stats import Stats, stats_of
 from hybridloader.observe.thread_times import LoopWaits
 from hybridloader.observe.trace_files import LOOP
 from hybridloader.observe.tracing import Trace, running_trace, traced
-from hybridloader.observe.watching import Watch, running_watch
+from hybridloader.observe.watching import Watch, WatchedEpochs, running_watch
 
 
 class Asked(NamedTuple):
@@ -59,9 +59,12 @@ class Observation(ABC):
     """
 
     def __init__(self, asked: Asked, name: str, key: Hashable) -> None:
-        self.trace, self._watch = asked.trace, asked.watch
-        self._name, self._key = name, key
-        self._reporter = None if asked.policy is None else Reporter(asked.policy)
+        self.trace = asked.trace
+        self._followers: list[Follower] = []
+        if asked.watch is not None:
+            self._followers.append(WatchedEpochs(asked.watch, name, key))
+        if asked.policy is not None:
+            self._followers.append(Reporter(asked.policy))
         # All the mutable state:
         self._stores = uses()  # as they were before
         self.loop = self._new_loop()
@@ -136,30 +139,20 @@ class Observation(ABC):
 
     # -- begin and end of an epoch, on the thread of the loop ----------------------------------------
 
-    def see(self) -> None:
-        """Show this in the watch from now on, if one runs."""
-        if self._watch is not None:
-            self._watch.see(self._name, self._key, self.stats)
+    def begin(self) -> None:
+        """Begin an epoch of `loop`; the followers may ask for `stats` from now on."""
+        for follower in self._followers:
+            follower.begin(self.loop, self.stats)
 
-    def look(self) -> None:
-        """Have the watch remember the statistics until now."""
-        if self._watch is not None:
-            self._watch.look(self._key)
+    def due(self) -> None:
+        """Have the followers act: `loop.due` has come."""
+        for follower in self._followers:
+            follower.due()
 
-    def begin_reports(self) -> None:
-        """Start the reports of an epoch: from `loop.due` on, the loop calls `report` between items."""
-        if self._reporter is not None:
-            self._reporter.begin(self.loop)
-
-    def report(self) -> None:
-        """Call the function of the user's `Observe`."""
-        if self._reporter is not None:
-            self._reporter.report(self.stats)
-
-    def finished(self) -> None:
-        """Note that the epoch has returned all its items."""
-        if self._reporter is not None:
-            self._reporter.end(self.stats)
+    def ended(self, *, finished: bool) -> None:
+        """Note that the epoch has returned all its items (`finished`), or returns no more."""
+        for follower in self._followers:
+            follower.end(finished=finished)
 
     def end(self) -> None:
         """Stop counting."""

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Protocol
 
 from hybridloader._support.arguments import flag, function, seconds
 from hybridloader._support.caller import warn
@@ -58,33 +59,48 @@ def check_observe(value: bool | Observe) -> None:
         flag("observe", value)
 
 
-class Reporter:
-    """Calls a function with statistics while the loop runs. The loop's thread uses it."""
+class Follower(Protocol):
+    """Follower of the epochs of one observation: reports, or a row of a watch.
+
+    Only the loop's thread calls it; any thread may call `end` of an epoch that is left.
+    """
+
+    def begin(self, loop: LoopWaits, stats: Callable[[], Stats]) -> None:
+        """Begin an epoch. `stats` returns its statistics until now, on any thread."""
+
+    def due(self) -> None:
+        """Act between two items: the time ``loop.due`` has come."""
+
+    def end(self, *, finished: bool) -> None:
+        """End the epoch; `finished` if it has returned all its items."""
+
+
+class Reporter(Follower):
+    """Calls a function with statistics while the loop runs."""
 
     def __init__(self, policy: Observe) -> None:
         self._policy = policy
         # All the mutable state:
         self._warned = False
         self._loop: LoopWaits | None = None  # `due`: time of the next call; inf after the end
+        self._stats: Callable[[], Stats]
 
-    def begin(self, loop: LoopWaits) -> None:
-        """Begin an epoch of a loop."""
-        self._loop = loop
+    def begin(self, loop: LoopWaits, stats: Callable[[], Stats]) -> None:
+        self._loop, self._stats = loop, stats
         loop.due = perf_counter() + self._policy.every
 
-    def end(self, stats: Callable[[], Stats]) -> None:
-        """Call the function a last time in this epoch."""
+    def end(self, *, finished: bool) -> None:
+        """Call the function a last time in this epoch, if it has returned all its items."""
         loop = self._loop
-        if loop is not None and loop.due < math.inf:
+        if finished and loop is not None and loop.due < math.inf:
             try:
-                self.report(stats)
+                self.due()
             finally:
                 loop.due = math.inf
 
-    def report(self, stats: Callable[[], Stats]) -> None:
-        """Call the function with the result of `stats`."""
+    def due(self) -> None:
         try:
-            self._policy.on_stats(stats())
+            self._policy.on_stats(self._stats())
         except Exception as error:
             if not self._warned:
                 self._warned = True

@@ -21,7 +21,9 @@ from typing import Any, NamedTuple, Protocol, TextIO
 from hybridloader._support.arguments import seconds
 from hybridloader.observe.figures import LOOP
 from hybridloader.observe.program_block import ProgramBlock, numbered
+from hybridloader.observe.reporting import Follower
 from hybridloader.observe.stats import Stats
+from hybridloader.observe.thread_times import LoopWaits
 
 SHOWN = 12
 """Maximum number of loaders to show, the latest ones."""
@@ -165,6 +167,19 @@ class Watch(ProgramBlock):
                 self._display.show(self.rows())
             except (OSError, ValueError):  # the terminal is gone
                 return
+
+
+class WatchedEpochs(Follower):
+    """Epochs of one loader or pipeline, which `watch` shows as `name` and recognises by `key`."""
+
+    def __init__(self, watch: Watch, name: str, key: Hashable) -> None:
+        self._watch, self._name, self._key = watch, name, key
+
+    def begin(self, loop: LoopWaits, stats: Callable[[], Stats]) -> None:
+        self._watch.see(self._name, self._key, stats)
+
+    def end(self, *, finished: bool) -> None:
+        self._watch.look(self._key)
 
 
 def running_watch() -> Watch | None:

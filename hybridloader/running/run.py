@@ -60,7 +60,7 @@ class Run(Iterator[Any]):
         self._observation = observation = executor.observation
         self._loop = None if observation is None else observation.loop
         if observation is not None:
-            observation.see()
+            observation.begin()
         self._position = RunPosition(executor.plan, epoch, resumed)
         self._items: Iterator[Any] = iter(())
         self._queue: RelayQueue | None = None  # from which the items are taken
@@ -83,7 +83,6 @@ class Run(Iterator[Any]):
             loop = observation.loop
             if not (loop.items or loop.longer):  # starting the workers was waited for, too
                 loop.note(loop.began, perf_counter())
-            observation.begin_reports()
 
     def __next__(self) -> Any:
         return self._ask(self._items.__next__)
@@ -113,7 +112,7 @@ class Run(Iterator[Any]):
                 if loop is not None:
                     began = perf_counter()
                     if began >= loop.due:
-                        self._observation.report()  # type: ignore[union-attr]
+                        self._observation.due()  # type: ignore[union-attr]
                         began = perf_counter()
                 try:
                     item = get()
@@ -135,8 +134,8 @@ class Run(Iterator[Any]):
                             loop.brief_seconds += seconds
                         else:
                             loop.note(began, began + seconds)
-                        if position.finished:
-                            self._observation.finished()  # type: ignore[union-attr]
+                        if self._over is not None:
+                            self._note_end()
                 if loop is not None:
                     loop.items += 1
                 position.given += 1
@@ -149,19 +148,19 @@ class Run(Iterator[Any]):
                 position.given = given
                 with suppress(KeyboardInterrupt):  # a second interrupt; the finalizer ends the rest
                     self._end(IteratorClosed("it was interrupted"))
+                    self._note_end()
             raise
 
     def _end(self, why: BaseException) -> None:
         # Not the error itself: its traceback holds this object.
         self._over = why if isinstance(why, StopIteration) else type(why)(*why.args)
         self._position.finished = isinstance(why, StopIteration)
-        self._look()
         if self._owner is None:
             self.close()
 
-    def _look(self) -> None:
+    def _note_end(self) -> None:
         if self._observation is not None:
-            self._observation.look()
+            self._observation.ended(finished=self._position.finished)
 
     def _refuse(self) -> None:
         if isinstance(self._over, StopIteration):
@@ -187,7 +186,7 @@ class Run(Iterator[Any]):
         """End all workers and threads within about 2 seconds; repeatable, from any thread."""
         if self._over is None:
             self._over = _CLOSED
-            self._look()
+            self._note_end()
         if self._finalizer is not None:
             close_once(self, self._executor)
         elif not self._left.cancelled:
