@@ -304,15 +304,13 @@ def test_a_state_resumes_with_the_same_numbers() -> None:
 
 def test_patches_go_with_the_last_loader_on_threads() -> None:
     gc.collect()  # of loaders of other tests
-    assert installation.count == 0
+    before = installation.count  # 0, or those of loaders that Python 3.13t keeps with a local class
     iterator = iter(loader(2))
     next(iterator), next(iterator)
-    assert installation.count in (
-        1,
-        2,
-    )  # one worker may make both batches before the other has begun
+    # One worker may make both batches before the other has begun.
+    assert installation.count - before in (1, 2)
     iterator.close()
-    assert installation.count == 0
+    assert installation.count == before
 
 
 def test_a_seed_may_be_given() -> None:
