@@ -178,6 +178,9 @@ class WatchedEpochs(Follower):
     def begin(self, loop: LoopWaits, stats: Callable[[], Stats]) -> None:
         self._watch.see(self._name, self._key, stats)
 
+    def due(self) -> None:
+        """Do nothing: the watch's thread asks for the statistics."""
+
     def end(self, *, finished: bool) -> None:
         self._watch.look(self._key)
 
