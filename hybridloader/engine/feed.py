@@ -29,6 +29,10 @@ MOST_BYTES = 1 << 22
 """Most bytes of the items of a task of several, and of its results: 4 MiB. To copy as much takes longer
 than to send a task, so larger tasks would only hold more memory."""
 
+LOOKED_AT = 8
+"""Elements of each container that count for these bytes: to look at all of a list of 8,192 numbers takes
+some milliseconds."""
+
 _MEMORY = 0.9  # decay of the running mean of task sizes and seconds, per task
 
 _GATHERING = 1e-3
@@ -137,7 +141,7 @@ class TaskBatching(Feed):
         if most is not None:
             size = min(size, most)
         if size > 1:
-            size = max(self._least, min(size, MOST_BYTES // max(1, size_of(item))))
+            size = max(self._least, min(size, MOST_BYTES // max(1, size_of(item, LOOKED_AT))))
             self._gather(found, size)
         return found
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hybridloader._support.sizes import size_of
-from hybridloader.engine.feed import items_in
+from hybridloader.engine.feed import LOOKED_AT, items_in
 from hybridloader.engine.messages import Done, Result
 from hybridloader.engine.payload import ByReference, known_bytes
 from hybridloader.engine.relay import RelayQueue
@@ -91,7 +91,7 @@ def _roughly_bytes(payload: Any, count: int) -> int:
     if not isinstance(payload, ByReference):
         return known_bytes(payload)
     value = payload.peek()
-    return count * size_of(value[0]) if type(value) is list and value else 0
+    return count * size_of(value[0], LOOKED_AT) if type(value) is list and value else 0
 
 
 def _sizes_of(payload: Any, count: int) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hybridloader import Pipeline, Threads, get_worker_info
 from hybridloader._support.failure import Failure
 from hybridloader.engine.contract import Crew
-from hybridloader.engine.feed import MOST, MOST_BYTES, TASK_SECONDS, TaskBatching
+from hybridloader.engine.feed import LOOKED_AT, MOST, MOST_BYTES, TASK_SECONDS, TaskBatching
 from hybridloader.engine.messages import Done, Failed, Task
 from hybridloader.engine.payload import ByReference
 from hybridloader.engine.relay import Relay
@@ -75,6 +75,13 @@ def sizes_of(count: int, **where: Any) -> list[int]:
     return backend.sizes
 
 
+def sizes_of_items(items: list[Any]) -> list[int]:
+    backend = Weighing()
+    pipe = Pipeline.from_dataset(items).map(lambda item: item, backend=backend, num_workers=1)
+    assert list(pipe) == items
+    return backend.sizes
+
+
 @pytest.mark.usefixtures("slow")
 @pytest.mark.parametrize("threads", [1, 3])
 def test_slow_work_is_handed_out_one_by_one_or_one_for_each_thread(threads: int) -> None:
@@ -120,9 +127,25 @@ def test_tasks_of_large_items_or_results_are_small(
     monkeypatch.setattr(TaskBatching, "draw", weighed)
     pipe = Pipeline.from_dataset(Blobs()).map(lambda _: bytes(made), backend=backend, num_workers=1)
     assert len(list(pipe)) == sum(sizes) == 40
-    fitting = MOST_BYTES // (1 << 20) - 1 if max(item, made) == 1 << 20 else 1
+    fitting = max(1, MOST_BYTES // (max(item, made) + 33))  # an object of bytes has 33 more
     # The bytes of results are known when the first has come; two tasks are in flight.
     assert max(sizes[2:]) == fitting
+
+
+@pytest.mark.usefixtures("quick")
+def test_few_elements_of_a_long_item_are_weighed() -> None:
+    looks = itertools.count()
+
+    class Token:
+        @property
+        def nbytes(self) -> int:
+            next(looks)
+            return 1 << 12
+
+    item = [Token()] * 4096  # 16 MiB, so that each is a task of its own
+    sizes = sizes_of_items([item] * 20)
+    assert max(sizes) == 1
+    assert 0 < next(looks) <= 2 * LOOKED_AT * 20  # each item and each result
 
 
 @given(
