@@ -155,17 +155,23 @@ def test_a_fork_that_lets_a_relay_go_while_its_thread_is_at_work_does_not_hang()
 SCRIPT = """
     import itertools, multiprocessing, os, signal, sys, threading, time, warnings
     from hybridloader import Pipeline
+    from hybridloader.engine.feed import TASK_SECONDS
     from hybridloader.errors import IteratorClosed
 
     multiprocessing.set_start_method("fork")  # workers inherit the pipe; no default from 3.14 on
     backend, state, ending = sys.argv[1:]
     reading, writing = os.pipe()
+    released, release = os.pipe()
 
     def work(item):
         if item == 20:
             os.write(writing, b"!")
             while state == "stuck":
                 time.sleep(1000)
+            if state == "held":
+                os.read(released, 1)
+        elif state == "held":
+            time.sleep(TASK_SECONDS)  # so long that each item is a task: item 20 alone is held
         return item, os.getpid()
 
     where = dict(backend=backend, num_workers=2, fuse=False)
@@ -182,11 +188,14 @@ SCRIPT = """
         os.read(reading, 1)
 
     if ending.startswith("interrupt"):
+        seen = []
+
         def interrupt():
-            if state == "stuck":  # read here: the loop below goes on to the item that is stuck
+            if state != "going":  # read here: the loop below goes on to item 20
                 os.read(reading, 1)
             name = "_sleep" if "relay" in ending else "_listen"
-            while not waits_in(name):
+            # The loop has all 20 items before the one that is held: it waits until that is released.
+            while (state == "held" and len(seen) < 15) or not waits_in(name):
                 time.sleep(0.001)
             os.kill(os.getpid(), signal.SIGINT)
 
@@ -202,11 +211,12 @@ SCRIPT = """
         interrupting.start()
         try:
             for item in run:
-                pass
+                seen.append(item)
         except KeyboardInterrupt:
             print("interrupted", flush=True)
-        if ending.endswith("go on"):
-            assert next(run)
+        if state == "held":
+            os.write(release, b"!")
+            assert next(run)[0] == 20
         run.close()
         try:
             next(run)
@@ -288,7 +298,7 @@ def test_an_interrupt_goes_through_and_the_run_can_be_closed(
 
 @needs_fork
 def test_an_interrupt_at_a_relay_leaves_the_run_usable(tmp_path: Path) -> None:
-    found = run_script(tmp_path, "fork", "going", "interrupt at a relay, then go on")
+    found = run_script(tmp_path, "fork", "held", "interrupt at a relay")
     assert found == (0, ["interrupted", "closed"], "")
 
 
