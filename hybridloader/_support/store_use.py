@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass
+from functools import partial
 
 
 @dataclass(frozen=True)
@@ -65,50 +66,44 @@ class StoreUse:
         return any(astuple(self)[1:])
 
 
-_lock = threading.Lock()
-# All the mutable state:
+_adding = threading.RLock()  # reentrant: a handler of a signal may read a store
+# All the mutable state. The counts change under that lock, and are read without it: a finalizer may read
+# or stop at any moment, also on a thread that adds.
 _uses: dict[str, StoreUse] = {}
-_observers = 0
+_observers: set[object] = set()  # an object for each
 
 
 def _fresh_lock() -> None:
-    global _lock
-    _lock = threading.Lock()  # a fork may have copied a held lock
+    global _adding
+    _adding = threading.RLock()  # a fork may have copied a held lock
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_fresh_lock)
 
 
-def start_counting() -> None:
-    """Count from now on, until `stop_counting` was called as often."""
-    global _observers
-    with _lock:
-        _observers += 1
-
-
-def stop_counting() -> None:
-    global _observers
-    with _lock:
-        _observers -= 1
+def start_counting() -> Callable[[], None]:
+    """Count from now on, until the result is called. A finalizer may call it."""
+    observer = object()
+    _observers.add(observer)
+    return partial(_observers.discard, observer)
 
 
 def counting() -> bool:
     """Return True if somebody observes."""
-    return _observers > 0
+    return bool(_observers)
 
 
 def count(url: str, **counts: float) -> None:
     """Add to the counts of the store that has the file of this name."""
     store = store_of(url)
-    with _lock:
+    with _adding:
         _uses[store] = _uses.get(store, StoreUse(store)) + StoreUse(store, **counts)  # type: ignore[arg-type]
 
 
 def uses() -> dict[str, StoreUse]:
     """Return the use of each store until now."""
-    with _lock:
-        return dict(_uses)
+    return _uses.copy()
 
 
 def uses_since(before: dict[str, StoreUse]) -> tuple[StoreUse, ...]:

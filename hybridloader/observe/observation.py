@@ -16,7 +16,6 @@ from hybridloader._support.gil import turn_at_gil
 from hybridloader._support.store_use import (
     StoreUse,
     start_counting,
-    stop_counting,
     together,
     uses,
     uses_since,
@@ -68,8 +67,7 @@ class Observation(ABC):
         # All the mutable state:
         self._stores = uses()  # as they were before
         self.loop = self._new_loop()
-        start_counting()
-        weakref.finalize(self, stop_counting).atexit = False
+        weakref.finalize(self, start_counting()).atexit = False
 
     @abstractmethod
     def stats(self) -> Stats:

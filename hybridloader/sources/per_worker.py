@@ -190,7 +190,7 @@ class _Handles(Generic[T]):
     """Handles of one process."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer may end a worker on a thread that opens
         # All the mutable state:
         self.here: _ThreadLocals = _ThreadLocals()
         self._shared: _Opened[T] | None = None
@@ -207,14 +207,19 @@ class _Handles(Generic[T]):
         """Open the shared handle unless it is open, and make this worker one of its users."""
         with self._lock:
             opened = self._shared
+            if opened is not None:  # in use before the next line, or a finalizer could close it
+                self._use(opened, info)
             if opened is None or not opened.is_open:
                 opened = self._shared = make()
-            if info is None:
-                opened.outside = True
-            elif id(info) not in opened.users:
-                opened.users.add(id(info))
-                at_end_of_worker(partial(_leave, weakref.ref(self), id(info)))
+                self._use(opened, info)
             return opened
+
+    def _use(self, opened: _Opened[T], info: Any) -> None:
+        if info is None:
+            opened.outside = True
+        elif id(info) not in opened.users:
+            opened.users.add(id(info))
+            at_end_of_worker(partial(_leave, weakref.ref(self), id(info)))
 
     def leave(self, user: int) -> None:
         """Close the shared handle if this was the last worker that used it."""

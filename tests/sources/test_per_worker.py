@@ -10,6 +10,7 @@ import sqlite3
 import threading
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -117,6 +118,48 @@ def test_threads_of_a_process_may_share_one_until_the_last_worker_ends(tmp_path:
         assert len(used) == 1
         assert not closed
     assert closed == [*used] == notes(path)["open"]
+
+
+def test_an_iterator_may_be_collected_while_the_shared_handle_is_opened() -> None:
+    garbage: list[Any] = []
+    opened: list[object] = []
+
+    def open() -> object:
+        garbage.clear()
+        gc.collect()
+        opened.append(object())
+        return opened[-1]
+
+    class Data(Asking):
+        def __init__(self) -> None:
+            self.handle = PerWorker(open, per="process", close=lambda handle: None)
+
+        def __getitem__(self, index: int) -> Any:
+            return self.handle()
+
+    loader: Any = DataLoader(data := Data(), 6, num_workers=1, backend="inline", collate_fn=list)
+    batches = iter(loader)
+    assert next(batches) == [opened[0]] * 6
+    garbage += [batches, garbage]
+    del batches
+    data.handle.close()
+    assert [*loader] == [[opened[1]] * 6] * 2
+
+
+def test_a_shared_handle_is_not_closed_between_two_workers() -> None:
+    """The last user leaves, in a finalizer, after another worker has found the handle open."""
+    handle = PerWorker(object, per="process", close=lambda handle: None)
+    handles = handle._join()
+    opened = handles._join(handle._opened, first := SimpleNamespace())
+
+    class Users(set[int]):
+        def add(self, user: int) -> None:
+            super().add(user)
+            handles.leave(id(first))
+
+    opened.users = Users(opened.users)
+    assert handles._join(handle._opened, SimpleNamespace()) is opened
+    assert opened.is_open
 
 
 def test_steps_of_a_pipeline_close_theirs(tmp_path: Path) -> None:

@@ -126,13 +126,34 @@ def test_a_local_name_with_colons_is_no_chain_where_stores_are_counted(
     Path(tmp_path, "zip::b", "a.txt").write_bytes(b"one")
     monkeypatch.chdir(tmp_path)
     before = store_use.uses()
-    store_use.start_counting()
+    stop = store_use.start_counting()
     try:
         for url in ("zip::b/a.txt", "zip::b", "zip::b/*.txt"):
             assert [*Files(url)] == [b"one"]
     finally:
-        store_use.stop_counting()
+        stop()
     assert store_use.uses_since(before) == ()
+
+
+def test_a_finalizer_may_stop_counting_on_a_thread_that_counts() -> None:
+    run = Pipeline.from_dataset([1, 2]).run(observe=True)
+    assert [*run] == [1, 2]
+    assert store_use.counting()
+    cycle: list[Any] = [run]
+    cycle.append(cycle)
+    del run, cycle
+    with store_use._adding:  # the collector may run while a count is added
+        gc.collect()
+    assert not store_use.counting()
+
+
+def test_counts_are_read_while_another_thread_adds() -> None:
+    found: list[object] = []
+    reader = threading.Thread(target=lambda: found.append(store_use.uses()), daemon=True)
+    with store_use._adding:
+        reader.start()
+        reader.join(10)
+    assert found == [store_use.uses()]
 
 
 def test_a_store_is_a_host_or_a_bucket() -> None:
