@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 from hybridloader._support.cadence import Cadence
 from hybridloader._support.error_handling import place_of
+from hybridloader._support.snapshots import snapshot
 from hybridloader._support.state_copies import Latest
 from hybridloader.engine.dataset_state import ShardStart
 from hybridloader.engine.messages import Exhausted, Last
@@ -192,7 +193,7 @@ class Progress:
             return
         number, self.last_worker = last.seq - self._shift, last.worker
         self.count = number + 1
-        self.at = next((item for item in self.log.copy() if item[0] == number), None)
+        self.at = next((item for item in snapshot(self.log) if item[0] == number), None)
 
     def note_result(self, last: Last, error: Exception | None = None) -> None:
         """Count a returned result or error, if it is of a task of this epoch."""
