@@ -106,8 +106,13 @@ def test_workers_that_are_processes_report_their_use(store: HttpStore) -> None:
     files.close()
 
 
-def test_nothing_is_counted_if_nothing_is_observed(store: HttpStore) -> None:
-    gc.collect()  # observations of other tests count until they are collected
+@pytest.fixture
+def unobserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out observations of other tests, which count until they are collected."""
+    monkeypatch.setattr(store_use, "_observers", set())
+
+
+def test_nothing_is_counted_if_nothing_is_observed(store: HttpStore, unobserved: None) -> None:
     tar = tar_of(store)
     before = store_use.uses().get(store.url)  # other stores may still answer threads of other tests
     pipe = Pipeline.from_dataset(tar, sampler=BlockShuffleSampler(tar, seed=0))
@@ -135,7 +140,7 @@ def test_a_local_name_with_colons_is_no_chain_where_stores_are_counted(
     assert store_use.uses_since(before) == ()
 
 
-def test_a_finalizer_may_stop_counting_on_a_thread_that_counts() -> None:
+def test_a_finalizer_may_stop_counting_on_a_thread_that_counts(unobserved: None) -> None:
     run = Pipeline.from_dataset([1, 2]).run(observe=True)
     assert [*run] == [1, 2]
     assert store_use.counting()

@@ -149,9 +149,10 @@ def global_draws() -> None:
 
 
 def patches_never_break_a_call() -> None:
-    """No patch is in use but this one's, so each of them is undone while the functions are called."""
+    """Patches are undone while the functions are called, unless loaders of other tests use them."""
+    before = installation.count
     at_once(*[patches_come_and_go] * 2, *[global_draws] * (THREADS - 2))
-    assert installation.count == 0
+    assert installation.count == before
 
 
 def a_loader_has_one_record() -> None:
