@@ -266,9 +266,7 @@ def _nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     markers = ["forkserver", "ray"]
     if sys.version_info[:2] == (3, 13) and not getattr(sys, "_is_gil_enabled", lambda: True)():
-        markers += ["classes", "loops"]
-    if sys.version_info[:3] == (3, 12, 1):
-        markers.append("loops")
+        markers.append("classes")
     keeps = any(map(request.node.get_closest_marker, markers))
     if (
         _descriptors() <= descriptors

@@ -45,6 +45,7 @@ class Loop:
         if selector is not None:
             selector.select = partial(self._select, selector.select)
         self._loop.call_soon(self._look)
+        self._runs = self._running()
 
     @property
     def closed(self) -> bool:
@@ -78,11 +79,25 @@ class Loop:
             with self.in_use, _beside_the_callers():
                 if parts is not None:
                     parts.turn()
-                self._loop.run_forever()
+                next(self._runs)
+        except BaseException:
+            self._runs = self._running()  # the error has ended the generator
+            raise
         finally:
             self._context = None
             if parts is not None:
                 parts.turned()
+
+    def _running(self) -> Iterator[None]:
+        """Run the loop once for each item.
+
+        On Python 3.12 and 3.13, the frames of a coroutine's error refer to their callers (`f_back`), and
+        these to the iterator. While the error waits in a queue of the iterator, neither would be
+        collected. A suspended generator has no caller.
+        """
+        while True:
+            self._loop.run_forever()
+            yield
 
     def _select(self, select: Callable[[Any], Any], timeout: Any = None) -> Any:
         parts = None if self._context is None else self._context.parts

@@ -159,7 +159,6 @@ def test_errors_are_raised_in_their_place(where: Any) -> None:
             next(run)
 
 
-@pytest.mark.loops
 @everywhere
 def test_policies_for_errors(where: Any) -> None:
     def made(on_error: Any) -> list[Any]:
