@@ -12,12 +12,15 @@ nox.options.error_on_missing_interpreters = False
 TORCH = {"3.10": "2.11.0", "3.11": "2.13.0", "3.12": "2.13.0", "3.13": "2.13.0", "3.14": "2.13.0"}
 """torch for each Python: the oldest of both, and the one of constraints.txt."""
 
+TORCH_WITHOUT_GIL = {"3.13t": "2.12.0", "3.14t": "2.13.0"}
+"""torch for each free-threaded Python: 2.12 is the last with wheels for 3.13t."""
+
 # Not the extra [test]: its newest hypothesis has no wheel for Python 3.13t, and builds with Rust.
 WITHOUT_GIL = """
-    torch==2.12.0 numpy loky cloudpickle aiohttp fsspec hypothesis<6.150 matplotlib pillow psutil pyarrow
+    numpy loky cloudpickle aiohttp fsspec hypothesis<6.150 matplotlib pillow psutil pyarrow
     pytest pytest-timeout pytest-xdist rich scikit-image scikit-learn scipy setuptools<82
 """
-"""Packages for a free-threaded Python. torch 2.12 is the last with wheels for 3.13t."""
+"""Further packages for a free-threaded Python."""
 
 
 def run(session: nox.Session) -> None:
@@ -37,10 +40,11 @@ def tests(session: nox.Session) -> None:
     run(session)
 
 
-@nox.session(python="3.13t")
+@nox.session(python=[*TORCH_WITHOUT_GIL])
 def free_threaded(session: nox.Session) -> None:
     """Run the tests and the stress of many threads without a GIL."""
-    session.install("--only-binary", ":all:", *WITHOUT_GIL.split())
+    torch = f"torch=={TORCH_WITHOUT_GIL[str(session.python)]}"
+    session.install("--only-binary", ":all:", torch, *WITHOUT_GIL.split())
     session.install("--no-deps", "-e", ".")
     session.run("python", "-m", "pip", "uninstall", "-y", "triton")  # it turns the GIL on
     check = "import sys, torch, hybridloader; assert not sys._is_gil_enabled()"
