@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from hybridloader import Pipeline, Replace, Retry, Skip, WorkerTimeout, get_worker_info
+from hybridloader.engine.fetcher import TaskContext
 from hybridloader.fetching.coroutines import Coroutines, Loop
 
 WHERE: dict[str, Any] = {
@@ -170,6 +172,38 @@ def test_policies_for_errors(where: Any) -> None:
     assert made(Replace(lambda item, _: -item)) == [-n if n % 4 == 1 else n for n in range(12)]
     with pytest.raises(ValueError, match="item 1"):
         made(Retry(2, backoff=0.0))
+
+
+def test_a_loop_runs_on_after_an_error_that_has_left_it() -> None:
+    async def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    loop, context = Loop(), TaskContext()
+    task = loop.begin(interrupt())
+    with pytest.raises(KeyboardInterrupt):
+        loop.wait(task, context)
+    assert isinstance(task.exception(), KeyboardInterrupt)
+    task = loop.begin(asyncio.sleep(0, "done"))
+    while not task.done():  # the end of the first task may stop the loop once more
+        loop.wait(task, context)
+    loop.close()
+
+
+def test_an_error_that_waits_refers_to_no_caller() -> None:
+    async def fail() -> None:
+        raise ValueError
+
+    loop = Loop()
+    task = loop.begin(fail())
+    loop.wait(task, TaskContext())
+    error = task.exception()
+    assert error is not None
+    assert error.__traceback__ is not None
+    frame, here = error.__traceback__.tb_frame, sys._getframe()
+    while frame is not None:
+        assert frame is not here
+        frame = frame.f_back
+    loop.close()
 
 
 class Flaky:
