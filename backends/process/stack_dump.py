@@ -26,6 +26,9 @@ _LINES, _WIDTH = 4, 200
 _HEADING = re.compile(
     r"(?P<current>Current thread|Thread) (?P<ident>0x[0-9a-f]+)(?P<name>.*) \(most recent call first\):"
 )
+_ALONE = "Stack (most recent call first):"
+"""Heading of the stack of the thread that crashed, where Python 3.14t shows no other."""
+
 _OTHER_HEADING = re.compile(r".*\(most recent call first\):")  # e.g. the C stack of Python 3.14
 _FRAME = re.compile(r'  File "(?P<path>.*)", line \S+ in (?P<function>.*)')
 _FATAL = "Fatal Python error: "
@@ -49,7 +52,7 @@ class _Thread(NamedTuple):
     """One block of a dump."""
 
     heading: str
-    ident: int | None  # None: no Python stack of a thread
+    ident: int | None  # None: not known, or no Python stack of a thread
     current: bool
     lines: list[str]  # innermost frame first
 
@@ -92,7 +95,7 @@ def _parsed(text: str) -> tuple[list[str], list[_Thread]]:
             heading = f"Another thread{name} (most recent call first):"
             threads.append(_Thread(heading, ident, found["current"] == "Current thread", []))
         elif _OTHER_HEADING.fullmatch(line):
-            threads.append(_Thread(line, None, False, []))
+            threads.append(_Thread(line, None, line == _ALONE, []))
         elif threads:
             threads[-1].lines.append(line)
         else:

@@ -99,6 +99,7 @@ _LINE = st.one_of(
             "Thread 0x0001 (most recent call first):",
             "Current thread 0x0002 [name] (most recent call first):",
             "Current thread's C stack trace (most recent call first):",
+            "Stack (most recent call first):",
             "  <no Python frame>",
             "  ...",
             _frame(CHILD, "main"),
@@ -118,12 +119,21 @@ def test_any_text_is_cut_to_size(lines: list[str], home: int) -> None:
     assert bool(crash) == ("Fatal Python error: " in text)
 
 
-def test_what_python_3_14_writes_of_a_crash_is_told_too() -> None:
+ALONE = "<Cannot show all threads while the GIL is disabled>"
+
+
+@pytest.mark.parametrize(
+    "heading",
+    [
+        ["", "Current thread 0x00ff [MainThread] (most recent call first):"],
+        pytest.param(["", ALONE, "Stack (most recent call first):"], id="without a GIL"),
+    ],
+)
+def test_what_python_3_14_writes_of_a_crash_is_told_too(heading: list[str]) -> None:
     text = "\n".join(
         [
             "Fatal Python error: Segmentation fault",
-            "",
-            "Current thread 0x00ff [MainThread] (most recent call first):",
+            *heading,
             _frame("/their/dataset.py", "__getitem__"),
             _frame(CHILD, "main"),
             "",
@@ -135,6 +145,7 @@ def test_what_python_3_14_writes_of_a_crash_is_told_too() -> None:
     )
     assert stack_dump.of_crash(text).splitlines() == [
         "Fatal Python error: Segmentation fault",
+        *heading[1:-1],
         "The thread that crashed (most recent call first):",
         _frame("/their/dataset.py", "__getitem__"),
         "Current thread's C stack trace (most recent call first):",
