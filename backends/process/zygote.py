@@ -105,7 +105,10 @@ def serve(
 class _Zygote:
     def __init__(self, endpoint: SocketEndpoint, parent: int) -> None:
         self._endpoint, self._parent = endpoint, parent
-        self._watched = os.pidfd_open(parent)
+        try:
+            self._watched = os.pidfd_open(parent)
+        except ProcessLookupError:
+            raise EOFError("the parent has ended already") from None
         self._libc = ctypes.CDLL(None)
         self._pid = os.getpid()
         self._parent_process = multiprocessing.parent_process()

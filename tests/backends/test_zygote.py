@@ -25,7 +25,7 @@ from hybridloader.backends.process import fork_safety
 from hybridloader.backends.process.backend import SharedMemory, Spawn
 from hybridloader.backends.process.handles import ProcessHandle
 from hybridloader.backends.process.starters import ForkedHandle
-from hybridloader.backends.process.zygote import ENDED, FORKED, STATUS
+from hybridloader.backends.process.zygote import ENDED, FORKED, STATUS, serve
 from hybridloader.testing import Gate
 from hybridloader.testing.tools import DEADLINE
 
@@ -234,6 +234,19 @@ def test_a_loader_that_is_closed_while_the_dataset_loads_does_not_wait_for_it() 
     found = zygote()
     iterator.close()
     assert not found.is_running()
+
+
+def test_it_ends_without_a_word_if_the_parent_has_ended_before_it_begins(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    parent = os.fork()
+    if not parent:
+        os._exit(0)
+    os.waitpid(parent, 0)
+    ours, its = socket.socketpair()
+    with ours, its:
+        assert in_a_fork(lambda: serve(its, parent, record=False, inherited=None)) == 0
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_stack_is_that_of_the_process_that_loads_while_no_worker_is_there() -> None:
