@@ -286,8 +286,20 @@ def _on_cpu(args: Any, kwargs: Any) -> bool:
     return device is None or str(device).partition(":")[0] == "cpu"
 
 
-def _asking(*args: Any, _act: Any, **kwargs: Any) -> Any:
-    return _act(*args, **kwargs)
+@functools.cache
+def _calling(place: str, name: str, parameters: str) -> types.CodeType:
+    """Return the code of a function that calls the global `place` with its own parameters.
+
+    They are those of the replaced code. Without a GIL, Python may read the code of a function, read it
+    again after another thread has replaced it, and take the number of parameters from the second.
+    """
+    source = f"def {name}({parameters}): return {place}({parameters})"
+    (code,) = (
+        one
+        for one in compile(source, __file__, "exec").co_consts
+        if isinstance(one, types.CodeType)
+    )
+    return code
 
 
 def _install_torch(patch: Patch) -> None:
@@ -316,12 +328,13 @@ def _install_torch(patch: Patch) -> None:
         "get_rng_state": generator.get_state,
         "set_rng_state": set_state,
     }.items():
-        function = getattr(torch.random, name)
-        if "_act" not in (function.__kwdefaults__ or ()):
+        function, place = getattr(torch.random, name), f"_hybridloader_{name}"
+        if place not in function.__globals__:
             before = types.FunctionType(function.__code__, function.__globals__, name)
-            # Never removed: a call on another thread must not find new code without this default.
-            function.__kwdefaults__ = {"_act": shim(before, instead)}
-        patch(function, "__code__", _asking.__code__)
+            # Never removed: a call on another thread must not find new code without it.
+            function.__globals__[place] = shim(before, instead)
+        parameters = function.__code__.co_varnames[: function.__code__.co_argcount]
+        patch(function, "__code__", _calling(place, name, ", ".join(parameters)))
 
 
 # -- installation -------------------------------------------------------------------------------------
