@@ -20,7 +20,6 @@ from hybridloader.engine.messages import (
     Begin,
     Event,
     Exited,
-    First,
     Message,
     Stop,
     Task,
@@ -148,7 +147,7 @@ class _InlineCrew(Crew):
         finally:
             self._slots.close()
 
-    def _act(self, worker: Worker, message: Task | Begin | First | None) -> None:
+    def _act(self, worker: Worker, message: Task | Begin | None) -> None:
         """Open the worker (`message` None), or have it do one step, with its `WorkerInfo` in place."""
         info = nullcontext() if worker.info is None else worker_info_set(worker.info)
         before, on_this_thread.slots = on_this_thread.slots, self._slots

@@ -221,18 +221,12 @@ class _TaskSharing:
         with self._lock:
             self._held, self._measures = [], deque()
 
-    def send(
-        self,
-        worker: int,
-        task: Task,
-        queued: list[tuple[_Inbox, Any]],
-        item: int | None = None,  # see `Crew.first`
-    ) -> bool:
+    def send(self, worker: int, task: Task, queued: list[tuple[_Inbox, Any]]) -> bool:
         """Send a task, now or `queued`; False if it is to go to its worker as ever."""
         samples = self._samples_of(task.index)
         if type(samples) not in (list, tuple) or len(samples) < 2:
             return False
-        shared = SharedTask(worker, task, samples, self._measures, item)
+        shared = SharedTask(worker, task, samples, self._measures)
         if not self._known:
             with self._lock:
                 if not self._known:
@@ -332,11 +326,9 @@ class _ThreadCrew(Crew):
         elif (
             self._sharing is None
             or self._sharing.whole
-            or not self._sharing.send(worker, message, self._queued, self.first)
+            or not self._sharing.send(worker, message, self._queued)
         ):
             self._queued.append((self._threads[worker].messages, message))
-        else:
-            self.first = None  # any worker may answer it
 
     def flush(self) -> None:
         for messages, task in self._queued:

@@ -19,7 +19,7 @@ from typing import Any
 from hybridloader._support.error_handling import repr_of
 from hybridloader._support.failure import Failure
 from hybridloader.engine.dataset_state import ShardStart
-from hybridloader.engine.messages import Begin, Exhausted, Failed, First, Message, Ready, Stop, Task
+from hybridloader.engine.messages import Begin, Exhausted, Failed, Message, Ready, Stop, Task
 from hybridloader.errors import DamagedMessage, ResultPicklingError
 from hybridloader.memory.packing import Packed, pack, unpack
 from hybridloader.memory.shared_slots import SlotMap, SlotReader, SlotWriter
@@ -55,7 +55,7 @@ def encode_fields(
     returned: Sequence[int] = (),  # slots of the reader that the writer no longer uses
     slot_map: SlotMap | None = None,  # places of the buffers; None: all follow as further parts
     extras: bytes | None = None,  # metadata of the result, pickled
-    items: int = -1,  # number of items in the result; -1: no list
+    items: int = -1,  # of a result: number of items, -1: no list; of a task: `Task.item`
     seconds: float = 0.0,  # seconds of the task
     position: int = 0,  # position of the worker in its shard
 ) -> bytes:
@@ -124,7 +124,7 @@ def encode_message(
     """Encode `message`, without slots for large buffers."""
     if type(message) is Task:
         header, buffers = pack(message.index, "a task", other_main=other_main)
-        return [encode_fields(TASK, message.seq, header, returned), *buffers]
+        return [encode_fields(TASK, message.seq, header, returned, items=message.item), *buffers]
     header, buffers = pack(message, "a message", other_main=other_main)
     return [encode_fields(OTHER, 0, header, returned), *buffers]
 
@@ -136,7 +136,7 @@ def decode_message(
 
     Raises `Unreadable` if the index of a task can't be loaded, and `DamagedMessage`.
     """
-    kind, seq, body, returned, slot_map, *_ = decode_fields(parts)
+    kind, seq, body, returned, slot_map, _, item, *_ = decode_fields(parts)
     if kind == OTHER:
         try:
             message = unpack(body, parts[1:])
@@ -144,14 +144,14 @@ def decode_message(
             raise DamagedMessage(
                 f"a message from the parent can't be read: {repr_of(error)}"
             ) from error
-        if isinstance(message, (Begin, First, Stop)):
+        if isinstance(message, (Begin, Stop)):
             return message, returned
     if kind != TASK:
         raise DamagedMessage("the parent sent a message of an unknown kind")
     try:
         if slot_map is None:
-            return Task(seq, unpack(body, parts[1:])), returned
-        return Task(seq, open_packed(body, parts[1:], slots, slot_map, fds)), returned
+            return Task(seq, unpack(body, parts[1:]), item or 0), returned
+        return Task(seq, open_packed(body, parts[1:], slots, slot_map, fds), item or 0), returned
     except Exception as error:
         raise Unreadable(seq, returned, error) from error
 

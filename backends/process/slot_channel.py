@@ -87,16 +87,17 @@ class SlotChannel:
         try:
             if type(message) is not Task:
                 return encode_message(message, returned, other_main=not self._forks), ()
-            seq, index = message
+            seq, index, item = message
             kind = type(index[0]) if type(index) is list and index else type(index)
             if kind is int or kind is str:  # a sampler's usual index
                 try:
-                    return [encode_fields(TASK, seq, pickle.dumps(index, 5), returned)], ()
+                    packed = pickle.dumps(index, 5)
+                    return [encode_fields(TASK, seq, packed, returned, items=item)], ()
                 except Exception:  # a mixed list may contain an object that plain pickle can't send
                     pass
             if isinstance(index, ProcessResult):
-                return self._forward(seq, returned, index)
-            return self._enclose(seq, returned, index)
+                return self._forward(message, returned, index)
+            return self._enclose(message, returned, index)
         except BaseException:
             for number in returned:
                 self.results.hand_back(number)
@@ -164,28 +165,29 @@ class SlotChannel:
             self.tasks = shared_slots.SlotWriter(limit, names)
         return self.tasks
 
-    def _enclose(self, seq: int, returned: list[int], index: Any) -> Encoded:
+    def _enclose(self, task: Task, returned: list[int], index: Any) -> Encoded:
         packed, buffers = pack(index, "a task", other_main=not self._forks)
         slots = self._writer() if buffers or len(packed) >= OWN else None
         slot_map, header, streamed, fds = into_slots(packed, buffers, slots)
         if slot_map is not None:
             self.refusal = self.refusal or slot_map.refusal
-        return [encode_fields(TASK, seq, header, returned, slot_map), *streamed], fds
+        head = encode_fields(TASK, task.seq, header, returned, slot_map, items=task.item)
+        return [head, *streamed], fds
 
-    def _forward(self, seq: int, returned: list[int], result: ProcessResult) -> Encoded:
-        references = self.keep(seq, result)
+    def _forward(self, task: Task, returned: list[int], result: ProcessResult) -> Encoded:
+        references = self.keep(task.seq, result)
         try:
             same = self._forks and result.forks
             if not same and not reads_the_same_everywhere(result.pickled()):
-                return self._enclose(seq, returned, result.peek())
-            return self._name(seq, returned, result, references)
+                return self._enclose(task, returned, result.peek())
+            return self._name(task, returned, result, references)
         except BaseException:
-            self.answered(seq)
+            self.answered(task.seq)
             raise
 
     def _name(
         self,
-        seq: int,
+        task: Task,
         returned: list[int],
         result: ProcessResult,
         references: dict[int, SlotReference],
@@ -223,7 +225,8 @@ class SlotChannel:
             self.claims.setdefault(name, []).append(references[slot])
         header: Any = result.header
         if self._kind == "stream":
-            return [encode_fields(TASK, seq, header or rest.pop(), returned), *rest], ()
+            body = header or rest.pop()
+            return [encode_fields(TASK, task.seq, body, returned, items=task.item), *rest], ()
         own: SlotMap | None = None
         own_fds: Sequence[int] = ()
         if rest or len(header) >= OWN:
@@ -236,7 +239,8 @@ class SlotChannel:
         slot_map = None
         if spans or forgotten:
             slot_map = SlotMap(tuple(spans), tuple(new), tuple(forgotten), None)
-        return [encode_fields(TASK, seq, header, returned, slot_map), *rest], [*own_fds, *fds]
+        head = encode_fields(TASK, task.seq, header, returned, slot_map, items=task.item)
+        return [head, *rest], [*own_fds, *fds]
 
     def _introduce(
         self, segments: dict[int, MappedSegment]

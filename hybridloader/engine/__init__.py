@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from hybridloader.engine.messages import Exhausted as Exhausted
     from hybridloader.engine.messages import Exited as Exited
     from hybridloader.engine.messages import Failed as Failed
-    from hybridloader.engine.messages import First as First
     from hybridloader.engine.messages import Message as Message
     from hybridloader.engine.messages import Ready as Ready
     from hybridloader.engine.messages import Stop as Stop
@@ -68,8 +67,7 @@ __getattr__, __dir__, __all__ = lazily(
         "contract": "Backend Crew WorkerHandle",
         "fetcher": "Fetch Fetcher TaskContext",
         ".memory.slots": "PrivateSlots",
-        "messages": "Begin Done Event Exhausted Exited Failed First Message Ready Stop Task "
-        "WorkerSpec",
+        "messages": "Begin Done Event Exhausted Exited Failed Message Ready Stop Task WorkerSpec",
         "payload": "ByReference Payload",
         "registry": "backend_names get_backend",
         "serving": "PackedSpec Pickled dumps loads process_worker serve thread_worker",

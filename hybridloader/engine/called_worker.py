@@ -18,7 +18,7 @@ from queue import SimpleQueue
 from time import perf_counter
 from typing import Any
 
-from hybridloader.engine.messages import Event, Exited, Message, Stop, Task, WorkerSpec
+from hybridloader.engine.messages import Event, Exited, Message, Stop, WorkerSpec
 from hybridloader.engine.serving import PackedSpec, dumps, loads, own, process_worker, serve
 from hybridloader.engine.worker import Worker
 from hybridloader.memory.slots import PrivateSlots
@@ -147,5 +147,5 @@ def _opened(parts: Parts, place: tuple[int, int] | None, returns: tuple[list[Par
     if place is not None:
         call, at = place
         head, *buffers = returns[call][at]
-        message = Task(message.seq, loads(head, buffers=buffers).payload.open())
+        message = message._replace(index=loads(head, buffers=buffers).payload.open())
     return message

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from hybridloader._support.error_handling import repr_of
 from hybridloader.engine.called_worker import Parts, SentMessage, parts_of
 from hybridloader.engine.contract import WorkerHandle
-from hybridloader.engine.messages import Done, Event, Exited, First, Message, Task
+from hybridloader.engine.messages import Done, Event, Exited, Message, Task
 from hybridloader.engine.meter import MEASURES
 from hybridloader.engine.serving import loads
 
@@ -182,10 +182,10 @@ class CallingHandle(WorkerHandle):
         nbytes = 0
         if place is not None:
             assert isinstance(message, Task)
-            message, nbytes = Task(message.seq, None), message.index.nbytes
+            message, nbytes = message._replace(index=None), message.index.nbytes
         parts = parts_of(message, other_main=True)
         part = (nbytes + len(parts[0])) / BUNDLE_BYTES
-        waits = isinstance(message, (Task, First)) and not self._alone and part < 1
+        waits = isinstance(message, Task) and not self._alone and part < 1
         if not waits or len(parts) > 1:  # its buffers are views of memory that may change later
             with self._lock:
                 self._flush()

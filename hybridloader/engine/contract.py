@@ -129,11 +129,6 @@ class Crew(ABC):
     """Function that each `wait` calls on the thread that pulls the stage, for example to warn;
     None: no call."""
 
-    first: int | None = None
-    """Number of the first item of the task that `send` gets; None if the stage numbers no items.
-
-    `send` sets it to None if that worker will not count the items of the task."""
-
     __handles: list[WorkerHandle]
     __events: SimpleQueue[Event | None]
     __left: float | None  # time at which the workers were ordered to leave

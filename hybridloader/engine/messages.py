@@ -39,6 +39,8 @@ class WorkerSpec:
     """Function called in each worker, after seeding, with the worker's number."""
     shared_seed: int | None = None
     """Seed that all workers of an `IterDataPipe` share in the first epoch."""
+    deferred: bool = False
+    """True if the first epoch begins with a `Begin` too, since the workers start before it is known."""
     tracked: bool = False
     """True if a worker notes the current sample of its task, for a report if it dies."""
     timed: bool = False
@@ -78,26 +80,18 @@ class Task(NamedTuple):
 
     seq: int
     index: Any
+    item: int = 0
+    """Number of its first item in the stage's input of this epoch, if items are seeded by number."""
 
 
 @dataclass(frozen=True)
 class Begin:
     """Begin of an epoch: apply `changes` and open a new fetcher, once the tasks before it are done."""
 
-    epoch: int
+    epoch: int  # by which samples are seeded
     shared_seed: int | None = None
     changes: tuple[Change, ...] = ()
     modes: Modes | None = None  # see `WorkerSpec.modes`
-
-
-class First(NamedTuple):
-    """Number of the first item of the next task, under ``seeding="sample"``.
-
-    Items of the stage's input are numbered from 0 in each epoch, of number `epoch`.
-    """
-
-    item: int
-    epoch: int
 
 
 @dataclass(frozen=True)
@@ -105,7 +99,7 @@ class Stop:
     """Order to finish: no more tasks will come."""
 
 
-Message = Task | Begin | First | Stop
+Message = Task | Begin | Stop
 
 
 class Ready(NamedTuple):

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from hybridloader._support.error_handling import Raised, add_note
 from hybridloader._support.text import brief
 from hybridloader.engine.fetcher import StartedTask, TaskContext
-from hybridloader.engine.messages import Done, Event, First, Task
+from hybridloader.engine.messages import Done, Event, Task
 
 NEW = 1 / 8  # part of the newest task in the mean of seconds
 
@@ -130,10 +130,9 @@ class SharedTask(SharedItems):
         task: Task,
         samples: Any,  # indices of the samples
         measures: deque[Any],
-        item: int | None = None,  # number of its item; None: the stage numbers no items
     ) -> None:
         super().__init__(samples)
-        self.worker, self.seq, self.task, self.item = worker, task.seq, task, item
+        self.worker, self.seq, self.task = worker, task.seq, task
         self.measures = measures
         """Measures of workers that fetched samples of this epoch's tasks and have answered none of
         them."""
@@ -168,9 +167,8 @@ class TasksUnderWay:
     Short tasks are done one at a time, and so is the first task with threads: passing a task to another
     thread and back takes about 20 us.
 
-    Messages that are no such task wait until those before them are answered; but not a `First`, as items
-    are numbered when they are begun. `next` and `report` are for the worker's loop, in place of the
-    functions given.
+    Messages that are no such task wait until those before them are answered. `next` and `report` are for
+    the worker's loop, in place of the functions given.
     """
 
     def __init__(
@@ -204,7 +202,7 @@ class TasksUnderWay:
             if later and self._started(later[0]):
                 later.popleft()
                 continue
-            if later and (not begun or type(later[0]) is First):
+            if later and not begun:
                 return later.popleft()
             waited = bool(begun) and begun[0].samples.wait_here()
             if waited and self._ring is not None:

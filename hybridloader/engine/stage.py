@@ -37,7 +37,7 @@ from hybridloader._support.error_handling import (
 from hybridloader._support.failure import Failure
 from hybridloader._support.log import DEBUG, INFO, log
 from hybridloader._support.torch_modes import Modes, modes_here
-from hybridloader.engine.contract import CLOSING, Backend, Crew, WorkerHandle
+from hybridloader.engine.contract import CLOSING, Backend, WorkerHandle
 from hybridloader.engine.crews import ended_with
 from hybridloader.engine.diagnosis import WorkerReport
 from hybridloader.engine.feed import Feed, is_forwarded, items_in
@@ -55,7 +55,6 @@ from hybridloader.engine.messages import (
     Task,
     WorkerSpec,
 )
-from hybridloader.engine.numbering import ItemCounter, NumberedSending
 from hybridloader.engine.payload import ByReference
 from hybridloader.engine.refresh import Change
 from hybridloader.engine.reorder import ReorderLimit
@@ -107,7 +106,7 @@ class Stage(Iterator[Any]):
         on_worker_death: RestartPolicy | None = None,  # None: a death is raised
         task_timeout: float = 0,  # seconds that a worker may take for one task; 0: no limit
         locks: PageLocks | None = None,  # to lock the pages of results that a device will read
-        counter: ItemCounter | None = None,  # numbers items, under ``seeding="sample"``
+        numbers: bool = False,  # tasks carry the number of their first item, which seeds its work
         clock: Callable[[], float] = time.perf_counter,  # seconds; the same clock in all processes
     ) -> None:
         backend.check()
@@ -119,6 +118,7 @@ class Stage(Iterator[Any]):
         self.spec = spec
         self._timeout, self._eager, self._clock = timeout, lookahead > 0, clock
         self._persistent, self._flow, self._forwards = persistent, flow_control, forwards
+        self._numbers = numbers
         self._reorder = reorder if ordered and lookahead > 1 else None
         self._observer = observer
         self._each = observer if observer is not None and observer.each else None
@@ -134,6 +134,7 @@ class Stage(Iterator[Any]):
         self._times_waits = observer is not None and not backend.in_caller
         self._waits_since = math.inf  # start of the wait for a result, if waits are timed
         self._hungry = False  # the feed had no item at the last try
+        self._item = 0  # number of the next item, if tasks carry it
         self.epoch = -1  # number of the running epoch
         self._broken_off = -1  # number of the epoch that was interrupted
         self._closing = self._leaving = self._ended = self._gone = False
@@ -145,11 +146,6 @@ class Stage(Iterator[Any]):
         self._owner = os.getpid()
         self._pulling = threading.RLock()
         self._crew = crew = backend.open()
-        self._counter, self._numbered = counter, None
-        self._sender: Crew | NumberedSending = crew  # of messages to workers
-        if counter is not None:
-            self._sender = numbered = NumberedSending(crew, counter)
-            self._numbered = numbered if counter.items else None
         self._finalizer = ended_with(self, crew)
         if locks is not None:
             crew.page_lock(locks)
@@ -161,14 +157,13 @@ class Stage(Iterator[Any]):
                 task_timeout,
                 threads=backend.in_process,
                 table=self._table,
-                sender=self._sender,
             )
         # Two tasks at a time keep two results prefetched. With a supervisor, a task's time would count
         # from its assignment, so tasks are sent one at a time.
         self._pairs = lookahead >= 4 and self._supervisor is None
         try:
             for worker in range(len(scheduler.workers)):
-                self._sender.start(worker, self.spec)
+                crew.start(worker, self.spec)
             crew.settle()
             kind, count = type(backend).__name__, len(scheduler.workers)
             log(DEBUG, "stage %r: started %d workers, %s", spec.stage, count, kind)
@@ -225,15 +220,19 @@ class Stage(Iterator[Any]):
         source: Iterator[Any] | Feed,
         shared_seed: int | None = None,
         changes: tuple[Change, ...] = (),
+        epoch: int = 0,
+        item: int = 0,
     ) -> None:
         """Begin an epoch over the indices of `source`, and fill the window with its first tasks.
 
-        The rest of the epoch before is dropped. The first epoch needs no message: the workers open it
-        when they start.
+        The rest of the epoch before is dropped. The first epoch needs no message, unless
+        `WorkerSpec.deferred` is True: the workers open it when they start. Samples are seeded by number
+        `epoch`. The first item of `source` has number `item`.
         """
         if os.getpid() != self._owner:
             self._check_process()
-        self._use_crew(self._begin, source, shared_seed, changes)
+        message = Begin(epoch, shared_seed, changes, self._modes())
+        self._use_crew(self._begin, source, message, item)
 
     def opened(self) -> dict[int, Ready]:
         """Wait until every worker has begun; return the `Ready` of those that reported a state or
@@ -372,8 +371,8 @@ class Stage(Iterator[Any]):
                     self._hungry = starved = True
                     break
                 if feed is not None and not feed.ended_by(error):
-                    if self._counter is not None and keeps_number(error):
-                        self._counter.next += 1
+                    if keeps_number(error):
+                        self._item += 1
                     seq = scheduler.assign(worker)  # the error is raised in its turn
                     scheduler.take_in([Failed(worker, seq, Failure(error))])
                     continue
@@ -381,17 +380,21 @@ class Stage(Iterator[Any]):
                 scheduler.source_ended()
                 return
             seq = scheduler.assign(worker)
-            self._table.indices[seq] = index
+            item = self._item
+            task = self._table.tasks[seq] = Task(seq, index, item)
+            if self._numbers:
+                self._item += items_in(index)
             if scheduler.busy[worker] == 1:
                 self._table.since[worker] = self._clock()
             if flow is not None:
                 flow.sent(seq, index)
             try:
-                self._sender.send(worker, Task(seq, index))
+                self._crew.send(worker, task)
             except Exception as error:  # for example, an index that can't be pickled
                 result: Result = Failed(worker, seq, Failure(error))
                 if feed is not None and feed.take_apart(index):
                     result = Done(worker, seq, ByReference([]))
+                    self._item = item  # its items are drawn again
                 scheduler.take_in([result])
                 if flow is not None:
                     flow.came(result)
@@ -493,8 +496,6 @@ class Stage(Iterator[Any]):
             self._quick = type(latest) is Done and latest.seconds < QUICK
         stale = self._scheduler.take_in(results)
         self._table.take_in(results)
-        if self._numbered is not None:
-            self._numbered.take_in(results)
         observer = self._observer
         if observer is not None:
             each = self._each
@@ -545,11 +546,12 @@ class Stage(Iterator[Any]):
     def _hand_out(self, result: Result) -> Any:
         """Return the value, or raise the error, of a task that is no longer in flight."""
         table = self._table
-        from_feed = result.seq not in table.indices  # a feed's error already contains its origin
-        index = table.indices.pop(result.seq, None)
+        task = table.tasks.pop(result.seq, None)
+        index = None if task is None else task.index
         if isinstance(result, Failed):
-            table.failed = None if from_feed else index
-            place = "" if from_feed else table.place(result.worker, index, "fetching")
+            table.failed = index
+            # A feed's error, which has no task, already contains its origin.
+            place = "" if task is None else table.place(result.worker, index, "fetching")
             if self._observer is not None:
                 self._observer.raised(result.worker, result.seq, result.failure.exception)
             Raised(result.failure.to_exception(place)).throw()
@@ -574,9 +576,8 @@ class Stage(Iterator[Any]):
 
     def _forget(self, tasks: Iterable[int]) -> None:
         """Drop the indices of tasks that no worker will answer."""
-        indices = self._table.indices
         for seq in tasks:
-            del indices[seq]
+            del self._table.tasks[seq]
             if self._flow is not None:
                 self._flow.left(seq)
 
@@ -630,9 +631,7 @@ class Stage(Iterator[Any]):
                 if self._closing:
                     self._end()
 
-    def _begin(
-        self, source: Iterator[Any] | Feed, shared_seed: int | None, changes: tuple[Change, ...]
-    ) -> None:
+    def _begin(self, source: Iterator[Any] | Feed, message: Begin, item: int) -> None:
         if self._scheduler.fault is not None:  # reported with a result that was returned before
             self._close_for(self._scheduler.fault)
         if self._closing:
@@ -641,24 +640,22 @@ class Stage(Iterator[Any]):
         self._ended = False
         absent = [i for i, w in enumerate(scheduler.workers) if w is WorkerState.ABSENT]
         _discard(scheduler.begin())
-        self._forget(list(self._table.indices))
+        self._forget(list(self._table.tasks))
         self.exhausted.clear()
         self._opened.clear()  # those of workers that were restarted in the epoch before
         self.epoch += 1
         self._table.begin()
         try:
-            number = self.epoch if self._counter is None else self._counter.epoch
-            message = Begin(number, shared_seed, changes, self._modes())
-            if self.epoch > 0 or message.modes != self.spec.modes:
+            if self.epoch > 0 or self.spec.deferred:
                 for worker in range(len(scheduler.workers)):
                     if worker not in absent:
-                        self._sender.send(worker, message)
+                        self._crew.send(worker, message)
             if self._supervisor is not None:
                 self._supervisor.begin(message, absent, first=self.epoch == 0)
         except Exception:  # some workers may not have begun this epoch
             self._closing = True
             raise
-        self._error = None
+        self._error, self._item = None, item
         if isinstance(source, Iterator):
             self._source, self._feed = source, None
         else:
@@ -685,7 +682,7 @@ class Stage(Iterator[Any]):
         if self._gone or self._inside or self._leaving:
             return
         _discard(self._scheduler.close())
-        self._forget(list(self._table.indices))
+        self._forget(list(self._table.tasks))
         self._source, self._feed = iter(()), None
         interrupt = sys.exc_info()[1]
         try:

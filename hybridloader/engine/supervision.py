@@ -15,12 +15,10 @@ from typing import Any
 
 from hybridloader._support.error_handling import no_answer, text_of
 from hybridloader._support.log import INFO, log
-from hybridloader.engine.contract import Crew
 from hybridloader.engine.diagnosis import given_up
 from hybridloader.engine.feed import is_forwarded
 from hybridloader.engine.fetcher import GivenUp, PartlyGivenUp
-from hybridloader.engine.messages import Begin, Exited, Task
-from hybridloader.engine.numbering import NumberedSending
+from hybridloader.engine.messages import Begin, Exited
 from hybridloader.engine.restart import RestartPolicy
 from hybridloader.engine.states import WorkerState
 from hybridloader.engine.worker_table import START, WorkerTable
@@ -47,11 +45,10 @@ class Supervisor:
         *,
         threads: bool,  # the workers are threads, which can't be killed
         table: WorkerTable,  # a sample that is given up is replaced in its indices
-        sender: Crew | NumberedSending,  # starts workers and sends them messages
     ) -> None:
         self._policy, self._timeout, self._threads = policy, task_timeout, threads
         self._table, self._scheduler = table, table.scheduler
-        self._crew, self._sender = table.crew, sender
+        self._crew = table.crew
         # All the other mutable state:
         self._spec = table.spec
         self._killed: dict[int, tuple[str, str]] = {}
@@ -63,10 +60,13 @@ class Supervisor:
 
     def begin(self, message: Begin, absent: Sequence[int], *, first: bool) -> None:
         """Begin an epoch: start workers for the places in `absent`."""
+        spec = self._spec
         self._spec = replace(
-            self._spec,
+            spec,
             shared_seed=message.shared_seed,
-            starts=self._spec.starts if first else (),  # only in the first epoch
+            deferred=False,
+            starts=spec.starts if first else (),  # only in the first epoch
+            seeding=spec.seeding and replace(spec.seeding, epoch=message.epoch),
             modes=message.modes,
         )
         self._deaths.clear()  # task numbers of the next epoch differ
@@ -88,7 +88,7 @@ class Supervisor:
         """Start a new worker in a place, where the one before had got to."""
         self._table.replaced(worker)
         spec = replace(self._spec, skip=self._table.position[worker])
-        self._sender.start(worker, spec)
+        self._crew.start(worker, spec)
         self._crew.settle()
 
     def _replace(self, death: Exited, policy: RestartPolicy) -> bool:
@@ -113,12 +113,13 @@ class Supervisor:
             self.refusal = f"It could not be restarted: {text_of(error)}"
             return False
         log(INFO, "stage %r: worker %d was restarted", self._spec.stage, worker)
-        indices = self._table.indices
+        tasks = self._table.tasks
         try:
             for seq in again:
                 if deadly and seq == blamed:
-                    indices[seq] = self._spared(indices[seq], death, count)
-                self._sender.send(worker, Task(seq, indices[seq]))
+                    spared = self._spared(tasks[seq].index, death, count)
+                    tasks[seq] = tasks[seq]._replace(index=spared)
+                self._crew.send(worker, tasks[seq])
         except Exception as error:  # for example, no memory for a copy of a task
             self.refusal = f"Its tasks could not be sent to the restarted worker: {text_of(error)}"
             return False

@@ -35,7 +35,6 @@ from hybridloader.engine.messages import (
     Event,
     Exhausted,
     Failed,
-    First,
     Message,
     Ready,
     Stop,
@@ -89,6 +88,7 @@ class Worker:
         self._modes = TakenModes()
         self._fetcher: Fetcher | None = None
         self._initialised = False
+        self._deferred = spec.deferred
         self._broken: Exception | None = None
         self._reported = False  # `_broken` was reported in this epoch
         self._exhausted = False
@@ -121,17 +121,24 @@ class Worker:
                 if self._rng is not None:
                     self._seeds.keep_for(self._rng, spec.base_seed, self.worker)
                 self._initialised = True
-                if spec.starts:
-                    self._fetcher = _resumed(spec.fetch, spec.starts[self.worker], self.context)
-                else:
-                    self._fetcher = spec.fetch.open(None, self.context)
-                if spec.skip:
-                    self._fetcher.skip(spec.skip)
+                if not spec.deferred:
+                    self._fetcher = self._opened(None)
             except Exception as error:
                 if spec.workers == 0:
                     raise
                 self._broken = foreign(error)
             return Ready(self.worker, self._first_state() if spec.reports_state else None)
+
+    def _opened(self, shared_seed: int | None) -> Fetcher:
+        """Open the fetcher of the first epoch."""
+        spec, self._deferred = self._spec, False
+        if spec.starts:
+            fetcher = _resumed(spec.fetch, spec.starts[self.worker], self.context)
+        else:
+            fetcher = spec.fetch.open(shared_seed, self.context)
+        if spec.skip:
+            fetcher.skip(spec.skip)
+        return fetcher
 
     def _first_state(self) -> ShardStart | Failure | None:
         if self._broken is not None:
@@ -182,8 +189,6 @@ class Worker:
                 return self._take_part(message.task, alone=True)
         elif isinstance(message, Fetched):
             return self._fetched(message)
-        elif isinstance(message, First) and self._rng is not None:
-            self._rng.begin_at(message.item, message.epoch)
         return None
 
     def _begin(self, message: Begin) -> None:
@@ -200,7 +205,10 @@ class Worker:
         self._broken = None
         try:
             apply(self._spec.fetch.dataset, message.changes)
-            self._fetcher = self._spec.fetch.open(message.shared_seed, self.context)
+            if self._deferred:
+                self._fetcher = self._opened(message.shared_seed)
+            else:
+                self._fetcher = self._spec.fetch.open(message.shared_seed, self.context)
         except Exception as error:
             self._broken = foreign(error)
 
@@ -215,7 +223,7 @@ class Worker:
 
     def _take_part(self, task: SharedTask, *, alone: bool = False) -> Event | None:
         """Fetch samples of a task; answer it in place of its worker if the last of them ended here."""
-        context, fetcher, rng, item = self.context, self._fetcher, self._rng, task.item
+        context, fetcher = self.context, self._fetcher
         sample = self._refuse if self._broken is not None or fetcher is None else fetcher.sample
         self.shared = task
         meter = self.meter
@@ -244,10 +252,7 @@ class Worker:
             return None
         if task.measures and meter is not None:
             meter.due = float("-inf")  # the measures are sent with this task's own
-        own = None if item is None or rng is None else rng.renumber(item)
         event = self._assembled(task.task, task, sum(task.seconds))
-        if own is not None and rng is not None:
-            rng.renumber(own)
         task.forget()
         if isinstance(event, Done) and event.extras is not None and MEASURES in event.extras:
             event.extras[MEASURES] = event.extras[MEASURES].joined(task.measures)
@@ -281,6 +286,8 @@ class Worker:
         """
         if self._fetcher is None or type(task.index) not in (list, tuple) or not task.index:
             return None
+        if self._rng is not None:
+            self._rng.first_item = task.item
         return self._fetcher.begin(task.index, ring)
 
     def _fetched(self, message: Fetched) -> Event | None:
@@ -337,10 +344,12 @@ class Worker:
             if slices is not None and began >= slices.since:
                 slices.began, slices.on, on = began, True, True
             try:
-                if self._rng is None:
+                rng = self._rng
+                if rng is None:
                     value = fetch(task.index)
                 else:
-                    value = self._rng.task(fetcher.key, fetch, task.index)
+                    rng.first_item = task.item
+                    value = rng.task(fetcher.key, fetch, task.index)
             except (Exception, Abandoned):  # other errors end the worker, and keep `at`
                 context.at = -1
                 raise

@@ -6,7 +6,7 @@ make all decisions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from hybridloader._support.text import brief
@@ -19,7 +19,7 @@ from hybridloader.engine.diagnosis import (
     overrun,
     workers_table,
 )
-from hybridloader.engine.messages import Result, WorkerSpec
+from hybridloader.engine.messages import Result, Task, WorkerSpec
 from hybridloader.engine.scheduler import Fault, Scheduler
 from hybridloader.engine.states import ACTIVE, WorkerState
 
@@ -37,7 +37,7 @@ class WorkerTable:
         workers = len(scheduler.workers)
         self.spec, self.scheduler, self.crew, self.clock = spec, scheduler, crew, clock
         # All the mutable state:
-        self.indices: dict[int, Any] = {}  # by task number, of tasks that are not yet returned
+        self.tasks: dict[int, Task] = {}  # by number, those that are not yet returned
         self.since = [clock()] * workers  # when each began its oldest task, or last had none
         self.answered = [0] * workers  # tasks answered, by all workers of each number
         self.position = [0] * workers  # samples of its shard that each has delivered in this epoch
@@ -96,11 +96,16 @@ class WorkerTable:
                     state=_STATES.get(state, "busy" if held else "idle"),
                     done=self.answered[worker],
                     restarts=self.restarts[worker],
-                    index=self.indices.get(held[0]) if held else None,
+                    index=self.index(held),
                     seconds=now - self.since[worker] if held else None,
                 )
             )
         return rows
+
+    def index(self, held: Sequence[int]) -> Any:
+        """Return the index of the first of these tasks; None if there is none."""
+        task = self.tasks.get(held[0]) if held else None
+        return None if task is None else task.index
 
     def name(self, worker: int) -> str:
         return name_of(self.crew.handles(), worker)
@@ -112,16 +117,15 @@ class WorkerTable:
     def death_report(self, fault: Fault, refusal: str) -> str:
         stage, worker = self.spec.stage, fault.worker
         torchs = end_of(stage, self.crew.handles(), worker)
-        return self._with_table(
-            torchs + death(stage, self.name(worker), fault, self.indices, refusal)
-        )
+        indices = {seq: task.index for seq, task in self.tasks.items()}
+        return self._with_table(torchs + death(stage, self.name(worker), fault, indices, refusal))
 
     def overrun(
         self, worker: int, seconds: float, timeout: float, stack: str, *, thread: bool
     ) -> str:
         """Word the error for a worker that is at one task for too long, and is not replaced."""
         held = self.scheduler.held(worker)
-        index = self.indices.get(held[0]) if held else None
+        index = self.index(held)
         stage, name = self.spec.stage, self.name(worker)
         return self._with_table(
             overrun(stage, name, index, seconds, timeout, stack=stack, thread=thread)
@@ -131,7 +135,7 @@ class WorkerTable:
         sent = dict(self.scheduler.sent)  # a copy, as another thread may pull
         late_ones = sorted(sent)[:1] if self.scheduler.ordered else sorted(sent)
         workers = [self.name(sent[seq]) for seq in late_ones]
-        held = "; ".join(brief(self.indices.get(seq)) for seq in late_ones[:4])
+        held = "; ".join(brief(self.index([seq])) for seq in late_ones[:4])
         who = ", ".join(dict.fromkeys(workers)) or "no worker"
         words = (  # torch's words come first, for programs that match them
             f"{self.spec.stage} timed out after {timeout} seconds: no result came from {who}, which was "

@@ -232,7 +232,7 @@ class ItemsFetcher(Fetcher):
             if self._helpers is not None:
                 parts = self._helpers.map(self._alone, self._numbered(items), self._context)
                 return self._handed_over(self._loop.joined(parts))
-            first = rng.take(len(items))
+            first = rng.first_item
             walk = rng.enter(items, lambda place: b"%d" % (first + place))
             try:
                 results = self._loop.run(walk, spared=spared)
@@ -246,7 +246,7 @@ class ItemsFetcher(Fetcher):
 
     def _numbered(self, items: list[Any]) -> list[Any]:
         rng = self._rng
-        return items if rng is None else list(zip(items, count(rng.take(len(items)))))
+        return items if rng is None else list(zip(items, count(rng.first_item)))
 
     def _alone_in(self, loop: ItemLoop) -> Callable[[Any], TaskResults]:
         """Return `ItemLoop.alone` for the items of `_numbered`. For any thread."""

@@ -35,7 +35,6 @@ from hybridloader.engine.crews import closed_with, park_at_exit
 from hybridloader.engine.diagnosis import workers_table
 from hybridloader.engine.fetcher import Abandoned, Fetch
 from hybridloader.engine.messages import WorkerSpec
-from hybridloader.engine.numbering import ItemCounter
 from hybridloader.engine.refresh import Change, DatasetChanges
 from hybridloader.engine.restart import RestartPolicy
 from hybridloader.engine.scheduler import Dispatch, least_busy, round_robin, round_robin_with_room
@@ -179,7 +178,6 @@ class LoaderIterator(_BaseDataLoaderIter):
             on_worker_death=RestartPolicy.of(self._plan.options.on_worker_death),
             task_timeout=self._plan.options.task_timeout,
             locks=None if self._pinner is None else self._pinner.locks,
-            counter=self._seeds.counter,
             observer=None if self._observation is None else self._observation.stage,
         )
 
@@ -228,7 +226,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             super()._reset(loader)
             self._resume()
         seeds, before = self._new_seeds(), self._seeds
-        if self._pass_start.loads or (before.counter is not None and seeds.seed != before.seed):
+        if self._pass_start.loads or (before.origin is not None and seeds.seed != before.seed):
             self._stage.close()
             self._seeds = seeds
         else:
@@ -302,7 +300,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         """Begin an epoch of the stage; return its results, for this thread."""
         stage, thread = self._stage, self._pin_thread
         if thread is None:
-            stage.begin(source, self._shared_seed, changes)
+            stage.begin(source, self._shared_seed, changes, self._seeds.epoch)
             return stage
         # torch draws this many before the first batch. An iterable dataset ignores indices.
         window = self._prefetch_factor * self._num_workers
@@ -314,6 +312,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             source,
             seed,
             changes,
+            self._seeds.epoch,
             window=window,
             first=first,
             observation=self._observation,
@@ -470,21 +469,16 @@ class PassSeeds:
         # torch's workers have no epoch. So a script that resumes by restoring the generator, and counts
         # epochs from 0 again, draws the same numbers.
         self._counts = asked or stays
-        self.counter = None if self._origin is None else ItemCounter(items=False)
-        """Counter that sends workers the number of each epoch; None if samples are not seeded."""
         self.begin(epoch)
 
     def begin(self, epoch: int) -> None:
         """Begin epoch number `epoch`."""
-        if self.counter is not None:
-            self.counter.begin(epoch if self._counts else 0)
+        self.epoch = epoch if self._counts else 0  # by which samples are seeded
 
     @property
     def origin(self) -> Origin | None:
         """Seed and epoch, for workers; None if samples are not seeded."""
-        if self._origin is None or self.counter is None:
-            return None
-        return replace(self._origin, epoch=self.counter.epoch)
+        return self._origin and replace(self._origin, epoch=self.epoch)
 
     def collating(
         self, collate_fn: Callable[[Any], Any], number: Callable[[], int]

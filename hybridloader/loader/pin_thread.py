@@ -226,6 +226,7 @@ class PinThread(Runner):
         source: Iterator[Any],
         shared_seed: int | None,
         changes: tuple[Change, ...],
+        epoch: int,
         *,
         window: int,
         first: int,
@@ -240,7 +241,7 @@ class PinThread(Runner):
         left: Iterator[Any] | None = source if window else None
         for _ in range(window):
             left = feed.draw_from(left)
-        stage.begin(feed if window else source, shared_seed, changes)
+        stage.begin(feed if window else source, shared_seed, changes, epoch)
         pulls = None if observation is None else TimedPulls()
         self._stage = stage
         self._relay = Relay(

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from hybridloader._support.caller import warn
 from hybridloader._support.error_handling import no_answer
-from hybridloader._support.state_copies import set_epoch
 from hybridloader.devices.pinning import Pinner
 from hybridloader.engine.fetcher import TaskContext
 from hybridloader.engine.relay import Relay
@@ -94,14 +93,15 @@ class Executor(Runner):
         if resumed is None:
             self._draw_for(self.plan, first)
         try:
-            needed = [] if idle else list(self._needed(self.plan))
-            for node in needed:
+            epoch = first if resumed is None else resumed.next_epoch
+            marks = {} if resumed is None else resumed.marks
+            saved = {node.path: mark.epoch for node, mark in reader_marks(self.plan, marks)}
+            needed = [] if idle else list(self._needed(self.plan, epoch))
+            for node, epoch in needed:
                 if node.reads:
-                    epoch = first if resumed is None else resumed.next_epoch
-                    set_epoch(node.works[0].step().function, epoch)
-            if resumed is not None:
-                self._resume_readers(resumed.marks)
-            for node in sorted(needed, key=_start_order):
+                    self.stages.set_epoch(node, saved.get(node.path, epoch))
+            self._resume_readers(marks)
+            for node, _ in sorted(needed, key=_start_order):
                 self.stages.of(node)
         except BaseException:
             self.close()
@@ -174,8 +174,11 @@ class Executor(Runner):
                 )
         return self._pinners[make]
 
-    def _needed(self, plan: ChainPlan) -> Iterator[WorkerNode]:
-        """Yield the stages that will run, from the end back to the first operator that is cached."""
+    def _needed(self, plan: ChainPlan, epoch: int) -> Iterator[tuple[WorkerNode, int]]:
+        """Yield the stages that will run, from the end back to the first operator that is cached.
+
+        Each comes with the epoch in which a run that begins with `epoch` enters it.
+        """
         locks: PageLocks | None = None  # of the device that reads what the node gives as it is
         for node in reversed(plan.nodes):
             if isinstance(node, RelayNode) and node.pins:
@@ -185,12 +188,15 @@ class Executor(Runner):
                 self.stages.locks[node.path] = locks
                 locks = None
             if isinstance(node, WorkerNode):
-                yield node
+                yield node, epoch
             elif isinstance(node, OperatorNode):
-                if node.operator.before(0, 0, None) == []:  # it needs no item
+                before = node.operator.before(0, epoch, None)
+                if before == []:  # it needs no item
                     return
                 for branch in node.branches:
-                    yield from self._needed(branch)
+                    yield from self._needed(branch, epoch)
+                for part in before or ():
+                    epoch = part.epoch if part.branch is None else epoch
 
     # -- seeds and states ----------------------------------------------------------------------------
 
@@ -311,8 +317,9 @@ def drawn() -> int:
     return int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
 
 
-def _start_order(node: WorkerNode) -> int:
+def _start_order(needed: tuple[WorkerNode, int]) -> int:
     """Put processes that may be forked before those that start fresh, and before threads."""
+    node, _ = needed
     if node.backend.in_process:
         return 2
     return 1 if node.backend.fresh else 0

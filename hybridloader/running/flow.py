@@ -75,9 +75,9 @@ class StageIterator(Iterator[Any]):
         self._stage, self.flow, self._measures, self._budget = stage, flow, measures, budget
         self._epoch = 0
 
-    def begin(self, feed: Feed, changes: tuple[Change, ...]) -> None:
-        """Begin an epoch of the stage."""
-        self._stage.begin(feed, None, changes)
+    def begin(self, feed: Feed, changes: tuple[Change, ...], epoch: int, item: int = 0) -> None:
+        """Begin an epoch of the stage, with item number `item` of its input."""
+        self._stage.begin(feed, None, changes, epoch, item)
         self._epoch = self._stage.epoch
 
     def __next__(self) -> Any:

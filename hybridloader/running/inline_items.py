@@ -51,7 +51,7 @@ class InlineItems(OperatorIterator):
         self.context = context = FollowingContext(left, rng)  # counts what was retried
         if rng is not None:
             # The item first: where there is none, no number is used up.
-            numbers = count(rng.take(0))
+            numbers = count(rng.first_item)
             pairs: Iterator[Any] = zip(items, numbers, strict=False)
             if numbered:
                 pairs = _Pairs(items, numbers)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hybridloader._support.error_handling import add_note, no_answer
 from hybridloader._support.native_threads import one_thread_on_this_thread
-from hybridloader._support.state_copies import set_epoch
 from hybridloader._support.text import brief
 from hybridloader.engine.feed import TaskBatching
 from hybridloader.engine.fetcher import TaskContext
@@ -326,10 +325,9 @@ class ChainPass:
         """Return the stage of `node`, with the changes of its dataset that its workers need."""
         stages = self.executor.stages
         stage = stages.of(node)
-        if node.reads and stage.begun:
-            set_epoch(node.works[0].step().function, self.epoch)
-        changes = stage.watch.changes() if stage.watch is not None and stage.begun else ()
-        stage.begun = True
+        if node.reads:
+            stages.set_epoch(node, self.epoch)
+        changes = () if stage.watch is None else stage.watch.changes()
         budget = stages.error_budget(node, node.name, self.epoch, gaps=self._in_rows)
         return stage, changes, budget
 
@@ -353,12 +351,11 @@ class ChainPass:
         if budget is None or not budget.gaps:  # otherwise skipped items have results too
             log = ReaderLog(self.epoch, found)
             self.position.keep(node, log)
-        stage.counter.begin(self.epoch)
         readers = ReaderItems(stage.stage, stage.flow, stage.measures, budget, log, found)
         stage.readers = readers
         if readers.count:
             self.position.droppings.append(readers)
-        readers.begin(ReaderTaskSizes(), changes)
+        readers.begin(ReaderTaskSizes(), changes, self.epoch)
         return readers, sum(found.begins.given)
 
     def _open_stage(self, node: WorkerNode, at: int, begins: Point, before: Offset) -> NodeOpener:
@@ -388,8 +385,7 @@ class ChainPass:
             relay.depth.couple(found)
         if relay is not None and relay.stage is not None and relay.stage.forwarded:
             relay.stage.batching.no_larger_than(batching)  # its results can't be divided here
-        stage.counter.begin(self.epoch, begins.taken)
-        found.begin(batching, changes)
+        found.begin(batching, changes, self.epoch, begins.taken)
         return found
 
 

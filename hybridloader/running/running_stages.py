@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from hybridloader._support.attributes import has
 from hybridloader._support.error_handling import no_answer
 from hybridloader._support.hf_streams import warn_of_few_shards
+from hybridloader._support.state_copies import set_epoch
 from hybridloader.engine.fetcher import Fetch, TaskContext
 from hybridloader.engine.messages import WorkerSpec
-from hybridloader.engine.numbering import ItemCounter
 from hybridloader.engine.refresh import DatasetChanges
 from hybridloader.engine.relay import Relay
 from hybridloader.engine.reorder import ReorderLimit
@@ -53,13 +53,11 @@ class RunningStage:
         flow: StageFlow,
         measures: StageMeasures | None,
         dataset: Any,
-        counter: ItemCounter,
     ) -> None:
-        self.node, self.stage, self.flow, self.counter = node, stage, flow, counter
+        self.node, self.stage, self.flow = node, stage, flow
         self.measures = measures  # None: not observed
         self.watch = None if dataset is None else DatasetChanges(dataset)
         self.readers: ReaderItems | None = None
-        self.begun = False
         self.resumed: tuple[Mark, ReaderStarts] | None = None
         """Readers of the first epoch that resume, and their mark."""
 
@@ -101,8 +99,15 @@ class RunningStages(dict[Path, RunningStage]):
         # All the other mutable state:
         self.failure_log = FailureLog()  # of what was skipped
         self.locks: dict[Path, PageLocks] = {}  # where a device reads what a node gives, as it is
+        self._epochs: dict[Path, int] = {}  # of sources that workers read
         # Readers that resume in the first epoch of their stage, and their marks:
         self.resumed: dict[Path, tuple[Mark, ReaderStarts]] = {}
+
+    def set_epoch(self, node: WorkerNode, epoch: int) -> None:
+        """Set the epoch of a source that workers read: before they start, and in each later pass."""
+        if self._epochs.get(node.path) != epoch:
+            self._epochs[node.path] = epoch
+            set_epoch(node.works[0].step().function, epoch)
 
     def of(self, node: WorkerNode) -> RunningStage:
         """Return the stage of `node`, started if it does not run."""
@@ -127,7 +132,7 @@ class RunningStages(dict[Path, RunningStage]):
             readers = self[path].readers
             return None if readers is None else readers.fewest_at_hand(scheduler)
 
-        counter, spec = ItemCounter(items=not node.reads), self._spec(node, fetch)
+        spec = self._spec(node, fetch)
         try:
             stage = Stage(
                 node.backend,
@@ -149,7 +154,7 @@ class RunningStages(dict[Path, RunningStage]):
                 on_worker_death=placement.on_worker_death,
                 task_timeout=placement.task_timeout,
                 locks=self.locks.get(path),
-                counter=None if spec.seeding is None else counter,
+                numbers=spec.seeding is not None and not node.reads,
             )
         except WorkerPicklingError as error:
             raise WorkerPicklingError(f"stage {node.name!r}: {error}") from error
@@ -158,7 +163,7 @@ class RunningStages(dict[Path, RunningStage]):
             dataset = spec.fetch.dataset if has(spec.fetch.dataset, "set_epoch") else None
         if measures is not None:
             measures.started(stage)
-        running = self[path] = RunningStage(node, stage, flow, measures, dataset, counter)
+        running = self[path] = RunningStage(node, stage, flow, measures, dataset)
         running.resumed = self.resumed.pop(path, None)
         self._check_open(stage)  # a concurrent close() may have missed this one
         return running
@@ -195,6 +200,7 @@ class RunningStages(dict[Path, RunningStage]):
             base_seed=generator.getrandbits(62),
             init_fn=placement.worker_init_fn,
             seeding=seeding,
+            deferred=True,
             starts=() if resumed is None else resumed[1].starts,
         )
 
@@ -232,7 +238,7 @@ class RunningStages(dict[Path, RunningStage]):
         sample_rng = ThreadSampleRng(origin, 0, stage=node.works[work].name)
         sample_rng.by_function = True
         sample_rng.prepare()
-        sample_rng.begin_at(first, epoch)
+        sample_rng.first_item = first
         return sample_rng
 
     def error_budget(

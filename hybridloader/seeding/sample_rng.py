@@ -8,7 +8,6 @@ once the program has done so: until then they need no seed, and their import see
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import operator
 import os
@@ -98,32 +97,15 @@ class SampleRng:
     def __init__(self, origin: Origin, worker: int, number: int = 0) -> None:
         self.worker, self._number = worker, number
         # All the mutable state:
+        self.first_item = 0  # number of the first item of the current task
         self._parts: dict[int, SampleRng] = {}  # by the number of their function
         self.begin(origin)
 
     def begin(self, origin: Origin) -> None:
         self.origin = origin
-        self._next = 0  # number of the next item of this stage's input
         self._root = root(origin, origin.stages[self._number])
         for part in self._parts.values():
             part.begin(origin)
-
-    def begin_at(self, item: int, epoch: int) -> None:
-        """Number the next items from `item`, in epoch `epoch`."""
-        if epoch != self.origin.epoch:
-            self.begin(dataclasses.replace(self.origin, epoch=epoch))
-        self._next = item
-
-    def renumber(self, item: int) -> int:
-        """Number the next items from `item`; return the number that was next."""
-        own, self._next = self._next, item
-        return own
-
-    def take(self, items: int) -> int:
-        """Number the next `items` items; return the number of the first."""
-        first = self._next
-        self._next += items
-        return first
 
     def for_function(self, number: int) -> SampleRng:
         if not self.by_function:

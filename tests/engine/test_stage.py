@@ -231,9 +231,9 @@ def test_a_new_epoch_drops_what_is_left_of_the_old_one() -> None:
     it, backend = stage(script, persistent=True)
     it.begin(iter("abc"))
     assert next(it) == "value 0"
-    it.begin(iter("xy"), 7)
+    it.begin(iter("xy"), 7, epoch=4)
     sent = [message for _, message in backend.crews[0].sent]
-    assert sent[3] == Begin(1, 7)
+    assert sent[3] == Begin(4, 7)
     assert [m.index for m in sent[4:] if isinstance(m, Task)] == ["x", "y"]
     # The answers to tasks 1 and 2 of the old epoch are late; those of the new one are 3 and 4.
     assert next(it) == "value 3"

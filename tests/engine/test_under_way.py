@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hybridloader.engine.fetcher import TaskContext
-from hybridloader.engine.messages import Begin, Done, Event, First, Stop, Task, WorkerSpec
+from hybridloader.engine.messages import Begin, Done, Event, Stop, Task, WorkerSpec
 from hybridloader.engine.payload import ByReference
 from hybridloader.engine.sharing import Fetched, TasksUnderWay
 from hybridloader.fetching.readers import MapFetch
@@ -123,19 +123,6 @@ def test_tasks_behind_an_epoch_that_begins_in_the_middle_are_begun_early_too() -
     assert isinstance(second, Fetched)
     assert second.task.seq == 1
     assert list(script.samples) == [0, 1, 2]
-
-
-def test_the_numbers_of_items_are_told_before_those_under_way_have_ended() -> None:
-    number = First(7, 0)
-    script = Script(Task(0, [0]), number, Task(1, [1]))
-    script.learn(1.0)
-    assert script.under_way.next() is number
-    assert list(script.samples) == [0]
-    script.messages.append(script.end(0))
-    first = script.under_way.next()
-    assert isinstance(first, Fetched)
-    assert first.task.seq == 0
-    assert list(script.samples) == [0, 1]
 
 
 def test_a_task_of_one_slow_sample_is_long_for_any_number_of_threads() -> None:

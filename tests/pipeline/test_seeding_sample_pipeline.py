@@ -212,6 +212,35 @@ def test_readers_are_seeded_by_reader_and_number(backend: str, on_error: str) ->
     assert digest(found) == digest(made("inline"))
 
 
+@pytest.mark.parametrize("backend", ["inline", "threads", "fork", "spawn"])
+def test_readers_that_start_in_a_later_epoch_draw_its_numbers(backend: str) -> None:
+    pipe = Pipeline.from_iterable(lines, backend=backend, num_workers=2, seeding="sample").repeat(2)
+    epochs = [digest(list(epoch)) for epoch in pipe.epochs(3, seed=5)]
+    assert len(set(epochs)) == 3
+    assert [digest(list(pipe.run(epoch=number, seed=5))) for number in (0, 2)] == epochs[::2]
+    for taken in (7, 53):  # in the first and in the second repetition
+        with pipe.run(epoch=2, seed=5) as run:
+            begun = [next(run) for _ in range(taken)]
+            state = run.state_dict()
+        assert digest(begun + list(pipe.run(state=state))) == epochs[2]
+
+
+@pytest.mark.parametrize("backend", ["inline", "threads", "fork"])
+def test_readers_with_a_fixed_seed_draw_other_numbers_in_each_plain_epoch(backend: str) -> None:
+    seeding = SampleSeeding(1)
+    pipe = Pipeline.from_iterable(lines, backend=backend, num_workers=2, seeding=seeding)
+    assert digest(list(pipe)) != digest(list(pipe))
+
+
+def test_readers_on_threads_draw_other_numbers_in_each_epoch_by_default() -> None:
+    def draws() -> Iterator[float]:
+        yield from (random.random() for _ in range(5))
+
+    pipe = Pipeline.from_iterable(draws, backend="threads", num_workers=2)
+    epochs = [sorted(pipe.run(epoch=number, seed=5)) for number in range(3)]
+    assert len({item for items in epochs for item in items}) == 3 * 2 * 5
+
+
 def test_a_run_that_goes_on_draws_what_it_would_have_drawn() -> None:
     steps = (("map", add), ("map", add_again))
     for places in ([fork(), threads(3)], [INLINE, INLINE], [threads(), INLINE]):
