@@ -102,6 +102,11 @@ class MapFetch(Fetch):
         return attribute(self.dataset, "waits") is True
 
     @property
+    def draws_nothing(self) -> bool:
+        """True if no function of the user runs: it looks up an index in a list, an array or a tensor."""
+        return not self.batched and type(self.dataset).__module__ in ("builtins", "numpy", "torch")
+
+    @property
     def idle_threads(self) -> bool:
         """True if several threads were asked for, but the dataset makes a batch in one call."""
         return self.threads > 1 and self.batched and not one_by_one(self.dataset)

@@ -28,7 +28,7 @@ from hybridloader.engine.stage_flow import StageFlow
 from hybridloader.errors import IteratorClosed, WorkerPicklingError
 from hybridloader.fetching.item_steps import WorkFetch
 from hybridloader.fetching.on_error.error_budget import ErrorBudget, FailureLog
-from hybridloader.fetching.readers import ReadersFetch
+from hybridloader.fetching.readers import MapFetch, ReadersFetch
 from hybridloader.fetching.shard_division import ShardDivision, readers_share_of
 from hybridloader.observe.observation import Observation
 from hybridloader.observe.stage_measures import StageMeasures
@@ -231,7 +231,8 @@ class RunningStages(dict[Path, RunningStage]):
         With `relayed` the thread of a relay asks, and not your loop's.
         """
         origin = self._origin(node, [work], epoch, threads=relayed)
-        if origin is None:
+        function = node.works[work].step().function
+        if origin is None or (isinstance(function, MapFetch) and function.draws_nothing):
             return None
         from hybridloader.seeding.thread_sample_rng import ThreadSampleRng
 

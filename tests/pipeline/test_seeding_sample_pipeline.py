@@ -191,6 +191,14 @@ def test_samples_of_a_dataset_are_seeded_by_their_index(where: Any, batched: boo
     assert digest(made(where)) == digest(made(INLINE))
 
 
+@pytest.mark.parametrize("data", [[3, 4], range(2), np.arange(2), torch.arange(2)], ids=repr)
+def test_looking_up_an_index_does_not_seed_the_calling_process(data: Any) -> None:
+    pipe = Pipeline.from_dataset(data).map(repr, backend="fork", num_workers=1).prefetch(2)
+    with pipe.run() as run:
+        assert next(run) == repr(data[0])
+        assert type(random._inst) is random.Random  # type: ignore[attr-defined]
+
+
 def lines() -> Iterator[Any]:
     info = get_worker_info()
     opened = random.random()
