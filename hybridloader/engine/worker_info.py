@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 class _Current(threading.local):
     info: WorkerInfo | None = None
+    asked = False  # code on this thread, which is a worker's, has asked for it
 
 
 _current = _Current()
@@ -47,7 +48,7 @@ def _forget_thread() -> None:
 
     The functions that workers of the parent registered are the parent's, too.
     """
-    vars(_current).pop("info", None)
+    vars(_current).clear()
     _at_end.clear()
 
 
@@ -66,7 +67,16 @@ def get_worker_info() -> WorkerInfo | None:
         that this worker reads), `rng` (random generators of this worker alone, for threads) and
         `worker_method` (``"thread"``, ``"multiprocessing"`` or ``"inline"``).
     """
-    return _current.info
+    info = _current.info
+    if info is not None:
+        _current.asked = True
+    return info
+
+
+def asked_for_info() -> bool:
+    """True if code on this thread may divide data by the worker's number, or need not."""
+    info = _current.info
+    return _current.asked or info is None or info.num_workers < 2
 
 
 @dataclass(frozen=True)
@@ -142,6 +152,7 @@ def _teach_torch() -> None:
             return _worker_info  # type: ignore[name-defined]  # noqa: F821
         if _hybridloader_caller(1).f_code.co_filename == _hybridloader_collate:  # type: ignore[name-defined]  # noqa: F821
             return None
+        _hybridloader_current.asked = True  # type: ignore[name-defined]  # noqa: F821
         return info
 
     original.__globals__.update(

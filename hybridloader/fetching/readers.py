@@ -16,13 +16,15 @@ import pickle
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from hashlib import blake2b
 from time import perf_counter
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from hybridloader._support.attributes import attribute
+from hybridloader._support.attributes import attribute, is_container
 from hybridloader._support.datapipes import seed_datapipe
 from hybridloader._support.error_handling import foreign
 from hybridloader._support.state_copies import load_into
@@ -38,7 +40,7 @@ from hybridloader.engine.fetcher import (
     TaskContext,
 )
 from hybridloader.engine.slices import SEEN
-from hybridloader.engine.worker_info import get_worker_info
+from hybridloader.engine.worker_info import asked_for_info, get_worker_info
 from hybridloader.errors import ShardLost
 from hybridloader.fetching.collate import is_default_collate
 from hybridloader.fetching.gather import NotGatherable, gatherer
@@ -104,7 +106,7 @@ class MapFetch(Fetch):
     @property
     def draws_nothing(self) -> bool:
         """True if no function of the user runs: it looks up an index in a list, an array or a tensor."""
-        return not self.batched and type(self.dataset).__module__ in ("builtins", "numpy", "torch")
+        return not self.batched and is_container(self.dataset)
 
     @property
     def idle_threads(self) -> bool:
@@ -688,10 +690,15 @@ class SourceFetcher(ShardReader):
         if self._under_policy and self.position - first != len(results.values):
             self._context.add("ends", [*asked[1:], self.position])
         samples = innermost(self._samples)
-        if isinstance(samples, NamedShardsIterator) and samples.entered:
-            before = self.position - samples.count
-            self._context.add("shards", [(before + count, at) for count, at in samples.entered])
-            samples.entered = []
+        if isinstance(samples, NamedShardsIterator):
+            if samples.entered:
+                before = self.position - samples.count
+                self._context.add("shards", [(before + count, at) for count, at in samples.entered])
+                samples.entered = []
+        elif first == 0 and results.values and not asked_for_info():
+            with suppress(Exception):  # an item that can't be pickled is not compared
+                packed = pickle.dumps(results.values[0], 5)
+                self._context.add("first", blake2b(packed, digest_size=16).digest())
         return results.hand_over(self._context)
 
     def mend(self, value: Any, error: Exception, check: Callable[[Any], Any]) -> Any:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from hybridloader._support.attributes import close
+from hybridloader._support.caller import warn_once
 from hybridloader._support.error_handling import (
     add_note,
     counts_as_item,
@@ -247,6 +248,7 @@ class ReaderItems(StageIterator):
         self._turn = begins.turn
         self._over = False
         self._came = list(begins.given)  # items and errors of each reader
+        self._firsts: dict[bytes, int] = {}  # readers, by the hash of their first item
         self._passed = set(begins.ended)  # readers that had ended at their turn
         self._starts = dict(enumerate(starts))  # of those from which nothing has come yet
         self.count = self._rereading
@@ -335,6 +337,16 @@ class ReaderItems(StageIterator):
         came = waiting.add(results, notes, worker)
         self._came[worker] += came
         self.flow.items_out += came
+        if "first" in extras and self._firsts.setdefault(extras["first"], worker) != worker:
+            readers = len(self._waiting)
+            warn_once(
+                f"stage {self._stage.spec.stage!r}: its readers begin with the same item, and the "
+                "source does not ask for a worker's number, so each item may come "
+                f"{readers} times. Divide the source by the id and num_workers of "
+                "hybridloader.get_worker_info(), or read it with one reader: give backend and "
+                "num_workers to a later step, such as map",
+                "same-items",
+            )
         if self._log is not None:
             reads = self._log.of(worker)
             reads.add(came, extras.get("ends", ()), waiting.left_out_of(notes))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch.utils.data
 
-from hybridloader import DataLoader, Pipeline, StatefulDataLoader
+from hybridloader import DataLoader, Pipeline, StatefulDataLoader, get_worker_info
 from hybridloader.observe import stats as stats_module
 from hybridloader.observe.figures import Figures
 from hybridloader.observe.recording import CoroutineUse, StageRecord
@@ -57,6 +57,11 @@ async def later(item: Any) -> Any:
     return item
 
 
+def part() -> list[int]:
+    info: Any = get_worker_info()
+    return ITEMS[info.id :: info.num_workers]
+
+
 THREADS: dict[str, Any] = {"backend": "threads", "num_workers": 2}
 FORK: dict[str, Any] = {"backend": "fork", "num_workers": 2}
 FORKING = {"multiprocessing_context": multiprocessing.get_context("fork"), "num_workers": 2}
@@ -86,7 +91,7 @@ MAKERS: dict[str, tuple[Any, set[str]]] = {
         pipe(lambda p, **where: p.map(later, **where), concurrency=4, **FORK),
         {"concurrency"},
     ),
-    "readers": (lambda **more: Pipeline.from_iterable(ITEMS, **{**THREADS, **more}), WORKERS),
+    "readers": (lambda **more: Pipeline.from_iterable(part, **{**THREADS, **more}), WORKERS),
     "an operator": (pipe(lambda p, **where: p.batch(2, **where)), set()),
 }
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy
 import pytest
 
-from hybridloader import Pipeline
+from hybridloader import Pipeline, get_worker_info
 from hybridloader._support.gil import gil_enabled
 from hybridloader.observe import Stats
 
@@ -63,10 +63,11 @@ async def quickly(item: int) -> int:
     return item
 
 
-def slowly() -> Iterator[int]:
+def slowly() -> Iterator[tuple[Any, int]]:
+    info = get_worker_info()
     for item in range(60):
         time.sleep(NAP)
-        yield item
+        yield info and info.id, item
 
 
 THREADS: dict[str, Any] = {"backend": "threads", "num_workers": 2}

@@ -7,7 +7,9 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.random_pipelines import events, saved
@@ -275,6 +277,45 @@ def test_readers_get_the_epoch(backend: str) -> None:
         # The first reader has every second shard in the order of this epoch.
         own = [int(name[:-4]) for name in source.shard_names[::2]]
         assert found[0] % 10_000 // 1000 == next(shard for shard in own if source.sizes[shard])
+
+
+@pytest.mark.parametrize(
+    "source", [[1, 2], (1,), range(3), {1: 2}, {1}, np.arange(3), torch.arange(3)]
+)
+def test_several_readers_of_one_container_are_refused(source: Any) -> None:
+    with pytest.raises(ValueError, match="each of the 2 readers would give all items"):
+        Pipeline.from_iterable(source, backend="threads", num_workers=2)
+    assert len(list(Pipeline.from_iterable(source, backend="threads", num_workers=1))) == len(
+        source
+    )
+
+
+class Undivided:
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+@pytest.mark.parametrize("backend", ["threads", "fork"])
+@pytest.mark.parametrize("source", [Undivided(), lambda: map(str, range(3))])
+def test_readers_that_all_read_everything_are_warned_of_once(backend: str, source: Any) -> None:
+    pipe = Pipeline.from_iterable(source, name=f"{source}{backend}", backend=backend, num_workers=3)
+    with pytest.warns(UserWarning, match="its readers begin with the same item") as caught:
+        assert len(list(pipe)) == len(list(pipe)) == 9
+    assert len(caught) == 1
+
+
+def same_in_each_part() -> Iterator[Any]:
+    assert get_worker_info() is not None
+    return iter("aa")
+
+
+def open_file() -> Iterator[Any]:
+    yield threading.Lock()  # can't be pickled, so not compared
+
+
+@pytest.mark.parametrize("source", [same_in_each_part, open_file])
+def test_readers_that_ask_for_their_part_may_begin_with_the_same_item(source: Any) -> None:
+    assert len(list(Pipeline.from_iterable(source, backend="threads", num_workers=2))) in (2, 4)
 
 
 class Drawn:

@@ -9,8 +9,8 @@ from functools import cached_property
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
-from hybridloader._support.attributes import attribute
-from hybridloader._support.text import beginning
+from hybridloader._support.attributes import attribute, is_container
+from hybridloader._support.text import beginning, short
 from hybridloader.fetching.item_steps import Step, is_async
 from hybridloader.fetching.readers import MapFetch
 from hybridloader.fetching.shard_division import readers_share_of
@@ -193,6 +193,13 @@ class Readers(Placed, Source):
                     f"{self.name} got {name}, but a reader reads its part item by item; take more "
                     f"readers (num_workers), or give {name} to the step after it"
                 )
+        readers = self.placement.num_workers
+        if readers > 1 and is_container(self.source):
+            raise ValueError(
+                f"{self.name}: each of the {readers} readers would give all items of "
+                f"{short(self.source)}; leave out num_workers and give it to a later step, such as "
+                "map, or read by index, with from_dataset"
+            )
 
     @property
     def name(self) -> str:
