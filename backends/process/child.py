@@ -92,7 +92,7 @@ def main(
     endpoint = endpoint_class(pipe)
     connection = _WorkerConnection(number, endpoint, slots)
     watch = ParentWatch(endpoint, parent, connection.sweep)
-    hung_up = False
+    hung_up, postmortem = False, None
     try:
         frame = endpoint.get()
         connection.postmortem = postmortem = first.record(frame)
@@ -110,6 +110,10 @@ def main(
         connection.finish()
     except EOFError:
         hung_up = True
+    except BaseException as error:
+        if postmortem is not None:
+            postmortem.ended_by(error)
+        raise
     finally:
         # If the watch noticed before the last message was read, no EOFError is raised.
         if hung_up or watch.context.cancelled:
@@ -299,6 +303,8 @@ class _WorkerConnection:
             except EOFError:
                 return  # the worker's next read or direct write raises it
             except BaseException as error:
+                if self.postmortem is not None:
+                    self.postmortem.ended_by(error)
                 show(error)  # a result is lost, and the parent would wait for it forever
                 os._exit(1)
             del item

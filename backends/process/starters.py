@@ -156,9 +156,11 @@ class Starter:
     def change(self, changes: tuple[Change, ...]) -> None:
         """Apply changes, which the workers have got, to the dataset for workers yet to start."""
 
-    def evidence(self) -> str:
-        """Return the stack at which the process that starts workers has crashed; "" if there is none."""
-        return ""
+    def end_of(self, record: PostmortemRecord) -> tuple[str, str]:
+        """Describe the end of a worker with this record, as `PostmortemRecord.end` does."""
+        if self.forks or record.begun:
+            return record.end()
+        return "", "It had not begun its work. If an error ended it, its stderr shows the error."
 
     def stack(self) -> str:
         """Return the stack of the process that starts workers; "" if there is none."""
@@ -358,9 +360,9 @@ class ZygoteStarter(Starter):
         else:  # loading other values could import modules, which may start threads
             zygote.spec = None
 
-    def evidence(self) -> str:
-        record = None if self._zygote is None else self._zygote.record
-        return "" if record is None else record.crash()
+    def end_of(self, record: PostmortemRecord) -> tuple[str, str]:
+        zygote = None if self._zygote is None else self._zygote.record
+        return super().end_of(record if zygote is None or record.end()[1] else zygote)
 
     def stack(self) -> str:
         zygote = self._zygote

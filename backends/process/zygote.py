@@ -121,7 +121,14 @@ class _Zygote:
         self._postmortem: PostmortemWriter | None = None
 
     def run(self, record: bool, inherited: Inherited | None) -> NoReturn:
-        spec = self._load(record, inherited)
+        try:
+            self._serve(self._load(record, inherited))
+        except BaseException as error:
+            if self._postmortem is not None:
+                self._postmortem.ended_by(error)
+            raise
+
+    def _serve(self, spec: WorkerSpec) -> NoReturn:
         # A launcher that ignores the signal passes this on, and the kernel would then keep no exit
         # codes.
         self._sigchld = signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -183,6 +183,31 @@ def test_a_dataset_that_ends_the_process_that_loads_it_ends_the_stage_with_the_c
     assert [worker.pid for worker in iterator._workers] == [None, None]
 
 
+def interrupted(*_: Any) -> None:
+    raise KeyboardInterrupt("by the dataset")
+
+
+@pytest.mark.parametrize(
+    ("backend", "dataset", "init", "forked"),
+    [
+        ("spawn", Loading(interrupted), None, "was not forked by .*, which "),
+        ("spawn", Samples(int), interrupted, ""),
+        (Spawn(preload=False), Loading(interrupted), None, ""),
+        ("fork", Samples(int), interrupted, ""),
+    ],
+    ids=["loading zygote", "forked worker", "fresh worker", "fork"],
+)
+def test_an_exception_that_ends_a_worker_is_named_first_with_its_traceback(
+    backend: Any, dataset: Any, init: Any, forked: str
+) -> None:
+    words = (
+        rf"worker 0 \(process.*\) was ended by KeyboardInterrupt: by the dataset "
+        rf"\({forked}exited with code 1\)(.|\n)*Traceback(.|\n)*, in interrupted\n"
+    )
+    with pytest.raises(WorkerDied, match=words):
+        list(load(dataset, backend, worker_init_fn=init))
+
+
 def test_the_death_of_the_zygote_is_that_of_its_workers() -> None:
     gate = Gate()
     with start(load(Samples(at_gate(gate, 2)), "spawn", workers=2)) as iterator:
