@@ -326,7 +326,7 @@ class PostmortemWriter:
     def ended_by(self, error: BaseException) -> None:
         """Record an exception that is about to end the process, unless this is a fork of it."""
         if os.getpid() == self._cells[_PID].value:
-            line = " ".join(described(error).split("\n"))
+            line, _, _ = described(error).partition("\n")
             text = f"{_RAISED}{line}\n{traceback_of(error)}"
             with suppress(OSError):  # no room
                 os.write(self.fd, text.encode("utf-8", "backslashreplace"))

@@ -23,6 +23,7 @@ from hybridloader import RestartPolicy, WorkerDied
 from hybridloader._support.caller import warn_once
 from hybridloader.backends.process import fork_safety
 from hybridloader.backends.process.backend import SharedMemory, Spawn
+from hybridloader.backends.process.child import FirstFrame
 from hybridloader.backends.process.handles import ProcessHandle
 from hybridloader.backends.process.starters import ForkedHandle
 from hybridloader.backends.process.zygote import ENDED, FORKED, STATUS, serve
@@ -270,7 +271,7 @@ def test_it_ends_without_a_word_if_the_parent_has_ended_before_it_begins(
     os.waitpid(parent, 0)
     ours, its = socket.socketpair()
     with ours, its:
-        assert in_a_fork(lambda: serve(its, parent, record=False, inherited=None)) == 0
+        assert in_a_fork(lambda: serve(its, parent, FirstFrame(False))) == 0
     assert capfd.readouterr() == ("", "")
 
 
