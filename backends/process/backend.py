@@ -45,6 +45,9 @@ class ProcessBackend(Backend):
     preload: bool = True
     """False: workers are not forked from a zygote, also where this is possible."""
 
+    runs_script: ClassVar[bool] = False
+    """True: a zygote runs the top of the script if multiprocessing's fork server would."""
+
     @abstractmethod
     def _method(self) -> str:
         """Give the method that starts the processes: one of multiprocessing's, or ``"loky"``."""
@@ -71,7 +74,7 @@ class ProcessBackend(Backend):
             )
         elif method != "loky" and method not in multiprocessing.get_all_start_methods():
             raise BackendUnavailable(f"this platform has no start method {method!r}; use 'loky'")
-        check_children_allowed(self.name)
+        check_children_allowed(self.name, method)
         if method == "fork":
             check_threads(self.name)
 
@@ -79,7 +82,7 @@ class ProcessBackend(Backend):
         method = self._method()
         kind = slot_kind(self.memory, sockets=socket_transport.available())
         check = functools.partial(self.check_start, method)
-        made = starter(method, preload=self.preload)
+        made = starter(method, preload=self.preload, runs_script=self.runs_script)
         return ProcessCrew(made, kind, self.memory.bytes(), check)
 
 
@@ -192,10 +195,11 @@ class AsTorch(SharedMemory):
     workers are fresh.
     """
 
+    runs_script: ClassVar[bool] = True
     _called: ClassVar[str] = "this loader"
 
     def check_start(self, method: str) -> None:
-        check_children_allowed("the default")
+        check_children_allowed("the default", method)
         if method == "fork":
             asked = "" if self.start_method is None else ", with multiprocessing_context='fork'"
             check_libraries(f"the default{asked}")
@@ -204,8 +208,18 @@ class AsTorch(SharedMemory):
         return self.start_method or method_for_workers()
 
 
-def check_children_allowed(name: str) -> None:
-    """Refuse in a daemonic process, which can't have child processes (multiprocessing forbids it)."""
+def check_children_allowed(name: str, method: str) -> None:
+    """Refuse where multiprocessing forbids child processes.
+
+    It does in a daemonic process, and in one that runs the top of the script, which would start others
+    without end.
+    """
+    if method != "fork" and hasattr(multiprocessing.current_process(), "_inheriting"):
+        raise BackendUnavailable(
+            f"backend {name!r} can't start workers here: this process was started to become a worker, "
+            "and runs the top of the script first. Put the loop under `if __name__ == '__main__':`, as "
+            "torch requires it, or pass backend='spawn', whose workers do not run the script."
+        )
     if multiprocessing.current_process().daemon:
         raise BackendUnavailable(
             f"backend {name!r} can't run in a daemonic process, such as another loader's worker: "

@@ -55,6 +55,8 @@ class FirstFrame(NamedTuple):
     # The work, if this process has it; then that in the frame is dropped.
     loaded: WorkerSpec | None = None
     inherited: Inherited | None = None  # objects that can be sent only when the process starts
+    # The script whose top this process runs before it loads, for `multiprocessing.spawn.prepare`.
+    script: dict[str, str] | None = None
 
     def record(self, frame: Frame) -> PostmortemWriter | None:
         # The kernel drops descriptors if there is no room.
@@ -63,10 +65,28 @@ class FirstFrame(NamedTuple):
     def load(self, frame: Frame) -> WorkerSpec:
         """Return the work, and close the descriptors of `frame`."""
         if self.loaded is None:
-            return received(frame.parts, frame.fds, self.inherited)
+            if self.script is not None:
+                _run_top(self.script)
+            spec = received(frame.parts, frame.fds, self.inherited)
+            if "torch" in sys.modules:  # as torch, which sets it last
+                one_thread_in_this_process(False)
+            return spec
         for fd in frame.fds:
             os.close(fd)
         return self.loaded
+
+
+def _run_top(script: dict[str, str]) -> None:
+    """Run the top of the script as ``__mp_main__``, as multiprocessing does in processes it spawns."""
+    from multiprocessing import process, spawn
+
+    current: Any = process.current_process()
+    current._inheriting = True  # until it is deleted, this process may start no others
+    try:
+        # A start method of the standard library, not loky's, as the script may make locks by it.
+        spawn.prepare({**script, "start_method": "forkserver"})
+    finally:
+        del current._inheriting
 
 
 def main(
@@ -92,7 +112,7 @@ def main(
     endpoint = endpoint_class(pipe)
     connection = _WorkerConnection(number, endpoint, slots)
     watch = ParentWatch(endpoint, parent, connection.sweep)
-    hung_up = False
+    hung_up, postmortem = False, None
     try:
         frame = endpoint.get()
         connection.postmortem = postmortem = first.record(frame)
@@ -110,6 +130,10 @@ def main(
         connection.finish()
     except EOFError:
         hung_up = True
+    except BaseException as error:
+        if postmortem is not None:
+            postmortem.ended_by(error)
+        raise
     finally:
         # If the watch noticed before the last message was read, no EOFError is raised.
         if hung_up or watch.context.cancelled:
@@ -299,6 +323,8 @@ class _WorkerConnection:
             except EOFError:
                 return  # the worker's next read or direct write raises it
             except BaseException as error:
+                if self.postmortem is not None:
+                    self.postmortem.ended_by(error)
                 show(error)  # a result is lost, and the parent would wait for it forever
                 os._exit(1)
             del item

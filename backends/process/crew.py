@@ -288,5 +288,7 @@ class ProcessCrew(Crew):
             return Exited(worker, cause, memory=memory, slots=slots)
         task, with_it = record.task, handle.ended_with
         at = -1 if task is None or with_it is not None else record.at
-        crash = record.crash() or self._starter.evidence()
-        return Exited(worker, cause, task, at, crash, memory, slots, with_it)
+        raised, text = self._starter.end_of(record)
+        if raised:
+            cause = f"was ended by {raised} ({cause})"
+        return Exited(worker, cause, task, at, text, memory, slots, with_it)

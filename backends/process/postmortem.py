@@ -21,6 +21,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from hybridloader._support.error_handling import described, traceback_of
 from hybridloader.backends.process import stack_dump
 from hybridloader.engine.fetcher import TaskContext
 from hybridloader.memory.descriptors import ours
@@ -33,6 +34,9 @@ that do the tasks, the current task, and the sample within it (both -1: none, or
 
 _TEXT = 64
 """Offset of faulthandler's text, in bytes."""
+
+_RAISED = "\nEnded by: "
+"""Beginning of the text about an exception that ended the worker: the exception, and its traceback."""
 
 _READ = 256 * 1024
 """Most bytes of text that are read: faulthandler stops after 100 threads of 100 frames each."""
@@ -117,6 +121,11 @@ class PostmortemRecord:
         at = self._numbers()[_AT]
         return None if at < 0 else at
 
+    @property
+    def begun(self) -> bool:
+        """True once the process has opened the record."""
+        return self._numbers()[_PID] != 0
+
     def stack(
         self,
         pid: int,
@@ -171,10 +180,16 @@ class PostmortemRecord:
         "" if it wrote none. Only meaningful once the worker is gone, and by such a signal: a fork
         that the worker's code has made writes here as well.
         """
-        if self.fd < 0:
-            return ""
-        size = os.fstat(self.fd).st_size
-        return stack_dump.of_crash(self._text(max(_TEXT, size - _READ)))
+        return stack_dump.of_crash(self._last_text())
+
+    def end(self) -> tuple[str, str]:
+        """Exception that ended the worker, and its traceback; or "", and the stack of a crash.
+
+        Only meaningful once the worker is gone.
+        """
+        _, raised, text = self._last_text().rpartition(_RAISED)
+        exception, _, trace = text.partition("\n")
+        return (exception, trace[-stack_dump.MOST :]) if raised else ("", self.crash())
 
     def close(self) -> None:
         """Close the parent's end; the worker continues without. Idempotent."""
@@ -187,6 +202,11 @@ class PostmortemRecord:
         if self.fd < 0:
             return (0, 0, 0, -1, -1)
         return _NUMBERS.unpack(os.pread(self.fd, _NUMBERS.size, 0))
+
+    def _last_text(self) -> str:
+        if self.fd < 0:
+            return ""
+        return self._text(max(_TEXT, os.fstat(self.fd).st_size - _READ))
 
     def _text(self, start: int) -> str:
         return os.pread(self.fd, _READ, start).decode("utf-8", "backslashreplace")
@@ -302,6 +322,14 @@ class PostmortemWriter:
             with suppress(OSError):
                 os.close(fd)
             return None
+
+    def ended_by(self, error: BaseException) -> None:
+        """Record an exception that is about to end the process, unless this is a fork of it."""
+        if os.getpid() == self._cells[_PID].value:
+            line, _, _ = described(error).partition("\n")
+            text = f"{_RAISED}{line}\n{traceback_of(error)}"
+            with suppress(OSError):  # no room
+                os.write(self.fd, text.encode("utf-8", "backslashreplace"))
 
     def context(self) -> PostmortemContext:
         return PostmortemContext(self._cells[_AT])

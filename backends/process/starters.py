@@ -20,6 +20,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from multiprocessing import spawn
 from multiprocessing.connection import Connection
 from typing import Any, ClassVar, NamedTuple
 
@@ -83,14 +84,20 @@ class Starter:
     forks: ClassVar[bool] = False
     """True if workers are forks of this process, with its work."""
 
-    def __init__(self, method: str, transport: Transport) -> None:
-        """Take one of multiprocessing's methods, or ``"loky"``, and the transport of the crew."""
+    def __init__(self, method: str, transport: Transport, *, runs_script: bool = False) -> None:
+        """Take one of multiprocessing's methods, or ``"loky"``, and the transport of the crew.
+
+        If `runs_script`, the processes of loky run the top of the script, as multiprocessing's do.
+        """
         if method == "loky":
             from loky.backend import get_context
         else:
             from multiprocessing import get_context
         self.transport = transport
         self._method, self._context = method, get_context(method)
+        known = _script() if runs_script or method in ("spawn", "forkserver") else None
+        self._script = known if method == "loky" else None
+        self._by_name = known is not None  # workers have the script's objects, too
         # All the mutable state: the work of workers that have not loaded it yet.
         self._shipments: dict[int, tuple[WorkerSpec, Shipment]] = {}
 
@@ -114,7 +121,8 @@ class Starter:
         for sent, shipment in self._shipments.values():
             if sent is spec:
                 return shipment
-        return ship(spec, "the loader", share=self.transport.carries_descriptors)
+        share = self.transport.carries_descriptors
+        return ship(spec, "the loader", share=share, by_name=self._by_name)
 
     def _launch(self, start: WorkerStart, connection: Any) -> None:
         """Start a worker at this end of its connection, which the caller closes."""
@@ -140,7 +148,7 @@ class Starter:
     def _first(self, start: WorkerStart) -> FirstFrame:
         _, shipment = self._shipments.get(start.worker, (None, None))
         inherited = None if shipment is None else shipment.inherited
-        return FirstFrame(start.record is not None, inherited=inherited)
+        return FirstFrame(start.record is not None, inherited=inherited, script=self._script)
 
     def arrived(self, worker: int) -> None:
         """Let go of a worker's work: the worker has mapped it, or is gone."""
@@ -156,9 +164,15 @@ class Starter:
     def change(self, changes: tuple[Change, ...]) -> None:
         """Apply changes, which the workers have got, to the dataset for workers yet to start."""
 
-    def evidence(self) -> str:
-        """Return the stack at which the process that starts workers has crashed; "" if there is none."""
-        return ""
+    def end_of(self, record: PostmortemRecord) -> tuple[str, str]:
+        """Describe the end of a worker with this record, as `PostmortemRecord.end` does."""
+        if self.forks or record.begun:
+            return record.end()
+        runs = " It runs the top of the script first." if self._by_name else ""
+        return (
+            "",
+            f"It had not begun its work.{runs} If an error ended it, its stderr shows the error.",
+        )
 
     def stack(self) -> str:
         """Return the stack of the process that starts workers; "" if there is none."""
@@ -183,6 +197,15 @@ class ForkStarter(Starter):
 
     def _first(self, start: WorkerStart) -> FirstFrame:
         return FirstFrame(start.record is not None, start.spec)
+
+
+def _script() -> dict[str, str] | None:
+    """Return how a process finds the script; None if it can't run it again, as in a notebook."""
+    found: dict[str, Any] = spawn.get_preparation_data("")
+    name, path = found.get("init_main_from_name"), found.get("init_main_from_path")
+    if name is not None:  # of a package's `__main__` multiprocessing runs nothing
+        return None if name.rpartition(".")[2] == "__main__" else {"init_main_from_name": name}
+    return None if path is None else {"init_main_from_path": path}
 
 
 def _duplicates(fds: Sequence[int]) -> list[int]:
@@ -234,8 +257,9 @@ class ZygoteStarter(Starter):
     If that process ends, so do its workers, and the next start begins another.
     """
 
-    def __init__(self, transport: Transport) -> None:  # which carries descriptors
-        super().__init__("loky", transport)
+    def __init__(self, transport: Transport, *, runs_script: bool) -> None:
+        """Take a transport that carries descriptors."""
+        super().__init__("loky", transport, runs_script=runs_script)
         # All the other mutable state:
         self._zygote: _Zygote | None = None
         self._refused = False
@@ -287,9 +311,10 @@ class ZygoteStarter(Starter):
         self.transport.drop(ZYGOTE)
         self.transport.connect(ZYGOTE, connection)
         recorded = zygote.record is not None
+        first = FirstFrame(recorded, inherited=shipment.inherited, script=self._script)
         process = self._context.Process(
             target=serve,
-            args=(theirs, os.getpid(), recorded, shipment.inherited),
+            args=(theirs, os.getpid(), first),
             name=f"hybridloader-{spec.stage}-zygote",
             daemon=True,
         )
@@ -322,12 +347,13 @@ class ZygoteStarter(Starter):
             return None
         self._refused = True
         stage = None if zygote.spec is None else zygote.spec.stage
+        guard = "do it below `if __name__ == '__main__':`"
+        other = "set Spawn(preload=False)" if self._script is None else guard
         return functools.partial(
             warn_once,
             f"the workers of stage {stage!r} are started one by one, which takes more time and memory "
             "than forking them from one process that has loaded the dataset. It can't fork, because it "
-            f"{message.refusal}. Do that in worker_init_fn, or when the first sample is read; or set "
-            "Spawn(preload=False)",
+            f"{message.refusal}. Do that in worker_init_fn or when the first sample is read, or {other}",
             "started-one-by-one",
         )
 
@@ -358,9 +384,9 @@ class ZygoteStarter(Starter):
         else:  # loading other values could import modules, which may start threads
             zygote.spec = None
 
-    def evidence(self) -> str:
-        record = None if self._zygote is None else self._zygote.record
-        return "" if record is None else record.crash()
+    def end_of(self, record: PostmortemRecord) -> tuple[str, str]:
+        zygote = None if self._zygote is None else self._zygote.record
+        return super().end_of(record if zygote is None or record.end()[1] else zygote)
 
     def stack(self) -> str:
         zygote = self._zygote
@@ -394,11 +420,12 @@ def _changes(loaded: WorkerSpec, spec: WorkerSpec) -> dict[str, Any]:
     return {name: value for name, value in pairs.items() if value is not getattr(loaded, name)}
 
 
-def starter(method: str, *, preload: bool) -> Starter:
+def starter(method: str, *, preload: bool, runs_script: bool) -> Starter:
     """Return the starter of a crew, with its transport.
 
     `method` is one of multiprocessing's, or ``"loky"``. With `preload`, a zygote forks fresh workers
-    where that is possible.
+    where that is possible. With `runs_script`, a zygote in the place of multiprocessing's fork server
+    runs the top of the script, as the workers of that server do.
     """
     occupy_standard_descriptors()
     sockets = socket_transport.available()
@@ -406,7 +433,9 @@ def starter(method: str, *, preload: bool) -> Starter:
     if method == "fork":
         return ForkStarter(method, transport)
     zygote = preload and method in ("loky", "forkserver") and sockets and fork_safety.available()
-    return ZygoteStarter(transport) if zygote else Starter(method, transport)
+    if not zygote:
+        return Starter(method, transport)
+    return ZygoteStarter(transport, runs_script=runs_script and method == "forkserver")
 
 
 class ForkedHandle(ProcessHandle):

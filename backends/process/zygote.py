@@ -29,7 +29,6 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, NoReturn
 
 from hybridloader._support.error_handling import show
-from hybridloader._support.inheritance import Inherited
 from hybridloader._support.native_threads import one_thread_in_this_process
 from hybridloader.backends.process import fork_safety
 from hybridloader.backends.process.child import FirstFrame, main
@@ -41,7 +40,6 @@ from hybridloader.backends.process.socket_transport import SocketEndpoint
 from hybridloader.engine.contract import GRACE
 from hybridloader.engine.messages import WorkerSpec
 from hybridloader.engine.refresh import Change, apply
-from hybridloader.engine.serving import received
 
 STATUS = struct.Struct("=ii")
 """Message on a status socket: one of the kinds below, and a number."""
@@ -84,8 +82,7 @@ class Refused(NamedTuple):
 def serve(
     connection: Any,  # its first frame is the work of the stage
     parent: int,  # process id
-    record: bool,  # the last descriptor of that frame is of a postmortem record
-    inherited: Inherited | None,  # objects that can be sent only when the process starts
+    first: FirstFrame,
 ) -> NoReturn:
     """Be the zygote until the parent hangs up, or is gone."""
     leave_signals()
@@ -93,7 +90,7 @@ def serve(
     # parent hangs up.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     try:
-        _Zygote(SocketEndpoint(connection), parent).run(record, inherited)
+        _Zygote(SocketEndpoint(connection), parent).run(first)
     except EOFError:
         os._exit(0)  # the parent needs no more workers
     except BaseException as error:
@@ -120,8 +117,15 @@ class _Zygote:
         self._sigchld: Any = signal.SIG_DFL  # handler for the workers
         self._postmortem: PostmortemWriter | None = None
 
-    def run(self, record: bool, inherited: Inherited | None) -> NoReturn:
-        spec = self._load(record, inherited)
+    def run(self, first: FirstFrame) -> NoReturn:
+        try:
+            self._serve(self._load(first))
+        except BaseException as error:
+            if self._postmortem is not None:
+                self._postmortem.ended_by(error)
+            raise
+
+    def _serve(self, spec: WorkerSpec) -> NoReturn:
         # A launcher that ignores the signal passes this on, and the kernel would then keep no exit
         # codes.
         self._sigchld = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -149,15 +153,14 @@ class _Zygote:
         except EOFError:
             self._end_workers()
 
-    def _load(self, record: bool, inherited: Inherited | None) -> WorkerSpec:
+    def _load(self, first: FirstFrame) -> WorkerSpec:
         """Load the work, and find out whether this process may fork then."""
         with _ending_with(self._watched, self._endpoint.fileno()):
             one_thread_in_this_process(True)
             frame = self._endpoint.get()
-            if record and frame.fds:
-                self._postmortem = PostmortemWriter.open(frame.fds.pop())
+            self._postmortem = first.record(frame)
             before = fork_safety.open_descriptors() - set(frame.fds)
-            spec = received(frame.parts, frame.fds, inherited)
+            spec = first.load(frame)
             del frame
         self._refusal = fork_safety.refusal(before)
         gc.collect()

@@ -12,6 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+# Not in `pixels`: each fresh worker would import torch with its first sample, and not one process once.
+import torch
+from PIL import Image
+
 from benchmarks.datasets.pictures import as_jpeg, waves
 
 SIDE = 160
@@ -80,9 +84,6 @@ def tables(rows: int, columns: int = 20, files: int = 4) -> list[str]:
 
 def pixels(data: bytes) -> Any:
     """The picture of a JPEG file."""
-    import torch
-    from PIL import Image
-
     with Image.open(io.BytesIO(data)) as image:
         width, height = image.size
         raw = bytearray(image.convert("RGB").tobytes())

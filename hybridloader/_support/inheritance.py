@@ -136,6 +136,14 @@ def reducer(thing: Any) -> Reducer | None:
     return found
 
 
+def registered(kind: type) -> Reducer | None:
+    """Return the reducer of a class that a program has registered with multiprocessing's pickler."""
+    reduction = sys.modules.get("multiprocessing.reduction")
+    found = None if reduction is None else reduction.ForkingPickler._extra_reducers.get(kind)
+    home = (getattr(found, "__module__", None) or "").partition(".")[0]
+    return None if home in ("multiprocessing", "loky", "torch") else found
+
+
 def reduce_structure(kind: Any) -> Any:
     """Return the reduction of a ctypes structure or union that can't be imported; None for others.
 
@@ -144,10 +152,7 @@ def reduce_structure(kind: Any) -> Any:
     ctypes = sys.modules.get("ctypes")
     if ctypes is None or not isinstance(kind, (type(ctypes.Structure), type(ctypes.Union))):
         return None
-    home: Any = sys.modules.get(kind.__module__)
-    for name in kind.__qualname__.split("."):
-        home = getattr(home, name, None)
-    if home is kind and kind.__module__ not in ("__main__", "__mp_main__"):
+    if kind.__module__ not in MAIN and found_by_name(kind):
         return None
     names = vars(kind)
     core = {name: names[name] for name in _LAYOUT if name in names}
@@ -155,6 +160,18 @@ def reduce_structure(kind: Any) -> Any:
     rest = {name: value for name, value in names.items() if name not in made}
     # In two steps, because the methods of the class may refer to the class.
     return _structure, (kind.__name__, kind.__bases__, core), rest, None, None, _complete
+
+
+MAIN = ("__main__", "__mp_main__")
+"""Names of the script's module: in the first process, and in one that multiprocessing has spawned."""
+
+
+def found_by_name(thing: Any) -> bool:
+    """Return True if the name of a class or function leads to it."""
+    home: Any = sys.modules.get(thing.__module__)
+    for name in thing.__qualname__.split("."):
+        home = getattr(home, name, None)
+    return home is thing
 
 
 _LAYOUT = ("_pack_", "_layout_", "_align_", "_anonymous_", "_fields_", "__module__", "__qualname__")

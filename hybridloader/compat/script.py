@@ -109,7 +109,8 @@ def run(program: Program, arguments: Sequence[str]) -> None:
     if sys.version_info < (3, 14):  # later versions evaluate annotations on access
         named["__annotations__"] = {}
     vars(main).update(named)
-    sys.modules["__main__"] = main
+    # The latter is multiprocessing's name for it in the processes that it spawns.
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = main
     exec(program.code, vars(main))
 
 

@@ -174,6 +174,44 @@ def without_torch(function: Any) -> Any:
     return function
 
 
+class WithEntries:
+    """Collate function on its way to a fresh process, with the program's entries of torch's map.
+
+    It arrives as the function alone, after the entries: they are only in the process that made them.
+    """
+
+    def __init__(self, function: Any, entries: dict[Any, Any]) -> None:
+        self._function, self._entries = function, entries
+
+    def __reduce__(self) -> Any:
+        return _enter, (self._function, self._entries)
+
+
+def _enter(function: Any, entries: dict[Any, Any]) -> Any:
+    from torch.utils.data._utils.collate import default_collate_fn_map
+
+    for kind, collate_fn in entries.items():
+        now = default_collate_fn_map.get(kind)
+        if now is None or _is_torchs(kind, now):  # otherwise an import has made the entry there
+            default_collate_fn_map[kind] = collate_fn
+    return function
+
+
+def with_entries(function: Any) -> Any:
+    """Return what to send to a fresh process instead of `function`, which collates there."""
+    from torch.utils.data._utils.collate import default_collate_fn_map
+
+    entries = {k: f for k, f in default_collate_fn_map.items() if not _is_torchs(k, f)}
+    return WithEntries(function, entries) if entries else function
+
+
+def _is_torchs(kind: Any, collate_fn: Any) -> bool:
+    """Return True if torch itself has made this entry."""
+    things = (collate_fn, *(kind if type(kind) is tuple else (kind,)))
+    homes = {str(getattr(thing, "__module__", "")).partition(".")[0] for thing in things}
+    return homes <= {"torch", "numpy", "builtins"}
+
+
 def is_default_collate(function: Any) -> bool:
     """Return True if `function` is torch's `default_collate`, or a `WithoutTorch` for it."""
     if isinstance(function, WithoutTorch):

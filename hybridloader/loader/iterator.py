@@ -40,7 +40,7 @@ from hybridloader.engine.restart import RestartPolicy
 from hybridloader.engine.scheduler import Dispatch, least_busy, round_robin, round_robin_with_room
 from hybridloader.engine.stage import Stage
 from hybridloader.errors import IteratorClosed, StateError, WorkerTimeout
-from hybridloader.fetching.collate import without_torch
+from hybridloader.fetching.collate import with_entries, without_torch
 from hybridloader.fetching.on_error.error_budget import ErrorBudget, Skipped
 from hybridloader.fetching.on_error.policies import Policy, parse_on_error
 from hybridloader.fetching.outcome import Outcome
@@ -535,6 +535,8 @@ def fetch_of(
 ) -> Fetch:
     """Return the fetch of a loader's workers; warn if its threads would be idle."""
     dataset, collate_fn = plan.dataset, for_workers(plan.collate_fn, backend)
+    if backend.fresh:
+        collate_fn = with_entries(collate_fn)
     if plan.iterable:
         share = share_of(dataset)
         return IterableFetch(

@@ -73,7 +73,7 @@ def pack_in_band(value: Any, what: str) -> bytes:
     return whole
 
 
-_MAIN = b"__main__"
+_MAIN = b"_main__"  # of `__main__`, and of `__mp_main__`
 _NAMES_OF_ONE_PROCESS = re.compile(_MAIN), re.compile(b"cloudpickle")
 
 

@@ -19,9 +19,11 @@ from typing import IO, Any, NamedTuple
 
 from hybridloader._support.error_handling import is_a, repr_of, text_of
 from hybridloader._support.inheritance import (
+    MAIN,
     Inherited,
     Shared,
     as_if_starting,
+    found_by_name,
     reduce_structure,
     reducer,
 )
@@ -80,12 +82,14 @@ class Shipment:
             os.close(self.fds.pop())
 
 
-def ship(thing: Any, what: str, *, share: bool) -> Shipment:
+def ship(thing: Any, what: str, *, share: bool, by_name: bool = False) -> Shipment:
     """Pickle `thing`, named `what` in errors.
 
     If descriptors can be sent (`share`), the pickle is written once into a file without a name. All
     workers map that file. Its large arrays and tensors are not copied until a worker writes to them, and
     tensors in shared memory stay shared. Without `share`, each worker gets a copy of everything.
+
+    `by_name` is for workers that have run the top of the script: they have its classes and functions.
 
     Raises `WorkerPicklingError` with the attribute that can't be pickled, and `OSError` if there is no
     room for the pickle or no free descriptor.
@@ -94,7 +98,7 @@ def ship(thing: Any, what: str, *, share: bool) -> Shipment:
     def blame(error: Exception, *, starting: bool) -> WorkerPicklingError:
         def attempt(part: Any) -> None:
             with open(os.devnull, "wb") as nowhere:
-                _write(part, nowhere, None, Inherited(at_once=starting))
+                _write(part, nowhere, None, Inherited(at_once=starting), by_name)
 
         return WorkerPicklingError(
             f"{culprit(thing, what, attempt)} can't be pickled, so it can't be sent to a worker "
@@ -110,11 +114,11 @@ def ship(thing: Any, what: str, *, share: bool) -> Shipment:
         if share:
             shipment.fds.append(file)
             with io.BufferedWriter(_File(file, "wb", closefd=False)) as buffered:
-                places = _write(thing, buffered, shipment.fds, inherited)
+                places = _write(thing, buffered, shipment.fds, inherited, by_name)
             shipment.parts = [pickle.dumps(_Contents(places, len(shipment.fds)))]
         else:
             whole = io.BytesIO()
-            ((_, size), *buffers) = _write(thing, whole, None, inherited)
+            ((_, size), *buffers) = _write(thing, whole, None, inherited, by_name)
             # Not `getbuffer`: from Python 3.13 on, a file that is collected before its view is reported.
             view = memoryview(whole.getvalue())
             shipment.parts = [view[:size], *(view[at : at + n] for at, n in buffers)]
@@ -153,9 +157,15 @@ def receive(parts: list[memoryview], fds: list[int], inherited: Inherited | None
         pickled, *buffers = (whole[at : at + size] for at, size in found.places)
         return pickle.loads(pickled, buffers=buffers)
     except Exception as error:  # also EOFError, which would end the worker without an error
+        advice = "imports it again: check that it finds the same module and the same dependencies"
+        if is_a(error, AttributeError) and "<module '__mp_main__'" in text_of(error):
+            advice = (
+                "has run the script down to `if __name__ == '__main__':`. Define it above that line, as "
+                "torch requires it, or pass backend='spawn', which sends it"
+            )
         raise WorkerPicklingError(
             f"the work from the parent can't be loaded in this worker process: {repr_of(error)}. The "
-            "worker imports it again: check that it finds the same module and the same dependencies"
+            f"worker {advice}"
         ) from error
     finally:
         _local.fds, _local.inherited = [], []
@@ -175,7 +185,7 @@ def _take_main_along() -> None:
 
 
 def _write(
-    thing: Any, file: IO[bytes], fds: list[int] | None, inherited: Inherited
+    thing: Any, file: IO[bytes], fds: list[int] | None, inherited: Inherited, by_name: bool
 ) -> list[tuple[int, int]]:
     """Write the pickle, then the buffers; return the first byte and the size of each."""
     tensors = Tensors()
@@ -183,7 +193,7 @@ def _write(
         buffers: list[memoryview] = []
         file.seek(0)
         with as_if_starting():
-            _pickler(file, buffers, tensors, fds, inherited).dump(thing)
+            _pickler(file, buffers, tensors, fds, inherited, by_name).dump(thing)
         if not tensors.several_over_one_storage():
             break
         inherited.objects.clear()
@@ -244,7 +254,8 @@ def replicate(thing: Any, what: str) -> Any:
         ) from error
 
 
-_NEVER_COPIED = (types.FunctionType, types.ModuleType, type)
+_DEFINED = (types.FunctionType, type)
+_NEVER_COPIED = (*_DEFINED, types.ModuleType)
 
 
 def _kept(number: int) -> Any:
@@ -311,12 +322,20 @@ def _pickler(
     tensors: Tensors,
     fds: list[int] | None,
     inherited: Inherited,
+    by_name: bool,
 ) -> Any:
     import cloudpickle
 
     _take_main_along()
 
     def reduce(obj: Any) -> Any:
+        if (
+            by_name
+            and isinstance(obj, _DEFINED)
+            and getattr(obj, "__module__", None) in MAIN
+            and found_by_name(obj)
+        ):
+            return obj.__qualname__
         if _is_tensor(obj):
             if fds is not None and len(fds) < MOST_FDS and _is_shared(obj):
                 return _reduce_shared(obj, fds)

@@ -15,6 +15,8 @@ from functools import cache
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from hybridloader._support.inheritance import registered
+
 if TYPE_CHECKING:
     import torch
 
@@ -55,6 +57,8 @@ class Tensors:
         A process that has not imported torch or numpy has none of their objects to send.
         """
         torch: Any = sys.modules.get("torch")
+        if (way := registered(kind)) is not None:
+            return way
         if torch is not None and issubclass(kind, torch.Tensor):
             return self.reduce if kind is torch.Tensor else self.reduce_subclass
         numpy: Any = sys.modules.get("numpy")

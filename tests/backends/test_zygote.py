@@ -23,6 +23,7 @@ from hybridloader import RestartPolicy, WorkerDied
 from hybridloader._support.caller import warn_once
 from hybridloader.backends.process import fork_safety
 from hybridloader.backends.process.backend import SharedMemory, Spawn
+from hybridloader.backends.process.child import FirstFrame
 from hybridloader.backends.process.handles import ProcessHandle
 from hybridloader.backends.process.starters import ForkedHandle
 from hybridloader.backends.process.zygote import ENDED, FORKED, STATUS, serve
@@ -183,6 +184,31 @@ def test_a_dataset_that_ends_the_process_that_loads_it_ends_the_stage_with_the_c
     assert [worker.pid for worker in iterator._workers] == [None, None]
 
 
+def interrupted(*_: Any) -> None:
+    raise KeyboardInterrupt("by the dataset")
+
+
+@pytest.mark.parametrize(
+    ("backend", "dataset", "init", "forked"),
+    [
+        ("spawn", Loading(interrupted), None, "was not forked by .*, which "),
+        ("spawn", Samples(int), interrupted, ""),
+        (Spawn(preload=False), Loading(interrupted), None, ""),
+        ("fork", Samples(int), interrupted, ""),
+    ],
+    ids=["loading zygote", "forked worker", "fresh worker", "fork"],
+)
+def test_an_exception_that_ends_a_worker_is_named_first_with_its_traceback(
+    backend: Any, dataset: Any, init: Any, forked: str
+) -> None:
+    words = (
+        rf"worker 0 \(process.*\) was ended by KeyboardInterrupt: by the dataset "
+        rf"\({forked}exited with code 1\)(.|\n)*Traceback(.|\n)*, in interrupted\n"
+    )
+    with pytest.raises(WorkerDied, match=words):
+        list(load(dataset, backend, worker_init_fn=init))
+
+
 def test_the_death_of_the_zygote_is_that_of_its_workers() -> None:
     gate = Gate()
     with start(load(Samples(at_gate(gate, 2)), "spawn", workers=2)) as iterator:
@@ -245,7 +271,7 @@ def test_it_ends_without_a_word_if_the_parent_has_ended_before_it_begins(
     os.waitpid(parent, 0)
     ours, its = socket.socketpair()
     with ours, its:
-        assert in_a_fork(lambda: serve(its, parent, record=False, inherited=None)) == 0
+        assert in_a_fork(lambda: serve(its, parent, FirstFrame(False))) == 0
     assert capfd.readouterr() == ("", "")
 
 

@@ -64,6 +64,21 @@ def alike(*arguments: str, cwd: Path) -> tuple[str, str, int]:
     return wanted
 
 
+def test_workers_that_run_the_script_again_send_its_objects(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "import torch\n"
+        "class Mine: ...\n"
+        "class Data(torch.utils.data.Dataset):\n"
+        "    def __len__(self): return 2\n"
+        "    def __getitem__(self, index): return Mine()\n"
+        "if __name__ == '__main__':\n"
+        "    loader = torch.utils.data.DataLoader(\n"
+        "        Data(), num_workers=1, collate_fn=list, multiprocessing_context='forkserver')\n"
+        "    print([type(one) is Mine for batch in loader for one in batch])\n"
+    )
+    assert alike("script.py", cwd=tmp_path) == ("[True, True]\n", "", 0)
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     package = tmp_path / "package" / "inner"

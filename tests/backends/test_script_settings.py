@@ -1,0 +1,177 @@
+"""Without `backend=`, fresh workers have what the top of the script sets and registers, as torch's have.
+
+`support.script_with_settings` asks the workers of both; torch's are right.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.failing_datasets import Samples, load
+from torch.utils.data import default_collate
+from torch.utils.data._utils.collate import default_collate_fn_map
+
+from hybridloader.backends.process import fork_safety
+from hybridloader.backends.process.backend import SharedMemory, Spawn
+
+ROOT = Path(__file__).parents[2]
+SETTINGS = ROOT / "tests" / "support" / "script_with_settings.py"
+
+zygote = pytest.mark.skipif(not fork_safety.available(), reason="needs fork, /proc and pidfds")
+
+
+def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=150, env=environment)
+
+
+@pytest.mark.parametrize(
+    ("method", "keep", "tops"),
+    [
+        ("fork", (), 1),
+        # Two of torch's workers run it, and once one process for ours.
+        pytest.param("forkserver", (), 4, marks=zygote),
+        # An open file is a reason not to fork: then the workers run it, too.
+        pytest.param("forkserver", ("keep",), 6, marks=[zygote, pytest.mark.full]),
+        ("spawn", (), 5),
+    ],
+    ids=["fork", "forkserver", "forkserver one by one", "spawn"],
+)
+def test_workers_have_the_settings_of_the_script_as_torchs_have(
+    method: str, keep: tuple[str, ...], tops: int, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    done = run(SETTINGS, method, log, *keep)
+    assert ("one by one" in done.stderr, done.returncode) == (bool(keep), 0), done.stderr
+    torchs, ours = json.loads(done.stdout)
+    assert ours == torchs
+    assert (torchs["default dtype"], torchs["threads of torch"]) == ("torch.float64", 1)
+    assert len(log.read_text().split()) == tops
+
+
+UNGUARDED = """
+    import sys, torch
+    from hybridloader import DataLoader
+    print("top", flush=True)
+    for batch in DataLoader(range(4), num_workers=1, multiprocessing_context=sys.argv[1]):
+        print(batch)
+"""
+
+BELOW = """
+    import sys, torch
+    from hybridloader import DataLoader
+    print("top", flush=True)
+    if __name__ == "__main__":
+        class Below(torch.utils.data.Dataset):
+            def __len__(self):
+                return 4
+            def __getitem__(self, index):
+                return index
+        list(DataLoader(Below(), num_workers=1, multiprocessing_context=sys.argv[1]))
+"""
+
+EXITS = """
+    import sys
+    from hybridloader import DataLoader
+    print("top", flush=True)
+    if __name__ != "__main__":
+        sys.exit("no licence")
+    list(DataLoader(range(4), num_workers=1, multiprocessing_context=sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize(
+    "method",
+    [pytest.param("forkserver", marks=zygote), pytest.param("spawn", marks=pytest.mark.full)],
+)
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        (UNGUARDED, r"BackendUnavailable: .*pass backend='spawn', whose workers do not run the"),
+        (BELOW, r"WorkerPicklingError: .*Define it above that line.* or pass backend='spawn'"),
+        (EXITS, r"no licence"),
+    ],
+    ids=["without a guard", "class below the guard", "exit"],
+)
+def test_a_script_that_can_not_run_again_gets_an_error_with_the_cure(
+    script: str, words: str, method: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "script.py"
+    file.write_text(textwrap.dedent(script))
+    done = run(file, method)
+    assert (done.stdout.split(), done.returncode) == (["top", "top"], 1)
+    last = done.stderr[done.stderr.rindex("hybridloader.errors.Worker") :]
+    # multiprocessing's own processes print the error: ours is not yet there to send it.
+    assert re.search(words, last if method == "forkserver" or script is BELOW else done.stderr)
+    assert method == "forkserver" or script is BELOW or "runs the top of the script first" in last
+
+
+# -- entries of torch's collate map ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("backend", "collate_fn"),
+    [
+        ("spawn", None),
+        ("spawn", lambda samples: default_collate(samples)),
+        (Spawn(preload=False), None),
+        pytest.param(SharedMemory(start_method="spawn"), None, marks=pytest.mark.full),
+    ],
+    ids=["spawn", "own collate_fn", "one by one", "multiprocessing"],
+)
+def test_entries_of_the_collate_map_are_sent_with_a_loader(
+    backend: Any, collate_fn: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Number:
+        def __init__(self, value: int) -> None:
+            self.value = value
+
+    def numbers(batch: Any, *, collate_fn_map: Any = None) -> Any:
+        return torch.tensor([number.value for number in batch])
+
+    def reversed_strings(batch: Any, *, collate_fn_map: Any = None) -> Any:
+        return [text[::-1] for text in batch]
+
+    monkeypatch.setitem(default_collate_fn_map, Number, numbers)
+    monkeypatch.setitem(default_collate_fn_map, str, reversed_strings)
+    dataset = Samples(lambda index: (Number(index), f"number {index}"), 2)
+    [[found, texts]] = load(dataset, backend, collate_fn=collate_fn, batch_size=2)
+    assert (found.tolist(), texts) == ([0, 1], ["0 rebmun", "1 rebmun"])
+
+
+def test_an_entry_that_the_worker_has_stays(tmp_path: Path) -> None:
+    """The script's own: the one that is sent may be a copy of it."""
+    file = tmp_path / "script.py"
+    file.write_text(
+        textwrap.dedent("""
+        import torch
+        from hybridloader import DataLoader
+        from torch.utils.data._utils.collate import default_collate_fn_map
+        from torch.utils.data import default_collate
+
+        calls = []
+        default_collate_fn_map[str] = lambda batch, *, collate_fn_map=None: calls.append(1)
+
+        class Counting(torch.utils.data.Dataset):
+            def __len__(self):
+                return 2
+            def __getitem__(self, index):
+                default_collate(["a"])
+                return len(calls)
+
+        if __name__ == "__main__":
+            print(next(iter(DataLoader(Counting(), 2, num_workers=1, multiprocessing_context="spawn"))))
+        """)
+    )
+    done = run(file)
+    assert (done.stdout, done.returncode) == ("tensor([1, 2])\n", 0), done.stderr
