@@ -198,7 +198,9 @@ def _enter(function: Any, entries: dict[Any, Any]) -> Any:
 
 
 def with_entries(function: Any) -> Any:
-    """Return what to send to a fresh process instead of `function`, which collates there."""
+    """Return the object to send to a fresh process instead of `function`, which arrives there."""
+    if "torch.utils.data" not in sys.modules:  # then it has no entries yet
+        return function
     from torch.utils.data._utils.collate import default_collate_fn_map
 
     entries = {k: f for k, f in default_collate_fn_map.items() if not _is_torchs(k, f)}

@@ -120,6 +120,7 @@ class WorkFetch(Fetch):
     steps: tuple[Step, ...]  # at least one
     threads: int = 1  # of each worker
     on_error: Policy | None = None  # it retries and replaces here; skips are only noted
+    entries: Any = None  # of torch's collate map, for fresh workers: see `with_entries`
 
     @property
     def dataset(self) -> Any:

@@ -26,6 +26,7 @@ from hybridloader.engine.scheduler import Scheduler, least_busy
 from hybridloader.engine.stage import Stage
 from hybridloader.engine.stage_flow import StageFlow
 from hybridloader.errors import IteratorClosed, WorkerPicklingError
+from hybridloader.fetching.collate import with_entries
 from hybridloader.fetching.item_steps import WorkFetch
 from hybridloader.fetching.on_error.error_budget import ErrorBudget, FailureLog
 from hybridloader.fetching.readers import MapFetch, ReadersFetch
@@ -269,4 +270,5 @@ def _fetch(node: WorkerNode) -> Fetch:
         source, workers = steps[0].function, placement.num_workers
         share = readers_share_of(source)
         return ReadersFetch(source, placement.on_error, share and (*share, workers))
-    return WorkFetch(steps, placement.threads_per_worker, placement.on_error)
+    entries = with_entries(None) if node.backend.fresh else None
+    return WorkFetch(steps, placement.threads_per_worker, placement.on_error, entries)

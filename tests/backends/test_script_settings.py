@@ -20,6 +20,7 @@ from support.failing_datasets import Samples, load
 from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
+from hybridloader import Pipeline
 from hybridloader.backends.process import fork_safety
 from hybridloader.backends.process.backend import SharedMemory, Spawn
 
@@ -147,6 +148,9 @@ def test_entries_of_the_collate_map_are_sent_with_a_loader(
     dataset = Samples(lambda index: (Number(index), f"number {index}"), 2)
     [[found, texts]] = load(dataset, backend, collate_fn=collate_fn, batch_size=2)
     assert (found.tolist(), texts) == ([0, 1], ["0 rebmun", "1 rebmun"])
+    items = Pipeline.from_dataset([[Number(3)]])
+    collate = collate_fn or default_collate
+    assert list(items.map(collate, backend=backend, num_workers=1)) == [torch.tensor([3])]
 
 
 def test_an_entry_that_the_worker_has_stays(tmp_path: Path) -> None:
