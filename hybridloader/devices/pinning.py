@@ -120,20 +120,17 @@ class Pinner:
 
     One thread calls `prepare` and `send`, another one calls `take`; `here` does both, on any thread. At
     most `batches_ahead` batches and `buffer_bytes` bytes wait between `send` and `take`.
-
-    `locks` are the page locks of the workers' slots: this object passes them the streams that read the
-    slots.
     """
 
     stage = "pin_memory"  # name of the stage in errors
+    locks: PageLocks | None = None
+    """Page locks of the workers' slots; None: the slots are ordinary memory."""
 
     def __init__(
         self, accelerator: Accelerator, batches_ahead: int = AHEAD, buffer_bytes: int = BUFFER_BYTES
     ) -> None:
         self.accelerator = accelerator
         self.batches_ahead, self.buffer_bytes = batches_ahead, buffer_bytes
-        locks = accelerator.pins and accelerator.locks_pages
-        self.locks = PageLocks(accelerator) if locks else None
         # All the mutable state:
         self.refusal: tuple[str, str] | None = (
             None  # reason why a tensor was not pinned, and advice
@@ -153,13 +150,11 @@ class Pinner:
 
     def take(self, sent: Sent) -> Any:
         """Return the batch, for this thread and its current stream."""
-        self._read_by_this_stream()
         self.warn()
         return sent.data
 
     def here(self, batch: Any) -> Any:
         """Pin or copy `batch` on this thread, and return the result."""
-        self._read_by_this_stream()
         data = self._handled(batch, Sent())
         self.warn()
         return data
@@ -178,11 +173,6 @@ class Pinner:
                 f"{advice}. The loader still returns its batches",
                 "not-pinned",
             )
-
-    def _read_by_this_stream(self) -> None:
-        """Make slots that are released from now on, on any thread, wait for this thread's stream."""
-        if self.locks is not None:
-            self.locks.wait_for(self.accelerator.current_stream())
 
     def _handled(self, batch: Any, sent: Sent) -> Any:
         return mapped(batch, pins_itself, functools.partial(self._pin, sent))
@@ -212,12 +202,16 @@ class Mover(Pinner):
     All copies are queued on one stream. The current stream of the consumer's thread waits for them. That
     stream is recorded in the allocator, so that the memory is not reused before the stream has read it.
     If the device does not support this, the stream that copies a batch is the one that uses it.
+
+    `locks` learns the streams that read the workers' slots.
     """
 
     stage = "to"
 
     def __init__(self, accelerator: Accelerator, batches_ahead: int, buffer_bytes: int) -> None:
         super().__init__(accelerator, batches_ahead, buffer_bytes)
+        if accelerator.pins and accelerator.locks_pages:
+            self.locks = PageLocks(accelerator)
         self.stream: Any = None  # of the copies; None before `prepare`, and if they are not queued
 
     def prepare(self) -> None:
@@ -258,9 +252,19 @@ class Mover(Pinner):
                 part.record_stream(stream)
         if not sent.late:
             return sent.data
+        self._read_by_this_stream()
         return mapped(
             sent.data, lambda part: type(part) is _Late, lambda late: self._to_device(late.part)
         )
+
+    def here(self, batch: Any) -> Any:
+        self._read_by_this_stream()
+        return super().here(batch)
+
+    def _read_by_this_stream(self) -> None:
+        """Make slots that are released from now on, on any thread, wait for this thread's stream."""
+        if self.locks is not None:
+            self.locks.wait_for(self.accelerator.current_stream())
 
     def _handled(self, batch: Any, sent: Sent, *, handed: bool = False) -> Any:
         """Return `batch` on the device; `handed` if another stream will use it."""

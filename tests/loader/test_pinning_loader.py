@@ -151,6 +151,34 @@ def test_tensors_in_page_locked_slots_are_not_copied_on_the_host(backend: str) -
     assert pins == [0] * 4
 
 
+# -- copies that the loop makes itself -------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings(NO_ACCELERATOR)
+@pytest.mark.parametrize("backend", ["threads", "fork", "inline"])
+@pytest.mark.parametrize("other", [False, True], ids=["own stream", "other device"])
+def test_pinned_batches_are_what_the_loop_copies_on_streams_that_the_loader_does_not_know(
+    backend: str, other: bool
+) -> None:
+    """`enumerate` drops each batch outside the block of the stream that copies it."""
+    fake, size = FakeAccelerator(), OWN // 4
+    device = FakeAccelerator("fake:1") if other else fake
+    device.locked, device.pinned = fake.locked, fake.pinned  # for all devices
+    stream = device.default if other else device.new_stream()
+    loader = DataLoader(Rows(40, size), 2, num_workers=2, backend=backend, pin_memory=True)
+    copies = []
+    with taken_for_current(fake):
+        for _, batch in enumerate(loader):
+            assert fake.is_pinned(batch)
+            with device.on(stream):
+                copies.append(device.move(batch))
+            del batch
+            fake.run(fake.default)
+            assert fake.locked == {}
+    device.run()
+    assert [first_of(copy) for copy in copies] == [[k, k + 1] for k in range(0, 40, 2)]
+
+
 # -- the sampler -----------------------------------------------------------------------------------
 
 
