@@ -17,6 +17,7 @@ from support.pinning_datasets import (
     Stream,
     first_of,
     on_backends,
+    reading,
     runs,
     start,
 )
@@ -259,6 +260,32 @@ def test_so_many_wait_and_one_more_is_at_hand(transfer: Any, most: int) -> None:
             next(iterator)
             assert fake.many.wait(60)
             assert len(fake.pinners) <= taken + most + 1
+
+
+@on_backends
+def test_a_loop_that_runs_ahead_of_its_device_reserves_the_memory_of_few_batches(
+    backend: str,
+) -> None:
+    fake = FakeAccelerator()
+    seen: list[bytes] = []
+    loader = DataLoader(
+        Rows(80),
+        2,
+        num_workers=2,
+        backend=backend,
+        persistent_workers=True,
+        device=Transfer(fake, batches_ahead=1),
+    )
+    most = 0
+    for count in (3, 40):
+        for number, batch in enumerate(loader):
+            fake.launch(reading(batch, seen))
+            most = max(most, fake.reserved // batch.nbytes)
+            if number + 1 == count:
+                break
+    assert most <= 1 + 4
+    fake.run()
+    assert [read[::16] for read in seen] == [bytes([k, k + 1]) for k in (0, 2, 4, *range(0, 80, 2))]
 
 
 # -- epochs ----------------------------------------------------------------------------------------
