@@ -2,8 +2,8 @@
 
 A frame is some parts (buffers) and some descriptors. On the wire: a head of 16 bytes (the numbers of
 parts and of descriptors, a check, the bytes of all parts together); the sizes of the parts if they are
-several; then the parts. Each part begins at a multiple of `ALIGN`, so that arrays can be used where they
-lie. Descriptors travel with the first byte.
+several; then the parts. Each part begins at a multiple of `ALIGN`, so that tensors can use it where it
+lies. Descriptors travel with the first byte.
 
 The check finds bytes that are not ours (docs/security.md); the parts themselves are not looked at.
 """
@@ -16,8 +16,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from hybridloader.errors import DamagedMessage
-
-ALIGN = 16
+from hybridloader.memory.segments import ALIGN, aligned_view
 
 MOST_BYTES = 1 << 40
 """Most bytes of one frame: a thousand times the largest batch that makes sense."""
@@ -85,7 +84,7 @@ class Decoder:
         self._pending = bytearray()
         self._sizes: list[int] = []
         self._fd_count = 0
-        self.body: bytearray | None = None
+        self.body: memoryview | None = None
         """Memory of the incomplete frame; None if no frame is incomplete."""
         self._filled = 0
         self.fds: list[int] = []
@@ -95,7 +94,7 @@ class Decoder:
         """Return memory for the next bytes of an incomplete frame; None if no frame is incomplete."""
         if self.body is None or self._filled == len(self.body):
             return None
-        return memoryview(self.body)[self._filled :]
+        return self.body[self._filled :]
 
     def advance(self, count: int) -> Iterator[Frame]:
         """Take in `count` bytes that were read into `room`."""
@@ -108,9 +107,9 @@ class Decoder:
         if self.body is None and not self._pending:
             whole, start, length = memoryview(data), 0, len(data)
             # Frames of one part, the usual case, are used in the memory into which they were read.
-            while length - start >= ALIGN:
+            while length - start >= _HEAD.size:
                 counts, check, size = _HEAD.unpack_from(whole, start)
-                begin = start + ALIGN  # the size of a head, too
+                begin = start + _HEAD.size
                 end = begin + -(-size // ALIGN) * ALIGN
                 if counts != 1 or check != size ^ _SIGN_OF_ONE or end > length:
                     break
@@ -161,7 +160,7 @@ class Decoder:
                 f"a message of {total:,} bytes has {count} parts of {sum(sizes):,} bytes together"
             )
         try:
-            self.body = bytearray(sum(-(-size // ALIGN) * ALIGN for size in sizes))
+            self.body = aligned_view(sum(-(-size // ALIGN) * ALIGN for size in sizes))
         except MemoryError:
             raise DamagedMessage(
                 f"there is no memory for a message of {total:,} bytes; make smaller batches, or fewer "
@@ -171,10 +170,10 @@ class Decoder:
         self._sizes, self._fd_count, self._filled = sizes, fd_count, 0
         return True
 
-    def _finish(self, body: bytearray) -> Frame:
-        whole, parts, start = memoryview(body), [], 0
+    def _finish(self, body: memoryview) -> Frame:
+        parts, start = [], 0
         for size in self._sizes:
-            parts.append(whole[start : start + size])
+            parts.append(body[start : start + size])
             start += -(-size // ALIGN) * ALIGN
         fds, self.fds = self.fds[: self._fd_count], self.fds[self._fd_count :]
         self.body = None

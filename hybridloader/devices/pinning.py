@@ -1,14 +1,15 @@
 """Pinning of batches and copying to a device, on a thread of the loader or on the caller's.
 
 Copies to a device are queued on one side stream. The current stream of the consumer's thread waits for
-them; the host never waits. If the device does not support this, copies are made one after another: by
-the loader's thread if the device has a single stream, otherwise by the consumer's. This module starts no
-thread, and does not depend on the source of the batches.
+them, and the consumer does not. If the device does not support this, copies are made one after another:
+by the loader's thread if the device has a single stream, otherwise by the consumer's. This module starts
+no thread, and does not depend on the source of the batches.
 """
 
 from __future__ import annotations
 
 import functools
+from collections import deque
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -113,6 +114,7 @@ class Sent:
 
     def __init__(self) -> None:
         self.used: list[Any] = []
+        self.taken: list[StreamMark] = []  # on the stream that took it, before it waited
 
 
 class Pinner:
@@ -120,20 +122,17 @@ class Pinner:
 
     One thread calls `prepare` and `send`, another one calls `take`; `here` does both, on any thread. At
     most `batches_ahead` batches and `buffer_bytes` bytes wait between `send` and `take`.
-
-    `locks` are the page locks of the workers' slots: this object passes them the streams that read the
-    slots.
     """
 
     stage = "pin_memory"  # name of the stage in errors
+    locks: PageLocks | None = None
+    """Page locks of the workers' slots; None: the slots are ordinary memory."""
 
     def __init__(
         self, accelerator: Accelerator, batches_ahead: int = AHEAD, buffer_bytes: int = BUFFER_BYTES
     ) -> None:
         self.accelerator = accelerator
         self.batches_ahead, self.buffer_bytes = batches_ahead, buffer_bytes
-        locks = accelerator.pins and accelerator.locks_pages
-        self.locks = PageLocks(accelerator) if locks else None
         # All the mutable state:
         self.refusal: tuple[str, str] | None = (
             None  # reason why a tensor was not pinned, and advice
@@ -153,13 +152,11 @@ class Pinner:
 
     def take(self, sent: Sent) -> Any:
         """Return the batch, for this thread and its current stream."""
-        self._read_by_this_stream()
         self.warn()
         return sent.data
 
     def here(self, batch: Any) -> Any:
         """Pin or copy `batch` on this thread, and return the result."""
-        self._read_by_this_stream()
         data = self._handled(batch, Sent())
         self.warn()
         return data
@@ -178,11 +175,6 @@ class Pinner:
                 f"{advice}. The loader still returns its batches",
                 "not-pinned",
             )
-
-    def _read_by_this_stream(self) -> None:
-        """Make slots that are released from now on, on any thread, wait for this thread's stream."""
-        if self.locks is not None:
-            self.locks.wait_for(self.accelerator.current_stream())
 
     def _handled(self, batch: Any, sent: Sent) -> Any:
         return mapped(batch, pins_itself, functools.partial(self._pin, sent))
@@ -212,13 +204,18 @@ class Mover(Pinner):
     All copies are queued on one stream. The current stream of the consumer's thread waits for them. That
     stream is recorded in the allocator, so that the memory is not reused before the stream has read it.
     If the device does not support this, the stream that copies a batch is the one that uses it.
+
+    `locks` learns the streams that read the workers' slots.
     """
 
     stage = "to"
 
     def __init__(self, accelerator: Accelerator, batches_ahead: int, buffer_bytes: int) -> None:
         super().__init__(accelerator, batches_ahead, buffer_bytes)
+        if accelerator.pins and accelerator.locks_pages:
+            self.locks = PageLocks(accelerator)
         self.stream: Any = None  # of the copies; None before `prepare`, and if they are not queued
+        self._sent: deque[list[StreamMark]] = deque()  # `taken` of the last batches
 
     def prepare(self) -> None:
         super().prepare()
@@ -229,6 +226,7 @@ class Mover(Pinner):
     def send(self, batch: list[Any]) -> Sent:
         accelerator, sent = self.accelerator, Sent()
         if self.stream is not None:
+            self._let_the_device_catch_up(sent)
             with accelerator.on(self.stream):
                 # The last reference to the source dies in this block: slots read the current stream.
                 sent.data = self._handled(batch.pop(), sent, handed=True)
@@ -250,6 +248,7 @@ class Mover(Pinner):
         if mark is None:
             return self._handled(sent.data, Sent()) if sent.late else sent.data
         stream = accelerator.current_stream()
+        sent.taken.append(accelerator.mark(stream))
         accelerator.hold_up(stream, mark)
         for part in sent.used:
             if is_tensor(part):
@@ -258,9 +257,31 @@ class Mover(Pinner):
                 part.record_stream(stream)
         if not sent.late:
             return sent.data
+        self._read_by_this_stream()
         return mapped(
             sent.data, lambda part: type(part) is _Late, lambda late: self._to_device(late.part)
         )
+
+    def here(self, batch: Any) -> Any:
+        self._read_by_this_stream()
+        return super().here(batch)
+
+    def _read_by_this_stream(self) -> None:
+        """Make slots that are released from now on, on any thread, wait for this thread's stream."""
+        if self.locks is not None:
+            self.locks.wait_for(self.accelerator.current_stream())
+
+    def _let_the_device_catch_up(self, sent: Sent) -> None:
+        """Wait until the consumer's stream has done the work of before an earlier `take`.
+
+        The allocator reuses a batch's memory once the host finds that this stream has passed. So without
+        the wait, a loop that only queues work would get new memory for each batch. The `take` of the
+        batch `batches_ahead + 2` places earlier is the latest one that has surely returned.
+        """
+        self._sent.append(sent.taken)
+        if len(self._sent) > self.batches_ahead + 2:
+            for mark in self._sent.popleft():  # none: that batch was never taken
+                self.accelerator.wait(mark)
 
     def _handled(self, batch: Any, sent: Sent, *, handed: bool = False) -> Any:
         """Return `batch` on the device; `handed` if another stream will use it."""

@@ -9,6 +9,7 @@ another.
 from __future__ import annotations
 
 import errno
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
 _NO_MORE = (2, 304)
 """Codes of the driver if no more pages can be locked: `cudaErrorMemoryAllocation`, and
 `cudaErrorOperatingSystem` for a failed system call."""
+
+
+_LOOK = 0.001
+"""Seconds between two queries of an event: the copies of several batches are queued meanwhile."""
 
 
 class _Streams(NamedTuple):
@@ -144,6 +149,10 @@ class TorchAccelerator:
 
     def hold_up(self, stream: Any, mark: StreamMark) -> None:
         stream.wait_event(mark)
+
+    def wait(self, mark: StreamMark) -> None:
+        while not mark.query():  # `synchronize` of most events keeps a core busy
+            time.sleep(_LOOK)
 
     def keep_for(self, tensor: torch.Tensor, stream: Any) -> None:
         import torch

@@ -177,7 +177,7 @@ class Crew(ABC):
     def page_lock(self, locks: PageLocks) -> None:  # noqa: B027  # private memory needs no lock
         """Lock the pages of large results, because a device is going to read them.
 
-        Called once, before any worker starts, and only if the consumer of this stage pins. Such memory
+        Called once, before any worker starts, and only if the consumer copies to a device. Such memory
         is reused after the device has read it (`PageLocks.after_device`), and unlocked before it is
         unmapped. At the end of `close` only memory of results still in use is locked. If the driver
         refuses a lock, results are made in ordinary memory, and `wait` warns (`PageLocks.warn`). Workers

@@ -27,6 +27,7 @@ from hybridloader.engine.worker import Incoming, Worker, run
 from hybridloader.engine.worker_info import set_process_info, set_worker_info
 from hybridloader.errors import ResultPicklingError, WorkerPicklingError
 from hybridloader.memory.packing import Packed, pack, pack_in_band, unpack
+from hybridloader.memory.segments import aligned_view
 from hybridloader.memory.shipping import receive, replicate, ship
 from hybridloader.memory.slots import OWN
 from hybridloader.memory.thread_slots import Slots, collate_into
@@ -83,7 +84,7 @@ def own(buffer: Any, slots: Slots | None = None) -> memoryview:
     if not view.readonly:
         return view
     slot = None if slots is None or view.nbytes < OWN else slots.empty(view.nbytes)
-    copy = memoryview(bytearray(view.nbytes) if slot is None else slot).cast("B")
+    copy = aligned_view(view.nbytes) if slot is None else memoryview(slot).cast("B")
     copy[:] = view
     return copy
 

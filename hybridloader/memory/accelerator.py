@@ -36,8 +36,8 @@ class Accelerator(Protocol):
         """True if `move` may return before the copy is made.
 
         Such a device supports marks in streams, streams that wait for marks, and an allocator that
-        accepts further streams of a tensor. If False, `side_stream`, `mark`, `hold_up` and `keep_for`
-        are not called.
+        accepts further streams of a tensor. If False, `side_stream`, `mark`, `hold_up`, `wait` and
+        `keep_for` are not called.
         """
 
     @property
@@ -88,6 +88,9 @@ class Accelerator(Protocol):
 
     def hold_up(self, stream: Any, mark: StreamMark) -> None:
         """Make `stream` wait for `mark`; the host does not wait."""
+
+    def wait(self, mark: StreamMark) -> None:
+        """Make the host wait until the device has reached `mark`."""
 
     def keep_for(self, tensor: torch.Tensor, stream: Any) -> None:
         """Record in the allocator that `stream` uses `tensor` too, so that it frees the memory later.

@@ -1,22 +1,21 @@
 """Slots whose pages are locked for a device, and reused only after the device has read them.
 
 A worker fills such a slot, and the device reads the batch from it: the host makes no further copy. A
-consumer that pins passes its `PageLocks` to a crew (`Crew.page_lock`). This module never waits for the
-device, and does not depend on slots or batches.
+consumer that copies to a device passes its `PageLocks` to a crew (`Crew.page_lock`). This module never
+waits for the device, and does not depend on slots or batches.
 
-Each iterator that pins makes a `PageLocks` before any worker starts, if its accelerator `locks_pages`.
-Before it returns a batch, it calls `PageLocks.wait_for` with the current stream, on the thread that
-uses the batches. A stage that collates in the consumer's thread calls `PrivateSlots.page_lock`.
+Each iterator that copies to a device makes a `PageLocks` before any worker starts, if its accelerator
+`locks_pages`. It passes each stream on which it copies to `PageLocks.wait_for`. A stage that collates in
+the consumer's thread calls `PrivateSlots.page_lock`.
 
 The last view of a batch's memory may die on any thread. Then a mark is queued on the current stream of
 that thread and on each stream passed to `wait_for`. When all these marks have passed, the memory is
-reused or freed; until then it counts as in use. This is as safe as torch's loader, with two exceptions:
+reused or freed; until then it counts as in use.
 
-- a copy on a stream that the user made, if none of these streams waits for it;
-- a copy to a device other than the one that the loader pins for.
-
-No call reports which streams have read memory that torch has not allocated. docs/devices.md describes
-the remedy ("Your part"), docs/decisions/0018 the alternatives.
+No call reports which streams have read memory that torch has not allocated. So this is safe only where
+the library makes the copies: batches that the user copies are in torch's pinned memory. The parts of a
+batch that stay on the host are an exception (docs/devices.md, "Your part"); docs/decisions/0018 has the
+alternatives.
 """
 
 from __future__ import annotations

@@ -23,6 +23,13 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Any, NamedTuple
 
+ALIGN = 64
+"""Alignment in bytes of the memory of tensors, as torch's allocator has it: a cache line, which suits
+AVX-512 loads. Consumers by dlpack copy memory that is aligned to less."""
+
+
+_addressof, _first_byte = ctypes.addressof, ctypes.c_ubyte.from_buffer
+
 
 class Ticket(NamedTuple):
     """Information that the other process needs in order to map a segment."""
@@ -120,7 +127,19 @@ def address_of(buffer: memoryview) -> int | None:
     """Return the address of the bytes of `buffer`; None for a read-only or empty one."""
     if buffer.readonly or buffer.nbytes == 0:
         return None
-    return ctypes.addressof(ctypes.c_ubyte.from_buffer(buffer))
+    return _addressof(_first_byte(buffer))
+
+
+def aligned(size: int) -> tuple[bytearray, int]:
+    """Return new memory, and the place in it where `size` bytes begin at a multiple of `ALIGN`."""
+    memory = bytearray(size + ALIGN)
+    return memory, -_addressof(_first_byte(memory)) % ALIGN
+
+
+def aligned_view(size: int) -> memoryview:
+    """Return `size` bytes of new memory that begin at a multiple of `ALIGN`."""
+    memory, start = aligned(size)
+    return memoryview(memory)[start : start + size]
 
 
 def open_named(name: str) -> Mapping:

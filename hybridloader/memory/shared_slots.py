@@ -24,14 +24,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hybridloader.memory import segments
 from hybridloader.memory.descriptors import KeptDescriptor, keep_descriptor
 from hybridloader.memory.forks import forks
-from hybridloader.memory.segments import Mapping, Ticket
+from hybridloader.memory.segments import ALIGN, Mapping, Ticket
 from hybridloader.memory.slots import IDLE, KEPT, OWN, Made, Pool, place_of
 
 if TYPE_CHECKING:
     from hybridloader.memory.page_locks import PageLocks
-
-ALIGN = 64
-"""Alignment in bytes of the buffers in a slot: a cache line, which suits AVX-512 loads."""
 
 MOST_NEW = 48
 """Number of segments that one batch may announce: one message carries their descriptors, and the
@@ -429,7 +426,8 @@ class SlotReader:
                 f"the batches that the program keeps hold {self.lent:,} bytes of slots, of "
                 f"{self.limit:,} for each worker"
             )
-            copied = memoryview(bytearray(array))
+            copied = segments.aligned_view(size)
+            copied[:] = memoryview(array).cast("B")
             self._returned.append((number, 0))
             return copied
         self.lent += size

@@ -31,8 +31,7 @@ from hybridloader._support.reducing_pickler import reducing_pickler
 from hybridloader.errors import DamagedMessage, WorkerPicklingError
 from hybridloader.memory.culprit import culprit
 from hybridloader.memory.packing import keep_small
-from hybridloader.memory.segments import map_descriptor, nameless_file
-from hybridloader.memory.shared_slots import ALIGN
+from hybridloader.memory.segments import ALIGN, map_descriptor, nameless_file
 from hybridloader.memory.tensors import Tensors, check_leaf, reduce_sparse
 
 _local = threading.local()

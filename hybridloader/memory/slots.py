@@ -344,7 +344,7 @@ class PrivateSlots:
         return self.pool.size
 
     def page_lock(self, locks: PageLocks) -> None:
-        """Lock the pages of all slots, for a consumer that pins. Call it before the first is taken."""
+        """Lock the pages of all slots, which a device will read. Call it before the first is taken."""
         self.pool = Pool(_make_lockable, self._limit, locks)
 
     def empty(self, size: int) -> Any | None:

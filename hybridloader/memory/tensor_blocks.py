@@ -6,8 +6,8 @@ and row shape; their lengths may differ. For each tensor, the pickle contains on
 iterator. The iterator replaces one of the pickle's buffers. An outer pickle loads the iterators first
 (`packing.Around`).
 
-Each rebuilt tensor has its own storage. Storages share pieces of at most `SMALL` bytes, so a tensor that
-is kept keeps no more than that alive.
+Each rebuilt tensor has its own storage. Those of at most `PADDED` bytes share pieces of at most `SMALL`
+bytes, so a tensor that is kept keeps no more than that alive.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import pickle
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
-from itertools import accumulate
 from math import prod
 from operator import attrgetter
 from typing import Any
 
+from hybridloader.memory.segments import ALIGN
 from hybridloader.memory.tensors import (
     NUMPY_HAS,
     AsTensor,
@@ -28,6 +28,7 @@ from hybridloader.memory.tensors import (
     buffer_of,
     dtype_of,
     name_of,
+    steps_of,
 )
 
 FEW = 16
@@ -35,8 +36,11 @@ FEW = 16
 block takes as long as about 10 tensors."""
 
 SMALL = 4096
-"""Bytes of a tensor above which it is reduced alone, and of the pieces that hold smaller ones: a page.
+"""Bytes of a tensor above which it is reduced alone, and of the pieces that hold small ones: a page.
 torch's workers make a file of shared memory for each tensor, which takes at least as much."""
+
+PADDED = 256
+"""Bytes of a tensor above which memory of its own takes less time than a row of a piece."""
 
 MOST = 64
 """Maximum number of blocks of one pickle: further kinds of tensors are reduced alone."""
@@ -222,37 +226,28 @@ def rebuild_block(
     shape: tuple[int, ...],  # of each tensor, or of each of their rows
     lengths: list[int] | None,  # numbers of rows; None: all have that shape
 ) -> Iterator[Any]:
-    """Make the tensors of a block."""
+    """Make the tensors of a block, each with memory that begins at a multiple of `ALIGN`."""
     import torch as imported
 
     torch: Any = imported  # torch's stubs lack some of these return types
-    if (not shape and lengths is None) or dtype not in NUMPY_HAS:  # numpy has no views of these
-        flat = torch.frombuffer(data, dtype=dtype_of(dtype))
-        if lengths is not None:
-            return iter(torch.split_with_sizes_copy(flat.view(-1, *shape), lengths))
+    kind, count = dtype_of(dtype), prod(shape)
+    flat = torch.frombuffer(data, dtype=kind)
+    if lengths is not None:
+        return iter(torch.split_with_sizes_copy(flat.view(-1, *shape), lengths))
+    bytes_each = count * kind.itemsize
+    if not shape or bytes_each > PADDED or dtype not in NUMPY_HAS:  # numpy has no views of these
         return iter(torch.unbind_copy(flat.view(-1, *shape)))
     import numpy as np
 
     found: list[Any] = []
-    whole, step = memoryview(data).cast("B"), _size_of(dtype) * prod(shape)
-
-    def piece(start: int, end: int) -> Any:
+    place = -(-bytes_each // ALIGN) * ALIGN
+    strides = place, *(kind.itemsize * step for step in steps_of(shape))
+    whole, several = flat.numpy().reshape(-1, *shape), SMALL // place
+    for start in range(0, len(whole), several):
         # A copy, because the tensors would keep all of `data` and its slot alive.
-        return np.frombuffer(bytearray(whole[start * step : end * step]), dtype).reshape(-1, *shape)
-
-    if lengths is None:
-        count, several = len(whole) // step, SMALL // step
-        for start in range(0, count, several):
-            found += map(torch.from_numpy, piece(start, start + several))
-        return iter(found)
-    ends = [*accumulate(lengths)]
-    first = begin = 0
-    most = SMALL // step
-    for i in range(1, len(ends) + 1):
-        if i == len(ends) or ends[i] - begin > most:
-            end = ends[i - 1]
-            cuts = [end - begin for end in ends[first:i]]
-            rows = piece(begin, end)
-            found += map(torch.from_numpy, map(rows.__getitem__, map(slice, [0, *cuts], cuts)))
-            first, begin = i, end
+        rows = whole[start : start + several]
+        piece = torch.empty(len(rows) * place, dtype=torch.uint8, device="cpu").numpy()
+        spread = np.ndarray(rows.shape, rows.dtype, piece, 0, strides)
+        spread[...] = rows
+        found += map(torch.from_numpy, spread)
     return iter(found)

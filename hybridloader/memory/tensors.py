@@ -16,6 +16,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from hybridloader._support.inheritance import registered
+from hybridloader.memory.segments import ALIGN, aligned
 
 if TYPE_CHECKING:
     import torch
@@ -205,7 +206,7 @@ class _Base:
 
     def __init__(self, storage: torch.UntypedStorage, start: int, end: int) -> None:
         self.start, self.end = start, end
-        self._start = start // 16 * 16  # as aligned as any dtype needs
+        self._start = start // ALIGN * ALIGN  # the tensors keep their alignment
         empty = _torch().empty(0, dtype=_torch().uint8, device="cpu")
         self._bytes = empty.set_(storage, self._start, (end - self._start,), (1,))
 
@@ -258,10 +259,10 @@ def _dense_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
 def tensor_over(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     """Return a contiguous tensor over the memory of `buffer`, which is no view of another tensor."""
     flat: torch.Tensor = _torch().frombuffer(buffer, dtype=dtype)
-    return flat if len(shape) == 1 else _over(flat, shape, _steps(shape))
+    return flat if len(shape) == 1 else _over(flat, shape, steps_of(shape))
 
 
-def _steps(shape: tuple[int, ...]) -> tuple[int, ...]:
+def steps_of(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides of a contiguous tensor, in elements."""
     step, steps = 1, []
     for size in reversed(shape):
@@ -275,6 +276,20 @@ def _over(flat: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...]) -
     return empty.set_(flat.untyped_storage(), 0, shape, stride)  # type: ignore[no-any-return]
 
 
+def _flat(data: Any, dtype: torch.dtype) -> torch.Tensor:
+    """Return the memory of a pickle's buffer as a tensor that begins at a multiple of `ALIGN`.
+
+    A buffer within the pickle is loaded as a bytearray, which is aligned to 16 bytes: it is copied.
+    """
+    if type(data) is not bytearray:
+        return _torch().frombuffer(data, dtype=dtype)  # type: ignore[no-any-return]
+    size = len(data)
+    memory, start = aligned(size)
+    memory[start : start + size] = data
+    count = size // dtype.itemsize
+    return _torch().frombuffer(memory, dtype=dtype, count=count, offset=start)  # type: ignore[no-any-return]
+
+
 def rebuild_tensor(
     data: Any, dtype: str, shape: tuple[int, ...], order: tuple[int, ...] | None, grad: bool
 ) -> torch.Tensor:
@@ -283,12 +298,14 @@ def rebuild_tensor(
     if not len(data):
         tensor = _torch().empty(shape, dtype=kind, device="cpu")
     elif order is None:
-        tensor = tensor_over(data, kind, shape)
+        tensor = _flat(data, kind)
+        if len(shape) != 1:
+            tensor = _over(tensor, shape, steps_of(shape))
     else:  # `shape` is in the order of the memory: restore that of the dimensions
-        steps = _steps(shape)
+        steps = steps_of(shape)
         back = sorted(range(len(order)), key=order.__getitem__)
         where = tuple(shape[i] for i in back), tuple(steps[i] for i in back)
-        tensor = _over(_torch().frombuffer(data, dtype=kind), *where)
+        tensor = _over(_flat(data, kind), *where)
     return tensor.requires_grad_() if grad else tensor
 
 
@@ -320,7 +337,7 @@ def _itself(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _rebuild_base(data: Any) -> torch.Tensor:
-    return _torch().frombuffer(data, dtype=_torch().uint8)  # type: ignore[no-any-return]
+    return _flat(data, _torch().uint8)
 
 
 def _rebuild_view(

@@ -1,10 +1,10 @@
 """Fake device in this process's memory, controlled by a test, to test without a GPU.
 
-The device does the work queued on its streams when the test calls `run`; a copy reads its source only
-then. It reuses memory as a caching allocator does: at once on the stream that allocated it, and waiting
-only for other streams that were passed to `keep_for`. So memory that host or device reuses too early
-shows as a wrong batch, as on a real device. The device refuses calls that torch or a driver would
-refuse; docs/devices.md lists them.
+The device does the work queued on its streams when the test calls `run`, or while the host waits for it;
+a copy reads its source only then. It reuses memory as a caching allocator does: at once on the stream
+that allocated it, and waiting only for other streams that were passed to `keep_for`. So memory that host
+or device reuses too early shows as a wrong batch, as on a real device. The device refuses calls that
+torch or a driver would refuse; docs/devices.md lists them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -64,7 +64,7 @@ class FakeAccelerator:
     pinnable
         Most bytes of living tensors made by `pin`; None for no limit.
     manual
-        If True, streams stand still until `run` is called; else all work is done at once.
+        If True, streams stand still until `run` or `wait` is called; else all work is done at once.
 
     Attributes
     ----------
@@ -101,6 +101,7 @@ class FakeAccelerator:
         self.default = FakeStream("default")
         # All the other mutable state:
         self.streams = [self.default]
+        self._side: FakeStream | None = None
         self.locked: dict[int, int] = {}
         self.pinned: dict[int, int] = {}
         self.entered: list[int] = []
@@ -176,7 +177,10 @@ class FakeAccelerator:
     # -- streams ---------------------------------------------------------------------------------------
 
     def side_stream(self) -> FakeStream | None:
-        return self.new_stream() if self.queues_copies else None
+        with self._lock:
+            if self._side is None and self.queues_copies:
+                self._side = self.new_stream()
+        return self._side
 
     def new_stream(self) -> FakeStream:
         """Make a stream for a user of the device."""
@@ -216,6 +220,11 @@ class FakeAccelerator:
             raise self._refusal(TypeError(f"{mark!r} is no mark of a stream"))
         self._queue(stream, mark.query)
 
+    def wait(self, mark: Any) -> None:
+        """Do the queued work until `mark` is reached."""
+        self._use()
+        self._run(self.streams, mark)
+
     def _check(self, stream: Any) -> None:
         self._use()
         if not any(stream is own for own in self.streams):
@@ -248,9 +257,10 @@ class FakeAccelerator:
         if self.holds(tensor):
             return tensor
         stream = self.current_stream()
-        copy = _over(self._allocate(_size_of(tensor), stream), tensor)
-        source = self._source(tensor)
-        self._queue(stream, lambda: copy.copy_(source()))
+        view = self._allocate(_size_of(tensor), stream)
+        copy, source = _over(view, tensor), self._source(tensor)
+        target = _over(self._blocks[ctypes.addressof(view)].memory, tensor)
+        self._queue(stream, lambda: target.copy_(source()))  # it does not keep the block in use
         if not self.queues_copies:  # the host waits until the copy is made
             self.run(stream)
             if stream.queue:
@@ -304,6 +314,9 @@ class FakeAccelerator:
 
     def run(self, *streams: FakeStream) -> None:
         """Do the work of `streams` (all, if none is given) as far as possible."""
+        self._run(streams or self.streams, FakeMark())
+
+    def _run(self, streams: Sequence[FakeStream], until: FakeMark) -> None:
         with self._lock:
             if self._running:
                 return  # a finalizer interrupts an entry of this thread; the loop comes to the new one
@@ -311,12 +324,19 @@ class FakeAccelerator:
             try:
                 while moved:
                     moved = False
-                    for stream in streams or tuple(self.streams):
-                        while stream.queue and stream.queue[0]() is not False:
+                    for stream in tuple(streams):
+                        while not until.reached and stream.queue and stream.queue[0]() is not False:
                             stream.queue.popleft()
                             moved = True
             finally:
                 self._running = False
+
+    @property
+    def reserved(self) -> int:
+        """Bytes of its memory that are in use, or that it keeps for reuse."""
+        with self._lock:
+            blocks = (*self._blocks.values(), *self._free)
+            return sum(ctypes.sizeof(block.memory) for block in blocks)
 
     @property
     def queued(self) -> int:

@@ -35,6 +35,7 @@ from hybridloader.backends.process.frames import MOST_BYTES, Decoder, encode
 from hybridloader.engine.messages import Begin, Exhausted, Failed, Ready, Stop, Task
 from hybridloader.errors import DamagedMessage, HybridLoaderError
 from hybridloader.memory.packing import pack, unpack
+from hybridloader.memory.segments import ALIGN, aligned_view
 from hybridloader.memory.shared_slots import BufferPlace, SlotMap
 
 thorough = settings(max_examples=150, deadline=None)
@@ -100,14 +101,13 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The sizes of the memory that the decoder asked for at once."""
     sizes: list[int] = []
 
-    def ask(size: Any = b"") -> bytearray:
-        if isinstance(size, int):
-            sizes.append(size)
-            if size > 1 << 30:
-                raise MemoryError
-        return bytearray(size)
+    def ask(size: int) -> memoryview:
+        sizes.append(size)
+        if size > 1 << 30:
+            raise MemoryError
+        return aligned_view(size)
 
-    monkeypatch.setattr(frames, "bytearray", ask, raising=False)
+    monkeypatch.setattr(frames, "aligned_view", ask)
     return sizes
 
 
@@ -208,8 +208,8 @@ def test_parts_that_are_claimed_are_not_made_before_they_come(count: int, asked:
 
 
 def test_more_descriptors_than_the_kernel_sends_are_refused() -> None:
-    assert decoded(head(1, 253, 1) + bytes(16)) == [[b"\0"]]
-    assert decoded(head(1, 254, 1) + bytes(16)) == [DAMAGED]
+    assert decoded(head(1, 253, 1) + bytes(ALIGN)) == [[b"\0"]]
+    assert decoded(head(1, 254, 1) + bytes(ALIGN)) == [DAMAGED]
 
 
 def test_no_memory_for_a_frame_is_the_end_of_the_stream_and_says_so(asked: list[int]) -> None:

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from hybridloader import DataLoader, Fork, Inline, Memory, Threads
-from hybridloader.devices.accelerator import taken_for_current
 from hybridloader.engine.messages import Stop, Task, WorkerSpec
 from hybridloader.engine.restart import RestartPolicy
 from hybridloader.engine.stage import Stage
@@ -176,17 +175,15 @@ class Images(torch.utils.data.Dataset[Any]):
         return torch.from_numpy(np.full(OWN // 2, index, np.uint8)), index
 
 
-@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true")  # torch knows no fakes
 @pytest.mark.parametrize("backend", BACKENDS, ids=names)
-def test_a_loader_that_pins_copies_no_large_batch(backend: Any, device: FakeAccelerator) -> None:
-    device.manual = False
+def test_a_loader_that_moves_copies_no_large_batch_on_the_host(
+    backend: Any, device: FakeAccelerator
+) -> None:
+    device.manual, device.pinnable = False, OWN  # more is refused, with a warning
     workers = 0 if backend.name == "inline" else 1
-    with taken_for_current(device):
-        loader = DataLoader(
-            Images(), batch_size=4, num_workers=workers, backend=backend, pin_memory=True
-        )
-        for images, indices in loader:
-            assert device.is_pinned(images)
-            assert images.data_ptr() not in device.pinned
-            assert images[:, 0].tolist() == indices.tolist()
-        del images, indices
+    for images, indices in DataLoader(
+        Images(), batch_size=4, num_workers=workers, backend=backend, device=device
+    ):
+        assert device.holds(images)
+        assert images[:, 0].tolist() == indices.tolist()
+    del images, indices

@@ -9,6 +9,9 @@ import torch
 from torch.utils.data import default_collate
 
 from hybridloader import DataLoader, Fork, Memory, Pipeline, SharedMemory, Spawn, Threads
+from hybridloader.memory.packing import IN_BAND
+from hybridloader.memory.slots import OWN
+from hybridloader.memory.tensor_blocks import SMALL
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -55,8 +58,30 @@ class Ragged:
         return [torch.arange(1 + (7 * index + i) % 50) for i in range(40)]
 
 
+class OfAllSizes:
+    """Tensors of a few kinds and of sizes about those at which the way to send them changes."""
+
+    kinds = "bool", "uint8", "float32", "bfloat16", "float64", "complex64"
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        sample = {}
+        for kind in self.kinds:
+            dtype = getattr(torch, kind)
+            for size in (1, 17, 64, SMALL // 16 + 1, SMALL, SMALL + 1, IN_BAND, OWN):
+                for count in {max(1, size // dtype.itemsize + more) for more in (-1, 0, 1)}:
+                    sample[f"{kind} {count}"] = torch.full((count,), index).to(dtype)
+        return sample
+
+
 def as_they_are(samples: Any) -> Any:
     return samples
+
+
+def places_in_a_line(sample: dict[str, torch.Tensor]) -> set[int]:
+    return {tensor.data_ptr() % 64 for tensor in sample.values()}
 
 
 def doubled(samples: Any) -> Any:
@@ -98,6 +123,25 @@ def test_every_backend_delivers_what_the_plain_loop_makes(
     loader = DataLoader(dataset, 8, num_workers=2, backend=backend, collate_fn=collate)
     with iter(loader) as batches:
         assert_equal(list(batches), expected)
+
+
+@pytest.mark.parametrize("backend", ONE_OF_A_KIND, ids=repr)
+@pytest.mark.parametrize("collate", [default_collate, as_they_are])
+def test_every_tensor_begins_at_a_cache_line_as_with_torch(collate: Any, backend: Any) -> None:
+    dataset = OfAllSizes()
+    loader = DataLoader(dataset, 2, num_workers=1, backend=backend, collate_fn=collate)
+    for number, batch in enumerate(loader):
+        assert_equal(batch, collate([dataset[2 * number], dataset[2 * number + 1]]))
+        for sample in batch if collate is as_they_are else [batch]:
+            assert {key: t.data_ptr() % 64 for key, t in sample.items() if t.data_ptr() % 64} == {}
+
+
+@pytest.mark.parametrize("first", BACKENDS[1:4], ids=repr)
+@pytest.mark.parametrize("second", BACKENDS[1:4], ids=repr)
+def test_so_does_every_one_that_goes_from_process_to_process(first: Any, second: Any) -> None:
+    pipe = Pipeline.from_dataset(OfAllSizes(), backend=first, num_workers=1)
+    for places in pipe.map(places_in_a_line, backend=second, num_workers=1, fuse=False):
+        assert places == {0}
 
 
 def test_they_go_from_process_to_process_unopened() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,10 +10,10 @@ import pytest
 import torch
 from support.forking import in_a_fork
 from support.locked_slots import Private, address
-from support.pinning_datasets import Rows, first_of
+from support.pinning_datasets import Rows, first_of, reading
 
 from hybridloader import DataLoader, Pipeline
-from hybridloader.devices.pinning import BUFFER_BYTES, Mover, Pinner
+from hybridloader.devices.pinning import BUFFER_BYTES, Mover
 from hybridloader.memory import page_locks
 from hybridloader.testing import FakeAccelerator
 
@@ -34,12 +33,6 @@ def mover(device: FakeAccelerator) -> Mover:
     made = Mover(device, 2, BUFFER_BYTES)
     made.stream = device.side_stream()
     return made
-
-
-def reading(data: torch.Tensor, seen: list[bytes]) -> Callable[[], None]:
-    """A kernel: it has an address, and holds no memory."""
-    place, size = data.data_ptr(), data.nbytes
-    return lambda: seen.append(ctypes.string_at(place, size))
 
 
 # -- where nothing can be handed from one stream to another -----------------------------------------
@@ -128,12 +121,12 @@ def test_a_part_that_stays_on_the_host_is_not_named_to_the_allocator(
 # -- slots that a stream reads on which they do not die ---------------------------------------------
 
 
-def slots_of(pinner: Pinner) -> Private:
+def slots_of(pinner: Mover) -> Private:
     assert pinner.locks is not None
     return Private(pinner.locks)
 
 
-def drained(device: FakeAccelerator, pinner: Pinner) -> None:
+def drained(device: FakeAccelerator, pinner: Mover) -> None:
     device.run()
     assert pinner.locks is not None
     pinner.locks.collect()
@@ -160,23 +153,34 @@ def test_a_batch_that_somebody_keeps_longer_than_the_thread_is_read_by_the_copie
     drained(device, moving)
 
 
-def test_a_pinned_batch_is_read_by_the_stream_that_it_was_handed_to_wherever_it_dies() -> None:
+class Closed:
+    """Moves itself, and nobody can tell what it holds."""
+
+    def __init__(self, tensor: torch.Tensor, fake: FakeAccelerator) -> None:
+        self.tensor, self.fake = tensor, fake
+
+    def to(self, device: Any) -> torch.Tensor:
+        return self.fake.move(self.tensor)
+
+
+def test_a_slot_is_read_by_the_stream_of_who_moves_a_part_wherever_it_dies() -> None:
     device = FakeAccelerator()
-    pinning = Pinner(device)
-    slots, own = slots_of(pinning), device.new_stream()
+    moving = Mover(device, 2, BUFFER_BYTES)
+    moving.prepare()
+    slots, own = slots_of(moving), device.new_stream()
     batch = slots.batch(1)
+    assert batch is not None
     first = address(batch)
-    sent = pinning.send([batch])
+    sent = moving.send([Closed(batch, device)])
     with device.on(own):
-        taken = pinning.take(sent)
-        copy = device.move(taken)
+        copy = moving.take(sent)
     sent.data = None
-    del batch, taken
-    device.run(device.default)
+    del batch
+    device.run(device.default, moving.stream)
     assert address(slots.batch(2)) != first
     device.run()
     assert (copy == 1).all()
-    drained(device, pinning)
+    drained(device, moving)
 
 
 @pytest.mark.parametrize("kind", [Apart, OneStream])

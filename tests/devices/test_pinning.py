@@ -229,7 +229,7 @@ def test_it_is_the_stream_that_is_current_when_a_batch_is_taken() -> None:
     fake = FakeAccelerator()
     moving = mover(fake)
     sent = moving.send([torch.ones(4)])
-    own = fake.side_stream()
+    own = fake.new_stream()
     seen: list[torch.Tensor] = []
     with fake.on(own):
         data = moving.take(sent)
@@ -367,7 +367,7 @@ def test_objects_that_move_themselves_do_so_and_hear_of_the_stream() -> None:
 def test_of_which_nobody_knows_what_it_holds_that_is_moved_by_who_takes_it() -> None:
     moving = mover(FAKE)
     sent = moving.send([{"o": Opaque(), "x": torch.ones(1)}])
-    own = FAKE.side_stream()
+    own = FAKE.new_stream()
     with FAKE.on(own):
         data = moving.take(sent)
     assert data["o"].streams == [own]

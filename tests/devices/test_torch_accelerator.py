@@ -167,6 +167,16 @@ def test_stream_and_device_are_what_they_were_behind_the_block(
     assert all(now is then for now, then in zip(scripted.streams, before, strict=True))
 
 
+def test_the_host_waits_for_an_event_without_keeping_a_core_busy(
+    scripted: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers, rests = [False, False, True], []
+    monkeypatch.setattr(torch_accelerator.time, "sleep", rests.append)
+    TorchAccelerator(DEVICE).wait(SimpleNamespace(query=lambda: answers.pop(0)))
+    assert len(rests) == 2
+    assert answers == []
+
+
 def test_only_what_is_page_locked_is_copied_while_the_host_goes_on(scripted: Scripted) -> None:
     device = TorchAccelerator(DEVICE)
     assert moved(device, pinned=True) == (DEVICE, True)

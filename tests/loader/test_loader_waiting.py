@@ -148,7 +148,7 @@ OPTIONS: dict[str, Any] = {
     "for ranks": lambda: {"sampler": DistributedSampler(range(LENGTH), 1, 0)},  # type: ignore[arg-type]
     "ours": lambda: {"shuffle": True, "kind": StatefulDataLoader},
     "skipping": lambda: {"shuffle": True, "on_error": "skip"},
-    "to a device": lambda: {"shuffle": True, "device": FakeAccelerator()},
+    "to a device": lambda: {"shuffle": True, "device": FakeAccelerator(manual=False)},
 }
 
 

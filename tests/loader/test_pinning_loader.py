@@ -17,6 +17,7 @@ from support.pinning_datasets import (
     Stream,
     first_of,
     on_backends,
+    reading,
     runs,
     start,
 )
@@ -151,6 +152,34 @@ def test_tensors_in_page_locked_slots_are_not_copied_on_the_host(backend: str) -
     assert pins == [0] * 4
 
 
+# -- copies that the loop makes itself -------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings(NO_ACCELERATOR)
+@pytest.mark.parametrize("backend", ["threads", "fork", "inline"])
+@pytest.mark.parametrize("other", [False, True], ids=["own stream", "other device"])
+def test_pinned_batches_are_what_the_loop_copies_on_streams_that_the_loader_does_not_know(
+    backend: str, other: bool
+) -> None:
+    """`enumerate` drops each batch outside the block of the stream that copies it."""
+    fake, size = FakeAccelerator(), OWN // 4
+    device = FakeAccelerator("fake:1") if other else fake
+    device.locked, device.pinned = fake.locked, fake.pinned  # for all devices
+    stream = device.default if other else device.new_stream()
+    loader = DataLoader(Rows(40, size), 2, num_workers=2, backend=backend, pin_memory=True)
+    copies = []
+    with taken_for_current(fake):
+        for _, batch in enumerate(loader):
+            assert fake.is_pinned(batch)
+            with device.on(stream):
+                copies.append(device.move(batch))
+            del batch
+            fake.run(fake.default)
+            assert fake.locked == {}
+    device.run()
+    assert [first_of(copy) for copy in copies] == [[k, k + 1] for k in range(0, 40, 2)]
+
+
 # -- the sampler -----------------------------------------------------------------------------------
 
 
@@ -231,6 +260,32 @@ def test_so_many_wait_and_one_more_is_at_hand(transfer: Any, most: int) -> None:
             next(iterator)
             assert fake.many.wait(60)
             assert len(fake.pinners) <= taken + most + 1
+
+
+@on_backends
+def test_a_loop_that_runs_ahead_of_its_device_reserves_the_memory_of_few_batches(
+    backend: str,
+) -> None:
+    fake = FakeAccelerator()
+    seen: list[bytes] = []
+    loader = DataLoader(
+        Rows(80),
+        2,
+        num_workers=2,
+        backend=backend,
+        persistent_workers=True,
+        device=Transfer(fake, batches_ahead=1),
+    )
+    most = 0
+    for count in (3, 40):
+        for number, batch in enumerate(loader):
+            fake.launch(reading(batch, seen))
+            most = max(most, fake.reserved // batch.nbytes)
+            if number + 1 == count:
+                break
+    assert most <= 1 + 4
+    fake.run()
+    assert [read[::16] for read in seen] == [bytes([k, k + 1]) for k in (0, 2, 4, *range(0, 80, 2))]
 
 
 # -- epochs ----------------------------------------------------------------------------------------

@@ -19,10 +19,14 @@ from support.packed_values import (
     of_random_bytes,
     raw,
     streamed,
+    through_slots,
 )
 
+from hybridloader.engine.serving import Pickled
 from hybridloader.errors import ResultPicklingError
-from hybridloader.memory.packing import pack, unpack
+from hybridloader.memory.packing import IN_BAND, pack, unpack
+from hybridloader.memory.shared_slots import SlotReader, SlotWriter
+from hybridloader.memory.slots import OWN
 
 # -- tensors and arrays --------------------------------------------------------------------------
 
@@ -272,6 +276,26 @@ def test_two_samples_at_the_ends_of_a_large_dataset_do_not_take_the_dataset_alon
 
 
 @pytest.mark.parametrize("way", WAYS)
+def test_views_of_one_storage_keep_their_alignment(way: Any) -> None:
+    whole = torch.arange(1000)
+    sent = [whole[10:300], whole[16:], whole[499].expand(80)]
+    back = way(sent)
+    assert [t.data_ptr() % 64 for t in back] == [t.data_ptr() % 64 for t in sent] == [16, 0, 24]
+
+
+@pytest.mark.parametrize("size", [1, IN_BAND - 1, IN_BAND, OWN])
+def test_a_copy_of_a_buffer_begins_at_a_cache_line(size: int) -> None:
+    """A batch may come in read-only memory, or in a slot of which the consumer keeps too many."""
+    sent = torch.full((size,), 7, dtype=torch.uint8)
+    result = Pickled(sent)
+    result.packed = result.packed[0], [memoryview(bytes(part)) for part in result.packed[1]]
+    pair = SlotWriter(1 << 30), SlotReader(0)
+    for back in [result.peek(), result.open(), *(through_slots(sent, pair) for _ in range(9))]:
+        assert torch.equal(back, sent)
+        assert back.data_ptr() % 64 == 0
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
 def test_what_was_expanded_is_sent_once(dtype: torch.dtype, way: Any) -> None:
     whole = of_random_bytes(dtype, (1000, 3))
@@ -283,4 +307,4 @@ def test_what_was_expanded_is_sent_once(dtype: torch.dtype, way: Any) -> None:
         back = way(tensor)
         assert_same(tensor, back)
         assert back.stride() == tensor.stride()
-        assert back.untyped_storage().nbytes() < 64
+        assert back.untyped_storage().nbytes() < 64 + 3 * dtype.itemsize

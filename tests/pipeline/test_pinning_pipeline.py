@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.failing_datasets import outcomes
-from support.pinning_datasets import Counting, Pinnable, first_of, on_backends
+from support.pinning_datasets import Counting, Pinnable, first_of, on_backends, reading
 
 from hybridloader import Pipeline
 from hybridloader.devices.accelerator import taken_for_current
@@ -81,7 +81,7 @@ def test_without_workers_there_is_a_thread_all_the_same() -> None:
 def test_the_stream_of_the_loop_waits_and_not_the_loop() -> None:
     fake = FakeAccelerator()
     seen: list[torch.Tensor] = []
-    own = fake.side_stream()
+    own = fake.new_stream()
     for batch in rows(backend="threads", num_workers=2).batch(4).to(fake):
         fake.launch(lambda batch=batch: seen.append(batch.clone()))
     with fake.on(own):
@@ -193,6 +193,16 @@ def test_so_many_wait_and_one_more_is_at_hand(ahead: Any, most: int) -> None:
             next(run)
             assert fake.many.wait(60)
             assert len(fake.pinners) <= taken + most + 1
+
+
+def test_a_loop_that_runs_ahead_of_its_device_reserves_the_memory_of_few_items() -> None:
+    fake = FakeAccelerator()
+    seen: list[bytes] = []
+    for item in rows(40).to(fake):
+        fake.launch(reading(item, seen))
+        assert fake.reserved <= (2 + 4) * item.nbytes
+    fake.run()
+    assert [read[::4] for read in seen] == [bytes([number] * 4) for number in range(40)]
 
 
 # -- errors and ends -------------------------------------------------------------------------------

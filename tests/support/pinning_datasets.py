@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -123,3 +124,9 @@ def first_of(batch: torch.Tensor) -> list[int]:
     """The samples of a batch of `Rows`, each of which must be whole."""
     assert all((row == row[0]).all() for row in batch)
     return [int(row[0]) for row in batch]
+
+
+def reading(data: torch.Tensor, seen: list[bytes]) -> Callable[[], None]:
+    """A kernel: it has an address, and holds no memory."""
+    place, size = data.data_ptr(), data.nbytes
+    return lambda: seen.append(ctypes.string_at(place, size))

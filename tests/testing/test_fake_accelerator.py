@@ -57,3 +57,17 @@ def test_memory_may_be_freed_in_the_midst_of_a_kernel() -> None:
     device.launch(lambda: order.append("next"))
     assert order == ["kernel", "next"]
     assert device.queued == 0
+
+
+def test_the_host_waits_for_a_mark_and_for_no_later_work() -> None:
+    device = FakeAccelerator()
+    side = device.new_stream()
+    done: list[int] = []
+    with device.on(side):
+        device.launch(lambda: done.append(1))
+    device.hold_up(device.default, device.mark(side))
+    device.launch(lambda: done.append(2))
+    mark = device.mark(device.default)
+    device.launch(lambda: done.append(3))
+    device.wait(mark)
+    assert done == [1, 2]
