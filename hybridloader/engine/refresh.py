@@ -12,6 +12,7 @@ datasets in attributes or lists of the dataset, at any depth. docs/decisions/000
 from __future__ import annotations
 
 import pickle
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,12 +31,12 @@ class DatasetChanges:
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
-        self._before = _bindings(dataset)
+        self._before = bindings(dataset)
         self._warned: set[Path] = set()
 
     def changes(self) -> tuple[Change, ...]:
         """Return the attributes that were rebound since the last call."""
-        before, self._before = self._before, _bindings(self._dataset)
+        before, self._before = self._before, bindings(self._dataset)
         found = []
         for path, (value, by_epoch) in self._before.items():
             if path in before and _same(before[path][0], value):
@@ -71,11 +72,14 @@ def apply(dataset: Any, changes: tuple[Change, ...]) -> None:
             continue  # an object that was attached after this copy was made
         name = path[-1]
         assert isinstance(name, str)
-        if not _same(attribute(target, name, _MISSING), value):
+        if value is MISSING:
+            object.__delattr__(target, name)
+        elif not _same(attribute(target, name, MISSING), value):
             object.__setattr__(target, name, value)
 
 
-_MISSING = object()
+MISSING = object()
+"""Stands for the value of an attribute that an object does not have."""
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -89,7 +93,7 @@ def plain(value: Any) -> bool:
     return type(value) in _PLAIN
 
 
-def _bindings(dataset: Any) -> dict[Path, tuple[Any, bool]]:
+def bindings(dataset: Any) -> dict[Path, tuple[Any, bool]]:
     """Return the attributes of the dataset and of those within: path -> value, has `set_epoch`."""
     found: dict[Path, tuple[Any, bool]] = {}
     for path, node in _nodes(dataset):
@@ -121,6 +125,10 @@ def _nodes(dataset: Any) -> Iterator[tuple[Path, Any]]:
 def _is_dataset(value: Any) -> bool:
     if isinstance(value, type) or not has(value, "__dict__"):
         return False
+    if has(value, "set_epoch"):
+        return True
+    if "torch" not in sys.modules:
+        return False
     from torch.utils.data import Dataset
 
-    return isinstance(value, Dataset) or has(value, "set_epoch")
+    return isinstance(value, Dataset)

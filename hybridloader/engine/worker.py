@@ -29,6 +29,7 @@ from hybridloader.engine.fetcher import (
     StartedTask,
     TaskContext,
 )
+from hybridloader.engine.loaded_states import load_for_epoch, undo_load
 from hybridloader.engine.messages import (
     Begin,
     Done,
@@ -92,6 +93,8 @@ class Worker:
         self._broken: Exception | None = None
         self._reported = False  # `_broken` was reported in this epoch
         self._exhausted = False
+        # The loaded state may be the end of the epoch before, or the beginning of this one.
+        self._from_end = bool(spec.starts) and spec.starts[worker].next_epoch
         self.shared: SharedTask | None = None  # that this worker is fetching samples of
 
     @property
@@ -204,6 +207,7 @@ class Worker:
             return  # init_fn failed, and its error answers every task
         self._broken = None
         try:
+            undo_load(self._spec.fetch.dataset)
             apply(self._spec.fetch.dataset, message.changes)
             if self._deferred:
                 self._fetcher = self._opened(message.shared_seed)
@@ -383,6 +387,9 @@ class Worker:
                 self.worker, task.seq, payload, ended - began + spent, fetcher.position, extras
             )
         except EndOfShard:
+            if self._from_end and not self._position:
+                self._open_after_end()
+                return self._answer(task)
             self._exhausted = True
             return Exhausted(self.worker, task.seq, self._position, self._state_now())
         except Abandoned:
@@ -397,6 +404,16 @@ class Worker:
             # torch lets a StopIteration through. One that a map-style dataset leaks would silently end
             # the user's loop early.
             return Failed(self.worker, task.seq, Failure(foreign(error)), self._position)
+
+    def _open_after_end(self) -> None:
+        """Begin the epoch, after the state that was loaded for it was the end of the one before."""
+        self._from_end = False
+        self._let_go()
+        try:
+            undo_load(self._spec.fetch.dataset, ended=True)
+            self._fetcher = self._spec.fetch.open(None, self.context)
+        except Exception as error:
+            self._broken = foreign(error)
 
     @property
     def _position(self) -> int:  # number of samples of the shard that were read
@@ -442,7 +459,8 @@ def _resumed(fetch: Fetch, start: ShardStart, context: TaskContext) -> Fetcher:
     The dataset gets its state before the fetcher is opened, as in torchdata.
     """
     if start.dataset is not None:
-        load_into(fetch.dataset, pickle.loads(start.dataset.kept), "the dataset")
+        load = load_for_epoch if fetch.in_turn else load_into
+        load(fetch.dataset, pickle.loads(start.dataset.kept), "the dataset")
     fetcher = fetch.open(None, context)
     if start.next_epoch and start.iterator is not None:
         fetcher.resume(start)

@@ -22,6 +22,7 @@ from hybridloader._support.log import INFO, log
 from hybridloader._support.state_copies import copied, load_into
 from hybridloader._support.state_schema import place_dropped
 from hybridloader.engine.dataset_state import ShardStart
+from hybridloader.engine.loaded_states import load_for_epoch, undo_load
 from hybridloader.engine.scheduler import Dispatch, Scheduler, round_robin
 from hybridloader.engine.states import ACTIVE
 from hybridloader.fetching.readers import PartialBatch
@@ -77,6 +78,9 @@ class PassStart:
     def __init__(self, plan: LoaderPlan, *, again: bool) -> None:
         self._plan, self._again = plan, again
         samplers, state, before = plan.samplers, plan.record.loaded, plan.record.progress
+        if before is not None and (before.finished or before.yielded > before.resumed_at):
+            for thing in (plan.dataset, samplers.stateful):  # an epoch has used their loads
+                undo_load(thing)
         self.loads = state is not None
         """True if a state was loaded."""
         self.replay, as_torch = _replay_now(plan, again=again)
@@ -124,7 +128,10 @@ class PassStart:
         if not keeps:
             torch.set_rng_state(before)
         if resume.dataset is not None:  # after the generators: the dataset may contain one of them
-            load_into(self._plan.dataset, resume.dataset, "the dataset")
+            load = load_for_epoch if self._plan.iterable else load_into
+            load(self._plan.dataset, resume.dataset, "the dataset")
+            if self._plan.num_workers:  # only copies of it begin an epoch
+                undo_load(self._plan.dataset)
 
     def resumed(self, drawn: Drawn) -> Drawn:
         """Return `drawn`, torch's draws for a new epoch, with the values of the loaded state."""
@@ -211,6 +218,7 @@ class PassStart:
         if resume is not None and not resume.over:
             made.replay, made.finished = resume.replay, resume.empty
             made.yielded, made.count = resume.yielded, resume.count
+            made.resumed_at = made.yielded
             if resume.count and not plan.iterable:
                 state, number = resume.sampler, resume.count - resume.since
                 made.at = resume.count - 1, UNKNOWN, state and SamplerCheckpoint(number, state)
@@ -274,9 +282,10 @@ class PassStart:
     @property
     def starts(self) -> tuple[ShardStart, ...]:
         """Positions at which the workers begin."""
-        resume = self.resume
+        resume, plan = self.resume, self._plan
         if resume is None or not resume.starts:
-            return ()
+            loaded = resume is not None and resume.dataset is not None and not plan.num_workers
+            return (ShardStart(next_epoch=True),) if loaded and plan.iterable else ()
         if resume.over and not any(start.next_epoch for start in resume.starts):
             return ()
         rereads = any(s.skip > s.position and not s.stateful for s in resume.starts)

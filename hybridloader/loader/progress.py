@@ -71,6 +71,8 @@ class Progress:
         self.shared_seed: int | None = None
         self.yielded = 0
         """Number of batches returned to the caller."""
+        self.resumed_at = 0
+        """Number of these before the state from which this epoch resumed."""
         self.count = 0
         """Number of items of the sampler, from its first, that were returned or are in `missing`; for an
         iterable dataset, of results that were returned."""

@@ -31,6 +31,7 @@ from hybridloader._support.attributes import attribute
 from hybridloader._support.cadence import Cadence
 from hybridloader._support.error_handling import described
 from hybridloader._support.state_copies import Given, Kept, copied, is_stateful, kept
+from hybridloader.engine.loaded_states import load_for_epoch, undo_load
 from hybridloader.errors import StateError
 from hybridloader.loader.torchdata_order import RandomOrder, is_plain, makes_fresh_states
 
@@ -377,7 +378,7 @@ def load_sampler(
         if state.sampler is not None:
             if stateful is None:
                 raise ValueError(f"{type(samplers.chain[-1]).__name__} has no load_state_dict()")
-            stateful.load_state_dict(copied(state.sampler.kept))
+            load_for_epoch(stateful, copied(state.sampler.kept), "the sampler")
         indices = iter(samplers.outer)
         if state.iterator is not None:
             indices.load_state_dict(copied(state.iterator.kept))
@@ -415,7 +416,10 @@ def _begun(samplers: Samplers, indices: Iterator[Any], *, eager: bool) -> Iterat
     first = list(islice(indices, 1))
     if first:
         return PeekedIndices(first[0], indices)
-    return iter(samplers.outer) if ends else iter(())
+    if not ends:
+        return iter(())
+    undo_load(stateful, ended=True)
+    return iter(samplers.outer)
 
 
 def _shortcut(samplers: Samplers, indices: Iterator[Any], count: int) -> tuple[Iterator[Any], int]:

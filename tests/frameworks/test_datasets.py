@@ -187,23 +187,32 @@ def test_more_workers_than_shards_is_said(caplog: pytest.LogCaptureFixture) -> N
 @pytest.mark.parametrize("backend", ["threads", "fork"])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_stream_goes_on_from_a_state(workers: int, backend: str) -> None:
-    """Its own `state_dict` and `load_state_dict` are used, as by torchdata."""
+    """Its own `state_dict` and `load_state_dict` are used, as by torchdata; later epochs are whole."""
     if workers == 0:
         backend = "inline"
 
     def loader() -> DataLoader:
         data = IterableDataset.from_generator(read, gen_kwargs={"shards": [*range(SHARDS)]})
         formatted = data.with_format("torch")
-        return DataLoader(formatted, batch_size=2, num_workers=workers, backend=backend)
+        next(iter(formatted))  # so its state is not that of a beginning
+        stay = {"persistent_workers": True} if workers else {}
+        return DataLoader(formatted, batch_size=2, num_workers=workers, backend=backend, **stay)
 
-    whole = [batch["features"].tolist() for batch in loader()]
-    first = loader()
+    def features(batches: Any) -> list[Any]:
+        return [batch["features"].tolist() for batch in batches]
+
+    first, other, last = loader(), loader(), loader()
+    whole = features(first)
     iterator = iter(first)
-    taken = [next(iterator)["features"].tolist() for _ in range(3)]
-    state = first.state_dict()
-    other = loader()
-    other.load_state_dict(state)
-    assert taken + [batch["features"].tolist() for batch in other] == whole
+    taken = features(itertools.islice(iterator, 3))
+    other.load_state_dict(first.state_dict())
+    assert taken + features(other) == whole
+    assert [features(other) for _ in range(2)] == [whole, whole]
+    last.load_state_dict(other.state_dict())
+    assert [features(last) for _ in range(2)] == [whole, whole]
+    for one in (first, other, last):
+        if one._iterator is not None:
+            one._iterator.close()
 
 
 def test_shards_that_ranks_can_not_divide_are_said() -> None:

@@ -176,6 +176,51 @@ def test_what_is_left_out_and_not_counted_is_refused_when_the_pipeline_is_made(s
     numbers.zip(behind, strict=False)
 
 
+def tens(item: int) -> list[int]:
+    return [10 * item, 10 * item + 1]
+
+
+def cost(item: int) -> int:
+    return 1 + item % 3
+
+
+def is_even(item: int) -> bool:
+    return item % 2 == 0
+
+
+UNCOUNTED: list[Callable[[Pipeline], Pipeline]] = [
+    lambda pipe: pipe.filter(is_even),
+    lambda pipe: pipe.flat_map(tens),
+    lambda pipe: pipe.unbatch(split=tens),
+    lambda pipe: pipe.shuffle(4, seed=1),
+    lambda pipe: pipe.batch(2, collate_fn=tuple),
+    lambda pipe: pipe.batch_by(cost, 4, collate_fn=tuple),
+    lambda pipe: pipe.bucket_by(cost, 2, collate_fn=tuple),
+]
+
+
+@pytest.mark.parametrize("place", PLACES[:3], ids=["nobody", "inline", "threads"])
+@pytest.mark.parametrize("step", UNCOUNTED)
+def test_an_item_skipped_after_a_step_that_changes_the_count_takes_its_row_along(
+    step: Callable[[Pipeline], Pipeline], place: dict[str, Any]
+) -> None:
+    given = list(step(Pipeline.from_dataset(range(12))))
+    bad = [given[at] for at in (0, 2, 3, len(given) - 1)]
+    expected: list[Event] = [
+        ("item", (item, number)) for number, item in enumerate(given) if item not in bad
+    ]
+    branch = step(Pipeline.from_dataset(range(12))).map(fails_at(*bad), on_error="skip", **place)
+    joined = branch.zip(Pipeline.from_dataset(range(len(given))))
+    for taken in (0, 1, 2, len(expected)):
+        with joined.run(seed=1) as run:
+            found = events(run, most=taken)
+            state = json.loads(json.dumps(run.state_dict()))
+            found += events(run)
+            assert len(run.skipped) == len(bad)
+        assert found == expected
+        assert events(joined.run(state=state)) == expected[taken:]
+
+
 def test_a_batch_that_comes_short_or_a_filter_that_leaves_out_is_refused_too() -> None:
     numbers = Pipeline.from_dataset(range(6))
     batches = Pipeline.from_dataset(

@@ -122,7 +122,7 @@ class Zip(Join):
 
 
 def _loses_count(pipeline: Chain) -> str | None:
-    """Name a step after which the number of a failed item is unknown; None if there is none."""
+    """Name a step after which the number of a raised error is unknown; None if there is none."""
     return next((step.name for step in steps_in(pipeline) if not step.keeps_count), None)
 
 
@@ -200,7 +200,8 @@ class ZipIterator(JoinIterator):
         if number and self._row[0] is _END:  # the others have more items
             self._failed = None if type(error) is LeftOut else error
             return
-        culprit = self._lost[number]
+        # No step after the one that left an item out loses count (`_check`).
+        culprit = None if type(error) is LeftOut else self._lost[number]
         if goes_astray(error) or culprit is not None:
             why = f"after {culprit}" if culprit is not None else "after such an error"
             text = (

@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import copy
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import GeneratorType
 from typing import Any
 
@@ -18,6 +18,7 @@ from hybridloader._support.attributes import attribute, has
 from hybridloader._support.cadence import Cadence
 from hybridloader._support.error_handling import is_a, no_answer, set_part, text_of
 from hybridloader._support.state_copies import copied, is_stateful
+from hybridloader.engine.loaded_states import load_for_epoch, undo_load
 from hybridloader.errors import ShardLost, StateError
 from hybridloader.fetching.on_error.places import rest_is_lost
 from hybridloader.running.operator import Context, Mark, OperatorIterator
@@ -37,6 +38,7 @@ class Opened:
 
     def __init__(self, iterable: Any, context: Context, name: str, *, drawn: bool = False) -> None:
         mark = context.saved
+        undo_load(iterable)
         self._generator = None if drawn else _generator_of(iterable)
         self.at = 0
         if self._generator is not None and mark is not None and isinstance(mark.value, str):
@@ -62,7 +64,7 @@ class Opened:
 
     def _load(self, mark: Mark, name: str) -> None:
         try:
-            self._stateful.load_state_dict(copied(mark.value))
+            load_for_epoch(self._stateful, copied(mark.value), name)
         except Exception as error:
             raise no_answer(
                 StateError(
@@ -91,12 +93,19 @@ class Opened:
             context.mark_all(lambda n: stateful.state_after(begun, n - at))
             return OperatorIterator(self.iterator)
         if self._stateful is not None:
-            return MarkedIterator(self.iterator, self.at, self._stateful, context, every)
+            loaded = context.saved is not None and not self.at
+            again = self._begun_again if loaded else None
+            return MarkedIterator(self.iterator, self.at, self._stateful, context, every, again)
         if self._generator is not None:  # all of the order follows from how it is now
             context.mark(0, _generator_state(self._generator))
         if isinstance(self.iterator, GeneratorType):
             return GeneratorIterator(self.iterator)
         return OperatorIterator(self.iterator)
+
+    def _begun_again(self) -> Iterator[Any]:
+        """Return the iterator of the epoch, if the state before it was the end of the one before."""
+        undo_load(self._stateful, ended=True)
+        return iter(self._stateful)
 
 
 def generator_state(order: Any) -> str | None:
@@ -169,16 +178,24 @@ class GeneratorIterator(OperatorIterator):
 class MarkedIterator(OperatorIterator):
     """Iterator that takes a state of `stateful` every `every` items, or less often if that takes long.
 
-    A state after the last item is never used: it may mean the beginning of the next epoch.
+    A state after the last item is never used: it may mean the beginning of the next epoch. If no first
+    item comes, `again` makes another iterator.
     """
 
     def __init__(
-        self, items: Iterator[Any], at: int, stateful: Any, context: Context, every: int
+        self,
+        items: Iterator[Any],
+        at: int,
+        stateful: Any,
+        context: Context,
+        every: int,
+        again: Callable[[], Iterator[Any]] | None = None,
     ) -> None:
         super().__init__(items)
         self._stateful, self._mark, self._every = stateful, context.mark, every
         self._cadence = Cadence()
         # All the other mutable state:
+        self._again = again
         self._given = at  # items, also those that raised
         self._cadence.due()
         self._mark(at, self._state())
@@ -191,8 +208,13 @@ class MarkedIterator(OperatorIterator):
         try:
             item = self._pull()
         except StopIteration:
-            self._end()
-            raise
+            again, self._again = self._again, None
+            if again is None or self._given:
+                self._end()
+                raise
+            self._items = again()
+            self._pull = self._items.__next__
+            return next(self)
         except Exception:
             self._given += 1
             raise

@@ -1,0 +1,382 @@
+"""The epochs after a resumed one: nothing but the state stays of a load.
+
+Some datasets and samplers note a loaded state and begin each later iteration there. Others carry a part
+of their state on. After a resume the epochs of both are those of a run that was not interrupted.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from support.sampler_loaders import Every
+from torch.utils.data import IterableDataset, get_worker_info
+
+from hybridloader import DataLoader, Pipeline, PipelineLoader, StatefulDataLoader
+from hybridloader.engine import dataset_state
+from hybridloader.pipeline.operators import stateful
+
+LENGTH = 16
+LONG = 150  # a pipeline takes a state every 64 items
+
+
+class Noted(IterableDataset[int]):
+    """Dataset that begins each iteration at the loaded state, like a stream of Hugging Face."""
+
+    def __init__(self, length: int = LENGTH) -> None:
+        self.start: dict[str, Any] | None = None
+        self.at, self.length = 0, length
+
+    def __iter__(self) -> Iterator[int]:
+        self.at = 0 if self.start is None else self.start["at"]
+        yield from self.rest()
+
+    def rest(self) -> Iterator[int]:
+        info = get_worker_info()
+        first = 0 if info is None else 1_000_000 * info.id
+        while self.at < self.length:
+            self.at += 1
+            yield first + self.at + 100 * self.more()
+
+    def more(self) -> int:
+        return 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.start = state
+
+
+class Placed(Noted):
+    """The same with a number, which only a load sets, beside the current position."""
+
+    first: int
+
+    def __iter__(self) -> Iterator[int]:
+        self.at = getattr(self, "first", 0)
+        yield from self.rest()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.first = self.at = state["at"]
+
+
+class Within(IterableDataset[int]):
+    """Dataset whose state is that of another one."""
+
+    def __init__(self, length: int = LENGTH) -> None:
+        self.inner = Noted(length)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.inner)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state)
+
+
+class Seen(Noted):
+    """Dataset that was iterated before it was passed to the loader: its state is no beginning."""
+
+    def __init__(self, length: int = LENGTH) -> None:
+        super().__init__(length)
+        next(iter(self))
+
+
+class Counted(Noted):
+    """Dataset with its number of epochs in its state, which its end advances."""
+
+    epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self.rest()
+        self.at, self.epoch = 0, self.epoch + 1
+
+    def more(self) -> int:
+        return self.epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at, self.epoch = state["at"], state["epoch"]
+
+
+class Deferred(Counted):
+    """The same, advanced by the beginning of an iteration that does not resume."""
+
+    epoch = -1
+
+    def __iter__(self) -> Iterator[int]:
+        if self.start is None:
+            self.at, self.epoch = 0, self.epoch + 1
+        else:
+            Counted.load_state_dict(self, self.start)
+            self.start = None
+        yield from self.rest()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.start = state
+
+
+class Levelled(Counted):
+    """Dataset with a level in its state, and a table made of the level, which a load makes, too."""
+
+    table: tuple[int, ...] = ()
+
+    def more(self) -> int:
+        if self.at == 3 and self.epoch < 2:
+            self.epoch += 1
+            self.table = (self.epoch,)
+        return sum(self.table)
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self.rest()
+        self.at = 0
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.table = (self.epoch,)
+
+
+class Walking(Counted):
+    """Dataset with a generator, which a load makes of the number of samples that were drawn."""
+
+    def __init__(self, length: int = LENGTH) -> None:
+        super().__init__(length)
+        self.generator = random.Random(0)
+
+    def more(self) -> int:
+        self.epoch += 1
+        return self.generator.randrange(8)
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self.rest()
+        self.at = 0
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.generator = random.Random(0)
+        for _ in range(self.epoch):
+            self.generator.randrange(8)
+
+
+def as_sampler(kind: type[Noted], *, batches: bool) -> Any:
+    """Return a sampler, of batches or not, with the methods and the state of `kind`."""
+
+    class AsSampler(kind):  # type: ignore[misc, valid-type]
+        batch_size, drop_last = 2, False
+
+        def __len__(self) -> int:
+            return LENGTH
+
+        def __iter__(self) -> Iterator[Any]:
+            for number in super().__iter__():
+                yield [number, number + 1] if batches else number
+
+    return AsSampler()
+
+
+KINDS: list[Any] = [Noted, Placed, Within, Seen, Counted, Deferred, Levelled, Walking]
+
+PERSISTENT: dict[str, Any] = {"num_workers": 2, "persistent_workers": True}
+PLACES: dict[str, dict[str, Any]] = {
+    "caller": {},
+    "threads": {"num_workers": 2, "backend": "threads"},
+    "threads, persistent": {**PERSISTENT, "backend": "threads", "prefetch_factor": 4},
+    "fork, persistent": {**PERSISTENT, "backend": "fork"},
+}
+
+
+def listed(items: Any) -> list[Any]:
+    return [item.tolist() if isinstance(item, torch.Tensor) else item for item in items]
+
+
+def check(make: Callable[[], Any], epoch: int, taken: int, elsewhere: Any = None) -> None:
+    """Check a resume, and one from a state of a later epoch, against a run without any."""
+    whole, resumed, last = make(), (elsewhere or make)(), make()
+    for _ in range(epoch):
+        listed(whole)
+    items = iter(whole)
+    listed(islice(items, taken))
+    resumed.load_state_dict(whole.state_dict())
+    expected = [listed(items), *(listed(whole) for _ in range(4))]
+    assert [listed(resumed) for _ in range(2)] == expected[:2]
+    items = iter(resumed)
+    given = listed(islice(items, taken))
+    last.load_state_dict(resumed.state_dict())
+    assert [given + listed(last), listed(last), listed(last)] == expected[2:]
+    for loader in (whole, resumed, last):
+        if isinstance(loader, PipelineLoader):
+            loader.close()
+        elif loader._iterator is not None:
+            loader._iterator.close()
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_epochs_after_a_resumed_one_are_those_of_the_run_that_was_not_interrupted(
+    kind: Any, place: str
+) -> None:
+    for epoch, taken in ((0, 1), (1, 3)) if "fork" not in place else ((1, 2),):
+        check(lambda: DataLoader(kind(), 4, **PLACES[place]), epoch, taken)
+    if place != "threads":
+        check(lambda: StatefulDataLoader(kind(), 4, **PLACES[place]), 1, 2)
+
+
+@pytest.mark.parametrize("place", [place for place in PLACES if "fork" not in place])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind is not Within])
+def test_a_sampler_begins_its_later_epochs_as_without_a_resume(kind: Any, place: str) -> None:
+    """On a loader with as many workers, and with others, which draws each epoch as the saved one."""
+
+    def loader(batches: bool, **more: Any) -> DataLoader:
+        name = "batch_sampler" if batches else "sampler"
+        sampler = as_sampler(kind, batches=batches)
+        return DataLoader(range(1000), **{name: sampler}, **more)  # type: ignore[arg-type]
+
+    for batches in (False, True):
+        for elsewhere in (PLACES[place], {"num_workers": 1, "backend": "threads"}):
+            check(
+                partial(loader, batches, **PLACES[place]),
+                1,
+                2,
+                partial(loader, batches, **elsewhere),
+            )
+
+
+@pytest.mark.parametrize("readers", [{}, {"num_workers": 2, "backend": "threads"}], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_source_of_a_pipeline_begins_its_later_epochs_as_without_a_resume(
+    kind: Any, readers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a state at item 64 of its second epoch, and, with one reader, from one at its beginning."""
+    for module in (dataset_state, stateful):
+        monkeypatch.setattr(module, "Cadence", lambda **_: Every(1))
+    for taken in (100,) if readers else (100, 10):
+        check(
+            lambda: PipelineLoader(Pipeline.from_iterable(kind(LONG), **readers), seed=0), 1, taken
+        )
+
+
+@pytest.mark.parametrize("kind", [Noted, Placed, Counted])
+def test_a_sampler_of_a_pipeline_begins_its_later_epochs_as_without_a_resume(kind: Any) -> None:
+    def loader(batches: bool) -> PipelineLoader:
+        name = "batch_sampler" if batches else "sampler"
+        order = {name: as_sampler(kind, batches=batches)}
+        more = {"collate_fn": list} if batches else {}
+        return PipelineLoader(Pipeline.from_dataset(range(1000), **order, **more), seed=0)
+
+    for batches in (False, True):
+        check(partial(loader, batches), 1, 5)
+
+
+@pytest.mark.parametrize("kind", [Noted, Placed, Within])
+def test_a_state_that_is_loaded_in_the_middle_of_an_epoch_stays_for_one_epoch(kind: Any) -> None:
+    loader = DataLoader(kind(), 4)
+    whole = listed(loader)
+    batches = iter(loader)
+    next(batches)
+    state = loader.state_dict()
+    next(batches)
+    loader.load_state_dict(state)
+    batches = iter(loader)
+    next(batches)
+    loader.load_state_dict(state)
+    assert [listed(loader) for _ in range(3)] == [whole[1:], whole, whole]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_of_an_epochs_end_resumes_at_the_beginning_of_the_next(
+    kind: Any, place: str
+) -> None:
+    """Also if it is the state of a dataset from which no sample comes any more."""
+    for loaders in (DataLoader, StatefulDataLoader) if "fork" not in place else (DataLoader,):
+        loader, other = (loaders(kind(), 4, **PLACES[place]) for _ in range(2))
+        for _ in range(2):
+            listed(loader)
+        other.load_state_dict(loader.state_dict())
+        assert [listed(other) for _ in range(3)] == [listed(loader) for _ in range(3)]
+        for one in (loader, other):
+            if one._iterator is not None:
+                one._iterator.close()
+
+
+@pytest.mark.parametrize("place", ["threads", "threads, persistent"])
+def test_a_state_of_an_epochs_end_moves_no_copy_of_the_dataset(place: str) -> None:
+    """The loop has read a sample of the dataset; the copies of the workers begin at the first."""
+    loader, other = (DataLoader(Seen(), 4, **PLACES[place]) for _ in range(2))
+    whole = listed(loader)
+    other.load_state_dict(DataLoader(Seen(), 4, **PLACES[place]).state_dict())
+    assert [listed(other) for _ in range(2)] == [whole, whole]
+    for one in (loader, other):
+        if one._iterator is not None:
+            one._iterator.close()
+
+
+@pytest.mark.parametrize("kind", [Noted, Deferred])
+def test_an_iterator_that_is_not_used_does_not_use_up_a_load(kind: Any) -> None:
+    loader, other = (DataLoader(kind(), 4) for _ in range(2))
+    batches = iter(loader)
+    next(batches)
+    other.load_state_dict(loader.state_dict())
+    iter(other)
+    assert [listed(other) for _ in range(2)] == [listed(batches), listed(loader)]
+
+
+class Refusing(Noted):
+    """Dataset whose state can't be taken after its end."""
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.at == self.length:
+            raise LookupError("no state")
+        return super().state_dict()
+
+
+def test_a_dataset_that_cannot_return_its_state_stays_as_it_is() -> None:
+    loader = DataLoader(Refusing(), 4)
+    next(iter(loader))
+    other = DataLoader(Refusing(), 4)
+    other.load_state_dict(loader.state_dict())
+    assert [len(listed(other)) for _ in range(3)] == [3, 3, 3]
+
+
+class Cleared(Counted):
+    """Dataset that reads ahead; a load drops the samples that were read ahead, and so does the end."""
+
+    ahead: list[int] | None = None
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            if self.ahead is None:
+                self.ahead = list(islice(self.rest(), 6))
+                self.at -= len(self.ahead)
+            if not self.ahead:
+                break
+            self.at += 1
+            yield self.ahead.pop(0)
+            self.ahead = self.ahead or None
+        self.at, self.ahead = 0, None
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.ahead = None
+
+
+def test_what_a_load_has_dropped_does_not_come_again() -> None:
+    loader = DataLoader(Cleared(), 4)
+    whole = listed(loader)
+    batches = iter(loader)
+    next(batches)
+    state = loader.state_dict()
+    next(batches)
+    next(batches)
+    loader.load_state_dict(state)
+    assert [listed(loader) for _ in range(3)] == [whole[1:], whole, whole]
