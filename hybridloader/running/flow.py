@@ -337,6 +337,13 @@ class ReaderItems(StageIterator):
         came = waiting.add(results, notes, worker)
         self._came[worker] += came
         self.flow.items_out += came
+        if self._log is not None:
+            reads = self._log.of(worker)
+            reads.add(came, extras.get("ends", ()), waiting.left_out_of(notes))
+            if "state" in extras:
+                reads.add_state(extras["state"])
+            if "shards" in extras:
+                reads.add_shards(extras["shards"])
         if "first" in extras and self._firsts.setdefault(extras["first"], worker) != worker:
             readers = len(self._waiting)
             warn_once(
@@ -347,13 +354,6 @@ class ReaderItems(StageIterator):
                 "num_workers to a later step, such as map",
                 "same-items",
             )
-        if self._log is not None:
-            reads = self._log.of(worker)
-            reads.add(came, extras.get("ends", ()), waiting.left_out_of(notes))
-            if "state" in extras:
-                reads.add_state(extras["state"])
-            if "shards" in extras:
-                reads.add_shards(extras["shards"])
 
 
 class ReaderTaskSizes(Feed):

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridloader import Pipeline, Replace, Retry, Skip, TooManyErrors
+from hybridloader import Pipeline, Replace, Retry, Skip, TooManyErrors, get_worker_info
 from hybridloader.errors import IteratorClosed, ShardLost
 
 GAP = ("gap", None)
@@ -52,6 +52,7 @@ class Failing:
         self.count, self.numbers = count, numbers
 
     def __iter__(self) -> Iterator[int]:
+        get_worker_info()  # each of several readers is to have all of it
         failing = fails_at(*self.numbers)
         return map(failing, range(self.count))
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.random_pipelines import events, saved
 
-from hybridloader import Pipeline
+from hybridloader import Pipeline, get_worker_info
 from hybridloader.errors import HybridLoaderError, IteratorClosed, StateError
 from hybridloader.pipeline import Operator
 from hybridloader.sampling import DistributedShuffleSampler, ShuffleSampler
@@ -130,7 +130,8 @@ def test_the_first_operator_that_differs_is_named(pipe: Pipeline, message: str) 
 
 def test_branches_forks_readers_and_shards_must_agree() -> None:
     def read() -> Iterator[int]:
-        return iter(range(9))
+        info = get_worker_info()
+        return iter(range(info.id if info else 0, 9))
 
     def readers(workers: int) -> Pipeline:
         return Pipeline.from_iterable(read, backend="threads", num_workers=workers)
