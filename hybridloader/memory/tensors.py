@@ -58,10 +58,12 @@ class Tensors:
         A process that has not imported torch or numpy has none of their objects to send.
         """
         torch: Any = sys.modules.get("torch")
+        if torch is not None and issubclass(kind, torch.Tensor):
+            # Not as registered with `ForkingPickler`, as by MONAI: that sends a storage, for which only
+            # torch's own pickler has a way.
+            return self.reduce if kind is torch.Tensor else self.reduce_subclass
         if (way := registered(kind)) is not None:
             return way
-        if torch is not None and issubclass(kind, torch.Tensor):
-            return self.reduce if kind is torch.Tensor else self.reduce_subclass
         numpy: Any = sys.modules.get("numpy")
         return reduce_array if numpy is not None and kind is numpy.ndarray else None
 

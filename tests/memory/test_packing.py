@@ -9,6 +9,7 @@ import os
 import pickle
 import sys
 import weakref
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import numpy as np
@@ -318,6 +319,23 @@ def test_nothing_of_a_value_is_left_in_the_pickler_or_in_the_next_value() -> Non
         assert pickle.loads(pack([shared, shared])[0])[1].tolist() == [0, 1, 2, 3, 4]
     assert sys.getrefcount(shared) == references
     assert unpack(*pack([Nested(), "after"]))[0].tolist() == [0, 1, 2]
+
+
+class Named(torch.Tensor):
+    name = ""
+
+
+def test_a_subclass_of_tensor_whose_registered_way_sends_its_storage_is_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def with_storage(tensor: Named) -> Any:  # as MONAI's `reduce_meta_tensor`
+        return list, ((tensor.untyped_storage(), vars(tensor)),)
+
+    monkeypatch.setitem(ForkingPickler._extra_reducers, Named, with_storage)
+    tensor = torch.arange(3.0).as_subclass(Named)
+    tensor.name = "three"
+    found = unpack(*pack(tensor))
+    assert (type(found), found.name, found.tolist()) == (Named, "three", [0.0, 1.0, 2.0])
 
 
 def test_a_way_that_is_registered_later_counts_from_then_on() -> None:
