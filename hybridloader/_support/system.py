@@ -1,0 +1,136 @@
+"""Features of this platform. No other module asks for its name, or for a name that `os` may lack.
+
+The constants are read as attributes of this module (``system.PIDFD``): tests take features away.
+Only the standard library's own differences between Linux, macOS and Windows count here.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import sys
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+ROOT = "/" if sys.platform == "linux" else os.devnull
+"""Folder of the kernel's files: proc, sys, dev/shm. Elsewhere nothing is below it.
+
+A platform without these files may still have such a folder, such as ``C:\\proc``.
+"""
+
+PROC = os.path.join(ROOT, "proc")
+"""Folder of the kernel's files about processes."""
+
+FORK = hasattr(os, "fork")
+PIDFD = hasattr(os, "pidfd_open")  # Linux; kernels before 5.3 and some sandboxes refuse it
+MEMFD = hasattr(os, "memfd_create")  # Linux
+FALLOCATE = hasattr(os, "posix_fallocate")  # not macOS
+PREAD = hasattr(os, "pread")  # not Windows
+OWNERS = hasattr(os, "geteuid")  # of files and processes, by number; not Windows
+
+UNIX_SOCKETS = os.name == "posix"
+"""True if connections between processes can be polled, and carry descriptors."""
+
+SIGNAL_MASKS = hasattr(signal, "pthread_sigmask")  # not Windows
+KILL: int | None = getattr(signal, "SIGKILL", None)  # not Windows, where `terminate` does it
+
+NO_LOAD: int | None = getattr(os, "RTLD_NOLOAD", None)
+"""Mode of `ctypes.CDLL` that finds a library only if it is loaded. Not on Windows."""
+
+HUGE_PAGES: int | None = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux
+
+BINARY: int = getattr(os, "O_BINARY", 0)
+"""Flag of `os.open`, without which Windows changes the ends of lines."""
+
+NO_WAITING: int = getattr(os, "O_NONBLOCK", 0)
+"""Flag of `os.open`, without which the open of a named pipe waits for a writer. Not on Windows."""
+
+_FIRST_FREE = 4
+"""Offset from SIGRTMIN of the first real-time signal that is spare: musl and Go reserve the first ones,
+and other libraries take the next."""
+
+
+def at_fork(**hooks: Callable[[], object]) -> None:
+    """Call `os.register_at_fork` where processes fork."""
+    if hasattr(os, "register_at_fork"):  # torch needs it wherever it forks
+        os.register_at_fork(**hooks)
+
+
+def signals(*names: str) -> frozenset[int]:
+    """Return those of the signals that this platform has."""
+    return frozenset(getattr(signal, name) for name in names if hasattr(signal, name))
+
+
+def spare_signals() -> range:
+    """Return the signals that neither the system nor its usual libraries need."""
+    if hasattr(signal, "SIGRTMIN"):
+        return range(signal.SIGRTMIN + _FIRST_FREE, signal.SIGRTMAX + 1)
+    if hasattr(signal, "SIGINFO"):  # macOS and the BSDs; ignored by default
+        return range(signal.SIGINFO, signal.SIGINFO + 1)
+    return range(0)
+
+
+@cache
+def module(name: str) -> Any:
+    """Return a module of the standard library that not every platform has; None where it is missing.
+
+    The result is kept, because a failing import searches all folders of `sys.path` each time.
+    """
+    try:
+        return import_module(name)
+    except ImportError:
+        return None
+
+
+def soft_limit(name: str) -> int | None:
+    """Return a limit of this process, such as ``"RLIMIT_NOFILE"``; None if there is none, or no way to
+    read it."""
+    resource = module("resource")
+    number = getattr(resource, name, None)
+    if number is None:
+        return None
+    soft: int = resource.getrlimit(number)[0]
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def alive(pid: int) -> bool:
+    """True if there is a process with that number."""
+    windows = module("_winapi")
+    if windows is None:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            pass
+        return True
+    try:
+        handle = windows.OpenProcess(0x00100000, False, pid)  # SYNCHRONIZE
+    except OSError:
+        return False
+    try:
+        return bool(windows.WaitForSingleObject(handle, 0) != 0)
+    finally:
+        windows.CloseHandle(handle)
+
+
+def machine_memory() -> int:
+    """Return the bytes of this machine's memory; 1 TiB if the platform does not report it."""
+    try:
+        if module("_winapi") is None:
+            return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        import ctypes
+
+        # MEMORYSTATUSEX: two 32-bit words (its own length, load), then seven of 64 bits, the first of
+        # which is the physical memory (learn.microsoft.com, sysinfoapi.h).
+        status = (ctypes.c_uint64 * 8)()
+        status[0] = ctypes.sizeof(status)
+        kernel = ctypes.windll.kernel32  # type: ignore[attr-defined,unused-ignore]
+        if kernel.GlobalMemoryStatusEx(ctypes.byref(status)):
+            return int(status[1])
+    except (ValueError, OSError):
+        pass
+    return 1 << 40
