@@ -13,9 +13,9 @@ from abc import abstractmethod
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from hybridloader._support import system
 from hybridloader._support.caller import warn, warn_once
 from hybridloader._support.devices_in_use import device_in_use
-from hybridloader.backends.process import socket_transport
 from hybridloader.backends.process.crew import ProcessCrew
 from hybridloader.backends.process.fork_safety import fork_hazard
 from hybridloader.backends.process.starters import starter
@@ -61,7 +61,7 @@ class ProcessBackend(Backend):
 
     def check(self) -> None:
         self.check_start(self._method())
-        slot_kind(self.memory, sockets=socket_transport.available())
+        slot_kind(self.memory, sockets=system.UNIX_SOCKETS)
 
     def check_start(self, method: str) -> None:
         """Raise `BackendUnavailable` if no worker can be started by `method` now.
@@ -80,7 +80,7 @@ class ProcessBackend(Backend):
 
     def open(self) -> Crew:
         method = self._method()
-        kind = slot_kind(self.memory, sockets=socket_transport.available())
+        kind = slot_kind(self.memory, sockets=system.UNIX_SOCKETS)
         check = functools.partial(self.check_start, method)
         made = starter(method, preload=self.preload, runs_script=self.runs_script)
         return ProcessCrew(made, kind, self.memory.bytes(), check)

@@ -20,9 +20,10 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from hybridloader._support import system
 from hybridloader._support.devices_in_use import device_in_use
 
-_PROCESS = Path("/proc/self")
+_PROCESS = Path(system.PROC, "self")
 
 _SETTLING = 0.1
 """Seconds that joined threads get to disappear: the kernel lists a thread for some microseconds after
@@ -37,14 +38,18 @@ _MEMORY_DEVICES = 1
 """Major number of /dev/null, /dev/zero, /dev/random and /dev/urandom, which have no position."""
 
 
-@cache
 def available() -> bool:
     """True if this platform forks, lists the threads and files of a process, and has pidfds."""
+    return system.FORK and system.PIDFD and tells_threads() and _pidfds_work()
+
+
+@cache
+def _pidfds_work() -> bool:
     try:
         os.close(os.pidfd_open(os.getpid()))  # missing in old kernels and in some sandboxes
-    except (AttributeError, OSError):
+    except OSError:
         return False
-    return hasattr(os, "fork") and tells_threads()
+    return True
 
 
 def tells_threads() -> bool:

@@ -22,7 +22,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
-from hybridloader.backends.process.parent_watch import LEFT_TO_PARENT, alive
+from hybridloader._support import system
+from hybridloader.backends.process.parent_watch import LEFT_TO_PARENT
 from hybridloader.engine.contract import GRACE, WorkerHandle
 from hybridloader.engine.crews import before_each
 from hybridloader.memory.descriptors import ours
@@ -71,7 +72,7 @@ class ProcessHandle(WorkerHandle):
         else:
             self._releasing = held_by(self, self.pidfd)
         popen = getattr(process, "_popen", None)
-        if popen is not None and hasattr(signal, "SIGKILL"):
+        if popen is not None and system.KILL is not None:
             # multiprocessing calls it at exit, and then waits without a limit.
             popen.terminate = functools.partial(_kill, weakref.ref(popen))
 
@@ -93,7 +94,7 @@ class ProcessHandle(WorkerHandle):
             return None
         if self._code is None:
             return UNKNOWN
-        if self._terminated and self._code == -getattr(signal, "SIGKILL", 0):
+        if self._terminated and self._code == -(system.KILL or 0):
             return -signal.SIGTERM
         return self._code
 
@@ -117,7 +118,7 @@ class ProcessHandle(WorkerHandle):
             if self.pidfd is not None:
                 ended = bool(multiprocessing.connection.wait([self.pidfd], 0))
             else:  # multiprocessing takes a process that other code waited for as alive
-                ended = not (self._process.is_alive() and alive(self._process.pid))
+                ended = not (self._process.is_alive() and system.alive(self._process.pid))
             if ended:
                 self._has_ended()
             return not ended
@@ -139,11 +140,11 @@ class ProcessHandle(WorkerHandle):
         self.kill()
 
     def kill(self) -> None:
-        if not hasattr(signal, "SIGKILL"):
+        if system.KILL is None:
             self._process.terminate()
             return
         with suppress(ProcessLookupError):
-            self.send_signal(signal.SIGKILL)
+            self.send_signal(system.KILL)
 
     def join(self, timeout: float | None = None) -> None:
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -263,8 +264,7 @@ class _Hiding(threading.local):
 _hiding = _Hiding()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
+system.at_fork(after_in_child=_forked)
 
 
 @before_each
@@ -312,7 +312,7 @@ def _signals_held_back(method: str) -> Iterator[None]:
     traceback, and SIGTERM to all processes of a job would end it before this process could act on the
     signal.
     """
-    if not hasattr(signal, "pthread_sigmask"):
+    if not system.SIGNAL_MASKS:
         yield
         return
     if method != "fork":

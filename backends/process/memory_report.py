@@ -10,10 +10,11 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from hybridloader._support import system
 from hybridloader._support.cgroups import number_in, text_of, whole_number
 from hybridloader.memory.limits import memory_cgroups
 
-_ROOT = Path("/")
+_ROOT = Path(system.ROOT)
 
 _TIGHT = 0.9
 """Fraction of a limit from which a lack of memory most likely killed the worker."""

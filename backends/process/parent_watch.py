@@ -8,12 +8,12 @@ from __future__ import annotations
 import os
 import select
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from hybridloader._support import system
 from hybridloader.engine.fetcher import TaskContext
 
 _POLL = 0.5
@@ -22,11 +22,7 @@ _POLL = 0.5
 _GRACE = 1.0
 """Seconds that a worker gets to end by itself after the parent's end."""
 
-LEFT_TO_PARENT = frozenset(
-    getattr(signal, name)
-    for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2")
-    if hasattr(signal, name)
-)
+LEFT_TO_PARENT = system.signals("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2")
 """Signals to all processes of a terminal (Ctrl-C) or of a job (Slurm, torchrun, Kubernetes).
 
 On a job's signal the trainer writes a checkpoint, for which it may need more batches. So a worker
@@ -46,10 +42,9 @@ def leave_signals() -> None:
         return
     for signum in LEFT_TO_PARENT:
         signal.signal(signum, _leave_to_parent)
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=_be_terminable)
+    system.at_fork(after_in_child=_be_terminable)
     signal.set_wakeup_fd(-1)
-    if hasattr(signal, "pthread_sigmask"):  # the parent has blocked them until now
+    if system.SIGNAL_MASKS:  # the parent has blocked them until now
         signal.pthread_sigmask(signal.SIG_UNBLOCK, LEFT_TO_PARENT)
 
 
@@ -86,7 +81,7 @@ class ParentWatch:
             context.cancelled, self.context = self.context.cancelled, context
 
     def _watch(self, connection: int | None, parent: int) -> None:
-        if connection is None or not hasattr(os, "pidfd_open"):
+        if connection is None or not system.PIDFD:
             self._watch_by_looking(parent)
             return
         try:
@@ -108,7 +103,7 @@ class ParentWatch:
                 poll.unregister(connection)
 
     def _watch_by_looking(self, parent: int) -> None:
-        while alive(parent):
+        while system.alive(parent):
             time.sleep(_POLL)
         self._end()
 
@@ -120,25 +115,3 @@ class ParentWatch:
         time.sleep(_GRACE)
         self._sweep()
         os._exit(1)
-
-
-def alive(pid: int) -> bool:
-    """True if there is a process with that number."""
-    if sys.platform == "win32":
-        import _winapi
-
-        try:
-            handle = _winapi.OpenProcess(0x00100000, False, pid)  # SYNCHRONIZE
-        except OSError:
-            return False
-        try:
-            return _winapi.WaitForSingleObject(handle, 0) != 0
-        finally:
-            _winapi.CloseHandle(handle)
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True

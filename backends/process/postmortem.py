@@ -21,6 +21,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from hybridloader._support import system
 from hybridloader._support.error_handling import described, traceback_of
 from hybridloader.backends.process import stack_dump
 from hybridloader.engine.fetcher import TaskContext
@@ -46,10 +47,6 @@ _SETTLED = 0.02
 """Seconds between two checks of a growing dump, and seconds without growth after which it is
 complete."""
 
-_FIRST_FREE = 4
-"""Offset from SIGRTMIN of the first real-time signal that is tried: musl and Go reserve the first ones,
-and other libraries take the next."""
-
 _NEVER = {
     "T": "it is stopped (state T: by SIGSTOP, or Ctrl-Z); SIGCONT resumes it",
     "t": "it is stopped by a debugger (state t)",
@@ -69,7 +66,7 @@ _STATES = {
 def _status_of(pid: int) -> Mapping[str, str] | None:
     """Read the fields of /proc/PID/status; None where there is none."""
     try:
-        with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
+        with open(f"{system.PROC}/{pid}/status", encoding="ascii", errors="replace") as file:
             return dict(line.rstrip("\n").split(":\t", 1) for line in file if ":\t" in line)
     except (OSError, ValueError):
         return None
@@ -344,11 +341,8 @@ class PostmortemWriter:
 
 def free_signal() -> int | None:
     """Find a signal that is not caught, ignored or waited for in this process; None if there is none."""
-    if hasattr(signal, "SIGRTMIN"):
-        candidates = range(signal.SIGRTMIN + _FIRST_FREE, signal.SIGRTMAX + 1)
-    elif hasattr(signal, "SIGINFO"):  # macOS and the BSDs; ignored by default
-        candidates = range(signal.SIGINFO, signal.SIGINFO + 1)
-    else:
+    candidates = system.spare_signals()
+    if not candidates:
         return None
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     status = _status_of(os.getpid())  # includes handlers of native code

@@ -20,12 +20,13 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar
 
+from hybridloader._support import system
 from hybridloader.backends.process.frames import MOST_FDS, Buffer, Decoder, Frame, encode
 from hybridloader.errors import DamagedMessage
 from hybridloader.memory.descriptors import ours
 
 _READ = 64 * 1024
-ROOM = socket.CMSG_SPACE(MOST_FDS * 4) if hasattr(socket, "CMSG_SPACE") else 0
+ROOM = socket.CMSG_SPACE(MOST_FDS * 4) if system.UNIX_SOCKETS else 0
 CLOSE_ON_EXEC: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 """Flag without which a program that the user starts would inherit descriptors that have just arrived;
 Python handles all others (PEP 446). macOS has no such flag."""
@@ -36,11 +37,6 @@ _PAUSE = 0.01
 """Seconds after which a worker retries to send descriptors, if as many are in flight as the system
 allows."""
 _IOV = 512  # below IOV_MAX, which is 1024 on Linux and macOS
-
-
-def available() -> bool:
-    """True if this platform has sockets that can be polled and can carry descriptors."""
-    return os.name == "posix" and hasattr(select, "poll") and hasattr(socket, "SCM_RIGHTS")
 
 
 def as_socket(connection: Any) -> socket.socket:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 from typing import Any
+
+from hybridloader._support import system
 
 
 def is_datapipe(dataset: Any) -> bool:
@@ -27,8 +28,7 @@ def _fresh_lock() -> None:
     _walking = threading.Lock()  # a copy from the parent may stay locked forever
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_fresh_lock)
+system.at_fork(after_in_child=_fresh_lock)
 
 
 def seed_datapipe(dataset: Any, shared_seed: int) -> Any:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import io
-import os
 import pickle
 import sys
 import types
@@ -20,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from hybridloader._support import system
 from hybridloader._support.reducing_pickler import reducing_pickler
 
 _SHARED = frozenset(
@@ -73,7 +73,7 @@ class Inherited:
         if not isinstance(thing, self._holders):
             return None
         semaphore = getattr(thing, "_semlock", None)
-        if semaphore is not None and semaphore.name is None and os.name == "posix":
+        if semaphore is not None and semaphore.name is None and system.FORK:
             # Python refuses it since 3.11.5 and 3.12; before, its use crashes the worker.
             raise pickle.PicklingError(
                 "it works in forked processes only. Make it by a context that also serves other "

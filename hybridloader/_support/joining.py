@@ -13,6 +13,8 @@ import os
 import threading
 import time
 
+from hybridloader._support import system
+
 _ENDING = 0.5
 """Longest wait for the kernel, in seconds. It takes microseconds, and more only if no core is free."""
 
@@ -22,7 +24,7 @@ def join(thread: threading.Thread, timeout: float | None = None) -> None:
     thread.join(timeout)
     if thread.is_alive():
         return
-    listed = f"/proc/self/task/{thread.native_id}"  # missing where the platform lists no threads
+    listed = f"{system.PROC}/self/task/{thread.native_id}"  # missing where nothing lists threads
     deadline = time.monotonic() + _ENDING
     while os.path.exists(listed) and time.monotonic() < deadline:
         time.sleep(0.0001)

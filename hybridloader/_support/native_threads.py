@@ -16,6 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from hybridloader._support import system
 from hybridloader._support.import_hooks import when_imported
 
 
@@ -59,11 +60,11 @@ def one_thread_on_this_thread() -> None:
 @lru_cache(maxsize=1)
 def _openmp() -> Any:
     """Return the OpenMP runtime that torch uses, or None. Never loads one that is not loaded."""
-    if not hasattr(os, "RTLD_NOLOAD"):
+    if system.NO_LOAD is None:
         return None
     for path in _candidates():
         try:
-            runtime = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+            runtime = ctypes.CDLL(path, mode=system.NO_LOAD | os.RTLD_NOW)
             runtime.omp_set_num_threads.argtypes = [ctypes.c_int]
         except (OSError, AttributeError):
             continue
@@ -79,7 +80,7 @@ def _candidates() -> list[str]:
         folder = Path(torch.__file__).parent / "lib"
         found = [str(path) for path in sorted(folder.glob("lib*omp*")) if name.search(path.name)]
     try:
-        lines = Path("/proc/self/maps").read_text().splitlines()
+        lines = Path(system.PROC, "self/maps").read_text().splitlines()
     except OSError:
         return found
     return list(dict.fromkeys([*found, *(line.split()[-1] for line in lines if name.search(line))]))

@@ -6,11 +6,12 @@ processes report theirs with their measures. While nothing is observed, a reques
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass
 from functools import partial
+
+from hybridloader._support import system
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,7 @@ def _fresh_lock() -> None:
     _adding = threading.RLock()  # a fork may have copied a held lock
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_fresh_lock)
+system.at_fork(after_in_child=_fresh_lock)
 
 
 def start_counting() -> Callable[[], None]:

@@ -10,12 +10,12 @@ torch's method, so that code which ran before still runs.
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 import threading
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from hybridloader._support import system
 from hybridloader._support.attributes import attribute
 from hybridloader._support.caller import warn, warn_once
 from hybridloader._support.import_hooks import when_imported
@@ -53,8 +53,7 @@ class _Place:
 
 
 _place = _Place()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_place.forked)
+system.at_fork(after_in_child=_place.forked)
 
 
 class Installation:

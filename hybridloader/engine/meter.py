@@ -9,7 +9,6 @@ machine.
 from __future__ import annotations
 
 import os
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from threading import get_ident
 from time import perf_counter, sleep
 from typing import Any, NamedTuple
 
+from hybridloader._support import system
 from hybridloader._support.store_use import StoreUse, start_counting, uses, uses_since
 from hybridloader.engine.slices import SliceReport, Slices
 
@@ -368,8 +368,6 @@ class RunQueue:
     @classmethod
     def here(cls) -> RunQueue | None:
         """Return that of the calling thread; None where the kernel counts nothing."""
-        if sys.platform != "linux":
-            return None
         try:
             descriptor = cls._open()
         except OSError:
@@ -382,7 +380,7 @@ class RunQueue:
 
     @staticmethod
     def _open() -> int:
-        return os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+        return os.open(f"{system.PROC}/thread-self/schedstat", os.O_RDONLY)
 
     def since(self) -> float:
         """Return the seconds since the last call."""

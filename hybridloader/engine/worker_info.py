@@ -17,7 +17,6 @@ first. So it does not matter how the function was imported. torch's `collate_ten
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -25,6 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from hybridloader._support import system
 from hybridloader._support.error_handling import show
 from hybridloader._support.import_hooks import when_imported
 
@@ -52,8 +52,7 @@ def _forget_thread() -> None:
     _at_end.clear()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_thread)
+system.at_fork(after_in_child=_forget_thread)
 
 
 def get_worker_info() -> WorkerInfo | None:

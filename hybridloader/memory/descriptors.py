@@ -12,6 +12,8 @@ import os
 import threading
 from functools import cache
 
+from hybridloader._support import system
+
 MOST = 256  # maximum number of kept descriptors: 256 segments of 38 MB are 10 GB
 _SHARE = 4  # divisor of the descriptors that this process may open
 
@@ -29,16 +31,13 @@ def _fresh_lock() -> None:
     _lock = threading.RLock()  # a copy from the parent may stay locked forever
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_fresh_lock)
+system.at_fork(after_in_child=_fresh_lock)
 
 
 @cache
 def _most() -> int:
-    import resource  # platforms that send descriptors have this module
-
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return MOST if soft == resource.RLIM_INFINITY else min(MOST, soft // _SHARE)
+    limit = system.soft_limit("RLIMIT_NOFILE")
+    return MOST if limit is None else min(MOST, limit // _SHARE)
 
 
 class KeptDescriptor:

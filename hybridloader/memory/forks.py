@@ -5,10 +5,11 @@ Forked workers do not count, because they read no batch.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from hybridloader._support import system
 
 
 class _OfThisThread(threading.local):
@@ -39,6 +40,5 @@ class Forks:
 
 forks = Forks()
 
-if hasattr(os, "register_at_fork"):
-    # Before the fork too: another thread may release a batch that the fork has just copied.
-    os.register_at_fork(before=forks.note, after_in_parent=forks.note)
+# Before the fork too: another thread may release a batch that the fork has just copied.
+system.at_fork(before=forks.note, after_in_parent=forks.note)

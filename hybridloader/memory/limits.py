@@ -5,14 +5,13 @@ This module reads small files of the kernel, and allocates no memory for batches
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from hybridloader._support import system
 from hybridloader._support.caller import warn
 from hybridloader._support.cgroups import cgroups, number_in
 from hybridloader._support.ranks import ranks_here
@@ -114,10 +113,10 @@ def warn_of_overflow(reason: str) -> None:
     )
 
 
-def process_limit(root: Path = Path("/")) -> int:
+def process_limit(root: Path = Path(system.ROOT)) -> int:
     """Return the bytes available to this process: the machine's memory or the least cgroup limit."""
     limits = (number_in(group / names.limit) for group, names in memory_cgroups(root))
-    return min([_machine(), *filter(None, limits)])
+    return min([system.machine_memory(), *filter(None, limits)])
 
 
 class Names(NamedTuple):
@@ -141,25 +140,3 @@ def memory_cgroups(root: Path) -> Iterator[tuple[Path, Names]]:
 
     for folder, second in cgroups("memory", root / "proc", mount):
         yield folder, _V2 if second else _V1
-
-
-def _machine() -> int:
-    if sys.platform == "win32":
-        return _windows()
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):
-        return 1 << 40
-
-
-def _windows() -> int:
-    import ctypes
-
-    # MEMORYSTATUSEX: two 32-bit words (its own length, load), then seven of 64 bits, the first of
-    # which is the physical memory (learn.microsoft.com, sysinfoapi.h).
-    status = (ctypes.c_uint64 * 8)()
-    status[0] = ctypes.sizeof(status)
-    kernel = ctypes.windll.kernel32  # type: ignore[attr-defined,unused-ignore]
-    if not kernel.GlobalMemoryStatusEx(ctypes.byref(status)):
-        return 1 << 40
-    return int(status[1])

@@ -27,6 +27,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from hybridloader._support import system
 from hybridloader._support.caller import warn
 
 if TYPE_CHECKING:
@@ -209,11 +210,5 @@ class PageLocks:
 
 def _limit() -> str:
     """Limit of this process's locked memory, in words; empty where it is not known."""
-    try:
-        import resource
-    except ImportError:  # Windows
-        return ""
-    if not hasattr(resource, "RLIMIT_MEMLOCK"):
-        return ""
-    soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    return "" if soft == resource.RLIM_INFINITY else f"; ulimit -l allows {soft:,} bytes"
+    limit = system.soft_limit("RLIMIT_MEMLOCK")
+    return "" if limit is None else f"; ulimit -l allows {limit:,} bytes"

@@ -20,8 +20,9 @@ import sys
 import weakref
 from collections.abc import Callable
 from functools import lru_cache
-from importlib import import_module
 from typing import Any, NamedTuple
+
+from hybridloader._support import system
 
 ALIGN = 64
 """Alignment in bytes of the memory of tensors, as torch's allocator has it: a cache line, which suits
@@ -77,7 +78,7 @@ def _end(ends: list[tuple[Callable[..., object], tuple[Any, ...]]]) -> None:
 
 
 def nameless_available() -> bool:
-    return hasattr(os, "memfd_create") or (os.name == "posix" and _posix_shm() is not None)
+    return system.MEMFD or system.module("_posixshmem") is not None
 
 
 def make(size: int, name: str | None) -> tuple[Mapping, Ticket, int | None]:
@@ -89,7 +90,7 @@ def make(size: int, name: str | None) -> tuple[Mapping, Ticket, int | None]:
     if name is not None:
         segment = _shared_memory(name, size)
         try:  # a full /dev/shm then raises here, instead of a SIGBUS later
-            if hasattr(os, "posix_fallocate"):
+            if system.FALLOCATE:
                 os.posix_fallocate(segment._fd, 0, size)
         except BaseException:
             segment.close()
@@ -110,13 +111,13 @@ def make_private(size: int, *, forks_share: bool = False) -> Mapping:
     If `forks_share`, a forked process shares these pages. Otherwise a write after a fork would give the
     parent new pages, while a device still reads the old ones.
     """
-    if forks_share or sys.platform == "win32":
+    if forks_share or not system.FORK:
         pages = mmap.mmap(-1, size)
     else:  # Python's default would share the pages with a fork
         pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):  # one fault for 2 MB instead of 512
+        if system.HUGE_PAGES is not None:  # one fault for 2 MB instead of 512
             try:
-                pages.madvise(mmap.MADV_HUGEPAGE)
+                pages.madvise(system.HUGE_PAGES)
             except OSError:  # a kernel without
                 pass
     # An address instead of a view of the buffer: a view would keep the pages from being unmapped.
@@ -154,15 +155,15 @@ def anonymous_file(size: int) -> int:
 
     `posix_fallocate` makes a lack of memory an error here instead of a SIGBUS later.
     """
-    if hasattr(os, "memfd_create"):
+    if system.MEMFD:
         fd = os.memfd_create("hybridloader", os.MFD_CLOEXEC)
     else:
         name = f"/hl-{os.getpid()}-{os.urandom(6).hex()}"  # macOS allows 31 bytes
-        shm: Any = _posix_shm()
+        shm = system.module("_posixshmem")
         fd = shm.shm_open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode=0o600)
         shm.shm_unlink(name)
     try:
-        if size and hasattr(os, "posix_fallocate") and hasattr(os, "memfd_create"):
+        if size and system.FALLOCATE and system.MEMFD:
             os.posix_fallocate(fd, 0, size)
         else:
             os.ftruncate(fd, size)
@@ -178,7 +179,7 @@ def nameless_file() -> int:
     Without memfd it is an unlinked file on disk: macOS supports neither `write` to a POSIX segment nor a
     private mapping of one.
     """
-    if hasattr(os, "memfd_create"):
+    if system.MEMFD:
         return os.memfd_create("hybridloader", os.MFD_CLOEXEC)
     import tempfile
 
@@ -212,7 +213,7 @@ def _map_named(segment: Any) -> Mapping:
 
 def unlink(name: str) -> bool:
     """Remove the name of a segment, and return True if it existed. Does nothing on Windows."""
-    shm = _posix_shm()
+    shm = system.module("_posixshmem")
     if shm is None:
         return False
     try:
@@ -229,19 +230,12 @@ def _shared_memory(name: str, size: int) -> Any:
     if sys.version_info >= (3, 13):
         return shared_memory.SharedMemory(name, size > 0, size, track=False)
     segment = shared_memory.SharedMemory(name, size > 0, size)
-    if sys.platform != "win32":
+    if system.module("_posixshmem") is not None:
         # Otherwise this process's resource tracker would unlink it at exit, with a warning.
         from multiprocessing import resource_tracker
 
         resource_tracker.unregister(f"/{name}", "shared_memory")
     return segment
-
-
-def _posix_shm() -> Any:
-    try:
-        return import_module("_posixshmem")
-    except ImportError:
-        return None
 
 
 @lru_cache(maxsize=1)

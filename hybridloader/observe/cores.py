@@ -8,12 +8,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from hybridloader._support import system
 from hybridloader._support.cgroups import cgroups, text_of
 from hybridloader._support.ranks import ranks_here
 from hybridloader.observe.recording import CoreUse
 
-_CGROUPS = Path("/sys/fs/cgroup")
-_PROC = Path("/proc")
+_CGROUPS = Path(system.ROOT, "sys/fs/cgroup")
+_PROC = Path(system.PROC)
 
 
 class Limit(NamedTuple):

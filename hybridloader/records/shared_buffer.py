@@ -10,11 +10,10 @@ from __future__ import annotations
 import io
 import mmap
 import os
-import sys
 import weakref
-from importlib import import_module
 from typing import Any, NamedTuple
 
+from hybridloader._support import system
 from hybridloader._support.error_handling import is_a
 from hybridloader.errors import HybridLoaderError
 from hybridloader.memory.segments import nameless_file
@@ -68,7 +67,7 @@ class SharedBuffer:
     def _descriptor(self) -> int:
         # The mapping has a descriptor (a dup, by mmap.mmap) but does not tell its number. Another one
         # would double the descriptors; the search takes 2 microseconds for each open one.
-        for entry in os.listdir("/proc/self/fd"):
+        for entry in os.listdir(f"{system.PROC}/self/fd"):
             try:
                 if _is(os.fstat(int(entry)), self._ticket):
                     return int(entry)
@@ -132,7 +131,7 @@ class Staging:
         except OSError as error:
             raise _no_room(self.what, self.size, error) from error
         try:
-            if sys.platform == "linux":  # a full /dev/shm would be a SIGBUS
+            if system.FALLOCATE:  # a full /dev/shm would be a SIGBUS
                 os.posix_fallocate(segment._fd, 0, self.size)  # type: ignore[attr-defined]
             assert segment.buf is not None
             segment.buf[: self.size] = file.getbuffer()
@@ -151,7 +150,7 @@ class Staging:
 
 def nameless_usable() -> bool:
     """True if other processes can open an anonymous file of this one."""
-    return hasattr(os, "memfd_create") and os.path.exists("/proc/self/fd")
+    return system.MEMFD and os.path.exists(f"{system.PROC}/self/fd")
 
 
 def open_ticket(*fields: Any) -> SharedBuffer:
@@ -179,11 +178,11 @@ def _no_room(what: str, size: int, error: Exception) -> MemoryError:
 
 def _map_place(ticket: BufferTicket) -> tuple[mmap.mmap, tuple[int, int]]:
     for pid, number in ticket.places:
-        path = f"/proc/{pid}/fd/{number}"
+        path = f"{system.PROC}/{pid}/fd/{number}"
         try:
             if not _is(os.stat(path), ticket):  # before it is opened: a pipe may block
                 continue
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            fd = os.open(path, os.O_RDONLY)
         except OSError:
             continue
         try:
@@ -209,9 +208,9 @@ def _map_named(ticket: BufferTicket) -> mmap.mmap:
     # Not by SharedMemory: before Python 3.13 an open of one tells the resource tracker, which all
     # processes of a family share and which would unlink it (https://github.com/python/cpython/issues/82300).
     name = str(ticket.name)
-    if sys.platform == "win32":
-        return mmap.mmap(-1, ticket.size, tagname=name, access=mmap.ACCESS_READ)
-    shm: Any = import_module("_posixshmem")
+    shm = system.module("_posixshmem")
+    if shm is None:
+        return mmap.mmap(-1, ticket.size, tagname=name, access=mmap.ACCESS_READ)  # type: ignore[call-arg,unused-ignore]
     try:
         fd = shm.shm_open(f"/{name.lstrip('/')}", os.O_RDONLY, mode=0o600)
     except FileNotFoundError as error:
@@ -228,7 +227,7 @@ def _unlink(segment: Any, owner: int) -> None:
 
 
 def _gone(ticket: BufferTicket) -> BufferGone:
-    alive = [pid for pid, _ in ticket.places if os.path.exists(f"/proc/{pid}")]
+    alive = [pid for pid, _ in ticket.places if os.path.exists(f"{system.PROC}/{pid}")]
     if alive:
         why = f"process {alive[0]}, which had it, has let go of it, or does not let this one look"
     elif ticket.places:

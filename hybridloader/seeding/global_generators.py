@@ -8,7 +8,6 @@ last thread. This module seeds nothing itself, except a library imported during 
 
 from __future__ import annotations
 
-import os
 import random
 import sys
 import threading
@@ -16,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from hybridloader._support import system
 from hybridloader._support.devices_in_use import initialised, modules
 from hybridloader.seeding.sample_rng import GLOBALS, NUMPY, now
 
@@ -141,5 +141,4 @@ class _Lent:
 
 
 lent = _Lent()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=lent.forked)
+system.at_fork(after_in_child=lent.forked)

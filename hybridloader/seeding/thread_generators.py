@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import os
 import pickle
 import random
 import sys
@@ -20,6 +19,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+from hybridloader._support import system
 from hybridloader._support.attributes import attribute
 from hybridloader._support.import_hooks import when_imported
 from hybridloader.seeding.sample_rng import GLOBALS, NUMPY, now
@@ -396,8 +396,7 @@ class _Installation:
 
 
 installation = _Installation()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=installation.forked)
+system.at_fork(after_in_child=installation.forked)
 
 
 # -- draws that are not covered ------------------------------------------------------------------------

@@ -19,13 +19,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from hybridloader._support import system
 from hybridloader._support.caller import warn_once
 
-fcntl: Any
-try:
-    import fcntl
-except ImportError:  # Windows, which can't remove an open file either
-    fcntl = None
+fcntl = system.module("fcntl")  # None on Windows, which can't remove an open file either
 
 _LOCKS = 256
 """Lock files for blocks that are being fetched; blocks whose names end alike share one."""
@@ -105,7 +102,7 @@ class BlockCache:
     def _open(self, path: str, *, check: bool = True) -> Any:
         """Return the data of a file if it is whole. It is in use as long as these are."""
         try:
-            fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            fd = os.open(path, os.O_RDONLY)
         except OSError:
             return None
         try:
@@ -176,8 +173,8 @@ class BlockCache:
 
 def private_cache(limit: int) -> BlockCache:
     """Return a cache that is removed with this object, or by the next process if this one is killed."""
-    base = next((one for one in ("/dev/shm",) if os.access(one, os.W_OK)), tempfile.gettempdir())
-    if shutil.disk_usage(base).free < 2 * limit:
+    base = os.path.join(system.ROOT, "dev/shm")
+    if not os.access(base, os.W_OK) or shutil.disk_usage(base).free < 2 * limit:
         base = tempfile.gettempdir()
     for name in os.listdir(base):
         if name.startswith(_PRIVATE):
@@ -202,7 +199,7 @@ def _remove_abandoned(folder: str) -> None:
     """Remove a folder whose owner does not live."""
     if fcntl is None:
         return
-    fd = os.open(os.path.join(folder, "owner"), os.O_RDWR | os.O_CLOEXEC)
+    fd = os.open(os.path.join(folder, "owner"), os.O_RDWR)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(folder, ignore_errors=True)
@@ -218,7 +215,7 @@ def _trailer(data: Any) -> bytes:
 def _removed(path: str) -> bool:
     """Remove a file unless some process uses it."""
     try:
-        fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        fd = os.open(path, os.O_RDONLY)
         try:
             if fcntl is not None:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -236,7 +233,7 @@ class _locked:
     """Lock of a file, against threads and processes. It is gone with the process."""
 
     def __init__(self, path: str) -> None:
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
 
     def __enter__(self) -> None:
         if fcntl is not None:

@@ -17,6 +17,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple
 
+from hybridloader._support import system
 from hybridloader._support.caller import warn_once
 from hybridloader._support.ranks import local_rank, ranks_here
 from hybridloader.sources.headers import open_headers
@@ -31,10 +32,7 @@ from hybridloader.sources.tar_index import (
     save_index,
 )
 
-try:
-    import fcntl
-except ImportError:  # Windows: each process makes the indices that are missing
-    fcntl = None  # type: ignore[assignment]
+fcntl = system.module("fcntl")  # None on Windows: each process makes the indices that are missing
 
 BESIDE = "beside"
 """Value of `index` that keeps indices next to their archives."""
@@ -216,7 +214,7 @@ class _Locks:
         try:
             with self._lock:
                 if self._file is None:
-                    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0)
+                    flags = os.O_RDWR | os.O_CREAT
                     self._file = os.open(os.path.join(self._folder, _LOCK), flags, 0o666)
         except OSError:  # the folder isn't writable; saving the index warns about it
             yield True

@@ -6,6 +6,8 @@ import os
 from contextlib import suppress
 from typing import Any
 
+from hybridloader._support import system
+
 MANIFEST = "_pack.json"
 """Name of the file that describes the pack in a folder of shards."""
 
@@ -19,7 +21,7 @@ def write_whole(path: str, data: Any) -> None:
         Bytes, or a buffer of them.
     """
     beside = f"{path}.{os.urandom(6).hex()}"
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | system.BINARY
     try:
         with open(os.open(beside, flags, 0o666), "wb") as file:
             file.write(data)

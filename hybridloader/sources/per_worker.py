@@ -11,6 +11,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Generic, Literal, TypeVar, cast
 
+from hybridloader._support import system
 from hybridloader._support.arguments import function, one_of
 from hybridloader._support.attributes import close as close_if_it_can
 from hybridloader._support.text import brief
@@ -126,8 +127,7 @@ def _fresh_lock() -> None:
     _receiving = threading.Lock()  # a fork may have copied a held lock
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_fresh_lock)
+system.at_fork(after_in_child=_fresh_lock)
 
 
 def _received(key: bytes, open: Callable[[], T], options: dict[str, Any]) -> PerWorker[T]:

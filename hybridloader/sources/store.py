@@ -17,6 +17,7 @@ from functools import partial
 from itertools import count
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
+from hybridloader._support import system
 from hybridloader._support.attributes import attribute
 from hybridloader._support.error_handling import add_note, described, is_a, part
 from hybridloader._support.store_use import counting
@@ -349,7 +350,7 @@ class _LocalFile:
     """Open local file, closed when nothing refers to it."""
 
     def __init__(self, path: str) -> None:
-        self.fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        self.fd = os.open(path, os.O_RDONLY)
 
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
         if not ending() and hasattr(self, "fd"):
@@ -366,7 +367,7 @@ class _LocalFiles:
 
     def read(self, path: str, start: int, stop: int, stamp: Stamp) -> bytes:
         file = self._file(path, stamp)
-        if not hasattr(os, "pread"):  # Windows
+        if not system.PREAD:
             with open(path, "rb", buffering=0) as own:
                 own.seek(start)
                 return own.read(stop - start)

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from hybridloader._support import system
+
 FORKED, FRESH = 40 << 20, 250 << 20
 """Bytes of a worker process, forked and fresh: one of the latter loads the libraries of the dataset."""
 
@@ -290,11 +292,9 @@ def _backends() -> tuple[tuple[str, ...], dict[str, str]]:
 
 def _descriptors() -> int:
     """Return half of the file descriptors that are left to this process."""
+    limit = system.soft_limit("RLIMIT_NOFILE")
     try:
-        import resource
-
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        used = len(os.listdir("/proc/self/fd"))
-    except (ImportError, OSError):
+        used = len(os.listdir(f"{system.PROC}/self/fd"))
+    except OSError:
         return 1 << 10
-    return 1 << 30 if soft == resource.RLIM_INFINITY else max(0, soft - used) // 2
+    return 1 << 30 if limit is None else max(0, limit - used) // 2

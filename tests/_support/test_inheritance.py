@@ -15,7 +15,7 @@ import pytest
 from support.inherited_objects import Box, Common, Counting, WithReducer, reduce_by_descriptor
 
 from hybridloader import DataLoader, Pipeline, SharedMemory, Threads
-from hybridloader.backends.process import socket_transport
+from hybridloader._support import system
 from hybridloader.engine import Backend
 from hybridloader.errors import WorkerPicklingError
 
@@ -82,7 +82,7 @@ def test_all_workers_and_those_that_replace_them_share_one_of_each_kind(
 def test_a_function_of_a_pipeline_shares_too(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     backend, _, portable = backend.partition(", ")
     if portable:
-        monkeypatch.setattr(socket_transport, "available", lambda: False)
+        monkeypatch.setattr(system, "UNIX_SOCKETS", False)
     function = Counting(SPAWN)
     pipeline = Pipeline.from_iterable(range(3)).map(function, backend=backend, num_workers=1)
     assert list(pipeline) == [0, 1, 2]

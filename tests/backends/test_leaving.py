@@ -15,7 +15,8 @@ from support.crew_driver import CrewDriver, echo
 from support.forking import in_a_fork
 
 from hybridloader import Fork, Spawn, Threads
-from hybridloader.backends.process import child, codec, handles, socket_transport
+from hybridloader._support import system
+from hybridloader.backends.process import child, codec, handles
 from hybridloader.backends.process import crew as processes
 from hybridloader.backends.process.frames import Frame
 from hybridloader.engine import contract
@@ -44,7 +45,7 @@ def test_workers_that_are_told_to_leave_are_gone_without_a_close(backend: Any) -
 
 
 def test_without_sockets_workers_leave_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(socket_transport, "available", lambda: False)
+    monkeypatch.setattr(system, "UNIX_SOCKETS", False)
     with CrewDriver(Spawn(), echo) as crew:
         assert crew.call(1) == 1
         crew.raw.leave()

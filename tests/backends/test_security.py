@@ -27,6 +27,7 @@ import torch
 from support.operator_context import Script, context, drain
 
 from hybridloader import DataLoader, Memory, Pipeline, SharedMemory
+from hybridloader._support import system
 from hybridloader.backends.process import socket_transport
 from hybridloader.backends.process.frames import encode
 from hybridloader.backends.process.slot_channel import SlotChannel
@@ -45,7 +46,7 @@ PROCESSES = ["fork", "shared-memory", "spawn"]
 def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     name: str = request.param
     if name == "portable":
-        monkeypatch.setattr(socket_transport, "available", lambda: False)
+        monkeypatch.setattr(system, "UNIX_SOCKETS", False)
     return name
 
 

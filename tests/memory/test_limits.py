@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import Dataset
 
 from hybridloader import DataLoader, Fork, Inline, Memory, SharedMemory, Spawn, Threads
-from hybridloader.backends.process import socket_transport
+from hybridloader._support import system
 from hybridloader.backends.process.backend import slot_kind
 from hybridloader.errors import BackendUnavailable
 from hybridloader.memory import limits
@@ -92,7 +92,7 @@ def test_nameless_memory_is_refused_where_nothing_could_carry_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert slot_kind(Memory(kind="nameless"), sockets=True) == "nameless"
-    monkeypatch.setattr(socket_transport, "available", lambda: False)
+    monkeypatch.setattr(system, "UNIX_SOCKETS", False)
     loader = DataLoader(Sized([1]), num_workers=1, backend=Spawn(memory=Memory(kind="nameless")))
     with pytest.raises(BackendUnavailable, match="kind='named'"):
         iter(loader)
@@ -308,7 +308,7 @@ def test_every_kind_of_slot_brings_the_same_batches(backend: Any, kind: str) -> 
 def test_without_descriptors_to_send_fresh_processes_use_named_slots(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(socket_transport, "available", lambda: False)
+    monkeypatch.setattr(system, "UNIX_SOCKETS", False)
     sizes = [200] * 12
     loader = DataLoader(Sized(sizes), 2, num_workers=1, backend="spawn")
     assert run(loader, keep=True, sizes=sizes) == []

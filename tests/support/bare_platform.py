@@ -1,43 +1,97 @@
-"""A platform that has nothing of POSIX beyond what Windows has too, as far as Python code can tell.
+"""Platforms that lack features of Linux, as far as Python code can tell: Windows, and macOS.
 
 In this process for the time of a test (`switch_off` with monkeypatch), and in fresh processes from their
-first line: `child_environment` is what makes them run this file before anything else.
+first line: `child_environment` makes them run this file before anything else.
 """
 
 from __future__ import annotations
 
 import builtins
+import importlib
 import io
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-MISSING = {
-    "os": [
-        "fork", "forkpty", "memfd_create", "pidfd_open", "posix_fallocate", "sched_getaffinity",
-        "RTLD_NOLOAD", "mkfifo", "geteuid", "getuid", "killpg", "setsid", "waitid",
-    ],
-    "signal": [
-        "SIGRTMIN", "SIGRTMAX", "SIGINFO", "SIGUSR1", "SIGUSR2", "pidfd_send_signal", "pthread_kill",
-    ],
-    "socket": ["send_fds", "recv_fds", "SCM_RIGHTS"],
-    "mmap": ["MADV_HUGEPAGE", "MADV_DONTNEED", "MADV_POPULATE_WRITE"],
-}  # fmt: skip
+
+class Lacks(NamedTuple):
+    """Names and modules that a platform does not have."""
+
+    names: dict[str, list[str]]  # by module
+    modules: tuple[str, ...]
+    features: dict[str, Any]  # constants of `system` that follow from the platform's name
+
+    def removed(self) -> list[str]:
+        """Return the names and modules that this process does not have any more."""
+        names = [f"{m}.{n}" for m, names in self.names.items() for n in names]
+        return sorted([*names, *self.modules, "/proc"])
+
+
+_NO_FILES = {"ROOT": os.devnull, "PROC": f"{os.devnull}/proc"}
+
+MACOS = Lacks(
+    {
+        "os": ["memfd_create", "pidfd_open", "posix_fallocate", "sched_getaffinity"],
+        "signal": ["SIGRTMIN", "SIGRTMAX", "pidfd_send_signal"],
+        "socket": ["SOCK_SEQPACKET", "MSG_CMSG_CLOEXEC"],
+        "mmap": ["MADV_HUGEPAGE", "MADV_POPULATE_WRITE"],
+    },
+    (),
+    {**_NO_FILES, "PIDFD": False, "MEMFD": False, "FALLOCATE": False},
+)
+"""Source: the availability notes of Python's documentation of these modules, and "No AF_UNIX sockets of
+type SOCK_SEQPACKET" in macOS's unix(4)."""
+
+WINDOWS = Lacks(
+    {
+        "os": [
+            *MACOS.names["os"], "fork", "forkpty", "RTLD_NOLOAD", "mkfifo", "geteuid", "getuid",
+            "killpg", "setsid", "waitid", "pread",
+        ],
+        "signal": [*MACOS.names["signal"], "SIGINFO", "SIGUSR1", "SIGUSR2", "pthread_kill"],
+        "socket": [*MACOS.names["socket"], "send_fds", "recv_fds", "SCM_RIGHTS"],
+        "mmap": [*MACOS.names["mmap"], "MADV_DONTNEED"],
+    },
+    ("fcntl", "resource", "termios", "pwd", "grp"),
+    {
+        **MACOS.features, "FORK": False, "PREAD": False, "OWNERS": False, "UNIX_SOCKETS": False,
+        "NO_LOAD": None,
+    },
+)  # fmt: skip
 """`os.register_at_fork` stays: torch calls it wherever ``sys.platform`` is not Windows'."""
 
-NO_MODULES = ("fcntl", "resource", "termios", "pwd", "grp")
+UNIMPORTABLE = (
+    "multiprocessing.popen_fork",
+    "multiprocessing.popen_forkserver",
+    "multiprocessing.popen_spawn_posix",
+    "_posixshmem",
+    "_posixsubprocess",
+    "pty",
+    "syslog",
+    "tty",
+)
+"""Further modules whose import fails on Windows. This system needs them to start a process."""
+
+PLATFORMS = {"macos": MACOS, "windows": WINDOWS}
 
 
-def switch_off(delete: Callable[[Any, str], None], put: Callable[[Any, str, Any], None]) -> None:
-    """Take away `MISSING` and `NO_MODULES`; a test passes ways that it may undo."""
-    for module, names in MISSING.items():
+def switch_off(
+    platform: str, delete: Callable[[Any, str], None], put: Callable[[Any, str, Any], None]
+) -> None:
+    """Take away what `platform` lacks; a test passes ways that it may undo."""
+    system: Any = importlib.import_module("hybridloader._support.system")
+    lacks = PLATFORMS[platform]
+    for name, value in lacks.features.items():
+        put(system, name, value)
+    for module, names in lacks.names.items():
         for name in names:
-            if hasattr(__import__(module), name):
-                delete(__import__(module), name)
-    for name in NO_MODULES:
+            if hasattr(importlib.import_module(module), name):
+                delete(importlib.import_module(module), name)
+    for name in lacks.modules:
         put(sys.modules, name, None)
+    system.module.cache_clear()
     for owner, name in (
         (builtins, "open"),
         (io, "open"),
@@ -57,22 +111,22 @@ def without_proc(function: Any) -> Any:
     return call
 
 
-def there() -> list[str]:
-    """Return the names that have not been taken away."""
+def removed() -> list[str]:
+    """Return the names of `WINDOWS` that this process does not have."""
     found = [
         f"{m}.{name}"
-        for m, names in MISSING.items()
+        for m, names in WINDOWS.names.items()
         for name in names
-        if hasattr(__import__(m), name)
+        if not hasattr(importlib.import_module(m), name)
     ]
-    found += [name for name in NO_MODULES if sys.modules.get(name, name) is not None]
-    return found + (["/proc"] if os.path.exists("/proc/self/status") else [])
+    found += [name for name in WINDOWS.modules if sys.modules.get(name, name) is None]
+    return sorted(found + ([] if os.path.exists("/proc/self/status") else ["/proc"]))
 
 
-def child_environment(folder: Path) -> str:
+def child_environment(platform: str, folder: Path) -> str:
     """The ``PYTHONPATH`` of processes that shall be so, too."""
     (folder / "sitecustomize.py").write_text(
-        f"import runpy\nrunpy.run_path({__file__!r}, run_name='in a fresh process')\n"
+        f"import runpy\nrunpy.run_path({__file__!r}, run_name='as {platform}')\n"
     )
     return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
 
@@ -84,5 +138,5 @@ def _put(owner: Any, name: str, value: Any) -> None:
         setattr(owner, name, value)
 
 
-if __name__ == "in a fresh process":
-    switch_off(delattr, _put)
+if __name__.startswith("as "):
+    switch_off(__name__.removeprefix("as "), delattr, _put)

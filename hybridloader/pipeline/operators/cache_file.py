@@ -33,6 +33,7 @@ from array import array
 from contextlib import suppress
 from typing import Any
 
+from hybridloader._support import system
 from hybridloader._support.error_handling import add_note
 from hybridloader.errors import CacheError
 from hybridloader.memory.packing import pack, unpack
@@ -54,12 +55,7 @@ _BLOCK = 64 * 1024
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
-_HOW = (  # absent where the platform has none
-    os.O_RDONLY
-    | getattr(os, "O_BINARY", 0)
-    | getattr(os, "O_CLOEXEC", 0)
-    | getattr(os, "O_NONBLOCK", 0)  # a named pipe would make `open` wait for a writer
-)
+_HOW = os.O_RDONLY | system.BINARY | system.NO_WAITING
 
 
 def _digest(first: Any, *pieces: Any) -> bytes:
@@ -72,7 +68,7 @@ def _digest(first: Any, *pieces: Any) -> bytes:
 def _who_else(found: os.stat_result) -> str | None:
     """Name who besides this user and root may have written a file; None if no one, or if it is not
     known."""
-    if not hasattr(os, "geteuid"):  # Windows: what a user's folder lets others do is inherited
+    if not system.OWNERS:  # what a user's folder lets others do is inherited
         return None
     if found.st_uid not in (os.geteuid(), 0):
         return f"it belongs to user {found.st_uid}, and this process is of user {os.geteuid()}"
