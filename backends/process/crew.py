@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, cast
 
+from hybridloader._support import system
 from hybridloader.backends.process import codec
 from hybridloader.backends.process.frames import Frame
 from hybridloader.backends.process.handles import ProcessHandle, bury, join_all
@@ -59,8 +60,7 @@ def _disown() -> None:
         crew.disown()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_disown)
+system.at_fork(after_in_child=_disown)
 
 
 class _ProcessWorker(NamedTuple):
@@ -155,6 +155,8 @@ class ProcessCrew(Crew):
                     continue
                 if frame is not None:
                     event = self._decode(worker, frame)
+                    if event is None:
+                        self.transport.drop(worker)
             except DamagedMessage as error:
                 self.transport.drop(worker)
                 self.transport.damaged[worker] = str(error)
@@ -213,7 +215,9 @@ class ProcessCrew(Crew):
         self._handles.clear()
         self._starter.disown()
 
-    def _decode(self, worker: int, frame: Frame) -> Event:
+    def _decode(self, worker: int, frame: Frame) -> Event | None:
+        """Return the event of a frame; None if its data is gone with the worker, which will be missing
+        its answer then."""
         found = codec.decode_fields(frame.parts)
         kind, seq, body, returned, slot_map, extras, count, seconds, position = found
         channel = self._workers[worker].channel
@@ -221,13 +225,16 @@ class ProcessCrew(Crew):
             channel.take_back(returned)
         if kind == codec.DONE:
             metadata = None if extras is None else codec.decode_extras(extras)
+            slots = channel.results
+            if slot_map is not None:
+                slots.learn(slot_map, frame.fds)
+                if slots.names is not None and slots.lost(slot_map) and self._has_ended(worker):
+                    return None
             if channel.forwarded:
                 channel.answered(seq)
             if slot_map is None:
                 result = ProcessResult(body, frame.parts[1:], count, self._starter.forks)
             else:
-                slots = channel.results
-                slots.learn(slot_map, frame.fds)
                 self._overflow = self._overflow or slot_map.refusal or slots.overflow
                 result = SlottedResult(
                     body, frame.parts[1:], count, self._starter.forks, slots, slot_map
@@ -243,6 +250,11 @@ class ProcessCrew(Crew):
             raise DamagedMessage("a worker sent a message that is not an event")
         self._starter.arrived(worker)
         return Ready(worker, codec.decode_shard_start(body))
+
+    def _has_ended(self, worker: int) -> bool:
+        handle = self._handles[worker]
+        handle.join(GRACE)  # the system is about to report the end
+        return not handle.is_alive()
 
     def _take_place(self, number: int, worker: _ProcessWorker, handle: ProcessHandle) -> None:
         """Record a worker that has started, and free the resources of the one before it.

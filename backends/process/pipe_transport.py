@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing import connection as mp_connection
+from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
 from typing import Any, ClassVar
 
@@ -21,13 +22,14 @@ from hybridloader.errors import DamagedMessage
 from hybridloader.memory.descriptors import ours
 
 Arrived = tuple[int, "Frame | None"]
+"""Worker, and its frame; None: it is gone."""
 
 
 def _read(
     worker: int,
     connection: Any,
     process: Any,
-    arrived: SimpleQueue[Arrived | None],
+    arrived: SimpleQueue[tuple[Any, Arrived] | None],
     damaged: dict[int, str],
 ) -> None:
     decoder = Decoder()
@@ -36,7 +38,7 @@ def _read(
             ready = mp_connection.wait([connection, process.sentinel])
             if connection in ready:
                 for frame in decoder.feed(connection.recv_bytes(MOST_BYTES)):
-                    arrived.put((worker, frame))
+                    arrived.put((connection, (worker, frame)))
             elif not connection.poll(0):  # it has ended, and all its frames were read
                 break
     except (DamagedMessage, MemoryError) as error:  # multiprocessing's frames have no check
@@ -44,7 +46,7 @@ def _read(
     except (EOFError, OSError):
         pass
     finally:
-        arrived.put((worker, None))
+        arrived.put((connection, (worker, None)))
 
 
 def _write(connection: Any, outgoing: SimpleQueue[bytes | None]) -> None:
@@ -60,7 +62,7 @@ class PipeEndpoint:
 
     def __init__(self, connection: Any) -> None:
         self._connection = connection
-        if os.name == "posix":  # it was inherited; descendants must not inherit it
+        if isinstance(connection, Connection):  # it was inherited; descendants must not inherit it
             os.set_inheritable(connection.fileno(), False)
         self._decoder = Decoder()
         self._frames: deque[Frame] = deque()
@@ -93,7 +95,8 @@ class PipeTransport:
     carries_descriptors: ClassVar[bool] = False
 
     def __init__(self) -> None:
-        self._arrived: SimpleQueue[Arrived | None] = SimpleQueue()  # None wakes
+        # With the connection, as a worker may have a new one by now; None wakes.
+        self._arrived: SimpleQueue[tuple[Any, Arrived] | None] = SimpleQueue()
         self._connections: dict[int, Any] = {}
         self._outgoing: dict[int, SimpleQueue[bytes | None]] = {}
         self._threads: list[threading.Thread] = []
@@ -125,7 +128,7 @@ class PipeTransport:
         return None  # a thread has it
 
     def wait(self, timeout: float | None) -> list[Arrived]:
-        found: list[Arrived] = []
+        found: list[tuple[Any, Arrived]] = []
         # Slices, because on Windows a wait for a lock can't be interrupted by Ctrl-C.
         try:
             item = self._arrived.get(timeout=0.2 if timeout is None else min(0.2, timeout))
@@ -134,10 +137,13 @@ class PipeTransport:
                 item = self._arrived.get_nowait()
         except Empty:
             pass
-        for worker, frame in found:
+        events = [
+            event for connection, event in found if connection is self._connections.get(event[0])
+        ]
+        for worker, frame in events:
             if frame is None:
                 self.drop(worker)
-        return found
+        return events
 
     def wake(self) -> None:
         self._arrived.put(None)
@@ -149,8 +155,8 @@ class PipeTransport:
         self._outgoing[worker].put(None)
         # Its threads may be in a call of it; they end with the worker.
         ours.discard(connection.fileno())
-        # A pair of sockets, which a waiting thread keeps open after `close`.
-        if os.name == "posix":
+        # One of a pair of sockets, which a waiting thread keeps open after `close`.
+        if isinstance(connection, Connection):
             with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as end:
                 end.shutdown(socket.SHUT_RDWR)
         connection.close()

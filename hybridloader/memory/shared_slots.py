@@ -291,7 +291,7 @@ class SlotReader:
     ) -> None:
         self.limit = limit
         self.locks = locks
-        self._names = names
+        self.names = names
         self._keeps = keeps
         # All the mutable state:
         self.segments: dict[int, MappedSegment] = {}  # by number
@@ -341,6 +341,14 @@ class SlotReader:
             if kept is not None:
                 kept.close()
             return error, None
+
+    def lost(self, slot_map: SlotMap) -> bool:
+        """Return True if a segment of the batch had no name any more when its announcement was read.
+
+        On Windows a segment is gone with the last process that has it open.
+        """
+        found = (self.segments[place_of(number)[0]].mapping for number in slots_of(slot_map))
+        return any(isinstance(mapping, FileNotFoundError) for mapping in found)
 
     def buffers(self, slot_map: SlotMap, streamed: Sequence[memoryview]) -> list[memoryview]:
         """Open the batch's buffers; each slot is returned when the last array over it dies."""
@@ -399,11 +407,11 @@ class SlotReader:
 
     def sweep(self) -> None:
         """Unlink segments that the writer, now gone, had made and that were never opened here."""
-        if self._names is None:
+        if self.names is None:
             return
         number = absent = 0
         while number <= self.highest or absent < 2 * IDLE:
-            absent = 0 if segments.unlink(f"{self._names}{number}") else absent + 1
+            absent = 0 if segments.unlink(f"{self.names}{number}") else absent + 1
             number += 1
 
     def _collect(self) -> None:

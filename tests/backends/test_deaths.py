@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.failing_datasets import (
     WAITING,
     Samples,
@@ -27,13 +28,15 @@ from support.failing_datasets import (
     outcomes,
     start,
 )
+from torch.utils.data import Dataset
 
-from hybridloader import WorkerDied, WorkerTimeout
+from hybridloader import DataLoader, Fork, Memory, WorkerDied, WorkerTimeout
 from hybridloader.backends.process import child, handles, socket_transport
 from hybridloader.backends.process.socket_transport import SocketEndpoint
 from hybridloader.errors import IteratorClosed
 from hybridloader.memory import descriptors
 from hybridloader.testing import Gate
+from hybridloader.testing.tools import DEADLINE
 
 # -- dead workers --------------------------------------------------------------------------------
 
@@ -270,6 +273,48 @@ def test_a_worker_that_can_not_write_a_large_result_ends_and_is_named(
     words = r"was ended by OSError: .*no room \(exited with code 1\)"
     with pytest.raises(WorkerDied, match=words):
         list(load(Samples(lambda index: os.urandom(100_000)), "fork", timeout=60))
+
+
+class _DiesWithItsSegments(Dataset[torch.Tensor]):
+    """The first worker process dies at item 1, and the names of its segments are gone with it, as on
+    Windows, where a segment lives as long as a process has it open."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 1 and not self.mark.exists():
+            self.mark.touch()
+            for name in os.listdir("/dev/shm"):
+                if name.startswith(f"hl-{os.getppid()}-"):
+                    os.unlink(f"/dev/shm/{name}")
+            os._exit(3)
+        return torch.full((300_000,), float(index))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="removes files of /dev/shm")
+@pytest.mark.parametrize("policy", ["raise", "restart"])
+def test_a_result_that_vanished_with_its_worker_counts_as_not_made(
+    policy: str, tmp_path: Path
+) -> None:
+    loader = DataLoader(
+        _DiesWithItsSegments(tmp_path / "died"),
+        None,
+        num_workers=1,
+        backend=Fork(memory=Memory(kind="named")),
+        on_worker_death=policy,
+    )
+    iterator = start(loader)
+    iterator._workers[0].join(DEADLINE)  # the first result has arrived, and is not opened yet
+    assert not iterator._workers[0].is_alive()
+    if policy == "raise":
+        with pytest.raises(WorkerDied, match=r"exited with code 3"):
+            next(iterator)
+    else:
+        assert [float(sample[0]) for sample in iterator] == [0.0, 1.0, 2.0, 3.0]
 
 
 def test_workers_live_where_the_kernel_has_no_pidfd(monkeypatch: pytest.MonkeyPatch) -> None:
