@@ -1,4 +1,4 @@
-"""Sessions of the tests: ``nox -s tests`` for each Python, ``nox -s free_threaded`` without a GIL.
+"""Sessions of the tests: ``nox -s tests`` for each Python, ``free_threaded`` without a GIL, ``windows``.
 
 CONTRIBUTING.md says how to get the interpreters. ``nox -s tests-3.13 -- tests/engine`` runs a part.
 """
@@ -52,3 +52,13 @@ def free_threaded(session: nox.Session) -> None:
     run(session)
     if not session.posargs:
         session.run("pytest", "-m", "full", "tests/stress")
+
+
+@nox.session(python=False)
+def windows(session: nox.Session) -> None:
+    """Run the tests on the API of Windows, by Wine."""
+    report = f"{session.create_tmp()}/report.xml"
+    suite = [".ci/windows", "tests", "-n", "2", f"--junitxml=Z:{report}"]
+    session.run(*suite, *session.posargs, external=True, success_codes=[0, 1])
+    if not session.posargs:
+        session.run(".ci/windows", "python", "tests/tested.py", f"Z:{report}", external=True)

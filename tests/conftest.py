@@ -6,10 +6,12 @@ import contextlib
 import gc
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -18,6 +20,9 @@ from typing import Any
 import psutil
 import pytest
 from hypothesis import settings
+
+from hybridloader._support import system
+from hybridloader.errors import BackendUnavailable
 
 # No test is judged by the clock: on a busy machine any example may take longer than hypothesis's 0.2 s.
 settings.register_profile("hybridloader", deadline=None)
@@ -55,7 +60,7 @@ def _children() -> set[psutil.Process]:
             line = " ".join(child.cmdline()) or _name(child)  # one that ends has none any more
         except psutil.ZombieProcess:
             line = _name(child)
-        except psutil.Error:
+        except (OSError, psutil.Error):
             continue
         if "resource_tracker" in line or "forkserver" in line or _of_ray(line):
             continue
@@ -78,11 +83,11 @@ def _of_ray(line: str) -> bool:
 
 def _descendants(pid: int) -> list[int]:
     """Read the children from /proc by thread, if it is there: psutil reads all processes."""
-    tasks = Path(f"/proc/{pid}/task")
+    tasks = Path(system.PROC, str(pid), "task")
     if not (tasks / str(pid) / "children").exists():
         try:
             return [child.pid for child in psutil.Process(pid).children(recursive=True)]
-        except psutil.Error:
+        except (OSError, psutil.Error):  # OSError: Wine, while a process starts
             return []
     found = []
     try:
@@ -110,7 +115,7 @@ def _wait_for_one(children: set[psutil.Process], seconds: float) -> None:
 
 def _descriptors() -> int:
     """Count the open descriptors, without those that the driver of a device opens as it needs them."""
-    folder = Path("/proc/self/fd")
+    folder = Path(system.PROC, "self/fd")
     if not folder.exists():
         return 0
     names = os.listdir(folder)
@@ -134,7 +139,7 @@ def _segments() -> set[str]:
 
 
 def _named() -> list[str]:
-    folder = Path("/dev/shm")
+    folder = Path(system.ROOT, "dev/shm")
     names = os.listdir(folder) if folder.exists() else []
     return [name for name in names if name.startswith("hl-")]
 
@@ -187,6 +192,50 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=left_out)
 
 
+# All of these need forks, signals or descriptors.
+collect_ignore = [] if system.FORK else [
+    "backends/test_exits.py",
+    "backends/test_fresh_environment.py",
+    "backends/test_handles.py",
+    "backends/test_postmortem.py",
+    "backends/test_zygote.py",
+    "benchmarks",
+    "chaos",
+    "frameworks",
+]  # fmt: skip
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
+    return (yield from _applicable())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    return (yield from _applicable())
+
+
+def _applicable() -> Iterator[None]:
+    """Skip a test that needs a fork or a name of POSIX itself where there is none.
+
+    The same error from the library fails it.
+    """
+    try:
+        return (yield)
+    except (AttributeError, ImportError, BackendUnavailable, ValueError) as error:
+        if system.FORK or not re.search(
+            r"needs fork|context for 'fork|a valid start method|no start method 'fork"
+            r"|No module named '(fcntl|resource)'|module '(os|signal|socket|multiprocessing)' has no",
+            str(error),
+        ):
+            raise
+        *_, last = traceback.extract_tb(error.__traceback__)
+        own = "tests" in Path(last.filename).parts or "In stage" in str(error)  # in a worker
+        if isinstance(error, AttributeError) and not own:
+            raise
+        pytest.skip(f"this platform has none: {error}"[:80])
+
+
 @pytest.hookimpl(optionalhook=True)  # there is none without pytest-xdist
 def pytest_testnodedown(node: Any) -> None:
     """Take over the number from a process of pytest-xdist: each of them collects all tests."""
@@ -226,7 +275,8 @@ def _trackers_running() -> None:
     import torch.utils.data  # noqa: F401
     from loky.backend.resource_tracker import _resource_tracker
 
-    resource_tracker.ensure_running()
+    if system.FORK:
+        resource_tracker.ensure_running()
     _resource_tracker.ensure_running()
     gc.collect()
     gc.freeze()  # a collection over all that torch imports would take 100 ms, twice a test

@@ -8,6 +8,7 @@ The command fails if a test has failed.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import platform
 import sys
@@ -23,7 +24,8 @@ BEGIN, END = "<!-- by tests/tested.py -->\n", "<!-- end -->\n"
 UNTRIED = (
     ("Linux", "3.10", "2.11.0", "CPU", "written"),
     ("Linux", "any", "any", "GPU", "written, tested with a simulated device"),
-    ("macOS, Windows", "any", "any", "any", "never run"),
+    ("Windows", "any", "any", "any", "never run, but by Wine"),
+    ("macOS", "any", "any", "any", "never run, simulated on Linux"),
 )
 """Systems that code or a session was written for. A row goes once there is a record of its system."""
 
@@ -33,6 +35,16 @@ def key(record: dict[str, Any]) -> tuple[str, ...]:
     python = record["python"]
     minor = ".".join(python.split(".")[:2]) + ("t" if python.endswith("t") else "")
     return record["os"], minor, record["torch"], record["device"]
+
+
+def platform_name() -> str:
+    """Return the name of this system, as the table has it."""
+    if sys.platform == "win32":
+        wine = getattr(ctypes.WinDLL("ntdll"), "wine_get_version", None)
+        if wine is not None:
+            wine.restype = ctypes.c_char_p
+            return f"Windows 10's API, by Wine {wine().decode()}"
+    return platform.system().replace("Darwin", "macOS")
 
 
 def counted(report: Path, part: str) -> dict[str, Any]:
@@ -45,7 +57,7 @@ def counted(report: Path, part: str) -> dict[str, Any]:
             counts[name] += int(suite.get(name, 0))
     unlocked = not getattr(sys, "_is_gil_enabled", lambda: True)()
     return {
-        "os": platform.system().replace("Darwin", "macOS"),
+        "os": platform_name(),
         "python": platform.python_version() + ("t" if unlocked else ""),
         "torch": torch.__version__.split("+")[0],
         "device": "GPU" if torch.accelerator.is_available() else "CPU",
@@ -78,10 +90,12 @@ def main(arguments: list[str]) -> None:
     if arguments:
         new = counted(Path(arguments[0]), " ".join(arguments[1:]))
         records = [one for one in records if key(one) != key(new)] + [new]
-        RECORDS.write_text(json.dumps(records, indent=1) + "\n")
+        RECORDS.write_text(json.dumps(records, indent=1) + "\n", newline="\n")
     readme = ROOT / "README.md"
-    before, _, rest = readme.read_text().partition(BEGIN)
-    readme.write_text(before + BEGIN + table(records) + END + rest.partition(END)[2])
+    before, _, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
+    readme.write_text(
+        before + BEGIN + table(records) + END + rest.partition(END)[2], "utf-8", newline="\n"
+    )
     if arguments and new["failed"] + new["errors"]:
         sys.exit(f"{new['failed']} tests failed, {new['errors']} errors")
 

@@ -16,9 +16,6 @@ from typing import Any, NoReturn
 from hybridloader._support import system
 from hybridloader.engine.fetcher import TaskContext
 
-_POLL = 0.5
-"""Seconds between two checks of the parent, where no descriptor reports its end."""
-
 _GRACE = 1.0
 """Seconds that a worker gets to end by itself after the parent's end."""
 
@@ -82,14 +79,14 @@ class ParentWatch:
 
     def _watch(self, connection: int | None, parent: int) -> None:
         if connection is None or not system.PIDFD:
-            self._watch_by_looking(parent)
+            self._watch_without_pidfd(parent)
             return
         try:
             pidfd = os.pidfd_open(parent)
         except ProcessLookupError:
             os._exit(1)  # the parent has ended already
         except OSError:  # a kernel before 5.3, or a sandbox that forbids it
-            self._watch_by_looking(parent)
+            self._watch_without_pidfd(parent)
             return
         poll = select.poll()
         poll.register(pidfd, select.POLLIN)
@@ -102,9 +99,8 @@ class ParentWatch:
                     self.context.cancelled = True
                 poll.unregister(connection)
 
-    def _watch_by_looking(self, parent: int) -> None:
-        while system.alive(parent):
-            time.sleep(_POLL)
+    def _watch_without_pidfd(self, parent: int) -> None:
+        system.await_end(parent)
         self._end()
 
     def _end(self) -> NoReturn:

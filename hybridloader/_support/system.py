@@ -10,6 +10,7 @@ import mmap
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
@@ -47,6 +48,9 @@ BINARY: int = getattr(os, "O_BINARY", 0)
 
 NO_WAITING: int = getattr(os, "O_NONBLOCK", 0)
 """Flag of `os.open`, without which the open of a named pipe waits for a writer. Not on Windows."""
+
+_POLL = 0.5
+"""Seconds between two checks of a process, where nothing reports its end."""
 
 _FIRST_FREE = 4
 """Offset from SIGRTMIN of the first real-time signal that is spare: musl and Go reserve the first ones,
@@ -99,20 +103,34 @@ def soft_limit(name: str) -> int | None:
 def alive(pid: int) -> bool:
     """True if there is a process with that number."""
     windows = module("_winapi")
-    if windows is None:
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return False
-        except PermissionError:
-            pass
-        return True
+    if windows is not None:
+        return not _ends_within(windows, pid, 0)
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def await_end(pid: int) -> None:
+    """Wait until there is no process with that number."""
+    windows = module("_winapi")
+    if windows is not None:
+        _ends_within(windows, pid, windows.INFINITE)
+        return
+    while alive(pid):
+        time.sleep(_POLL)
+
+
+def _ends_within(windows: Any, pid: int, milliseconds: int) -> bool:
     try:
         handle = windows.OpenProcess(0x00100000, False, pid)  # SYNCHRONIZE
-    except OSError:
-        return False
+    except OSError:  # it has ended
+        return True
     try:
-        return bool(windows.WaitForSingleObject(handle, 0) != 0)
+        return bool(windows.WaitForSingleObject(handle, milliseconds) == windows.WAIT_OBJECT_0)
     finally:
         windows.CloseHandle(handle)
 

@@ -19,7 +19,8 @@ from hybridloader._support import system
 from hybridloader.engine import Backend
 from hybridloader.errors import WorkerPicklingError
 
-FORK, SPAWN = multiprocessing.get_context("fork"), multiprocessing.get_context("spawn")
+FORK = multiprocessing.get_context("fork" if system.FORK else "spawn")
+SPAWN = multiprocessing.get_context("spawn")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -41,13 +41,13 @@ from hybridloader.testing.tools import DEADLINE
 # -- dead workers --------------------------------------------------------------------------------
 
 
-def _die_by(signum: int) -> Callable[[], Any]:
-    return lambda: os.kill(os.getpid(), signum)
+def _die_by(name: str) -> Callable[[], Any]:
+    return lambda: os.kill(os.getpid(), getattr(signal, name))
 
 
 DEATHS: dict[str, tuple[Callable[[], Any], str]] = {
-    "kill": (_die_by(signal.SIGKILL), "SIGKILL"),
-    "alarm": (_die_by(signal.SIGVTALRM), "SIGVTALRM"),
+    "kill": (_die_by("SIGKILL"), "SIGKILL"),
+    "alarm": (_die_by("SIGVTALRM"), "SIGVTALRM"),
     "segfault": (lambda: (faulthandler.disable(), ctypes.string_at(0)), "SIGSEGV"),
     "abort": (os.abort, "SIGABRT"),
     "exit-0": (lambda: os._exit(0), "code 0"),
@@ -179,7 +179,7 @@ def _die_once(flag: Path, die: Callable[[], Any]) -> Callable[[int], int]:
 def test_after_a_death_the_next_epoch_works_again(
     backend: str, persistent: bool, tmp_path: Path
 ) -> None:
-    die = (lambda: sys.exit(3)) if backend == "threads" else _die_by(signal.SIGKILL)
+    die = (lambda: sys.exit(3)) if backend == "threads" else _die_by("SIGKILL")
     dataset = Samples(_die_once(tmp_path / "flag", die), 4)
     loader = load(dataset, backend, persistent_workers=persistent)
     with pytest.raises(WorkerDied):

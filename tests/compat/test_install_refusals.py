@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset
 
 import hybridloader
 from hybridloader import DataLoader, Threads, install
-from hybridloader._support import caller
+from hybridloader._support import caller, system
 from hybridloader.errors import BackendUnavailable, WorkerPicklingError
 from hybridloader.loader.iterator import LoaderIterator
 from hybridloader.loader.options import Options
@@ -27,11 +27,14 @@ ROOT = Path(__file__).parents[2]
 # -- what ours would refuse ------------------------------------------------------------------------
 
 
-class _Process(multiprocessing.context.ForkProcess):
+_CONTEXT: Any = type(multiprocessing.get_context("fork" if system.FORK else "spawn"))
+
+
+class _Process(_CONTEXT.Process):  # type: ignore[misc]
     """Somebody's own kind of process."""
 
 
-class _ForkContext(multiprocessing.context.ForkContext):
+class _ForkContext(_CONTEXT):  # type: ignore[misc]
     Process = _Process
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.utils.data
@@ -43,7 +44,7 @@ def test_a_worker_is_not_forked_in_anothers_place_once_a_device_is_in_use(
         first = int(next(iterator))
         name = "hybridloader.backends.process.backend.device_in_use"
         monkeypatch.setattr(name, lambda: "fake:0")
-        os.kill(first, signal.SIGKILL)
+        psutil.Process(first).kill()
         if backend is None:
             assert {int(batch) for batch in iterator} - {first}
             return
@@ -96,7 +97,7 @@ class Deadly:
 
 
 def killed() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+    psutil.Process().kill()
 
 
 def crashed() -> None:
@@ -248,7 +249,7 @@ def test_a_worker_that_dies_between_two_epochs_is_replaced(tmp_path: Path) -> No
     assert values(loader) == list(range(LENGTH))
     it: Any = loader._iterator
     for worker in it._workers:
-        os.kill(worker.pid, signal.SIGKILL)
+        psutil.Process(worker.pid).kill()
         worker.join()
     assert values(loader) == list(range(LENGTH))
     it.close()

@@ -19,7 +19,7 @@ from torch.utils.data._utils import worker as torchs
 from torch.utils.data._utils.worker import WorkerInfo
 
 from hybridloader import DataLoader, StatefulDataLoader
-from hybridloader._support import caller
+from hybridloader._support import caller, system
 from hybridloader.engine.worker_info import worker_info_set
 
 # -- iterators -------------------------------------------------------------------------------------
@@ -265,11 +265,14 @@ def test_a_process_that_a_worker_thread_forks_is_not_that_worker() -> None:
         assert get_worker_info() is outer
 
 
-class Named(multiprocessing.get_context("fork").Process):  # type: ignore[name-defined,misc]
+METHOD = "fork" if system.FORK else "spawn"
+
+
+class Named(multiprocessing.get_context(METHOD).Process):  # type: ignore[name-defined,misc]
     pass
 
 
-class Context(type(multiprocessing.get_context("fork"))):  # type: ignore[misc]
+class Context(type(multiprocessing.get_context(METHOD))):  # type: ignore[misc]
     Process = Named
 
 
@@ -279,5 +282,5 @@ def test_a_context_with_a_process_of_its_own_is_warned_of() -> None:
     loader = DataLoader(Numbers(2), num_workers=1, multiprocessing_context=context)
     with pytest.warns(UserWarning, match="Context that was passed as multiprocessing_context"):
         assert flat(loader) == [0, 1]
-    ordinary: Any = torch.multiprocessing.get_context("fork")
+    ordinary: Any = torch.multiprocessing.get_context(METHOD)
     assert flat(DataLoader(Numbers(2), num_workers=1, multiprocessing_context=ordinary)) == [0, 1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -100,7 +99,7 @@ def test_nameless_memory_is_refused_where_nothing_could_carry_it(
 
 # -- what a process has ----------------------------------------------------------------------------
 
-MACHINE = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+MACHINE = system.machine_memory()
 
 
 def pretend(root: Path, groups: str | None, files: dict[str, str]) -> Path:

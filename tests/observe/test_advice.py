@@ -13,6 +13,7 @@ import pytest
 import torch.utils.data
 
 from hybridloader import DataLoader, Pipeline, StatefulDataLoader, get_worker_info
+from hybridloader._support import system
 from hybridloader.observe import stats as stats_module
 from hybridloader.observe.figures import Figures
 from hybridloader.observe.recording import CoroutineUse, StageRecord
@@ -64,7 +65,10 @@ def part() -> list[int]:
 
 THREADS: dict[str, Any] = {"backend": "threads", "num_workers": 2}
 FORK: dict[str, Any] = {"backend": "fork", "num_workers": 2}
-FORKING = {"multiprocessing_context": multiprocessing.get_context("fork"), "num_workers": 2}
+FORKING = {
+    "multiprocessing_context": multiprocessing.get_context("fork" if system.FORK else "spawn"),
+    "num_workers": 2,
+}
 BOTH, WORKERS = {"num_workers", "threads_per_worker"}, {"num_workers"}
 
 MAKERS: dict[str, tuple[Any, set[str]]] = {

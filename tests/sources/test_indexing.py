@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import threading
 from pathlib import Path
@@ -150,6 +149,8 @@ def test_an_archive_that_another_rank_indexes_is_left_to_it(
         indexing, "make_index", lambda name, *rest: asked.append(name) or real(name, *rest)
     )
 
+    fcntl = pytest.importorskip("fcntl")
+
     def lockf(fd: int, what: int, length: int, byte: int) -> None:
         if what & fcntl.LOCK_UN or byte != locked:
             return
@@ -159,7 +160,7 @@ def test_an_archive_that_another_rank_indexes_is_left_to_it(
         os.rename(made, tmp_path / made.name)  # rank 1 is done
 
     locked = int(indexing.hashlib.sha256(made.name.encode()).hexdigest()[:12], 16)
-    monkeypatch.setattr(indexing.fcntl, "lockf", lockf)
+    monkeypatch.setattr(fcntl, "lockf", lockf)
     assert len(Tar(urls, index=str(tmp_path))) == 12
     assert waits.is_set()
     assert sorted(asked) == ["memory:///d/1.tar", "memory:///d/2.tar"]

@@ -1,0 +1,200 @@
+"""Each backend beside torch's loader, with its deaths, timeouts and ends, on every platform."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+import hybridloader
+from hybridloader import DataLoader, Pipeline, StatefulDataLoader, WorkerDied
+from hybridloader._support import system
+from hybridloader.errors import BackendUnavailable, TaskTimeout
+from hybridloader.testing.tools import DEADLINE
+
+BACKENDS = ["inline", "threads", "spawn", "shared-memory", None]
+PROCESSES = ["spawn", "shared-memory"]
+LARGE = 50_000
+
+
+class Samples(Dataset[Any]):
+    """Tensors, arrays and objects; the large ones go through shared memory."""
+
+    def __len__(self) -> int:
+        return 9
+
+    def __getitem__(self, index: int) -> Any:
+        noise = torch.rand(3)
+        return {
+            "torch": (torch.full((LARGE,), float(index)), noise),
+            "numpy": [np.full((LARGE,), index, np.int16), noise.numpy()],
+            "objects": (f"sample {index}", {"label": index, "noise": float(noise[0])}),
+        }
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        info: Any = torch.utils.data.get_worker_info()
+        return (Samples()[index] for index in range(info.id, 9, info.num_workers))
+
+
+def flat(value: Any) -> Any:
+    """Return nested lists and plain values, which compare by ``==``; a digest of each tensor."""
+    if isinstance(value, torch.Tensor):
+        return [str(value.dtype), value.shape, zlib.crc32(value.contiguous().numpy())]
+    if isinstance(value, dict):
+        return {name: flat(part) for name, part in value.items()}
+    return [flat(part) for part in value] if isinstance(value, (list, tuple)) else value
+
+
+def make(cls: Any, dataset: Any, **options: Any) -> Any:
+    shuffle = not isinstance(dataset, IterableDataset)
+    generator = torch.Generator().manual_seed(3)
+    return cls(dataset, 2, shuffle=shuffle, num_workers=2, generator=generator, **options)
+
+
+@pytest.mark.parametrize("dataset", [Samples(), Stream()], ids=["map", "iterable"])
+def test_batches_are_those_of_torch(dataset: Any) -> None:
+    expected = flat(list(make(torch.utils.data.DataLoader, dataset)))
+    for backend in BACKENDS:
+        loader = make(DataLoader, dataset, backend=backend, seeding="worker")
+        assert flat(list(loader)) == expected, backend
+
+
+@pytest.mark.parametrize("backend", ["threads", "spawn", "shared-memory"])
+def test_a_pipeline_mixes_backends_and_takes_functions_made_on_the_spot(backend: str) -> None:
+    offset = 10
+    pipe = Pipeline.from_iterable(range(12)).map(
+        lambda index: index + offset, backend="threads", num_workers=2
+    )
+    pipe = pipe.map(lambda value: np.full(LARGE, value), backend=backend, num_workers=2).batch(4)
+    with pipe.run() as run:
+        assert [batch[:, 0].tolist() for batch in run] == [
+            [*range(10, 14)],
+            [*range(14, 18)],
+            [*range(18, 22)],
+        ]
+
+
+@pytest.mark.parametrize("backend", ["threads", "spawn", "shared-memory"])
+def test_workers_are_kept_and_an_epoch_resumes_where_it_was_left(backend: str) -> None:
+    loader = make(StatefulDataLoader, Samples(), backend=backend, persistent_workers=True)
+    list(loader)
+    iterator = iter(loader)
+    next(iterator)
+    state = loader.state_dict()
+    rest = [batch["objects"][0] for batch in iterator]
+    other = make(StatefulDataLoader, Samples(), backend=backend)
+    other.load_state_dict(state)
+    assert [batch["objects"][0] for batch in other] == rest
+
+
+class Dying(Dataset[torch.Tensor]):
+    """Its first worker process that reaches item 3 ends in one of several ways."""
+
+    def __init__(self, mark: Path, how: str) -> None:
+        self.mark, self.how = mark, how
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 3 and not self.mark.exists():
+            self.mark.touch()
+            if self.how == "exit":
+                os._exit(3)
+            if self.how == "kill":
+                psutil.Process().kill()
+            time.sleep(DEADLINE)
+        return torch.full((LARGE,), index)
+
+
+KILLED = "killed by signal SIGKILL" if system.KILL else "killed by signal SIGTERM|exited with code"
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "words"),
+    [
+        ("exit", WorkerDied, "exited with code 3"),
+        ("kill", WorkerDied, KILLED),
+        ("hang", TaskTimeout, "has been at 3 for"),
+    ],
+)
+@pytest.mark.parametrize("backend", PROCESSES)
+def test_a_worker_that_ends_or_hangs_is_named_or_restarted(
+    backend: str, how: str, error: type[Exception], words: str, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"num_workers": 2, "backend": backend}
+    options["task_timeout"] = 3.0 if how == "hang" else 0
+    with pytest.raises(error, match=words):
+        list(DataLoader(Dying(tmp_path / "first", how), None, **options))
+    loader = DataLoader(Dying(tmp_path / "second", how), None, on_worker_death="restart", **options)
+    assert [int(sample[0]) for sample in loader] == [*range(8)]
+
+
+def test_backends_that_need_more_than_this_platform_say_what_to_use() -> None:
+    if not system.FORK:
+        with pytest.raises(BackendUnavailable, match="'spawn', 'shared-memory' or 'threads'"):
+            iter(DataLoader(range(3), num_workers=1, backend="fork"))  # type: ignore[arg-type]
+
+
+SCRIPT = """
+import os, sys, time, torch
+from hybridloader import DataLoader
+
+class Local(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        if index == 1 and sys.argv[1] == "busy":
+            time.sleep(600)
+        return torch.full((50_000,), index)
+
+iterator = iter(DataLoader(Local(), None, num_workers=2, backend="spawn"))
+print(int(next(iterator)[0]), *(worker.pid for worker in iterator._workers), flush=True)
+if sys.argv[2] == "exit":
+    os._exit(1)
+time.sleep(600)
+"""
+"""It has neither a ``__main__`` guard nor an importable dataset."""
+
+
+@pytest.mark.parametrize("workers", ["idle", "busy"])
+@pytest.mark.parametrize("end", ["exit", "kill"])
+def test_no_worker_outlives_its_parent(workers: str, end: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    path = os.pathsep.join([str(Path(hybridloader.__file__).parents[1]), *sys.path])
+    parent = subprocess.Popen(
+        [sys.executable, str(script), workers, end],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert parent.stdout is not None
+    first, *pids = map(int, parent.stdout.readline().split())
+    assert first == 0
+    assert len(pids) == 2
+    children = []
+    for pid in pids:
+        try:
+            children.append(psutil.Process(pid))
+        except psutil.NoSuchProcess:
+            continue
+    if end == "kill":
+        parent.kill()
+    parent.communicate(timeout=DEADLINE)
+    _, alive = psutil.wait_procs(children, DEADLINE)
+    assert not alive
