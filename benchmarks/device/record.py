@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -39,26 +41,38 @@ class Line:
 
 
 class Record:
-    """Results of one section; each is in the file before the next is measured."""
+    """Results of one section; each is in the file before the next is measured.
 
-    def __init__(self, file: Path, section: str) -> None:
-        self._file, self._section = file, section
+    With `small` sizes, no figure is held against its bound.
+    """
+
+    def __init__(self, file: Path, section: str, *, small: bool = False) -> None:
+        self._file, self._section, self._small = file, section, small
 
     def __call__(
         self,
         name: str,
         value: Any = None,
         unit: str = "",
-        *,
         passed: bool | None = None,
         detail: object = "",
     ) -> None:
         first = (str(detail).strip().splitlines() or [""])[0][:300]
+        if self._small and value is not None:
+            passed = None
         line = Line(self._section, name, value, unit, passed, first)
         with self._file.open(
             "a"
         ) as file:  # one write: sections that run beside each other share it
             file.write(json.dumps(asdict(line)) + "\n")
+
+    @contextlib.contextmanager
+    def trying(self, name: str) -> Iterator[None]:
+        """Record an error in the block as a failed check, and leave the block."""
+        try:
+            yield
+        except Exception as error:
+            self(name, passed=False, detail=f"{type(error).__name__}: {error}")
 
 
 def read(file: Path) -> list[Line]:

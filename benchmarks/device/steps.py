@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 Clock = Callable[[], float]
 
@@ -19,24 +19,8 @@ AHEAD = 4
 """Bound on the batches in flight when nothing else is done, as in training."""
 
 
-class Done(Protocol):
-    """Point in a stream, as torch's events are."""
-
-    def query(self) -> bool: ...
-    def synchronize(self) -> None: ...
-
-
-class Gpu(Protocol):
-    """Device, as the measurement uses it; tests have another one."""
-
-    def synchronize(self) -> None: ...
-
-    def step(self, batch: Any, products: int) -> Done:
-        """Begin to use `batch`, then `products` matrix products; return the point after them."""
-
-
 class Device:
-    """The current device of torch."""
+    """The current device of torch, as a loop uses it."""
 
     def __init__(self, size: int = 4096) -> None:
         import torch
@@ -49,21 +33,21 @@ class Device:
     def synchronize(self) -> None:
         self._torch.accelerator.synchronize()
 
-    def step(self, batch: Any, products: int) -> Done:
+    def step(self, batch: Any, products: int) -> Any:
+        """Begin to use `batch`, then `products` matrix products; return the event after them."""
         for part in batch if isinstance(batch, list) else [batch] * (batch is not None):
             part.view(-1)[::65536].sum()
         for _ in range(products):
             self._torch.mm(self._matrix, self._matrix, out=self._out)
-        done: Done = self._torch.accelerator.current_stream().record_event()
-        return done
+        return self._torch.accelerator.current_stream().record_event()
 
 
-def each(batches: Iterator[Any], gpu: Gpu, seconds: float, clock: Clock) -> float:
+def each(batches: Iterator[Any], gpu: Any, seconds: float, clock: Clock) -> float:
     """Return the seconds of a batch, until the device has them all, when nothing else is done."""
     gpu.synchronize()
     start = clock()
     count = 0
-    in_flight: deque[Done] = deque()
+    in_flight: deque[Any] = deque()
     while count < AHEAD or clock() - start < seconds:
         in_flight.append(gpu.step(next(batches), 0))
         count += 1
@@ -74,7 +58,7 @@ def each(batches: Iterator[Any], gpu: Gpu, seconds: float, clock: Clock) -> floa
 
 
 def stepping(
-    batches: Iterator[Any], gpu: Gpu, products: int, steps: int, clock: Clock
+    batches: Iterator[Any], gpu: Any, products: int, steps: int, clock: Clock
 ) -> tuple[float, list[float], list[float]]:
     """Do steps, each on another batch, while the training thread watches the clock.
 
@@ -89,7 +73,7 @@ def stepping(
     gpu.synchronize()
     waits: list[float] = []
     late: list[float] = []
-    before: Done | None = None
+    before: Any = None
     start = clock()
     for _ in range(steps):
         began = clock()

@@ -214,7 +214,7 @@ def test_without_a_device_it_reports_so(tmp_path: Path) -> None:
         pytest.skip("there is a device here")
     done = started("--json", str(tmp_path / "found.jsonl"))
     assert done.returncode == 2, done.stderr
-    assert "finds no accelerator here" in done.stdout
+    assert "torch finds no accelerator here" in done.stdout
 
 
 def on_the_stub(tmp_path: Path, *names: str, **environment: str) -> list[Line]:
@@ -234,15 +234,17 @@ def test_figures_of_the_driver_on_a_stub(tmp_path: Path) -> None:
     assert sum(line.unit == "ms" for line in lines) >= 9
 
 
+KNOWN = (
+    "test_devices.py::test_the_stream_waits_for_the_copy_and_the_host_does_not",
+    "test_exits.py::test_an_assertion_of_a_kernel_is_raised_and_the_process_ends",
+)
+"""Tests that need a device which is still at work when a call returns."""
+
+
 @pytest.mark.full
-@pytest.mark.timeout(1600)
-def test_all_other_lines_on_a_stub(tmp_path: Path) -> None:
-    """Without those tests that show that a call returns before the device is done."""
-    known = (
-        "test_devices.py::test_the_stream_waits_for_the_copy_and_the_host_does_not",
-        "test_exits.py::test_an_assertion_of_a_kernel_is_raised_and_the_process_ends",
-    )
-    left_out = " ".join(f"--deselect tests/accelerator/{name}" for name in known)
-    names = [*command.TESTS, "bandwidth", "overlap"]
-    lines = on_the_stub(tmp_path, *names, PYTEST_ADDOPTS=left_out)
-    assert sum(line.passed is True for line in lines) > 50
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", [*command.TESTS, "bandwidth", "overlap"])
+def test_all_other_lines_on_a_stub(tmp_path: Path, name: str) -> None:
+    left_out = " ".join(f"--deselect tests/accelerator/{test}" for test in KNOWN)
+    lines = on_the_stub(tmp_path, name, PYTEST_ADDOPTS=left_out)
+    assert sum(line.section == name for line in lines) >= 7
