@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from benchmarks.case import Case, Options
 from benchmarks.cases import (
     cluster,
-    device,
     endurance,
     epochs,
     fresh_start,
@@ -43,7 +42,6 @@ CASES: dict[str, Callable[[Options], Case]] = {
     "P7": memory.memory,
     "P8": epochs.table,
     "P9": image_batches.cpu_time,
-    "P11": device.to_device,
     "P12": small_batches.many,
     "P13": slow_samples.slow_samples,
     "P14": stored.objects,
@@ -71,7 +69,7 @@ CASES: dict[str, Callable[[Options], Case]] = {
 
 _WITH_TARGETS = (
     *(image_batches, small_batches, jpegs, hybrid, epochs, memory),
-    *(device, stages, observing, endurance),
+    *(stages, observing, endurance),
     *(fresh_start, worker_memory, replacement, many_workers, slow_samples, small_tensors),
     *(stored, stores, cluster),
 )

@@ -135,12 +135,6 @@ def _one_by_one(work: Work) -> Generator[Any]:
     return _items(builder.add_sink(PREFETCH * work.workers), work.workers + 1)
 
 
-def items_to_device(work: Work, transfer: Any, thread: Executor) -> Generator[Any]:
-    """Batches moved by `transfer` on a `thread` behind the pipeline, as its documentation has it."""
-    builder = _batches(work).pipe(transfer, executor=thread).add_sink(PREFETCH)
-    return _items(builder, work.workers)
-
-
 BATCH_OPENERS: dict[str, Opener] = {
     "SPDL threads": _in_threads,
     "SPDL subprocess": _in_subprocess,

@@ -138,11 +138,10 @@ class TorchAccelerator:
         return tensor.to(self.device, non_blocking=self.queues_copies and tensor.is_pinned())
 
     def mark(self, stream: Any) -> StreamMark:
-        capturing = getattr(stream, "is_capturing", None)
-        if capturing is not None and capturing():
+        if self._captures(stream):
             raise RuntimeError(
-                f"{stream} is being captured into a graph, so no event can be recorded; take batches "
-                "outside the capture"
+                f"{stream} is being captured into a graph, which can't wait for a copy that is outside "
+                "it; take batches outside the capture"
             )
         mark: StreamMark = stream.record_event()
         return mark
@@ -188,6 +187,16 @@ class TorchAccelerator:
         except RuntimeError:
             return _Streams(None, one=False)
         return _Streams(stream, one=False)
+
+    def _captures(self, stream: Any) -> bool:
+        """Return True if a graph captures `stream` now."""
+        if hasattr(stream, "is_capturing"):  # from torch 2.13 on
+            return bool(stream.is_capturing())
+        query = getattr(self._module, "is_current_stream_capturing", None)
+        if query is None:
+            return False
+        with self.on(stream):
+            return bool(query())
 
     def _forget_error(self) -> None:
         """Clear the error that a call of the CUDA runtime has left on this thread.

@@ -2,46 +2,22 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import textwrap
 from collections import deque
 from typing import Any
 
 import pytest
 import torch
+from support.device_loaders import LIMIT, loader_of, on_backends, only_cuda, queueing, run
 from support.digested_batches import BATCHES, KIND, Noise, busy, digest, wanted, with_digest
 
-from hybridloader import DataLoader, Memory, Pipeline, SharedMemory, Threads, Transfer
+from hybridloader import DataLoader, Memory, Pipeline, SharedMemory, Transfer
 from hybridloader._support.devices_in_use import device_in_use
 from hybridloader.devices.accelerator import current, find
 from hybridloader.devices.torch_accelerator import TorchAccelerator
 from hybridloader.errors import BackendUnavailable
 from hybridloader.memory.segments import make_private
 
-LIMIT = 24 << 20
-"""Bytes of the slots: some forty batches of half a MiB, so that each is filled again and again."""
-
-BACKENDS = {
-    "threads": Threads(memory=Memory(limit=LIMIT)),
-    "processes": SharedMemory("loky", memory=Memory(limit=LIMIT)),
-}
 DEVICES = [KIND, f"{KIND}:0", torch.device(KIND, 0)]
-
-on_backends = pytest.mark.parametrize("backend", list(BACKENDS.values()), ids=list(BACKENDS))
-
-
-def queueing() -> TorchAccelerator:
-    """The device, if it copies while the host goes on."""
-    device = find(KIND)
-    assert isinstance(device, TorchAccelerator)
-    if not device.queues_copies:
-        pytest.skip("the device does not queue copies beside the user's stream")
-    return device
-
-
-def loader_of(samples: int, backend: Any, **options: Any) -> DataLoader:
-    return DataLoader(Noise(samples), 8, num_workers=2, backend=backend, **options)
 
 
 # -- pinned ----------------------------------------------------------------------------------------
@@ -287,6 +263,56 @@ def test_a_pipeline_collates_into_pinned_slots_under_pressure() -> None:
     assert len(torch.cat(found)) == samples
 
 
+def test_a_loop_that_only_queues_work_has_six_batches_on_the_device() -> None:
+    """`batches_ahead + 4`, as docs/devices.md promises: two of them wait or are being copied."""
+    queueing()
+    if not hasattr(torch.accelerator, "memory_reserved"):
+        pytest.skip("this torch does not report the memory of a device")
+    size = 16 << 20  # the allocator reserves memory for one tensor of this size
+    loader = loader_of(320, "threads", data=Noise(320, size // 8), workers=4, device=KIND)
+    torch.accelerator.synchronize()
+    torch.accelerator.empty_cache()
+    before = torch.accelerator.memory_reserved()
+    for batch in loader:
+        batch.view(-1)[::4096].clone()
+        busy(0.02)
+        del batch
+    # And a block of 2 MiB for small tensors.
+    assert torch.accelerator.memory_reserved() - before <= 6 * size + (2 << 20)
+
+
+def test_the_stream_of_the_copies_may_be_the_users_too() -> None:
+    """torch has 32 streams, and returns them in turn."""
+    device = queueing()
+    side = device.side_stream()
+    streams = [type(side)(device.device) for _ in range(40)]
+    same = next((stream for stream in streams if stream == side), side)
+    with device.on(same):
+        found = [digest(batch) for batch in loader_of(160, "threads", device=KIND)]
+    torch.accelerator.synchronize()
+    assert torch.equal(torch.cat(found).cpu(), wanted(160))
+
+
+@only_cuda
+def test_a_stream_from_outside_of_torch_may_end_before_the_loader() -> None:
+    run(
+        """
+        import ctypes
+
+        runtime, handle = torch.cuda.cudart(), ctypes.c_uint64()
+        assert int(runtime.cudaStreamCreate(ctypes.addressof(handle))) == 0
+        torch.ones(1, device=KIND)
+        iterator = iter(loader_of(160, "inline", workers=0, device=KIND))
+        with torch.cuda.stream(torch.cuda.ExternalStream(handle.value)):
+            found = [digest(next(iterator))]
+        torch.cuda.synchronize()
+        assert int(runtime.cudaStreamDestroy(handle.value)) == 0
+        found += [digest(batch) for batch in iterator]
+        assert torch.equal(torch.cat(found).cpu(), wanted(160))
+        """
+    )
+
+
 # -- which device, and when ------------------------------------------------------------------------
 
 
@@ -342,48 +368,3 @@ def test_a_fork_is_refused_now() -> None:
         with pytest.raises(BackendUnavailable, match="does not survive a fork"):
             iter(DataLoader(Noise(8), num_workers=1, backend=backend))
     assert SharedMemory()._method() != "fork"
-
-
-def run(script: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(script)],
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_forks_come_before_the_device_is_used_and_the_thread_behind_them() -> None:
-    run(
-        f"""
-        import torch
-        from torch.utils.data import TensorDataset
-        from hybridloader import DataLoader
-        from hybridloader._support.devices_in_use import device_in_use
-
-        data = TensorDataset(torch.arange(40_000).view(40, 1000))
-        loader = DataLoader(
-            data, 4, num_workers=2, backend="fork", persistent_workers=True, device={KIND!r}
-        )
-        assert device_in_use() is None, "by the constructor"
-        for _ in range(2):
-            found = torch.cat([batch for (batch,) in loader])
-            assert torch.equal(found.cpu(), data.tensors[0])
-        """
-    )
-
-
-@pytest.mark.parametrize("backend", ["threads", "fork"])
-def test_a_process_may_end_in_the_midst_of_it(backend: str) -> None:
-    run(
-        f"""
-        import torch
-        from torch.utils.data import TensorDataset
-        from hybridloader import DataLoader
-
-        data = TensorDataset(torch.zeros(64, 100_000))
-        kept = iter(DataLoader(data, 4, num_workers=2, backend={backend!r}, device={KIND!r}))
-        batch = next(kept)
-        """
-    )

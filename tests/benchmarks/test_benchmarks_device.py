@@ -1,26 +1,31 @@
-"""P11 without a device: what it works out, on one whose time the test makes; and that it says so."""
+"""The command for a device, without one: its clock, its processes, and all of its lines on a stub."""
 
 from __future__ import annotations
 
-import json
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-pytest.importorskip("rich")
-pytest.importorskip("psutil")
-
-from benchmarks import device_steps, harness, registry
-from benchmarks.__main__ import main
-from benchmarks.case import CannotDo, Options
-from benchmarks.cases import device as device_case
-from benchmarks.results import Measurement, Results, relate
-from benchmarks.targets import verdicts
+from benchmarks.device import __main__ as command
+from benchmarks.device import steps
+from benchmarks.device.record import KEPT, Line, passage, read, table, written
 from benchmarks.timing import percentile
 
+ROOT = Path(__file__).parents[2]
+STUB = ROOT / "tests" / "support" / "stub_cuda"
 COPY, PRODUCT = 0.010, 0.001
+
+
+# -- steps -------------------------------------------------------------------------------------------
 
 
 class Clock:
@@ -76,31 +81,6 @@ class Device:
             yield number
 
 
-def measured(device: Device, *, beside: bool) -> Any:
-    spec = {"seconds": 1.0, "workers": 2, "steps": 40}
-    batches = device.batches(beside=beside)
-    return device_steps.measure(batches, device, spec, COPY, device.clock)
-
-
-@pytest.mark.parametrize(("beside", "hidden"), [(True, 1.0), (False, 0.0)])
-def test_overlap_is_the_part_of_the_copy_that_costs_the_step_nothing(
-    beside: bool, hidden: float
-) -> None:
-    found = measured(Device(), beside=beside)
-    assert found["value"] == pytest.approx(COPY, rel=0.02)
-    assert found["details"]["overlap"] == pytest.approx(hidden, abs=0.05)
-
-
-def test_the_first_product_may_take_long() -> None:
-    class Cold(Device):
-        def step(self, batch: Any, products: int) -> Point:
-            if products and None not in self.used:
-                self.busy = max(self.busy, self.clock.now) + 1000 * PRODUCT
-            return super().step(batch, products)
-
-    assert measured(Cold(), beside=True)["details"]["overlap"] == pytest.approx(1.0, abs=0.05)
-
-
 def test_who_waits_in_next_and_who_is_held_up_is_told_apart() -> None:
     device = Device()
     device.ready = [0.0] * 50
@@ -115,22 +95,28 @@ def test_who_waits_in_next_and_who_is_held_up_is_told_apart() -> None:
             self.clock.now += 0.003
             return super().query()
 
-    seconds, waits, late = device_steps.stepping(slow(0.014), device, 5, 50, device.clock)
+    seconds, waits, late = steps.stepping(slow(0.014), device, 5, 50, device.clock)
     assert seconds == pytest.approx((0.005 + 0.014) / 2, rel=0.02)
-    seconds, waits, late = device_steps.stepping(slow(0.004), device, 5, 50, device.clock)
+    seconds, waits, late = steps.stepping(slow(0.004), device, 5, 50, device.clock)
     assert seconds == pytest.approx(0.005, rel=0.02), "what is shorter than a step costs nothing"
     assert percentile(waits, 0.99) == pytest.approx(0.004, rel=0.01)
     assert percentile(late, 0.99) < 1e-5
     device.step = lambda batch, products: Stutters(device.clock, device.clock.now + 0.02)  # type: ignore[method-assign,assignment]
-    _, _, late = device_steps.stepping(iter(range(9)), device, 5, 9, device.clock)
-    assert percentile(late, 0.5) == pytest.approx(0.003, abs=2 * device_steps.TICK)
+    _, _, late = steps.stepping(iter(range(9)), device, 5, 9, device.clock)
+    assert percentile(late, 0.5) == pytest.approx(0.003, abs=2 * steps.TICK)
 
 
-def test_every_batch_is_used_once_and_in_order() -> None:
+@pytest.mark.parametrize(("beside", "step"), [(True, 0.0), (False, COPY)])
+def test_a_batch_takes_as_long_as_its_copy_and_a_step_may_hide_it(
+    beside: bool, step: float
+) -> None:
     device = Device()
-    measured(device, beside=True)
-    batches = [batch for batch in device.used if batch is not None]
-    assert batches == list(range(len(batches)))
+    batches = device.batches(beside=beside)
+    assert steps.each(batches, device, 1.0, device.clock) == pytest.approx(COPY, rel=0.05)
+    seconds, _, _ = steps.stepping(batches, device, 15, 40, device.clock)
+    assert seconds == pytest.approx(0.015 + step, rel=0.05)
+    taken = [batch for batch in device.used if batch is not None]
+    assert taken == list(range(len(taken)))
 
 
 def test_percentiles() -> None:
@@ -139,58 +125,126 @@ def test_percentiles() -> None:
     assert percentile([3, 1, 2], 0.5) == 2
 
 
-def test_without_a_device_it_says_so_and_starts_nothing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+# -- results -----------------------------------------------------------------------------------------
+
+LINES = [
+    Line("machine", "device", "an H200"),
+    Line("driver", "lock", 1.2345, "ms"),
+    Line("driver", "unlock beside a kernel", 301.0, "ms", False, "waited for the kernel"),
+    Line("ends", "test_a", passed=True),
+    Line("ends", "test_b", detail="needs two devices"),
+]
+
+
+def test_each_failure_is_a_line_at_the_end_of_the_table(tmp_path: Path) -> None:
+    text = table(LINES).splitlines()
+    assert text[-2] == "FAILED driver: unlock beside a kernel: waited for the kernel"
+    assert text[-1] == "1 checks passed, 1 failed, 1 skipped"
+    assert len(text) == len(LINES) + 2
+    assert text[1].split() == ["driver", "lock", "1.23", "ms"]
+
+
+def test_the_passage_quotes_facts_figures_and_failures() -> None:
+    text = passage(LINES)
+    assert text.startswith("device an H200: 1 checks passed, 1 failed, 1 skipped.\n")
+    assert "- Failed: unlock beside a kernel (waited for the kernel)." in text
+    assert "| driver: lock | 1.23 ms |" in text
+
+
+def test_the_page_reports_the_kept_run() -> None:
+    page = ROOT / "docs" / "devices.md"
+    text = page.read_text()
+    assert written(text, read(KEPT)) == text, "run: python -m benchmarks.device --page " + str(page)
+
+
+def test_a_page_without_marks_is_refused() -> None:
+    with pytest.raises(ValueError, match="has no <!-- device:begin -->"):
+        written("# Devices", LINES)
+
+
+# -- the command -------------------------------------------------------------------------------------
+
+
+def started(*options: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks.device", "--small", *options],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=1500,
+    )
+
+
+@pytest.mark.skipif(not hasattr(os, "killpg"), reason="there are no process groups here")
+def test_a_section_that_hangs_is_ended_with_its_workers_and_keeps_its_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_case, "device_in_sight", lambda: False)
-    monkeypatch.setattr(harness, "Runner", lambda: pytest.fail("a runner was started"))
-    assert main(["--case", "P11", "--no-rivals", "--json", str(tmp_path / "r.json")]) == 0
-    assert f"P11 {device_case.NEEDED}" in capsys.readouterr().out
-    kept = json.loads((tmp_path / "r.json").read_text())
-    assert kept["notes"][-1] == f"P11 {device_case.NEEDED}"
-    assert {row["skipped"] for row in kept["measurements"]} == {device_case.NEEDED}
-    assert not any(row["values"] for row in kept["measurements"])
+    file, worker = tmp_path / "found.jsonl", tmp_path / "worker"
+    made = command.Run(tmp_path / "copy", file, time.monotonic() + 60, small=False)
+    script = f"""
+import multiprocessing, os, threading
+from pathlib import Path
+from benchmarks.device.record import Record
+Record(Path({str(file)!r}), "slow")("a figure", 3.5, "ms")
+if pid := os.fork():
+    Path({str(worker)!r}).write_text(str(pid))
+threading.Event().wait()
+"""
+    section = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, start_new_session=True)
+    while not worker.exists() or not worker.read_text():
+        assert section.poll() is None
+    made.log("slow").write_text("some line\nthe last line\n")
+    made.end("slow", section, time.monotonic(), 1)
+    assert section.returncode == -signal.SIGKILL
+    ended = psutil.STATUS_ZOMBIE  # of an init that reaps late
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while psutil.Process(int(worker.read_text())).status() != ended:
+            pass
+    figure, failure = read(file)
+    assert figure.shown == "3.5 ms"
+    assert failure.detail == "longer than 1 s, or no time was left: the last line"
+    assert failure.passed is False
 
 
-def test_a_runner_without_a_device_leaves_it_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_device_it_reports_so(tmp_path: Path) -> None:
     import torch
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(CannotDo, match="needs a CUDA device"):
-        device_case.a_round("torch", {})
+    if torch.accelerator.is_available():
+        pytest.skip("there is a device here")
+    done = started("--json", str(tmp_path / "found.jsonl"))
+    assert done.returncode == 2, done.stderr
+    assert "torch finds no accelerator here" in done.stdout
 
 
-def test_with_a_device_everybody_takes_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_case, "device_in_sight", lambda: True)
-    [case] = registry.choose(["P11"], Options())
-    assert [variant.name for variant in case.variants] == ["10 MB", "38 MB", "150 MB"]
-    for variant in case.variants:
-        assert variant.blanks == {}
-        assert set(variant.loaders) <= set(device_case._OPENERS)
-    assert harness.not_run([case]) == []
+def on_the_stub(tmp_path: Path, *names: str, **environment: str) -> list[Line]:
+    file = tmp_path / "found.jsonl"
+    done = started("--json", str(file), "--only", *names, PYTHONPATH=str(STUB), **environment)
+    lines = read(file)
+    wrong = [line for line in lines if line.passed is False]
+    assert wrong == [], done.stdout + done.stderr
+    assert done.returncode == 0
+    assert {line.section for line in lines} == {"machine", *names}
+    return lines
 
 
-def row(loader: str, value: float, **details: float) -> Measurement:
-    kept: dict[str, Any] = {key: [value] for key, value in details.items()}
-    return Measurement("P11", "38 MB", loader, "ms / batch", values=[value], details=kept)
+@pytest.mark.timeout(300)
+def test_figures_of_the_driver_on_a_stub(tmp_path: Path) -> None:
+    lines = on_the_stub(tmp_path, "driver")
+    assert sum(line.unit == "ms" for line in lines) >= 9
 
 
-def test_targets_are_held_against_the_fastest_of_ours() -> None:
-    slow = row("shared-memory", 9.0, overlap=0.1, next_p99_ms=7, late_p99_ms=7)
-    fast = row("threads", 1.0, overlap=0.95, next_p99_ms=0.4, late_p99_ms=2.5)
-    results = Results({}, [row("limit", 0.97), row("torch", 2.0), slow, fast])
-    relate(results.measurements)
-    found = [(v.target, v.met) for v in verdicts(results, registry.TARGETS)]
-    assert found == [
-        (">= 0.95 of a pinned copy alone", True),
-        (">= 0.9 of the copy behind the step", True),
-        ("p99 of next() <= 1 ms", True),
-        ("training thread late < 2 ms (p99)", False),
-    ]
+KNOWN = (
+    "test_devices.py::test_the_stream_waits_for_the_copy_and_the_host_does_not",
+    "test_exits.py::test_an_assertion_of_a_kernel_is_raised_and_the_process_ends",
+)
+"""Tests that need a device which is still at work when a call returns."""
 
 
-def test_targets_claim_nothing_where_it_was_not_run() -> None:
-    results = Results({}, [Measurement("P11", "38 MB", "threads", "ms", skipped="no device")])
-    assert {v.met for v in verdicts(results, registry.TARGETS)} == {None}
-    said = device_case.detail("overlap", 0.9, least=True)(results, "P11")
-    assert said == ("not run: needs a CUDA device", None)
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", [*command.TESTS, "bandwidth", "overlap"])
+def test_all_other_lines_on_a_stub(tmp_path: Path, name: str) -> None:
+    left_out = " ".join(f"--deselect tests/accelerator/{test}" for test in KNOWN)
+    lines = on_the_stub(tmp_path, name, PYTEST_ADDOPTS=left_out)
+    assert sum(line.section == name for line in lines) >= 7

@@ -177,6 +177,25 @@ def test_the_host_waits_for_an_event_without_keeping_a_core_busy(
     assert answers == []
 
 
+class Captured(_Stream):
+    """Stream of torch 2.13 and later, within a capture."""
+
+    def is_capturing(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("kind", [Captured, _Stream])  # the latter: of torch before 2.13
+def test_a_batch_can_not_be_taken_within_a_capture(scripted: Scripted, kind: Any) -> None:
+    device, captured, beside = TorchAccelerator(DEVICE), kind(DEVICE), _Stream(DEVICE)
+    if kind is _Stream:
+        scripted.module.is_current_stream_capturing = lambda: scripted.streams[1] is captured
+    assert device.mark(beside).query()
+    with pytest.raises(RuntimeError, match="take batches outside the capture"):
+        device.mark(captured)
+    assert scripted.index == 0
+    assert scripted.streams[1].number == 0
+
+
 def test_only_what_is_page_locked_is_copied_while_the_host_goes_on(scripted: Scripted) -> None:
     device = TorchAccelerator(DEVICE)
     assert moved(device, pinned=True) == (DEVICE, True)

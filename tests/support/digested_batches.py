@@ -58,28 +58,29 @@ def with_digest(samples: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor
 
 
 @functools.cache
-def _product() -> tuple[torch.Tensor, float]:
-    """A square matrix, and the seconds that its product takes: some milliseconds.
+def _product() -> tuple[torch.Tensor, torch.Tensor, float]:
+    """A square matrix, memory for its product, and the seconds that this takes: some milliseconds.
 
     Large enough that few of them are queued: a driver that has a thousand kernels to come makes the host
-    wait.
+    wait. The memory is made once: a test may measure the device's.
     """
     size = 256
     while True:
         matrix = torch.full((size, size), 1 / size, device=KIND)
+        out = torch.empty_like(matrix)
         torch.accelerator.synchronize()
         start = time.perf_counter()
         for _ in range(3):
-            matrix @ matrix
+            torch.mm(matrix, matrix, out=out)
         torch.accelerator.synchronize()
         seconds = (time.perf_counter() - start) / 3
         if seconds > 3e-3:
-            return matrix, seconds
+            return matrix, out, seconds
         size *= 2
 
 
 def busy(seconds: float) -> None:
     """Have the current stream work for about so long: what is queued next comes late."""
-    matrix, each = _product()
+    matrix, out, each = _product()
     for _ in range(max(1, round(seconds / each))):
-        matrix @ matrix
+        torch.mm(matrix, matrix, out=out)

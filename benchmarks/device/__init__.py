@@ -1,0 +1,1 @@
+"""Correctness and speed on a device, by ``python -m benchmarks.device``."""
