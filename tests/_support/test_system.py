@@ -1,0 +1,56 @@
+"""Features of the platform, and the ends of processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import pytest
+
+from hybridloader._support import system
+from hybridloader.memory.shared_slots import SlotReader
+from hybridloader.testing.tools import DEADLINE
+
+
+def test_a_missing_module_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each search takes milliseconds, and the sweep after a dead worker asks 128 times."""
+    asked: list[str] = []
+
+    def fail(name: str) -> Any:
+        asked.append(name)
+        raise ImportError(name)
+
+    monkeypatch.setattr(system, "import_module", fail)
+    system.module.cache_clear()
+    try:
+        SlotReader(1, names="hl-0-0-").sweep()
+        assert asked == ["_posixshmem"]
+    finally:
+        system.module.cache_clear()
+
+
+def test_limits_are_read_where_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert system.soft_limit("RLIMIT_OF_NOTHING") is None
+    monkeypatch.setattr(system, "module", lambda name: None)
+    assert system.soft_limit("RLIMIT_NOFILE") is None
+
+
+def test_a_wait_for_a_process_ends_with_it() -> None:
+    """Of a child of this process, which waits for it elsewhere: its number would else stay taken."""
+    code = "import sys; sys.stdin.read()"
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
+    waiting = threading.Thread(target=system.await_end, args=(process.pid,))
+    waiting.start()
+    assert system.alive(process.pid)
+    process.communicate(b"", timeout=DEADLINE)
+    waiting.join(DEADLINE)
+    assert not waiting.is_alive()
+    assert not system.alive(process.pid)
+
+
+def test_this_machine_has_memory() -> None:
+    assert 1 << 28 < system.machine_memory() < 1 << 48
+    assert system.alive(os.getpid())
