@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, SupportsIndex
 
 from hybridloader._support.error_handling import described, traceback_of
 from hybridloader._support.failure import Failure
@@ -60,13 +60,18 @@ class PackedSpec:
         shipment = ship(spec, "the loader", share=False)
         self._parts, self._inherited = shipment.parts, shipment.inherited
 
-    def __reduce__(self) -> Any:
-        return _packed_spec, (self._inherited, *map(pickle.PickleBuffer, self._parts))
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        return _packed_spec, (self._inherited, *_buffers(self._parts, protocol))
 
     def open(self) -> WorkerSpec:
         """Return the specification, in the worker. Once: the worker's arrays are over these bytes."""
         parts, self._parts = [own(part) for part in self._parts], []
         return received(parts, [], self._inherited)
+
+
+def _buffers(parts: Iterable[Any], protocol: SupportsIndex) -> Iterable[Any]:
+    """Return `parts` for pickle; multiprocessing starts processes with protocol 4 before Python 3.14."""
+    return map(bytes if int(protocol) < 5 else pickle.PickleBuffer, parts)
 
 
 def _packed_spec(inherited: Inherited | None, *parts: Any) -> PackedSpec:
@@ -144,9 +149,9 @@ class Pickled(Payload):
         self.slots: Slots | None = None
         """Source of memory for copies; the crew that delivers the result sets it."""
 
-    def __reduce__(self) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         header, buffers = self.packed
-        return _pickled, (header, self.count, *map(pickle.PickleBuffer, buffers))
+        return _pickled, (header, self.count, *_buffers(buffers, protocol))
 
     @property
     def nbytes(self) -> int:

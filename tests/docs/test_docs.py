@@ -37,6 +37,7 @@ def load(path: Path) -> ModuleType:
 tested = load(ROOT / "tests" / "tested.py")
 
 
+sys.path.append(str(ROOT / "examples"))  # fresh processes import the module
 pool_backend = load(ROOT / "examples" / "pool_backend.py")
 
 
@@ -51,6 +52,8 @@ def test_the_worked_example_serves_a_loader_and_a_pipeline() -> None:
     loader = hybridloader.DataLoader(data, 3, num_workers=2, backend=pool_backend.Pool())
     for _ in range(2):
         assert [batch.tolist() for (batch,) in loader] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
+    fresh = hybridloader.DataLoader(data, 5, num_workers=1, backend=pool_backend.Pool("spawn"))
+    assert [batch.tolist() for (batch,) in fresh] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
     # Results of a stage of ours are not sent on unopened to one that does not say that it takes them.
     pipe = hybridloader.Pipeline.from_iterable(range(20)).map(abs, backend="fork")
     with pipe.map(math.sqrt, backend=pool_backend.Pool()).run() as run:
