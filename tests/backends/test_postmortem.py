@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from support.postmortem import PATIENCE, Child, child, crash_in_native_code
 
+from hybridloader._support import system
 from hybridloader.backends.process import postmortem
 from hybridloader.backends.process.backend import Fork, Spawn
 from hybridloader.backends.process.postmortem import (
@@ -124,7 +125,7 @@ def test_a_descriptor_that_is_no_record_leaves_the_worker_without(record: Postmo
 def test_where_there_is_no_memfd_a_file_without_a_name_serves(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.delattr(os, "memfd_create", raising=False)
+    monkeypatch.setattr(system, "MEMFD", False)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     made = PostmortemRecord.make()
     assert made is not None

@@ -286,10 +286,11 @@ def test_a_cache_of_somebody_else_is_not_read(
 def test_who_is_trusted(
     uid: int, mode: int, trusted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(system, "OWNERS", True)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000, raising=False)
     found: Any = SimpleNamespace(st_uid=uid, st_mode=stat.S_IFREG | mode)
     assert (_who_else(found) is None) == trusted
-    monkeypatch.delattr(os, "geteuid")
+    monkeypatch.setattr(system, "OWNERS", False)
     assert _who_else(found) is None
 
 
