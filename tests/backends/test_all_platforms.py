@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from support.dying_dataset import LARGE, Dying
 from torch.utils.data import Dataset, IterableDataset
 
 import hybridloader
@@ -25,7 +25,6 @@ from hybridloader.testing.tools import DEADLINE
 
 BACKENDS = ["inline", "threads", "spawn", "shared-memory", None]
 PROCESSES = ["spawn", "shared-memory"]
-LARGE = 50_000
 
 
 class Samples(Dataset[Any]):
@@ -100,26 +99,6 @@ def test_workers_are_kept_and_an_epoch_resumes_where_it_was_left(backend: str) -
     assert [batch["objects"][0] for batch in other] == rest
 
 
-class Dying(Dataset[torch.Tensor]):
-    """Its first worker process that reaches item 3 ends in one of several ways."""
-
-    def __init__(self, mark: Path, how: str) -> None:
-        self.mark, self.how = mark, how
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        if index == 3 and not self.mark.exists():
-            self.mark.touch()
-            if self.how == "exit":
-                os._exit(3)
-            if self.how == "kill":
-                psutil.Process().kill()
-            time.sleep(DEADLINE)
-        return torch.full((LARGE,), index)
-
-
 KILLED = "killed by signal SIGKILL" if system.KILL else "killed by signal SIGTERM|exited with code"
 
 
@@ -138,7 +117,7 @@ def test_a_worker_that_ends_or_hangs_is_named_or_restarted(
     options: dict[str, Any] = {"num_workers": 2, "backend": backend}
     options["task_timeout"] = 3.0 if how == "hang" else 0
     with pytest.raises(error, match=words):
-        list(DataLoader(Dying(tmp_path / "first", how), None, **options))
+        list(DataLoader(Dying(tmp_path / "first", how), None, **options))  # type: ignore[arg-type]
     loader = DataLoader(Dying(tmp_path / "second", how), None, on_worker_death="restart", **options)
     assert [int(sample[0]) for sample in loader] == [*range(8)]
 
@@ -150,16 +129,17 @@ def test_backends_that_need_more_than_this_platform_say_what_to_use() -> None:
 
 
 SCRIPT = """
-import os, sys, time, torch
+import os, sys, time
+import numpy as np
 from hybridloader import DataLoader
 
-class Local(torch.utils.data.Dataset):
+class Local:
     def __len__(self):
         return 8
     def __getitem__(self, index):
         if index == 1 and sys.argv[1] == "busy":
             time.sleep(600)
-        return torch.full((50_000,), index)
+        return np.full((50_000,), index)
 
 iterator = iter(DataLoader(Local(), None, num_workers=2, backend="spawn"))
 print(int(next(iterator)[0]), *(worker.pid for worker in iterator._workers), flush=True)
