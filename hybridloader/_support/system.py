@@ -11,7 +11,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -131,6 +132,24 @@ def _ends_within(windows: Any, pid: int, milliseconds: int) -> bool:
         return True
     try:
         return bool(windows.WaitForSingleObject(handle, milliseconds) == windows.WAIT_OBJECT_0)
+    finally:
+        windows.CloseHandle(handle)
+
+
+@contextmanager
+def kept_open(section: str) -> Iterator[None]:
+    """Keep a named section of Windows open within the block. Raises `FileNotFoundError` if it is gone.
+
+    `SharedMemory` opens it twice, and the second time makes a new one, all zeros, if the last process
+    that had it open has ended meanwhile (`mmap.mmap(-1, size, tagname=name)`, CPython 3.11 to 3.14).
+    """
+    windows = module("_winapi")
+    if windows is None:
+        yield
+        return
+    handle = windows.OpenFileMapping(windows.FILE_MAP_READ, False, section)
+    try:
+        yield
     finally:
         windows.CloseHandle(handle)
 

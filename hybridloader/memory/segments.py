@@ -145,7 +145,8 @@ def aligned_view(size: int) -> memoryview:
 
 def open_named(name: str) -> Mapping:
     """Map a named segment that another process has made."""
-    mapping = _map_named(_shared_memory(name, 0))
+    with system.kept_open(name):
+        mapping = _map_named(_shared_memory(name, 0))
     unlink(name)  # both processes have it open and need the name no more
     return mapping
 

@@ -6,11 +6,13 @@ import os
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from hybridloader._support import system
+from hybridloader.memory import segments
 from hybridloader.memory.shared_slots import SlotReader
 from hybridloader.testing.tools import DEADLINE
 
@@ -30,6 +32,25 @@ def test_a_missing_module_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) ->
         assert asked == ["_posixshmem"]
     finally:
         system.module.cache_clear()
+
+
+def test_a_section_of_windows_is_open_while_it_is_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the death of its maker in between gives a section of zeros, in place of a batch."""
+    made = segments.make(1 << 16, f"hl-{os.getpid()}-kept")
+    seen: list[str] = []
+    windows = SimpleNamespace(
+        FILE_MAP_READ=4,
+        OpenFileMapping=lambda access, inherit, name: seen.append(f"open {name}") or 1,
+        CloseHandle=lambda handle: seen.append("close"),
+    )
+    real, attach = system.module, segments._shared_memory
+    monkeypatch.setattr(system, "module", lambda name: windows if name == "_winapi" else real(name))
+    monkeypatch.setattr(
+        segments, "_shared_memory", lambda *args: seen.append("attach") or attach(*args)
+    )
+    segments.open_named(f"hl-{os.getpid()}-kept")
+    assert seen == [f"open hl-{os.getpid()}-kept", "attach", "close"]
+    del made
 
 
 def test_limits_are_read_where_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,6 +63,7 @@ def make(cls: Any, dataset: Any, **options: Any) -> Any:
     return cls(dataset, 2, shuffle=shuffle, num_workers=2, generator=generator, **options)
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("dataset", [Samples(), Stream()], ids=["map", "iterable"])
 def test_batches_are_those_of_torch(dataset: Any) -> None:
     expected = flat(list(make(torch.utils.data.DataLoader, dataset)))
@@ -87,6 +88,7 @@ def test_a_pipeline_mixes_backends_and_takes_functions_made_on_the_spot(backend:
 
 
 @pytest.mark.parametrize("backend", ["threads", "spawn", "shared-memory"])
+@pytest.mark.timeout(400)
 def test_workers_are_kept_and_an_epoch_resumes_where_it_was_left(backend: str) -> None:
     loader = make(StatefulDataLoader, Samples(), backend=backend, persistent_workers=True)
     list(loader)
