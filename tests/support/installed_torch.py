@@ -1,0 +1,33 @@
+"""Functions of later versions of torch, for tests that run on all versions from 2.6 on."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch.utils.data import DataLoader, get_worker_info
+
+from hybridloader._support.installed_torch import default_device
+
+
+def _of_the_worker() -> torch.Generator | None:
+    info = get_worker_info()
+    rng = None if info is None else info.rng
+    return None if rng is None else rng.torch_generator
+
+
+thread_safe_generator = getattr(torch.random, "thread_safe_generator", _of_the_worker)
+"""Function of torch 2.12 and later; before, the generator that it would return."""
+
+with torch.device("meta"):
+    knows_blocks = torch.get_default_device().type == "meta"
+
+get_default_device = torch.get_default_device if knows_blocks else default_device
+"""torch's function; ours if torch's knows the default of `set_default_device` alone."""
+
+with warnings.catch_warnings(record=True) as _caught:
+    warnings.simplefilter("always")
+    iter(DataLoader(range(1), pin_memory=True))  # type: ignore[arg-type]
+
+warns_without_accelerator = bool(_caught)
+"""True if torch's loader warns here that pin_memory=True does nothing; 2.6 never does."""
