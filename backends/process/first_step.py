@@ -1,7 +1,7 @@
-"""First step of a fresh process: to import the rest of what it runs, and to report an error of that.
+"""First step of a fresh process: to import its function, and to report an error of the import.
 
-Multiprocessing and loky import what a process runs while they load its arguments, and an error there
-only goes to stderr. So this module imports as little as possible.
+Multiprocessing and loky import the function while they load a process's arguments. An error there only
+goes to stderr. So this module imports as little as possible.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ RAISED = "\nEnded by: "
 
 
 class FirstStep(NamedTuple):
-    """Target of a process, which is `function` there. It must be sent before what it imports."""
+    """Target of a process, which is `function` there. It must be sent before other arguments."""
 
     function: Callable[..., Any]
     connection: Any  # the process's end

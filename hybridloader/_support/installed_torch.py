@@ -1,6 +1,6 @@
-"""What the installed torch has, from 2.6 on: the only module that asks for its version or abilities.
+"""Abilities of the installed torch, 2.6 or later: the only module that asks for them.
 
-Importing it imports torch, and refuses one that is too old. What differs between the versions:
+Importing it imports torch, and refuses one that is too old. Differences between the versions:
 
 - `torch.accelerator` is new in 2.6; its `current_accelerator` returns None, without a device, since 2.7.
 - `rand_like`, `randn_like` and `randint_like` take a generator since 2.10.
@@ -51,7 +51,7 @@ def current_accelerator() -> torch.device | None:
 def default_device() -> torch.device:
     """Return the default device of new tensors on this thread.
 
-    `torch.get_default_device` of 2.6 knows only that of `torch.set_default_device`, not of a block.
+    Before 2.8, `torch.get_default_device` knows only that of `torch.set_default_device`.
     """
     for mode in reversed(_get_current_function_mode_stack()):  # type: ignore[no-untyped-call]
         if isinstance(mode, DeviceContext):

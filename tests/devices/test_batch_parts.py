@@ -97,7 +97,7 @@ def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 
 OF_TUPLES = type(torchs_pin_memory(()))
-"""Type that torch pins tuples into: before 2.8 it made lists of them, where ours remain tuples."""
+"""Type that torch pins tuples into: 2.9 and before made lists of them, where ours remain tuples."""
 
 
 def told(data: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
@@ -30,4 +31,9 @@ with warnings.catch_warnings(record=True) as _caught:
     iter(DataLoader(range(1), pin_memory=True))  # type: ignore[arg-type]
 
 warns_without_accelerator = bool(_caught)
-"""True if torch's loader warns here that pin_memory=True does nothing; 2.6 never does."""
+"""True if torch's loader warns here that pin_memory=True does nothing; 2.6 never does so."""
+
+try:
+    takes_numpy_bools = torch.as_tensor(np.False_).dtype == torch.bool
+except TypeError:  # of torch 2.6 with numpy 2
+    takes_numpy_bools = False
