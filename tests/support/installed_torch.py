@@ -35,5 +35,5 @@ warns_without_accelerator = bool(_caught)
 
 try:
     takes_numpy_bools = torch.as_tensor(np.False_).dtype == torch.bool
-except TypeError:  # of torch 2.6 with numpy 2
+except (TypeError, DeprecationWarning):  # torch 2.6, with numpy 2 and 1.26
     takes_numpy_bools = False
