@@ -23,8 +23,14 @@ thread_safe_generator = getattr(torch.random, "thread_safe_generator", _of_the_w
 with torch.device("meta"):
     knows_blocks = torch.get_default_device().type == "meta"
 
-get_default_device = torch.get_default_device if knows_blocks else default_device
-"""torch's function; ours if torch's knows the default of `set_default_device` alone."""
+
+def get_default_device() -> torch.device:
+    """Return torch's answer; ours if torch's knows the default of `set_default_device` alone."""
+    try:
+        return torch.get_default_device() if knows_blocks else default_device()
+    except AttributeError:  # of torch 2.8, after `set_default_device(None)`
+        return torch.device("cpu")
+
 
 with warnings.catch_warnings(record=True) as _caught:
     warnings.simplefilter("always")
