@@ -1,5 +1,7 @@
 """Sessions of the tests: ``nox -s tests`` for each Python, ``free_threaded`` without a GIL, ``windows``.
 
+``nox -s other_torch`` runs them on other versions of torch.
+
 CONTRIBUTING.md says how to get the interpreters. ``nox -s tests-3.13 -- tests/engine`` runs a part.
 """
 
@@ -10,7 +12,12 @@ import nox
 nox.options.error_on_missing_interpreters = False
 
 TORCH = {"3.10": "2.11.0", "3.11": "2.13.0", "3.12": "2.13.0", "3.13": "2.13.0", "3.14": "2.13.0"}
-"""torch for each Python: the oldest of both, and the one of constraints.txt."""
+"""torch for each Python: the one of constraints.txt, and an older one."""
+
+OTHER_TORCH = [("3.10", "2.6.0")] + [
+    ("3.11", torch) for torch in ("2.6.0", "2.8.0", "2.10.0", "2.12.0", "2.14.1", "2.15.0")
+]
+"""Further pairs of a Python and a torch, from the oldest of both on."""
 
 TORCH_WITHOUT_GIL = {"3.13t": "2.12.0", "3.14t": "2.13.0"}
 """torch for each free-threaded Python: 2.12 is the last with wheels for 3.13t."""
@@ -37,6 +44,14 @@ def run(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Run the tests."""
     session.install("-e", ".[test]", f"torch=={TORCH[str(session.python)]}")
+    run(session)
+
+
+@nox.session
+@nox.parametrize("python,torch", OTHER_TORCH)
+def other_torch(session: nox.Session, torch: str) -> None:
+    """Run the tests on an older or a newer torch. From PyPI, each takes gigabytes on Linux."""
+    session.install("-e", ".[test]", f"torch=={torch}")
     run(session)
 
 

@@ -22,8 +22,8 @@ from functools import partial
 from typing import Any
 
 from hybridloader._support import system
-from hybridloader._support.error_handling import described, traceback_of
 from hybridloader.backends.process import stack_dump
+from hybridloader.backends.process.first_step import RAISED, record_end
 from hybridloader.engine.fetcher import TaskContext
 from hybridloader.memory.descriptors import ours
 from hybridloader.memory.segments import map_descriptor, nameless_file
@@ -35,9 +35,6 @@ that do the tasks, the current task, and the sample within it (both -1: none, or
 
 _TEXT = 64
 """Offset of faulthandler's text, in bytes."""
-
-_RAISED = "\nEnded by: "
-"""Beginning of the text about an exception that ended the worker: the exception, and its traceback."""
 
 _READ = 256 * 1024
 """Most bytes of text that are read: faulthandler stops after 100 threads of 100 frames each."""
@@ -184,7 +181,7 @@ class PostmortemRecord:
 
         Only meaningful once the worker is gone.
         """
-        _, raised, text = self._last_text().rpartition(_RAISED)
+        _, raised, text = self._last_text().rpartition(RAISED)
         exception, _, trace = text.partition("\n")
         return (exception, trace[-stack_dump.MOST :]) if raised else ("", self.crash())
 
@@ -323,10 +320,7 @@ class PostmortemWriter:
     def ended_by(self, error: BaseException) -> None:
         """Record an exception that is about to end the process, unless this is a fork of it."""
         if os.getpid() == self._cells[_PID].value:
-            line, _, _ = described(error).partition("\n")
-            text = f"{_RAISED}{line}\n{traceback_of(error)}"
-            with suppress(OSError):  # no room
-                os.write(self.fd, text.encode("utf-8", "backslashreplace"))
+            record_end(self.fd, error)
 
     def context(self) -> PostmortemContext:
         return PostmortemContext(self._cells[_AT])

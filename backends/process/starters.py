@@ -15,6 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 from hybridloader._support import system
 from hybridloader.backends.process import fork_safety
 from hybridloader.backends.process.child import FirstFrame, main
+from hybridloader.backends.process.first_step import FirstStep
 from hybridloader.backends.process.frames import Frame
 from hybridloader.backends.process.handles import (
     ProcessHandle,
@@ -100,7 +101,7 @@ class Starter:
     def _launch(self, start: WorkerStart, connection: Any) -> None:
         """Start a worker at this end of its connection, which the caller closes."""
         process = self._context.Process(
-            target=main,
+            target=main if self.forks else FirstStep(main, connection, start.record is not None),
             args=(
                 start.worker,
                 self.transport.endpoint,
@@ -139,8 +140,9 @@ class Starter:
 
     def end_of(self, record: PostmortemRecord) -> tuple[str, str]:
         """Describe the end of a worker with this record, as `PostmortemRecord.end` does."""
-        if self.forks or record.begun:
-            return record.end()
+        end = record.end()
+        if self.forks or record.begun or any(end):
+            return end
         runs = " It runs the top of the script first." if self._by_name else ""
         return (
             "",

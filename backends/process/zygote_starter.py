@@ -24,6 +24,7 @@ from typing import Any
 from hybridloader._support.caller import warn_once
 from hybridloader.backends.process import handles
 from hybridloader.backends.process.child import FirstFrame
+from hybridloader.backends.process.first_step import FirstStep
 from hybridloader.backends.process.frames import Frame
 from hybridloader.backends.process.handles import ProcessHandle, starting
 from hybridloader.backends.process.postmortem import PostmortemRecord
@@ -143,7 +144,7 @@ class ZygoteStarter(Starter):
         recorded = zygote.record is not None
         first = FirstFrame(recorded, inherited=shipment.inherited, script=self._script)
         process = self._context.Process(
-            target=serve,
+            target=FirstStep(serve, theirs, recorded),
             args=(theirs, os.getpid(), first),
             name=f"hybridloader-{spec.stage}-zygote",
             daemon=True,

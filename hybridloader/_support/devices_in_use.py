@@ -17,8 +17,10 @@ def modules() -> dict[str, Any]:
     torch = sys.modules.get("torch")
     if torch is None:
         return {}
+    from hybridloader._support.installed_torch import current_accelerator
+
     found = {"cuda": torch.cuda}
-    kind = torch.accelerator.current_accelerator()
+    kind = current_accelerator()
     if kind is not None:
         found.setdefault(kind.type, torch.get_device_module(kind))
     return found

@@ -32,7 +32,9 @@ def modes_here() -> Modes | None:
     torch: Any = sys.modules.get("torch")
     if torch is None:
         return None
-    accelerator = torch.accelerator.current_accelerator()
+    from hybridloader._support.installed_torch import current_accelerator, default_device
+
+    accelerator = current_accelerator()
     kinds = ("cpu",) if accelerator is None else ("cpu", accelerator.type)
     on = [kind for kind in kinds if torch.is_autocast_enabled(kind)]
     modes = Modes(
@@ -41,7 +43,7 @@ def modes_here() -> Modes | None:
         tuple((kind, torch.get_autocast_dtype(kind)) for kind in on),
         torch.is_autocast_cache_enabled() if on else True,
         # torch implements a default device as a function mode; most threads have none.
-        str(torch.get_default_device()) if torch._C._is_torch_function_mode_enabled() else "cpu",
+        str(default_device()) if torch._C._is_torch_function_mode_enabled() else "cpu",
     )
     return None if modes == _OF_A_NEW_THREAD else modes
 

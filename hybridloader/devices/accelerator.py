@@ -39,10 +39,11 @@ def current() -> Accelerator | None:
         return _installed[-1]
     import torch
 
-    if not torch.accelerator.is_available():
+    from hybridloader._support.installed_torch import current_accelerator
+
+    kind = current_accelerator()
+    if kind is None or not torch.accelerator.is_available():
         return None
-    kind = torch.accelerator.current_accelerator()
-    assert kind is not None
     return TorchAccelerator(torch.device(kind.type, _current_index(kind)))
 
 
@@ -72,7 +73,9 @@ def find(device: Any) -> Accelerator | None:
         return None
     import torch
 
-    kind, problem = torch.accelerator.current_accelerator(), ""
+    from hybridloader._support.installed_torch import current_accelerator
+
+    kind, problem = current_accelerator(), ""
     if kind is None or not torch.accelerator.is_available():
         problem = (
             f"torch {torch.__version__} finds no accelerator on this machine. Omit device, or pass "

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch.utils.data
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+import hybridloader._support.installed_torch  # noqa: F401 - it refuses a torch that is too old
 from hybridloader._support.arguments import whole
 from hybridloader._support.attributes import Fallback, attribute
 from hybridloader._support.error_handling import add_note

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, TypeVar
 
 from torch.utils.data import Sampler
 
+import hybridloader._support.installed_torch  # noqa: F401 - it refuses a torch that is too old
 from hybridloader._support.arguments import whole
 from hybridloader._support.state_schema import ANY, Schema, up_to
 from hybridloader.sampling.arguments import LARGEST, seed_of

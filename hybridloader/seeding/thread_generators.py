@@ -172,6 +172,9 @@ _WITHOUT = """
 """
 """Functions of torch and `torch.nn.functional` that draw and take no generator."""
 
+_LIKE = {"rand_like": "uniform_", "randn_like": "normal_", "randint_like": "random_"}
+"""Functions that take no generator in some versions of torch, and the method with which each draws."""
+
 
 @functools.cache
 def mode_class() -> Any:
@@ -180,7 +183,10 @@ def mode_class() -> Any:
     from torch.overrides import TorchFunctionMode
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    takes = {getattr(torch, name, None) for name in _FUNCTIONS.split()}
+    from hybridloader._support.installed_torch import takes_generator
+
+    named = {getattr(torch, name): takes_generator(name) for name in _FUNCTIONS.split()}
+    takes = {function for function, taken in named.items() if taken}
     takes |= {getattr(torch.Tensor, name, None) for name in _METHODS.split()}
     # These Python functions must be listed: the mode is off within a function that it handles.
     for function in vars(torch.nn.init).values():
@@ -188,6 +194,7 @@ def mode_class() -> Any:
             takes.add(function)
     homes = torch, torch.nn.functional
     without = {getattr(home, name, None) for home in homes for name in _WITHOUT.split()}
+    without |= named.keys() - takes
     default, seeded = torch.default_generator, torch.Tag.nondeterministic_seeded
 
     class Within(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -249,11 +256,9 @@ def mode_class() -> Any:
                 if (given is None or given is default) and _on_cpu(args, kwargs):
                     kwargs = {**kwargs, "generator": self._mine.tensor}
                 return func(*args, **kwargs)
-            if func in without:
-                with Within(self._mine):
-                    return func(*args, **(kwargs or {}))
-            moved = now.moved
-            if moved is None:
+            moved = None if func in without else now.moved
+            # With other generators in place, a sample within this one has handled the call.
+            if now.generators is not self._mine or (moved is None and func not in without):
                 return func(*args, **kwargs) if kwargs else func(*args)
             with Within(self._mine, moved):
                 return func(*args, **(kwargs or {}))
@@ -263,17 +268,32 @@ def mode_class() -> Any:
 
 @functools.cache
 def _with_generator(operation: Any) -> tuple[Any, int]:
-    """Return the overload of a torch operation that takes a generator, and the argument's position.
+    """Return the form of a torch operation that takes a generator, and the argument's position.
 
-    The overload is None if there is none. Generators are the last argument.
+    The form is None if there is none. Generators are the last argument.
     """
-    name = operation._overloadname
-    with_one = "generator" if name == "default" else f"{name}_generator"
-    for overload in (operation, getattr(operation.overloadpacket, with_one, None)):
-        names = [] if overload is None else [each.name for each in overload._schema.arguments]
-        if "generator" in names:
-            return overload, names.index("generator")
-    return None, sys.maxsize
+    packet, wanted = operation.overloadpacket, _parameters(operation)
+    for overload in (operation, *(getattr(packet, name) for name in packet.overloads())):
+        found = _parameters(overload)
+        if "generator" in found and {**found, "generator": None} == {**wanted, "generator": None}:
+            return overload, [*found].index("generator")
+    name = packet.__name__
+    return (functools.partial(_draw_like, _LIKE[name]) if name in _LIKE else None), sys.maxsize
+
+
+def _parameters(operation: Any) -> dict[str, str]:
+    return {each.name: str(each.type) for each in operation._schema.arguments}
+
+
+def _draw_like(method: str, like: Any, *bounds: Any, generator: Any, **options: Any) -> Any:
+    """Draw numbers for a tensor like another one in the way torch does.
+
+    `bounds` are those of `randint_like`, which torch draws from 0 on if it has one.
+    """
+    made = sys.modules["torch"].empty_like(like, **options)
+    if len(bounds) == 1:
+        bounds = 0, *bounds
+    return getattr(made, method)(*bounds, generator=generator)
 
 
 def _on_cpu(args: Any, kwargs: Any) -> bool:
@@ -282,7 +302,9 @@ def _on_cpu(args: Any, kwargs: Any) -> bool:
     if device is None and args:
         device = attribute(args[0], "device")
     if device is None and torch._C._is_torch_function_mode_enabled():
-        device = torch.get_default_device()
+        from hybridloader._support.installed_torch import default_device
+
+        device = default_device()
     return device is None or str(device).partition(":")[0] == "cpu"
 
 

@@ -27,8 +27,7 @@ from hybridloader.seeding.sample_rng import SampleRng, now
 from hybridloader.seeding.sample_seeds import Kind, SeedTriple
 
 if TYPE_CHECKING:
-    from torch.utils.data._utils.worker import _RNG
-
+    from hybridloader._support.installed_torch import WorkerGenerators
     from hybridloader.seeding.thread_sample_rng import ThreadGenerators
 
 
@@ -78,7 +77,7 @@ class WorkerSeeds:
     working: Callable[[], AbstractContextManager[None]] | None = None
     """Context of the worker's work after `initialising`; None: no context is needed."""
 
-    def generators(self, base_seed: int, worker: int) -> _RNG | None:
+    def generators(self, base_seed: int, worker: int) -> WorkerGenerators | None:
         """Return the worker's own generators, for `WorkerInfo.rng`."""
         return None
 
@@ -125,12 +124,13 @@ class ThreadSeeds(WorkerSeeds):
         """Generators that replaced the global ones while `init_fn` ran."""
         self._starter = threading.get_ident()
 
-    def generators(self, base_seed: int, worker: int) -> _RNG | None:
+    def generators(self, base_seed: int, worker: int) -> WorkerGenerators | None:
         import numpy as np
         import torch
-        from torch.utils.data._utils.worker import _RNG  # its three fields are torch 2.13's
 
-        return _RNG(
+        from hybridloader._support.installed_torch import WorkerGenerators
+
+        return WorkerGenerators(
             random_generator=random.Random(base_seed + worker),
             torch_generator=torch.Generator().manual_seed(base_seed + worker),
             numpy_generator=np.random.default_rng(numpy_seed(base_seed, worker)),

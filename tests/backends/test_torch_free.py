@@ -16,6 +16,7 @@ import torch.utils.data
 from hypothesis import given
 from hypothesis import strategies as st
 from support.comparison import same
+from support.installed_torch import takes_numpy_bools
 from support.plain_datasets import as_is, told
 from torch.utils.data import default_collate, default_convert
 
@@ -72,7 +73,12 @@ def test_a_class_of_this_very_module_brings_torch_only_if_it_names_it() -> None:
     assert told(Naming()) == [True] * 3
 
 
-@pytest.mark.parametrize("name", ["numbers", "arrays"])
+FLAGS = pytest.param(
+    "flags", marks=pytest.mark.skipif(not takes_numpy_bools, reason="torch's loader fails")
+)
+
+
+@pytest.mark.parametrize("name", ["numbers", "arrays", FLAGS])
 @pytest.mark.parametrize("batch_size", [None, 3])
 def test_plain_samples_arrive_as_what_torch_makes_of_them(
     plain: Any, name: str, batch_size: int | None

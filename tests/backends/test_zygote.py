@@ -209,6 +209,30 @@ def test_an_exception_that_ends_a_worker_is_named_first_with_its_traceback(
         list(load(dataset, backend, worker_init_fn=init))
 
 
+@pytest.mark.parametrize(
+    ("backend", "forked"),
+    [
+        ("spawn", "was not forked by .*, which "),
+        (Spawn(preload=False), ""),
+        (SharedMemory("spawn"), ""),
+    ],
+    ids=["zygote", "fresh worker", "multiprocessing"],
+)
+def test_a_module_that_a_fresh_process_can_not_import_is_named_first_with_its_traceback(
+    backend: Any, forked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing = "hybridloader.engine.serving"
+    code = f"import sys; sys.modules[{missing!r}] = None"  # so Python refuses to import it
+    (tmp_path / "sitecustomize.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    words = (
+        rf"worker \d \(process.*\) was ended by ModuleNotFoundError: import of {missing} halted.* "
+        rf"\({forked}exited with code 1\)(.|\n)*Traceback(.|\n)*, in <module>\n"
+    )
+    with pytest.raises(WorkerDied, match=words):
+        list(load(Samples(int), backend))
+
+
 def test_the_death_of_the_zygote_is_that_of_its_workers() -> None:
     gate = Gate()
     with start(load(Samples(at_gate(gate, 2)), "spawn", workers=2)) as iterator:

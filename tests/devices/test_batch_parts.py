@@ -96,6 +96,10 @@ def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     )
 
 
+OF_TUPLES = type(torchs_pin_memory(()))
+"""Type that torch pins tuples into: 2.9 and before made lists of them, where ours remain tuples."""
+
+
 def told(data: Any) -> Any:
     """Return the comparable parts of `data`."""
     if isinstance(data, Leaf):
@@ -104,7 +108,8 @@ def told(data: Any) -> Any:
     if isinstance(data, Mapping):
         return type(data), extra, {key: told(value) for key, value in data.items()}
     if isinstance(data, Sequence) and not isinstance(data, (str, bytes)):
-        return type(data), [told(value) for value in data]
+        plain = isinstance(data, tuple) and not hasattr(data, "_fields")
+        return OF_TUPLES if plain else type(data), [told(value) for value in data]
     return type(data), data
 
 

@@ -122,7 +122,9 @@ def test_the_picture_is_the_one_that_its_script_draws() -> None:
 
 
 def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) < 120
+    before, _, rest = (ROOT / "README.md").read_text().partition(tested.BEGIN)
+    written = before + rest.partition(tested.END)[2]  # without the table, which has a row a system
+    assert len(written.splitlines()) < 108
 
 
 @pytest.mark.classes

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.installed_torch import get_default_device
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset
 
@@ -33,7 +34,7 @@ def modes() -> Modes:
         torch.is_inference_mode_enabled(),
         str((ones @ ones).dtype),
         torch.is_autocast_cache_enabled(),
-        torch.get_default_device().index,
+        get_default_device().index,
         VARIABLE.get(),
         np.geterr()["divide"],
     )

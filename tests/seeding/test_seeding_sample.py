@@ -251,7 +251,8 @@ def test_what_is_imported_in_the_middle_of_a_sample_is_seeded() -> None:
 
     fresh = found(backend="spawn", num_workers=1)
     assert "numpy" not in fresh[1][1], "the worker had numpy before"
-    assert "numpy.random" not in fresh[1][1], "it was imported although nobody had drawn from it"
+    at_once = np.__version__ < "2"  # numpy 1 imports it with itself
+    assert ("numpy.random" in fresh[1][1]) == at_once, "it was imported although nobody had drawn"
     here = found(num_workers=0)
     assert [s[2:] for s in fresh] == [s[2:] for s in here]
 

@@ -19,6 +19,7 @@ import torch
 from numpy.random import rand as taken_rand
 from numpy.random import sample as taken_sample
 from numpy.random import seed as taken_seed
+from support.installed_torch import thread_safe_generator
 from support.random_datasets import Drawing, add, collate, states
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import Dataset, get_worker_info
@@ -82,6 +83,15 @@ DRAWN: dict[str, Callable[[], Any]] = {
         torch.rand_like(torch.ones(2)).tolist(),
         torch.randn_like(torch.ones(2)).tolist(),
         torch.randint_like(torch.ones(2), 9).tolist(),
+    ],
+    "torch like, with options": lambda: [
+        torch.rand_like(torch.ones(2, requires_grad=True), requires_grad=True).tolist(),
+        torch.rand_like(torch.ones(2, 3, 4, 5), memory_format=torch.channels_last).tolist(),
+        torch.rand_like(torch.ones(3, 4).t(), dtype=torch.float16).tolist(),
+        torch.randn_like(torch.ones(4, 20)[:, ::2], dtype=torch.complex64).tolist(),
+        torch.randn_like(torch.ones(40, dtype=torch.bfloat16), device="cpu").tolist(),
+        torch.randint_like(torch.ones(4), 3, 9, dtype=torch.int64).tolist(),
+        torch.randint_like(input=torch.ones(4, dtype=torch.uint8), high=9).tolist(),
     ],
     "torch in place": lambda: [
         torch.empty(2).uniform_().tolist(),
@@ -342,6 +352,12 @@ def test_what_somebody_else_replaced_meanwhile_stays(monkeypatch: pytest.MonkeyP
         np.random.rand = getattr(before, "__wrapped__", before)  # type: ignore[assignment]
 
 
+def drop(index: int) -> list[float]:
+    """Draw by a function that takes no generator."""
+    found: list[float] = torch.nn.functional.dropout(torch.full((40,), 1.0 + index)).tolist()
+    return found
+
+
 class Nested(Dataset[Any]):
     """A sample that makes a loader over seeded samples, and draws before and after."""
 
@@ -356,6 +372,7 @@ class Nested(Dataset[Any]):
         first = [random.random(), float(np.random.rand()), torch.rand(1).item()]
         inner = list(DataLoader(Drawing(), 8, collate_fn=collate, seeding=self.seeding))
         inner += list(Pipeline.from_dataset(range(3)).map(add, seeding="sample").run(seed=3))
+        inner += list(Pipeline.from_dataset(range(3)).map(drop, seeding="sample").run(seed=3))
         assert rng() is own
         assert get_worker_info() is info
         return first, inner, [random.random(), float(np.random.rand()), torch.rand(1).item()]
@@ -380,7 +397,7 @@ class Told(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         info = get_worker_info()
         assert info is not None
-        generator = torch.thread_safe_generator()
+        generator = thread_safe_generator()
         found = [torch.rand(1, generator=generator).item(), torch.rand(1).item()]
         if info.rng is not None:
             found += [info.rng.random_generator.random(), float(info.rng.numpy_generator.random())]

@@ -16,9 +16,11 @@ from hybridloader.memory.shared_slots import SlotReader, SlotWriter
 _DTYPES = (
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 bfloat16 float32 float64 "
     "complex32 complex64 complex128 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz "
-    "float8_e8m0fnu float4_e2m1fn_x2 int4 uint3 bits8 bits16"
+    "int4 uint3 bits8 bits16"
 )
+_LATER = "float8_e8m0fnu float4_e2m1fn_x2"  # in torch 2.7 and 2.8
 DTYPES = [getattr(torch, name) for name in _DTYPES.split()]
+DTYPES += [getattr(torch, name) for name in _LATER.split() if hasattr(torch, name)]
 _NUMPY = "? b h i q B H I Q e f d g F D G S5 U7 M8[ns] M8[D] m8[us] V6 >f4 <i2 f4,(2,3)i2,U3"
 NUMPY_DTYPES = _NUMPY.split()
 

@@ -36,13 +36,19 @@ def arrays(index):
     kinds = "f8 f4 f2 i8 i4 i2 i1 u1 ?".split()
     return {
         "arrays": [whole.astype(kind) for kind in kinds],
-        "scalars": tuple(np.dtype(kind).type(index) for kind in kinds),
+        "scalars": tuple(np.dtype(kind).type(index) for kind in kinds[:-1]),
         "large": np.full((300, 300), index, np.float32),
         "cut": whole[:, ::2].T,
         "0-d": np.array(index),
         "empty": np.zeros((0, 3)),
         "bytes": b"x",
     }
+
+
+def flags(index):
+    import numpy as np
+
+    return np.bool_(index)
 
 
 def overflows(index):

@@ -17,7 +17,9 @@ class OriginDataset:
 
     def __getitem__(self, index: int) -> tuple[str, int]:
         info: Any = get_worker_info()
-        return (info.worker_method if info else "caller"), os.getpid()
+        # torch's own workers have no `worker_method` before torch 2.12.
+        method = getattr(info, "worker_method", "multiprocessing") if info else "caller"
+        return method, os.getpid()
 
 
 def origins(loader: Any) -> set[tuple[str, bool]]:

@@ -123,7 +123,7 @@ def umask() -> int:
 
 PROBES: dict[str, Callable[[], Any]] = {
     "default dtype": lambda: str(torch.tensor([0.5], device="cpu").dtype),
-    "default device": lambda: str(torch.get_default_device()),
+    "default device": lambda: str(torch.empty(0).device),
     "threads of torch": torch.get_num_threads,
     "deterministic": torch.are_deterministic_algorithms_enabled,
     "precision": torch.get_float32_matmul_precision,
