@@ -16,9 +16,13 @@ from typing import ClassVar
 from hybridloader._support import system
 from hybridloader._support.caller import warn, warn_once
 from hybridloader._support.devices_in_use import device_in_use
+from hybridloader.backends.process import fork_safety
 from hybridloader.backends.process.crew import ProcessCrew
 from hybridloader.backends.process.fork_safety import fork_hazard
-from hybridloader.backends.process.starters import starter
+from hybridloader.backends.process.handles import occupy_standard_descriptors
+from hybridloader.backends.process.pipe_transport import PipeTransport
+from hybridloader.backends.process.socket_transport import SocketTransport
+from hybridloader.backends.process.starters import ForkStarter, Starter
 from hybridloader.engine.contract import Backend, Crew
 from hybridloader.errors import BackendUnavailable, ForkUnsafe
 from hybridloader.memory import segments
@@ -82,7 +86,7 @@ class ProcessBackend(Backend):
         method = self._method()
         kind = slot_kind(self.memory, sockets=system.UNIX_SOCKETS)
         check = functools.partial(self.check_start, method)
-        made = starter(method, preload=self.preload, runs_script=self.runs_script)
+        made = _starter(method, preload=self.preload, runs_script=self.runs_script)
         return ProcessCrew(made, kind, self.memory.bytes(), check)
 
 
@@ -302,3 +306,23 @@ def slot_kind(memory: Memory, *, sockets: bool) -> str:
             "use Memory(kind='named') or leave the kind out"
         )
     return memory.kind or ("nameless" if nameless else "named")
+
+
+def _starter(method: str, *, preload: bool, runs_script: bool) -> Starter:
+    """Return the starter of a crew, with its transport.
+
+    `method` is one of multiprocessing's, or ``"loky"``. With `preload`, a zygote forks fresh workers
+    where that is possible. With `runs_script`, a zygote in the place of multiprocessing's fork server
+    runs the top of the script, as the workers of that server do.
+    """
+    occupy_standard_descriptors()
+    sockets = system.UNIX_SOCKETS
+    transport = SocketTransport() if sockets else PipeTransport()
+    if method == "fork":
+        return ForkStarter(method, transport)
+    zygote = preload and method in ("loky", "forkserver") and sockets and fork_safety.available()
+    if not zygote:
+        return Starter(method, transport)
+    from hybridloader.backends.process.zygote_starter import ZygoteStarter
+
+    return ZygoteStarter(transport, runs_script=runs_script and method == "forkserver")

@@ -12,14 +12,11 @@ from collections.abc import Callable, Sequence
 from multiprocessing import spawn
 from typing import Any, ClassVar, NamedTuple
 
-from hybridloader._support import system
-from hybridloader.backends.process import fork_safety
 from hybridloader.backends.process.child import FirstFrame, main
 from hybridloader.backends.process.first_step import FirstStep
 from hybridloader.backends.process.frames import Frame
 from hybridloader.backends.process.handles import (
     ProcessHandle,
-    occupy_standard_descriptors,
     starting,
 )
 from hybridloader.backends.process.pipe_transport import PipeTransport
@@ -194,23 +191,3 @@ def duplicates(fds: Sequence[int]) -> list[int]:
             os.close(fd)
         raise
     return found
-
-
-def starter(method: str, *, preload: bool, runs_script: bool) -> Starter:
-    """Return the starter of a crew, with its transport.
-
-    `method` is one of multiprocessing's, or ``"loky"``. With `preload`, a zygote forks fresh workers
-    where that is possible. With `runs_script`, a zygote in the place of multiprocessing's fork server
-    runs the top of the script, as the workers of that server do.
-    """
-    occupy_standard_descriptors()
-    sockets = system.UNIX_SOCKETS
-    transport = SocketTransport() if sockets else PipeTransport()
-    if method == "fork":
-        return ForkStarter(method, transport)
-    zygote = preload and method in ("loky", "forkserver") and sockets and fork_safety.available()
-    if not zygote:
-        return Starter(method, transport)
-    from hybridloader.backends.process.zygote_starter import ZygoteStarter
-
-    return ZygoteStarter(transport, runs_script=runs_script and method == "forkserver")
