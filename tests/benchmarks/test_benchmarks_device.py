@@ -236,7 +236,7 @@ def test_figures_of_the_driver_on_a_stub(tmp_path: Path) -> None:
 
 KNOWN = (
     "test_devices.py::test_the_stream_waits_for_the_copy_and_the_host_does_not",
-    "test_exits.py::test_an_assertion_of_a_kernel_is_raised_and_the_process_ends",
+    "test_device_exits.py::test_an_assertion_of_a_kernel_is_raised_and_the_process_ends",
 )
 """Tests that need a device which is still at work when a call returns."""
 
