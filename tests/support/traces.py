@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from bisect import bisect_right
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,7 @@ class ReadTrace:
             if event["ph"] in "sf":
                 flows[event["id"]].append(event)
         self.flows = []
+        self._slices: dict[str, defaultdict[Any, list[Any]]] = {}
         for ends in flows.values():
             assert sorted(event["ph"] for event in ends) == ["f", "s"], ends
             start, finish = sorted(ends, key=lambda event: event["ph"] == "f")
@@ -81,11 +83,17 @@ class ReadTrace:
 
     def _around(self, flow: dict[str, Any], name: str) -> dict[str, Any]:
         at = nanoseconds(flow["ts"])
-        for event in self.named(name):
-            same = (event["pid"], event["tid"]) == (flow["pid"], flow["tid"])
-            if same and nanoseconds(event["ts"]) <= at <= end(event):
-                return event
-        raise AssertionError(f"{flow} is in no {name}")
+        if name not in self._slices:  # a busy machine has thousands of both
+            by_thread = self._slices[name] = defaultdict(list)
+            for event in self.named(name):
+                by_thread[event["pid"], event["tid"]].append((nanoseconds(event["ts"]), event))
+            for slices in by_thread.values():
+                slices.sort(key=lambda one: one[0])
+        slices = self._slices[name][flow["pid"], flow["tid"]]
+        last = bisect_right(slices, at, key=lambda one: one[0]) - 1
+        found = [event for _, event in slices[max(0, last - 1) : last + 1] if at <= end(event)]
+        assert found, f"{flow} is in no {name}"
+        return found[0]
 
     def _check_counters(self) -> None:
         last: defaultdict[str, float] = defaultdict(float)
