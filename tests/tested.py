@@ -28,7 +28,7 @@ UNTRIED = (
         for torch in ("2.6.0", "2.8.0", "2.10.0", "2.12.0", "2.14.1", "2.15.0")
     ),
     ("Linux", "any", "any", "GPU", "written, tested with a simulated device"),
-    ("Windows", "any", "any", "any", "never run, but by Wine"),
+    ("Windows", "any", "any", "any", "never run"),
     ("macOS", "any", "any", "any", "never run, simulated on Linux"),
 )
 """Systems that code or a session was written for. A row goes once there is a record of its system."""
