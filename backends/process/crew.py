@@ -216,8 +216,10 @@ class ProcessCrew(Crew):
         self._starter.disown()
 
     def _decode(self, worker: int, frame: Frame) -> Event | None:
-        """Return the event of a frame; None if its data is gone with the worker, which will be missing
-        its answer then."""
+        """Return the event of a frame; None if its data is gone with the worker.
+
+        The task then counts as not answered.
+        """
         found = codec.decode_fields(frame.parts)
         kind, seq, body, returned, slot_map, extras, count, seconds, position = found
         channel = self._workers[worker].channel

@@ -60,7 +60,6 @@ def test_limits_are_read_where_there_are_any(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_wait_for_a_process_ends_with_it() -> None:
-    """Of a child of this process, which waits for it elsewhere: its number would else stay taken."""
     code = "import sys; sys.stdin.read()"
     process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
     waiting = threading.Thread(target=system.await_end, args=(process.pid,))

@@ -28,6 +28,7 @@ from hybridloader.engine.messages import Exited
 from hybridloader.errors import CacheError, DamagedMessage, WorkerPicklingError
 from hybridloader.memory.shipping import _Contents, receive, ship
 from hybridloader.pipeline.operators.cache_file import Reader, Writer
+from hybridloader.testing.tools import DEADLINE
 
 thorough = settings(max_examples=100, deadline=None)
 in_a_folder = settings(thorough, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -388,3 +389,21 @@ def test_descriptors_that_come_with_damage_or_behind_it_are_closed(
         assert isinstance(event, Exited)
         assert "sent an unreadable message" in str(event.cause)
         assert crew.transport.wait == wait
+
+
+def test_the_end_of_a_connection_that_was_dropped_is_not_that_of_the_next_worker() -> None:
+    """On platforms without polled sockets, threads report the ends, and one may be late."""
+    transport = PipeTransport()
+    ended, sentinel = Pipe()
+    pairs = [Pipe() for _ in range(2)]
+    transport.connect(0, pairs[0][0])
+    transport.watch(0, SimpleNamespace(sentinel=sentinel.fileno()))
+    transport.drop(0)
+    for thread in transport._threads:
+        thread.join(DEADLINE)
+    transport.connect(0, pairs[1][0])  # that of the worker that takes its place
+    assert transport.wait(0) == []
+    assert not pairs[1][0].closed
+    transport.close()
+    for end in (ended, sentinel, pairs[0][1], pairs[1][1]):
+        end.close()
