@@ -195,6 +195,7 @@ class TestThreadsAsOnMacOS(BackendContract):
     backend = Threads()
 
 
+@pytest.mark.full  # in its slots it is `TestSpawnAsOnMacOS`
 @pytest.mark.usefixtures("_macos")
 class TestSharedMemoryAsOnMacOS(BackendContract):
     backend = SharedMemory(start_method="spawn")
