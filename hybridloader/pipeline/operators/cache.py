@@ -17,7 +17,7 @@ from itertools import islice
 from typing import Any
 
 from hybridloader._support.caller import warn
-from hybridloader._support.error_handling import is_a, no_answer, part, text_of
+from hybridloader._support.error_handling import no_answer, text_of
 from hybridloader._support.text import short
 from hybridloader.errors import ResultPicklingError, StateError
 from hybridloader.pipeline.operators.cache_file import Reader, Writer
@@ -241,15 +241,15 @@ class KeepingIterator(OperatorIterator):
             writer.add(item)
         except BaseException as error:  # half a record may have been written
             self._discard()
-            if is_a(error, OSError):
+            if isinstance(error, OSError):
                 _warn_of(self._path, error)
                 return
-            if not is_a(error, ResultPicklingError):
+            if not isinstance(error, ResultPicklingError):
                 raise
             self._raised += 1
             raise ResultPicklingError(
                 f"an item can't be written to the cache file {self._path!r}: {short(item)}: "
-                f"{text_of(part(error, '__cause__'))}. Cache in memory, without a path, or before the "
+                f"{text_of(error.__cause__)}. Cache in memory, without a path, or before the "
                 "step that makes it"
             ) from error
 
@@ -267,7 +267,7 @@ class KeepingIterator(OperatorIterator):
                 writer.commit()
             except BaseException as error:
                 writer.discard()
-                if not is_a(error, OSError):
+                if not isinstance(error, OSError):
                     raise
                 _warn_of(self._path, error)
 
