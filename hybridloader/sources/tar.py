@@ -62,10 +62,10 @@ class Tar(Shards[Any]):
     decode
         Function of that tuple or dict that makes the sample.
     index
-        Local folder in which the indices are kept for the next time. Ranks that share it divide the
-        archives among them, and ``hybridloader index`` fills it ahead of time. ``"beside"``: each is
-        beside its archive, as ``NAME.index``, where `ShardWriter` writes it; one of a remote archive is
-        only read there. One of an archive that has changed is made again. Default: they are not kept.
+        Local folder in which the indices are kept for the next time. One of the ranks that share it
+        makes them, and ``hybridloader index`` fills it ahead of time. ``"beside"``: each is beside its
+        archive, as ``NAME.index``, where `ShardWriter` writes it; one of a remote archive is only read
+        there. One of an archive that has changed is made again. Default: they are not kept.
     coalesce_bytes
         For remote archives that are read in order: samples of a batch with at most so many bytes
         between them are read by one request. A batch is then made in one call, so `threads_per_worker`
