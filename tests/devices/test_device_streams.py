@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from support.fake_accelerator import FakeAccelerator
 from support.forking import in_a_fork
 from support.locked_slots import Private, address
 from support.pinning_datasets import Rows, first_of, reading
@@ -15,7 +16,6 @@ from support.pinning_datasets import Rows, first_of, reading
 from hybridloader import DataLoader, Pipeline
 from hybridloader.devices.pinning import BUFFER_BYTES, Mover
 from hybridloader.memory import page_locks
-from hybridloader.testing import FakeAccelerator
 
 
 class Apart(FakeAccelerator):
