@@ -415,7 +415,6 @@ def test_a_device_that_locks_no_pages_pins_by_a_copy() -> None:
 def test_a_device_that_neither_pins_nor_has_streams_gets_its_copies_at_once() -> None:
     class Plain(FakeAccelerator):
         pins = queues_copies = False  # type: ignore[assignment]
-        one_stream = True
 
         def pin(self, tensor: torch.Tensor) -> torch.Tensor:
             raise AssertionError("does not pin")
