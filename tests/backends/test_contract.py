@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 from support import bare_platform
+from support.backend_contract import BackendContract
 from support.backend_without_defaults import WithoutDefaults
 
 import hybridloader
 from hybridloader import Fork, Inline, Memory, SharedMemory, Spawn, Threads
 from hybridloader._support import system
 from hybridloader.engine import Backend, Crew, Done, Message, Task, WorkerHandle, WorkerSpec
-from hybridloader.testing import BackendContract
 
 KINDS: tuple[Any, ...] = (Backend, Crew, WorkerHandle)
 ROOT = Path(__file__).parents[2]

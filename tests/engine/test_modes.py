@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.fake_accelerator import FakeAccelerator
 from support.installed_torch import get_default_device
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset
 
 from hybridloader import DataLoader, Pipeline
 from hybridloader.engine.relay import Relay
-from hybridloader.testing import FakeAccelerator
 
 Modes = tuple[Any, ...]
 Around = Callable[[], AbstractContextManager[Any]]

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 from support.failing_datasets import Samples, load, outcomes
+from support.fake_accelerator import FakeAccelerator
 from torch.utils.data import IterableDataset
 
 from hybridloader import StateError, TooManyErrors, WorkerDied, WorkerTimeout
 from hybridloader._support.error_handling import no_answer
 from hybridloader.errors import IteratorClosed, NotReady, ShardLost, TaskTimeout
-from hybridloader.testing import FakeAccelerator
 
 OURS = (
     *(IteratorClosed, NotReady, ShardLost, StateError, TaskTimeout, TimeoutError, TooManyErrors),
