@@ -146,8 +146,7 @@ def _add_run(commands: Any) -> None:
     run.add_argument(
         "--watch",
         action="store_true",
-        help="show the rate, the stall and the verdict of each loader while the script runs; on a "
-        "terminal this needs rich",
+        help="write the rate, the stall and the verdict of each loader every 10 seconds",
     )
     run.add_argument(
         "-m", dest="module", action="store_true", help="SCRIPT is the name of a module"
@@ -341,12 +340,9 @@ def _run(arguments: argparse.Namespace) -> str | None:
 
             around.enter_context(Reuse())
         if arguments.watch:
-            from hybridloader.observe.watching import watch
+            from hybridloader.observe.watching import Watch
 
-            try:
-                around.enter_context(watch())
-            except ImportError as error:
-                return str(error)
+            around.enter_context(Watch())
         script.run(program, arguments.arguments)
     return None
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,18 +13,11 @@ import torch.utils.data
 
 import hybridloader
 from hybridloader import DataLoader, Pipeline, WorkerDied, WorkerTimeout, tune
-from hybridloader.observe import plot
 from hybridloader.tuning.plans import INLINE, Place
 from hybridloader.tuning.subjects import subject_of
 from hybridloader.tuning.trials import Empty
 
 SECONDS = 0.3
-
-
-@pytest.fixture(scope="module")
-def _fonts_open(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Draw once, as matplotlib keeps the files of fonts open."""
-    plot.draw(tmp_path_factory.mktemp("fonts") / "a.png", ["a"], {"b": [1.0]}, [1.0], None, "c")
 
 
 class Squares(torch.utils.data.Dataset[int]):
@@ -115,8 +107,7 @@ def test_a_pipeline_gets_other_placements_and_the_same_items() -> None:
     assert list(moved.run(seed=0)) == expected
 
 
-@pytest.mark.usefixtures("_fonts_open")
-def test_it_is_described_as_text_dict_and_picture(tmp_path: Path) -> None:
+def test_it_is_described_as_text_and_dict() -> None:
     tuning = tune(DataLoader(Squares(), 8), seconds=SECONDS)
     text = str(tuning)
     assert "as it was" in text
@@ -125,8 +116,6 @@ def test_it_is_described_as_text_dict_and_picture(tmp_path: Path) -> None:
     assert found["rate"] == tuning.rate
     assert {"trials", "plan", "costs", "refused", "code"} <= found.keys()
     assert "<table>" in tuning._repr_html_()
-    tuning.plot(tmp_path / "tuning.svg")
-    assert (tmp_path / "tuning.svg").stat().st_size > 1000
 
 
 class Raises(Squares):
