@@ -162,7 +162,7 @@ def _add_tune(commands: Any) -> None:
         help="run a script up to its first loader or pipeline, and measure which workers load fastest",
         description="Run a Python script until a DataLoader, torch's or hybridloader's, has had 8 "
         "batches, or a run of a Pipeline 8 items. Then measure plans of workers for it, print a table "
-        "and the lines to change, and end the script. The script is not edited.",
+        "and the code to paste, and end the script. The script is not edited.",
         epilog="Arguments after SCRIPT are passed to it.",
         allow_abbrev=False,
     )
@@ -375,9 +375,6 @@ def _tune(arguments: argparse.Namespace) -> str | None:
             cpus=arguments.cpus,
             memory=arguments.memory,
         )
-        for name, made in subject.parts():
-            if (place := found.place_of(made)) is not None:
-                print(f"{name} was made at {place}")
         print(result)
 
     try:
