@@ -14,7 +14,6 @@ BY_PYTHON = {
     "tempfile.": "TMPDIR",
     "Path.home": "HOME",
     "expanduser": "HOME",
-    "shutil.get_terminal_size": "COLUMNS",
 }
 """Call of the standard library -> the variable that it reads."""
 
