@@ -1,7 +1,7 @@
 """Limit of the finished results that wait for a late one.
 
 Results are returned in the order of their tasks. While one of them is late, the following ones wait, and
-workers do other tasks up to this limit (decision 27).
+workers do other tasks up to this limit (docs/decisions.md).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BYTES = 1 << 28
 PAGES = 2e9
 """Bytes of fresh memory per second. A waiting result keeps its memory, so the next one needs other
 pages, which are new, or at least not in the cache. If allocating these takes longer than computing the
-result, the worker pauses (decision 27)."""
+result, the worker pauses."""
 
 
 class ReorderLimit:
