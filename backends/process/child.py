@@ -96,8 +96,8 @@ def main(
     first: FirstFrame,
     parent: int,  # process id
     # Most bytes of this worker's slots, both ways, and the prefix of their names, or None if they have
-    # no names; None for no slots.
-    slots: tuple[int, str | None] | None,
+    # no names.
+    slots: tuple[int, str | None],
     strays: Sequence[int],  # descriptors of the parent that the fork copied
     fresh: bool,  # the process is no fork of the user's process
 ) -> None:
@@ -175,11 +175,11 @@ def _read(endpoint: Any, arrived: SimpleQueue[Any], wake: Callable[[], None] | N
 class _WorkerConnection:
     """The worker's side of its connection: messages in, events out, large buffers through slots."""
 
-    def __init__(self, worker: int, endpoint: Any, slots: tuple[int, str | None] | None) -> None:
+    def __init__(self, worker: int, endpoint: Any, slots: tuple[int, str | None]) -> None:
         self._worker = worker
         self._endpoint = endpoint
-        self._share, names = slots or (0, None)
-        self.results = None if slots is None else SlotWriter(*slots)
+        self._share, names = slots
+        self.results = SlotWriter(*slots)
         self._tasks = SlotReader(
             both_ways(self._share)[1], None if names is None else task_names(names)
         )
@@ -278,11 +278,10 @@ class _WorkerConnection:
 
     def _release(self, returned: Sequence[int]) -> None:
         """Use slots of results again, which the parent is done with."""
-        if self.results is not None:
-            self.results.release(returned)
-            if self._one_way and self._tasks.highest >= 0:
-                self._one_way = False  # from now on both directions share the limit
-                self.results.lower(both_ways(self._share)[0])
+        self.results.release(returned)
+        if self._one_way and self._tasks.highest >= 0:
+            self._one_way = False  # from now on both directions share the limit
+            self.results.lower(both_ways(self._share)[0])
 
     def _complaint(self) -> str | None:
         """Return, once, the reason why tasks are copied, of which the parent warns: too many are
@@ -300,9 +299,8 @@ class _WorkerConnection:
 
     def sweep(self) -> None:
         """Unlink all segments that only the parent, which is gone, would have unlinked."""
-        if self.results is not None:
-            self.results.sweep()
-            self._tasks.sweep()
+        self.results.sweep()
+        self._tasks.sweep()
 
     def _write(self, parts: list[Any], fds: Sequence[int]) -> None:
         size = len(parts[0]) if len(parts) == 1 else sum(memoryview(p).nbytes for p in parts)

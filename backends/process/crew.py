@@ -71,12 +71,12 @@ class ProcessCrew(Crew):
     def __init__(
         self,
         starter: Starter,
-        kind: str,  # of slots, by `slot_kind`
+        nameless: bool,  # slots have no names
         limit: int,  # most bytes of all slots
         check: Callable[[], object],  # raises if no worker may be restarted
     ) -> None:
         self._starter, self.transport, self._check = starter, starter.transport, check
-        self._kind, self._limit = kind, limit
+        self._nameless, self._limit = nameless, limit
         # All the mutable state:
         self._handles = cast("list[ProcessHandle]", self.handles())  # the list that `place` changes
         self._workers: list[_ProcessWorker] = []
@@ -102,7 +102,7 @@ class ProcessCrew(Crew):
             self._check()
         record = PostmortemRecord.make() if self.transport.carries_descriptors else None
         share, forks = max(1, self._limit // max(1, spec.workers)), self._starter.forks
-        channel = SlotChannel(share, self._kind, forks=forks, locks=self._locks)
+        channel = SlotChannel(share, self._nameless, forks=forks, locks=self._locks)
         place = _ProcessWorker(channel, record)
         fd, note = None if record is None else record.fd, partial(self._take_place, worker, place)
         try:

@@ -19,8 +19,8 @@ being opened or copied in the parent. This is how the slots are counted then:
 7. When A retires a segment, or is closed, every worker of B that knows it gets an order to forget
    it, with the next result that is forwarded to it. Memory that it still looks at stays mapped.
 
-Where a segment has no descriptor any more, or one of the crews has named slots or none, the parent
-copies the buffers into its own slots for B's worker, or the stream; the header still goes as it is.
+Where a segment has no descriptor any more, or the slots have names, the parent copies the buffers into
+its own slots for B's worker, or the stream; the header still goes as it is.
 Only where B's workers would read the header otherwise than the parent does (``__main__``, functions
 made on the spot, unless both crews are forks) is it loaded here and packed again.
 """
@@ -55,18 +55,16 @@ class SlotChannel:
     def __init__(
         self,
         share: int,  # most bytes of all slots of this worker, both ways together
-        kind: str,  # "nameless", "named" or "stream"
+        nameless: bool,  # the slots have no names
         *,
         forks: bool,  # the worker is a fork of this process
         locks: PageLocks | None = None,  # locks the pages of results that are opened here
     ) -> None:
-        self._share, self._kind, self._forks = share, kind, forks
-        names = None
-        if kind == "named":  # short, because macOS allows 31 characters
-            names = f"hl-{os.getpid()}-{os.urandom(4).hex()}-"
-        self._names = names
-        self.slots = None if kind == "stream" else (share, names)  # as `child.main` takes it
-        self.results = shared_slots.SlotReader(share // 2, names, kind == "nameless", locks)
+        self._share, self._forks = share, forks
+        # Short, because macOS allows 31 characters.
+        self._names = None if nameless else f"hl-{os.getpid()}-{os.urandom(4).hex()}-"
+        self.slots = share, self._names  # as `child.main` takes it
+        self.results = shared_slots.SlotReader(share // 2, self._names, nameless, locks)
         # All the other mutable state:
         self.refusal: str | None = None  # why a large task got no slot, until it is reported
         self.forwarded: dict[int, ProcessResult] = {}  # by task number, until the task is answered
@@ -77,9 +75,9 @@ class SlotChannel:
         self._forgotten: deque[int] = deque()  # aliases to be reported to it; any thread appends
 
     @property
-    def taken(self) -> tuple[int, int] | None:
-        """Bytes that the slots for results take, and `share`; None without slots."""
-        return None if self.slots is None else (self.results.size, self._share)
+    def taken(self) -> tuple[int, int]:
+        """Bytes that the slots for results take, and `share`."""
+        return self.results.size, self._share
 
     def encode(self, message: Message) -> Encoded:
         """Encode a message, with the slots that the worker may fill again."""
@@ -158,8 +156,8 @@ class SlotChannel:
 
     # -- the parts -----------------------------------------------------------------------------------
 
-    def _writer(self) -> shared_slots.SlotWriter | None:
-        if self.tasks is None and self._kind != "stream":
+    def _writer(self) -> shared_slots.SlotWriter:
+        if self.tasks is None:
             limit, self.results.limit = shared_slots.both_ways(self._share)
             names = None if self._names is None else shared_slots.task_names(self._names)
             self.tasks = shared_slots.SlotWriter(limit, names)
@@ -224,9 +222,6 @@ class SlotChannel:
             references[slot].retain()
             self.claims.setdefault(name, []).append(references[slot])
         header: Any = result.header
-        if self._kind == "stream":
-            body = header or rest.pop()
-            return [encode_fields(TASK, task.seq, body, returned, items=task.item), *rest], ()
         own: SlotMap | None = None
         own_fds: Sequence[int] = ()
         if rest or len(header) >= OWN:
@@ -255,7 +250,7 @@ class SlotChannel:
                 aliases[number] = alias
                 continue
             kept = segment.kept
-            if kept is None or self._kind != "nameless" or len(new) == shared_slots.MOST_NEW:
+            if kept is None or self._names is not None or len(new) == shared_slots.MOST_NEW:
                 continue
             # Listener first, then descriptor. The thread that closes the segment uses the reverse
             # order, so that each worker with this memory is ordered to forget it.

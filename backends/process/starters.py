@@ -38,7 +38,7 @@ class WorkerStart(NamedTuple):
 
     worker: int
     spec: WorkerSpec
-    slots: tuple[int, str | None] | None  # as `child.main` takes it
+    slots: tuple[int, str | None]  # as `child.main` takes it
     record: int | None  # descriptor of its postmortem record
     # Gets its handle before a signal is acted on. If the worker must be started another way later, it
     # gets another handle.

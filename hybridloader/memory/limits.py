@@ -17,8 +17,6 @@ from hybridloader._support.cgroups import cgroups, number_in
 from hybridloader._support.ranks import ranks_here
 from hybridloader._support.text import short
 
-KINDS = ("nameless", "named", "stream")
-
 SHARE = 0.5
 """Default share of this process's memory that slots may take."""
 
@@ -39,20 +37,14 @@ class Memory:
         memory is the smallest of the machine's memory and the limits of the process's cgroups (v1 and
         v2), as in containers. The ranks of a job on one machine divide it equally, if their launcher
         sets their number (torchrun's ``LOCAL_WORLD_SIZE``, MPI's, Slurm's).
-    kind
-        Way of sharing slots with processes: ``"nameless"`` (Linux, macOS), ``"named"``
-        (`multiprocessing.shared_memory`, everywhere, limited by the size of /dev/shm),
-        ``"stream"`` (no slots: batches are sent through the socket or pipe). None takes the first that
-        the platform supports. Threads ignore it.
 
     Raises
     ------
     ValueError
-        A limit of 0 or below, a share above 1, an unknown kind.
+        A limit of 0 or below, a share above 1.
     """
 
     limit: int | float | None = None
-    kind: str | None = None
 
     def __post_init__(self) -> None:
         limit = self.limit
@@ -63,16 +55,14 @@ class Memory:
                 )
             if not limit > 0:
                 raise ValueError(
-                    f"Memory: limit={limit!r} leaves no memory for a batch; pass bytes or a share above "
-                    "0, or kind='stream' to use no slots"
+                    f"Memory: limit={limit!r} leaves no memory for a batch; pass bytes or a share "
+                    "above 0"
                 )
             if isinstance(limit, float) and limit > 1:
                 raise ValueError(
                     f"Memory: limit={limit!r}: a float is a share of this process's memory, up to 1.0; "
                     "pass bytes as an int"
                 )
-        if self.kind is not None and self.kind not in KINDS:
-            raise ValueError(f"Memory: unknown kind {self.kind!r}; there are: {', '.join(KINDS)}")
 
     def bytes(self) -> int:
         """Return the limit in bytes. The memory available to this process is read once."""
@@ -81,7 +71,7 @@ class Memory:
         return max(1, int(_own_limit() * (self.limit or SHARE) / ranks_here()))
 
     def __repr__(self) -> str:
-        own = f"limit={self.limit}, kind={self.kind!r}"
+        own = f"limit={self.limit}"
         if (ranks := ranks_here()) > 1 and not isinstance(self.limit, int):
             own += f", {self.bytes():,} bytes for each of {ranks} ranks"
         return f"Memory({own})"

@@ -247,7 +247,7 @@ class Store:
         if self.is_local and isinstance(error, OSError):
             add_note(error, f"reading {where}")
             return error
-        text = described(error if status in (404, 410) else cause).rstrip(": ")
+        text = described(error if cause is None or status in (404, 410) else cause).rstrip(": ")
         if isinstance(error, _DAMAGED) or (isinstance(error, KeyError) and "::" in self._url):
             return SourceError(f"{where} can't be read: {text}")
         if isinstance(error, _MISTAKES) and type(error).__module__ == "builtins":

@@ -28,9 +28,10 @@ from support.failing_datasets import (
     outcomes,
     start,
 )
+from support.named_slots import NamedFork
 from torch.utils.data import Dataset
 
-from hybridloader import DataLoader, Fork, Memory, WorkerDied, WorkerTimeout
+from hybridloader import DataLoader, WorkerDied, WorkerTimeout
 from hybridloader.backends.process import child, handles, socket_transport
 from hybridloader.backends.process.socket_transport import SocketEndpoint
 from hybridloader.errors import IteratorClosed
@@ -304,7 +305,7 @@ def test_a_result_that_vanished_with_its_worker_counts_as_not_made(
         _DiesWithItsSegments(tmp_path / "died"),
         None,
         num_workers=1,
-        backend=Fork(memory=Memory(kind="named")),
+        backend=NamedFork(),
         on_worker_death=policy,
     )
     iterator = start(loader)

@@ -22,6 +22,7 @@ from support.crew_driver import (
     slots_in_use,
     through,
 )
+from support.named_slots import NamedFork
 
 from hybridloader import Fork, Memory, Spawn, Threads
 from hybridloader.engine.contract import Backend
@@ -29,17 +30,13 @@ from hybridloader.engine.messages import Failed
 from hybridloader.memory.slots import OWN, number_of
 from hybridloader.testing.tools import Gate
 
-STREAM, NAMED = Memory(kind="stream"), Memory(kind="named")
-
 PAIRS = [
     pytest.param(Fork(), Fork(), id="fork-fork"),
     pytest.param(Fork(), Spawn(), id="fork-spawn"),
     pytest.param(Spawn(), Fork(), id="spawn-fork", marks=pytest.mark.full),
     pytest.param(Spawn(), Spawn(), id="spawn-spawn", marks=pytest.mark.full),
-    pytest.param(Fork(memory=NAMED), Fork(), id="named-fork"),
-    pytest.param(Fork(), Fork(memory=NAMED), id="fork-named"),
-    pytest.param(Fork(memory=STREAM), Fork(), id="stream-fork"),
-    pytest.param(Fork(), Fork(memory=STREAM), id="fork-stream"),
+    pytest.param(NamedFork(), Fork(), id="named-fork"),
+    pytest.param(Fork(), NamedFork(), id="fork-named"),
 ]
 
 

@@ -249,7 +249,7 @@ class KeepingIterator(OperatorIterator):
             self._raised += 1
             raise ResultPicklingError(
                 f"an item can't be written to the cache file {self._path!r}: {short(item)}: "
-                f"{text_of(error.__cause__)}. Cache in memory, without a path, or before the "
+                f"{text_of(error.__cause__ or error)}. Cache in memory, without a path, or before the "
                 "step that makes it"
             ) from error
 
