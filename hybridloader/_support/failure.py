@@ -185,7 +185,6 @@ class _Parts(NamedTuple):
             if isinstance(vars(base).get("__new__"), types.BuiltinFunctionType)
         )
         exception: BaseException = home.__new__(self.kind, *self.args)
-        BaseException.__setattr__(exception, "args", self.args)
         exception.__dict__.update(self.state)
         return exception
 
