@@ -88,7 +88,7 @@ if __name__ == "__main__":
     parser.add_argument("--mermaid", action="store_true", help="print a picture of it, not a table")
     options = parser.parse_args()
     if options.folder is None:
-        from hybridloader.demo.photographs import prepare
+        from hybridloader.demo import prepare
 
         options.folder = prepare()
     main(options.folder, options.images, options.mermaid)

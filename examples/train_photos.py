@@ -82,6 +82,6 @@ if __name__ == "__main__":  # worker processes may import this file
     if len(sys.argv) > 1:
         main(sys.argv[1])
     else:
-        from hybridloader.demo.photographs import prepare
+        from hybridloader.demo import prepare
 
         main(prepare())

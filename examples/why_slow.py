@@ -98,7 +98,7 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     torch.set_num_threads(1)
     if len(sys.argv) < 2:
-        from hybridloader.demo.photographs import prepare
+        from hybridloader.demo import prepare
 
         sys.argv.append(prepare())
     for name, slow, cured in cases(sys.argv[1]):

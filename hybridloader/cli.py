@@ -65,10 +65,10 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     demo = commands.add_parser(
         "demo",
-        help="train a small network on photographs, and compare the backends",
+        help="train a small network on photographs, and choose its workers",
         description="Train a small network that recognizes from which of ten photographs a crop comes, "
-        "and measure how many images per second each backend loads. The first run cuts the photographs, "
-        "which scikit-image and scikit-learn contain, into 4,500 JPEG files.",
+        "then measure which workers load the images fastest. The first run cuts the photographs, which "
+        "scikit-image and scikit-learn contain, into 4,500 JPEG files.",
     )
     demo.set_defaults(run=_demo, parser=demo)
     for option, kind, metavar, default, text in (
@@ -103,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
         "--compare",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="measure all backends after the training (default: yes)",
+        help="measure plans of workers after the training (default: yes)",
     )
     _add_run(commands)
     _add_tune(commands)
@@ -146,8 +146,7 @@ def _add_run(commands: Any) -> None:
     run.add_argument(
         "--watch",
         action="store_true",
-        help="show the rate, the stall and the verdict of each loader while the script runs; on a "
-        "terminal this needs rich",
+        help="write the rate, the stall and the verdict of each loader every 10 seconds",
     )
     run.add_argument(
         "-m", dest="module", action="store_true", help="SCRIPT is the name of a module"
@@ -163,7 +162,7 @@ def _add_tune(commands: Any) -> None:
         help="run a script up to its first loader or pipeline, and measure which workers load fastest",
         description="Run a Python script until a DataLoader, torch's or hybridloader's, has had 8 "
         "batches, or a run of a Pipeline 8 items. Then measure plans of workers for it, print a table "
-        "and the lines to change, and end the script. The script is not edited.",
+        "and the code to paste, and end the script. The script is not edited.",
         epilog="Arguments after SCRIPT are passed to it.",
         allow_abbrev=False,
     )
@@ -341,12 +340,9 @@ def _run(arguments: argparse.Namespace) -> str | None:
 
             around.enter_context(Reuse())
         if arguments.watch:
-            from hybridloader.observe.watching import watch
+            from hybridloader.observe.watching import Watch
 
-            try:
-                around.enter_context(watch())
-            except ImportError as error:
-                return str(error)
+            around.enter_context(Watch())
         script.run(program, arguments.arguments)
     return None
 
@@ -379,9 +375,6 @@ def _tune(arguments: argparse.Namespace) -> str | None:
             cpus=arguments.cpus,
             memory=arguments.memory,
         )
-        for name, made in subject.parts():
-            if (place := found.place_of(made)) is not None:
-                print(f"{name} was made at {place}")
         print(result)
 
     try:
@@ -500,14 +493,13 @@ def _progress(unit: str) -> Iterator[Callable[[int, int, str], object]]:
 
 def _demo(arguments: argparse.Namespace) -> str | None:
     """Run the demo; return the error in the input as one line, or None."""
-    needed = {"PIL": "pillow", "rich": "rich"}
+    needed = {"PIL": "pillow"}
     if arguments.data is None:
         needed |= {"skimage": "scikit-image", "sklearn": "scikit-learn"}
     missing = [package for name, package in needed.items() if not importlib.util.find_spec(name)]
     if missing:
         return f"needs {' and '.join(missing)}; install it with: pip install 'hybridloader[demo]'"
-    from hybridloader.demo.command import run
-    from hybridloader.demo.folders import DemoError
+    from hybridloader.demo import DemoError, run
     from hybridloader.errors import BackendUnavailable
 
     options = {**vars(arguments)}
@@ -517,6 +509,5 @@ def _demo(arguments: argparse.Namespace) -> str | None:
     except BackendUnavailable as error:
         return str(error)
     except DemoError as error:
-        # torch's own loader puts the worker's traceback into the message; the last line is the error.
-        return str(error).strip().rpartition("\n")[2]
+        return str(error)
     return None

@@ -20,7 +20,7 @@ def waves(width: int, number: int = 0) -> Any:
 def photographs() -> list[Any]:
     """The demo's photographs, or, where those are missing, one picture of waves."""
     try:
-        from hybridloader.demo.photographs import PHOTOGRAPHS, photograph
+        from hybridloader.demo import PHOTOGRAPHS, photograph
 
         return [photograph(name) for name in PHOTOGRAPHS]
     except Exception:  # of whatever kind: no skimage, another layout of its files

@@ -122,7 +122,7 @@ def epoch(loader):
 
 def make_folder(folder, count):
     """Cut `count` photographs of 500 x 375 pixels, the mean size of ImageNet, on threads."""
-    from hybridloader.demo.photographs import PHOTOGRAPHS, photograph
+    from hybridloader.demo import PHOTOGRAPHS, photograph
 
     sources = {name: photograph(name) for name in PHOTOGRAPHS}
 

@@ -142,7 +142,7 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     torch.set_num_threads(1)  # the network is small, and the workers need the other cores
     if options.folder is None:
-        from hybridloader.demo.photographs import prepare
+        from hybridloader.demo import prepare
 
         options.folder = prepare(Path.cwd(), crops=options.crops)
     main(options.folder, options.epochs)

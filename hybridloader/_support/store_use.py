@@ -30,10 +30,6 @@ class StoreUse:
         Bytes that were received.
     seconds
         Seconds of all requests together, until their last byte.
-    answered
-        Requests of which the time to the first byte is known.
-    first_byte
-        Seconds to the first byte of these, together.
     hits, misses
         Blocks that were found in `cache_dir`, and those that were not.
     waited
@@ -47,8 +43,6 @@ class StoreUse:
     retries: int = 0
     bytes: int = 0
     seconds: float = 0.0
-    answered: int = 0
-    first_byte: float = 0.0
     hits: int = 0
     misses: int = 0
     waited: float = 0.0

@@ -71,7 +71,7 @@ class LoaderObservation(Observation):
         """Note that ``iter()`` returns; its time counts as a wait of the loop."""
         self._running, self._progress, self._budget = weakref.ref(stage), progress, budget
         self._before = progress.yielded
-        self.stage.started(stage, self.loop)
+        self.stage.of_loop(self.loop)
         if budget is not None:
             self.budget(budget)
         self.loop.note(self.loop.began, time.perf_counter())
@@ -79,7 +79,7 @@ class LoaderObservation(Observation):
     def pinned(self, stage: str, queue: RelayQueue, pulls: TimedPulls) -> None:
         """Note that a thread will pin batches, or copy them to a device, and put them into `queue`."""
         self._pin = stage, queue, pulls
-        self.relay(stage, queue)
+        self.relay(queue)
         traced(self.trace, "wait", pulls)
 
     def drawn(self, source: Iterator[Any]) -> Iterator[Any]:

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from hybridloader.observe.comparing import compare as compare
     from hybridloader.observe.headroom_trials import Headroom as Headroom
     from hybridloader.observe.headroom_trials import headroom as headroom
-    from hybridloader.observe.plot import plot_trace as plot_trace
     from hybridloader.observe.stats import StageStats as StageStats
     from hybridloader.observe.stats import Stats as Stats
     from hybridloader.observe.trace_files import merge as merge
@@ -24,7 +23,6 @@ __getattr__, __dir__, __all__ = lazily(
     {
         "comparing": "Comparison compare",
         "headroom_trials": "Headroom headroom",
-        "plot": "plot_trace",
         ".fetching.on_error.error_budget": "Skipped",
         "stats": "StageStats Stats",
         "trace_files": "merge",

@@ -27,7 +27,7 @@ from hybridloader.fetching.on_error.error_budget import ErrorBudget
 from hybridloader.observe.recording import Recording, StageRecord
 from hybridloader.observe.reporting import Follower, Observe, Reporter
 from hybridloader.observe.stage_measures import StageMeasures
-from hybridloader.observe.stage_trace import StageTrace, Throttled, skipped_in
+from hybridloader.observe.stage_trace import StageTrace, skipped_in
 from hybridloader.observe.stats import Stats, stats_of
 from hybridloader.observe.thread_times import LoopWaits
 from hybridloader.observe.trace_files import LOOP
@@ -113,22 +113,11 @@ class Observation(ABC):
             return StageMeasures(*of_the_stage, each=each)
         return StageTrace(self.trace, name, key, *of_the_stage, each=each)
 
-    def name_of(self, name: str, key: Hashable) -> str:
-        """Return `name`, made unique in the trace if one runs."""
-        return name if self.trace is None else self.trace.name_of(name, key)
-
-    def relay(self, name: str, queue: RelayQueue) -> None:
+    def relay(self, queue: RelayQueue) -> None:
         """Record the sleeps at a relay's queue; to be called before the relay's thread starts."""
         sleeps = queue.sleeps = RelaySleeps(queue.items)
-        trace = self.trace
-        if trace is not None:
-
-            def count() -> None:
-                trace.counter(f"{name}: items in the queue", len(sleeps.items))
-
-            counter = Throttled(count)
-            traced(trace, "wait for room", sleeps.blocks, also=counter)
-            traced(trace, "wait", sleeps.waits, also=counter)
+        traced(self.trace, "wait for room", sleeps.blocks)
+        traced(self.trace, "wait", sleeps.waits)
 
     def budget(self, budget: ErrorBudget) -> None:
         """Add skipped and replaced items to the trace, if one runs."""

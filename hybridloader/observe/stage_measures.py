@@ -22,7 +22,6 @@ from hybridloader.engine.fetcher import Fetch
 from hybridloader.engine.messages import Done, Result
 from hybridloader.engine.meter import MEASURES, Measures, Metering
 from hybridloader.engine.payload import ByReference, known_bytes
-from hybridloader.engine.stage import Stage
 from hybridloader.observe.figures import length
 from hybridloader.observe.recording import CoroutineUse, Faults, Span, StageRecord, Wait
 from hybridloader.observe.thread_times import LoopWaits
@@ -115,8 +114,8 @@ class StageMeasures:
         self._away = 0.0  # seconds in which the consumer did not pull the stage
         self._away_since: float | None = None
 
-    def started(self, stage: Stage, loop: LoopWaits | None = None) -> None:
-        """Note the stage and, of a loader, the loop; a trace makes it note shorter waits, too."""
+    def of_loop(self, loop: LoopWaits) -> None:
+        """Note the loop of a loader; a trace makes it note shorter waits, too."""
 
     # -- called by the stage -------------------------------------------------------------------------
 

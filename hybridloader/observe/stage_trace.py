@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
-import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any
 
@@ -12,15 +10,11 @@ from hybridloader._support.error_handling import described, repr_of
 from hybridloader.engine.messages import Done, Result
 from hybridloader.engine.meter import MEASURES
 from hybridloader.engine.slices import LONG, SEEN, TASK, TASKS, SliceReport, Slices
-from hybridloader.engine.stage import Stage
 from hybridloader.fetching.on_error.error_budget import Skipped
 from hybridloader.observe.stage_measures import StageMeasures
 from hybridloader.observe.thread_times import BRIEF, LoopWaits
-from hybridloader.observe.trace_files import TAKEN, Track
+from hybridloader.observe.trace_files import Track
 from hybridloader.observe.tracing import SLICES, Trace, traced
-
-_COUNTED = 1e-3
-"""Least seconds between two readings of a counter."""
 
 
 class StageTrace(StageMeasures):
@@ -33,10 +27,6 @@ class StageTrace(StageMeasures):
         # All the other mutable state:
         self._loop: LoopWaits | None = None  # the loop that takes the results
         self._long = True  # each task has separate slices
-        self._stage: weakref.ref[Stage] | None = (
-            None  # whose tasks are counted, once it has started
-        )
-        self._counter = Throttled(self._count)
         super().__init__(*of_the_stage, each=each)
         self.metering = replace(self.metering, slices=SLICES)
 
@@ -44,8 +34,8 @@ class StageTrace(StageMeasures):
         super().begin_again()
         traced(self._trace, "wait", self.waits)
 
-    def started(self, stage: Stage, loop: LoopWaits | None = None) -> None:
-        self._stage, self._loop = weakref.ref(stage), loop
+    def of_loop(self, loop: LoopWaits) -> None:
+        self._loop = loop
 
     def came(self, event: Result, since: float) -> None:
         measures = None if event.extras is None else event.extras.get(MEASURES)
@@ -61,14 +51,12 @@ class StageTrace(StageMeasures):
         self._long = self.opens_slowly = event.seconds >= LONG
         if self._loop is not None:  # if tasks are long, it notes each of its waits
             self._loop.brief = 0.0 if self._long else BRIEF
-        self._counter()
 
     def opened(self, seq: int, began: float, ended: float) -> None:
         super().opened(seq, began, ended)
         self.opens_slowly |= self._long
         if not self.backend.in_caller:
-            self._trace.slice(TAKEN, began, ended, task=seq, flow=(self._name, seq))
-        self._counter()
+            self._trace.slice("open", began, ended, task=seq)
 
     def replaced(self, worker: int, cause: str | None) -> None:
         super().replaced(worker, cause)
@@ -96,36 +84,12 @@ class StageTrace(StageMeasures):
                 track = report.process, f"{worker}/{thread}"
                 trace.name_track(track, f"{worker}, more threads", worker)
             if kind == TASK:
-                trace.slice(kind, began, ended, track, task=number, flow=(name, number))
+                trace.slice(kind, began, ended, track, task=number)
             elif kind == TASKS:
                 trace.slice(kind, began, ended, track, tasks=number)
             else:
                 trace.slice(kind, began, ended, track)
         return own
-
-    def _count(self) -> None:
-        stage = None if self._stage is None else self._stage()
-        if stage is None or stage.closed:
-            return
-        queued = stage.queued
-        self._trace.counter(f"{self._name}: tasks in flight", queued)
-        if self._weighed:
-            size = self._weight // self._weighed * queued
-            self._trace.counter(f"{self._name}: bytes in flight", size)
-
-
-class Throttled:
-    """Function that runs at most once per millisecond, called by one thread."""
-
-    def __init__(self, function: Callable[[], None]) -> None:
-        self._function = function
-        self._due = float("-inf")
-
-    def __call__(self) -> None:
-        now = time.perf_counter()
-        if now >= self._due:
-            self._due = now + _COUNTED
-            self._function()
 
 
 class LocalSlices(Slices):

@@ -206,7 +206,7 @@ class Stats:
 
     def _rows_of_stores(self) -> list[list[str]]:
         """Return the cells of the table of stores, a heading first."""
-        heading = ["store", "requests", "retried", "bytes", "a request", "first byte"]
+        heading = ["store", "requests", "retried", "bytes", "a request"]
         rows = [[*heading, "from cache", "alone", "waited"]]
         for use in self.stores:
             blocks = use.hits + use.misses
@@ -214,7 +214,6 @@ class Stats:
                 [
                     *(use.store, f"{use.requests:,}", f"{use.retries:,}", size(use.bytes)),
                     time(use.seconds / use.requests) if use.requests else "",
-                    time(use.first_byte / use.answered) if use.answered else "",
                     f"{use.hits:,} of {blocks:,}" if blocks else "",
                     *(f"{use.alone:,}", f"{use.waited:.2f} s"),
                 ]

@@ -9,8 +9,7 @@ import gzip
 import json
 import math
 import os
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,9 +17,6 @@ from hybridloader._support.text import brief
 
 Track = tuple[int, str]
 """Process id, and a name for the thread that no other has in the trace."""
-
-TAKEN = "open"
-"""Name of the slice in which the consumer opens a result; the arrow of its task ends there."""
 
 LOOP = ("iter()", "next()")
 """Names of the slices in which a loop waits for an iterator and for an item."""
@@ -30,13 +26,12 @@ class Event(NamedTuple):
     """Event of a trace; times are seconds of `time.perf_counter`."""
 
     kind: str
-    """``"X"``: a slice, ``"i"``: an instant, ``"C"``: a counter."""
+    """``"X"``: a slice, ``"i"``: an instant."""
     track: Track
     name: str
     began: float
     ended: float
     details: dict[str, Any]
-    """Details. A task and its `TAKEN` have the same ``"flow"``."""
 
 
 class Recorded(NamedTuple):
@@ -64,7 +59,7 @@ def chrome_trace(recorded: Recorded) -> dict[str, Any]:
             names.append(_meta("thread_sort_index", pid, number, sort_index=number))
     events = [_event(event, numbers) for event in _in_order(recorded.events)]
     return {
-        "traceEvents": names + events + list(_flows(recorded.events, numbers)),
+        "traceEvents": names + events,
         "displayTimeUnit": "ms",
         "baseTimeNanoseconds": recorded.base,
         "otherData": {
@@ -94,8 +89,6 @@ def merged(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
         if of_process and event["pid"] in named:
             continue  # the process keeps the name that torch gave it
         event = dict(event)
-        if "id" in event:
-            event["id"] = f"hybridloader-{event['id']}"
         place = event["pid"], event["tid"]
         if place in taken and event["tid"] != 0:
             if place not in moved:
@@ -121,7 +114,7 @@ def merged(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
 def _numbers(recorded: Recorded) -> dict[int, dict[str, int]]:
     """Return the numbers of the threads with events, by process; threads with loops come first."""
     numbers: dict[int, dict[str, int]] = {pid: {} for pid in recorded.processes}
-    present = {event.track for event in recorded.events if event.kind != "C"}
+    present = {event.track for event in recorded.events}
     loops = {event.track for event in recorded.events if event.name in LOOP}
 
     def order(track: Track) -> tuple[bool, str]:
@@ -161,16 +154,14 @@ def _event(event: Event, numbers: dict[int, dict[str, int]]) -> dict[str, Any]:
     pid, thread = event.track
     began = _nanoseconds(event.began)
     made: dict[str, Any] = {"ph": event.kind, "name": event.name, "cat": "hybridloader"}
-    made |= {"pid": pid, "tid": numbers[pid][thread] if event.kind != "C" else 0}
-    made["ts"] = _microseconds(began)
+    made |= {"pid": pid, "tid": numbers[pid][thread], "ts": _microseconds(began)}
     if event.kind == "X":
         # The difference of rounded times, so that slices stay nested.
         made["dur"] = _microseconds(_nanoseconds(event.ended) - began, 0.01)
     elif event.kind == "i":
         made["s"] = "t"
-    details = {name: _plain(value) for name, value in event.details.items() if name != "flow"}
-    if details:
-        made["args"] = details
+    if event.details:
+        made["args"] = {name: _plain(value) for name, value in event.details.items()}
     return made
 
 
@@ -181,35 +172,6 @@ def _plain(value: Any) -> Any:
     ):
         return value
     return brief(value)
-
-
-def _flows(events: Iterable[Event], numbers: dict[int, dict[str, int]]) -> Iterator[dict[str, Any]]:
-    """Yield the arrows from tasks to the slices that open their results, if both are recorded."""
-    begins: defaultdict[Any, list[Event]] = defaultdict(list)
-    ends: defaultdict[Any, list[Event]] = defaultdict(list)
-    for event in events:
-        flow = event.details.get("flow")
-        if flow is not None:
-            (ends if event.name == TAKEN else begins)[flow].append(event)
-    number = 0
-    for flow, tasks in begins.items():
-        taken = sorted(ends.get(flow, ()), key=lambda event: event.began)
-        for task in sorted(tasks, key=lambda event: event.began, reverse=True):
-            later = [event for event in taken if event.began >= task.ended]
-            if not later:
-                continue
-            taken.remove(later[0])
-            number += 1
-            head = {"cat": "hybridloader", "name": "result", "id": number}
-            until = max(_nanoseconds(task.began), _nanoseconds(task.ended) - 1)
-            for kind, event, when in (
-                ("s", task, until),
-                ("f", later[0], _nanoseconds(later[0].began)),
-            ):
-                pid, thread = event.track
-                bound = {"bp": "e"} if kind == "f" else {}
-                place = {"pid": pid, "tid": numbers[pid][thread], "ts": _microseconds(when)}
-                yield {"ph": kind, **head, **place, **bound}
 
 
 def _meta(kind: str, pid: int, tid: int, **details: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 from hybridloader._support.arguments import whole
@@ -114,11 +114,6 @@ class Trace(ProgramBlock):
         now = time.perf_counter()
         self._add(Event("i", track or self.here(), name, now, now, details))
 
-    def counter(self, name: str, value: int) -> None:
-        """Add the present value of a counter."""
-        now = time.perf_counter()
-        self._add(Event("C", (self._owner, ""), name, now, now, {"value": value}))
-
     def _add(self, event: Event) -> None:
         if not self._over:
             next(self._added)
@@ -205,17 +200,14 @@ class _TracedRing(deque[Pause]):
         trace: Trace,
         name: str,
         first: str | None,
-        also: Callable[[], None] | None,
     ) -> None:
         super().__init__(before, before.maxlen)
-        self._trace, self._name, self._first, self._also = trace, name, first, also
+        self._trace, self._name, self._first = trace, name, first
 
     def append(self, span: Pause) -> None:
         super().append(span)
         name, self._first = self._first or self._name, None
         self._trace.slice(name, *span)
-        if self._also is not None:
-            self._also()
 
 
 def traced(
@@ -223,8 +215,7 @@ def traced(
     name: str,
     waits: Waits,
     first: str | None = None,  # name of the first slice, if it differs
-    also: Callable[[], None] | None = None,  # called after each wait
 ) -> None:
     """Have each of `waits` that is not brief also become a slice of the thread that notes it."""
     if trace is not None:
-        waits.ring = _TracedRing(waits.ring, trace, name, first, also)
+        waits.ring = _TracedRing(waits.ring, trace, name, first)

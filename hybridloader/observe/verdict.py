@@ -270,8 +270,6 @@ def _of_store(figures: Figures, stage: StageRecord, use: StoreUse, held: str) ->
             f", whose {use.requests:,} requests of {size(use.bytes // requests)} took "
             f"{time(use.seconds / requests)} each, {at_once:.1f} at a time"
         )
-    if use.answered:
-        why += f", {time(use.first_byte / use.answered)} of it to the first byte"
     if use.retries:
         why += f"; {use.retries:,} of them were made again after a failure"
     nearer = "or run nearer to the store"

@@ -319,11 +319,19 @@ class Pipeline(Steps):
     def settled(self) -> Pipeline:
         """Return the pipeline with measured workers for the steps with ``"auto"``; see docs/tuning.md.
 
-        It is measured at the first call, for at most 5 seconds, and not again.
+        It is measured at the first call, for at most 5 seconds, and not again. Raises `ValueError` if a
+        pipeline that this one joins, or the one before a fork, has ``"auto"``.
         """
-        placements = (operator.placement for operator in steps_in(self))
-        if not any(placement is not None and placement.auto for placement in placements):
+        steps = [s for s in steps_in(self) if s.placement is not None and s.placement.auto]
+        if not steps:
             return self
+        own = {id(operator) for operator in self.operators}
+        for step in steps:
+            if id(step) not in own:
+                raise ValueError(
+                    f"{step.name} has 'auto', and its pipeline is joined or forked: join or fork "
+                    "pipeline.settled(), which measures that pipeline alone"
+                )
         if not self._chosen:
             chooser: Any = importlib.import_module(_CHOOSER)  # a layer above, so by its name
             self._chosen.append(chooser.choose_for_pipeline(self))

@@ -130,8 +130,7 @@ class Executor(Runner):
             running = self.relays.get(node.path)
             if running is None:
                 if self.observation is not None:
-                    key = self.stages.number, node.path
-                    self.observation.relay(self.observation.name_of(node.name, key), relay.queue)
+                    self.observation.relay(relay.queue)
                 running = self.relays[node.path] = RunningRelay(node, before, relay)
             else:
                 running.replace(relay)

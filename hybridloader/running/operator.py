@@ -327,24 +327,6 @@ class Operator(ABC):
         """Return other pipelines that run as a part of this operator."""
         return ()
 
-    def with_branches(self, branches: tuple[Chain, ...], shared: dict[Any, Any]) -> Operator:
-        """Return a copy of this operator with other `branches`, as many as it has.
-
-        Tuning calls it to copy a pipeline with other workers. `shared` is one dict for all operators of
-        the copy: a fork puts its copy there for its other branches.
-        """
-        raise TypeError(
-            f"{self.name} has branches and no with_branches(), so their steps can't have other workers; "
-            "define with_branches(branches, shared), or leave backend='auto' and tune() out"
-        )
-
-    def in_trial(self) -> Operator:
-        """Return the operator that a measurement of about a second runs in the place of this one.
-
-        It is another one where this one would not reach all of its `branches` in that time.
-        """
-        return self
-
     def describe(self, longest: int | None = 40) -> str:
         """Return its name and those parameters that differ from their defaults.
 

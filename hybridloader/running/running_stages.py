@@ -162,8 +162,6 @@ class RunningStages(dict[Path, RunningStage]):
         dataset = None if node.backend.in_process else spec.fetch.dataset
         if node.reads:  # each thread has a copy of it too
             dataset = spec.fetch.dataset if has(spec.fetch.dataset, "set_epoch") else None
-        if measures is not None:
-            measures.started(stage)
         running = self[path] = RunningStage(node, stage, flow, measures, dataset)
         running.resumed = self.resumed.pop(path, None)
         self._check_open(stage)  # a concurrent close() may have missed this one

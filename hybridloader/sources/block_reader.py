@@ -29,7 +29,7 @@ from hybridloader._support.caller import warn_once
 from hybridloader._support.store_use import count, counting
 from hybridloader.errors import StoreError
 from hybridloader.sources.block_cache import BlockCache, private_cache
-from hybridloader.sources.counted import ahead
+from hybridloader.sources.store import ahead
 
 Ints = npt.NDArray[np.int64]
 

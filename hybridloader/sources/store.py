@@ -5,6 +5,7 @@ Errors are distinguished here: files that are not there, a store that did not se
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import threading
@@ -14,15 +15,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import count
+from time import perf_counter
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from hybridloader._support import system
 from hybridloader._support.attributes import attribute
 from hybridloader._support.error_handling import add_note, described
-from hybridloader._support.store_use import counting
+from hybridloader._support.store_use import count, counting
 from hybridloader.errors import SourceError, StoreError
-from hybridloader.sources.counted import counted
 from hybridloader.sources.patience import RETRY, patiently, status_may_pass
 from hybridloader.sources.per_worker import PerWorker
 
@@ -63,6 +63,10 @@ _AHEAD = 8 << 20
 
 _MARKS = ("ETag", "etag", "LastModified", "Last-Modified", "mtime", "md5Hash", "updated", "created")
 """Fields of a file system that change with the contents; the first one found is used."""
+
+
+ahead = threading.local()
+"""`ahead.reads` is True in a thread that prefetches: no worker waits for its requests."""
 
 
 class Stamp(NamedTuple):
@@ -201,7 +205,7 @@ class Store:
 
         Raises the errors of its file system, or `WrongLength`; `raise_named` converts them.
         """
-        times = count(1)
+        times = itertools.count(1)
 
         def asked() -> bytes:
             data = bytes(self.fs.cat_file(path, start=start, end=stop))
@@ -215,7 +219,7 @@ class Store:
         """Return the result of `call`, which is repeated after errors of the store that may pass."""
         # A local name such as zip::b is no chain, which the file system of its "URL" would be.
         if counting() and not self.is_local:
-            call = counted(call, self._url, self.fs)
+            call = _counted(call, self._url)
         return patiently(self._retry, call, self._may_pass)
 
     def _may_pass(self, error: Exception) -> bool:
@@ -274,6 +278,25 @@ def each(function: Callable[[T], R], files: Sequence[T], stores: Iterable[Store]
         return [*map(function, files)]
     with ThreadPoolExecutor(_AT_ONCE) as threads:
         return [*threads.map(function, files)]
+
+
+def _counted(call: Callable[[], R], url: str) -> Callable[[], R]:
+    """Return `call`, a request, as a function that counts each time it is called."""
+    tries = itertools.count()
+
+    def request() -> R:
+        again = int(next(tries) > 0)
+        began, size = perf_counter(), 0
+        try:
+            found = call()
+            size = len(found) if isinstance(found, bytes) else 0
+            return found
+        finally:
+            seconds = perf_counter() - began
+            waited = 0.0 if attribute(ahead, "reads", False) else seconds
+            count(url, requests=1, retries=again, bytes=size, seconds=seconds, waited=waited)
+
+    return request
 
 
 def _nothing(_: Any) -> None:

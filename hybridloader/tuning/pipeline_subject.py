@@ -1,10 +1,13 @@
-"""Pipelines as subjects of a tuning: measured by their own operators with other placements."""
+"""Pipelines as subjects of a tuning: measured by their own operators with other placements.
+
+Pipelines that an operator joins keep their workers.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -12,9 +15,8 @@ from hybridloader._support.attributes import has
 from hybridloader.engine.registry import get_backend
 from hybridloader.fetching.readers import MapFetch
 from hybridloader.pipeline.pipeline import Pipeline
-from hybridloader.running.operator import Operator, steps_in
+from hybridloader.running.operator import steps_in
 from hybridloader.running.placement import Placement
-from hybridloader.tuning.chains import NamedChain, Path, chains_of, with_operators
 from hybridloader.tuning.endless import AND, Endless
 from hybridloader.tuning.plans import INLINE, Place, Plan, Stage
 from hybridloader.tuning.trials import Running, Subject
@@ -22,16 +24,15 @@ from hybridloader.tuning.untouched import untouched_generators
 
 
 class _Step(NamedTuple):
-    """Step to be placed: its address, the operator, and a name that no other step has."""
+    """Step to be placed: its number in the pipeline, the operator, and a name that no other step has."""
 
-    address: Path
+    at: int
     work: Any
     label: str
 
 
 class PipelineSubject(Subject):
-    """A pipeline and those that it joins: each function, or row of functions with equal placements, is
-    a stage."""
+    """A pipeline: each function, or row of functions with equal placements, is a stage."""
 
     name, unit = "Pipeline", "items"
 
@@ -44,17 +45,13 @@ class PipelineSubject(Subject):
                     "tune() reads the source of a pipeline several times, and this one can be read only "
                     "once; give a function that makes it, as in from_iterable(lambda: read(file))"
                 )
-        met: Counter[str] = Counter()
         self._groups = [
-            group
-            for chain in chains_of(pipeline)
-            for group in _groups(chain, met)
-            if not only_auto or group[0].work.placement.auto
+            group for group in _groups(pipeline) if not only_auto or group[0].work.placement.auto
         ]
         if not self._groups:
             raise TypeError(
                 "tune() found no step of this pipeline to place: it has no map(), filter() or "
-                "flat_map(), and its source is no slow dataset"
+                "flat_map(), and its source is no slow dataset; pipelines that it joins are tuned alone"
             )
         firsts = [group[0].work for group in self._groups]
         self.start = tuple(_place_of(work.placement) for work in firsts)
@@ -66,7 +63,6 @@ class PipelineSubject(Subject):
             )
             for group, work, place in zip(self._groups, firsts, self.start, strict=True)
         )
-        self._placed(self.start, 1.0)  # refused now if an operator can't be copied
 
     @contextlib.contextmanager
     def open(self, plan: Plan, timeout: float) -> Iterator[Running]:
@@ -88,9 +84,9 @@ class PipelineSubject(Subject):
 
     def _placed(self, plan: Plan, timeout: float | None) -> Pipeline:
         """Return the pipeline with `plan`; with a `timeout`, for a measurement."""
-        changed: dict[Path, Operator] = {}
+        operators = list(self._pipeline.operators)
         for group, place, before in zip(self._groups, plan, self.start, strict=True):
-            for address, work, label in group:
+            for at, work, label in group:
                 placement: Placement = work.placement
                 if place != before:
                     placement = _moved(placement, place)
@@ -102,8 +98,10 @@ class PipelineSubject(Subject):
                 if timeout is not None and label != work.name and has(work, "label"):
                     # The name of its row in the statistics. A user's operator may have no label.
                     work = replace(work, label=label)
-                changed[address] = work
-        return with_operators(self._pipeline, changed, trial=timeout is not None)
+                operators[at] = work
+        if all(new is old for new, old in zip(operators, self._pipeline.operators, strict=True)):
+            return self._pipeline
+        return Pipeline(operators)
 
     def code(self, plan: Plan) -> str:
         lines = []
@@ -119,27 +117,21 @@ class PipelineSubject(Subject):
             lines.append(f"{stage.name}: {', '.join(words)}")
         return "\n".join(lines)
 
-    def parts(self) -> Sequence[tuple[str, Any]]:
-        return [(step.label, step.work) for group in self._groups for step in group]
 
-
-def _groups(named: NamedChain, met: Counter[str]) -> list[list[_Step]]:
-    """Return the steps of a chain to be placed: a row with equal placements is one group.
-
-    `met` counts the names of steps, so that the second step of a name gets another one.
-    """
+def _groups(pipeline: Pipeline) -> list[list[_Step]]:
+    """Return the steps to be placed: a row with equal placements is one group."""
     groups: list[list[_Step]] = []
-    operators = named.chain.operators
+    met: Counter[str] = Counter()
+    operators = pipeline.operators
     for at, operator in enumerate(operators):
         if operator.placement is None or operator.step().kind == "read" or operator.cheap:
             continue
-        name = f"{named.name}: {operator.name}" if named.name else operator.name
-        met[name] += 1
-        label = name if met[name] == 1 else f"{name} #{met[name]}"
-        step = _Step((*named.path, at), operator, label)
+        met[operator.name] += 1
+        number = met[operator.name]
+        step = _Step(at, operator, operator.name + (f" #{number}" if number > 1 else ""))
         joins = (
             groups
-            and groups[-1][-1].address[-1] == at - 1
+            and groups[-1][-1].at == at - 1
             and operators[at - 1].placement == operator.placement
             and operator.placement.fuse
             and not operator.step().concurrency

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -51,7 +51,7 @@ class LoaderSubject(Subject):
         self, loader: torch.utils.data.DataLoader[Any], *, keep_threads: bool = False
     ) -> None:
         """Take a loader; with `keep_threads` its `threads_per_worker` stays in every plan."""
-        self._given, self._keep_threads = loader, keep_threads
+        self._keep_threads = keep_threads
         self._ours = isinstance(loader, DataLoader)
         # Of torch's, one of ours with the same attributes: refused here if it can't be had.
         self._loader: Any = loader if self._ours else from_torch(loader)
@@ -156,9 +156,6 @@ class LoaderSubject(Subject):
         if not place.workers and self._loader.persistent_workers:
             words.append("persistent_workers=False")
         return f"hybridloader.DataLoader(..., {', '.join(words)})"
-
-    def parts(self) -> Sequence[tuple[str, Any]]:
-        return [("The loader", self._given)]
 
 
 class _Again:

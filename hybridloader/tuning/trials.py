@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -71,10 +71,6 @@ class Subject(ABC):
     @abstractmethod
     def code(self, plan: Plan) -> str:
         """Return the code to paste."""
-
-    def parts(self) -> Sequence[tuple[str, Any]]:
-        """Return the objects whose making the user changes, each after its name."""
-        return ()
 
 
 class Empty(ValueError):

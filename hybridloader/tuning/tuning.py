@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridloader._support.text import html, table
@@ -122,38 +121,3 @@ class Tuning:
 
     def _repr_html_(self) -> str:
         return html(self._rows(), self._lines())
-
-    def plot(self, path: str | Path) -> None:
-        """Draw the rates of all trials into a file (``pip install 'hybridloader[plot]'``).
-
-        Parameters
-        ----------
-        path
-            File to write; its ending names the format, such as ``.png`` or ``.svg``.
-
-        Raises
-        ------
-        ImportError
-            matplotlib is not installed.
-        """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ImportError(
-                "plot() needs matplotlib: pip install 'hybridloader[plot]'"
-            ) from error
-        good = [trial for trial in self.trials if trial.rates]
-        best = self._search.best
-        figure = Figure(figsize=(8, 1 + 0.35 * len(good)), layout="constrained")
-        axes = figure.subplots()
-        axes.barh(
-            [shown(trial.plan) for trial in good],
-            [trial.rate for trial in good],
-            xerr=[trial.rate * min(1.0, trial.noise) for trial in good],
-            color=["C1" if trial is best else "C0" for trial in good],
-        )
-        if self.target is not None:
-            axes.axvline(self.target, color="black", linestyle="--")
-        axes.invert_yaxis()
-        axes.set_xlabel(f"{self._subject.unit} a second")
-        figure.savefig(path)

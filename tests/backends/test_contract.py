@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from support import bare_platform
+from support.backend_contract import BackendContract
 from support.backend_without_defaults import WithoutDefaults
 from support.named_slots import NamedFork
 
@@ -18,7 +19,6 @@ import hybridloader
 from hybridloader import Fork, Inline, SharedMemory, Spawn, Threads
 from hybridloader._support import system
 from hybridloader.engine import Backend, Crew, Done, Message, Task, WorkerHandle, WorkerSpec
-from hybridloader.testing import BackendContract
 
 KINDS: tuple[Any, ...] = (Backend, Crew, WorkerHandle)
 ROOT = Path(__file__).parents[2]
@@ -196,6 +196,7 @@ class TestThreadsAsOnMacOS(BackendContract):
     backend = Threads()
 
 
+@pytest.mark.full  # in its slots it is `TestSpawnAsOnMacOS`
 @pytest.mark.usefixtures("_macos")
 class TestSharedMemoryAsOnMacOS(BackendContract):
     backend = SharedMemory(start_method="spawn")
@@ -219,7 +220,7 @@ def test_every_module_but_those_of_zygotes_can_be_imported_as_on_windows(tmp_pat
         ".".join((package, *path.relative_to(folder).with_suffix("").parts))
         for package, folder in (("hybridloader", core), ("hybridloader.backends", BACKENDS))
         for path in sorted(folder.rglob("*.py"))
-        if path.stem not in ("__main__", "__init__") and "demo" not in path.parts
+        if path.stem not in ("__main__", "__init__", "demo")
     ]
     zygotes = [name for name in names if ".zygote" in name]
     # Modules of others first: they do as on Linux.

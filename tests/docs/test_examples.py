@@ -17,7 +17,7 @@ import pytest
 
 import hybridloader
 from hybridloader import Pipeline
-from hybridloader.demo.photographs import PHOTOGRAPHS, prepare
+from hybridloader.demo import PHOTOGRAPHS, prepare
 from hybridloader.pipeline import Operator
 from hybridloader.pipeline.steps import Steps
 from hybridloader.running.placement import Where

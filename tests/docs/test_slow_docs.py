@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hybridloader.demo.photographs import prepare
+from hybridloader.demo import prepare
 from hybridloader.observe import cores
 from hybridloader.observe.recording import CoreUse
 

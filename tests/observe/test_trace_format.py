@@ -45,18 +45,3 @@ def test_what_was_dropped_stands_in_the_trace() -> None:
     assert made["otherData"]["dropped_events"] == 2
     assert made["otherData"]["dropped_by_workers"] == 3
     assert made["baseTimeNanoseconds"] == 10**18
-
-
-def test_an_arrow_needs_both_ends_in_their_order() -> None:
-    def task(seq: int, began: float) -> Event:
-        return Event("X", TRACK, "task", began, began + 1, {"flow": ("a", seq)})
-
-    def taken(seq: int, began: float) -> Event:
-        return Event("X", TRACK, "open", began, began + 0.5, {"flow": ("a", seq)})
-
-    # Number 1 was never taken, 2 was taken and never told, 3 comes once more in a later pass.
-    events = [task(1, 0), taken(2, 1), task(3, 2), taken(3, 3), task(3, 10), taken(3, 12)]
-    flows = [e for e in chrome_trace(recorded(events))["traceEvents"] if e["ph"] in "sf"]
-    times = [(e["ph"], round(e["ts"] / 1e6, 3)) for e in flows]
-    assert sorted(times, key=lambda pair: pair[1]) == [("s", 3), ("f", 3), ("s", 11), ("f", 12)]
-    assert len({e["id"] for e in flows}) == 2

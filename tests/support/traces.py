@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-from bisect import bisect_right
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -31,8 +30,6 @@ class ReadTrace:
         self.tracks = self._named("thread_name")
         self._check_names()
         self._check_nesting()
-        self._check_flows()
-        self._check_counters()
 
     def _named(self, kind: str) -> dict[Place, str]:
         found: dict[Place, str] = {}
@@ -66,43 +63,6 @@ class ReadTrace:
                 assert end(event) <= end(stack[-1]), f"{event} is not within {stack[-1]}"
             self.parents[id(event)] = stack[-1] if stack else None
             stack.append(event)
-
-    def _check_flows(self) -> None:
-        """Each arrow has one begin in a task, and one later end in an opening."""
-        flows: defaultdict[Any, list[dict[str, Any]]] = defaultdict(list)
-        for event in self.events:
-            if event["ph"] in "sf":
-                flows[event["id"]].append(event)
-        self.flows = []
-        self._slices: dict[str, defaultdict[Any, list[Any]]] = {}
-        for ends in flows.values():
-            assert sorted(event["ph"] for event in ends) == ["f", "s"], ends
-            start, finish = sorted(ends, key=lambda event: event["ph"] == "f")
-            assert start["ts"] <= finish["ts"]
-            self.flows.append((self._around(start, "task"), self._around(finish, "open")))
-
-    def _around(self, flow: dict[str, Any], name: str) -> dict[str, Any]:
-        at = nanoseconds(flow["ts"])
-        if name not in self._slices:  # a busy machine has thousands of both
-            by_thread = self._slices[name] = defaultdict(list)
-            for event in self.named(name):
-                by_thread[event["pid"], event["tid"]].append((nanoseconds(event["ts"]), event))
-            for slices in by_thread.values():
-                slices.sort(key=lambda one: one[0])
-        slices = self._slices[name][flow["pid"], flow["tid"]]
-        last = bisect_right(slices, at, key=lambda one: one[0]) - 1
-        found = [event for _, event in slices[max(0, last - 1) : last + 1] if at <= end(event)]
-        assert found, f"{flow} is in no {name}"
-        return found[0]
-
-    def _check_counters(self) -> None:
-        last: defaultdict[str, float] = defaultdict(float)
-        for event in self.events:
-            if event["ph"] == "C":
-                assert event["ts"] >= last[event["name"]]
-                last[event["name"]] = event["ts"]
-                assert event["args"]["value"] >= 0
-        self.counters = set(last)
 
     def named(self, name: str) -> list[dict[str, Any]]:
         """Return the slices called `name`."""

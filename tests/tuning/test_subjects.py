@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,18 +13,12 @@ import torch.utils.data
 
 import hybridloader
 from hybridloader import DataLoader, Pipeline, WorkerDied, WorkerTimeout, tune
-from hybridloader.observe import plot
+from hybridloader.tuning import auto as choosing
 from hybridloader.tuning.plans import INLINE, Place
 from hybridloader.tuning.subjects import subject_of
 from hybridloader.tuning.trials import Empty
 
 SECONDS = 0.3
-
-
-@pytest.fixture(scope="module")
-def _fonts_open(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Draw once, as matplotlib keeps the files of fonts open."""
-    plot.draw(tmp_path_factory.mktemp("fonts") / "a.png", ["a"], {"b": [1.0]}, [1.0], None, "c")
 
 
 class Squares(torch.utils.data.Dataset[int]):
@@ -115,8 +108,7 @@ def test_a_pipeline_gets_other_placements_and_the_same_items() -> None:
     assert list(moved.run(seed=0)) == expected
 
 
-@pytest.mark.usefixtures("_fonts_open")
-def test_it_is_described_as_text_dict_and_picture(tmp_path: Path) -> None:
+def test_it_is_described_as_text_and_dict() -> None:
     tuning = tune(DataLoader(Squares(), 8), seconds=SECONDS)
     text = str(tuning)
     assert "as it was" in text
@@ -125,8 +117,6 @@ def test_it_is_described_as_text_dict_and_picture(tmp_path: Path) -> None:
     assert found["rate"] == tuning.rate
     assert {"trials", "plan", "costs", "refused", "code"} <= found.keys()
     assert "<table>" in tuning._repr_html_()
-    tuning.plot(tmp_path / "tuning.svg")
-    assert (tmp_path / "tuning.svg").stat().st_size > 1000
 
 
 class Raises(Squares):
@@ -173,8 +163,12 @@ def test_what_can_t_be_tuned_is_refused() -> None:
         tune([1, 2])
     with pytest.raises(TypeError, match="can be read only once"):
         tune(Pipeline.from_iterable(iter(range(3))).map(double))
-    with pytest.raises(TypeError, match="no step of this pipeline to place"):
-        tune(Pipeline.from_dataset(range(3)).batch(2))
+    for pipe in (
+        Pipeline.from_dataset(range(3)).batch(2),
+        Pipeline.zip(numbers().map(double)),
+    ):
+        with pytest.raises(TypeError, match="no step of this pipeline to place"):
+            tune(pipe)
     loader = DataLoader(Squares(), 8)
     for words in ({"seconds": 0}, {"cpus": 0}, {"memory": 0.0}):
         with pytest.raises(ValueError, match=r"must be above 0|leaves no memory"):
@@ -182,3 +176,64 @@ def test_what_can_t_be_tuned_is_refused() -> None:
     with pytest.raises(TypeError, match="step must be a function"):
         tune(loader, step="fast")  # type: ignore[arg-type]
     assert hybridloader.tuning.Tuning is type(tune(loader, seconds=SECONDS, cpus=1))
+
+
+# -- pipelines that are joined, and steps of one name --------------------------------------------------
+
+
+AUTO: Any = {"backend": "auto"}
+
+
+def numbers() -> Pipeline:
+    return Pipeline.from_dataset(range(30), shuffle=True, seed=2)
+
+
+def test_pipelines_that_are_joined_keep_their_workers() -> None:
+    kept = numbers().map(double, backend="threads", num_workers=3)
+    for join in (Pipeline.zip, Pipeline.concat, Pipeline.mix, Pipeline.interleave):
+        pipe = join(kept, numbers()).map(str)
+        subject = subject_of(pipe)
+        assert [stage.name for stage in subject.stages] == ["map(str)"]
+        assert subject.apply(subject.start) is pipe
+        moved = subject.apply((Place("threads", 2),))
+        assert moved.operators[0] is pipe.operators[0]
+        expected = list(pipe.run(seed=0))
+        run = pipe.run(seed=0)
+        had = [next(run) for _ in range(7)]
+        with moved.run(state=run.state_dict()) as resumed:  # it is the same pipeline for a state
+            assert [*had, *resumed] == expected
+        run.close()
+
+
+def test_steps_of_one_name_are_told_apart() -> None:
+    pipe = numbers().map(double).batch(1, collate_fn=sum).map(double)
+    subject = subject_of(pipe)
+    assert [stage.name for stage in subject.stages] == ["map(double)", "map(double) #2"]
+    with subject.open((Place("threads", 1),) * 2, 60) as running:
+        next(running)
+        assert None not in running.stages()
+    moved = subject.apply((Place("threads", 2), INLINE))
+    assert [step.name for step in moved.operators] == [step.name for step in pipe.operators]
+
+
+def test_auto_in_a_joined_or_forked_pipeline_is_refused_before_anything_runs() -> None:
+    one, two = numbers().map(double, **AUTO).fork()
+    for pipe in (Pipeline.zip(one, two), Pipeline.zip(numbers(), numbers().map(double, **AUTO))):
+        with pytest.raises(
+            ValueError, match=r"map\(double\) has 'auto'.* fork pipeline.settled\(\)"
+        ):
+            next(iter(pipe))
+
+
+def test_a_pipeline_with_auto_chooses_before_it_is_joined(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(choosing, "SECONDS", SECONDS)
+    one, two = numbers().map(double, **AUTO).settled().fork()
+    pipe = Pipeline.zip(one, two).map(str, **AUTO)
+    assert list(pipe.run(seed=0)) == list(pipe.run(seed=0))
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(" on ")[0] for line in lines] == [
+        "hybridloader: Pipeline uses map(double)",
+        "hybridloader: Pipeline uses map(str)",
+    ]

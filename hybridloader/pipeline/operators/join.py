@@ -11,7 +11,7 @@ import math
 import random
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -60,9 +60,6 @@ class Concat(Join):
 
     def length(self, upstream: Length) -> Length:
         return sum_of(self.lengths)
-
-    def in_trial(self) -> Interleave:
-        return Interleave(self.pipelines)
 
 
 class ConcatIterator(PassesIterator):
@@ -311,9 +308,6 @@ class Interleave(_InTurn):
 
     def length(self, upstream: Length) -> Length:
         return sum_of(self.lengths)
-
-    def in_trial(self) -> Interleave:
-        return self if self.block_length == 1 else replace(self, block_length=1)
 
 
 class InterleaveIterator(_TurnIterator):

@@ -8,7 +8,7 @@ shifted. After a failure whose number is unknown, no row comes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from hybridloader._support.error_handling import (
@@ -48,9 +48,6 @@ class Join(Source):
 
     def branches(self) -> tuple[Chain, ...]:
         return self.pipelines
-
-    def with_branches(self, branches: tuple[Chain, ...], shared: dict[Any, Any]) -> Join:
-        return replace(self, pipelines=branches)
 
     @property
     def lengths(self) -> list[Length]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from hybridloader._support.attributes import close
@@ -76,12 +76,6 @@ class Branch(Source):
 
     def branches(self) -> tuple[Chain, ...]:
         return (self.fork.pipeline,)
-
-    def with_branches(self, branches: tuple[Chain, ...], shared: dict[Any, Any]) -> Branch:
-        (trunk,) = branches
-        if self.fork not in shared:
-            shared[self.fork] = replace(self.fork, pipeline=trunk)
-        return replace(self, fork=shared[self.fork])
 
     def start(self, context: Context) -> Iterator[Any]:
         trunk = context.shared.setdefault(self.fork, _Trunk(self.fork.count))
