@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from hybridloader._support.caller import warn
+from hybridloader._support.text import warn
 from hybridloader.engine.contract import Backend, Crew, WorkerHandle
 from hybridloader.engine.fetcher import TaskContext
 from hybridloader.engine.messages import (

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from hybridloader._support import system
-from hybridloader._support.caller import warn, warn_once
-from hybridloader._support.devices_in_use import device_in_use
+from hybridloader._support.text import warn, warn_once
+from hybridloader._support.torch_env import device_in_use
 from hybridloader.backends.process import fork_safety
 from hybridloader.backends.process.crew import ProcessCrew
 from hybridloader.backends.process.fork_safety import fork_hazard

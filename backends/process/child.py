@@ -14,11 +14,9 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-from hybridloader._support.error_handling import show
-from hybridloader._support.failure import Failure
-from hybridloader._support.import_hooks import when_imported
 from hybridloader._support.inheritance import Inherited
-from hybridloader._support.native_threads import one_thread_in_this_process
+from hybridloader._support.torch_env import one_thread_in_this_process, when_imported
+from hybridloader._support.user_objects import Failure, show
 from hybridloader.backends.process import codec
 from hybridloader.backends.process.frames import Frame
 from hybridloader.backends.process.parent_watch import ParentWatch, leave_signals

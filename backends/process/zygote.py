@@ -28,8 +28,8 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, NoReturn
 
-from hybridloader._support.error_handling import show
-from hybridloader._support.native_threads import one_thread_in_this_process
+from hybridloader._support.torch_env import one_thread_in_this_process
+from hybridloader._support.user_objects import show
 from hybridloader.backends.process import fork_safety
 from hybridloader.backends.process.child import FirstFrame, main
 from hybridloader.backends.process.frames import Frame

@@ -21,7 +21,7 @@ from dataclasses import fields
 from multiprocessing.connection import Connection
 from typing import Any
 
-from hybridloader._support.caller import warn_once
+from hybridloader._support.text import warn_once
 from hybridloader.backends.process import handles
 from hybridloader.backends.process.child import FirstFrame
 from hybridloader.backends.process.first_step import FirstStep

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hybridloader._support.attributes import has
-from hybridloader._support.caller import warn
+from hybridloader._support.text import warn
+from hybridloader._support.user_objects import has
 from hybridloader.engine.registry import get_backend
 from hybridloader.loader.dataloader import DataLoader
 from hybridloader.loader.options import Options, in_keywords

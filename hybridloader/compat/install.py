@@ -16,9 +16,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from hybridloader._support import system
-from hybridloader._support.attributes import attribute
-from hybridloader._support.caller import warn, warn_once
-from hybridloader._support.import_hooks import when_imported
+from hybridloader._support.text import warn, warn_once
+from hybridloader._support.torch_env import when_imported
+from hybridloader._support.user_objects import attribute
 from hybridloader.engine.registry import get_backend
 from hybridloader.errors import BackendUnavailable, ForkUnsafe, WorkerPicklingError
 from hybridloader.loader.options import Options, in_keywords

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from hybridloader._support.lazily import lazily
 
 if TYPE_CHECKING:
-    from hybridloader._support.failure import Failure as Failure
+    from hybridloader._support.user_objects import Failure as Failure
     from hybridloader.engine.called_worker import CalledWorker as CalledWorker
     from hybridloader.engine.called_worker import parts_of as parts_of
     from hybridloader.engine.called_worker import work_of as work_of
@@ -61,7 +61,7 @@ __getattr__, __dir__, __all__ = lazily(
     __name__,
     {
         ".errors": "BackendUnavailable ResultPicklingError WorkerPicklingError",
-        "._support.failure": "Failure",
+        "._support.user_objects": "Failure",
         "called_worker": "CalledWorker parts_of work_of",
         "calls": "CallingHandle Place",
         "contract": "Backend Crew WorkerHandle",

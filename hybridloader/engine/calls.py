@@ -18,7 +18,7 @@ from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from hybridloader._support.error_handling import repr_of
+from hybridloader._support.user_objects import repr_of
 from hybridloader.engine.called_worker import Parts, SentMessage, parts_of
 from hybridloader.engine.contract import WorkerHandle
 from hybridloader.engine.messages import Done, Event, Exited, Message, Task

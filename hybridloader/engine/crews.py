@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from hybridloader._support.snapshots import snapshot
+from hybridloader._support.threads import snapshot
 from hybridloader.engine.contract import Crew
 
 assert multiprocessing.util is not None

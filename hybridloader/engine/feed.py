@@ -13,9 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from hybridloader._support.attributes import attribute
-from hybridloader._support.error_handling import ENDS, counts_as_item, is_ours
-from hybridloader._support.sizes import size_of
+from hybridloader._support.user_objects import ENDS, attribute, counts_as_item, is_ours, size_of
 from hybridloader.engine.payload import Payload
 from hybridloader.errors import NotReady
 

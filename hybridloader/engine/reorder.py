@@ -6,7 +6,7 @@ workers do other tasks up to this limit (decision 27).
 
 from __future__ import annotations
 
-from hybridloader._support.sizes import size_of
+from hybridloader._support.user_objects import size_of
 from hybridloader.engine.messages import Done, Result
 from hybridloader.engine.payload import ByReference, known_bytes
 

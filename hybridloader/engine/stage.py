@@ -26,7 +26,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from hybridloader._support.error_handling import (
+from hybridloader._support.text import DEBUG, INFO, log
+from hybridloader._support.torch_env import Modes, modes_here
+from hybridloader._support.user_objects import (
+    Failure,
     Raised,
     add_note,
     foreign,
@@ -34,9 +37,6 @@ from hybridloader._support.error_handling import (
     keeps_number,
     no_answer,
 )
-from hybridloader._support.failure import Failure
-from hybridloader._support.log import DEBUG, INFO, log
-from hybridloader._support.torch_modes import Modes, modes_here
 from hybridloader.engine.contract import CLOSING, Backend, WorkerHandle
 from hybridloader.engine.crews import ended_with
 from hybridloader.engine.diagnosis import WorkerReport

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hybridloader._support.sizes import size_of
+from hybridloader._support.user_objects import size_of
 from hybridloader.engine.feed import LOOKED_AT, items_in
 from hybridloader.engine.messages import Done, Result
 from hybridloader.engine.payload import ByReference, known_bytes

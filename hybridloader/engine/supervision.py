@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from hybridloader._support.error_handling import no_answer, text_of
-from hybridloader._support.log import INFO, log
+from hybridloader._support.text import INFO, log
+from hybridloader._support.user_objects import no_answer, text_of
 from hybridloader.engine.diagnosis import given_up
 from hybridloader.engine.feed import is_forwarded
 from hybridloader.engine.fetcher import GivenUp, PartlyGivenUp

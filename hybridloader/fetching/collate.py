@@ -20,7 +20,7 @@ from math import prod
 from types import FunctionType
 from typing import Any
 
-from hybridloader._support.import_hooks import when_imported
+from hybridloader._support.torch_env import when_imported
 from hybridloader.engine.worker_info import get_worker_info
 from hybridloader.memory.slots import OWN
 from hybridloader.memory.tensors import AsTensor, tensor_over

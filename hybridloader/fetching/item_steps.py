@@ -15,7 +15,7 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-from hybridloader._support.attributes import attribute
+from hybridloader._support.user_objects import attribute
 from hybridloader.engine.fetcher import (
     Fetch,
     Fetcher,

@@ -13,8 +13,7 @@ from types import GeneratorType
 from typing import Any, NamedTuple
 from zlib import crc32
 
-from hybridloader._support.attributes import attribute
-from hybridloader._support.error_handling import described, foreign
+from hybridloader._support.user_objects import attribute, described, foreign
 from hybridloader.errors import ShardLost
 
 MOST_FAILURES = 8

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from hybridloader._support.failure import Failure
+from hybridloader._support.user_objects import Failure
 
 
 class FailureRecord(NamedTuple):

@@ -24,10 +24,9 @@ from time import perf_counter
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from hybridloader._support.attributes import attribute, is_container
-from hybridloader._support.datapipes import seed_datapipe
-from hybridloader._support.error_handling import foreign
-from hybridloader._support.state_copies import load_into
+from hybridloader._support.states import load_into
+from hybridloader._support.torch_env import seed_datapipe
+from hybridloader._support.user_objects import attribute, foreign, is_container
 from hybridloader.engine.dataset_state import ShardStart, states_of
 from hybridloader.engine.fetcher import (
     Abandoned,

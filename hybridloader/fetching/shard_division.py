@@ -13,10 +13,9 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from hybridloader._support.attributes import attribute
-from hybridloader._support.datapipes import is_datapipe
-from hybridloader._support.state_copies import Frozen, is_stateful
-from hybridloader._support.state_schema import ANY, COUNT, DICT, LIST, TEXT, Schema
+from hybridloader._support.states import ANY, COUNT, DICT, LIST, TEXT, Frozen, Schema, is_stateful
+from hybridloader._support.torch_env import is_datapipe
+from hybridloader._support.user_objects import attribute
 from hybridloader.engine.dataset_state import ShardStart
 from hybridloader.errors import StateError
 from hybridloader.fetching.named_shards import (

@@ -18,8 +18,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import hybridloader._support.installed_torch  # noqa: F401 - it refuses a torch that is too old
 from hybridloader._support.arguments import whole
-from hybridloader._support.attributes import Fallback, attribute
-from hybridloader._support.error_handling import add_note
+from hybridloader._support.user_objects import Fallback, add_note, attribute
 from hybridloader.engine.contract import Backend
 from hybridloader.engine.registry import get_backend
 from hybridloader.loader.auto import Auto, chooser, settled

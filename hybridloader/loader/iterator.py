@@ -23,12 +23,10 @@ from torch.utils.data.dataloader import (
     _share_dist_seed,
 )
 
-from hybridloader._support.caller import warn_once
-from hybridloader._support.datapipes import seed_datapipe
-from hybridloader._support.error_handling import ENDS, add_note, is_ours
-from hybridloader._support.failure import Failure
-from hybridloader._support.hf_streams import warn_of_few_shards
-from hybridloader._support.state_copies import is_stateful
+from hybridloader._support.states import is_stateful, warn_of_few_shards
+from hybridloader._support.text import warn_once
+from hybridloader._support.torch_env import seed_datapipe
+from hybridloader._support.user_objects import ENDS, Failure, add_note, is_ours
 from hybridloader.devices.pinning import pinner_for
 from hybridloader.engine.contract import Backend, WorkerHandle
 from hybridloader.engine.crews import closed_with, park_at_exit

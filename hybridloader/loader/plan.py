@@ -18,8 +18,8 @@ from torch.utils.data import IterableDataset
 from torch.utils.data.dataloader import _DatasetKind
 
 from hybridloader._support.arguments import flag, function, seconds, whole
-from hybridloader._support.attributes import attribute, has
-from hybridloader._support.caller import warn_once
+from hybridloader._support.text import warn_once
+from hybridloader._support.user_objects import attribute, has
 from hybridloader.backends.fallback import usable
 from hybridloader.engine.contract import Backend
 from hybridloader.engine.fetcher import Fetch

@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any
 
-from hybridloader._support.error_handling import described, repr_of
+from hybridloader._support.user_objects import described, repr_of
 from hybridloader.engine.messages import Done, Result
 from hybridloader.engine.meter import MEASURES
 from hybridloader.engine.slices import LONG, SEEN, TASK, TASKS, SliceReport, Slices

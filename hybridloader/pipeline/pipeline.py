@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from hybridloader._support.arguments import whole
-from hybridloader._support.state_copies import is_stateful
+from hybridloader._support.states import is_stateful
 from hybridloader.fetching.collate import WithoutTorch
 from hybridloader.fetching.named_shards import names_shards
 from hybridloader.fetching.readers import MapFetch

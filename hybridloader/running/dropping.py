@@ -10,8 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from hybridloader._support.attributes import attribute, close
-from hybridloader._support.error_handling import counts_as_item, keeps_number, no_answer
+from hybridloader._support.user_objects import (
+    attribute,
+    close,
+    counts_as_item,
+    keeps_number,
+    no_answer,
+)
 from hybridloader.engine.feed import is_forwarded
 from hybridloader.engine.fetcher import TaskContext
 from hybridloader.errors import IteratorClosed, StateError

@@ -12,9 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 from hybridloader._support.arguments import whole
-from hybridloader._support.caller import warn
-from hybridloader._support.error_handling import no_answer
-from hybridloader._support.state_schema import place_dropped
+from hybridloader._support.states import place_dropped
+from hybridloader._support.text import warn
+from hybridloader._support.user_objects import no_answer
 from hybridloader.engine.crews import close_once, closed_with
 from hybridloader.errors import IteratorClosed, StateError
 from hybridloader.observe.reporting import Observe, check_observe

@@ -15,8 +15,8 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hybridloader._support.caller import warn
-from hybridloader._support.error_handling import no_answer
+from hybridloader._support.text import warn
+from hybridloader._support.user_objects import no_answer
 from hybridloader.devices.pinning import Pinner
 from hybridloader.engine.fetcher import TaskContext
 from hybridloader.engine.relay import Relay
@@ -42,7 +42,7 @@ from hybridloader.running.state import Heads, Position, descriptions, shares_of
 from hybridloader.running.validation import chains_in_rows, check
 
 if TYPE_CHECKING:
-    from hybridloader._support.waits import Waits
+    from hybridloader._support.threads import Waits
     from hybridloader.engine.meter import TaskParts
     from hybridloader.memory.page_locks import PageLocks
     from hybridloader.observe.reporting import Observe

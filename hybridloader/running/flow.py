@@ -7,10 +7,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from hybridloader._support.attributes import close
-from hybridloader._support.caller import warn_once
-from hybridloader._support.error_handling import (
+from hybridloader._support.text import warn_once
+from hybridloader._support.user_objects import (
     add_note,
+    close,
     counts_as_item,
     described,
     no_answer,

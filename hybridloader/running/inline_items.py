@@ -10,8 +10,7 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-from hybridloader._support.attributes import close
-from hybridloader._support.error_handling import counts_as_item, keeps_number, no_answer
+from hybridloader._support.user_objects import close, counts_as_item, keeps_number, no_answer
 from hybridloader.engine.fetcher import Abandoned, FollowingContext, TaskContext
 from hybridloader.engine.meter import TaskParts
 from hybridloader.errors import IteratorClosed

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, NamedTuple, NoReturn
 
-from hybridloader._support.attributes import has
-from hybridloader._support.state_copies import set_epoch
+from hybridloader._support.states import set_epoch
+from hybridloader._support.user_objects import has
 from hybridloader.errors import StateError
 from hybridloader.fetching.named_shards import names_of
 from hybridloader.fetching.shard_division import ShardDivision, without

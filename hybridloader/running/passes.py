@@ -13,9 +13,9 @@ from operator import attrgetter
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hybridloader._support.error_handling import add_note, no_answer
-from hybridloader._support.native_threads import one_thread_on_this_thread
 from hybridloader._support.text import brief
+from hybridloader._support.torch_env import one_thread_on_this_thread
+from hybridloader._support.user_objects import add_note, no_answer
 from hybridloader.engine.feed import TaskBatching
 from hybridloader.engine.fetcher import TaskContext
 from hybridloader.engine.meter import TaskParts

@@ -10,8 +10,8 @@ import pickle
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
-from hybridloader._support.error_handling import described, no_answer
-from hybridloader._support.state_copies import Frozen
+from hybridloader._support.states import Frozen
+from hybridloader._support.user_objects import described, no_answer
 from hybridloader.engine.dataset_state import ShardStart
 from hybridloader.errors import StateError
 from hybridloader.fetching.named_shards import Place

@@ -9,8 +9,8 @@ from contextlib import suppress
 from time import perf_counter
 from typing import Any
 
-from hybridloader._support.error_handling import ENDS, NO_ITEM, is_ours, no_answer
-from hybridloader._support.log import INFO, log
+from hybridloader._support.text import INFO, log
+from hybridloader._support.user_objects import ENDS, NO_ITEM, is_ours, no_answer
 from hybridloader.engine.crews import close_once, closed_with, park_at_exit
 from hybridloader.engine.relay import Relay, RelayQueue
 from hybridloader.errors import IteratorClosed, StateError

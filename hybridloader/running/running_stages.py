@@ -13,10 +13,8 @@ from collections.abc import Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from hybridloader._support.attributes import has
-from hybridloader._support.error_handling import no_answer
-from hybridloader._support.hf_streams import warn_of_few_shards
-from hybridloader._support.state_copies import set_epoch
+from hybridloader._support.states import set_epoch, warn_of_few_shards
+from hybridloader._support.user_objects import has, no_answer
 from hybridloader.engine.fetcher import Fetch, TaskContext
 from hybridloader.engine.messages import WorkerSpec
 from hybridloader.engine.refresh import DatasetChanges

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from hybridloader._support import system
-from hybridloader._support.devices_in_use import initialised, modules
+from hybridloader._support.torch_env import initialised, modules
 from hybridloader.seeding.sample_rng import GLOBALS, NUMPY, now
 
 

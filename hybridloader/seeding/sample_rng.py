@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from hybridloader._support.import_hooks import when_imported
+from hybridloader._support.torch_env import when_imported
 from hybridloader.seeding.sample_seeds import Origin, key_of, root, seeds
 
 T = TypeVar("T")

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from hybridloader._support.import_hooks import when_imported
+from hybridloader._support.torch_env import when_imported
 from hybridloader.seeding.global_generators import Globals, kept, lent
 from hybridloader.seeding.sample_rng import SampleRng, now
 from hybridloader.seeding.sample_seeds import Kind, SeedTriple

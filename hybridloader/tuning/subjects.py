@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.utils.data
 
-from hybridloader._support.attributes import attribute
+from hybridloader._support.user_objects import attribute
 from hybridloader.compat.from_torch import from_torch
 from hybridloader.engine.registry import get_backend
 from hybridloader.loader.dataloader import DataLoader

@@ -20,7 +20,7 @@ from support.failing_datasets import Samples, at_gate, load, start
 from support.forking import in_a_fork
 
 from hybridloader import RestartPolicy, WorkerDied
-from hybridloader._support.caller import warn_once
+from hybridloader._support.text import warn_once
 from hybridloader.backends.process import fork_safety
 from hybridloader.backends.process.backend import SharedMemory, Spawn
 from hybridloader.backends.process.child import FirstFrame

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridloader import Replace, Retry, Skip, TooManyErrors
-from hybridloader._support.failure import Failure
+from hybridloader._support.user_objects import Failure
 from hybridloader.engine.fetcher import Abandoned, GivenUp, PartlyGivenUp, TaskContext
 from hybridloader.errors import ShardLost, WorkerDied
 from hybridloader.fetching.on_error.error_budget import ErrorBudget, FailureLog, bare

@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridloader import Pipeline, Threads, WorkerTimeout
-from hybridloader._support.error_handling import no_answer
-from hybridloader._support.sizes import size_of
+from hybridloader._support.user_objects import no_answer, size_of
 from hybridloader.engine.contract import Crew
 from hybridloader.engine.feed import TaskBatching
 from hybridloader.engine.messages import Done, Event, Ready, Task, WorkerSpec

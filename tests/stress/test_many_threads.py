@@ -22,7 +22,7 @@ from support.references import merge_references
 from support.ways_to_draw import WAYS
 
 from hybridloader import DataLoader, Pipeline
-from hybridloader._support.snapshots import snapshot
+from hybridloader._support.threads import snapshot
 from hybridloader.engine import crews, worker_info
 from hybridloader.engine.sharing import SharedItems
 from hybridloader.engine.worker_info import get_worker_info, worker_info_set

@@ -11,9 +11,8 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from hybridloader._support.error_handling import repr_of
-from hybridloader._support.failure import Failure, twin
 from hybridloader._support.text import cell, table
+from hybridloader._support.user_objects import Failure, repr_of, twin
 from hybridloader.errors import TooManyErrors
 from hybridloader.fetching.on_error.places import LeftOut, beside, goes_astray
 from hybridloader.fetching.on_error.policies import LEAST, Policy, Skip, final

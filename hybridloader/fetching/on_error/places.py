@@ -7,8 +7,7 @@ nothing else goes with it through threads and the steps of users.
 
 from __future__ import annotations
 
-from hybridloader._support.error_handling import described, mark, place_of
-from hybridloader._support.failure import twin
+from hybridloader._support.user_objects import described, mark, place_of, twin
 from hybridloader.errors import HybridLoaderError, ShardLost
 
 

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from hybridloader._support.error_handling import Raised
+from hybridloader._support.user_objects import Raised
 from hybridloader.fetching.on_error.error_budget import ErrorBudget
 from hybridloader.fetching.outcome import Note
 

@@ -15,10 +15,8 @@ from typing import Any
 
 from hybridloader._support import arguments
 from hybridloader._support.arguments import is_number
-from hybridloader._support.attributes import attribute
-from hybridloader._support.caller import warn
-from hybridloader._support.error_handling import Raised, counts_as_item, foreign
-from hybridloader._support.text import short
+from hybridloader._support.text import short, warn
+from hybridloader._support.user_objects import Raised, attribute, counts_as_item, foreign
 from hybridloader.memory.limits import DEFAULT_MEMORY, Memory
 from hybridloader.pipeline.operators.collating import SIZE, CollateFn, Collating, check_collation
 from hybridloader.pipeline.operators.packed_numbers import numbers_in, packed, unpacked

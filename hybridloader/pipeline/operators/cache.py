@@ -16,9 +16,8 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from itertools import islice
 from typing import Any
 
-from hybridloader._support.caller import warn
-from hybridloader._support.error_handling import no_answer, text_of
-from hybridloader._support.text import short
+from hybridloader._support.text import short, warn
+from hybridloader._support.user_objects import no_answer, text_of
 from hybridloader.errors import ResultPicklingError, StateError
 from hybridloader.pipeline.operators.cache_file import Reader, Writer
 from hybridloader.pipeline.operators.parameters import settle

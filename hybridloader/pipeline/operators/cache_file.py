@@ -34,7 +34,7 @@ from contextlib import suppress
 from typing import Any
 
 from hybridloader._support import system
-from hybridloader._support.error_handling import add_note
+from hybridloader._support.user_objects import add_note
 from hybridloader.errors import CacheError
 from hybridloader.memory.packing import pack, unpack
 

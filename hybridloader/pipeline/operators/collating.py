@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from hybridloader._support.arguments import function
-from hybridloader._support.error_handling import Raised, foreign
+from hybridloader._support.user_objects import Raised, foreign
 from hybridloader.fetching.collate import is_default_collate, teach_torch
 from hybridloader.memory.limits import Memory, check_memory
 from hybridloader.memory.slots import PrivateSlots

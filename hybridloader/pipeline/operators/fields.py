@@ -12,8 +12,8 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from hybridloader._support.attributes import has
 from hybridloader._support.text import short
+from hybridloader._support.user_objects import has
 from hybridloader.devices.batch_parts import like
 
 

@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any
 
 from hybridloader._support import arguments
-from hybridloader._support.error_handling import Raised, counts_as_item, foreign
+from hybridloader._support.user_objects import Raised, counts_as_item, foreign
 from hybridloader.memory.limits import DEFAULT_MEMORY, Memory, check_memory
 from hybridloader.pipeline.operators.collating import SIZE, CollateFn, Collating, check_collation
 from hybridloader.pipeline.operators.fields import samples_of

@@ -16,14 +16,14 @@ from itertools import accumulate
 from typing import Any
 
 from hybridloader._support.arguments import is_number, one_of
-from hybridloader._support.error_handling import (
+from hybridloader._support.text import short
+from hybridloader._support.user_objects import (
     Raised,
     add_note,
     counts_as_item,
     foreign,
     takes_a_place,
 )
-from hybridloader._support.text import short
 from hybridloader.fetching.on_error.places import astray
 from hybridloader.pipeline.operators.parameters import SEED, settle, settle_whole, sum_of
 from hybridloader.pipeline.operators.rows import Join

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from hybridloader._support.error_handling import Raised, counts_as_item, takes_a_place
+from hybridloader._support.user_objects import Raised, counts_as_item, takes_a_place
 from hybridloader.fetching.on_error.places import LeftOut, beside
 from hybridloader.pipeline.operators.packed_numbers import bits_of, numbers_in, packed, unpacked
 from hybridloader.pipeline.operators.parameters import SEED, settle_whole

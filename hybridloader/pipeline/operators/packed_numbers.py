@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Iterable
 from typing import Any
 
-from hybridloader._support.error_handling import no_answer
+from hybridloader._support.user_objects import no_answer
 from hybridloader.errors import StateError
 
 LONGEST = 6_000

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from hybridloader._support.error_handling import (
+from hybridloader._support.user_objects import (
     Raised,
     add_note,
     no_answer,

@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from hybridloader._support.attributes import attribute, has, length_of
-from hybridloader._support.error_handling import foreign
-from hybridloader._support.state_copies import set_epoch
+from hybridloader._support.states import set_epoch
 from hybridloader._support.text import short
+from hybridloader._support.user_objects import attribute, foreign, has, length_of
 from hybridloader.pipeline.operators.parameters import (
     SEED,
     check_flags,

@@ -13,9 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hybridloader._support.attributes import close
-from hybridloader._support.error_handling import Raised
 from hybridloader._support.text import short
+from hybridloader._support.user_objects import Raised, close
 from hybridloader.fetching.on_error.places import alike
 from hybridloader.pipeline.operators.parameters import settle_whole
 from hybridloader.running.operator import (

@@ -14,10 +14,8 @@ from collections.abc import Callable, Iterator
 from types import GeneratorType
 from typing import Any
 
-from hybridloader._support.attributes import attribute, has
-from hybridloader._support.cadence import Cadence
-from hybridloader._support.error_handling import no_answer, text_of
-from hybridloader._support.state_copies import copied, is_stateful
+from hybridloader._support.states import Cadence, copied, is_stateful
+from hybridloader._support.user_objects import attribute, has, no_answer, text_of
 from hybridloader.engine.loaded_states import load_for_epoch, undo_load
 from hybridloader.errors import ShardLost, StateError
 from hybridloader.fetching.on_error.places import rest_is_lost
