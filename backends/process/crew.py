@@ -16,11 +16,16 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 from hybridloader._support import system
 from hybridloader.backends.process import codec
 from hybridloader.backends.process.frames import Frame
-from hybridloader.backends.process.handles import ProcessHandle, bury, join_all
 from hybridloader.backends.process.postmortem import OomWatch, PostmortemRecord
-from hybridloader.backends.process.result import ProcessResult, SlottedResult
-from hybridloader.backends.process.slot_channel import SlotChannel
-from hybridloader.backends.process.starters import ZYGOTE, Starter, WorkerStart
+from hybridloader.backends.process.slot_channel import ProcessResult, SlotChannel, SlottedResult
+from hybridloader.backends.process.starters import (
+    ZYGOTE,
+    ProcessHandle,
+    Starter,
+    WorkerStart,
+    bury,
+    join_all,
+)
 from hybridloader.engine.contract import GRACE, Crew
 from hybridloader.engine.messages import (
     Begin,
@@ -44,7 +49,7 @@ if TYPE_CHECKING:
 _DYING = 1.0
 """Seconds that the kernel gets to remove a killed process. It needs a few milliseconds, and more than a
 tenth of a second if many end at the same time on few cores. A slower process is reaped when the next
-crew is made or closed (`handles.bury`)."""
+crew is made or closed (`starters.bury`)."""
 
 
 _crews: weakref.WeakSet[ProcessCrew] = weakref.WeakSet()

@@ -31,12 +31,11 @@ from typing import Any, NamedTuple, NoReturn
 from hybridloader._support.torch_env import one_thread_in_this_process
 from hybridloader._support.user_objects import show
 from hybridloader.backends.process import fork_safety
-from hybridloader.backends.process.child import FirstFrame, main
+from hybridloader.backends.process.child import FirstFrame, leave_signals, main
 from hybridloader.backends.process.frames import Frame
-from hybridloader.backends.process.handles import UNKNOWN, starting
-from hybridloader.backends.process.parent_watch import leave_signals
 from hybridloader.backends.process.postmortem import PostmortemWriter
 from hybridloader.backends.process.socket_transport import SocketEndpoint
+from hybridloader.backends.process.starters import UNKNOWN, starting
 from hybridloader.engine.contract import GRACE
 from hybridloader.engine.messages import WorkerSpec
 from hybridloader.engine.refresh import Change, apply

@@ -18,11 +18,11 @@ from hybridloader._support.lazily import lazily
 
 if TYPE_CHECKING:
     from hybridloader._support.user_objects import Failure as Failure
-    from hybridloader.engine.called_worker import CalledWorker as CalledWorker
-    from hybridloader.engine.called_worker import parts_of as parts_of
-    from hybridloader.engine.called_worker import work_of as work_of
+    from hybridloader.engine.calls import CalledWorker as CalledWorker
     from hybridloader.engine.calls import CallingHandle as CallingHandle
     from hybridloader.engine.calls import Place as Place
+    from hybridloader.engine.calls import parts_of as parts_of
+    from hybridloader.engine.calls import work_of as work_of
     from hybridloader.engine.contract import Backend as Backend
     from hybridloader.engine.contract import Crew as Crew
     from hybridloader.engine.contract import WorkerHandle as WorkerHandle
@@ -62,8 +62,7 @@ __getattr__, __dir__, __all__ = lazily(
     {
         ".errors": "BackendUnavailable ResultPicklingError WorkerPicklingError",
         "._support.user_objects": "Failure",
-        "called_worker": "CalledWorker parts_of work_of",
-        "calls": "CallingHandle Place",
+        "calls": "CalledWorker CallingHandle Place parts_of work_of",
         "contract": "Backend Crew WorkerHandle",
         "fetcher": "Fetch Fetcher TaskContext",
         ".memory.slots": "PrivateSlots",

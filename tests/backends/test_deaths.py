@@ -32,7 +32,7 @@ from support.named_slots import NamedFork
 from torch.utils.data import Dataset
 
 from hybridloader import DataLoader, WorkerDied, WorkerTimeout
-from hybridloader.backends.process import child, handles, socket_transport
+from hybridloader.backends.process import child, socket_transport, starters
 from hybridloader.backends.process.socket_transport import SocketEndpoint
 from hybridloader.errors import IteratorClosed
 from hybridloader.memory import descriptors
@@ -339,7 +339,7 @@ def test_a_process_that_closed_its_files_and_goes_on_is_not_waited_for_longer_th
         def join(self, timeout: float) -> None:
             pytest.fail("waits by waitpid, for as long as that process lives")
 
-    handles.ProcessHandle(Process()).join(0.01)
+    starters.ProcessHandle(Process()).join(0.01)
     os.close(reading)
 
 
