@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from hybridloader.memory.limits import Memory as Memory
     from hybridloader.observe.reporting import Observe as Observe
     from hybridloader.pipeline.pipeline import Pipeline as Pipeline
-    from hybridloader.running.epochs import PipelineLoader as PipelineLoader
+    from hybridloader.running.run import PipelineLoader as PipelineLoader
     from hybridloader.seeding.sample_generators import rng as rng
     from hybridloader.seeding.sample_seeds import SampleSeeding as SampleSeeding
     from hybridloader.tuning.tune import tune as tune
@@ -71,7 +71,7 @@ __getattr__, __dir__, __all__ = lazily(
         "memory.limits": "Memory",
         "observe.reporting": "Observe",
         "pipeline.pipeline": "Pipeline",
-        "running.epochs": "PipelineLoader",
+        "running.run": "PipelineLoader",
         "seeding.sample_generators": "rng",
         "seeding.sample_seeds": "SampleSeeding",
         "tuning.tune": "tune",

@@ -28,9 +28,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
     from hybridloader.observe.reporting import Observe
-    from hybridloader.running.epochs import Epochs
     from hybridloader.running.placement import Where
-    from hybridloader.running.run import Run
+    from hybridloader.running.run import Epochs, Run
 
 
 class Pipeline(Steps):
@@ -258,7 +257,7 @@ class Pipeline(Steps):
         observe
             See `run`.
         """
-        from hybridloader.running.epochs import Epochs, PipelineLoader
+        from hybridloader.running.run import Epochs, PipelineLoader
 
         count = None if count is None else whole("count", count, 0)
         first = whole("first", first, 0)

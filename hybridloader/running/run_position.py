@@ -32,8 +32,7 @@ from hybridloader.running.state import Heads, Position
 from hybridloader.seeding.sample_seeds import SampleSeeding
 
 if TYPE_CHECKING:
-    from hybridloader.running.dropping import Dropping
-    from hybridloader.running.flow import ReaderItems
+    from hybridloader.running.flow import Dropping, ReaderItems
 
 _MOST = 256
 """Least number of marks before a search for those that no state can need."""

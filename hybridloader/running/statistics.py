@@ -17,8 +17,7 @@ from hybridloader.running.operator import Chain
 from hybridloader.running.plan import InlineNode, Node, OperatorNode, RelayNode, WorkerNode
 
 if TYPE_CHECKING:
-    from hybridloader.running.executor import Executor
-    from hybridloader.running.running_stages import RunningRelay
+    from hybridloader.running.executor import Executor, RunningRelay
 
 
 class RunObservation(Observation):

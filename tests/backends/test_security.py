@@ -35,9 +35,8 @@ from hybridloader.backends.process.slot_channel import SlotChannel
 from hybridloader.backends.process.socket_transport import SocketEndpoint
 from hybridloader.errors import CacheError
 from hybridloader.memory import segments
-from hybridloader.pipeline.operators import cache_file
-from hybridloader.pipeline.operators.cache import Cache
-from hybridloader.pipeline.operators.cache_file import _who_else
+from hybridloader.pipeline.operators import cache
+from hybridloader.pipeline.operators.cache import Cache, _who_else
 
 linux = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="reads /proc")
 PROCESSES = ["fork", "shared-memory", "spawn"]
@@ -298,7 +297,7 @@ def test_who_is_trusted(
 def test_where_files_are_given_to_others_none_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache_file, "_who_else", lambda found: "it belongs to user 65534")
+    monkeypatch.setattr(cache, "_who_else", lambda found: "it belongs to user 65534")
     with pytest.warns(UserWarning, match="could not be read again: it belongs to user 65534"):
         assert len(drain(begin(tmp_path / "cache"))) == 2
     assert list(tmp_path.iterdir()) == []
