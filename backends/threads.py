@@ -31,8 +31,7 @@ from hybridloader.engine.sharing import NEW, SharedTask, UnsharedTask
 from hybridloader.engine.worker import Incoming, Worker
 from hybridloader.fetching.collate import teach_torch
 from hybridloader.memory.limits import DEFAULT_MEMORY, Memory
-from hybridloader.memory.slots import PrivateSlots
-from hybridloader.memory.thread_slots import set_slots
+from hybridloader.memory.slots import PrivateSlots, set_slots
 from hybridloader.seeding.sample_seeds import Kind
 
 if TYPE_CHECKING:

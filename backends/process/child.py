@@ -45,7 +45,7 @@ from hybridloader.errors import ResultPicklingError
 from hybridloader.fetching.collate import teach_torch
 from hybridloader.memory.packing import pack_in_band
 from hybridloader.memory.shared_slots import SlotReader, SlotWriter, both_ways, task_names
-from hybridloader.memory.thread_slots import set_slots
+from hybridloader.memory.slots import set_slots
 from hybridloader.seeding.worker_seeds import ProcessSeeds
 
 _LARGE = 64 * 1024

@@ -29,9 +29,9 @@ from typing import Any
 from hybridloader._support import system, text
 from hybridloader.backends.process.first_step import RAISED, record_end
 from hybridloader.engine.fetcher import TaskContext
-from hybridloader.memory.descriptors import ours
 from hybridloader.memory.limits import memory_cgroups, number_in, text_of, whole_number
 from hybridloader.memory.segments import map_descriptor, nameless_file
+from hybridloader.memory.shared_slots import ours
 
 _NUMBERS = struct.Struct("=4q")
 _SIGNAL, _PID, _TASK, _AT = range(4)

@@ -34,9 +34,9 @@ from hybridloader.engine.contract import GRACE, WorkerHandle
 from hybridloader.engine.crews import before_each
 from hybridloader.engine.messages import WorkerSpec
 from hybridloader.engine.refresh import Change
-from hybridloader.memory.descriptors import ours
-from hybridloader.memory.forks import forks
+from hybridloader.memory.shared_slots import ours
 from hybridloader.memory.shipping import Shipment, ship
+from hybridloader.memory.slots import forks
 
 ZYGOTE = -1
 """Number, in a crew's transport, of the connection to the process that forks workers."""

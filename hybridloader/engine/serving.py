@@ -28,8 +28,7 @@ from hybridloader.errors import ResultPicklingError, WorkerPicklingError
 from hybridloader.memory.packing import Packed, pack, pack_in_band, unpack
 from hybridloader.memory.segments import aligned_view
 from hybridloader.memory.shipping import receive, replicate, ship
-from hybridloader.memory.slots import OWN
-from hybridloader.memory.thread_slots import Slots, collate_into
+from hybridloader.memory.slots import OWN, Slots, collate_into
 from hybridloader.seeding.worker_seeds import ProcessSeeds, ThreadSeeds
 
 

@@ -32,7 +32,7 @@ from hybridloader._support.torch_env import (
 from hybridloader.engine.fetcher import Abandoned, TaskContext
 from hybridloader.engine.sharing import SharedItems
 from hybridloader.engine.worker_info import get_worker_info, set_worker_info
-from hybridloader.memory.thread_slots import on_this_thread, set_slots
+from hybridloader.memory.slots import on_this_thread, set_slots
 
 _SLICE = 0.05
 """Seconds between two checks of the context while the caller waits for helpers; no worker is woken."""

@@ -41,19 +41,24 @@ from hybridloader.engine.fetcher import (
 from hybridloader.engine.slices import SEEN
 from hybridloader.engine.worker_info import asked_for_info, get_worker_info
 from hybridloader.errors import ShardLost
-from hybridloader.fetching.collate import is_default_collate
-from hybridloader.fetching.gather import NotGatherable, gatherer
-from hybridloader.fetching.named_shards import NamedShardsIterator, names_of, shares_of
-from hybridloader.fetching.on_error.item_loop import (
+from hybridloader.fetching.collate import NotGatherable, gatherer, is_default_collate
+from hybridloader.fetching.item_loop import (
     ItemLoop,
     NoItem,
     TaskResults,
     numbered,
     seeded,
 )
-from hybridloader.fetching.on_error.places import rest_is_lost
-from hybridloader.fetching.on_error.policies import Policy
-from hybridloader.fetching.outcome import Attempt, FailureRecord, Outcome, all_failed, short_batch
+from hybridloader.fetching.on_error import (
+    Attempt,
+    FailureRecord,
+    Outcome,
+    Policy,
+    all_failed,
+    rest_is_lost,
+    short_batch,
+)
+from hybridloader.fetching.shards import NamedShardsIterator, names_of, shares_of
 from hybridloader.seeding.sample_rng import Key, SeededDataset, SeededIterator, innermost
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from hybridloader.engine.loaded_states import load_for_epoch, undo_load
 from hybridloader.engine.scheduler import Dispatch, Scheduler, round_robin
 from hybridloader.engine.states import ACTIVE
 from hybridloader.fetching.readers import PartialBatch
-from hybridloader.fetching.shard_division import ShardDivision
+from hybridloader.fetching.shards import ShardDivision
 from hybridloader.loader.plan import LoaderPlan
 from hybridloader.loader.progress import UNKNOWN, Progress, SamplerCheckpoint
 from hybridloader.loader.samplers import (

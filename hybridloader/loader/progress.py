@@ -19,9 +19,9 @@ from hybridloader._support.threads import snapshot
 from hybridloader._support.user_objects import place_of
 from hybridloader.engine.dataset_state import ShardStart
 from hybridloader.engine.messages import Exhausted, Last
-from hybridloader.fetching.outcome import Outcome
+from hybridloader.fetching.on_error import Outcome
 from hybridloader.fetching.readers import PartialBatch
-from hybridloader.fetching.shard_division import ShardDivision
+from hybridloader.fetching.shards import ShardDivision
 from hybridloader.loader.refill import WaitingSamples
 from hybridloader.loader.samplers import SamplerReplay, SamplerState
 

@@ -15,8 +15,7 @@ from typing import Any, Generic, TypeVar
 
 from hybridloader._support.user_objects import Failure, foreign
 from hybridloader.errors import TooManyErrors
-from hybridloader.fetching.on_error.error_budget import ErrorBudget
-from hybridloader.fetching.outcome import FailureRecord, Outcome
+from hybridloader.fetching.on_error import ErrorBudget, FailureRecord, Outcome
 
 T = TypeVar("T")
 

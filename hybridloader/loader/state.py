@@ -32,7 +32,7 @@ from hybridloader._support.states import (
 from hybridloader._support.user_objects import described, length_of
 from hybridloader.engine.dataset_state import ShardStart
 from hybridloader.errors import StateError
-from hybridloader.fetching.shard_division import ShardDivision, merged
+from hybridloader.fetching.shards import ShardDivision, merged
 from hybridloader.loader.plan import LoaderPlan
 from hybridloader.loader.progress import UNKNOWN, Progress
 from hybridloader.loader.samplers import SamplerReplay, SamplerState, check_of, steps_of

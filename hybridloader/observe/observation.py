@@ -23,7 +23,7 @@ from hybridloader._support.threads import turn_at_gil
 from hybridloader.engine.contract import Backend
 from hybridloader.engine.fetcher import Fetch
 from hybridloader.engine.relay import RelayQueue, RelaySleeps
-from hybridloader.fetching.on_error.error_budget import ErrorBudget
+from hybridloader.fetching.on_error import ErrorBudget
 from hybridloader.observe.recording import Recording, StageRecord
 from hybridloader.observe.reporting import Follower, Observe, Reporter
 from hybridloader.observe.stage_measures import StageMeasures

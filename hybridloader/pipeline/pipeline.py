@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, cast
 from hybridloader._support.arguments import whole
 from hybridloader._support.states import is_stateful
 from hybridloader.fetching.collate import WithoutTorch
-from hybridloader.fetching.named_shards import names_shards
 from hybridloader.fetching.readers import MapFetch
+from hybridloader.fetching.shards import names_shards
 from hybridloader.pipeline.operators.sources import Indices, Items
 from hybridloader.pipeline.operators.work import Lookup, Readers
 from hybridloader.pipeline.steps import Steps

@@ -32,9 +32,9 @@ from hybridloader.engine.stage_flow import StageFlow
 from hybridloader.errors import IteratorClosed, StateError, WorkerPicklingError
 from hybridloader.fetching.collate import with_entries
 from hybridloader.fetching.item_steps import WorkFetch
-from hybridloader.fetching.on_error.error_budget import ErrorBudget, FailureLog
+from hybridloader.fetching.on_error import ErrorBudget, FailureLog
 from hybridloader.fetching.readers import MapFetch, ReadersFetch
-from hybridloader.fetching.shard_division import ShardDivision, readers_share_of
+from hybridloader.fetching.shards import ShardDivision, readers_share_of
 from hybridloader.observe.observation import Observation
 from hybridloader.observe.stage_measures import StageMeasures
 from hybridloader.running.flow import ReaderItems, RelayDepth, StageItems

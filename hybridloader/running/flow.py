@@ -32,13 +32,17 @@ from hybridloader.engine.stage import Stage
 from hybridloader.engine.stage_flow import StageFlow
 from hybridloader.engine.states import ACTIVE
 from hybridloader.errors import IteratorClosed, StateError
+from hybridloader.fetching.item_loop import ItemLoop, TaskResults, seeded
 from hybridloader.fetching.item_steps import Step
-from hybridloader.fetching.on_error.error_budget import ErrorBudget
-from hybridloader.fetching.on_error.item_loop import ItemLoop, TaskResults, seeded
-from hybridloader.fetching.on_error.places import LeftOut, alike, not_needed
-from hybridloader.fetching.on_error.policies import Policy
-from hybridloader.fetching.on_error.result_queue import ResultQueue
-from hybridloader.fetching.outcome import Note
+from hybridloader.fetching.on_error import (
+    ErrorBudget,
+    LeftOut,
+    Note,
+    Policy,
+    ResultQueue,
+    alike,
+    not_needed,
+)
 from hybridloader.observe.stage_measures import StageMeasures
 from hybridloader.running.ledger import ONE_EACH, Counts, Ledger
 from hybridloader.running.operator import Needed, OperatorIterator

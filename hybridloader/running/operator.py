@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, Protocol
 
 from hybridloader._support.text import beginning
 from hybridloader._support.user_objects import Raised, attribute, close, takes_a_place
-from hybridloader.fetching.on_error.policies import Skip, final
+from hybridloader.fetching.on_error import Skip, final
 from hybridloader.running.placement import Placement as Placement
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from hybridloader.engine.fetcher import TaskContext
 from hybridloader.engine.meter import TaskParts
 from hybridloader.engine.relay import Relay
 from hybridloader.errors import StateError
-from hybridloader.fetching.on_error.error_budget import Skipped
+from hybridloader.fetching.on_error import Skipped
 from hybridloader.observe.stage_trace import LocalSlices
 from hybridloader.running.executor import Executor, shard_division
 from hybridloader.running.flow import (
@@ -54,7 +54,7 @@ from hybridloader.running.run_position import RunPosition, before, is_at, one_by
 
 if TYPE_CHECKING:
     from hybridloader.engine.refresh import Change
-    from hybridloader.fetching.on_error.error_budget import ErrorBudget
+    from hybridloader.fetching.on_error import ErrorBudget
     from hybridloader.running.executor import RunningStage
 
 

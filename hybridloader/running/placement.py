@@ -12,7 +12,7 @@ from hybridloader.engine.contract import Backend
 from hybridloader.engine.registry import get_backend
 from hybridloader.engine.restart import RestartPolicy
 from hybridloader.engine.scheduler import IN_FLIGHT
-from hybridloader.fetching.on_error.policies import Policy, Replace, Retry, Skip, parse_on_error
+from hybridloader.fetching.on_error import Policy, Replace, Retry, Skip, parse_on_error
 from hybridloader.memory.limits import ranks_here
 from hybridloader.seeding.sample_seeds import SampleSeeding, parse_seeding
 

@@ -17,7 +17,7 @@ from hybridloader._support.user_objects import ENDS, NO_ITEM, is_ours, no_answer
 from hybridloader.engine.crews import close_once, closed_with, park_at_exit
 from hybridloader.engine.relay import Relay, RelayQueue
 from hybridloader.errors import IteratorClosed, StateError
-from hybridloader.fetching.on_error.error_budget import Skipped
+from hybridloader.fetching.on_error import Skipped
 from hybridloader.observe.observation import asked
 from hybridloader.observe.reporting import Observe, check_observe
 from hybridloader.observe.stats import Stats

@@ -35,7 +35,7 @@ from hybridloader import DataLoader, WorkerDied, WorkerTimeout
 from hybridloader.backends.process import child, socket_transport, starters
 from hybridloader.backends.process.socket_transport import SocketEndpoint
 from hybridloader.errors import IteratorClosed
-from hybridloader.memory import descriptors
+from hybridloader.memory import shared_slots
 from hybridloader.testing import Gate
 from hybridloader.testing.tools import DEADLINE
 
@@ -350,10 +350,10 @@ def test_what_was_made_for_a_process_that_can_not_be_started_is_closed(
         raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 
     monkeypatch.setattr(multiprocessing.context.ForkProcess, "_Popen", staticmethod(refuse))
-    before = set(descriptors.ours), set(os.listdir("/proc/self/fd"))
+    before = set(shared_slots.ours), set(os.listdir("/proc/self/fd"))
     with pytest.raises(BlockingIOError):
         start(load(Samples(int), "fork"))
-    assert (descriptors.ours, set(os.listdir("/proc/self/fd"))) == before
+    assert (shared_slots.ours, set(os.listdir("/proc/self/fd"))) == before
 
 
 # -- timeout -------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from torch.utils.data import default_collate
 
 from hybridloader import Pipeline
 from hybridloader.memory.limits import Memory
-from hybridloader.memory.thread_slots import set_slots
+from hybridloader.memory.slots import set_slots
 from hybridloader.pipeline.operators.batches import Batch, BatchBy, BucketBy, Pad, PaddedBatch
 from hybridloader.running.operator import Operator
 

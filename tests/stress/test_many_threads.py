@@ -27,7 +27,7 @@ from hybridloader.engine import crews, worker_info
 from hybridloader.engine.sharing import SharedItems
 from hybridloader.engine.worker_info import get_worker_info, worker_info_set
 from hybridloader.loader.record import LoaderRecord, record_of
-from hybridloader.memory import descriptors
+from hybridloader.memory import shared_slots
 from hybridloader.memory.packing import pack, unpack
 from hybridloader.memory.slots import PrivateSlots
 from hybridloader.seeding.sample_seeds import Origin
@@ -164,7 +164,7 @@ def a_loader_has_one_record() -> None:
 
 
 def descriptors_are_closed_once() -> None:
-    kept = [descriptors.keep_descriptor(os.open(os.devnull, os.O_RDONLY)) for _ in range(40)]
+    kept = [shared_slots.keep_descriptor(os.open(os.devnull, os.O_RDONLY)) for _ in range(40)]
 
     def use() -> None:
         for descriptor in kept:
@@ -174,7 +174,7 @@ def descriptors_are_closed_once() -> None:
             descriptor.close()
 
     at_once(*[use] * THREADS)
-    assert not descriptors.kept
+    assert not shared_slots.kept
 
 
 def values_are_packed_apart() -> None:

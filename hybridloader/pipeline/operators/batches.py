@@ -19,8 +19,7 @@ from hybridloader._support.user_objects import Raised, attribute, counts_as_item
 from hybridloader.devices.batch_parts import like
 from hybridloader.fetching.collate import is_default_collate, slot_for, teach_torch
 from hybridloader.memory.limits import DEFAULT_MEMORY, Memory, check_memory
-from hybridloader.memory.slots import PrivateSlots
-from hybridloader.memory.thread_slots import set_slots
+from hybridloader.memory.slots import PrivateSlots, set_slots
 from hybridloader.pipeline.operators.order import numbers_in, packed, unpacked
 from hybridloader.pipeline.operators.parameters import check_flags, settle_whole
 from hybridloader.running.operator import (

@@ -25,7 +25,7 @@ from hybridloader._support.user_objects import (
     takes_a_place,
 )
 from hybridloader.errors import IteratorClosed
-from hybridloader.fetching.on_error.places import LeftOut, alike, astray, goes_astray
+from hybridloader.fetching.on_error import LeftOut, alike, astray, goes_astray
 from hybridloader.pipeline.operators.parameters import (
     SEED,
     check_flags,

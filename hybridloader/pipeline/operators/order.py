@@ -15,7 +15,7 @@ from typing import Any
 
 from hybridloader._support.user_objects import Raised, counts_as_item, no_answer, takes_a_place
 from hybridloader.errors import StateError
-from hybridloader.fetching.on_error.places import LeftOut, beside
+from hybridloader.fetching.on_error import LeftOut, beside
 from hybridloader.pipeline.operators.parameters import SEED, settle_whole
 from hybridloader.running.operator import (
     INFINITE,

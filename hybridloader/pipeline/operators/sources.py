@@ -27,7 +27,7 @@ from hybridloader._support.user_objects import (
 )
 from hybridloader.engine.loaded_states import load_for_epoch, undo_load
 from hybridloader.errors import ShardLost, StateError
-from hybridloader.fetching.on_error.places import rest_is_lost
+from hybridloader.fetching.on_error import rest_is_lost
 from hybridloader.pipeline.operators.parameters import (
     SEED,
     check_flags,
