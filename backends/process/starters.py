@@ -30,8 +30,7 @@ from hybridloader.backends.process.frames import Frame
 from hybridloader.backends.process.pipe_transport import PipeTransport
 from hybridloader.backends.process.postmortem import PostmortemRecord
 from hybridloader.backends.process.socket_transport import SocketTransport
-from hybridloader.engine.contract import GRACE, WorkerHandle
-from hybridloader.engine.crews import before_each
+from hybridloader.engine.contract import GRACE, WorkerHandle, before_each
 from hybridloader.engine.messages import WorkerSpec
 from hybridloader.engine.refresh import Change
 from hybridloader.memory.shared_slots import ours

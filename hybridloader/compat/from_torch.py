@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybridloader._support.text import warn
 from hybridloader._support.user_objects import has
-from hybridloader.engine.registry import get_backend
+from hybridloader.engine.contract import get_backend
 from hybridloader.loader.dataloader import DataLoader
 from hybridloader.loader.plan import Options, in_keywords
 

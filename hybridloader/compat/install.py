@@ -19,7 +19,7 @@ from hybridloader._support import system
 from hybridloader._support.text import warn, warn_once
 from hybridloader._support.torch_env import when_imported
 from hybridloader._support.user_objects import attribute
-from hybridloader.engine.registry import get_backend
+from hybridloader.engine.contract import get_backend
 from hybridloader.errors import BackendUnavailable, ForkUnsafe, WorkerPicklingError
 from hybridloader.loader.plan import Options, in_keywords
 

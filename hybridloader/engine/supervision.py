@@ -15,13 +15,12 @@ from typing import Any
 
 from hybridloader._support.text import INFO, log
 from hybridloader._support.user_objects import no_answer, text_of
-from hybridloader.engine.diagnosis import given_up
 from hybridloader.engine.feed import is_forwarded
 from hybridloader.engine.fetcher import GivenUp, PartlyGivenUp
 from hybridloader.engine.messages import Begin, Exited
 from hybridloader.engine.restart import RestartPolicy
 from hybridloader.engine.states import WorkerState
-from hybridloader.engine.worker_table import START, WorkerTable
+from hybridloader.engine.worker_table import START, WorkerTable, given_up
 from hybridloader.errors import TaskTimeout
 
 _NEVER_READY = (

@@ -21,8 +21,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 import hybridloader._support.installed_torch  # noqa: F401 - it refuses a torch that is too old
 from hybridloader._support.arguments import whole
 from hybridloader._support.user_objects import Fallback, add_note, attribute
-from hybridloader.engine.contract import Backend
-from hybridloader.engine.registry import get_backend
+from hybridloader.engine.contract import Backend, get_backend
 from hybridloader.loader.iterator import iterator_of
 from hybridloader.loader.observation import nothing_observed
 from hybridloader.loader.pass_start import leave_for_epoch, load, state_of

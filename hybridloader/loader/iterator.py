@@ -28,15 +28,14 @@ from hybridloader._support.text import warn_once
 from hybridloader._support.torch_env import seed_datapipe
 from hybridloader._support.user_objects import ENDS, Failure, add_note, is_ours
 from hybridloader.devices.pinning import pinner_for
-from hybridloader.engine.contract import Backend, WorkerHandle
-from hybridloader.engine.crews import closed_with, park_at_exit
-from hybridloader.engine.diagnosis import workers_table
+from hybridloader.engine.contract import Backend, WorkerHandle, closed_with, park_at_exit
 from hybridloader.engine.fetcher import Abandoned, Fetch
 from hybridloader.engine.messages import WorkerSpec
 from hybridloader.engine.refresh import Change, DatasetChanges
 from hybridloader.engine.restart import RestartPolicy
 from hybridloader.engine.scheduler import Dispatch, least_busy, round_robin, round_robin_with_room
 from hybridloader.engine.stage import Stage
+from hybridloader.engine.worker_table import workers_table
 from hybridloader.errors import IteratorClosed, StateError, WorkerTimeout
 from hybridloader.fetching.collate import with_entries, without_torch
 from hybridloader.fetching.on_error import ErrorBudget, Outcome, Policy, Skipped, parse_on_error

@@ -30,11 +30,10 @@ from hybridloader._support.text import warn_once
 from hybridloader._support.user_objects import attribute, has
 from hybridloader.backends.fallback import usable
 from hybridloader.devices.pinning import check as check_device
-from hybridloader.engine.contract import Backend
+from hybridloader.engine.contract import Backend, get_backend
 from hybridloader.engine.fetcher import Fetch
-from hybridloader.engine.registry import get_backend
-from hybridloader.engine.reorder import ReorderLimit
 from hybridloader.engine.restart import RestartPolicy
+from hybridloader.engine.scheduler import ReorderLimit
 from hybridloader.fetching.on_error import Replace, Retry, Skip, parse_on_error
 from hybridloader.loader.record import LoaderRecord, record_of, upcoming
 from hybridloader.loader.samplers import Samplers

@@ -21,14 +21,13 @@ from hybridloader._support.states import set_epoch, warn_of_few_shards
 from hybridloader._support.text import warn
 from hybridloader._support.user_objects import has, no_answer
 from hybridloader.devices.pinning import Pinner
+from hybridloader.engine.feed import StageFlow
 from hybridloader.engine.fetcher import Fetch, TaskContext
 from hybridloader.engine.messages import WorkerSpec
 from hybridloader.engine.refresh import DatasetChanges
 from hybridloader.engine.relay import Relay
-from hybridloader.engine.reorder import ReorderLimit
-from hybridloader.engine.scheduler import Scheduler, least_busy
+from hybridloader.engine.scheduler import ReorderLimit, Scheduler, least_busy
 from hybridloader.engine.stage import Stage
-from hybridloader.engine.stage_flow import StageFlow
 from hybridloader.errors import IteratorClosed, StateError, WorkerPicklingError
 from hybridloader.fetching.collate import with_entries
 from hybridloader.fetching.item_steps import WorkFetch

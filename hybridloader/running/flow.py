@@ -21,16 +21,15 @@ from hybridloader._support.user_objects import (
     takes_a_place,
 )
 from hybridloader.devices.pinning import Pinner, Sent
-from hybridloader.engine.diagnosis import name_of
-from hybridloader.engine.feed import Feed, TaskBatching, is_forwarded
+from hybridloader.engine.feed import Feed, StageFlow, TaskBatching, is_forwarded
 from hybridloader.engine.fetcher import Abandoned, FollowingContext, TaskContext
 from hybridloader.engine.meter import TaskParts
 from hybridloader.engine.refresh import Change
 from hybridloader.engine.relay import Relay
 from hybridloader.engine.scheduler import Scheduler
 from hybridloader.engine.stage import Stage
-from hybridloader.engine.stage_flow import StageFlow
 from hybridloader.engine.states import ACTIVE
+from hybridloader.engine.worker_table import name_of
 from hybridloader.errors import IteratorClosed, StateError
 from hybridloader.fetching.item_loop import ItemLoop, TaskResults, seeded
 from hybridloader.fetching.item_steps import Step

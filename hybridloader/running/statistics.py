@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hybridloader.engine.diagnosis import workers_table
+from hybridloader.engine.worker_table import workers_table
 from hybridloader.fetching.readers import MapFetch
 from hybridloader.observe.observation import Asked, Observation
 from hybridloader.observe.recording import CoroutineUse, Faults, StageRecord

@@ -15,7 +15,7 @@ import torch.utils.data
 
 from hybridloader._support.user_objects import attribute
 from hybridloader.compat.from_torch import from_torch
-from hybridloader.engine.registry import get_backend
+from hybridloader.engine.contract import get_backend
 from hybridloader.loader.dataloader import DataLoader
 from hybridloader.loader.plan import Options
 from hybridloader.pipeline.pipeline import Pipeline

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, IterableDataset
 import hybridloader
 from hybridloader import DataLoader, Fork, Inline, SharedMemory, Spawn, Threads
 from hybridloader._support import text
-from hybridloader.engine import Backend, registry
+from hybridloader.engine import Backend, contract
 from hybridloader.errors import BackendUnavailable
 
 NAMES = ("inline", "threads", "fork", "spawn", "shared-memory")
@@ -38,9 +38,9 @@ class Stream(IterableDataset[int]):
 
 @pytest.fixture(autouse=True)
 def _fresh_registry() -> Iterator[None]:
-    registry.known.cache_clear()
+    contract.known.cache_clear()
     yield
-    registry.known.cache_clear()
+    contract.known.cache_clear()
 
 
 # -- the name of a backend -----------------------------------------------------------------------

@@ -23,7 +23,7 @@ from support.ways_to_draw import WAYS
 
 from hybridloader import DataLoader, Pipeline
 from hybridloader._support.threads import snapshot
-from hybridloader.engine import crews, worker_info
+from hybridloader.engine import contract, worker_info
 from hybridloader.engine.sharing import SharedItems
 from hybridloader.engine.worker_info import get_worker_info, worker_info_set
 from hybridloader.loader.record import LoaderRecord, record_of
@@ -221,7 +221,7 @@ def loaders_come_and_go() -> None:
         loader = DataLoader(data, 3, num_workers=2, backend="threads", collate_fn=list)
         for _ in range(2):
             assert [n for batch in loader for n in batch] == [*data]
-        snapshot(crews._crews)
+        snapshot(contract._crews)
 
     at_once(*(functools.partial(use, number) for number in range(THREADS)))
 
