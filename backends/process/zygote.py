@@ -1,8 +1,8 @@
 """Zygote: a fresh process that loads the work of a stage once, and forks the workers from itself.
 
-Decision 26 describes the shared memory, the cases without a fork, and the ends. Each request brings two
-descriptors: the worker's end of its connection, and a status socket by which the parent hears of the
-worker's process and of its end. A refused request is answered by both.
+`fork_safety` finds the cases in which it must not fork. Each request brings two descriptors: the
+worker's end of its connection, and a status socket by which the parent hears of the worker's process
+and of its end. A refused request is answered by both.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from hybridloader.errors import NotReady
 
 TASK_SECONDS = 12e-3
 """Target seconds of a task of several items. To send an item of 77 kB to a process and back costs 0.2 to
-0.3 ms of CPU, to a thread 0.1 ms: about 2 % of this (decision 43)."""
+0.3 ms of CPU, to a thread 0.1 ms: about 2 % of this (docs/decisions.md)."""
 
 MOST = 64  # items in one task at most
 

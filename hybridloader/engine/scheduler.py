@@ -363,7 +363,7 @@ class Scheduler:
 # -- limit of the finished results that wait for a late one
 #
 # Results are returned in the order of their tasks. While one of them is late, the following ones wait,
-# and workers do other tasks up to this limit (decision 27).
+# and workers do other tasks up to this limit (docs/decisions.md).
 
 TASKS = 64
 """Results per worker that may wait: one task may take as long as 64 others before a worker becomes
@@ -375,7 +375,7 @@ BYTES = 1 << 28
 PAGES = 2e9
 """Bytes of fresh memory per second. A waiting result keeps its memory, so the next one needs other
 pages, which are new, or at least not in the cache. If allocating these takes longer than computing the
-result, the worker pauses (decision 27)."""
+result, the worker pauses."""
 
 
 class ReorderLimit:

@@ -72,7 +72,7 @@ T = TypeVar("T")
 
 QUICK = 1e-4
 """Seconds of a task so short that two are sent at a time: waking a worker for each would cost more than
-the worker gains by starting at once (decision 24)."""
+the worker gains by starting at once (docs/decisions.md)."""
 
 
 class Stage(Iterator[Any]):

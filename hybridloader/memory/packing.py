@@ -129,7 +129,7 @@ def _open(header: bytes, buffers: list[Any]) -> Any:
     """Load the inner pickle; those of its buffers that are tuples are blocks.
 
     The garbage collector is paused, because no garbage arises. It would examine each of thousands of new
-    tensors several times, which takes longer than making them (decision 29).
+    tensors several times, which takes longer than making them (docs/decisions.md).
     """
     pauses = gc.isenabled() and threading.current_thread() is threading.main_thread()
     if pauses:

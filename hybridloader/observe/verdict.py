@@ -1,7 +1,7 @@
 """Verdict on a recording: the bottleneck of the loop, the evidence, and advice.
 
-Pure functions: the verdict, the kind of a stage's work, and the advice. Decision 30 has the rules and
-the reasons for their order. Advice only names `StageRecord.options`, which the constructor takes.
+Pure functions: the verdict, the kind of a stage's work, and the advice. The first rule that holds
+decides. Advice only names `StageRecord.options`, which the constructor takes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Patches that let `random`, `numpy.random` and torch use a thread's generators, not the global ones.
 
 The patches are installed only while workers on threads seed their samples or run their `init_fn`.
-docs/randomness.md lists the functions that each patch covers; docs/decisions/0015 explains why the
-patches differ by library. Threads that make no sample draw from the global generators as before. This
-module never changes the state of a global generator.
+docs/randomness.md lists the functions that each patch covers. The class of `random`'s one instance is
+exchanged, since functions of it are imported by name. numpy's is an object of C, so its functions are
+replaced; torch has a mode for each thread. Threads that make no sample draw from the global generators
+as before. This module never changes the state of a global generator.
 """
 
 from __future__ import annotations
