@@ -119,7 +119,7 @@ def _descriptors() -> int:
     if not folder.exists():
         return 0
     names = os.listdir(folder)
-    from hybridloader._support.devices_in_use import device_in_use
+    from hybridloader._support.torch_env import device_in_use
 
     if device_in_use() is None:
         return len(names)

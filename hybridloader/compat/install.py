@@ -16,20 +16,19 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from hybridloader._support import system
-from hybridloader._support.attributes import attribute
-from hybridloader._support.caller import warn, warn_once
-from hybridloader._support.import_hooks import when_imported
-from hybridloader.engine.registry import get_backend
+from hybridloader._support.text import warn, warn_once
+from hybridloader._support.torch_env import when_imported
+from hybridloader._support.user_objects import attribute
+from hybridloader.engine.contract import get_backend
 from hybridloader.errors import BackendUnavailable, ForkUnsafe, WorkerPicklingError
-from hybridloader.loader.options import Options, in_keywords
+from hybridloader.loader.plan import Options, in_keywords
 
 if TYPE_CHECKING:
     from torch.utils.data.dataloader import _BaseDataLoaderIter
     from typing_extensions import Unpack
 
     from hybridloader.engine.contract import Backend
-    from hybridloader.loader.options import OptionWords
-    from hybridloader.loader.plan import LoaderPlan
+    from hybridloader.loader.plan import LoaderPlan, OptionWords
 
 
 @dataclass
@@ -99,8 +98,8 @@ class Installation:
         """Return an iterator over a torch loader: torch's if hybridloader refuses the loader."""
         import torch
 
+        from hybridloader.loader.iterator import iterator_of
         from hybridloader.loader.plan import LoaderPlan
-        from hybridloader.loader.reusing_iterator import iterator_of
 
         try:
             plan = LoaderPlan.of(loader, self.backend, self.options)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from hybridloader._support.devices_in_use import initialised
+from hybridloader._support.torch_env import initialised
 from hybridloader.devices.torch_accelerator import TorchAccelerator
 from hybridloader.memory.accelerator import Accelerator
 

@@ -16,9 +16,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from hybridloader._support.attributes import attribute, has
-from hybridloader._support.caller import warn
-from hybridloader._support.error_handling import text_of
+from hybridloader._support.text import warn
+from hybridloader._support.user_objects import attribute, has, text_of
 
 Path = tuple[Any, ...]  # names of attributes and list positions, from the dataset inward
 Change = tuple[Path, Any]

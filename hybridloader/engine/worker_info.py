@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hybridloader._support import system
-from hybridloader._support.error_handling import show
-from hybridloader._support.import_hooks import when_imported
+from hybridloader._support.torch_env import when_imported
+from hybridloader._support.user_objects import show
 
 if TYPE_CHECKING:
     from torch.utils.data._utils.worker import WorkerInfo

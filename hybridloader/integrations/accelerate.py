@@ -17,7 +17,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from hybridloader._support.caller import warn
+from hybridloader._support.text import warn
 
 TESTED = ("1.15", "1.15")
 """First and last release of accelerate with which all tests pass. Older releases, from 1.0 on, are

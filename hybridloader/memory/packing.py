@@ -17,7 +17,7 @@ from functools import lru_cache
 from operator import methodcaller
 from typing import Any
 
-from hybridloader._support.error_handling import text_of
+from hybridloader._support.user_objects import text_of
 from hybridloader.errors import DamagedMessage, ResultPicklingError
 from hybridloader.memory.tensor_blocks import Blocks, TensorsInBlocks, is_mark, rebuild_block
 from hybridloader.memory.tensors import Tensors

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from hybridloader._support import system
-from hybridloader._support.caller import warn
+from hybridloader._support.text import warn
 
 if TYPE_CHECKING:
     from hybridloader.memory.accelerator import Accelerator, StreamMark

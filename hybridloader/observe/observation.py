@@ -12,7 +12,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from hybridloader._support.gil import turn_at_gil
 from hybridloader._support.store_use import (
     StoreUse,
     start_counting,
@@ -20,10 +19,11 @@ from hybridloader._support.store_use import (
     uses,
     uses_since,
 )
+from hybridloader._support.threads import turn_at_gil
 from hybridloader.engine.contract import Backend
 from hybridloader.engine.fetcher import Fetch
 from hybridloader.engine.relay import RelayQueue, RelaySleeps
-from hybridloader.fetching.on_error.error_budget import ErrorBudget
+from hybridloader.fetching.on_error import ErrorBudget
 from hybridloader.observe.recording import Recording, StageRecord
 from hybridloader.observe.reporting import Follower, Observe, Reporter
 from hybridloader.observe.stage_measures import StageMeasures

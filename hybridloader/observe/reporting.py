@@ -9,8 +9,8 @@ from time import perf_counter
 from typing import Protocol
 
 from hybridloader._support.arguments import flag, function, seconds
-from hybridloader._support.caller import warn
-from hybridloader._support.error_handling import described
+from hybridloader._support.text import warn
+from hybridloader._support.user_objects import described
 from hybridloader.observe.stats import Stats
 from hybridloader.observe.thread_times import LoopWaits
 

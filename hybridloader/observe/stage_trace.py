@@ -6,11 +6,11 @@ from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any
 
-from hybridloader._support.error_handling import described, repr_of
+from hybridloader._support.user_objects import described, repr_of
 from hybridloader.engine.messages import Done, Result
 from hybridloader.engine.meter import MEASURES
 from hybridloader.engine.slices import LONG, SEEN, TASK, TASKS, SliceReport, Slices
-from hybridloader.fetching.on_error.error_budget import Skipped
+from hybridloader.fetching.on_error import Skipped
 from hybridloader.observe.stage_measures import StageMeasures
 from hybridloader.observe.thread_times import BRIEF, LoopWaits
 from hybridloader.observe.trace_files import Track

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
 from typing import Any
 
-from hybridloader._support.waits import REMEMBERED, Waits
+from hybridloader._support.threads import REMEMBERED, Waits
 from hybridloader.engine.relay import RelayQueue
 from hybridloader.observe.cores import CoreUsage
 from hybridloader.observe.figures import between

@@ -14,9 +14,8 @@ from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 from hybridloader._support.arguments import whole
-from hybridloader._support.caller import warn
-from hybridloader._support.text import brief
-from hybridloader._support.waits import Pause, Waits
+from hybridloader._support.text import brief, warn
+from hybridloader._support.threads import Pause, Waits
 from hybridloader.observe.program_block import ProgramBlock, numbered
 from hybridloader.observe.trace_files import Event, Recorded, Track, check_path, chrome_trace, write
 

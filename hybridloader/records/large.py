@@ -10,8 +10,8 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-from hybridloader._support.attributes import own_attributes
-from hybridloader._support.caller import warn
+from hybridloader._support.text import warn
+from hybridloader._support.user_objects import own_attributes
 
 _DEEP = 2
 """Objects between the dataset and the owner of a container: a `Subset` of a `ConcatDataset` is two."""

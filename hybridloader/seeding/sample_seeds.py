@@ -15,7 +15,7 @@ from hashlib import blake2b
 from typing import Any, NamedTuple
 
 from hybridloader._support.arguments import policy, whole
-from hybridloader._support.attributes import attribute
+from hybridloader._support.user_objects import attribute
 
 
 @dataclass(frozen=True)

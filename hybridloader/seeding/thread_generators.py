@@ -20,8 +20,8 @@ from collections.abc import Callable
 from typing import Any
 
 from hybridloader._support import system
-from hybridloader._support.attributes import attribute
-from hybridloader._support.import_hooks import when_imported
+from hybridloader._support.torch_env import when_imported
+from hybridloader._support.user_objects import attribute
 from hybridloader.seeding.sample_rng import GLOBALS, NUMPY, now
 
 Patch = Callable[[Any, str, Any], None]

@@ -25,8 +25,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from hybridloader._support.caller import warn_once
 from hybridloader._support.store_use import count, counting
+from hybridloader._support.text import warn_once
 from hybridloader.errors import StoreError
 from hybridloader.sources.block_cache import BlockCache, private_cache
 from hybridloader.sources.store import ahead

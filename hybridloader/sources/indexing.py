@@ -16,8 +16,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from hybridloader._support import system
-from hybridloader._support.caller import warn_once
-from hybridloader._support.ranks import local_rank, ranks_here
+from hybridloader._support.text import warn_once
+from hybridloader.memory.limits import local_rank, ranks_here
 from hybridloader.sources.headers import open_headers
 from hybridloader.sources.kept import MANIFEST
 from hybridloader.sources.listing import Urls, list_files

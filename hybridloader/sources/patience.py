@@ -7,7 +7,7 @@ from collections.abc import Callable
 from time import monotonic, sleep
 from typing import TypeVar
 
-from hybridloader._support.attributes import attribute
+from hybridloader._support.user_objects import attribute
 
 R = TypeVar("R")
 

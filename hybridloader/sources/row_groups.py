@@ -18,7 +18,7 @@ from operator import and_
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
-from hybridloader._support.caller import warn_once
+from hybridloader._support.text import warn_once
 from hybridloader.errors import SourceError
 from hybridloader.sources.columns import Columns, parquet_module, pyarrow_modules
 from hybridloader.sources.store import GAP, Stamp, Store

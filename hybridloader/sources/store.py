@@ -19,9 +19,8 @@ from time import perf_counter
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from hybridloader._support import system
-from hybridloader._support.attributes import attribute
-from hybridloader._support.error_handling import add_note, described
 from hybridloader._support.store_use import count, counting
+from hybridloader._support.user_objects import add_note, attribute, described
 from hybridloader.errors import SourceError, StoreError
 from hybridloader.sources.patience import RETRY, patiently, status_may_pass
 from hybridloader.sources.per_worker import PerWorker
@@ -251,7 +250,7 @@ class Store:
         if self.is_local and isinstance(error, OSError):
             add_note(error, f"reading {where}")
             return error
-        text = described(error if status in (404, 410) else cause).rstrip(": ")
+        text = described(error if cause is None or status in (404, 410) else cause).rstrip(": ")
         if isinstance(error, _DAMAGED) or (isinstance(error, KeyError) and "::" in self._url):
             return SourceError(f"{where} can't be read: {text}")
         if isinstance(error, _MISTAKES) and type(error).__module__ == "builtins":

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hybridloader._support.arguments import function, whole
-from hybridloader._support.error_handling import add_note
+from hybridloader._support.user_objects import add_note
 from hybridloader.errors import SourceError
 from hybridloader.sources.block_reader import AHEAD, CACHE
 from hybridloader.sources.indexing import archives, indexed

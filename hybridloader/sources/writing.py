@@ -21,7 +21,7 @@ from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 from hybridloader._support.arguments import one_of, whole
-from hybridloader._support.error_handling import add_note
+from hybridloader._support.user_objects import add_note
 from hybridloader.sources.kept import MANIFEST
 from hybridloader.sources.shard_files import ParquetFile, TarFile
 from hybridloader.sources.store import Stamp, Store

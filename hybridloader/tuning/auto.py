@@ -15,7 +15,7 @@ from hybridloader.tuning.tune import Tuner, with_the_users
 from hybridloader.tuning.tuning import Tuning
 
 if TYPE_CHECKING:
-    from hybridloader.loader.auto import Auto
+    from hybridloader.loader.dataloader import Auto
     from hybridloader.pipeline.pipeline import Pipeline
 
 SECONDS = 5.0

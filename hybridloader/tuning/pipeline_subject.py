@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from hybridloader._support.attributes import has
-from hybridloader.engine.registry import get_backend
+from hybridloader._support.user_objects import has
+from hybridloader.engine.contract import get_backend
 from hybridloader.fetching.readers import MapFetch
 from hybridloader.pipeline.pipeline import Pipeline
 from hybridloader.running.operator import steps_in

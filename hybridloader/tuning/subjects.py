@@ -13,11 +13,11 @@ from typing import Any
 import torch
 import torch.utils.data
 
-from hybridloader._support.attributes import attribute
+from hybridloader._support.user_objects import attribute
 from hybridloader.compat.from_torch import from_torch
-from hybridloader.engine.registry import get_backend
+from hybridloader.engine.contract import get_backend
 from hybridloader.loader.dataloader import DataLoader
-from hybridloader.loader.options import Options
+from hybridloader.loader.plan import Options
 from hybridloader.pipeline.pipeline import Pipeline
 from hybridloader.tuning.endless import Endless
 from hybridloader.tuning.pipeline_subject import PipelineSubject

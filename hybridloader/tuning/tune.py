@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Any, TextIO
 
 from hybridloader._support.arguments import seconds as check_seconds
-from hybridloader._support.error_handling import add_note
-from hybridloader._support.gil import gil_enabled
+from hybridloader._support.threads import gil_enabled
+from hybridloader._support.user_objects import add_note
 from hybridloader.tuning.planner import Search
 from hybridloader.tuning.plans import Limits, Plan, limits_here, shown
 from hybridloader.tuning.trials import Measured, Subject, measure

@@ -16,16 +16,15 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from hybridloader._support.error_handling import add_note, foreign
-from hybridloader._support.failure import Failure
 from hybridloader._support.text import brief
+from hybridloader._support.user_objects import Failure, add_note, foreign
 from hybridloader.engine.fetcher import Abandoned, GivenUp, TaskContext
-from hybridloader.fetching.on_error.policies import Policy, Replace, Retry, Skip, final
-from hybridloader.fetching.outcome import FailureRecord, Note
+from hybridloader.fetching.on_error import FailureRecord, Note, Policy, Replace, Retry, Skip, final
 from hybridloader.seeding.sample_rng import SampleRng
 
 if TYPE_CHECKING:
     from hybridloader.fetching.fanout import Fanout
+
 
 _SLICE = 0.02  # seconds between two checks of the context while waiting for a retry
 
