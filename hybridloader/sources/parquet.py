@@ -19,12 +19,11 @@ from hybridloader.sources.block_reader import CACHE as DISK
 from hybridloader.sources.columns import Columns, Ints, pyarrow_modules
 from hybridloader.sources.finder import Finder
 from hybridloader.sources.listing import Root, Urls, list_files
-from hybridloader.sources.patience import RETRY
 from hybridloader.sources.per_worker import PerWorker
 from hybridloader.sources.row_groups import ParquetFile, RowGroups
 from hybridloader.sources.selection import Part, Selection
 from hybridloader.sources.shards import Shards
-from hybridloader.sources.store import each
+from hybridloader.sources.store import RETRY, each
 
 CACHE = 256 << 20
 """Bytes of decoded row groups that a process keeps."""

@@ -22,9 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from hybridloader._support.arguments import one_of, whole
 from hybridloader._support.error_handling import add_note
-from hybridloader.sources.kept import MANIFEST
 from hybridloader.sources.shard_files import ParquetFile, TarFile
-from hybridloader.sources.store import Stamp, Store
+from hybridloader.sources.store import MANIFEST, Stamp, Store
 from hybridloader.sources.tar_index import make_index, packed_index
 
 if TYPE_CHECKING:
