@@ -414,7 +414,8 @@ def _folder_columns(roots: Sequence[Root]) -> list[dict[str, Any]]:
     for root in roots:
         for path in root.paths:
             parts = path[len(root.folder) :].split("/")[:-1]
-            found.append(dict(map(unquote, part.split("=", 1)) for part in parts if "=" in part))
+            pairs = (part.split("=", 1) for part in parts if "=" in part)
+            found.append({unquote(name): unquote(value) for name, value in pairs})
             if found[-1].keys() != found[0].keys():
                 here, there = (", ".join(one) or "none" for one in (found[-1], found[0]))
                 raise SourceError(

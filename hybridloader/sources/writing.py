@@ -196,9 +196,10 @@ class ShardWriter:
         ``bytes_per_shard``), and other marks of the source.
         """
         one_of("format", form, ("tar", "parquet"))
-        self._samples, self._total = plan.get("samples"), plan.get("shards")
-        self._most_samples = plan.get("samples_per_shard")
-        self._most_bytes = plan.get("bytes_per_shard", BYTES)
+        self._samples: int = plan.get("samples", 0)
+        self._total: int | None = plan.get("shards")
+        self._most_samples: int | None = plan.get("samples_per_shard")
+        self._most_bytes: int = plan.get("bytes_per_shard", BYTES)
         self._folder = _Folder(url, options)
         self._form, self._plan = form, {"format": form, **plan}
         # All the mutable state:
@@ -282,7 +283,7 @@ class ShardWriter:
             return self.written == self._samples * (self.shards + 1) // self._total
         if self._most_samples is not None:
             return shard.samples == self._most_samples
-        return bool(shard.size >= self._most_bytes)
+        return shard.size >= self._most_bytes
 
     def _end_shard(self) -> None:
         shard = self._shard
