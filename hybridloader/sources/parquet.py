@@ -172,7 +172,7 @@ class Parquet(Shards[Any]):
         """Return file, number and rows of each row group that has rows."""
 
         def described(file: ParquetFile) -> tuple[Any, list[tuple[int, int]] | Exception]:
-            with file.open() as (_, fragment, _):
+            with file.open() as (_, _, fragment, _):
                 try:
                     return fragment.physical_schema, self._counted(file, fragment)
                 except Exception as error:  # a missing column explains it better
