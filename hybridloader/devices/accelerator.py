@@ -218,24 +218,8 @@ def _cudart() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
-_installed: list[Accelerator] = []
-"""Accelerators that replace torch's, the last one first; empty: torch's is the current one."""
-
-
-@contextmanager
-def taken_for_current(accelerator: Accelerator) -> Iterator[None]:
-    """Make `current` return `accelerator` within the block, on every thread."""
-    _installed.append(accelerator)
-    try:
-        yield
-    finally:
-        _installed.remove(accelerator)
-
-
 def current() -> Accelerator | None:
     """Return the device that is current on this thread; None if there is no accelerator."""
-    if _installed:
-        return _installed[-1]
     import torch
 
     from hybridloader._support.installed_torch import current_accelerator
@@ -264,9 +248,6 @@ def find(device: Any) -> Accelerator | None:
     if hasattr(device, "side_stream"):
         found: Accelerator = device
         return found
-    for accelerator in reversed(_installed):
-        if str(device) in (accelerator.name, accelerator.name.partition(":")[0]):
-            return accelerator
     named = _parsed(device)
     if named.type == "cpu":
         return None
