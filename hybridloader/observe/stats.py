@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hybridloader._support.store_use import StoreUse
-from hybridloader._support.text import html, size, table, time
+from hybridloader._support.text import Shown, size, time
 from hybridloader.observe.figures import LOOP, REST, Figures
 from hybridloader.observe.recording import CoreUse, Faults, Recording, StageRecord
 from hybridloader.observe.verdict import Verdict, judge
@@ -98,7 +98,7 @@ class Stall:
 
 
 @dataclass(frozen=True)
-class Stats:
+class Stats(Shown):
     """Statistics of a loader's latest epoch, or of a run of a pipeline, until now.
 
     It prints as a table and the verdict; a notebook shows both.
@@ -153,18 +153,6 @@ class Stats:
             "stores": [asdict(use) for use in self.stores],
         }
 
-    def __str__(self) -> str:
-        stores = table(self._rows_of_stores()) if self.stores else []
-        return "\n".join([*table(self._rows()), *stores, *self._lines()])
-
-    def print(self) -> None:
-        """Print the table and the verdict."""
-        print(self)
-
-    def _repr_html_(self) -> str:
-        stores = html(self._rows_of_stores(), []) if self.stores else ""
-        return stores + html(self._rows(), self._lines())
-
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw the time of each stage, and the stall by stage, to a PNG or SVG file.
 
@@ -184,8 +172,10 @@ class Stats:
             str(self.verdict),
         )
 
+    def _tables(self) -> list[list[list[str]]]:
+        return [self._rows(), *([self._rows_of_stores()] if self.stores else [])]
+
     def _rows(self) -> list[list[str]]:
-        """Return the cells of the table, the heading first."""
         faults = [name for name, count in vars(self.faults).items() if count]
         sized = any(stage.bytes for stage in self.stages)
         heading = ["stage", "where", "items", *_CAUSES, "load", "cpu", "queued", "stall"]
@@ -205,7 +195,6 @@ class Stats:
         return rows
 
     def _rows_of_stores(self) -> list[list[str]]:
-        """Return the cells of the table of stores, a heading first."""
         heading = ["store", "requests", "retried", "bytes", "a request"]
         rows = [[*heading, "from cache", "alone", "waited"]]
         for use in self.stores:
