@@ -27,12 +27,10 @@ from hybridloader.fetching.on_error.error_budget import ErrorBudget
 from hybridloader.observe.recording import Recording, StageRecord
 from hybridloader.observe.reporting import Follower, Observe, Reporter
 from hybridloader.observe.stage_measures import StageMeasures
-from hybridloader.observe.stage_trace import StageTrace, skipped_in
 from hybridloader.observe.stats import Stats, stats_of
 from hybridloader.observe.thread_times import LoopWaits
-from hybridloader.observe.trace_files import LOOP
-from hybridloader.observe.tracing import Trace, running_trace, traced
-from hybridloader.observe.watching import Watch, WatchedEpochs, running_watch
+from hybridloader.observe.tracing import LOOP, StageTrace, Trace, skipped_in, traced
+from hybridloader.observe.watching import Watch, WatchedEpochs
 
 
 class Asked(NamedTuple):
@@ -45,7 +43,7 @@ class Asked(NamedTuple):
 
 def asked(observe: bool | Observe) -> Asked | None:
     """Return the consumers for an iterator that is made now; None if there are none."""
-    trace, watch = running_trace(), running_watch()
+    trace, watch = Trace.running(), Watch.running()
     if trace is None and watch is None and not observe:
         return None
     return Asked(observe if isinstance(observe, Observe) else None, trace, watch)

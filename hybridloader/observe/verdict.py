@@ -291,7 +291,7 @@ def _of_stage(figures: Figures, number: int) -> Verdict:
 
 
 def _store(figures: Figures, use: StoreUse) -> str:
-    """Return the name of a store, and what its requests took."""
+    """Return the name of a store, and the times of its requests."""
     loop, requests = figures.recording.loop, max(1, use.requests)
     whole = loop.ended - loop.began
     why = f"{use.store} for {use.waited:.1f} s"

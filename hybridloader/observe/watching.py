@@ -1,6 +1,6 @@
 """Watch: statistics of all loaders and pipelines of a program, written while it runs.
 
-An iterator or a run looks for a watch once, by `running_watch`, when it is made. A separate thread
+An iterator or a run looks for a watch once, by `Watch.running`, when it is made. A separate thread
 writes a line for each loader with new batches, so the path of a batch has no part of it.
 """
 
@@ -165,8 +165,3 @@ class WatchedEpochs(Follower):
 
     def end(self, *, finished: bool) -> None:
         self._watch.look(self._key)
-
-
-def running_watch() -> Watch | None:
-    """Return the watch that runs in this process, or None."""
-    return Watch.running()
