@@ -17,8 +17,7 @@ from hybridloader._support import system
 from hybridloader.backends.process import codec
 from hybridloader.backends.process.frames import Frame
 from hybridloader.backends.process.handles import ProcessHandle, bury, join_all
-from hybridloader.backends.process.memory_report import OomWatch
-from hybridloader.backends.process.postmortem import PostmortemRecord
+from hybridloader.backends.process.postmortem import OomWatch, PostmortemRecord
 from hybridloader.backends.process.result import ProcessResult, SlottedResult
 from hybridloader.backends.process.slot_channel import SlotChannel
 from hybridloader.backends.process.starters import ZYGOTE, Starter, WorkerStart

@@ -5,6 +5,8 @@ that the worker keeps up to date by plain stores into mapped memory, so they out
 dies. After them come the stack dumps that faulthandler writes: by itself when the worker crashes,
 and when the parent asks, by a signal. Neither needs the GIL nor the worker's cooperation. No work
 depends on the record: where there can be none, everything runs the same without.
+
+The report of a death also has the kernel's figures about memory (`OomWatch`).
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import os
+import queue
+import re
 import signal
 import struct
 import threading
@@ -19,19 +23,21 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from hybridloader._support import system
-from hybridloader.backends.process import stack_dump
+from hybridloader._support import caller, system
+from hybridloader._support.cgroups import number_in, text_of, whole_number
 from hybridloader.backends.process.first_step import RAISED, record_end
 from hybridloader.engine.fetcher import TaskContext
 from hybridloader.memory.descriptors import ours
+from hybridloader.memory.limits import memory_cgroups
 from hybridloader.memory.segments import map_descriptor, nameless_file
 
-_NUMBERS = struct.Struct("=5q")
-_SIGNAL, _PID, _HOME, _TASK, _AT = range(5)
-"""Order of the numbers: the signal that requests a stack dump (0: none yet), the process and the thread
-that do the tasks, the current task, and the sample within it (both -1: none, or unknown)."""
+_NUMBERS = struct.Struct("=4q")
+_SIGNAL, _PID, _TASK, _AT = range(4)
+"""Order of the numbers: the signal that requests a stack dump (0: none yet), the worker's process, its
+current task, and the sample within it (both -1: none, or unknown)."""
 
 _TEXT = 64
 """Offset of faulthandler's text, in bytes."""
@@ -44,20 +50,15 @@ _SETTLED = 0.02
 """Seconds between two checks of a growing dump, and seconds without growth after which it is
 complete."""
 
-_NEVER = {
+_STATES = {
     "T": "it is stopped (state T: by SIGSTOP, or Ctrl-Z); SIGCONT resumes it",
     "t": "it is stopped by a debugger (state t)",
     "Z": "it has ended (state Z)",
     "X": "it has ended (state X)",
-}
-"""States in which a process acts on no signal, so that a wait would be useless."""
-
-_STATES = {
     "D": "it is in uninterruptible sleep (state D): the kernel waits for a disk or a network file "
     "system, and no signal reaches it until it answers",
-    "R": "it is running (state R), perhaps starved of CPU",
-    "S": "it is asleep (state S)",
 }
+"""States in which a process acts on no signal."""
 
 
 def _status_of(pid: int) -> Mapping[str, str] | None:
@@ -127,7 +128,7 @@ class PostmortemRecord:
         *,
         send: Callable[[int], None] | None = None,  # sends a signal; None: by the process number
     ) -> str:
-        """Ask the living worker for a stack dump of its threads: `stack_dump.MOST` characters at most.
+        """Ask the living worker for a stack dump of its threads: `MOST` characters at most.
 
         It is "" if nothing came, for the reason in `why_none`. This interrupts one system call of the
         worker, as signals do: Python's own are repeated, but a `sleep` or `poll` in native code may
@@ -149,7 +150,8 @@ class PostmortemRecord:
             return ""
         before = os.fstat(self.fd).st_size
         status = self._status(pid)
-        self.why_none = _NEVER.get(_state(status), "")
+        state = _state(status)
+        self.why_none = "" if state == "D" else _STATES.get(state, "")  # D may end in time
         if self.why_none:
             return ""
         # If the signal is pending, an earlier request is still unanswered.
@@ -163,9 +165,14 @@ class PostmortemRecord:
                 self.why_none = f"the signal for its stack could not be sent: {error}"
                 return ""
         self._await_dump(pid, signum, before, patience)
-        text = stack_dump.of_dump(self._text(before), numbers[_HOME])
+        text = shortened(self._text(before), "The thread that does the tasks")
         if not text:
-            self.why_none = self._silence(pid, signum, patience)
+            status = self._status(pid)
+            self.why_none = _STATES.get(
+                _state(status), f"it did not answer within {patience:g} seconds"
+            )
+            if _has(status, "SigBlk", signum):
+                self.why_none = f"its main thread has blocked signal {signum}, which requests it"
         return text
 
     def crash(self) -> str:
@@ -174,7 +181,9 @@ class PostmortemRecord:
         "" if it wrote none. Only meaningful once the worker is gone, and by such a signal: a fork
         that the worker's code has made writes here as well.
         """
-        return stack_dump.of_crash(self._last_text())
+        text = self._last_text()
+        begin = text.rfind(_FATAL)  # the last one, as a fork of the worker may have crashed before
+        return "" if begin < 0 else shortened(text[begin:], "The thread that crashed")
 
     def end(self) -> tuple[str, str]:
         """Exception that ended the worker, and its traceback; or "", and the stack of a crash.
@@ -183,7 +192,7 @@ class PostmortemRecord:
         """
         _, raised, text = self._last_text().rpartition(RAISED)
         exception, _, trace = text.partition("\n")
-        return (exception, trace[-stack_dump.MOST :]) if raised else ("", self.crash())
+        return (exception, trace[-MOST:]) if raised else ("", self.crash())
 
     def close(self) -> None:
         """Close the parent's end; the worker continues without. Idempotent."""
@@ -194,7 +203,7 @@ class PostmortemRecord:
 
     def _numbers(self) -> tuple[int, ...]:
         if self.fd < 0:
-            return (0, 0, 0, -1, -1)
+            return (0, 0, -1, -1)
         return _NUMBERS.unpack(os.pread(self.fd, _NUMBERS.size, 0))
 
     def _last_text(self) -> str:
@@ -224,16 +233,6 @@ class PostmortemRecord:
                     return
                 since = now
 
-    def _silence(self, pid: int, signum: int, patience: float) -> str:
-        status = self._status(pid)
-        state = _state(status)
-        if state in _NEVER:
-            return _NEVER[state]
-        if _has(status, "SigBlk", signum):
-            return f"its main thread has blocked signal {signum}, which requests its stack"
-        suffix = f": {_STATES[state]}" if state in _STATES else ""
-        return f"it did not answer within {patience:g} seconds{suffix}"
-
 
 def _state(status: Mapping[str, str] | None) -> str:
     return "" if status is None else status.get("State", "")[:1]
@@ -246,7 +245,7 @@ def _record_file() -> int:
         # This write allocates the page, so that the worker's stores can't fail for lack of memory. It
         # also leaves the offset after the numbers. Parent, worker and their forks share one offset, so
         # each appends after the others' text. No process seeks; reads are by `pread`.
-        os.write(fd, _NUMBERS.pack(0, 0, 0, -1, -1).ljust(_TEXT, b"\0"))
+        os.write(fd, _NUMBERS.pack(0, 0, -1, -1).ljust(_TEXT, b"\0"))
     except BaseException:
         os.close(fd)
         raise
@@ -286,7 +285,6 @@ class PostmortemWriter:
         address = self._mapping.address
         self._cells = [ctypes.c_int64.from_address(address + 8 * i) for i in range(_AT + 1)]
         self._cells[_PID].value = os.getpid()
-        self._cells[_HOME].value = threading.get_ident()
         # If faulthandler is enabled, as in a fork of pytest, `enable` changes the file but not the
         # handlers. Others may be in their place by now, for example torch's for its own workers.
         faulthandler.disable()
@@ -345,3 +343,175 @@ def free_signal() -> int | None:
         if not (used or _has(status, "SigCgt", signum) or _has(status, "SigIgn", signum)):
             return signum
     return None
+
+
+# -- dumps as text, for their reader: the user's frames first
+
+MOST = 4000
+"""Most characters: the text becomes part of an exception's message."""
+
+_WIDTH = 160
+_LINES, _INNER, _OUTER = 4, 16, 8
+"""Most characters of a line; most lines before the first stack; frames of a stack at both ends."""
+
+_FATAL = "Fatal Python error: "
+_HEADING = " (most recent call first):"
+_CURRENT = re.compile(r"Current thread 0x[0-9a-f]+|Stack(?= \(most)")
+"""Beginning of the heading of the thread that crashed or handles the signal, which is the main thread.
+Python 3.14t writes ``Stack``, and shows no other."""
+
+_FRAME = re.compile(r'  File "(?P<path>.*)", line \S+ in (?P<function>.*)')
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_SUPPORT = os.path.dirname(os.path.abspath(caller.__file__))
+_PACKAGES = ("_support", "devices", "engine", "fetching", "loader", "memory", "pipeline", "seeding")
+_OURS = (
+    os.path.join(os.path.dirname(_HERE), ""),
+    *(os.path.join(os.path.dirname(_SUPPORT), package, "") for package in _PACKAGES),
+    threading.__file__,  # where this package's threads begin, and wait when they are idle
+    queue.__file__,
+)
+_LOOP = (os.path.join(_HERE, "child.py"), "main")
+"""Frame of the worker's loop. Outer frames belong to the code that started the process: in a fork, to
+the whole training script."""
+
+
+def shortened(text: str, current: str) -> str:
+    """Shorten a dump of faulthandler: the thread called `current` first, then others in user's code."""
+    stacks: list[list[str]] = [[]]
+    for line in text.splitlines():
+        if line.endswith(_HEADING):
+            stacks.append([])
+        if line.strip() and not line.startswith("Extension modules:"):  # torch alone lists 30
+            stacks[-1].append(line[:_WIDTH])
+    lines = stacks.pop(0)[:_LINES]
+    for stack in sorted(stacks, key=lambda stack: _CURRENT.match(stack[0]) is None):
+        heading, frames = stack[0], _inside_the_loop(stack[1:])
+        if _CURRENT.match(heading):
+            lines += [current + _HEADING, *_both_ends(_users(frames) or frames)]
+        elif frames := _users(frames):
+            heading = re.sub(r"^Thread 0x[0-9a-f]+", "Another thread", heading)
+            lines += [heading, *_both_ends(frames)]
+    return "\n".join(lines)[:MOST]
+
+
+def _inside_the_loop(frames: list[str]) -> list[str]:
+    for at, line in enumerate(frames):
+        frame = _FRAME.fullmatch(line)
+        if frame is not None and (frame["path"], frame["function"]) == _LOOP:
+            return frames[:at]
+    return frames
+
+
+def _users(frames: list[str]) -> list[str]:
+    """Frames up to the outermost one that is the user's; none if all are the loader's own."""
+    end = len(frames)
+    while end and _is_ours(frames[end - 1]):
+        end -= 1
+    return frames[:end]
+
+
+def _is_ours(line: str) -> bool:
+    frame = _FRAME.fullmatch(line)
+    if frame is None:
+        return line.strip() == "<no Python frame>"
+    return frame["path"].startswith(_OURS)
+
+
+def _both_ends(frames: list[str]) -> list[str]:
+    omitted = len(frames) - _INNER - _OUTER
+    if omitted <= 0:
+        return frames
+    return [*frames[:_INNER], f"  ... ({omitted} frames omitted)", *frames[-_OUTER:]]
+
+
+# -- the kernel's figures about memory
+
+_TIGHT = 0.9
+"""Fraction of a limit from which a lack of memory most likely killed the worker."""
+
+_NO_LIMIT = 1 << 60
+"""Limit that means none: v1 reports the largest number of whole pages, just below 2**63."""
+
+
+class OomWatch:
+    """Watch that compares with how often the OOM killer had struck when it was made. It never raises."""
+
+    def __init__(self, root: Path = Path(system.ROOT)) -> None:  # with /proc, /sys and /dev
+        self._root = root
+        self._before = _oom_kills(root)
+
+    def describe(self, signal: str) -> str:
+        """Name the likely cause of a death, and the memory in use, in two lines at most.
+
+        `signal` is ``"SIGKILL"``, which the OOM killer sends, or ``"SIGBUS"``, of shared memory that
+        could not be had.
+        """
+        whose, kills = _oom_kills(self._root)
+        limit, used = _cgroup(self._root)
+        size, free = _shm(self._root)
+        tight = limit > 0 and used >= _TIGHT * limit
+        if signal == "SIGBUS":
+            if size and free <= (1 - _TIGHT) * size:
+                cause = "Likely cause: /dev/shm is full."
+            elif tight:
+                cause = "Likely cause: the cgroup's limit; shared memory counts towards it."
+            else:
+                cause = (
+                    "Likely cause: a mapped file has become shorter, or shared memory was full at that "
+                    "time."
+                )
+        elif not whose:
+            cause = "This platform does not report whether the system ran out of memory."
+        elif self._before[0] == whose and kills > self._before[1]:
+            counted = f"oom_kill rose from {self._before[1]} to {kills}"
+            if limit:
+                counted += f"; limit {_size(limit)}, in use {_size(used)}"
+            cause = f"Likely cause: the {whose}'s OOM killer struck ({counted})."
+        else:
+            cause = (
+                "No OOM kill was counted: another program or a person sent the signal (a job scheduler, "
+                "a container runtime, systemd-oomd)."
+            )
+        figures = [f"cgroup {_size(used)} of {_size(limit)} in use"] if limit else []
+        if size:
+            figures.append(f"/dev/shm {_size(free)} of {_size(size)} free")
+        return f"{cause}\nMemory now: {', '.join(figures)}." if figures else cause
+
+
+def _oom_kills(root: Path) -> tuple[str, int]:
+    """Count the OOM killer's kills in this process's cgroup, or else on the machine; ``""``: unknown."""
+    # v2 counts at the victim's group and all above, v1 only there
+    places = [("cgroup", group / names.events) for group, names in memory_cgroups(root)]
+    for whose, path in (*places, ("machine", root / "proc/vmstat")):
+        for line in text_of(path).splitlines():
+            name, _, count = line.partition(" ")
+            kills = whole_number(count)
+            if name == "oom_kill" and kills is not None:
+                return whose, kills
+    return "", 0
+
+
+def _cgroup(root: Path) -> tuple[int, int]:
+    """Read limit and usage, in bytes, of the tightest cgroup; 0 if there is no limit."""
+    found = [(0, 0)]
+    for group, names in memory_cgroups(root):
+        limit, used = number_in(group / names.limit), number_in(group / names.used)
+        if limit and limit < _NO_LIMIT and used is not None:
+            found.append((limit, used))
+    return min(found[1:] or found)
+
+
+def _shm(root: Path) -> tuple[int, int]:
+    """Read size and free space of /dev/shm, in bytes; 0 if there is none."""
+    try:
+        found = os.statvfs(root / "dev/shm")
+    except (AttributeError, OSError):  # missing on Windows
+        return 0, 0
+    return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+
+
+def _size(count: int) -> str:
+    """Format bytes as ``"1.98 GiB"``: three digits, so that 1.98 of 2.00 differs from 2 of 2."""
+    power = min((max(count, 1).bit_length() - 1) // 10, 4)
+    return f"{count / 1024**power:.2f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"

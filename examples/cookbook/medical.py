@@ -13,6 +13,7 @@ import os
 import resource
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import monai.data
@@ -67,11 +68,11 @@ def deterministic(spacing):
     ]
 
 
+@dataclass
 class Prepare:
-    """The deterministic transforms. The cache file records the attribute `spacing`."""
+    """The deterministic transforms. The cache file records the repr, which shows `spacing`."""
 
-    def __init__(self, spacing):
-        self.spacing = spacing
+    spacing: float
 
     def setup(self):
         self.transform = Compose(deterministic(self.spacing))

@@ -56,7 +56,7 @@ def own_attributes(thing: Any) -> dict[str, Any]:
     """Return the attributes stored in the object, slots included. Runs no code of its class."""
     found: dict[str, Any] = {}
     for kind in type(thing).__mro__:
-        for name, member in list(type.__getattribute__(kind, "__dict__").items()):
+        for name, member in list(vars(kind).items()):
             slot = type(member) is types.MemberDescriptorType
             if not slot and (name != "__dict__" or type(member) is not types.GetSetDescriptorType):
                 continue

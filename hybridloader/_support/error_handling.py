@@ -1,52 +1,37 @@
 """Handling of exceptions: of those that foreign code raised, and of marks on those of iterators.
 
-The class of a foreign exception may define anything: a ``__str__`` that raises, a ``__getattr__`` that
-does not know ``__notes__``, a property ``__class__``, which `isinstance` reads. So all code that tests,
-prints, annotates or copies a foreign exception uses the functions here, which raise nothing.
+A method of a foreign exception may raise: its ``__str__``, its ``__repr__``, a ``__getattr__`` that does
+not know ``__notes__``, the ``__setattr__`` of a frozen dataclass. So all code that prints, annotates or
+copies a foreign exception uses the functions here, which raise nothing.
 """
 
 from __future__ import annotations
 
 import sys
 import traceback
+from collections.abc import Callable
 from typing import Any, NoReturn, TypeGuard, TypeVar
 
 from hybridloader.errors import IteratorClosed, NotReady, StateError, WorkerDied, WorkerTimeout
 
 E = TypeVar("E", bound=BaseException)
 
-_PARTS = vars(BaseException)
-
-
-def part(error: BaseException, name: str) -> Any:
-    """Return ``args``, ``__dict__``, ``__cause__`` or the like, whatever the class of `error` is."""
-    return _PARTS[name].__get__(error)
-
-
-def set_part(error: BaseException, name: str, value: Any) -> None:
-    """Set a part of an exception that `part` returns."""
-    _PARTS[name].__set__(error, value)
-
-
-def is_a(error: BaseException, kinds: type[E] | tuple[type[E], ...]) -> TypeGuard[E]:
-    """Return True if ``except kinds`` would catch `error`."""
-    return issubclass(type(error), kinds)
-
 
 def text_of(error: BaseException) -> str:
     """Return ``str(error)``, or a substitute if that raises."""
-    try:
-        return str(error)
-    except Exception as second:
-        return f"<no text: its __str__ raised {type(second).__name__}>"
+    return _safely(str, error)
 
 
 def repr_of(error: BaseException) -> str:
     """Return ``repr(error)``, or a substitute if that raises."""
+    return _safely(repr, error)
+
+
+def _safely(shown: Callable[[Any], str], error: BaseException) -> str:
     try:
-        return repr(error)
+        return shown(error)
     except Exception as second:
-        return f"<{type(error).__name__}, whose __repr__ raised {type(second).__name__}>"
+        return f"<{type(error).__name__}, whose text raised {type(second).__name__}>"
 
 
 def described(error: BaseException) -> str:
@@ -59,7 +44,7 @@ def traceback_of(error: BaseException) -> str:
     try:
         return "".join(traceback.format_exception(error))
     except Exception:
-        stack = traceback.format_tb(part(error, "__traceback__"))
+        stack = traceback.format_tb(error.__traceback__)
         return "".join(["Traceback (most recent call last):\n", *stack, f"{described(error)}\n"])
 
 
@@ -70,7 +55,7 @@ def show(error: BaseException) -> None:
 
 def add_note(error: BaseException, note: str) -> None:
     """Call ``error.add_note(note)``, also on Python 3.10, and only once for the same note."""
-    notes = part(error, "__dict__").setdefault("__notes__", [])
+    notes = error.__dict__.setdefault("__notes__", [])
     if type(notes) is list and note not in [other for other in notes if type(other) is str]:
         notes.append(note)
 
@@ -99,10 +84,10 @@ def foreign(error: Exception, what: str = "the dataset, or a function,") -> Exce
     A `StopIteration` becomes a `RuntimeError` (PEP 479). An error from a hybridloader iterator that the
     foreign code uses loses its mark (`no_answer`).
     """
-    if is_a(error, StopIteration):
+    if isinstance(error, StopIteration):
         leak = RuntimeError(f"{what} raised StopIteration")
         leak.__cause__ = error
-        return leak.with_traceback(part(error, "__traceback__"))
+        return leak.with_traceback(error.__traceback__)
     if not takes_a_place(error):
         mark(error, None)
     return error
@@ -122,12 +107,12 @@ NO_ITEM = (NotReady, WorkerTimeout)
 
 def mark(error: BaseException, place: str | None) -> None:
     """Mark the place of an error in a stream of items; None: it replaces one item."""
-    part(error, "__dict__")[_PLACE] = place
+    error.__dict__[_PLACE] = place
 
 
 def place_of(error: BaseException) -> str | None:
     """Return the mark of an error."""
-    place: str | None = part(error, "__dict__").get(_PLACE)
+    place: str | None = error.__dict__.get(_PLACE)
     return place
 
 
@@ -161,4 +146,4 @@ def counts_as_item(error: BaseException) -> bool:
 
 def is_ours(error: BaseException, kinds: type[E] | tuple[type[E], ...]) -> TypeGuard[E]:
     """Return True if `error` is one of `kinds` and an iterator marked it with `no_answer`."""
-    return is_a(error, kinds) and not takes_a_place(error)
+    return isinstance(error, kinds) and not takes_a_place(error)

@@ -16,9 +16,7 @@ from typing import Any, NamedTuple
 from hybridloader._support.error_handling import (
     add_note,
     described,
-    part,
     repr_of,
-    set_part,
     text_of,
     traceback_of,
 )
@@ -55,7 +53,8 @@ class Failure:
         exception = self.exception
         del self.exception
         if self.traceback is not None:
-            set_part(exception, "__cause__", WorkerTraceback(f"{note}\n{self.traceback}"))
+            cause = WorkerTraceback(f"{note}\n{self.traceback}")
+            BaseException.__setattr__(exception, "__cause__", cause)
         if note:
             add_note(exception, note)
         return exception
@@ -77,24 +76,21 @@ def twin(exception: Exception) -> Exception:
     raises collects the consumer's frames in its traceback, and a worker thread must not keep these
     alive. If the class can't be copied, the result is a `RuntimeError` with its name and text.
     """
-    kind, args = type(exception), part(exception, "args")
+    kind, args = type(exception), exception.args
     try:  # copy.copy, because OSError and others keep more than their arguments
         other: Any = copy.copy(exception)
-        found = part(other, "args")
-        same = type(other) is kind and len(found) == len(args)
-        same = same and all(a is b for a, b in zip(found, args, strict=True))
+        same = type(other) is kind and [*map(id, other.args)] == [*map(id, args)]
     except Exception:  # a constructor that does not accept `args`
         same = False
     if not same:
         try:
-            other = _Parts(kind, args, part(exception, "__dict__")).assemble()
+            other = _Parts(kind, args, exception.__dict__).assemble()
         except Exception:  # a built-in class that checks its arguments
             other = RuntimeError(described(exception))
-    attributes = part(other, "__dict__")
-    if type(notes := attributes.get("__notes__")) is list:
-        attributes["__notes__"] = list(notes)  # the consumer adds its own
+    if type(notes := other.__dict__.get("__notes__")) is list:
+        other.__dict__["__notes__"] = list(notes)  # the consumer adds its own
     for name in ("__cause__", "__context__", "__suppress_context__", "__traceback__"):
-        set_part(other, name, part(exception, name))
+        BaseException.__setattr__(other, name, getattr(exception, name))
     return other  # type: ignore[no-any-return]
 
 
@@ -126,9 +122,8 @@ class _Freezer:
                 return whole
         except Exception:  # a broken __reduce__, __new__ or __init__ may raise anything
             pass
-        args = tuple(map(self._sendable, part(exception, "args")))
-        attributes = part(exception, "__dict__")
-        state = {name: self._sendable(value) for name, value in attributes.items()}
+        args = tuple(map(self._sendable, exception.args))
+        state = {name: self._sendable(value) for name, value in exception.__dict__.items()}
         try:
             return self._dumps(_Parts(kind, args, state))
         except Exception:  # the class itself can't be pickled: the message holds its name
@@ -168,7 +163,7 @@ class _Freezer:
 def _alike(found: BaseException, sent: BaseException) -> bool:
     """Return True if both have the same arguments; values that aren't plain compare by type alone."""
     plain = (str, bytes, int, bool, type(None))
-    first, second = part(found, "args"), part(sent, "args")
+    first, second = found.args, sent.args
     return len(first) == len(second) and all(
         type(a) is type(b) and (a == b or type(a) not in plain)
         for a, b in zip(first, second, strict=True)
@@ -190,8 +185,8 @@ class _Parts(NamedTuple):
             if isinstance(vars(base).get("__new__"), types.BuiltinFunctionType)
         )
         exception: BaseException = home.__new__(self.kind, *self.args)
-        set_part(exception, "args", self.args)
-        part(exception, "__dict__").update(self.state)
+        BaseException.__setattr__(exception, "args", self.args)
+        exception.__dict__.update(self.state)
         return exception
 
 
@@ -216,7 +211,7 @@ def _thaw(frozen: bytes, address: int) -> BaseException:
         exception: BaseException = thawed.assemble() if type(thawed) is _Parts else thawed
         original = _original(type(exception), address)
         if original is not type(exception):
-            vars(object)["__class__"].__set__(exception, original)
+            BaseException.__setattr__(exception, "__class__", original)
     except Exception as error:  # e.g. a class that this process can't import
         return RuntimeError(f"a worker's exception could not be loaded here: {repr_of(error)}")
     return exception

@@ -1,8 +1,8 @@
 """Choice of the accelerator that batches are copied to.
 
 Everything else asks it through one protocol, so that threads, queues and slots that wait for an event
-can be tested without a device, with `hybridloader.testing.FakeAccelerator`. Nothing here knows of
-batches, slots or threads, and torch is not imported before a device is looked for.
+can be tested without a device. Nothing here knows of batches, slots or threads, and torch is not
+imported before a device is looked for.
 """
 
 from __future__ import annotations

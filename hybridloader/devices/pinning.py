@@ -1,9 +1,8 @@
 """Pinning of batches and copying to a device, on a thread of the loader or on the caller's.
 
 Copies to a device are queued on one side stream. The current stream of the consumer's thread waits for
-them, and the consumer does not. If the device does not support this, copies are made one after another:
-by the loader's thread if the device has a single stream, otherwise by the consumer's. This module starts
-no thread, and does not depend on the source of the batches.
+them, and the consumer does not. If the device does not support this, the consumer's thread copies. This
+module starts no thread, and does not depend on the source of the batches.
 """
 
 from __future__ import annotations
@@ -203,7 +202,7 @@ class Mover(Pinner):
 
     All copies are queued on one stream. The current stream of the consumer's thread waits for them. That
     stream is recorded in the allocator, so that the memory is not reused before the stream has read it.
-    If the device does not support this, the stream that copies a batch is the one that uses it.
+    If the device does not support this, the thread that takes a batch copies it, on its stream.
 
     `locks` learns the streams that read the workers' slots.
     """
@@ -231,8 +230,6 @@ class Mover(Pinner):
                 # The last reference to the source dies in this block: slots read the current stream.
                 sent.data = self._handled(batch.pop(), sent, handed=True)
                 sent.mark = accelerator.mark(self.stream)
-        elif accelerator.one_stream:
-            sent.data = self._handled(batch.pop(), sent)
         else:
             sent.data = mapped(
                 batch.pop(),

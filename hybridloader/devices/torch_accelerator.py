@@ -12,7 +12,7 @@ import errno
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from hybridloader.memory.tensors import dense_parts
 
@@ -31,22 +31,15 @@ _LOOK = 0.001
 """Seconds between two queries of an event: the copies of several batches are queued meanwhile."""
 
 
-class _Streams(NamedTuple):
-    """Streams of one device: one beside the user's, if usable; and whether it has a single one."""
-
-    side: Any
-    one: bool
-
-
-_streams_of: dict[torch.device, _Streams] = {}
-"""Streams of each device of this process, made once. torch's allocator keeps the memory that a
-stream has used for that stream, so a new stream for each epoch would take as much memory again."""
+_side_streams: dict[torch.device, Any] = {}
+"""Stream of each device of this process beside the user's, if usable, made once. torch's allocator keeps
+the memory that a stream has used for that stream, so a new one each epoch would take as much again."""
 
 
 class TorchAccelerator:
     """Device of torch: CUDA, XPU, MPS or any other that `torch.accelerator` knows.
 
-    Asking `queues_copies` or `one_stream` may make a context on it; the other properties do not.
+    Asking `queues_copies` may make a context on it; the other properties do not.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -70,11 +63,7 @@ class TorchAccelerator:
 
     @property
     def queues_copies(self) -> bool:
-        return self.pins and self._streams.side is not None
-
-    @property
-    def one_stream(self) -> bool:
-        return self._streams.one
+        return self.pins and self._side is not None
 
     def enter(self) -> None:
         import torch
@@ -107,7 +96,7 @@ class TorchAccelerator:
             pass
 
     def side_stream(self) -> Any:
-        return self._streams.side if self.queues_copies else None
+        return self._side if self.queues_copies else None
 
     def current_stream(self) -> Any:
         # The device's own class of streams, if any: objects with a `record_stream` may need it.
@@ -162,13 +151,13 @@ class TorchAccelerator:
             part.record_stream(stream)
 
     @property
-    def _streams(self) -> _Streams:
-        if self.device not in _streams_of:
-            _streams_of.setdefault(self.device, self._asked())
-        return _streams_of[self.device]
+    def _side(self) -> Any:
+        if self.device not in _side_streams:
+            _side_streams.setdefault(self.device, self._asked())
+        return _side_streams[self.device]
 
-    def _asked(self) -> _Streams:
-        """Try which streams the device has, and whether batches can be handed over from them.
+    def _asked(self) -> Any:
+        """Return a stream from which batches can be handed over, or None.
 
         torch has no call that lists the abilities of a device, but an unsupported call raises.
         """
@@ -176,17 +165,14 @@ class TorchAccelerator:
 
         kind = getattr(self._module, "Stream", torch.Stream)
         try:
-            stream, other = kind(self.device), kind(self.device)
-        except RuntimeError:
-            return _Streams(None, one=True)
-        if stream == other:  # MPS
-            return _Streams(None, one=True)
-        try:
+            stream = kind(self.device)
+            if stream == kind(self.device):  # the device has one stream: MPS
+                return None
             self.mark(stream)
             torch.empty(0, device=self.device).record_stream(stream)
         except RuntimeError:
-            return _Streams(None, one=False)
-        return _Streams(stream, one=False)
+            return None
+        return stream
 
     def _captures(self, stream: Any) -> bool:
         """Return True if a graph captures `stream` now."""

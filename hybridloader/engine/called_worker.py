@@ -15,7 +15,6 @@ import threading
 import traceback
 from pickle import PickleBuffer
 from queue import SimpleQueue
-from time import perf_counter
 from typing import Any
 
 from hybridloader.engine.messages import Event, Exited, Message, Stop, WorkerSpec
@@ -75,10 +74,6 @@ class CalledWorker:
     def where(self) -> tuple[int, str]:
         """Return the process id and the name of the machine."""
         return os.getpid(), platform.node()
-
-    def clock(self) -> float:
-        """Return the time here, in seconds of `time.perf_counter`."""
-        return perf_counter()
 
     def run(self) -> bytes:
         """Run the worker until it gets a `Stop`; return its `Exited`, by `dumps`."""

@@ -25,14 +25,6 @@ from hybridloader.engine.messages import Done, Event, Exited, Message, Task
 from hybridloader.engine.meter import MEASURES
 from hybridloader.engine.serving import loads
 
-TRIPS = 3
-"""Number of round trips per measurement; the shortest counts, because the others include waits."""
-
-EVERY = 30.0
-"""Seconds between two measurements of the other clock. The clocks of two machines drift apart by at
-most about 50 us a second: 1.5 ms in that time, about as much as a busy network adds to a round
-trip."""
-
 BUNDLE_SECONDS = 2e-3
 """Total seconds of the tasks in one call; the first result of a call is delayed by about as much.
 
@@ -125,7 +117,6 @@ class CallingHandle(WorkerHandle):
         # All the mutable state:
         self.placed: tuple[int, str] | None = None  # process id and machine; None before it runs
         self.ready = False
-        self._clock: FarClock | None = None  # only for a worker on another machine
         # In call order, each with its number of messages.
         self._steps: deque[tuple[Future[Any], int]] = deque()
         self._queue: list[_Packed] = []  # messages that wait until a call returns
@@ -250,9 +241,10 @@ class CallingHandle(WorkerHandle):
     def _place(self, where: Future[Any]) -> None:
         with suppress(Exception):  # it has died
             self.placed = where.result()
-            if self.placed[1] != platform.node():
-                self._clock = FarClock(partial(self.call, "clock"))
-                self._clock.look()
+
+    @property
+    def _is_far(self) -> bool:
+        return self.placed is None or self.placed[1] != platform.node()
 
     def _flush(self) -> None:
         queue, self._queue, self._filled = self._queue, [], 0.0
@@ -306,12 +298,16 @@ class CallingHandle(WorkerHandle):
             threading.Thread(target=self.terminate, daemon=True).start()
 
     def _take(self, step: Future[Any], messages: int) -> None:
+        later: float | None = None  # seconds by which this clock is ahead of another machine's
         try:
             for at, (head, *buffers) in enumerate(step.result()):
                 event = loads(head, buffers=buffers)
                 if isinstance(event, Done):
-                    if self._clock is not None and event.extras is not None:
-                        self._clock.translate(event.extras)
+                    extras = event.extras
+                    if extras is not None and MEASURES in extras and self._is_far:
+                        if later is None:  # as if it had come at once
+                            later = perf_counter() - extras[MEASURES].spans[-1][1]
+                        extras[MEASURES] = extras[MEASURES].moved(later)
                     part = event.payload.nbytes / BUNDLE_BYTES
                     part = max(part, (event.seconds + BESIDE) / BUNDLE_SECONDS)
                     self._share += (part - self._share) / RECENT
@@ -337,57 +333,3 @@ class CallingHandle(WorkerHandle):
             if self._doomed:
                 exited = replace(exited, cause=f"{self._doomed}; it was killed, and {exited.cause}")
         return exited
-
-
-class FarClock:
-    """Offset of the clock of a worker on another machine, by the shortest of some round trips.
-
-    Parameters
-    ----------
-    ask
-        Asks for the time there; the future has it in seconds of `time.perf_counter`.
-    """
-
-    def __init__(
-        self, ask: Callable[[], Future[float]], clock: Callable[[], float] = perf_counter
-    ) -> None:
-        self._ask, self._clock = ask, clock
-        # All the mutable state:
-        # Seconds to subtract from a time of the worker; None: not measured yet.
-        self.offset: float | None = None
-        self._shortest = float("inf")
-        self._left = 0  # round trips that remain
-        self._due = float("inf")  # time of the next measurement
-
-    def look(self) -> None:
-        """Begin to measure the offset."""
-        self._left, self._shortest, self._due = TRIPS, float("inf"), self._clock() + EVERY
-        self._trip()
-
-    def _trip(self) -> None:
-        self._left -= 1
-        sent = self._clock()
-        self._ask().add_done_callback(partial(self._answered, sent))
-
-    def _answered(self, sent: float, answer: Future[float]) -> None:
-        now = self._clock()
-        try:
-            there = answer.result()
-        except Exception:  # it has died
-            return
-        if now - sent < self._shortest:
-            self._shortest = now - sent
-            self.offset = there - (sent + now) / 2
-        if self._left > 0:
-            self._trip()
-
-    def translate(self, extras: dict[str, Any]) -> None:
-        """Turn the times of measures into ours; take those out that came before the first answer."""
-        if MEASURES not in extras:
-            return
-        if self.offset is None:
-            del extras[MEASURES]
-        else:
-            extras[MEASURES] = extras[MEASURES].moved(-self.offset)
-        if self._clock() >= self._due:
-            self.look()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from hybridloader._support.attributes import attribute
-from hybridloader._support.error_handling import ENDS, counts_as_item, is_a, is_ours
+from hybridloader._support.error_handling import ENDS, counts_as_item, is_ours
 from hybridloader._support.sizes import size_of
 from hybridloader.engine.payload import Payload
 from hybridloader.errors import NotReady
@@ -121,7 +121,7 @@ class TaskBatching(Feed):
         try:
             found = self._draw(most)
         except Exception as error:
-            if counts_as_item(error) and not is_a(error, StopIteration):
+            if counts_as_item(error) and not isinstance(error, StopIteration):
                 self.drawn.append(1)
             raise
         self.drawn.append(items_in(found))

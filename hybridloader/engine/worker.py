@@ -450,7 +450,7 @@ def _sample_rng_of(spec: WorkerSpec, worker: int, seeds: WorkerSeeds) -> SampleR
         return SampleRng(origin, worker)
     from hybridloader.seeding.thread_sample_rng import ThreadSampleRng
 
-    return ThreadSampleRng(origin, worker, stage=spec.stage)
+    return ThreadSampleRng(origin, worker)
 
 
 def _resumed(fetch: Fetch, start: ShardStart, context: TaskContext) -> Fetcher:

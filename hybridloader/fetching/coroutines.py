@@ -17,7 +17,6 @@ from math import inf
 from time import perf_counter
 from typing import Any
 
-from hybridloader._support.error_handling import is_a
 from hybridloader.engine.fetcher import Abandoned, GivenUp, TaskContext
 
 _SLICE = 0.05
@@ -239,7 +238,7 @@ class Coroutines:
         item, task = started.begun[0]
         if isinstance(task, Exception):
             started.begun.popleft()
-            if not is_a(task, StopIteration):
+            if not isinstance(task, StopIteration):
                 self._sources.append(started)  # there may be more items
             elif not self._is_workers:
                 self.close()

@@ -5,22 +5,19 @@ and calls torch's `DataLoader` with them. The options of hybridloader (`backend`
 lost without a warning. `keep_loaders` makes accelerate rebuild a hybridloader loader as one; torch's
 loaders are rebuilt as before.
 
-`keep_loaders` changes five attributes of accelerate, all or none, and only if accelerate is built as
-expected. Importing this module changes nothing, and torch is never changed.
+`keep_loaders` changes five attributes of accelerate, all or none. Importing this module changes nothing,
+and torch is never changed.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from hybridloader._support.attributes import attribute
 from hybridloader._support.caller import warn
-from hybridloader._support.error_handling import described
 
 TESTED = ("1.15", "1.15")
 """First and last release of accelerate with which all tests pass. Older releases, from 1.0 on, are
@@ -96,7 +93,7 @@ def keep_loaders() -> KeptLoaders:
     ImportError
         accelerate is not installed.
     RuntimeError
-        accelerate is not built as expected. The message lists the differences; nothing was changed.
+        accelerate lacks an attribute that is to be changed. Nothing was changed.
 
     Warns
     -----
@@ -120,14 +117,17 @@ def keep_loaders() -> KeptLoaders:
                 raise
             raise ImportError(_INSTALL) from error
         release = str(getattr(accelerate, "__version__", "unknown"))
-        problems = list(_unexpected(data_loader)) or _change(data_loader)
-        if problems:
+        try:
+            changes = _changes_of(data_loader)
+        except AttributeError as error:
             raise RuntimeError(
-                f"accelerate {release} is not built as expected (tested: {'-'.join(TESTED)}), "
-                "so it can't keep hybridloader's loaders; nothing was changed. "
-                f"{'; '.join(problems)}. Use a tested release, or "
-                "hybridloader.install(backend=...)"
-            )
+                f"accelerate {release} is not built as expected (tested: {'-'.join(TESTED)}), so it "
+                f"can't keep hybridloader's loaders; nothing was changed. {error}. Use a tested "
+                "release, or hybridloader.install(backend=...)"
+            ) from error
+        for change in changes:
+            change.make()
+        _changes.extend(changes)
         _warn_if_untested(release)
     kept = KeptLoaders()
     _kept.append(kept)
@@ -174,14 +174,14 @@ def _undo(changes: list[_Change]) -> None:
         change.undo()
 
 
-def _change(module: Any) -> list[str]:
-    """Make all changes; if they don't work, undo them and return the reasons."""
+def _changes_of(module: Any) -> list[_Change]:
+    """Return the changes to accelerate. Raises `AttributeError` if one is missing."""
     from hybridloader.loader.dataloader import DataLoader
 
     adapter = module.DataLoaderAdapter
     shard, dispatcher = module.DataLoaderShard, module.DataLoaderDispatcher
     parameters = {**module._PYTORCH_DATALOADER_KWARGS, KEY: None}
-    changes = [
+    return [
         _Change.of(DataLoader, KEY, property(lambda loader: loader)),
         _Change.of(module, "_PYTORCH_DATALOADER_KWARGS", parameters),
         _Change.of(module, "DataLoader", _rebuilt),
@@ -189,14 +189,6 @@ def _change(module: Any) -> list[str]:
         _Change.of(shard, "set_epoch", _announcing(shard.set_epoch)),
         _Change.of(dispatcher, "set_epoch", _announcing(dispatcher.set_epoch)),
     ]
-    for change in changes:
-        change.make()
-    problems = list(_ineffective(module))
-    if problems:
-        _undo(changes)
-    else:
-        _changes.extend(changes)
-    return problems
 
 
 def _rebuilt(*args: Any, _hybridloader_source: Any = None, **kwargs: Any) -> Any:
@@ -267,72 +259,6 @@ def _announcing(set_epoch: Callable[[Any, int], None]) -> Callable[[Any, int], N
     return announcing
 
 
-# -- checks of accelerate ----------------------------------------------------------------------------
-
-
-def _unexpected(module: types.ModuleType) -> Iterator[str]:
-    """Yield a text for each part of accelerate's module that does not fit the changes."""
-    import torch.utils.data
-
-    if getattr(module, "DataLoader", None) is not torch.utils.data.DataLoader:
-        yield f"{module.__name__}.DataLoader is not torch.utils.data.DataLoader"
-    table = getattr(module, "_PYTORCH_DATALOADER_KWARGS", None)
-    if not isinstance(table, dict) or not {"num_workers", "collate_fn"} <= table.keys():
-        yield f"{module.__name__}._PYTORCH_DATALOADER_KWARGS is not a dict of torch's parameters"
-    elif KEY in table:
-        yield f"{module.__name__}._PYTORCH_DATALOADER_KWARGS has {KEY!r} already"
-    for name, parameters, used in (
-        ("prepare_data_loader", ("dataloader",), {"_PYTORCH_DATALOADER_KWARGS"}),
-        ("skip_first_batches", ("dataloader",), {"_PYTORCH_DATALOADER_KWARGS", "DataLoader"}),
-        (
-            "DataLoaderAdapter.__init__",
-            ("self", "dataset", "use_stateful_dataloader", "batch_sampler"),
-            {"DataLoader", "base_dataloader"},
-        ),
-        ("DataLoaderShard.set_epoch", ("self", "epoch"), set()),
-        ("DataLoaderDispatcher.set_epoch", ("self", "epoch"), set()),
-    ):
-        function: Any = module
-        for part in name.split("."):
-            function = vars(function).get(part) if function is not None else None
-        if not isinstance(function, types.FunctionType):
-            yield f"{module.__name__}.{name} is not there"
-            continue
-        found = tuple(inspect.signature(function).parameters)
-        if found[: len(parameters)] != parameters:
-            yield f"{module.__name__}.{name} takes {found}, not {parameters}"
-        missing = used - _names(function.__code__)
-        if missing:
-            yield f"{module.__name__}.{name} does not use {', '.join(sorted(missing))}"
-
-
-def _names(code: types.CodeType) -> set[str]:
-    """Return the names that a function and the functions within it use."""
-    inner = (_names(part) for part in code.co_consts if isinstance(part, types.CodeType))
-    return set(code.co_names).union(*inner)
-
-
-def _ineffective(module: types.ModuleType) -> Iterator[str]:
-    """Try the changes on two loaders without reading data; yield the failure, if any."""
-    import torch.utils.data
-
-    from hybridloader.loader.dataloader import DataLoader
-
-    samples: Any = [0]
-    ours, torchs = DataLoader(samples), torch.utils.data.DataLoader(samples)
-    for loader in (ours, torchs):
-        kwargs = {KEY: attribute(loader, KEY)}
-        try:
-            made = module.DataLoaderAdapter(samples, batch_sampler=loader.batch_sampler, **kwargs)
-            kind: Any = type(made.base_dataloader)
-        except Exception as error:
-            yield f"{module.__name__}.DataLoaderAdapter raised {described(error)}"
-            return
-        if kind is not type(loader):
-            yield f"{module.__name__}.DataLoaderAdapter made a {kind.__module__}.{kind.__name__}"
-            return
-
-
 @functools.cache
 def _warn_if_untested(release: str) -> None:
     from packaging.version import InvalidVersion, Version
@@ -347,6 +273,6 @@ def _warn_if_untested(release: str) -> None:
 
         warn(
             f"hybridloader {__version__} was tested with accelerate {'-'.join(TESTED)}, but "
-            f"this is accelerate {release}. It is built as expected, so loaders are kept",
+            f"this is accelerate {release}",
             "accelerate-version",
         )

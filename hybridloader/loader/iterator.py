@@ -25,7 +25,7 @@ from torch.utils.data.dataloader import (
 
 from hybridloader._support.caller import warn_once
 from hybridloader._support.datapipes import seed_datapipe
-from hybridloader._support.error_handling import ENDS, add_note, is_a, is_ours
+from hybridloader._support.error_handling import ENDS, add_note, is_ours
 from hybridloader._support.failure import Failure
 from hybridloader._support.hf_streams import warn_of_few_shards
 from hybridloader._support.state_copies import is_stateful
@@ -376,7 +376,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         except Exception as error:
             if loop is not None:
                 loop.note(began, perf_counter())
-            if is_a(error, StopIteration):
+            if isinstance(error, StopIteration):
                 self._progress.finished = True
                 if self._observation is not None:
                     self._observation.ended(finished=True)

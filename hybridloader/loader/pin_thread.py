@@ -17,7 +17,7 @@ from contextlib import suppress
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from hybridloader._support.error_handling import ENDS, Raised, add_note, is_a, is_ours, no_answer
+from hybridloader._support.error_handling import ENDS, Raised, add_note, is_ours, no_answer
 from hybridloader.devices.pinning import Pinner, Sent
 from hybridloader.engine.feed import Feed
 from hybridloader.engine.messages import Last
@@ -63,7 +63,7 @@ class IndexFeed(Feed):
         try:
             self._indices.append(next(source))
         except Exception as error:
-            if not is_a(error, StopIteration):
+            if not isinstance(error, StopIteration):
                 self._error = Raised(error)
             self._ended, source = True, None
         self._notify()

@@ -37,14 +37,7 @@ class Accelerator(Protocol):
 
         Such a device supports marks in streams, streams that wait for marks, and an allocator that
         accepts further streams of a tensor. If False, `side_stream`, `mark`, `hold_up`, `wait` and
-        `keep_for` are not called.
-        """
-
-    @property
-    def one_stream(self) -> bool:
-        """True if the device does the work of all threads in the order in which it was queued.
-
-        If this and `queues_copies` are False, a batch is safe only on the stream that copied it.
+        `keep_for` are not called, and a batch is safe only on the stream that copied it.
         """
 
     def enter(self) -> None:

@@ -17,7 +17,7 @@ import types
 from collections.abc import Callable
 from typing import IO, Any, NamedTuple
 
-from hybridloader._support.error_handling import is_a, repr_of, text_of
+from hybridloader._support.error_handling import repr_of, text_of
 from hybridloader._support.inheritance import (
     MAIN,
     Inherited,
@@ -123,7 +123,7 @@ def ship(thing: Any, what: str, *, share: bool, by_name: bool = False) -> Shipme
             shipment.parts = [view[:size], *(view[at : at + n] for at, n in buffers)]
     except BaseException as error:
         shipment.close()
-        if is_a(error, _NoRoom) or not isinstance(error, Exception):
+        if isinstance(error, _NoRoom) or not isinstance(error, Exception):
             raise
         raise blame(error, starting=False) from error  # pickle's own errors are of many types
     shipment.inherited = inherited if inherited.objects else None
@@ -157,7 +157,7 @@ def receive(parts: list[memoryview], fds: list[int], inherited: Inherited | None
         return pickle.loads(pickled, buffers=buffers)
     except Exception as error:  # also EOFError, which would end the worker without an error
         advice = "imports it again: check that it finds the same module and the same dependencies"
-        if is_a(error, AttributeError) and "<module '__mp_main__'" in text_of(error):
+        if isinstance(error, AttributeError) and "<module '__mp_main__'" in text_of(error):
             advice = (
                 "has run the script down to `if __name__ == '__main__':`. Define it above that line, as "
                 "torch requires it, or pass backend='spawn', which sends it"

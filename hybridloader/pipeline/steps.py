@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
 from hybridloader.devices.pinning import AHEAD, BUFFER_BYTES
 from hybridloader.pipeline.operators.batch_by import BatchBy, BucketBy
-from hybridloader.pipeline.operators.cache import Cache
-from hybridloader.pipeline.operators.fingerprint import fingerprint_of_steps, ranks_of_steps
+from hybridloader.pipeline.operators.cache import Cache, fingerprint_of_steps, ranks_of_steps
 from hybridloader.pipeline.operators.grouping import Batch, PaddedBatch, Unbatch
 from hybridloader.pipeline.operators.join import Concat, Interleave, Mix, Weights
 from hybridloader.pipeline.operators.order import (
@@ -132,7 +131,7 @@ class Steps(Chain):
             Path of the file.
         fingerprint
             Your description of the contents; a file with another description is refused. None describes
-            the steps before this one: their arguments, their attributes, and a sample of the data.
+            the steps before this one: their names, and the reprs of their arguments and of the data.
         """
         if fingerprint is None:
             fingerprint = "" if path is None else fingerprint_of_steps(self)

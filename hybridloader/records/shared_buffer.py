@@ -14,7 +14,6 @@ import weakref
 from typing import Any, NamedTuple
 
 from hybridloader._support import system
-from hybridloader._support.error_handling import is_a
 from hybridloader.errors import HybridLoaderError
 from hybridloader.memory.segments import nameless_file
 
@@ -139,7 +138,7 @@ class Staging:
             buffer = SharedBuffer(_map_named(ticket), ticket)
         except BaseException as error:
             segment.unlink()
-            if is_a(error, OSError):
+            if isinstance(error, OSError):
                 raise _no_room(self.what, self.size, error) from error
             raise
         finally:

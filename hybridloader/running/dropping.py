@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from hybridloader._support.attributes import attribute, close
-from hybridloader._support.error_handling import counts_as_item, is_a, keeps_number, no_answer
+from hybridloader._support.error_handling import counts_as_item, keeps_number, no_answer
 from hybridloader.engine.feed import is_forwarded
 from hybridloader.engine.fetcher import TaskContext
 from hybridloader.errors import IteratorClosed, StateError
@@ -113,7 +113,7 @@ class LeavingOut(OperatorIterator):
         try:
             item = self._next()
         except Exception as error:
-            self._at += counts_as_item(error) and not is_a(error, StopIteration)
+            self._at += counts_as_item(error) and not isinstance(error, StopIteration)
             raise
         self._at += 1
         if number not in self._numbers:
@@ -155,7 +155,7 @@ class Withholding(OperatorIterator):
             try:
                 item = self._pull()
             except Exception as error:
-                self._at += counts_as_item(error) and not is_a(error, StopIteration)
+                self._at += counts_as_item(error) and not isinstance(error, StopIteration)
                 raise
             if not is_forwarded(item):
                 return self._given(item)

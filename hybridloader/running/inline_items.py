@@ -11,7 +11,7 @@ from itertools import count
 from typing import Any
 
 from hybridloader._support.attributes import close
-from hybridloader._support.error_handling import counts_as_item, is_a, keeps_number, no_answer
+from hybridloader._support.error_handling import counts_as_item, keeps_number, no_answer
 from hybridloader.engine.fetcher import Abandoned, FollowingContext, TaskContext
 from hybridloader.engine.meter import TaskParts
 from hybridloader.errors import IteratorClosed
@@ -138,7 +138,7 @@ class InlineItems(OperatorIterator):
             try:
                 item = pull()
             except Exception as error:
-                if counts_as_item(error) and not is_a(error, StopIteration):
+                if counts_as_item(error) and not isinstance(error, StopIteration):
                     ledger.pulled(ONE_EACH)
                 raise
             ledger.pulled(counts)
@@ -182,7 +182,7 @@ class LoggedItems(OperatorIterator):
         try:
             found = self._pull()
         except Exception as error:
-            self._ledger.given += counts_as_item(error) and not is_a(error, StopIteration)
+            self._ledger.given += counts_as_item(error) and not isinstance(error, StopIteration)
             raise
         self._ledger.given += 1
         return found

@@ -17,7 +17,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, Protocol
 
 from hybridloader._support.attributes import attribute, close
-from hybridloader._support.error_handling import Raised, is_a, takes_a_place
+from hybridloader._support.error_handling import Raised, takes_a_place
 from hybridloader._support.text import beginning
 from hybridloader.fetching.on_error.policies import Skip, final
 from hybridloader.running.placement import Placement as Placement
@@ -455,7 +455,7 @@ class OperatorIterator(Iterator[Any]):
 
     def _failed(self, error: Exception) -> bool:
         """Note an error of `_pull`; return True if it was raised in the place of an item."""
-        if is_a(error, StopIteration):
+        if isinstance(error, StopIteration):
             self._end()
             return False
         return takes_a_place(error)

@@ -235,7 +235,7 @@ class RunningStages(dict[Path, RunningStage]):
             return None
         from hybridloader.seeding.thread_sample_rng import ThreadSampleRng
 
-        sample_rng = ThreadSampleRng(origin, 0, stage=node.works[work].name)
+        sample_rng = ThreadSampleRng(origin, 0)
         sample_rng.by_function = True
         sample_rng.prepare()
         sample_rng.first_item = first

@@ -76,7 +76,6 @@ class Now(threading.local):
         None  # key of the first sample of the current task; None outside of any task
     )
     generators: Any = GLOBALS  # that code on this thread draws from: `GLOBALS` or the thread's
-    moved: set[str] | None = None  # libraries whose global generator was moved; None: not watched
 
 
 now = Now()

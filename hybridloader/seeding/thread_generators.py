@@ -2,8 +2,8 @@
 
 The patches are installed only while workers on threads seed their samples or run their `init_fn`.
 docs/randomness.md lists the functions that each patch covers; docs/decisions/0015 explains why the
-patches differ by library. Threads that make no sample draw from the global generators as before, and
-the patches note that they do. This module never changes the state of a global generator.
+patches differ by library. Threads that make no sample draw from the global generators as before. This
+module never changes the state of a global generator.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import pickle
 import random
 import sys
 import threading
@@ -26,27 +25,6 @@ from hybridloader.seeding.sample_rng import GLOBALS, NUMPY, now
 
 Patch = Callable[[Any, str, Any], None]
 """Function that replaces an attribute (object, name, new value) until the patches are removed."""
-
-
-class _Others:
-    """Draws on threads that make no sample. Not a counter: threads without a GIL would lose counts."""
-
-    def __init__(self) -> None:
-        self.last: object = None  # the draw that began last
-        self.drawing: set[object] = set()
-
-
-others = _Others()
-
-
-def _draw(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return ``function(...)``, a draw on a thread that makes no sample."""
-    others.last = draw = object()
-    others.drawing.add(draw)
-    try:
-        return function(*args, **kwargs)
-    finally:
-        others.drawing.discard(draw)
 
 
 # -- random ------------------------------------------------------------------------------------------
@@ -67,7 +45,7 @@ def _of_thread(name: str) -> Any:
     def method(self: random.Random, *args: Any, **kwargs: Any) -> Any:
         mine = now.generators
         if mine is GLOBALS:
-            return _draw(plain, self, *args, **kwargs)
+            return plain(self, *args, **kwargs)
         if name in _RESEEDING:
             mine.reseeded.add("random")
         return plain(mine.python, *args, **kwargs)
@@ -118,7 +96,6 @@ def numpy_instances() -> tuple[Any, Any]:
         def __getattribute__(self, name: str) -> Any:
             mine = now.generators
             if mine is GLOBALS:
-                others.last = object()
                 return getattr(singleton, name)
             if name in _RESEEDING:
                 mine.reseeded.add(NUMPY)
@@ -143,7 +120,7 @@ def _numpy_function(function: Callable[..., Any], name: str) -> Callable[..., An
     def shim(*args: Any, **kwargs: Any) -> Any:
         mine = now.generators
         if mine is GLOBALS:
-            return _draw(function, *args, **kwargs)
+            return function(*args, **kwargs)
         if name in _RESEEDING:
             mine.reseeded.add(NUMPY)
         return getattr(mine.array, name)(*args, **kwargs)
@@ -200,16 +177,15 @@ def mode_class() -> Any:
     class Within(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Mode within a function that takes no generator: passes one to each operation that draws.
 
-        If `moved` is given, the mode adds "torch" to it when an operation draws. The mode is entered
-        through torch's C functions, because torch's `__enter__` also sets a flag of the whole process,
-        which `torch.compile` reads. Only one thread at a time is in the mode: torch fails if two threads
-        are the first to run an operator in one (an assertion in ``PyHandleCache.h``, seen on Python
-        3.13t in 2 of 8 runs).
+        The mode is entered through torch's C functions, because torch's `__enter__` also sets a flag of
+        the whole process, which `torch.compile` reads. Only one thread at a time is in the mode: torch
+        fails if two threads are the first to run an operator in one (an assertion in
+        ``PyHandleCache.h``, seen on Python 3.13t in 2 of 8 runs).
         """
 
-        def __init__(self, mine: Any, moved: set[str] | None = None) -> None:
+        def __init__(self, mine: Any) -> None:
             super().__init__()  # type: ignore[no-untyped-call]
-            self._mine, self._moved = mine, moved
+            self._mine = mine
 
         @classmethod
         def _should_skip_dynamo(cls) -> bool:
@@ -231,12 +207,10 @@ def mode_class() -> Any:
             kwargs = kwargs or {}
             drawing, place = _with_generator(func)
             given = kwargs.get("generator") or (args[place] if len(args) > place else None)
-            if seeded in func.tags and given is None and _on_cpu(args, kwargs):
-                if self._moved is not None:
-                    self._moved.add("torch")
-                if drawing is not None:
-                    args, func = args[:place], drawing
-                    kwargs = {**kwargs, "generator": self._mine.tensor}
+            draws = drawing is not None and seeded in func.tags
+            if draws and given is None and _on_cpu(args, kwargs):
+                args, func = args[:place], drawing
+                kwargs = {**kwargs, "generator": self._mine.tensor}
             return func(*args, **kwargs)
 
     class Mode(TorchFunctionMode):
@@ -256,11 +230,10 @@ def mode_class() -> Any:
                 if (given is None or given is default) and _on_cpu(args, kwargs):
                     kwargs = {**kwargs, "generator": self._mine.tensor}
                 return func(*args, **kwargs)
-            moved = None if func in without else now.moved
             # With other generators in place, a sample within this one has handled the call.
-            if now.generators is not self._mine or (moved is None and func not in without):
+            if now.generators is not self._mine or func not in without:
                 return func(*args, **kwargs) if kwargs else func(*args)
-            with Within(self._mine, moved):
+            with Within(self._mine):
                 return func(*args, **(kwargs or {}))
 
     return Mode
@@ -412,26 +385,9 @@ class _Installation:
                 _INSTALL[name](self._patch)
 
     def forked(self) -> None:
-        """Drop, in the child of a fork, the locks and draws of threads that exist only in the parent."""
+        """Drop, in the child of a fork, the locks of threads that exist only in the parent."""
         self._lock, self.dispatching = threading.RLock(), threading.RLock()
-        others.drawing.clear()
 
 
 installation = _Installation()
 system.at_fork(after_in_child=installation.forked)
-
-
-# -- draws that are not covered ------------------------------------------------------------------------
-
-
-def shared_states() -> tuple[dict[str, Any], object] | None:
-    """Return the states of the global `random` and numpy generators, and the last draw of `others`.
-
-    Returns None while another thread draws. Two results are comparable only if they have the same last
-    draw. A call takes 50 us.
-    """
-    before = others.last
-    states: dict[str, Any] = {"random": random.Random.getstate(_HIDDEN)[1]}
-    if NUMPY in installation.done:
-        states[NUMPY] = pickle.dumps(numpy_instances()[0]._bit_generator.state)
-    return None if others.drawing or before is not others.last else (states, before)

@@ -5,8 +5,8 @@ generators, which belong to the training loop. While such workers run, `random`,
 torch therefore use the generators of the calling thread (see `thread_generators`). A generator is
 seeded when a sample first draws from it, so a sample that draws nothing is not slowed by seeding.
 
-A function that C code holds still draws from the global generators. The worker checks some of its
-tasks for such draws and warns once. This module never changes the state of a global generator.
+A function that C code holds still draws from the global generators. This module never changes the
+state of a global generator.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import pickle
 import random
 import sys
 import threading
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +22,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
-from hybridloader.errors import linked
 from hybridloader.seeding.sample_rng import (
     COLLATE,
     GLOBALS,
@@ -35,7 +33,7 @@ from hybridloader.seeding.sample_rng import (
     now,
 )
 from hybridloader.seeding.sample_seeds import Kind, Origin, SeedTriple, key_of, seeds
-from hybridloader.seeding.thread_generators import installation, mode_class, shared_states
+from hybridloader.seeding.thread_generators import installation, mode_class
 
 T = TypeVar("T")
 
@@ -218,17 +216,8 @@ class _ThreadInfoRng:
 class ThreadSampleRng(SampleRng):
     """Gives each thread separate generators while it makes a sample. See `SampleRng`."""
 
-    def __init__(
-        self,
-        origin: Origin,
-        worker: int,
-        number: int = 0,
-        *,
-        stage: str = "",
-        watch: _GlobalsWatch | None = None,
-    ) -> None:
+    def __init__(self, origin: Origin, worker: int, number: int = 0) -> None:
         self._end: Any = None
-        self._watch = watch or _GlobalsWatch(stage)
         self.by_function = origin.kind is Kind.SAMPLE
         super().__init__(origin, worker, number)
 
@@ -246,7 +235,7 @@ class ThreadSampleRng(SampleRng):
         return without if in_turn else _ThreadInfoRng(without)
 
     def _part(self, number: int) -> SampleRng:
-        part = ThreadSampleRng(self.origin, self.worker, number, watch=self._watch)
+        part = ThreadSampleRng(self.origin, self.worker, number)
         part.by_function = True
         return part
 
@@ -264,10 +253,7 @@ class ThreadSampleRng(SampleRng):
         spare = _spare.found
         mine = spare.pop() if spare else ThreadGenerators()
         mine.rng, mine.kind, mine.key, mine.place = self, kind, key, -1
-        item, watch, look = now.item, self._watch, None
-        if now.first is None:
-            watch.made += 1
-            look = watch.look(key, "sample") if watch.made >= watch.due else None
+        item = now.item
         if mine.mode is None:
             mine.put()
         else:  # `put`, inlined
@@ -281,8 +267,6 @@ class ThreadSampleRng(SampleRng):
             now.generators, now.item = mine.outer, item
             mine.rng = mine.own = mine.key = None
             spare.append(mine)
-            if look is not None:
-                look()
 
     def enter(
         self, items: Sequence[Any], key: Callable[[int], bytes] | None = None
@@ -320,17 +304,12 @@ class ThreadSampleRng(SampleRng):
         return dataset
 
     def task(self, key: Callable[[Any], Key], function: Callable[[Any], T], index: Any) -> T:
-        outer, watch, first, look = now.first, self._watch, key(index), None
-        watch.made += 1
-        if watch.made >= watch.due:
-            look = watch.look(first, "the task that begins with sample")
-        now.first = first
+        outer = now.first
+        now.first = key(index)
         try:
             return function(index)
         finally:
             now.first = outer
-            if look is not None:
-                look()
 
     def seeded(self, function: Callable[[Any], T], kind: bytes = SAMPLE) -> Callable[[Any], T]:
         call, key = self.call, self.key_of
@@ -350,61 +329,3 @@ class ThreadSampleRng(SampleRng):
         if entered:
             return self.call(OPEN, b"%d/" % self.worker, make)
         return super().seeded_shard(make, later=later)
-
-
-class _GlobalsWatch:
-    """Checks whether samples draw from the global generators. Each worker has one.
-
-    A check takes 0.1 ms, so only tasks number 1, 4, 16 and so on of the worker are checked. Where there
-    are no tasks, samples are counted instead.
-    """
-
-    def __init__(self, stage: str) -> None:
-        self._where = f" of stage {stage!r}" if stage else ""
-        # All the mutable state:
-        self.made, self.due = 0, 1  # tasks so far; number of the next that is checked
-        self._reported: set[str] = set()
-
-    def look(self, key: Key, what: str) -> Callable[[], None]:
-        """Begin a check; return the function that ends it."""
-        self.due *= 4
-        before, now.moved = shared_states(), set()
-        return partial(self._end, before, now.moved, key, what)
-
-    def _end(self, before: Any, moved: set[str], key: Key, what: str) -> None:
-        now.moved = None
-        after = shared_states()
-        if before is not None and after is not None and before[1] is after[1]:
-            moved |= {name for name, state in before[0].items() if after[0].get(name) != state}
-        for generator in sorted(moved - self._reported):
-            self._reported.add(generator)
-            happened, advice = _MOVED[generator]
-            text = (key if isinstance(key, bytes) else key()).decode("utf-8", "replace")
-            sample = text[1:] if text[:1] in ("i", "s") else text
-            message = (
-                f"{happened} while a thread made {what} {sample}{self._where}. The sample's numbers "
-                f"then don't depend on its index alone and differ from those in a process: {advice} "
-                "(Reported once for each worker and generator.)"
-            )
-            warnings.warn(linked(message, "generator-moved"), RuntimeWarning, stacklevel=4)
-
-
-_YOURS = "If your loop called it, on another thread, nothing is wrong."
-
-_MOVED = {
-    "random": (
-        "the generator of `random` was moved past hybridloader, as by a function that was imported on "
-        "its own (`from random import random`),",
-        f"call it as `random.random()`, or use `hybridloader.rng().python`. {_YOURS}",
-    ),
-    NUMPY: (
-        "the generator of `numpy.random` was moved past hybridloader, as by a function that was "
-        "imported on its own (`from numpy.random import rand`) or by an object that has kept "
-        "`numpy.random.mtrand._rand`,",
-        f"call it as `numpy.random.rand()`, or use `hybridloader.rng().numpy`. {_YOURS}",
-    ),
-    "torch": (
-        "torch's default generator was moved by an operation that takes no generator,",
-        "draw with `hybridloader.rng().torch`, or use a backend of processes.",
-    ),
-}

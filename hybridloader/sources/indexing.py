@@ -9,12 +9,10 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from functools import partial
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from hybridloader._support import system
@@ -25,12 +23,7 @@ from hybridloader.sources.kept import MANIFEST
 from hybridloader.sources.listing import Urls, list_files
 from hybridloader.sources.patience import RETRY
 from hybridloader.sources.store import Stamp, Store, each
-from hybridloader.sources.tar_index import (
-    TarIndex,
-    load_index,
-    make_index,
-    save_index,
-)
+from hybridloader.sources.tar_index import TarIndex, load_index, make_index, save_index
 
 fcntl = system.module("fcntl")  # None on Windows: each process makes the indices that are missing
 
@@ -41,13 +34,15 @@ SUFFIX = ".index"
 """Suffix of the name of an index."""
 
 _LOCK = ".lock"
-"""File in a folder of indices; each index has a byte of it to lock."""
+"""File in a folder of indices that is locked while they are made."""
 
 _NAMED = 100
 """Characters of an archive's name in the name of its index; most file systems allow 255 bytes."""
 
 Place = tuple[Store, str]
 """Store of an archive, and its path there."""
+
+Wanted = tuple[Place, Stamp]
 
 
 def archives(urls: Urls, options: Mapping[str, Any], retry: float = RETRY) -> list[Place]:
@@ -72,41 +67,36 @@ def archives(urls: Urls, options: Mapping[str, Any], retry: float = RETRY) -> li
 def indexed(places: Sequence[Place], kept: str | None) -> list[TarIndex]:
     """Return the index of each archive, kept or made.
 
-    Processes that share a folder divide the archives among them: each makes those that no other makes
-    at that time, then waits for the rest.
+    Of the processes that share a folder one makes those that are missing, while the others wait.
     """
     stores = [store for store, _ in places]
-    with _Locks(kept) as locks:
-        found = each(partial(_index_of, kept=kept, locks=locks, wait=False), places, stores)
-        for at, place in enumerate(places):
-            if found[at] is None:
-                found[at] = _index_of(place, kept, locks, wait=True)
-    return [one for one in found if one is not None]
+    stamps = each(lambda place: place[0].stamp(place[1]), places, stores)
+    wanted = [*zip(places, stamps, strict=True)]
+    found = each(partial(_loaded, kept=kept), wanted, stores)
+    missing = [one for one, index in zip(wanted, found, strict=True) if index is None]
+    if missing:
+        with _alone(kept):
+            made = each(partial(_index_of, kept=kept), missing, [place[0] for place, _ in missing])
+        left = iter(made)
+        found = [index or next(left) for index in found]
+    return [index for index in found if index is not None]
 
 
-def _index_of(place: Place, kept: str | None, locks: _Locks, wait: bool) -> TarIndex | None:
-    """Return the index of one archive; None if another process makes it, unless this shall `wait`."""
-    store, path = place
-    stamp = store.stamp(path)
-    file = None if kept is None else _file_of(store, path, kept)
-    remote = kept == BESIDE and not store.is_local
-    found = _loaded(store, file, stamp, remote)
-    if found is not None:
-        return found
+def _index_of(wanted: Wanted, kept: str | None) -> TarIndex:
+    """Return the index of one archive, which is kept if it can be."""
+    (store, path), stamp = wanted
     if stamp == Stamp(stamp.size, ""):  # a change would not be noticed, so no index is kept
         _warn_many_ranks(store)
         return _made(store, path, stamp)
-    if file is None or remote:
+    if kept is None or (kept == BESIDE and not store.is_local):
         _refuse_many_ranks(store, path)
         return _made(store, path, stamp)
-    with locks.held(store, file, wait) as mine:
-        if not mine:
-            return None
-        found = load_index(file, stamp)  # another process may have made it
-        if found is None:
-            found = _made(store, path, stamp)
-            _save(file, found)
-    return found
+    file = _file_of(store, path, kept)
+    index = load_index(file, stamp)  # another process may have made it
+    if index is None:
+        index = _made(store, path, stamp)
+        _save(file, index)
+    return index
 
 
 def _made(store: Store, path: str, stamp: Stamp) -> TarIndex:
@@ -145,9 +135,14 @@ def _ranks() -> int:
     return max(ranks_here(), local_rank() + 1)
 
 
-def _loaded(store: Store, file: str | None, stamp: Stamp, remote: bool) -> TarIndex | None:
-    if file is None or not remote:
-        return None if file is None else load_index(file, stamp)
+def _loaded(wanted: Wanted, kept: str | None) -> TarIndex | None:
+    """Return the kept index of an archive, if there is one with its stamp."""
+    (store, path), stamp = wanted
+    if kept is None:
+        return None
+    file = _file_of(store, path, kept)
+    if kept != BESIDE or store.is_local:
+        return load_index(file, stamp)
     try:
         return load_index(io.BytesIO(store.read(file)), stamp)
     except FileNotFoundError:
@@ -176,59 +171,23 @@ def _file_of(store: Store, path: str, kept: str) -> str:
     return os.path.join(kept, f"{os.path.basename(name)[:_NAMED]}.{digest}{SUFFIX}")
 
 
-class _Locks:
-    """Locks of indices against other processes: bytes of one file in the folder of the indices.
-
-    A process that ends, also one that is killed, gives its locks back.
-    """
-
-    def __init__(self, kept: str | None) -> None:
-        self._folder = None if kept in (None, BESIDE) else kept
-        self._lock = threading.Lock()
-        # All the mutable state:
-        self._file: int | None = None
-
-    def __enter__(self) -> _Locks:
-        if self._folder is not None:
-            os.makedirs(self._folder, exist_ok=True)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        if self._file is not None:
-            os.close(self._file)
-
-    @contextmanager
-    def held(self, store: Store, file: str, wait: bool) -> Iterator[bool]:
-        """Hold the lock of an index; yield False if another process holds it and this shall not wait.
-
-        That of a local archive is made in less time than a lock is worth.
-        """
-        if fcntl is None or self._folder is None or store.is_local:
-            yield True
-            return
-        try:
-            with self._lock:
-                if self._file is None:
-                    flags = os.O_RDWR | os.O_CREAT
-                    self._file = os.open(os.path.join(self._folder, _LOCK), flags, 0o666)
-        except OSError:  # the folder isn't writable; saving the index warns about it
-            yield True
-            return
-        byte = int(hashlib.sha256(os.path.basename(file).encode()).hexdigest()[:12], 16)
-        try:
-            fcntl.lockf(self._file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB), 1, byte)
-        except (BlockingIOError, PermissionError):
-            yield False
-            return
-        try:
-            yield True
-        finally:
-            fcntl.lockf(self._file, fcntl.LOCK_UN, 1, byte)
+@contextmanager
+def _alone(kept: str | None) -> Iterator[None]:
+    """Hold the lock of a folder of indices; a process that ends, also by a signal, gives it back."""
+    if kept in (None, BESIDE):
+        yield
+        return
+    assert kept is not None
+    os.makedirs(kept, exist_ok=True)
+    try:
+        lock = open(os.path.join(kept, _LOCK), "ab")  # noqa: SIM115
+    except OSError:  # the folder isn't writable; saving an index warns about it
+        yield
+        return
+    with lock:
+        if fcntl is not None:
+            fcntl.lockf(lock, fcntl.LOCK_EX)
+        yield
 
 
 class Failure(NamedTuple):
@@ -271,8 +230,8 @@ def index_archives(
     """
     places = archives(urls, storage_options or {})
     failures = []
-    with _Locks(folder) as locks, ThreadPoolExecutor(at_once) as threads:
-        asked = {threads.submit(_kept, place, folder, locks): place for place in places}
+    with _alone(folder), ThreadPoolExecutor(at_once) as threads:
+        asked = {threads.submit(_keep, place, folder): place for place in places}
         try:
             for done, future in enumerate(as_completed(asked), 1):
                 store, path = asked[future]
@@ -286,10 +245,10 @@ def index_archives(
     return sorted(failures, key=lambda failure: failure.name)
 
 
-def _kept(place: Place, folder: str, locks: _Locks) -> None:
-    index = _index_of(place, folder, locks, wait=True)
+def _keep(place: Place, folder: str) -> None:
     store, path = place
-    if index is not None and index.stamp == Stamp(index.stamp.size, ""):
+    index = _index_of((place, store.stamp(path)), folder)
+    if index.stamp == Stamp(index.stamp.size, ""):
         raise ValueError(
             f"{store.name(path)}: the store reports neither a time nor a checksum, so a change would "
             "not be noticed, and no index is kept; copy the archive to a store that reports one of them"

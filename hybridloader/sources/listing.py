@@ -6,7 +6,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
@@ -20,10 +20,7 @@ from hybridloader.sources.store import Store, fsspec_module, is_local
 VERSION = 1
 """Version of a kept listing."""
 
-_RANGE = re.compile(
-    r"(?<!\[)\{((?:-?[0-9]+\.\.-?[0-9]+|[a-z]\.\.[a-z]|[A-Z]\.\.[A-Z])(?:\.\.-?[0-9]+)?)\}"
-)
-"""Range of numbers or letters, with or without a step."""
+_RANGE = re.compile(r"(?<!\[)\{([0-9]+\.\.[0-9]+)\}")
 
 _OTHER_BRACES = re.compile(r"(?<!\[)\{[^}]*(?:,|\.\.)[^}]*\}")
 """Braces that a shell would expand, or that are a mistake, in a URL without its ranges."""
@@ -56,30 +53,26 @@ def urls_of(urls: Urls) -> list[str]:
 
 
 def _expanded(url: str) -> Iterable[str]:
-    """Write out ranges of numbers and letters, as bash does, unless they name a local file."""
+    """Write out ranges of numbers, as bash does, unless they name a local file."""
     if "{" not in url or (is_local(url) and os.path.exists(url)):
         return [url]
     parts = _RANGE.split(url)
     if _OTHER_BRACES.search("".join(parts[::2])) is not None:
         raise ValueError(
-            f"{url}: these braces are not expanded, only ranges such as {{000..127}}, {{9..1..2}} and "
-            "{a..f} are; list the names one by one, or write [{] for a { that is part of a name"
+            f"{url}: these braces are not expanded, only ranges such as {{000..127}} are; list the "
+            "names one by one, or write [{] for a { that is part of a name"
         )
     choices = [_range(*part.split("..")) if at % 2 else [part] for at, part in enumerate(parts)]
     return map("".join, itertools.product(*choices))
 
 
-def _range(first: str, last: str, step: str = "1") -> list[str]:
+def _range(first: str, last: str) -> list[str]:
     """Count from `first` to `last`, up or down; if one has zeros in front, all numbers are as long."""
-    write: Callable[[int], str]
-    if first.isalpha():
-        start, stop, write = ord(first), ord(last), chr
-    else:
-        padded = any(re.match("-?0[0-9]", end) for end in (first, last))
-        width = max(len(first), len(last)) if padded else 0
-        start, stop, write = int(first), int(last), lambda number: f"{number:0{width}d}"
+    padded = any(end[0] == "0" and len(end) > 1 for end in (first, last))
+    width = max(len(first), len(last)) if padded else 0
+    start, stop = int(first), int(last)
     way = 1 if start <= stop else -1
-    return [write(number) for number in range(start, stop + way, way * max(1, abs(int(step))))]
+    return [f"{number:0{width}d}" for number in range(start, stop + way, way)]
 
 
 def list_files(

@@ -7,6 +7,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import count
 from typing import Any, ClassVar
+from urllib.parse import unquote
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +18,7 @@ from hybridloader.sources.block_reader import AHEAD
 from hybridloader.sources.block_reader import CACHE as DISK
 from hybridloader.sources.columns import Columns, Ints, pyarrow_modules
 from hybridloader.sources.finder import Finder
-from hybridloader.sources.folder_columns import folder_columns
-from hybridloader.sources.listing import Urls, list_files
+from hybridloader.sources.listing import Root, Urls, list_files
 from hybridloader.sources.patience import RETRY
 from hybridloader.sources.per_worker import PerWorker
 from hybridloader.sources.row_groups import ParquetFile, RowGroups
@@ -28,6 +28,10 @@ from hybridloader.sources.store import each
 
 CACHE = 256 << 20
 """Bytes of decoded row groups that a process keeps."""
+
+
+_NULL = "__HIVE_DEFAULT_PARTITION__"
+"""Name of a folder for a missing value."""
 
 
 class _Batch(dict[str, Any]):
@@ -141,7 +145,7 @@ class Parquet(Shards[Any]):
         roots, stores = list_files(
             urls, storage_options or {}, ignored=("_", "."), retry=retry_seconds
         )
-        folders, numbers = folder_columns(roots), count()
+        folders, numbers = iter(_folder_columns(roots)), count()
         places = [
             (store, path) for root, store in zip(roots, stores, strict=True) for path in root.paths
         ]
@@ -371,6 +375,34 @@ class Parquet(Shards[Any]):
         from torch.utils.data import default_collate
 
         return default_collate(samples)
+
+
+def _folder_columns(roots: Sequence[Root]) -> list[dict[str, Any]]:
+    """Return the columns in the names of folders: for each file, scalars of pyarrow by name.
+
+    Hive and Spark write them, as ``year=2024/a.parquet``.
+    """
+    pyarrow, _ = pyarrow_modules()
+    paths = [path for root in roots for path in root.paths]
+    found: list[dict[str, Any]] = []
+    for root in roots:
+        for path in root.paths:
+            parts = path[len(root.folder) :].split("/")[:-1]
+            found.append(dict(map(unquote, part.split("=", 1)) for part in parts if "=" in part))
+            if found[-1].keys() != found[0].keys():
+                here, there = (", ".join(one) or "none" for one in (found[-1], found[0]))
+                raise SourceError(
+                    f"{path} has the columns {here} in the names of its folders, and {paths[0]} has "
+                    f"{there}; pass files with the same columns"
+                )
+    for name in found[0] if found else ():
+        values = [None if one[name] == _NULL else one[name] for one in found]
+        column = pyarrow.array(values, pyarrow.string())
+        with suppress(pyarrow.ArrowInvalid):  # text
+            column = column.cast(pyarrow.int64())
+        for one, value in zip(found, column, strict=True):
+            one[name] = value
+    return found
 
 
 def _follow_each_other(numbers: npt.NDArray[Any]) -> bool:

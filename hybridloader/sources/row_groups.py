@@ -12,14 +12,15 @@ from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import reduce
 from itertools import accumulate
+from operator import and_
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 from hybridloader._support.caller import warn_once
 from hybridloader.errors import SourceError
 from hybridloader.sources.columns import Columns, parquet_module, pyarrow_modules
-from hybridloader.sources.folder_columns import condition_of
 from hybridloader.sources.store import GAP, Stamp, Store
 
 
@@ -74,7 +75,13 @@ class ParquetFile(NamedTuple):
             self.raise_named(error, what)
         with source:
             try:
-                condition = condition_of(self.folders) if self.folders else None
+                fields = (
+                    dataset.field(name) == value
+                    if value.is_valid
+                    else dataset.field(name).is_null()
+                    for name, value in self.folders.items()
+                )
+                condition = reduce(and_, fields) if self.folders else None
                 fragment = dataset.ParquetFileFormat().make_fragment(
                     source, partition_expression=condition
                 )

@@ -8,8 +8,7 @@ from __future__ import annotations
 import io
 import json
 import tarfile
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from hybridloader._support.text import short
@@ -22,38 +21,12 @@ ROWS = 1024
 """Rows of a row group, which is read and decoded as a whole."""
 
 
-class ShardFile(ABC):
-    """File of one shard, open for writing.
-
-    Attributes
-    ----------
-    samples
-        Number of samples so far.
-    size
-        Their size in bytes: estimated for a Parquet file, whose pages are compressed.
-    """
-
-    suffix: str
-
-    def __init__(self) -> None:
-        self.samples = self.size = 0
-
-    @abstractmethod
-    def add(self, sample: Any, number: int) -> None:
-        """Add a sample, which is number `number` of all. Raises `TypeError` or `ValueError`."""
-
-    @abstractmethod
-    def finish(self) -> None:
-        """Write the end of the file."""
-
-
-class TarFile(ShardFile):
+class TarFile:
     """Tar archive with one member for each field of a sample, as webdataset names them."""
 
-    suffix = ".tar"
-
     def __init__(self, file: Any) -> None:
-        super().__init__()
+        self.samples = self.size = 0  # bytes, with headers
+        self.schema = None
         self._archive = tarfile.open(fileobj=file, mode="w")  # noqa: SIM115  # `finish` closes it
         self._names: set[str] = set()
 
@@ -90,29 +63,34 @@ class TarFile(ShardFile):
         self.samples += 1
 
     def finish(self) -> None:
+        self.close()
+
+    def close(self) -> None:
         self._archive.close()
 
 
-class ParquetFile(ShardFile):
+class ParquetFile:
     """Parquet file with a row for each sample.
 
     Parameters
     ----------
     schema
-        Schema of all files, as a function of the first rows.
+        Schema of pyarrow; None: that of the first rows.
     """
 
-    suffix = ".parquet"
-
-    def __init__(self, file: Any, schema: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self._file, self._schema = file, schema
+    def __init__(self, file: Any, schema: Any) -> None:
+        self._file = file
         # All the mutable state:
+        self.samples = self.size = 0  # bytes before compression
+        self.schema = schema
         self._rows: list[dict[str, Any]] = []
         self._writer: Any = None
 
     def add(self, sample: Any, number: int) -> None:
-        self._rows.append(row_of(sample, number))
+        row = fields_of(sample, number)
+        if KEY not in sample:
+            del row[KEY]
+        self._rows.append(row)
         self.samples += 1
         if len(self._rows) == ROWS:
             self._write(number)
@@ -122,41 +100,32 @@ class ParquetFile(ShardFile):
         from pyarrow import parquet
 
         rows, self._rows = self._rows, []
-        schema = self._schema(rows)
+        names = dict.fromkeys(name for row in rows for name in row)
         try:
-            if more := sorted({name for row in rows for name in row} - {*schema.names}):
-                raise ValueError(f"they have no column {', '.join(more)}")
-            table = pyarrow.Table.from_pylist(rows, schema=schema)
+            if self.schema is None:
+                columns = {name: [row.get(name) for row in rows] for name in names}
+                self.schema = pyarrow.table(columns).schema
+            if more := sorted({*names} - {*self.schema.names}):
+                raise ValueError(f"the schema has no column {', '.join(more)}")
+            table = pyarrow.Table.from_pylist(rows, schema=self.schema)
         except (pyarrow.ArrowException, TypeError, ValueError) as error:
             raise ValueError(
                 f"samples {number + 1 - len(rows)} to {number} don't fit the schema of the first ones: "
                 f"{error}; pass schema="
             ) from error
         if self._writer is None:
-            self._writer = parquet.ParquetWriter(self._file, schema)
+            self._writer = parquet.ParquetWriter(self._file, self.schema)
         self._writer.write_table(table, row_group_size=ROWS)
         self.size += table.nbytes
 
     def finish(self) -> None:
         if self._rows or self._writer is None:
             self._write(self.samples - 1)
-        self._writer.close()
+        self.close()
 
-
-def schema_of(rows: list[dict[str, Any]]) -> Any:
-    """Return the schema of rows; each column is in some of them."""
-    import pyarrow
-
-    names = dict.fromkeys(name for row in rows for name in row)
-    return pyarrow.table({name: [row.get(name) for row in rows] for name in names}).schema
-
-
-def row_of(sample: Any, number: int) -> dict[str, Any]:
-    """Return the row of a sample: its fields, and its key if it has one."""
-    fields = fields_of(sample, number)
-    if KEY not in sample:
-        del fields[KEY]
-    return fields
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
 
 
 def fields_of(sample: Any, number: int) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from hybridloader._support import system
 from hybridloader._support.attributes import attribute
-from hybridloader._support.error_handling import add_note, described, is_a, part
+from hybridloader._support.error_handling import add_note, described
 from hybridloader._support.store_use import count, counting
 from hybridloader.errors import SourceError, StoreError
 from hybridloader.sources.patience import RETRY, patiently, status_may_pass
@@ -225,7 +225,7 @@ class Store:
     def _may_pass(self, error: Exception) -> bool:
         if isinstance(error, WrongLength) and error.times >= _SHORT:
             return False
-        return is_a(self._named(error, ""), StoreError) and status_may_pass(error)
+        return isinstance(self._named(error, ""), StoreError) and status_may_pass(error)
 
     def raise_named(self, error: Exception, path: str, what: str = "") -> NoReturn:
         """Raise `error`, or a hybridloader error in its place, that names the file and `what` of it."""
@@ -237,24 +237,24 @@ class Store:
     def _named(self, error: Exception, path: str, what: str = "") -> Exception:
         """Return `error`, or a hybridloader error, that names the file."""
         where = f"{self._name_or(path)}{what and ', '}{what}"
-        if is_a(error, (SourceError, StoreError, MemoryError)):
+        if isinstance(error, (SourceError, StoreError, MemoryError)):
             return error
-        if is_a(error, WrongLength):
+        if isinstance(error, WrongLength):
             return error.named(where)
         # For HTTP, fsspec reports a missing file for every answer to its request for the size.
-        cause = part(error, "__cause__")
-        unknown = is_a(error, FileNotFoundError) and _is_of_connection(cause)
+        cause = error.__cause__
+        unknown = isinstance(error, FileNotFoundError) and _is_of_connection(cause)
         status = attribute(cause, "status", 503 if unknown else 404)
-        if is_a(error, _FOR_GOOD) and status in (404, 410):
+        if isinstance(error, _FOR_GOOD) and status in (404, 410):
             add_note(error, f"reading {where}")
             return error
-        if self.is_local and is_a(error, OSError):
+        if self.is_local and isinstance(error, OSError):
             add_note(error, f"reading {where}")
             return error
         text = described(error if status in (404, 410) else cause).rstrip(": ")
-        if is_a(error, _DAMAGED) or (is_a(error, KeyError) and "::" in self._url):
+        if isinstance(error, _DAMAGED) or (isinstance(error, KeyError) and "::" in self._url):
             return SourceError(f"{where} can't be read: {text}")
-        if is_a(error, _MISTAKES) and type(error).__module__ == "builtins":
+        if isinstance(error, _MISTAKES) and type(error).__module__ == "builtins":
             add_note(error, f"reading {where}")
             return error
         return StoreError(
@@ -339,9 +339,9 @@ def _opened(url: str, options: Mapping[str, Any]) -> Any:
 
 def _is_of_connection(error: Any) -> bool:
     """True of an error without an answer, after which it is not known whether a file is there."""
-    if not isinstance(error, Exception) or is_a(error, _FOR_GOOD):
+    if not isinstance(error, Exception) or isinstance(error, _FOR_GOOD):
         return False
-    return is_a(error, OSError) or type(error).__module__.startswith(("aiohttp.", "asyncio."))
+    return isinstance(error, OSError) or type(error).__module__.startswith(("aiohttp.", "asyncio."))
 
 
 def _without_cache(fs: Any) -> Any:

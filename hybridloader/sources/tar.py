@@ -62,14 +62,10 @@ class Tar(Shards[Any]):
     decode
         Function of that tuple or dict that makes the sample.
     index
-        Local folder in which the indices are kept for the next time. Ranks that share it divide the
-        archives among them, and ``hybridloader index`` fills it ahead of time. ``"beside"``: each is
-        beside its archive, as ``NAME.index``, where `ShardWriter` writes it; one of a remote archive is
-        only read there. One of an archive that has changed is made again. Default: they are not kept.
-    coalesce_bytes
-        For remote archives that are read in order: samples of a batch with at most so many bytes
-        between them are read by one request. A batch is then made in one call, so `threads_per_worker`
-        has no effect. Default: each sample is read alone.
+        Local folder in which the indices are kept for the next time. One of the ranks that share it
+        makes them, and ``hybridloader index`` fills it ahead of time. ``"beside"``: each is beside its
+        archive, as ``NAME.index``, where `ShardWriter` writes it; one of a remote archive is only read
+        there. One of an archive that has changed is made again. Default: they are not kept.
     ahead_bytes
         Bytes of blocks of remote archives that a process holds under a `BlockShuffleSampler`, which
         are fetched ahead of their samples. The sampler's window must have room. 0: none, each sample
@@ -136,7 +132,6 @@ class Tar(Shards[Any]):
         fields: Sequence[str] | None = None,
         decode: Callable[[Any], Any] | None = None,
         index: str | None = None,
-        coalesce_bytes: int | None = None,
         ahead_bytes: int = AHEAD,
         cache_dir: str | None = None,
         cache_bytes: int = CACHE,
@@ -147,9 +142,6 @@ class Tar(Shards[Any]):
             raise TypeError(f"fields must be a sequence of extensions, such as ({fields!r},)")
         if decode is not None:
             function("decode", decode, "a function that takes a sample")
-        self._coalesce = (
-            None if coalesce_bytes is None else whole("coalesce_bytes", coalesce_bytes, 0)
-        )
         self._decode = decode
         places = archives(urls, storage_options or {}, retry_seconds)
         indices = indexed(places, index)
@@ -209,7 +201,7 @@ class Tar(Shards[Any]):
         members = self._members_of(index)
         block = None if self._reader is None else self.fetched(shard, number)
         if block is None:
-            contents = self._contents(shard, members, GAP)
+            contents = self._contents(shard, members)
         else:
             contents = {}
             parts = self._parts_of(shard, block.first, block.last)
@@ -265,31 +257,6 @@ class Tar(Shards[Any]):
         places = np.concatenate([[0], np.cumsum(stops - starts)])
         return _Parts(starts.tolist(), stops.tolist(), places.tolist())
 
-    @property
-    def __getitems__(self) -> Callable[[Sequence[int]], list[Any]]:
-        if self._coalesce is None:  # a batch then reads its samples one by one
-            raise AttributeError(
-                "this Tar has no __getitems__; pass coalesce_bytes= to read batches"
-            )
-        return self._batch
-
-    def _batch(self, indices: Sequence[int]) -> list[Any]:
-        """Return several samples; those that lie close together are read together."""
-        assert self._coalesce is not None
-        shards: dict[int, list[_Member]] = {}
-        found = []
-        for asked in indices:
-            shard, number = self.locate(asked)
-            index = number + (self._ends[shard - 1] if shard else 0)
-            members = self._members_of(index)
-            found.append((shard, index, members))
-            shards.setdefault(shard, []).extend(members)
-        contents = {
-            shard: self._contents(shard, members, max(GAP, self._coalesce))
-            for shard, members in shards.items()
-        }
-        return [self._made(*one, contents[one[0]]) for one in found]
-
     def _members_of(self, index: int) -> list[_Member]:
         """Return the members of a sample that are to be read. Raises `SourceError` if one lacks."""
         first, last = self._starts[index : index + 2].tolist()
@@ -309,15 +276,12 @@ class Tar(Shards[Any]):
             chosen.append(member)
         return chosen
 
-    def _contents(self, shard: int, members: Sequence[_Member], gap: int) -> dict[int, bytes]:
-        """Return the data of members of one archive by their offsets.
-
-        Those that are at most `gap` bytes apart are read together.
-        """
+    def _contents(self, shard: int, members: Sequence[_Member]) -> dict[int, bytes]:
+        """Return the data of members by their offsets; those close together are read together."""
         parts: list[list[_Member]] = []
-        end = -gap - 1
+        end = -GAP - 1
         for member in sorted(set(members)):
-            if member.offset - BLOCK - end > gap:
+            if member.offset - BLOCK - end > GAP:
                 parts.append([])
             parts[-1].append(member)
             end = max(end, member.offset + member.size)

@@ -1,49 +1,49 @@
 """`ShardWriter` and `pack`: samples into shards of a given size, in a folder or a store.
 
-A small file beside the shards, the manifest, names their pack and its progress. With it a
+A small file beside the shards, the manifest, names their pack and the complete shards. With it a
 pack that was interrupted is resumed. Without it nothing is written where something is.
 """
 
 from __future__ import annotations
 
-import base64
 import io
 import json
 import math
-import threading
+import os
+import tempfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
-from itertools import chain, islice, pairwise
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 from hybridloader._support.arguments import one_of, whole
 from hybridloader._support.error_handling import add_note
 from hybridloader.sources.kept import MANIFEST
-from hybridloader.sources.shard_files import (
-    ParquetFile,
-    ShardFile,
-    TarFile,
-    row_of,
-    schema_of,
-)
-from hybridloader.sources.store import Stamp
+from hybridloader.sources.shard_files import ParquetFile, TarFile
+from hybridloader.sources.store import Stamp, Store
 from hybridloader.sources.tar_index import make_index, packed_index
-from hybridloader.sources.target import Target
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-VERSION = 1
+VERSION = 2
 """Version of the manifest."""
 
 BYTES = 256 << 20
 """Bytes of a shard if no size is given."""
 
 _TRIED = 32
-"""Samples from which the total size and the schema of Parquet files are estimated."""
+"""Samples of a dataset from which its total size is estimated."""
+
+_AT_ONCE = 8
+"""Samples of a dataset that a thread reads at a time."""
+
+_PART = ".part-"
+"""Prefix of the names of local files that are being written."""
 
 Report = Callable[[int, int, str], object]
 
@@ -52,99 +52,63 @@ def _ignore(done: int, total: int, name: str) -> None:
     pass
 
 
-class _Pack:
-    """Shards of one pack and its manifest. Threads may write different shards at a time."""
+class _Folder:
+    """Folder that shards are written to, local or of a store; it is made with the first file.
 
-    def __init__(
-        self, url: str, form: str, schema: Any, plan: Mapping[str, Any], options: Mapping[str, Any]
-    ) -> None:
-        one_of("format", form, ("tar", "parquet"))
-        self._target = Target(url, options)
-        self._url, self._form, self._schema = url, form, schema
-        self._plan = {"format": form, **plan}
-        self._lock = threading.Lock()
-        # All the mutable state:
-        self.counts: list[int] = []  # samples of each shard, of those written in order
-        self.there: set[str] = set()  # names that existed at the beginning
+    Each file appears as a whole, or not at all.
+    """
 
-    def begin(self, resume: bool) -> None:
-        """Begin, or resume the pack of an earlier one. Raises `FileExistsError`."""
-        self._target.clear_parts()
-        self.there = self._target.names()
-        if MANIFEST not in self.there:
-            if self.there:
-                raise FileExistsError(
-                    f"{self._url} is not empty ({min(self.there)}), and no file is overwritten; name "
-                    "another folder"
-                )
-            self.save()
-            return
-        held = json.loads(self._target.read(MANIFEST))
-        if held.get("version") != VERSION or held.get("done") or not resume:
-            state = "a complete pack" if held.get("done") else "an unfinished pack"
-            hint = "" if held.get("done") else ", or resume it"
-            raise FileExistsError(
-                f"{self._url} has {state}, and no file is overwritten; name another folder{hint}"
-            )
-        if held["plan"] != self._plan:
-            differ = [k for k in self._plan if held["plan"].get(k) != self._plan[k]]
-            raise FileExistsError(
-                f"{self._url} has a pack from another source or with other sizes "
-                f"({', '.join(differ)} differ); pass the same, or name another folder"
-            )
-        self.counts = held["counts"]
-        if held["schema"] is not None:
-            import pyarrow
+    def __init__(self, url: str, options: Mapping[str, Any]) -> None:
+        self.store = Store(url, options)
+        path = url if self.store.is_local else str(self.store.fs._strip_protocol(url))
+        if self.store.is_local:
+            path = os.path.abspath(path.partition("://")[2] or path)
+        self._path = path.rstrip("/")
 
-            self._schema = pyarrow.ipc.read_schema(
-                pyarrow.py_buffer(base64.b64decode(held["schema"]))
-            )
+    def path(self, name: str) -> str:
+        return f"{self._path}/{name}"
 
-    def save(self, done: bool = False) -> None:
-        schema = None
-        if self._schema is not None:
-            schema = base64.b64encode(self._schema.serialize()).decode()
-        held = {
-            "version": VERSION,
-            "plan": self._plan,
-            "counts": self.counts,
-            "schema": schema,
-            "done": done,
-        }
-        self._target.put_bytes(MANIFEST, json.dumps(held).encode())
+    def names(self) -> set[str]:
+        """Return the names of its files. Local files that a killed writer has left are removed."""
+        try:
+            if not self.store.is_local:
+                self.store.forget_listings()
+                found = self.store.fs.ls(self._path, detail=False)
+                return {str(one).rstrip("/").rpartition("/")[2] for one in found}
+            names = {*os.listdir(self._path)}
+        except FileNotFoundError:
+            return set()
+        except Exception as error:
+            self.store.raise_named(error, self._path)
+        parts = {name for name in names if name.startswith(_PART)}
+        for name in parts:
+            os.unlink(self.path(name))
+        return names - parts
 
-    def name(self, number: int) -> str:
-        return f"shard-{number:06d}.{self._form}"
+    def part(self) -> Any:
+        """Open a new local file to fill; `put` gives it its name."""
+        if not self.store.is_local:
+            return tempfile.NamedTemporaryFile(delete=False)
+        os.makedirs(self._path, exist_ok=True)
+        return open(self.path(f"{_PART}{os.urandom(6).hex()}"), "w+b")
 
-    def is_there(self, number: int) -> bool:
-        name = self.name(number)
-        return name in self.there and (self._form != "tar" or f"{name}.index" in self.there)
+    def put(self, part: str, name: str) -> None:
+        """Move a file of `part` to its place."""
+        try:
+            if self.store.is_local:
+                os.replace(part, self.path(name))
+            else:
+                self.store.fs.put_file(part, self.path(name))
+        except Exception as error:
+            self.store.raise_named(error, self.path(name), "writing")
+        finally:
+            with suppress(FileNotFoundError):
+                os.unlink(part)
 
-    @contextmanager
-    def shard(self, number: int) -> Iterator[ShardFile]:
-        """Yield a shard to fill; it is in its place, with its index, after the block."""
-        name = self.name(number)
-        index = None
-        with self._target.put(name) as file:
-            shard = self.file(file)
-            yield shard
-            shard.finish()
-            if self._form == "tar":
-                size = file.tell()
-                file.seek(0)
-                index = make_index(name, file, Stamp(size, ""))
-        if index is not None:
-            index = replace(index, stamp=self._target.stamp(name))
-            self._target.put_bytes(f"{name}.index", bytes(packed_index(index)))
-
-    def file(self, file: Any) -> ShardFile:
-        return TarFile(file) if self._form == "tar" else ParquetFile(file, self.schema_of)
-
-    def schema_of(self, rows: list[dict[str, Any]]) -> Any:
-        with self._lock:
-            if self._schema is None:
-                self._schema = schema_of(rows)
-            return self._schema
+    def put_bytes(self, name: str, data: bytes) -> None:
+        with self.part() as part:
+            part.write(data)
+        self.put(part.name, name)
 
 
 class ShardWriter:
@@ -201,8 +165,6 @@ class ShardWriter:
     >>> folder.cleanup()
     """
 
-    _first: int | None = None  # checksum of the first sample, if known
-
     def __init__(
         self,
         url: str,
@@ -216,26 +178,80 @@ class ShardWriter:
     ) -> None:
         if samples_per_shard is not None and bytes_per_shard is not None:
             raise ValueError("pass samples_per_shard or bytes_per_shard, not both")
-        if samples_per_shard is not None:
-            samples_per_shard = whole("samples_per_shard", samples_per_shard, 1)
-        else:
-            bytes_per_shard = whole("bytes_per_shard", bytes_per_shard or BYTES, 1)
-        plan = {
-            "samples_per_shard": samples_per_shard,
-            "bytes_per_shard": bytes_per_shard,
-            "first": self._first,
-        }
-        self._most_samples, self._most_bytes = samples_per_shard, bytes_per_shard
-        self._pack = _Pack(url, format, schema, plan, storage_options or {})
-        self._pack.begin(resume)
-        self._uploads = ThreadPoolExecutor(1, "hybridloader-write")
+        sizes = {"samples_per_shard": samples_per_shard, "bytes_per_shard": bytes_per_shard}
+        plan = {name: whole(name, size, 1) for name, size in sizes.items() if size is not None}
+        self._begin(url, format, schema, plan, storage_options or {}, resume)
+
+    def _begin(
+        self,
+        url: str,
+        form: str,
+        schema: Any,
+        plan: Mapping[str, Any],
+        options: Mapping[str, Any],
+        resume: bool,
+    ) -> None:
+        """Begin, or resume a pack with the same plan. Raises `FileExistsError`.
+
+        `plan` has the sizes of the shards (``samples`` in so many ``shards``, ``samples_per_shard`` or
+        ``bytes_per_shard``), and other marks of the source.
+        """
+        one_of("format", form, ("tar", "parquet"))
+        self._samples, self._total = plan.get("samples"), plan.get("shards")
+        self._most_samples = plan.get("samples_per_shard")
+        self._most_bytes = plan.get("bytes_per_shard", BYTES)
+        self._folder = _Folder(url, options)
+        self._form, self._plan = form, {"format": form, **plan}
         # All the mutable state:
-        self.written = sum(self._pack.counts)
-        self.shards = len(self._pack.counts)  # before the one that is being filled
-        self._block: Any = None  # context manager of the current shard
-        self._shard: ShardFile | None = None
-        self._upload: Future[None] | None = None
+        self._counts = self._begun(url, resume)  # samples of each shard in its place
+        self._schema = schema or self._schema_there()
+        self.written = sum(self._counts)
+        self.shards = len(self._counts)  # before the one that is being filled
+        self._shard: TarFile | ParquetFile | None = None
+        self._file: Any = None  # of that shard
+        self._uploads = ThreadPoolExecutor(1, "hybridloader-write")
+        self._upload: Future[None] | None = None  # of the shard before
         self._closed = False
+
+    def _begun(self, url: str, resume: bool) -> list[int]:
+        names = self._folder.names()
+        if MANIFEST not in names:
+            if names:
+                raise FileExistsError(
+                    f"{url} is not empty ({min(names)}), and no file is overwritten; name another "
+                    "folder"
+                )
+            self._save([])
+            return []
+        held = json.loads(self._folder.store.read(self._folder.path(MANIFEST)))
+        if held["version"] != VERSION or held["done"] or not resume:
+            state = "a complete pack" if held["done"] else "an unfinished pack"
+            hint = ", or resume it" if held["version"] == VERSION and not held["done"] else ""
+            raise FileExistsError(
+                f"{url} has {state}, and no file is overwritten; name another folder{hint}"
+            )
+        if held["plan"] != self._plan:
+            raise FileExistsError(
+                f"{url} has a pack from another source or with other sizes; pass the same, or name "
+                "another folder"
+            )
+        counts: list[int] = held["counts"]
+        return counts
+
+    def _schema_there(self) -> Any:
+        if self._form == "tar" or not self._counts:
+            return None
+        from pyarrow import parquet
+
+        with self._folder.store.open(self._folder.path(self._name(0))) as file:
+            return parquet.read_schema(file)
+
+    def _save(self, counts: list[int], done: bool = False) -> None:
+        held = {"version": VERSION, "plan": self._plan, "counts": counts, "done": done}
+        self._folder.put_bytes(MANIFEST, json.dumps(held).encode())
+
+    def _name(self, number: int) -> str:
+        return f"shard-{number:06d}.{self._form}"
 
     def write(self, sample: Mapping[str, Any]) -> None:
         """Write a sample.
@@ -251,34 +267,50 @@ class ShardWriter:
         if self._closed:
             raise ValueError("this ShardWriter is closed; open another one")
         if self._shard is None:
-            self._block = self._pack.shard(self.shards)
-            self._shard = self._block.__enter__()
-        shard = self._shard
-        shard.add(sample, self.written)
+            self._file = self._folder.part()
+            self._shard = _shard_file(self._form, self._file, self._schema)
+        self._shard.add(sample, self.written)
         self.written += 1
-        if shard.samples == self._most_samples or (
-            self._most_bytes is not None and shard.size >= self._most_bytes
-        ):
-            self._end_shard()
+        if self._is_full(self._shard):
+            try:
+                self._end_shard()
+            except BaseException:
+                self._give_up()
+                raise
+
+    def _is_full(self, shard: TarFile | ParquetFile) -> bool:
+        if self._total is not None:  # even shards: this one ends where the next one begins
+            return self.written == self._samples * (self.shards + 1) // self._total
+        if self._most_samples is not None:
+            return shard.samples == self._most_samples
+        return bool(shard.size >= self._most_bytes)
 
     def _end_shard(self) -> None:
-        if self._shard is None:
+        shard = self._shard
+        if shard is None:
             return
-        try:
-            self._wait()  # so that there are at most two local files
-        except BaseException as error:
-            self._give_up(error)
-            raise
-        block, samples = self._block, self._shard.samples
-        self._block = self._shard = None
+        self._wait()  # so that there are at most two local files
+        shard.finish()
+        self._schema = shard.schema
+        self._upload = self._uploads.submit(self._place, self._file, self.shards, shard.samples)
+        self._shard = self._file = None
         self.shards += 1
 
-        def finish() -> None:
-            block.__exit__(None, None, None)
-            self._pack.counts.append(samples)
-            self._pack.save()
-
-        self._upload = self._uploads.submit(finish)
+    def _place(self, file: Any, number: int, samples: int) -> None:
+        """Put a full shard and its index in their places, then note it in the manifest."""
+        name, folder = self._name(number), self._folder
+        index = None
+        with file:
+            if self._form == "tar":
+                size = file.tell()
+                file.seek(0)
+                index = make_index(name, file, Stamp(size, ""))
+        folder.put(file.name, name)
+        if index is not None:
+            stamp = folder.store.stamp(folder.path(name), refresh=True)
+            folder.put_bytes(f"{name}.index", bytes(packed_index(replace(index, stamp=stamp))))
+        self._counts.append(samples)
+        self._save(self._counts)
 
     def _wait(self) -> None:
         upload, self._upload = self._upload, None
@@ -293,9 +325,9 @@ class ShardWriter:
         try:
             self._end_shard()
             self._wait()
-            self._pack.save(done=True)
+            self._save(self._counts, done=True)
         finally:
-            self._uploads.shutdown()
+            self._give_up()
 
     def __enter__(self) -> Self:
         return self
@@ -303,16 +335,22 @@ class ShardWriter:
     def __exit__(self, kind: type[BaseException] | None, error: Any, tb: Any) -> None:
         if kind is None:
             self.close()
-            return
-        self._give_up(error)
+        else:
+            self._give_up()
 
-    def _give_up(self, error: BaseException) -> None:
+    def _give_up(self) -> None:
         """Close, and drop the shard that is being filled."""
         self._closed = True
         self._uploads.shutdown()
-        if self._block is not None:
-            block, self._block, self._shard = self._block, None, None
-            block.__exit__(type(error), error, error.__traceback__)
+        shard, file, self._shard, self._file = self._shard, self._file, None, None
+        if shard is not None:
+            with suppress(Exception), file:
+                shard.close()
+            os.unlink(file.name)
+
+
+def _shard_file(form: str, file: Any, schema: Any) -> TarFile | ParquetFile:
+    return TarFile(file) if form == "tar" else ParquetFile(file, schema)
 
 
 def pack(
@@ -338,8 +376,8 @@ def pack(
     ----------
     source
         A dataset with ``len()`` and ``[]``: its shards are as many as their size asks for, all have the
-        same number of samples or one more, and `workers` threads write them at a time. Or an iterable:
-        its shards are written in turn, and it is read from its beginning to be resumed.
+        same number of samples or one more, and `workers` threads read samples. Or an iterable: it is
+        read from its beginning to be resumed.
     url, format, schema, storage_options
         See `ShardWriter`.
     shards
@@ -349,7 +387,7 @@ def pack(
     encode
         Function from a sample to the dict that is written.
     workers
-        Number of threads. They read samples, too.
+        Number of threads that read the samples of a dataset.
     report
         Called with the number of shards that are done, the number of all (0: not known) and a name.
 
@@ -373,37 +411,18 @@ def pack(
     given = {name: whole(name, value, 1) for name, value in sizes.items() if value is not None}
     if len(given) > 1:
         raise ValueError(f"pass only one of {', '.join(given)}")
-    options = storage_options or {}
+    one_of("format", format, ("tar", "parquet"))
+    workers = whole("workers", workers, 1)
     encode = encode or _as_it_is
-    if hasattr(source, "__len__") and hasattr(source, "__getitem__"):
-        workers = whole("workers", workers, 1)
-        return _pack_dataset(source, url, format, given, encode, schema, workers, options, report)
-    if shards is not None:
+    even = hasattr(source, "__len__") and hasattr(source, "__getitem__")
+    if not even and shards is not None:
         raise ValueError(
             "shards= needs a source with len(); for an iterable, pass samples_per_shard= or "
             "bytes_per_shard="
         )
-    return _pack_iterable(source, url, format, given, encode, schema, options, report)
-
-
-def _as_it_is(sample: Any) -> Any:
-    return sample
-
-
-def _pack_dataset(
-    source: Sequence[Any],
-    url: str,
-    form: str,
-    given: Mapping[str, int],
-    encode: Callable[[Any], Any],
-    schema: Any,
-    workers: int,
-    options: Mapping[str, Any],
-    report: Report,
-) -> list[int]:
-    count = len(source)
-    if not count:
-        raise ValueError("the source has no samples")
+    count = len(source) if even else 0
+    samples: Iterator[Any] = iter(()) if even else map(encode, source)
+    tried = [*islice(samples, 1)]
 
     def sample(number: int) -> Any:
         try:
@@ -412,109 +431,64 @@ def _pack_dataset(
             add_note(error, f"packing sample {number}")
             raise
 
-    tried = (
-        [number * count // _TRIED for number in range(_TRIED)] if count > _TRIED else range(count)
-    )
-    samples = [sample(number) for number in tried]
-    plan = {"samples": count, "first": _digest(samples[0]), **given}
-    parts = _Pack(url, form, schema, plan, options)
-    if form == "parquet" and schema is None:
-        parts.schema_of([row_of(one, at) for at, one in enumerate(samples)])
-    total = given.get("shards", 0)
-    if "samples_per_shard" in given:
-        total = -(-count // given["samples_per_shard"])
-    elif not total:
-        trial = parts.file(io.BytesIO())
-        for at, one in enumerate(samples):
-            trial.add(one, at)
-        trial.finish()
-        total = math.ceil(trial.size / len(samples) * count / given.get("bytes_per_shard", BYTES))
-    total = min(max(total, 1), count)
-    del samples
-    ends = [count * number // total for number in range(total + 1)]
-    counts = [stop - start for start, stop in pairwise(ends)]
-    parts.begin(resume=True)
-    if parts.counts not in ([], counts):
-        raise FileExistsError(
-            f"{url} has an unfinished pack of {len(parts.counts)} shards, and this one would have "
-            f"{total}; pass shards={len(parts.counts)}, or name another folder"
-        )
-    parts.counts = counts
-    parts.save()
-    left = [number for number in range(total) if not parts.is_there(number)]
-
-    def write(number: int) -> None:
-        with parts.shard(number) as shard:
-            for at in range(ends[number], ends[number + 1]):
-                shard.add(sample(at), at)
-
-    report(total - len(left), total, "")
-    with ThreadPoolExecutor(workers, "hybridloader-write") as threads:
-        asked = {threads.submit(write, number): number for number in left}
-        try:
-            for done, future in enumerate(as_completed(asked), total - len(left) + 1):
-                future.result()
-                report(done, total, parts.name(asked[future]))
-        except BaseException:
-            threads.shutdown(wait=False, cancel_futures=True)
-            raise
-    parts.save(done=True)
-    return counts
-
-
-def _pack_iterable(
-    source: Any,
-    url: str,
-    form: str,
-    given: Mapping[str, int],
-    encode: Callable[[Any], Any],
-    schema: Any,
-    options: Mapping[str, Any],
-    report: Report,
-) -> list[int]:
-    items = map(encode, source)
-    first = [*islice(items, 1)]
-    if not first:
+    if even:
+        steps = min(count, _TRIED)
+        tried = [sample(number * count // steps) for number in range(steps)]
+    if not tried:
         raise ValueError("the source has no samples")
-    writer = _PackWriter(_digest(first[0]), url, form, schema, options, given)
+    plan = {"first": zlib.crc32(repr(tried[0]).encode("utf-8", "replace")), **given}
+    if even:
+        total = min(_shards_of(count, given, format, schema, tried), count)
+        plan = {"samples": count, "first": plan["first"], "shards": total}
+    writer = ShardWriter.__new__(ShardWriter)
+    writer._begin(url, format, schema, plan, storage_options or {}, True)
+    if even:
+        report(writer.shards, total, "")
+        samples = _read(sample, range(writer.written, count), workers)
+    else:
+        samples = islice(chain(tried, samples), writer.written, None)
+    del tried
     with writer:
-        for sample in islice(chain(first, items), writer.written, None):
+        for one in samples:
             before = writer.shards
-            writer.write(sample)
+            writer.write(one)
             if writer.shards != before:
-                report(writer.shards, 0, "")
+                report(writer.shards, plan.get("shards", 0), "")
     report(writer.shards, writer.shards, "")
-    return writer.counts
+    return writer._counts
 
 
-class _PackWriter(ShardWriter):
-    """Writer for a source whose first sample is known, so another one is noticed."""
-
-    def __init__(
-        self,
-        first: int,
-        url: str,
-        form: str,
-        schema: Any,
-        options: Mapping[str, Any],
-        sizes: Mapping[str, int],
-    ) -> None:
-        self._first = first
-        super().__init__(
-            url, format=form, schema=schema, resume=True, storage_options=options, **sizes
-        )
-
-    @property
-    def counts(self) -> list[int]:
-        return self._pack.counts
+def _as_it_is(sample: Any) -> Any:
+    return sample
 
 
-def _digest(sample: Any) -> int:
-    """Return a checksum of a sample, by which another source is noticed."""
-    if not isinstance(sample, Mapping):
-        return 0
-    digest = 0
-    for name, value in sample.items():
-        data = value if isinstance(value, bytes) else repr(value).encode("utf-8", "replace")
-        digest = zlib.crc32(data, zlib.crc32(name.encode(), digest))
-    return digest
+def _shards_of(
+    count: int, given: Mapping[str, int], form: str, schema: Any, tried: list[Any]
+) -> int:
+    """Return the number of shards of `count` samples, some of which were `tried`."""
+    if "shards" in given:
+        return given["shards"]
+    if "samples_per_shard" in given:
+        return math.ceil(count / given["samples_per_shard"])
+    trial = _shard_file(form, io.BytesIO(), schema)
+    for number, one in enumerate(tried):
+        trial.add(one, number)
+    trial.finish()
+    size = trial.size / len(tried) * count
+    return math.ceil(size / given.get("bytes_per_shard", BYTES)) or 1
+
+
+def _read(sample: Callable[[int], Any], numbers: range, workers: int) -> Iterator[Any]:
+    """Yield the samples in their order; `workers` threads read them, a few ahead."""
+    asked: deque[Future[list[Any]]] = deque()
+    with ThreadPoolExecutor(workers, "hybridloader-read") as threads:
+        try:
+            for first in range(0, len(numbers), _AT_ONCE):
+                some = numbers[first : first + _AT_ONCE]
+                asked.append(threads.submit(lambda some: [*map(sample, some)], some))
+                if len(asked) > workers:
+                    yield from asked.popleft().result()
+            while asked:
+                yield from asked.popleft().result()
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)

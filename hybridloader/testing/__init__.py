@@ -4,13 +4,11 @@
 module, set `backend`, and pytest runs the suite. The other tools are:
 
 - `Gate` stops workers of any kind until the test opens it;
-- `FakeClock` and `ScriptedBackend` let a test script events and times, without any worker;
-- `FakeAccelerator` is a device without a GPU.
+- `FakeClock` and `ScriptedBackend` let a test script events and times, without any worker.
 
 The rest of the package does not import this one.
 """
 
-from hybridloader.testing.fake_accelerator import FakeAccelerator
 from hybridloader.testing.suite import BackendContract
 from hybridloader.testing.tools import FakeClock, Gate, ScriptedBackend, ScriptedCrew
 from hybridloader.testing.work import Call, Count
@@ -19,7 +17,6 @@ __all__ = [
     "BackendContract",
     "Call",
     "Count",
-    "FakeAccelerator",
     "FakeClock",
     "Gate",
     "ScriptedBackend",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,14 +22,12 @@ from hybridloader.engine.messages import (
 from hybridloader.engine.worker_info import get_worker_info
 from hybridloader.memory.page_locks import PageLocks
 from hybridloader.testing.driving import Running
-from hybridloader.testing.fake_accelerator import FakeAccelerator
 from hybridloader.testing.tools import DEADLINE, Gate
 from hybridloader.testing.work import (
     Call,
     Count,
     at_gate,
     broken_init,
-    collated,
     echo,
     fail_on_odd,
     filled,
@@ -137,41 +134,6 @@ class BackendContract:
         offset = 41
         with self.crew(self.spec(lambda x: x + offset)) as crew:
             assert crew.open(crew.ask([1])[0]) == 42
-
-    # -- results that a device reads ---------------------------------------------------------------
-
-    def test_memory_is_not_reused_before_a_device_has_read_it_and_no_lock_is_left(self) -> None:
-        """A crew that does not lock pages passes as well: the device then reads at once."""
-        import torch
-
-        device = FakeAccelerator()
-        locks = PageLocks(device)
-        copies = []
-        with self.crew(self.spec(collated, workers=2), locks) as crew:
-            for seq in range(8):
-                crew.send(seq % 2, Task(seq, seq))
-                [result] = crew.collect(1)
-                copies.append(device.move(torch.as_tensor(crew.open(result))))
-                del result
-                if seq == 5:
-                    device.run()
-            crew.events.clear()
-        device.run()
-        for seq, copy in enumerate(copies):
-            assert copy.shape == (1, 1 << 19)
-            assert copy.min() == copy.max() == seq
-        locks.collect()
-        assert device.locked == {}
-
-    def test_pages_that_can_not_be_locked_cause_one_warning_and_results_come(self) -> None:
-        device = FakeAccelerator(lockable=0)
-        with self.crew(self.spec(collated), PageLocks(device)) as crew:
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                for index in range(4):
-                    assert int(crew.open(crew.ask([index])[0])[0][-1]) == index
-            assert len([w for w in caught if "not page-locked" in str(w.message)]) <= 1
-        assert device.locked == {}
 
     # -- errors ----------------------------------------------------------------------------------
 

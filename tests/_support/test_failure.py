@@ -12,8 +12,6 @@ from hybridloader._support.error_handling import (
     add_note,
     described,
     foreign,
-    is_a,
-    part,
     repr_of,
     show,
     traceback_of,
@@ -38,8 +36,8 @@ def test_it_is_worded_and_shown(kind: type[Exception], capsys: pytest.CaptureFix
     assert "# the line that fails" in traceback_of(error)
     show(error)
     assert "# the line that fails" in capsys.readouterr().err
-    assert is_a(error, kind)
-    assert not is_a(error, (OSError, StopIteration))
+    assert isinstance(error, kind)
+    assert not isinstance(error, (OSError, StopIteration))
     assert foreign(error) is error
 
 
@@ -48,7 +46,7 @@ def test_a_note_is_added_once(kind: type[Exception]) -> None:
     error = raised(kind)
     for note in ("one", "two", "one"):
         add_note(error, note)
-    assert part(error, "__dict__")["__notes__"] == ["one", "two"]
+    assert error.__dict__["__notes__"] == ["one", "two"]
 
 
 @every_kind
@@ -58,10 +56,10 @@ def test_its_twin_is_another_one_like_it(kind: type[Exception]) -> None:
     other = twin(error)
     assert type(other) is kind
     assert other is not error
-    assert part(other, "args") == ("bad", 3)
-    assert part(other, "__traceback__") is part(error, "__traceback__")
+    assert other.args == ("bad", 3)
+    assert other.__traceback__ is error.__traceback__
     add_note(other, "its own")
-    assert part(error, "__dict__")["__notes__"] == ["mine"]
+    assert error.__dict__["__notes__"] == ["mine"]
 
 
 @every_kind
@@ -70,9 +68,9 @@ def test_it_comes_with_its_type_and_its_arguments(kind: type[Exception]) -> None
     assert "# the line that fails" in failure.text
     error = failure.to_exception("In a stage.")
     assert type(error) is kind
-    assert part(error, "args") == ("bad", 3)
-    assert part(error, "__dict__")["__notes__"] == ["In a stage."]
-    assert "# the line that fails" in str(part(error, "__cause__"))
+    assert error.args == ("bad", 3)
+    assert error.__dict__["__notes__"] == ["In a stage."]
+    assert "# the line that fails" in str(error.__cause__)
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="groups came with Python 3.11")

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 from support import bare_platform
+from support.backend_contract import BackendContract
 from support.backend_without_defaults import WithoutDefaults
 
 import hybridloader
 from hybridloader import Fork, Inline, Memory, SharedMemory, Spawn, Threads
 from hybridloader._support import system
 from hybridloader.engine import Backend, Crew, Done, Message, Task, WorkerHandle, WorkerSpec
-from hybridloader.testing import BackendContract
 
 KINDS: tuple[Any, ...] = (Backend, Crew, WorkerHandle)
 ROOT = Path(__file__).parents[2]
@@ -195,6 +195,7 @@ class TestThreadsAsOnMacOS(BackendContract):
     backend = Threads()
 
 
+@pytest.mark.full  # in its slots it is `TestSpawnAsOnMacOS`
 @pytest.mark.usefixtures("_macos")
 class TestSharedMemoryAsOnMacOS(BackendContract):
     backend = SharedMemory(start_method="spawn")

@@ -1,7 +1,8 @@
 """However, wherever and whenever a program ends: its workers are gone, quickly and without a word.
 
 Causes by backends by ways to use them, each trial a process of its own (see `exit_trial`). A part of the
-matrix in which every cause meets every kind of worker is run each time; the rest is marked `full`.
+matrix is run each time; there every cause meets forked workers, fresh ones, and this process. The rest
+is marked `full`.
 """
 
 from __future__ import annotations
@@ -87,30 +88,31 @@ def matrix() -> list[Trial]:
 
 
 def part(trials: list[Trial]) -> list[Trial]:
-    """One mode for each of what else there is, in turn; of fresh and of sharing processes one."""
+    """One mode for each of what else there is, in turn, with some of the backends for each cause."""
     groups: dict[tuple[str, ...], list[Trial]] = {}
     for trial in trials:
         groups.setdefault((trial.cause, trial.backend, trial.stuck), []).append(trial)
     plain = [
         group
         for group in groups.values()
-        if not group[0].stuck and group[0].backend != _other_process(group[0].cause)
+        if not group[0].stuck and group[0].backend in _backends(group[0].cause)
     ]
     # Stuck workers take the two seconds that they may: of them a sixth.
     stuck = [group for group in groups.values() if group[0].stuck][::6]
     return [group[_turn(group[0]) % len(group)] for group in [*plain, *stuck]]
 
 
-def _other_process(cause: str) -> str:
-    """The backend that a cause meets in a full run only: each ends the processes of all alike."""
-    return ("spawn", "shared-memory", "fresh")[list(CAUSES).index(cause) % 3]
+def _backends(cause: str) -> tuple[str, ...]:
+    """Forked workers, workers of this process, and fresh ones: one of the kinds of each, in turn."""
+    turn = list(CAUSES).index(cause)
+    own = "threads" if turn % 2 or cause == "from-a-daemon-thread" else "inline"
+    named = ("named",) if turn % 2 else ()
+    return "fork", own, ("spawn", "shared-memory", "fresh")[turn % 3], *named
 
 
 def _turn(trial: Trial) -> int:
     """One mode further for each cause and each backend: so each of these meets all modes."""
-    left_out = _other_process(trial.cause)
-    backends = [*(name for name in BACKENDS if name != left_out), left_out, "named"]
-    return list(CAUSES).index(trial.cause) + backends.index(trial.backend)
+    return list(CAUSES).index(trial.cause) + [*BACKENDS, "named"].index(trial.backend)
 
 
 class Outcome(NamedTuple):
@@ -230,15 +232,16 @@ def test_no_finalizer_needs_what_may_be_gone_when_python_ends() -> None:
 # -- the instrument --------------------------------------------------------------------------------
 
 
-def test_in_the_part_of_the_matrix_every_cause_meets_every_kind_of_worker() -> None:
+def test_in_the_part_of_the_matrix_every_cause_meets_three_kinds_of_workers() -> None:
     trials = part(matrix())
-    plain = {(t.cause, t.backend) for t in trials if not t.stuck}
-    missing = {(c, b) for c in CAUSES for b in BACKENDS} - plain
-    others = {(c, _other_process(c)) for c in CAUSES}
-    assert missing == {("from-a-daemon-thread", "inline")} | others
-    for cause in CAUSES:
-        most = min(len(MODES), sum(found == cause for found, _ in plain))
-        assert len({t.mode for t in trials if t.cause == cause}) >= most, cause
+    plain = [trial for trial in trials if not trial.stuck]
+    others = [trial for trial in plain if trial.backend != "named"]
+    kinds = {"inline": "own", "threads": "own", "fork": "forked"}
+    met = {(trial.cause, kinds.get(trial.backend, "fresh")) for trial in others}
+    assert met == {(cause, kind) for cause in CAUSES for kind in ("own", "forked", "fresh")}
+    assert {trial.backend for trial in plain} == {*BACKENDS, "named"}
+    for backend in BACKENDS:
+        assert len({t.mode for t in plain if t.backend == backend}) >= 3, backend
     for stuck in ("wait", "deaf", "stopped"):
         assert len({(t.cause, t.backend) for t in trials if t.stuck == stuck}) >= 2
 

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hybridloader.backends.process import memory_report
-from hybridloader.backends.process.memory_report import MemoryReport, OomWatch, read
+from hybridloader.backends.process.postmortem import OomWatch
 
 GIB = 1 << 30
 
@@ -44,44 +43,12 @@ def v1(path: str, limit: int, used: int, kills: int) -> dict[str, Any]:
     }
 
 
+NO_KILL = "No OOM kill was counted: another program or a person sent the signal"
+
+
 def test_an_empty_tree_tells_nothing(tmp_path: Path) -> None:
-    assert read(tmp_path) == MemoryReport()
-    assert (
-        OomWatch(tmp_path).describe()
-        == "This platform does not report whether the system ran out of memory."
-    )
-    assert "struck" not in OomWatch(tmp_path).describe()
-
-
-def test_everything_that_linux_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = {
-        "proc/self/cgroup": "0::/job\n",
-        "proc/vmstat": "nr_free_pages 12\noom_kill 5\n",
-        "proc/meminfo": "MemTotal:  100 kB\nMemAvailable:   64 kB\n",
-        "proc/self/limits": (
-            "Limit                     Soft Limit           Hard Limit           Units     \n"
-            "Max address space         12345                unlimited            bytes     \n"
-        ),
-        **v2("job", 1000, 900, 3),
-    }
-    looked_at = []
-
-    def statvfs(path: Any) -> Any:
-        looked_at.append(Path(path))
-        return SimpleNamespace(f_blocks=10, f_frsize=4096, f_bavail=4)
-
-    monkeypatch.setattr(os, "statvfs", statvfs)
-    assert read(tree(tmp_path, files)) == MemoryReport(
-        limit=1000,
-        used=900,
-        cgroup_kills=3,
-        machine_kills=5,
-        shm_size=40960,
-        shm_free=16384,
-        available=65536,
-        address_space=12345,
-    )
-    assert looked_at == [tmp_path / "dev/shm"]
+    unknown = "This platform does not report whether the system ran out of memory."
+    assert OomWatch(tmp_path).describe("SIGKILL") == unknown
 
 
 def test_the_tightest_limit_counts_and_the_kills_of_the_own_group(tmp_path: Path) -> None:
@@ -91,14 +58,15 @@ def test_the_tightest_limit_counts_and_the_kills_of_the_own_group(tmp_path: Path
         **v2("slice/job", 500, 400, 3),
         **v2("slice", 800, 700, 4),
     }
-    state = read(tree(tmp_path, files))
-    assert (state.limit, state.used, state.cgroup_kills) == (500, 400, 2)
+    watch = OomWatch(tree(tmp_path, files))
+    assert "cgroup 400.00 B of 500.00 B in use" in watch.describe("SIGKILL")
+    tree(tmp_path, v2("slice/job/step", "max", 1, 5))
+    assert "rose from 2 to 5; limit 500.00 B" in watch.describe("SIGKILL")
 
 
 def test_in_a_container_the_mount_is_the_containers_own(tmp_path: Path) -> None:
     files = {"proc/self/cgroup": "0::/docker/abc\n", **v2("", 500, 400, 3)}
-    state = read(tree(tmp_path, files))
-    assert (state.limit, state.used, state.cgroup_kills) == (500, 400, 3)
+    assert "400.00 B of 500.00 B" in OomWatch(tree(tmp_path, files)).describe("SIGKILL")
 
 
 def test_version_1(tmp_path: Path) -> None:
@@ -107,28 +75,23 @@ def test_version_1(tmp_path: Path) -> None:
         **v1("job", 500, 400, 3),
         **v1("", 9223372036854771712, 4000, 0),  # which says "no limit"
     }
-    state = read(tree(tmp_path, files))
-    assert (state.limit, state.used, state.cgroup_kills) == (500, 400, 3)
+    watch = OomWatch(tree(tmp_path, files))
+    assert "cgroup 400.00 B of 500.00 B in use" in watch.describe("SIGKILL")
     (tmp_path / "sys/fs/cgroup/memory/job/memory.limit_in_bytes").write_text("9223372036854771712")
-    assert read(tmp_path).limit is None
+    assert "cgroup 4" not in watch.describe("SIGKILL")
 
 
 _FILES = (
     "proc/self/cgroup",
     "proc/vmstat",
-    "proc/meminfo",
-    "proc/self/limits",
     "sys/fs/cgroup/memory.max",
+    "sys/fs/cgroup/memory.current",
     "sys/fs/cgroup/memory.events",
     "sys/fs/cgroup/memory/memory.oom_control",
 )
 _WORDS = st.sampled_from(
-    [
-        "0::/", "0::/\0", "3:memory:/..", "oom_kill", "oom_kill 3", "oom_kill -1", "max", "١٢", "12",
-        "Max address space", "Max address space  7", "MemAvailable:",
-        "MemAvailable: 99999999999999999999",
-    ]
-)  # fmt: skip
+    ["0::/", "0::/\0", "3:memory:/..", "oom_kill", "oom_kill 3", "oom_kill -1", "max", "١٢", "12"]
+)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
@@ -142,30 +105,24 @@ def test_whatever_the_files_hold_reading_them_does_not_raise(
         path = tree(tmp_path, {name: ""}) / name
         content = contents.get(name, b"")
         path.write_bytes("\n".join(content).encode() if isinstance(content, list) else content)
-    state = read(tmp_path)
-    for value in vars(state).values():
-        assert value is None or (type(value) is int and value >= 0)
-    assert len(OomWatch(tmp_path).describe().splitlines()) <= 2
+    for signal in ("SIGKILL", "SIGBUS"):
+        assert len(OomWatch(tmp_path).describe(signal).splitlines()) <= 2
 
 
 def test_a_number_that_no_kernel_writes_tells_nothing(tmp_path: Path) -> None:
     files = {"proc/self/cgroup": "0::/", **v2("", "9" * 5_000, 1, 1)}
-    assert read(tree(tmp_path, files)).limit is None
+    assert "cgroup 1" not in OomWatch(tree(tmp_path, files)).describe("SIGKILL")
 
 
 def test_a_file_that_is_a_folder_tells_nothing(tmp_path: Path) -> None:
     for name in _FILES:
-        (tmp_path / name).mkdir(parents=True)
-    assert read(tmp_path).limit is None
+        (tmp_path / name).mkdir(parents=True, exist_ok=True)
+    assert "does not report" in OomWatch(tmp_path).describe("SIGKILL")
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the files of Linux")
-def test_of_this_very_machine_it_tells_the_available_memory() -> None:
-    state = read()
-    assert state.available is not None
-    assert 0 < state.available < 1 << 50
-    assert state.machine_kills is not None
-    assert "struck" not in OomWatch().describe()
+def test_on_this_very_machine_no_kill_was_counted() -> None:
+    assert OomWatch().describe("SIGKILL").startswith(NO_KILL)
 
 
 # -- the watch ---------------------------------------------------------------------------------------
@@ -177,11 +134,10 @@ def job(root: Path, kills: int, used: int, machine: int = 0, limit: int = 2 * GI
 
 
 def test_a_kill_that_was_counted_is_the_cause(tmp_path: Path) -> None:
-    watch = OomWatch(job(tmp_path, 3, 1 * GIB))
-    assert "struck" not in watch.describe()
+    watch = OomWatch(job(tmp_path, 3, 1 * GIB, machine=7))
+    assert watch.describe("SIGKILL").startswith(NO_KILL)  # those of before are not
     job(tmp_path, 4, int(1.98 * GIB))
-    assert "struck" in watch.describe()
-    cause, now = watch.describe().splitlines()
+    cause, now = watch.describe("SIGKILL").splitlines()
     assert cause == (
         "Likely cause: the cgroup's OOM killer struck (oom_kill rose from 3 to 4; limit 2.00 GiB, "
         "in use 1.98 GiB)."
@@ -189,39 +145,20 @@ def test_a_kill_that_was_counted_is_the_cause(tmp_path: Path) -> None:
     assert now == "Memory now: cgroup 1.98 GiB of 2.00 GiB in use."
 
 
-def test_a_kill_of_before_is_not(tmp_path: Path) -> None:
-    watch = OomWatch(job(tmp_path, 3, 1 * GIB, machine=7))
-    assert watch.describe().startswith(
-        "No OOM kill was counted: another program or a person sent the signal"
-    )
-    assert "struck" not in watch.describe()
-
-
 def test_a_kill_without_a_limit_is_told_without_one(tmp_path: Path) -> None:
     root = tree(tmp_path, {"proc/self/cgroup": "0::/job\n", **v2("job", "max", 5, 0)})
     watch = OomWatch(root)
     tree(root, v2("job", "max", 5, 1))
-    assert watch.describe() == (
+    assert watch.describe("SIGKILL") == (
         "Likely cause: the cgroup's OOM killer struck (oom_kill rose from 0 to 1)."
     )
 
 
-def test_a_full_cgroup_without_a_kill_points_to_somebody_who_watches_it(tmp_path: Path) -> None:
-    text = OomWatch(job(tmp_path, 0, int(1.95 * GIB))).describe()
-    assert "No OOM kill was counted, but the cgroup has 1.95 GiB of 2.00 GiB in use" in text
-
-
 def test_where_cgroups_count_nothing_the_machine_does(tmp_path: Path) -> None:
-    watch = OomWatch(tree(tmp_path, {"proc/vmstat": "oom_kill 1\n"}))
-    assert "No OOM kill was counted" in watch.describe()
+    watch = OomWatch(tree(tmp_path, {"proc/vmstat": "nr_free_pages 12\noom_kill 1\n"}))
+    assert watch.describe("SIGKILL").startswith(NO_KILL)
     tree(tmp_path, {"proc/vmstat": "oom_kill 2\n"})
-    assert "the machine's OOM killer struck (oom_kill rose from 1 to 2" in watch.describe()
-
-
-def test_a_kill_in_another_cgroup_is_told_as_such(tmp_path: Path) -> None:
-    watch = OomWatch(job(tmp_path, 0, 1, machine=1))
-    job(tmp_path, 0, 1, machine=2)
-    assert "in another cgroup" in watch.describe()
+    assert "machine's OOM killer struck (oom_kill rose from 1 to 2" in watch.describe("SIGKILL")
 
 
 @pytest.mark.parametrize(
@@ -229,32 +166,16 @@ def test_a_kill_in_another_cgroup_is_told_as_such(tmp_path: Path) -> None:
     [(0, 1, "/dev/shm is full"), (9, 10, "cgroup's limit"), (9, 1, "has become shorter")],
 )
 def test_a_bus_error_is_of_shared_memory(
-    monkeypatch: pytest.MonkeyPatch, free: int, used: int, word: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, used: int, word: str
 ) -> None:
-    state = MemoryReport(limit=10, used=used, shm_size=10, shm_free=free)
-    monkeypatch.setattr(memory_report, "read", lambda root: state)
-    cause, now = OomWatch().describe("SIGBUS").splitlines()
+    asked = []
+
+    def statvfs(path: Path) -> SimpleNamespace:
+        asked.append(path)
+        return SimpleNamespace(f_blocks=10, f_frsize=1024, f_bavail=free)
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    cause, now = OomWatch(job(tmp_path, 0, used, limit=10)).describe("SIGBUS").splitlines()
     assert word in cause
-    assert f"/dev/shm {free} B of 10 B free" in now
-
-
-def test_other_signals_get_the_figures_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    state = MemoryReport(available=3 * GIB, address_space=GIB // 2)
-    monkeypatch.setattr(memory_report, "read", lambda root: state)
-    assert OomWatch().describe("SIGSEGV") == (
-        "Memory now: machine 3.00 GiB available, ulimit -v 512.00 MiB."
-    )
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1.00 KiB"),
-        (5 << 40, "5.00 TiB"),
-        (3 << 51, "6144.00 TiB"),
-    ],
-)
-def test_sizes(count: int, text: str) -> None:
-    assert memory_report._size(count) == text
+    assert now.endswith(f"/dev/shm {f'{free}.00 KiB' if free else '0.00 B'} of 10.00 KiB free.")
+    assert asked == [tmp_path / "dev/shm"]

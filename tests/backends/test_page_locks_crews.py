@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.fake_accelerator import FakeAccelerator
 
 from hybridloader import DataLoader, Fork, Inline, Memory, Threads
 from hybridloader.engine.messages import Stop, Task, WorkerSpec
@@ -19,7 +20,7 @@ from hybridloader.engine.restart import RestartPolicy
 from hybridloader.engine.stage import Stage
 from hybridloader.memory.page_locks import PageLocks
 from hybridloader.memory.slots import OWN
-from hybridloader.testing import Call, FakeAccelerator
+from hybridloader.testing import Call
 
 BACKENDS = [Inline(), Threads(), Fork()]
 names = [backend.name for backend in BACKENDS]

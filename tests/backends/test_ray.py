@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.backend_contract import BackendContract
 from torch.utils.data import Dataset
 
 from hybridloader import (
@@ -31,7 +32,7 @@ from hybridloader import (
 )
 from hybridloader.backends.ray import exited
 from hybridloader.errors import BackendUnavailable, WorkerPicklingError
-from hybridloader.testing import BackendContract, Gate
+from hybridloader.testing import Gate
 from hybridloader.testing.work import Call, echo
 
 ray = pytest.importorskip("ray")

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridloader.backends.process import postmortem, stack_dump
-from hybridloader.backends.process.postmortem import PostmortemRecord
+from hybridloader.backends.process import postmortem
+from hybridloader.backends.process.postmortem import MOST, PostmortemRecord, shortened
 from hybridloader.engine.fetcher import TaskContext
 
 # -- the text ----------------------------------------------------------------------------------------
@@ -23,20 +23,22 @@ def _frame(path: str, function: str, line: int = 1) -> str:
 CHILD = str(Path(postmortem.__file__).with_name("child.py"))
 
 
+def of_dump(text: str) -> str:
+    return shortened(text, "The thread that does the tasks")
+
+
 def test_the_loop_and_what_is_around_it_are_left_out() -> None:
     worker = str(Path(TaskContext.__init__.__code__.co_filename).with_name("worker.py"))
     text = "\n".join(
         [
-            "Thread 0x00ff (most recent call first):",
+            "Current thread 0x00ff (most recent call first):",
             _frame("/their/dataset.py", "__getitem__"),
             _frame(worker, "run"),
             _frame(CHILD, "main"),
             _frame("/their/train.py", "<module>"),
         ]
     )
-    assert stack_dump.of_dump(text, 255).splitlines()[1:] == [
-        _frame("/their/dataset.py", "__getitem__")
-    ]
+    assert of_dump(text).splitlines()[1:] == [_frame("/their/dataset.py", "__getitem__")]
 
 
 def test_a_worker_that_only_waits_for_a_task_shows_that() -> None:
@@ -47,13 +49,13 @@ def test_a_worker_that_only_waits_for_a_task_shows_that() -> None:
             _frame(CHILD, "main"),
         ]
     )
-    assert stack_dump.of_dump(text, 255).splitlines()[1:] == [_frame(CHILD, "get")]
+    assert of_dump(text).splitlines()[1:] == [_frame(CHILD, "get")]
 
 
 def test_a_deep_stack_keeps_both_ends() -> None:
     frames = [_frame(f"/a/long/path/to/some/module_{i}.py", f"function_{i}") for i in range(100)]
-    text = stack_dump.of_dump("\n".join(["Thread 0x1 (most recent call first):", *frames]), 1)
-    assert len(text) <= stack_dump.MOST
+    text = of_dump("\n".join(["Current thread 0x1 (most recent call first):", *frames]))
+    assert len(text) <= MOST
     assert "function_0" in text
     assert "function_99" in text
     assert "frames omitted" in text
@@ -61,14 +63,14 @@ def test_a_deep_stack_keeps_both_ends() -> None:
 
 def test_a_thread_without_python_frames_is_left_out() -> None:
     lines = ["Thread 0x2 (most recent call first):", "  <no Python frame>"]
-    lines += ["Thread 0x1 (most recent call first):", _frame("/mine.py", "mine")]
-    assert stack_dump.of_dump("\n".join(lines), 1).splitlines()[1:] == [_frame("/mine.py", "mine")]
+    lines += ["Current thread 0x1 (most recent call first):", _frame("/mine.py", "mine")]
+    assert of_dump("\n".join(lines)).splitlines()[1:] == [_frame("/mine.py", "mine")]
 
 
 @pytest.mark.parametrize("noise", ["y" * 10_000, "line\n" * 2_000])
 def test_what_is_no_stack_is_cut_to_size(noise: str) -> None:
     text = f"Fatal Python error: {noise}\nCurrent thread 0x1 (most recent call first):\n  frame"
-    told = stack_dump.of_crash(text)
+    told = shortened(text, "The thread that crashed")
     assert len(told) <= 1_100
     assert told.endswith("  frame")
 
@@ -84,11 +86,10 @@ def test_many_threads_do_not_push_out_the_one_that_matters() -> None:
     blocks = []
     for ident in range(2, 100):
         blocks += [f"Thread 0x{ident:x} (most recent call first):", _frame("/x" * 40, f"f{ident}")]
-    blocks += ["Thread 0x1 (most recent call first):", _frame("/mine.py", "mine")]
-    text = stack_dump.of_dump("\n".join(blocks), 1)
+    blocks += ["Current thread 0x1 (most recent call first):", _frame("/mine.py", "mine")]
+    text = of_dump("\n".join(blocks))
     assert text.splitlines()[1] == _frame("/mine.py", "mine")
-    assert len(text) <= stack_dump.MOST
-    assert "more threads omitted" in text
+    assert len(text) <= MOST
 
 
 _LINE = st.one_of(
@@ -110,13 +111,9 @@ _LINE = st.one_of(
 )
 
 
-@given(st.lists(_LINE, max_size=120), st.integers(0, 3))
-def test_any_text_is_cut_to_size(lines: list[str], home: int) -> None:
-    text = "\n".join(lines)
-    assert len(stack_dump.of_dump(text, home)) <= stack_dump.MOST
-    crash = stack_dump.of_crash(text)
-    assert len(crash) <= stack_dump.MOST
-    assert bool(crash) == ("Fatal Python error: " in text)
+@given(st.lists(_LINE, max_size=120))
+def test_any_text_is_cut_to_size(lines: list[str]) -> None:
+    assert len(of_dump("\n".join(lines))) <= MOST
 
 
 ALONE = "<Cannot show all threads while the GIL is disabled>"
@@ -143,7 +140,7 @@ def test_what_python_3_14_writes_of_a_crash_is_told_too(heading: list[str]) -> N
             "Extension modules: numpy (total: 1)",
         ]
     )
-    assert stack_dump.of_crash(text).splitlines() == [
+    assert shortened(text, "The thread that crashed").splitlines() == [
         "Fatal Python error: Segmentation fault",
         *heading[1:-1],
         "The thread that crashed (most recent call first):",

@@ -302,7 +302,7 @@ class Kernel:
         self._due: list[tuple[float, str]] = []
         made = PostmortemRecord.make()
         assert made is not None
-        numbers = postmortem._NUMBERS.pack(38, 99, 1, -1, -1)
+        numbers = postmortem._NUMBERS.pack(38, 99, -1, -1)
         self.record = PostmortemRecord(
             _with_numbers(made, numbers),
             clock=lambda: self.now,

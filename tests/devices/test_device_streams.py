@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from support.fake_accelerator import FakeAccelerator
 from support.forking import in_a_fork
 from support.locked_slots import Private, address
 from support.pinning_datasets import Rows, first_of, reading
@@ -15,18 +16,12 @@ from support.pinning_datasets import Rows, first_of, reading
 from hybridloader import DataLoader, Pipeline
 from hybridloader.devices.pinning import BUFFER_BYTES, Mover
 from hybridloader.memory import page_locks
-from hybridloader.testing import FakeAccelerator
 
 
 class Apart(FakeAccelerator):
     """Has streams, but can't tell its allocator who uses what."""
 
     queues_copies = False
-
-
-class OneStream(FakeAccelerator):
-    queues_copies = False
-    one_stream = True
 
 
 def mover(device: FakeAccelerator) -> Mover:
@@ -38,13 +33,13 @@ def mover(device: FakeAccelerator) -> Mover:
 # -- where nothing can be handed from one stream to another -----------------------------------------
 
 
-@pytest.mark.parametrize("kind", [FakeAccelerator, Apart, OneStream])
+@pytest.mark.parametrize("kind", [FakeAccelerator, Apart])
 def test_what_is_read_late_on_the_users_stream_is_what_was_sent(
     kind: type[FakeAccelerator],
 ) -> None:
     device = kind()
     moving = mover(device)
-    own = device.default if device.one_stream else device.new_stream()
+    own = device.new_stream()
     seen: list[bytes] = []
     for value in range(4):
         ahead = [moving.send([{"x": torch.full((8,), value, dtype=torch.uint8)}])]
@@ -70,18 +65,8 @@ def test_who_takes_a_batch_copies_it_from_page_locked_memory_then() -> None:
     assert data[1] == 3
 
 
-def test_with_one_stream_the_thread_copies() -> None:
-    device = OneStream()
-    moving = mover(device)
-    sent = moving.send([[torch.ones(4)]])
-    assert device.holds(sent.data[0])
-    assert sent.size == 16
-    assert torch.equal(moving.take(sent)[0], torch.ones(4))
-
-
-@pytest.mark.parametrize("kind", [Apart, OneStream])
-def test_a_loader_and_a_pipeline_do_the_same(kind: type[FakeAccelerator]) -> None:
-    device = kind()
+def test_a_loader_and_a_pipeline_do_the_same() -> None:
+    device = Apart()
     loader = DataLoader(Rows(12), 2, num_workers=2, backend="threads", device=device)
     pipe = Pipeline.from_dataset(Rows(12), backend="threads", num_workers=2).batch(2).to(device)
     for batches in (loader, pipe):
@@ -102,7 +87,7 @@ class Packed(NamedTuple):
         return self._replace(data=self.device.move(self.data))
 
 
-@pytest.mark.parametrize("kind", [FakeAccelerator, Apart, OneStream])
+@pytest.mark.parametrize("kind", [FakeAccelerator, Apart])
 def test_a_part_that_stays_on_the_host_is_not_named_to_the_allocator(
     kind: type[FakeAccelerator],
 ) -> None:
@@ -183,11 +168,8 @@ def test_a_slot_is_read_by_the_stream_of_who_moves_a_part_wherever_it_dies() -> 
     drained(device, moving)
 
 
-@pytest.mark.parametrize("kind", [Apart, OneStream])
-def test_a_slot_that_was_copied_with_the_host_waiting_is_used_again(
-    kind: type[FakeAccelerator],
-) -> None:
-    device = kind()
+def test_a_slot_that_was_copied_with_the_host_waiting_is_used_again() -> None:
+    device = Apart()
     moving = Mover(device, 2, BUFFER_BYTES)
     moving.prepare()
     slots = slots_of(moving)
@@ -253,12 +235,10 @@ def test_the_fake_refuses(case: str) -> None:
     assert device.refused == [str(caught.value)]
 
 
-def test_where_there_is_no_record_stream_or_one_stream_the_fake_refuses_that_too() -> None:
+def test_where_there_is_no_record_stream_the_fake_refuses_that_too() -> None:
     device = Apart()
     with pytest.raises(NotImplementedError, match="aten::record_stream"):
         device.keep_for(device.move(torch.ones(1)), device.default)
-    with pytest.raises(RuntimeError, match="one stream"):
-        OneStream().new_stream()
 
 
 def test_what_may_not_be_raised_is_noted() -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.fake_accelerator import FakeAccelerator
 
 from hybridloader import Transfer
 from hybridloader.devices.accelerator import current, find, taken_for_current
 from hybridloader.devices.pinning import Mover, Pinner, check, pinner_for
 from hybridloader.devices.torch_accelerator import TorchAccelerator
-from hybridloader.testing import FakeAccelerator
 
 
 def test_a_device_that_is_not_there_or_none_is_refused_in_words() -> None:

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from support.fake_accelerator import FakeAccelerator
 from support.pinning_datasets import Leaf
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from hybridloader.devices.pinning import BUFFER_BYTES, Mover, Pinner, Sent
 from hybridloader.devices.torch_accelerator import TorchAccelerator
-from hybridloader.testing import FakeAccelerator
 
 # -- pinning -----------------------------------------------------------------------------------------
 
@@ -415,7 +415,6 @@ def test_a_device_that_locks_no_pages_pins_by_a_copy() -> None:
 def test_a_device_that_neither_pins_nor_has_streams_gets_its_copies_at_once() -> None:
     class Plain(FakeAccelerator):
         pins = queues_copies = False  # type: ignore[assignment]
-        one_stream = True
 
         def pin(self, tensor: torch.Tensor) -> torch.Tensor:
             raise AssertionError("does not pin")

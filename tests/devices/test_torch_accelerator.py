@@ -98,7 +98,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Scripted:
         ("set_device_index", made.set_index),
     ):
         monkeypatch.setattr(torch.accelerator, name, call)
-    monkeypatch.setattr(torch_accelerator, "_streams_of", {})
+    monkeypatch.setattr(torch_accelerator, "_side_streams", {})
     return made
 
 
@@ -128,7 +128,7 @@ def test_a_device_whose_module_has_no_streams_gets_those_that_torch_has(scripted
     assert type(side) is _Stream
     assert side.device == DEVICE
     assert device.current_stream() is scripted.streams[1]
-    assert (device.queues_copies, device.one_stream) == (True, False)
+    assert device.queues_copies
     with device.on(side):
         assert device.current_stream() is side
 
@@ -206,7 +206,7 @@ def test_only_what_is_page_locked_is_copied_while_the_host_goes_on(scripted: Scr
 def test_of_a_device_with_one_stream_each_copy_is_waited_for(scripted: Scripted, kind: Any) -> None:
     scripted.module = SimpleNamespace(Stream=kind)
     device = TorchAccelerator(DEVICE)
-    assert (device.queues_copies, device.one_stream) == (False, True)
+    assert not device.queues_copies
     assert device.side_stream() is None
     assert moved(device, pinned=True) == (DEVICE, False)
 
@@ -219,7 +219,7 @@ def test_and_of_one_whose_streams_can_not_be_told_of_each_other(
         scripted.module = SimpleNamespace(Stream=Eventless)
     scripted.records = lacks == "events"
     device = TorchAccelerator(DEVICE)
-    assert (device.queues_copies, device.one_stream) == (False, False)
+    assert not device.queues_copies
     assert device.side_stream() is None
     assert moved(device, pinned=True) == (DEVICE, False)
 

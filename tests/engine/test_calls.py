@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pickle
+import platform
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -15,7 +17,7 @@ import pytest
 from hybridloader import engine
 from hybridloader.engine import called_worker
 from hybridloader.engine.called_worker import Parts, parts_of, work_of
-from hybridloader.engine.calls import BUNDLE_BYTES, BUNDLE_SECONDS, EVERY, TRIPS, FarClock, Place
+from hybridloader.engine.calls import BUNDLE_BYTES, BUNDLE_SECONDS, Place
 from hybridloader.engine.meter import MEASURES, Measures
 from hybridloader.engine.serving import Pickled
 from hybridloader.engine.slices import SliceReport
@@ -468,72 +470,30 @@ def test_results_of_one_call_may_share_memory_that_is_used_again() -> None:
 # -- clocks ----------------------------------------------------------------------------------------
 
 
-class Trips:
-    """A machine whose clock is `ahead`; each answer takes what `takes` says, half of it to get there."""
-
-    def __init__(self, ahead: float, takes: list[float]) -> None:
-        self.now, self.ahead, self.takes = 50.0, ahead, takes
-        self.asked = 0
-
-    def clock(self) -> float:
-        return self.now
-
-    def ask(self) -> Future[float]:
-        took = self.takes[self.asked]
-        self.asked += 1
-        found: Future[float] = Future()
-        found.set_result(self.now + took / 2 + self.ahead)
-        self.now += took
-        return found
+def _measured(machine: str) -> list[tuple[float, float]]:
+    """Begin and end of two tasks in one call; by the worker's clock they ended at 101 and 102."""
+    handle = Handle()
+    handle.calls[0][1].set_result((1, machine))
+    handle.send(TASK)
+    results = []
+    for began in (100.0, 101.0):
+        spans = ((began, began + 1.0, 1.0),)
+        slices = SliceReport(1, 2, 3, (("task", began, began + 1.0, 2, 0),), 0)
+        measures = Measures(spans, 1.0, None, None, None, 0.0, 0.0, 0, slices)
+        results.append(done(1)._replace(extras={MEASURES: measures}))
+    handle.answer(0, *results)
+    found = [event.extras[MEASURES] for event in handle.events]  # type: ignore[union-attr]
+    assert all(each.slices.slices[0][1:3] == each.spans[0][:2] for each in found)
+    return [each.spans[0][:2] for each in found]
 
 
-def test_the_shortest_round_trip_tells_what_a_far_clock_is_ahead() -> None:
-    class Busy(Trips):
-        def ask(self) -> Future[float]:
-            found = super().ask()
-            if self.takes[self.asked - 1] > 1:  # it lay there before it was read
-                busy: Future[float] = Future()
-                busy.set_result(found.result() + self.takes[self.asked - 1] / 2)
-                return busy
-            return found
-
-    trips = Busy(1000.0, [3.0, 0.2, 5.0, 0.1, 0.1, 0.1])
-    clock = FarClock(trips.ask, trips.clock)
-    clock.look()
-    assert trips.asked == TRIPS
-    assert clock.offset == pytest.approx(1000.0)
-    measures = _measures(1100.0)
-    extras = {MEASURES: measures._replace(others=(measures,))}
-    clock.translate(extras)
-    moved = extras[MEASURES]
-    assert moved.spans == ((pytest.approx(100.0), pytest.approx(101.0), 1.0),)
-    assert moved.others[0].spans == moved.spans
-    assert moved.slices.slices[0][:3] == ("task", pytest.approx(100.0), pytest.approx(101.0))
-    assert trips.asked == TRIPS, "it looks again after a while"
-    trips.ahead = 1000.5
-    trips.now += EVERY
-    clock.translate({MEASURES: measures})
-    assert clock.offset == pytest.approx(1000.5)
-    clock.translate({})
+def test_times_of_another_machine_are_those_of_the_arrival() -> None:
+    before = time.perf_counter()
+    (began, ended), second = _measured("elsewhere")
+    assert before <= ended <= time.perf_counter()
+    assert ended - began == pytest.approx(1.0)
+    assert second == (pytest.approx(began + 1.0), pytest.approx(ended + 1.0))
 
 
-def test_a_worker_that_died_has_no_clock() -> None:
-    gone: Future[float] = Future()
-    gone.set_exception(OSError("gone"))
-    clock = FarClock(lambda: gone)
-    clock.look()
-    assert clock.offset is None
-
-
-def test_times_that_come_before_the_offset_is_known_are_left_out() -> None:
-    clock = FarClock(Future)
-    clock.look()
-    extras = {MEASURES: _measures(1100.0), "other": 1}
-    clock.translate(extras)
-    assert extras == {"other": 1}
-
-
-def _measures(began: float) -> Measures:
-    told = SliceReport(1, 2, 3, (("task", began, began + 1.0, 2, 0),), 0)
-    spans = ((began, began + 1.0, 1.0),)
-    return Measures(spans, 1.0, None, None, None, 0.0, 0.0, 0, told)
+def test_times_of_this_machine_are_as_they_are() -> None:
+    assert _measured(platform.node()) == [(100.0, 101.0), (101.0, 102.0)]

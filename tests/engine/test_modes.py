@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.fake_accelerator import FakeAccelerator
 from support.installed_torch import get_default_device
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset
 
 from hybridloader import DataLoader, Pipeline
 from hybridloader.engine.relay import Relay
-from hybridloader.testing import FakeAccelerator
 
 Modes = tuple[Any, ...]
 Around = Callable[[], AbstractContextManager[Any]]
@@ -178,27 +178,27 @@ def oracle() -> dict[str, Modes]:
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("name", AROUND)
 def test_the_modes_around_a_loop_hold_wherever_samples_are_made(
-    name: str, place: str, oracle: dict[str, Modes]
+    place: str, oracle: dict[str, Modes]
 ) -> None:
-    with AROUND[name]():
-        found = PLACES[place]()
-    assert set(found) == {oracle[name]}
-    assert modes() == oracle["none"]
+    for name, around in AROUND.items():
+        with around():
+            found = PLACES[place]()
+        assert set(found) == {oracle[name]}, name
+        assert modes() == oracle["none"], name
 
 
 TORCHS = [name for name in AROUND if name not in ("a context variable", "numpy.errstate")]
 """Modes that follow each epoch. Context variables stay those of the first, as they do in a process."""
 
 
-@pytest.mark.parametrize("first", TORCHS)
+@pytest.mark.parametrize("backend", ["inline", "threads"])
 @pytest.mark.parametrize("second", ["none", "no_grad", "several"])
 @pytest.mark.parametrize("options", [{}, {"threads_per_worker": 2}, {"seeding": "sample"}], ids=str)
 def test_workers_that_stay_have_the_modes_in_which_each_epoch_begins(
-    first: str, second: str, options: Any, oracle: dict[str, Modes]
+    backend: str, second: str, options: Any, oracle: dict[str, Modes]
 ) -> None:
-    for backend in ("inline", "threads"):
+    for first in TORCHS:
         loader = DataLoader(
             Looks(),
             4,

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.fake_accelerator import FakeAccelerator
 from torch.utils.data import (
     BatchSampler,
     RandomSampler,
@@ -23,7 +24,7 @@ from hybridloader import DataLoader, get_worker_info
 from hybridloader.loader.plan import LoaderPlan
 from hybridloader.loader.stateful_dataloader import StatefulDataLoader
 from hybridloader.sampling import ShuffleSampler
-from hybridloader.testing import FakeAccelerator, Gate
+from hybridloader.testing import Gate
 
 LENGTH, WORKERS, WINDOW = 60, 2, 4
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.failing_datasets import Samples, at_gate, outcomes
+from support.fake_accelerator import FakeAccelerator
 from support.installed_torch import warns_without_accelerator
 from support.pinning_datasets import (
     NO_ACCELERATOR,
@@ -31,7 +32,7 @@ from hybridloader import (
 )
 from hybridloader.devices.accelerator import taken_for_current
 from hybridloader.memory.slots import OWN
-from hybridloader.testing import FakeAccelerator, Gate
+from hybridloader.testing import Gate
 
 PIN_THREAD = "hybridloader-pin_memory"
 TO_THREAD = "hybridloader-to"

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from support.failing_datasets import Samples, at_gate, outcomes
+from support.fake_accelerator import FakeAccelerator
 from support.pinning_datasets import (
     Counting,
     Pinnable,
@@ -28,7 +29,7 @@ from support.pinning_datasets import (
 
 from hybridloader import DataLoader, WorkerDied, WorkerTimeout
 from hybridloader.errors import IteratorClosed
-from hybridloader.testing import FakeAccelerator, Gate
+from hybridloader.testing import Gate
 
 TO_THREAD = "hybridloader-to"
 
@@ -308,7 +309,7 @@ def test_a_process_may_end_with_a_batch_in_every_place() -> None:
         import torch
         from torch.utils.data import TensorDataset
         from hybridloader import DataLoader
-        from hybridloader.testing import FakeAccelerator
+        from support.fake_accelerator import FakeAccelerator
 
         data = TensorDataset(torch.zeros(64, 1000))
         kept = []
@@ -319,7 +320,11 @@ def test_a_process_may_end_with_a_batch_in_every_place() -> None:
     """
     code = textwrap.dedent(script)
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=100
+        [sys.executable, "-W", "error", "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     assert (done.returncode, done.stderr) == (0, "")
 

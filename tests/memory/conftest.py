@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from support.fake_accelerator import FakeAccelerator
 from support.locked_slots import Private, Shared
 
 from hybridloader.memory import page_locks
 from hybridloader.memory.page_locks import PageLocks
-from hybridloader.testing import FakeAccelerator
 
 
 @pytest.fixture

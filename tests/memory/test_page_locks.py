@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.fake_accelerator import FakeAccelerator
 from support.forking import in_a_fork
 from support.locked_slots import LARGE, Private, Shared, address
 
 from hybridloader.memory import page_locks, segments, slots
 from hybridloader.memory.page_locks import PageLocks
 from hybridloader.memory.slots import OWN
-from hybridloader.testing import FakeAccelerator
 
 # -- the device comes first --------------------------------------------------------------------------
 
@@ -374,7 +374,7 @@ import torch
 from hybridloader.memory.page_locks import PageLocks
 from hybridloader.memory.tensors import tensor_over
 from hybridloader.memory.slots import OWN, PrivateSlots
-from hybridloader.testing import FakeAccelerator
+from support.fake_accelerator import FakeAccelerator
 device = FakeAccelerator()
 slots = PrivateSlots(1 << 40)
 slots.page_lock(PageLocks(device))
@@ -385,7 +385,13 @@ cycle.append(cycle)
 del cycle
 print(len(device.locked))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "3\n", "")
 
 

@@ -9,12 +9,12 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+from support.fake_accelerator import FakeAccelerator
 from support.locked_slots import Private, Shared
 
 from hybridloader.memory import slots
 from hybridloader.memory.page_locks import PageLocks
 from hybridloader.memory.slots import OWN
-from hybridloader.testing import FakeAccelerator
 
 # -- any order of all that ---------------------------------------------------------------------------
 

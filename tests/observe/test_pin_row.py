@@ -6,12 +6,12 @@ import time
 
 import pytest
 import torch
+from support.fake_accelerator import FakeAccelerator
 from support.manual_clock import Clock
 from support.pinning_datasets import BACKENDS, Rows
 
 from hybridloader import DataLoader
 from hybridloader.observe.thread_times import TimedPulls
-from hybridloader.testing import FakeAccelerator
 
 NAP = 0.01
 

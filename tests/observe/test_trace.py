@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from support.fake_accelerator import FakeAccelerator
 from support.traces import ReadTrace
 
 import hybridloader
 from hybridloader import DataLoader, Skip
 from hybridloader.engine.slices import Slices
 from hybridloader.observe import tracing
-from hybridloader.testing import FakeAccelerator
 
 
 class Work:

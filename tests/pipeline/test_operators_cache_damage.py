@@ -51,9 +51,9 @@ def test_a_file_of_another_pipeline_is_refused(file: Path) -> None:
 
 def test_a_file_of_another_format_is_refused(file: Path) -> None:
     whole = bytearray(written(file))
-    whole[8] = 1
+    whole[8] = 2
     file.write_bytes(whole)
-    with pytest.raises(CacheError, match="of format 1, and this release reads format 2; delete it"):
+    with pytest.raises(CacheError, match="of format 2, and this release reads format 3; delete it"):
         begin(Cache(file, "of this"))
 
 

@@ -4,32 +4,30 @@ from __future__ import annotations
 
 import functools
 import pickle
-import re
 import subprocess
 import sys
 import threading
 from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Subset, TensorDataset
 
 from hybridloader import Pipeline, Replace
 from hybridloader.errors import CacheError
-from hybridloader.pipeline.operators.fingerprint import drawn, fingerprint
+from hybridloader.pipeline.operators.cache import in_words
 from hybridloader.pipeline.operators.order import ShardByRank
-from hybridloader.records import SharedDict, SharedList
-from hybridloader.sampling import ShuffleSampler
+from hybridloader.records import SharedList
 
 
+@dataclass
 class Scale:
     """A callable with an attribute."""
 
-    def __init__(self, by: Any) -> None:
-        self.by, self.lock = by, threading.Lock()
+    by: Any
 
     def __call__(self, item: int) -> int:
         return item * int(self.by)
@@ -38,18 +36,8 @@ class Scale:
         return self(item)
 
 
-class Slotted:
-    __slots__ = ("by",)
-
-    def __init__(self, by: Any) -> None:
-        self.by = by
-
-
 class Lazy:
     """A dataset that may not be read while a pipeline is made."""
-
-    def __init__(self, *paths: str) -> None:
-        self.paths = paths
 
     def __len__(self) -> int:
         return 3
@@ -61,26 +49,16 @@ class Lazy:
         raise KeyError(name)
 
 
-class LazyList(list[Any]):
-    __len__ = __getitem__ = __iter__ = None  # type: ignore[assignment]
+class Unprintable:
+    def __repr__(self) -> str:
+        raise KeyError("no")
 
 
 def power(item: int, by: int = 2) -> int:
     return item**by  # type: ignore[no-any-return]
 
 
-def times(by: int) -> Any:
-    return lambda item: item * by
-
-
-def changed(array: np.ndarray[Any, Any], place: int) -> np.ndarray[Any, Any]:
-    array = array.copy()
-    array.reshape(-1)[place] += 1
-    return array
-
-
 LONG = list(range(10_000))
-ARRAY = np.arange(4000.0).reshape(50, 80)
 
 OTHERS: dict[str, tuple[Any, Any]] = {
     "first item": ([1, 2, 3], [9, 2, 3]),
@@ -92,57 +70,32 @@ OTHERS: dict[str, tuple[Any, Any]] = {
     "bool": ([1], [True]),
     "container": ([1], (1,)),
     "within": ([[1, [2]]], [[1, [3]]]),
-    "large numbers": (10**5000, 10**5000 + 1),
     "dict": ({"a": 1}, {"a": 2}),
     "key": ({"a": 1}, {"b": 1}),
     "set": ({"a", "b"}, {"a", "c"}),
     "deque": (deque([1]), deque([2])),
     "path": (Path("a"), Path("b")),
-    "pattern": (re.compile("a" * 300), re.compile("a" * 300, re.I)),
-    "bytes": (b"a" * 10**6, b"a" * (10**6 - 1) + b"b"),
     "partial": (functools.partial(power, by=2), functools.partial(power, by=3)),
     "partial, function": (functools.partial(power), functools.partial(pow)),
     "attribute": (Scale(2), Scale(3)),
     "method": (Scale(2).scaled, Scale(3).scaled),
-    "slot": (Slotted(2), Slotted(3)),
-    "closure": (times(2), times(3)),
-    "paths": (Lazy("a", "b"), Lazy("a", "c")),
-    "array": (ARRAY, changed(ARRAY, 0)),
-    "end of an array": (ARRAY, changed(ARRAY, -1)),
-    "dtype": (ARRAY, ARRAY.astype("f4")),
-    "shape": (ARRAY, ARRAY.reshape(80, 50)),
-    "objects": (np.array([{}, 1], dtype=object), np.array([{}, 2], dtype=object)),
-    "tensor": (torch.from_numpy(ARRAY), torch.from_numpy(changed(ARRAY, -1))),
-    "view": (torch.from_numpy(ARRAY).T, torch.from_numpy(changed(ARRAY, 0)).T),
-    "subset": (Subset(Lazy(), [0, 1]), Subset(Lazy(), [0, 2])),  # type: ignore[arg-type]
-    "tensors": (TensorDataset(torch.arange(3)), TensorDataset(torch.arange(1, 4))),
+    "array": (np.arange(3), np.arange(1, 4)),
+    "tensor": (torch.arange(3), torch.arange(1, 4)),
     "shared": (SharedList(["a", "b"]), SharedList(["a", "c"])),
-    "shared dict": (SharedDict({"a": 1}), SharedDict({"a": 2})),
-    "sampler": (ShuffleSampler(9, seed=1), ShuffleSampler(9, seed=2)),
 }
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_what_differs_has_another_fingerprint(name: str) -> None:
+def test_what_differs_is_described_differently(name: str) -> None:
     one, other = OTHERS[name]
-    assert fingerprint(one) != fingerprint(other)
-    assert fingerprint(one) == fingerprint(one)
+    assert in_words(one) != in_words(other)
+    assert in_words(one) == in_words(one)
 
 
-def test_it_is_the_same_in_every_process_and_bounded_whatever_there_is() -> None:
-    endless: list[Any] = []
-    endless.append(endless)
-    deep: list[Any] = []
-    for _ in range(5000):
-        deep = [deep]
-    for value in (endless, deep, LazyList([1]), [[[0] * 100] * 100] * 100, threading.Lock(), sys):
-        assert re.fullmatch("[0-9a-f]{10}", fingerprint(value))
-    assert fingerprint(LazyList([1])) != fingerprint(LazyList([2]))
-    assert len(drawn(10**9)) == 64
-    assert drawn(10**9) == drawn(10**9)
+def test_a_description_is_the_same_in_every_process() -> None:
     script = """
-        from hybridloader.pipeline.operators.fingerprint import fingerprint
-        print(fingerprint([{"b", "a", "c"}, {"k": object()}, len, 0.1, b"x", 1j, None, dict]))
+        from hybridloader.pipeline.operators.cache import in_words
+        print(in_words([{"b", "a", "c"}, {"k": object()}, len, 0.1, b"x", 1j, None, dict]))
     """
     told = {
         subprocess.run(
@@ -155,8 +108,17 @@ def test_it_is_the_same_in_every_process_and_bounded_whatever_there_is() -> None
         for seed in (1, 2)
     }
     assert told == {
-        fingerprint([{"b", "a", "c"}, {"k": object()}, len, 0.1, b"x", 1j, None, dict]) + "\n"
+        in_words([{"b", "a", "c"}, {"k": object()}, len, 0.1, b"x", 1j, None, dict]) + "\n"
     }
+
+
+def test_a_description_is_bounded_and_a_repr_that_is_not_usable_is_left_out() -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    for value in (endless, "x" * 10**6, [LONG] * 100):
+        assert len(in_words(value)) < 10**6
+    for value in (threading.Lock(), Unprintable(), Lazy()):
+        assert in_words(value) == f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 # -- in a cache --------------------------------------------------------------------------------------
@@ -192,9 +154,7 @@ def test_a_cache_of_something_else_is_refused_and_that_of_the_same_is_read(
 def test_a_cache_says_why_it_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "cache"
     list(squares([1, 2, 3]).cache(file))
-    with pytest.raises(
-        CacheError, match="Digests after # stand for arguments, attributes and a sample"
-    ):
+    with pytest.raises(CacheError, match="Digests after # stand for the reprs of arguments"):
         iter(squares([1, 2, 4]).cache(file))
     file.unlink()
     assert list(squares([1, 2, 3]).cache(file, fingerprint="mine")) == [1, 4, 9]
@@ -204,7 +164,7 @@ def test_a_cache_says_why_it_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_dataset_is_not_read_to_tell_it_from_others(tmp_path: Path) -> None:
-    Pipeline.from_dataset(Lazy("a")).cache(tmp_path / "cache")
+    Pipeline.from_dataset(Lazy()).cache(tmp_path / "cache")
 
 
 def test_a_file_of_one_rank_is_refused_on_another(

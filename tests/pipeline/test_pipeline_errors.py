@@ -213,16 +213,14 @@ WAYS: dict[str, Way] = {
 
 
 @pytest.mark.parametrize("within", [False, True], ids=["its own", "of a loader within"])
-@pytest.mark.parametrize("kind", OURS)
 @pytest.mark.parametrize("way", WAYS)
-def test_an_error_of_a_function_ends_nothing_whatever_its_type(
-    way: str, kind: type[Exception], within: bool
-) -> None:
+def test_an_error_of_a_function_ends_nothing_whatever_its_type(way: str, within: bool) -> None:
     pipe = Pipeline.from_dataset(range(2, 9))
     wanted = everything(WAYS[way](pipe, Stumble(KeyError, within=False)).run())
-    with WAYS[way](pipe, Stumble(kind, within=within)).run() as run:
-        assert everything(run) == [kind if found is KeyError else found for found in wanted]
-        assert run.state_dict()["given"] == len(wanted) == 7
+    for kind in OURS:
+        with WAYS[way](pipe, Stumble(kind, within=within)).run() as run:
+            assert everything(run) == [kind if found is KeyError else found for found in wanted]
+            assert run.state_dict()["given"] == len(wanted) == 7
 
 
 @pytest.mark.parametrize("kind", OURS)

@@ -220,7 +220,9 @@ def test_readers_are_seeded_by_reader_and_number(backend: str, on_error: str) ->
     assert digest(found) == digest(made("inline"))
 
 
-@pytest.mark.parametrize("backend", ["inline", "threads", "fork", "spawn"])
+@pytest.mark.parametrize(
+    "backend", ["inline", "threads", "fork", pytest.param("spawn", marks=pytest.mark.full)]
+)
 def test_readers_that_start_in_a_later_epoch_draw_its_numbers(backend: str) -> None:
     pipe = Pipeline.from_iterable(lines, backend=backend, num_workers=2, seeding="sample").repeat(2)
     epochs = [digest(list(epoch)) for epoch in pipe.epochs(3, seed=5)]

@@ -9,14 +9,12 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from random import getrandbits as taken_bits
 from random import random as taken
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from numpy.random import rand as taken_rand
 from numpy.random import sample as taken_sample
 from numpy.random import seed as taken_seed
 from support.installed_torch import thread_safe_generator
@@ -35,7 +33,7 @@ taken_instance: Any = np.random.mtrand._rand  # type: ignore[attr-defined]
 
 @pytest.fixture
 def threads() -> Iterator[ThreadSampleRng]:
-    rng = ThreadSampleRng(Origin(1), 0, stage="augment")
+    rng = ThreadSampleRng(Origin(1), 0)
     rng.prepare()
     yield rng
     rng.release()
@@ -171,49 +169,6 @@ def test_functions_imported_on_their_own_are_covered_where_they_are_python(
     assert states() == before
 
 
-@pytest.mark.parametrize(
-    ("draw", "generator"),
-    [
-        (taken, "generator of `random`"),
-        (lambda: taken_bits(3), "generator of `random`"),
-        (taken_rand, "generator of `numpy.random`"),
-        (lambda: taken_instance.randn(), "generator of `numpy.random`"),
-        (lambda: torch.native_dropout(torch.ones(9), 0.5, True), "torch's default generator"),
-    ],
-)
-def test_what_gets_past_is_reported_once_by_name(
-    draw: Callable[[], Any], generator: str, threads: ThreadSampleRng
-) -> None:
-    def four_times() -> None:
-        for number in (17, 18, 19, 20):
-            threads.call(b"", b"i%d" % number, draw)
-
-    with pytest.warns(RuntimeWarning, match=generator) as told:
-        four_times()
-    assert len(told) == 1
-    assert "sample 17 of stage 'augment'" in str(told[0].message)
-
-
-def test_it_is_looked_for_ever_more_seldom(threads: ThreadSampleRng) -> None:
-    """A look takes longer than to seed the sample. The functions of a stage are counted together."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for number in (1, 2):
-            threads.for_function(0).call(b"", b"i%d" % number, random.random)
-        threads.call(b"", b"i3", taken)
-    with pytest.warns(RuntimeWarning, match="sample 4"):
-        threads.for_function(0).call(b"", b"i4", taken)
-
-
-def test_what_draws_nothing_is_not_reported(threads: ThreadSampleRng) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        threads.call(b"", b"i1", lambda: torch.nn.functional.dropout(torch.ones(9), training=False))
-        threads.call(b"", b"i1", lambda: random.Random(3).random())
-        threads.call(b"", b"i1", lambda: np.random.default_rng(3).random())
-        threads.call(b"", b"i1", lambda: torch.rand(1, generator=torch.Generator()))
-
-
 class Dispatched(torch.Tensor):
     """Tensor that notes, within a function of torch's, whether another thread could be in a mode."""
 
@@ -235,7 +190,7 @@ def test_one_thread_at_a_time_dispatches_in_a_mode(threads: ThreadSampleRng) -> 
     installation.dispatching.release()
 
 
-def test_what_the_loop_draws_meanwhile_is_its_own_and_is_not_reported() -> None:
+def test_what_the_loop_draws_meanwhile_is_its_own() -> None:
     """The loop draws while a sample is being made: what it would draw without a loader."""
     rng = ThreadSampleRng(Origin(1), 0)
     rng.prepare()
@@ -248,9 +203,7 @@ def test_what_the_loop_draws_meanwhile_is_its_own_and_is_not_reported() -> None:
         return DRAWN["random"]()
 
     def work() -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            found.append(rng.call(b"", b"key", sample))
+        found.append(rng.call(b"", b"key", sample))
 
     def loop() -> list[Any]:
         random.seed(1)

@@ -18,7 +18,7 @@ from hybridloader import DataLoader, Pipeline
 from hybridloader.sampling import BlockShuffleSampler, DistributedShuffleSampler, ShuffleSampler
 from hybridloader.sources import Files, Parquet, Shards, Tar
 
-SOURCES = ["files", "tar", "tar, merged", "parquet"]
+SOURCES = ["files", "tar", "parquet"]
 SAMPLERS: dict[str, Callable[[Any], Any]] = {
     "shuffle": lambda source: ShuffleSampler(source, 3),
     "blocks": lambda source: BlockShuffleSampler(
@@ -51,7 +51,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Shards[Any]]:
         **parquet,
         "files": Files(folder / "files", decode="text", class_from_folder=True),
         "tar": tar(),
-        "tar, merged": tar(coalesce_bytes=512),
     }
 
 

@@ -116,16 +116,15 @@ def test_an_archive_without_samples_is_a_shard_of_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize("backend", ["inline", "threads", "fork", "spawn"])
 def test_every_backend_reads_it_in_any_order(backend: str, tmp_path: Path) -> None:
     write_shards(tmp_path / "d", [5, 9, 7])
-    for merge in (None, 1000):
-        tar = Tar(f"{tmp_path}/d/*.tar", fields=("txt", "cls"), coalesce_bytes=merge)
-        tar[3]  # open here before any fork
-        sampler = ShuffleSampler(tar, 1)
-        loader: Any = DataLoader(
-            tar, 4, sampler=sampler, num_workers=2, backend=backend, collate_fn=list
-        )
-        found = [sample for batch in loader for sample in batch]
-        wanted = [(text(n), str(n % 3).encode()) for n in ShuffleSampler(tar, 1)]
-        assert found == wanted
+    tar = Tar(f"{tmp_path}/d/*.tar", fields=("txt", "cls"))
+    tar[3]  # open here before any fork
+    sampler = ShuffleSampler(tar, 1)
+    loader: Any = DataLoader(
+        tar, 4, sampler=sampler, num_workers=2, backend=backend, collate_fn=list
+    )
+    found = [sample for batch in loader for sample in batch]
+    wanted = [(text(n), str(n % 3).encode()) for n in ShuffleSampler(tar, 1)]
+    assert found == wanted
 
 
 def test_an_index_is_kept_beside_the_archive_or_in_a_folder(tmp_path: Path) -> None:
@@ -197,10 +196,9 @@ def test_an_index_comes_back_as_it_was(tmp_path_factory: Any, pairs: list[Any]) 
 
 
 def test_it_can_be_sent(tmp_path: Path) -> None:
-    tar = Tar(write_shards(tmp_path / "d", [3, 2]), fields=("txt",), coalesce_bytes=0)
+    tar = Tar(write_shards(tmp_path / "d", [3, 2]), fields=("txt",))
     other = pickle.loads(pickle.dumps(tar))
     assert list(other) == list(tar)
-    assert other.__getitems__([4, 0]) == [tar[4], tar[0]]
 
 
 # Remote archives.
@@ -212,7 +210,7 @@ def test_remote_members_are_read_by_ranges(store: HttpStore, backend: str, tmp_p
         store.files[f"/{number}.tar"] = tar_bytes(sample_members(4 * number, 4))
     options: Any = {"fields": ("txt",), "index": str(tmp_path)}
     tar = Tar(f"{store.url}/{{0..2}}.tar", **options)
-    assert len([*tmp_path.iterdir()]) == 0  # this server tells no time and no checksum
+    assert not [*tmp_path.glob("*.index")]  # this server tells no time and no checksum
     store.requests.clear()
     assert tar[5] == (text(5),)
     ((path, asked),) = store.requests
@@ -221,15 +219,6 @@ def test_remote_members_are_read_by_ranges(store: HttpStore, backend: str, tmp_p
     assert last - first + 1 == 512 + len(text(5))
     loader: Any = DataLoader(tar, 2, num_workers=2, backend=backend, collate_fn=list)
     assert [one for batch in loader for one in batch] == [(text(n),) for n in range(12)]
-
-
-def test_a_batch_in_order_is_one_request(store: HttpStore) -> None:
-    store.files["/a.tar"] = tar_bytes(sample_members(0, 12))
-    tar = Tar(f"{store.url}/a.tar", fields=("txt", "cls"), coalesce_bytes=4096)
-    store.requests.clear()
-    loader: Any = DataLoader(tar, 6, collate_fn=list)
-    assert [found for batch in loader for found, _ in batch] == [text(n) for n in range(12)]
-    assert len(store.requests) == 2
 
 
 def test_an_archive_in_memory(memory: Any, tmp_path: Path) -> None:

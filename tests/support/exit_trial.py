@@ -93,7 +93,7 @@ def begin(length: int = ENDLESS) -> Any:
     data: Any = Data(length, trial.stuck, str(folder / "mark"))
     if trial.mode in LOADERS:
         from hybridloader import DataLoader
-        from hybridloader.testing import FakeAccelerator
+        from support.fake_accelerator import FakeAccelerator
 
         pinned = trial.mode == "pinned"
         # torch looks for an accelerator of its own.

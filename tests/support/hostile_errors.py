@@ -1,4 +1,4 @@
-"""Exception classes whose own methods and properties raise, one for each; and what raises them.
+"""Exception classes whose own methods raise, one for each; and what raises them.
 
 Importing this imports no torch, so fresh workers that are sent one of the functions start at once.
 """
@@ -8,13 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 METHODS = (
-    *("__getattr__", "__getattribute__", "__setattr__", "__str__", "__repr__", "__format__"),
-    *("__reduce__", "__reduce_ex__", "__getstate__", "__copy__", "__eq__", "__hash__", "__bool__"),
-    *("add_note", "with_traceback"),
-)
-PROPERTIES = (
-    *("args", "__notes__", "__cause__", "__context__", "__suppress_context__", "__traceback__"),
-    *("__class__", "__dict__"),
+    *("__getattr__", "__setattr__", "__str__", "__repr__", "__format__"),
+    *("__reduce__", "__reduce_ex__", "__getstate__", "__copy__", "__eq__", "__hash__"),
 )
 
 
@@ -37,12 +32,7 @@ def _made(name: str, **parts: Any) -> type[Exception]:
 
 HOSTILE: dict[str, type[Exception]] = {
     **{name: _made(f"Bad_{name.strip('_')}", **{name: _refuse}) for name in METHODS},
-    **{name: _made(f"Bad_{name.strip('_')}", **{name: property(_refuse)}) for name in PROPERTIES},
-    "everything": _made(
-        "Hostile",
-        **dict.fromkeys(METHODS, _refuse),
-        **dict.fromkeys(PROPERTIES, property(_refuse)),
-    ),
+    "everything": _made("Hostile", **dict.fromkeys(METHODS, _refuse)),
 }
 globals().update({kind.__name__: kind for kind in HOSTILE.values()})
 

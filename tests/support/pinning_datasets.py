@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from hybridloader import DataLoader
 from hybridloader.loader.iterator import LoaderIterator
-from hybridloader.testing import FakeAccelerator
+from support.fake_accelerator import FakeAccelerator
 
 BACKENDS = ("threads", "fork")
 on_backends = pytest.mark.parametrize("backend", BACKENDS)

@@ -7,8 +7,7 @@ import threading
 
 import pytest
 import torch
-
-from hybridloader.testing import FakeAccelerator
+from support.fake_accelerator import FakeAccelerator
 
 
 @pytest.mark.skipif(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from hybridloader._support.error_handling import repr_of, set_part
+from hybridloader._support.error_handling import repr_of
 from hybridloader._support.failure import Failure, twin
 from hybridloader._support.text import cell, table
 from hybridloader.errors import TooManyErrors
@@ -185,7 +185,7 @@ def bare(exception: BaseException) -> Exception:
     assert isinstance(exception, Exception)
     other = twin(exception)
     for name in ("__cause__", "__context__", "__traceback__"):
-        set_part(other, name, None)
+        BaseException.__setattr__(other, name, None)
     return other
 
 

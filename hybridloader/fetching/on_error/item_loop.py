@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from hybridloader._support.error_handling import add_note, foreign, is_a, part, set_part
+from hybridloader._support.error_handling import add_note, foreign
 from hybridloader._support.failure import Failure
 from hybridloader._support.text import brief
 from hybridloader.engine.fetcher import Abandoned, GivenUp, TaskContext
@@ -304,7 +304,7 @@ class ItemLoop:
             if self._retry is not None and type(item) is not GivenUp:
                 wait = min(self._retry.backoff, self._retry.max_backoff)
                 for _ in range(self._retry.max_retries):
-                    if not is_a(error, self._retry.retry_on):
+                    if not isinstance(error, self._retry.retry_on):
                         break
                     self._pause(wait)
                     wait = min(2 * wait, self._retry.max_backoff)
@@ -327,8 +327,8 @@ class ItemLoop:
                     failed, "The function of Replace raised this, for a sample that had failed."
                 )
                 # It may raise the error that it received.
-                if part(failed, "__cause__") is None and failed is not error:
-                    set_part(failed, "__cause__", error)
+                if failed.__cause__ is None and failed is not error:
+                    BaseException.__setattr__(failed, "__cause__", error)
                 error = failed
                 del failed
             if self._batch and not self.skips:

@@ -7,7 +7,7 @@ nothing else goes with it through threads and the steps of users.
 
 from __future__ import annotations
 
-from hybridloader._support.error_handling import described, mark, part, place_of, set_part
+from hybridloader._support.error_handling import described, mark, place_of
 from hybridloader._support.failure import twin
 from hybridloader.errors import HybridLoaderError, ShardLost
 
@@ -57,8 +57,8 @@ def alike(error: Exception) -> Exception:
 
     Its traceback lacks the last frame, that of the function that caught `error` and keeps the copy.
     """
-    other, frames = twin(error), part(error, "__traceback__")
-    set_part(other, "__traceback__", frames and frames.tb_next)
+    other, frames = twin(error), error.__traceback__
+    BaseException.__setattr__(other, "__traceback__", frames and frames.tb_next)
     return other
 
 

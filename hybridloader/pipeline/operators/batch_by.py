@@ -17,7 +17,7 @@ from hybridloader._support import arguments
 from hybridloader._support.arguments import is_number
 from hybridloader._support.attributes import attribute
 from hybridloader._support.caller import warn
-from hybridloader._support.error_handling import Raised, counts_as_item, foreign, is_a
+from hybridloader._support.error_handling import Raised, counts_as_item, foreign
 from hybridloader._support.text import short
 from hybridloader.memory.limits import DEFAULT_MEMORY, Memory
 from hybridloader.pipeline.operators.collating import SIZE, CollateFn, Collating, check_collation
@@ -161,7 +161,7 @@ class BucketByIterator(OperatorIterator):
         try:
             batch = self._next_batch()
         except Exception as error:
-            if counts_as_item(error) and not is_a(error, StopIteration):
+            if counts_as_item(error) and not isinstance(error, StopIteration):
                 self._note(())
             raise
         self._note(batch)
@@ -329,7 +329,7 @@ class BatchByIterator(OperatorIterator):
         try:
             batch = self._next_batch()
         except Exception as error:
-            if counts_as_item(error) and not is_a(error, StopIteration):
+            if counts_as_item(error) and not isinstance(error, StopIteration):
                 self._note_given()
             raise
         self._note_given()

@@ -6,18 +6,24 @@ Once there is a whole one, the steps before the cache are not even opened.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import os
+import types
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
+from itertools import islice
 from typing import Any
 
 from hybridloader._support.caller import warn
-from hybridloader._support.error_handling import is_a, no_answer, part, text_of
+from hybridloader._support.error_handling import no_answer, text_of
 from hybridloader._support.text import short
 from hybridloader.errors import ResultPicklingError, StateError
 from hybridloader.pipeline.operators.cache_file import Reader, Writer
 from hybridloader.pipeline.operators.parameters import settle
 from hybridloader.running.operator import (
+    Chain,
     Context,
     Length,
     Mark,
@@ -25,6 +31,7 @@ from hybridloader.running.operator import (
     OperatorIterator,
     Upstream,
     UpstreamPart,
+    steps_in,
 )
 
 _Kept = tuple[list[Any], list[int]]
@@ -234,15 +241,15 @@ class KeepingIterator(OperatorIterator):
             writer.add(item)
         except BaseException as error:  # half a record may have been written
             self._discard()
-            if is_a(error, OSError):
+            if isinstance(error, OSError):
                 _warn_of(self._path, error)
                 return
-            if not is_a(error, ResultPicklingError):
+            if not isinstance(error, ResultPicklingError):
                 raise
             self._raised += 1
             raise ResultPicklingError(
                 f"an item can't be written to the cache file {self._path!r}: {short(item)}: "
-                f"{text_of(part(error, '__cause__'))}. Cache in memory, without a path, or before the "
+                f"{text_of(error.__cause__)}. Cache in memory, without a path, or before the "
                 "step that makes it"
             ) from error
 
@@ -260,7 +267,7 @@ class KeepingIterator(OperatorIterator):
                 writer.commit()
             except BaseException as error:
                 writer.discard()
-                if not is_a(error, OSError):
+                if not isinstance(error, OSError):
                     raise
                 _warn_of(self._path, error)
 
@@ -281,3 +288,80 @@ def _warn_of(path: str | None, error: BaseException) -> None:
         "this epoch continues without a cache",
         "cache-not-written",
     )
+
+
+# -- the description of the steps before a cache
+
+_ENDS = 32
+"""Items at each end of a container that are described; with its length, they stand for all."""
+
+_LONGEST = 10_000
+"""Most characters of a repr."""
+
+
+def fingerprint_of_steps(chain: Chain) -> str:
+    """Describe the steps of a pipeline, with a digest of the values that each was given."""
+    steps = []
+    for operator in chain.operators:
+        branches = "".join(f"[{fingerprint_of_steps(branch)}]" for branch in operator.branches())
+        values = in_words(_values(operator)).encode(errors="surrogatepass")
+        digest = hashlib.blake2b(values, digest_size=5).hexdigest()
+        steps.append(f"{operator.describe(None)} #{digest}{branches}")
+    return " -> ".join(steps)
+
+
+def ranks_of_steps(chain: Chain) -> str:
+    """Describe which rank of how many this process is now, for each step that selects by rank.
+
+    Empty where it is the only one.
+    """
+    shares = (step.share or (1, 0) for step in steps_in(chain))
+    return "".join(f" rank {rank} of {ranks}" for ranks, rank in shares if ranks > 1)
+
+
+def _values(operator: Operator) -> dict[str, Any]:
+    """Return the values that decide which items come out of `operator`, not where or how fast."""
+    own: Any = operator
+    if not (is_dataclass(own) and fields(own)):
+        return dict(getattr(operator, "__dict__", {}))
+    apart = ("placement", *operator.not_fingerprinted)
+    names = (field.name for field in fields(own) if field.compare and field.name not in apart)
+    found = {name: getattr(operator, name) for name in names}
+    if operator.placement is not None:
+        found["on_error"] = operator.placement.on_error
+        found["seeding"] = operator.placement.seeding
+    return found
+
+
+def in_words(value: Any, depth: int = 6) -> str:  # of containers within one another
+    """Describe a value in words that are the same in every run: its repr, if that is short and stable.
+
+    Otherwise its type stands for it. A container stands for its length and its ends, and a function for
+    its name.
+    """
+    if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
+        return f"{value.__module__}.{value.__qualname__}"
+    kind = type(value)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if depth == 0:
+        return name
+    if kind is functools.partial:
+        value = (value.func, value.args, value.keywords)
+    elif kind is types.MethodType:
+        value = (value.__func__, value.__self__)
+    elif kind in (set, frozenset):
+        value = sorted(in_words(item, depth - 1) for item in value)
+    if type(value) in (list, tuple, deque, dict):
+        ends = value if len(value) <= 2 * _ENDS else _both_ends(value)
+        items = ([key, value[key]] for key in ends) if kind is dict else ends
+        return f"{name} of {len(value)}: {[in_words(item, depth - 1) for item in items]}"
+    try:
+        text = repr(value)
+    except Exception:
+        return name
+    stable = len(text) <= _LONGEST and " at 0x" not in text
+    return f"{name}: {text}" if stable else name
+
+
+def _both_ends(items: Any) -> list[Any]:
+    return [*islice(items, _ENDS), *islice(reversed(items), _ENDS)]

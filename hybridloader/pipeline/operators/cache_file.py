@@ -40,7 +40,7 @@ from hybridloader.memory.packing import pack, unpack
 
 _MAGIC = b"HLcache\n"
 _END = b"HLwhole\n"
-_VERSION = 2
+_VERSION = 3
 _HEAD = struct.Struct("=8sI")
 _SIZES = struct.Struct("=QQ")
 _TAIL = struct.Struct("=QQ16s8s")
@@ -259,9 +259,7 @@ class Reader:
         before = bytes(view[place : place + length]).decode()
         if before != fingerprint:
             alike = _DIGESTS.sub("", before) == _DIGESTS.sub("", fingerprint)
-            why = (
-                "Digests after # stand for arguments, attributes and a sample of the data. " * alike
-            )
+            why = "Digests after # stand for the reprs of arguments and data. " * alike
             raise CacheError(
                 f"the cache file {self.path!r} was written by another pipeline, {before!r}, and this "
                 f"one is {fingerprint!r}. {why}Delete it, or give another path"

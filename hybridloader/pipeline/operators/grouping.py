@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any
 
 from hybridloader._support import arguments
-from hybridloader._support.error_handling import Raised, counts_as_item, foreign, is_a
+from hybridloader._support.error_handling import Raised, counts_as_item, foreign
 from hybridloader.memory.limits import DEFAULT_MEMORY, Memory, check_memory
 from hybridloader.pipeline.operators.collating import SIZE, CollateFn, Collating, check_collation
 from hybridloader.pipeline.operators.fields import samples_of
@@ -247,7 +247,7 @@ class UnbatchIterator(OperatorIterator):
                     except Exception as error:
                         Raised(foreign(error, "unbatch: split")).throw()
         except Exception as error:
-            self._given += counts_as_item(error) and not is_a(error, StopIteration)
+            self._given += counts_as_item(error) and not isinstance(error, StopIteration)
             raise
 
     def _next_batch(self) -> Any:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from hybridloader._support.error_handling import Raised, counts_as_item, is_a, takes_a_place
+from hybridloader._support.error_handling import Raised, counts_as_item, takes_a_place
 from hybridloader.fetching.on_error.places import LeftOut, beside
 from hybridloader.pipeline.operators.packed_numbers import bits_of, numbers_in, packed, unpacked
 from hybridloader.pipeline.operators.parameters import SEED, settle_whole
@@ -149,7 +149,7 @@ class ShuffleIterator(OperatorIterator):
             try:
                 item = self._pull()
             except Exception as error:
-                if is_a(error, StopIteration) or not counts_as_item(error):
+                if isinstance(error, StopIteration) or not counts_as_item(error):
                     raise
                 item = None  # it was raised before
             self._taken += 1
@@ -346,7 +346,7 @@ class EveryIterator(OperatorIterator):
                         continue
                     self._count_apart(skipped=1)
                     Raised(beside(raised)).throw()
-                if not is_a(raised, StopIteration) and counts_as_item(raised):
+                if not isinstance(raised, StopIteration) and counts_as_item(raised):
                     self._count_apart(skipped=0)
                 raise raised
             finally:
@@ -356,7 +356,7 @@ class EveryIterator(OperatorIterator):
         except Exception as error:
             if self._failed(error):
                 self._gave()
-            elif not is_a(error, StopIteration) and counts_as_item(error):
+            elif not isinstance(error, StopIteration) and counts_as_item(error):
                 self._count_apart(skipped=0)
             raise
         self._gave()

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from hybridloader._support import arguments
 from hybridloader._support.arguments import is_number
 from hybridloader._support.caller import warn
-from hybridloader._support.error_handling import counts_as_item, is_a
+from hybridloader._support.error_handling import counts_as_item
 from hybridloader._support.text import short
 from hybridloader.pipeline.operators.parameters import check_flags, settle_whole
 from hybridloader.running.operator import (
@@ -140,7 +140,7 @@ class _PackIterator(OperatorIterator):
         try:
             row = self._next_row()
         except Exception as error:
-            if counts_as_item(error) and not is_a(error, StopIteration):
+            if counts_as_item(error) and not isinstance(error, StopIteration):
                 self._log.add(self._entry())
             raise
         self._log.add(self._entry())

@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 from hybridloader._support.error_handling import (
     Raised,
     add_note,
-    is_a,
     no_answer,
     repr_of,
     takes_a_place,
@@ -235,7 +234,7 @@ class ZipIterator(JoinIterator):
         if self._last is None:
             raise StopIteration
         last = Raised(self._last)
-        if not is_a(self._last, IteratorClosed):
+        if not isinstance(self._last, IteratorClosed):
             self._last = None
         last.throw()
 

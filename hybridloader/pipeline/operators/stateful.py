@@ -16,7 +16,7 @@ from typing import Any
 
 from hybridloader._support.attributes import attribute, has
 from hybridloader._support.cadence import Cadence
-from hybridloader._support.error_handling import is_a, no_answer, set_part, text_of
+from hybridloader._support.error_handling import no_answer, text_of
 from hybridloader._support.state_copies import copied, is_stateful
 from hybridloader.engine.loaded_states import load_for_epoch, undo_load
 from hybridloader.errors import ShardLost, StateError
@@ -170,7 +170,7 @@ class GeneratorIterator(OperatorIterator):
             return self._pull()
         except Exception as error:
             self._failed(error)
-            if not is_a(error, StopIteration):
+            if not isinstance(error, StopIteration):
                 self._lost = rest_is_lost("an item of a source", error)
             raise
 
@@ -228,7 +228,7 @@ class MarkedIterator(OperatorIterator):
         try:
             return copied(self._stateful.state_dict())
         except Exception as error:
-            set_part(error, "__traceback__", None)
+            BaseException.__setattr__(error, "__traceback__", None)
             return error
         finally:
             self._cadence.taken()

@@ -83,7 +83,6 @@ class FakeAccelerator:
     pins = True
     locks_pages = True
     queues_copies = True
-    one_stream = False
 
     def __init__(
         self,
@@ -185,8 +184,6 @@ class FakeAccelerator:
     def new_stream(self) -> FakeStream:
         """Make a stream for a user of the device."""
         self._use()
-        if self.one_stream:
-            raise self._refusal(RuntimeError("the fake device has one stream"))
         with self._lock:
             self.streams.append(FakeStream(f"side {len(self.streams)}"))
             return self.streams[-1]
