@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from hybridloader.fetching.on_error.error_budget import Skipped
     from hybridloader.fetching.on_error.policies import Replace, Retry, Skip
     from hybridloader.memory.accelerator import Accelerator
-    from hybridloader.observe.reporting import Observe
+    from hybridloader.observe.observation import Observe
     from hybridloader.observe.stats import Stats
     from hybridloader.seeding.sample_seeds import SampleSeeding
 

@@ -13,7 +13,7 @@ from hybridloader._support.arguments import keywords, one_of, seconds, spelled_o
 from hybridloader.devices.pinning import check as check_device
 from hybridloader.engine.restart import RestartPolicy
 from hybridloader.fetching.on_error.policies import Replace, Retry, Skip, parse_on_error
-from hybridloader.observe.reporting import Observe, check_observe
+from hybridloader.observe.observation import Observe, check_observe
 from hybridloader.seeding.sample_seeds import SampleSeeding, parse_seeding
 
 

@@ -17,7 +17,7 @@ from hybridloader._support.error_handling import no_answer
 from hybridloader._support.state_schema import place_dropped
 from hybridloader.engine.crews import close_once, closed_with
 from hybridloader.errors import IteratorClosed, StateError
-from hybridloader.observe.reporting import Observe, check_observe
+from hybridloader.observe.observation import Observe, check_observe
 from hybridloader.running.executor import Executor
 from hybridloader.running.operator import Chain
 from hybridloader.running.run import Run, executor_of, state_of

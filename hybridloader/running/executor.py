@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from hybridloader._support.waits import Waits
     from hybridloader.engine.meter import TaskParts
     from hybridloader.memory.page_locks import PageLocks
-    from hybridloader.observe.reporting import Observe
+    from hybridloader.observe.observation import Observe
 
 
 class Executor(Runner):

@@ -15,8 +15,7 @@ from hybridloader.engine.crews import close_once, closed_with, park_at_exit
 from hybridloader.engine.relay import Relay, RelayQueue
 from hybridloader.errors import IteratorClosed, StateError
 from hybridloader.fetching.on_error.error_budget import Skipped
-from hybridloader.observe.observation import asked
-from hybridloader.observe.reporting import Observe
+from hybridloader.observe.observation import Observe, asked
 from hybridloader.observe.stats import Stats
 from hybridloader.running.dropping import Withheld
 from hybridloader.running.executor import Executor
