@@ -52,9 +52,9 @@ from hybridloader.loader.pin_thread import PinThread
 from hybridloader.loader.plan import LoaderPlan
 from hybridloader.loader.progress import Progress, Results
 from hybridloader.loader.refill import FullBatches
+from hybridloader.observe.measures import LoopWaits
 from hybridloader.observe.observation import asked
 from hybridloader.observe.stats import Stats
-from hybridloader.observe.thread_times import LoopWaits
 from hybridloader.records.large import hint_at_large_container
 from hybridloader.seeding.global_generators import kept
 from hybridloader.seeding.sample_rng import COLLATE, SampleRng

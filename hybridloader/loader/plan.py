@@ -29,7 +29,7 @@ from hybridloader.loader.options import Options
 from hybridloader.loader.record import LoaderRecord, record_of, upcoming
 from hybridloader.loader.samplers import Samplers
 from hybridloader.memory.limits import DEFAULT_MEMORY
-from hybridloader.observe.stage_measures import options_of
+from hybridloader.observe.measures import options_of
 from hybridloader.seeding.sample_seeds import SampleSeeding, parse_seeding
 
 

@@ -30,10 +30,9 @@ from hybridloader.engine.contract import Backend
 from hybridloader.engine.fetcher import Fetch
 from hybridloader.engine.relay import RelayQueue, RelaySleeps
 from hybridloader.fetching.on_error.error_budget import ErrorBudget
+from hybridloader.observe.measures import LoopWaits, StageMeasures
 from hybridloader.observe.recording import Recording, StageRecord
-from hybridloader.observe.stage_measures import StageMeasures
 from hybridloader.observe.stats import Stats, stats_of
-from hybridloader.observe.thread_times import LoopWaits
 from hybridloader.observe.tracing import LOOP, StageTrace, Trace, skipped_in, traced
 from hybridloader.observe.watching import Watch
 

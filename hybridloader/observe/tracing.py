@@ -29,9 +29,8 @@ from hybridloader.engine.messages import Done, Result
 from hybridloader.engine.meter import MEASURES
 from hybridloader.engine.slices import LONG, SEEN, TASK, TASKS, SliceReport, Slices
 from hybridloader.fetching.on_error.error_budget import Skipped
+from hybridloader.observe.measures import BRIEF, LoopWaits, StageMeasures
 from hybridloader.observe.program_block import ProgramBlock, numbered
-from hybridloader.observe.stage_measures import StageMeasures
-from hybridloader.observe.thread_times import BRIEF, LoopWaits
 
 EVENTS = 250_000
 """Events that a trace keeps. They take 60 to 100 MB of memory and a few MB of a compressed file, which

@@ -31,7 +31,7 @@ from hybridloader.fetching.on_error.error_budget import ErrorBudget
 from hybridloader.fetching.on_error.places import LeftOut, alike
 from hybridloader.fetching.on_error.result_queue import ResultQueue
 from hybridloader.fetching.outcome import Note
-from hybridloader.observe.stage_measures import StageMeasures
+from hybridloader.observe.measures import StageMeasures
 from hybridloader.running.ledger import Ledger
 from hybridloader.running.operator import OperatorIterator
 from hybridloader.running.reader_log import ReaderLog, ReaderStarts, Turn

@@ -31,8 +31,8 @@ from hybridloader.fetching.item_steps import WorkFetch
 from hybridloader.fetching.on_error.error_budget import ErrorBudget, FailureLog
 from hybridloader.fetching.readers import MapFetch, ReadersFetch
 from hybridloader.fetching.shard_division import ShardDivision, readers_share_of
+from hybridloader.observe.measures import StageMeasures
 from hybridloader.observe.observation import Observation
-from hybridloader.observe.stage_measures import StageMeasures
 from hybridloader.running.flow import ReaderItems, RelayDepth, StageItems
 from hybridloader.running.operator import Mark
 from hybridloader.running.plan import InlineNode, Node, Path, RelayNode, WorkerNode

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from hybridloader.observe import cores, plot, stage_measures
+from hybridloader.observe import cores, measures, plot
 from hybridloader.observe.recording import CoreUse, StageRecord
 
 ATTEMPTS = 3
@@ -46,9 +46,9 @@ def _fonts_open(tmp_path_factory: pytest.TempPathFactory) -> None:
 @pytest.fixture
 def free_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cores.CoreUsage, "use", lambda *_: CoreUse(8.0, 1.0, 1.0))
-    record: Callable[..., StageRecord] = stage_measures.StageMeasures.record
+    record: Callable[..., StageRecord] = measures.StageMeasures.record
 
     def free(*arguments: Any, **keywords: Any) -> StageRecord:
         return replace(record(*arguments, **keywords), wait_for_core=0.0)
 
-    monkeypatch.setattr(stage_measures.StageMeasures, "record", free)
+    monkeypatch.setattr(measures.StageMeasures, "record", free)
