@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 
-_CHOOSER = "hybridloader.tuning.auto"
+_CHOOSER = "hybridloader.tuning.tune"
 
 
 class Auto(NamedTuple):

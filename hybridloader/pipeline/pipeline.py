@@ -383,7 +383,7 @@ class Pipeline(Steps):
         return cast("Self", Pipeline(operators))
 
 
-_CHOOSER = "hybridloader.tuning.auto"
+_CHOOSER = "hybridloader.tuning.tune"
 
 _MOST_CALLS = 600
 """Greatest depth of nested calls for running a pipeline. The loop around it needs some of the 1,000
