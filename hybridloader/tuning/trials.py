@@ -79,16 +79,6 @@ def _figures(stats: Stats, name: str) -> StageTrial | None:
     return None
 
 
-def _figures(stats: Stats, name: str) -> StageTrial | None:
-    """Return the figures of the stage `name`, which may be a part of a row."""
-    for row in stats.stages:
-        if {*name.split(AND)} <= {*row.name.split(AND)} and row.items:
-            count = row.items
-            cpu = None if row.cpu is None else row.cpu / count
-            return StageTrial(row.busy / count, cpu, (row.bytes or 0) // count, row.load)
-    return None
-
-
 class Subject(ABC):
     """Something to tune.
 
