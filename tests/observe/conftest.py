@@ -13,9 +13,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from support.recordings import recording, stage
 
-from hybridloader.observe import cores, measures, plot
+from hybridloader.observe import cores, measures
 from hybridloader.observe.recording import CoreUse, StageRecord
+from hybridloader.observe.stats import stats_of
 
 ATTEMPTS = 3
 
@@ -40,7 +42,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 @pytest.fixture(scope="module")
 def _fonts_open(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Draw once, as matplotlib keeps the files of fonts open."""
-    plot.draw(tmp_path_factory.mktemp("fonts") / "a.png", ["a"], {"b": [1.0]}, [1.0], None, "c")
+    stats_of(recording(stage())).plot(tmp_path_factory.mktemp("fonts") / "a.png")
 
 
 @pytest.fixture
