@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.traces import ReadTrace
 
-from hybridloader.observe.trace_files import Event, Recorded, chrome_trace
+from hybridloader.observe.tracing import Event, Recorded, chrome_trace
 
 TRACK = (7, "main")
 

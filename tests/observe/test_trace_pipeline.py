@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import hybridloader
 from hybridloader import DataLoader, Pipeline, Skip
 from hybridloader.observe import merge
-from hybridloader.observe.trace_files import Event, Recorded, chrome_trace
+from hybridloader.observe.tracing import Event, Recorded, chrome_trace
 
 
 def busy(item: Any) -> Any:
@@ -143,7 +143,7 @@ def test_merging_with_a_trace_of_torchs_profiler(tmp_path: Path, capfd: Any) -> 
 
 
 def test_merging_moves_tracks_that_are_taken() -> None:
-    from hybridloader.observe.trace_files import merged
+    from hybridloader.observe.tracing import merged
 
     recorded = Recorded(
         (Event("X", (10, "main"), "next()", 1.0, 2.0, {}),),
