@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 
-from hybridloader._support.caller import warn_once
-from hybridloader._support.log import INFO, log
+from hybridloader._support.text import INFO, log, warn_once
 from hybridloader.engine.contract import Backend
 
 

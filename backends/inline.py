@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from hybridloader._support.caller import warn
+from hybridloader._support.text import warn
 from hybridloader.engine.contract import Backend, Crew, WorkerHandle
 from hybridloader.engine.fetcher import TaskContext
 from hybridloader.engine.messages import (
@@ -32,8 +32,7 @@ from hybridloader.errors import WorkerPicklingError
 from hybridloader.fetching.collate import teach_torch
 from hybridloader.memory.limits import DEFAULT_MEMORY, Memory
 from hybridloader.memory.shipping import replicate
-from hybridloader.memory.slots import PrivateSlots
-from hybridloader.memory.thread_slots import on_this_thread
+from hybridloader.memory.slots import PrivateSlots, on_this_thread
 from hybridloader.seeding.worker_seeds import CallerSeeds, InlineSeeds, WorkerSeeds
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from importlib import import_module
 from typing import Any, ClassVar
 
 from hybridloader import engine
-from hybridloader._support.caller import warn
+from hybridloader._support.text import warn
 
 _SHUT_DOWN = "is gone: Ray was shut down"
 """Cause of an end: this process left the cluster while it had workers there."""

@@ -19,10 +19,9 @@ from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from hybridloader._support.datapipes import is_datapipe
-from hybridloader._support.joining import join
-from hybridloader._support.native_threads import renew_autograd_engine
 from hybridloader._support.text import brief
+from hybridloader._support.threads import join
+from hybridloader._support.torch_env import is_datapipe, renew_autograd_engine
 from hybridloader.engine import fetcher
 from hybridloader.engine.contract import SLICE, Backend, Crew, WorkerHandle
 from hybridloader.engine.messages import Begin, Done, Event, Message, Stop, Task, WorkerSpec
@@ -32,8 +31,7 @@ from hybridloader.engine.sharing import NEW, SharedTask, UnsharedTask
 from hybridloader.engine.worker import Incoming, Worker
 from hybridloader.fetching.collate import teach_torch
 from hybridloader.memory.limits import DEFAULT_MEMORY, Memory
-from hybridloader.memory.slots import PrivateSlots
-from hybridloader.memory.thread_slots import set_slots
+from hybridloader.memory.slots import PrivateSlots, set_slots
 from hybridloader.seeding.sample_seeds import Kind
 
 if TYPE_CHECKING:

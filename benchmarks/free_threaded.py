@@ -20,7 +20,7 @@ import torch
 from PIL import Image
 
 from hybridloader import DataLoader
-from hybridloader._support.gil import gil_enabled
+from hybridloader._support.threads import gil_enabled
 
 
 class Work(torch.utils.data.Dataset[Any]):

@@ -39,16 +39,16 @@ if TYPE_CHECKING:
     from hybridloader.errors import TooManyErrors as TooManyErrors
     from hybridloader.errors import WorkerDied as WorkerDied
     from hybridloader.errors import WorkerTimeout as WorkerTimeout
-    from hybridloader.fetching.on_error.policies import Replace as Replace
-    from hybridloader.fetching.on_error.policies import Retry as Retry
-    from hybridloader.fetching.on_error.policies import Skip as Skip
+    from hybridloader.fetching.on_error import Replace as Replace
+    from hybridloader.fetching.on_error import Retry as Retry
+    from hybridloader.fetching.on_error import Skip as Skip
     from hybridloader.loader.dataloader import DataLoader as DataLoader
     from hybridloader.loader.stateful_dataloader import StatefulDataLoader as StatefulDataLoader
     from hybridloader.memory.limits import Memory as Memory
     from hybridloader.observe.observation import Observe as Observe
     from hybridloader.pipeline.pipeline import Pipeline as Pipeline
-    from hybridloader.running.epochs import PipelineLoader as PipelineLoader
-    from hybridloader.seeding.sample_generators import rng as rng
+    from hybridloader.running.run import PipelineLoader as PipelineLoader
+    from hybridloader.seeding.sample_rng import rng as rng
     from hybridloader.seeding.sample_seeds import SampleSeeding as SampleSeeding
     from hybridloader.tuning.tune import tune as tune
 
@@ -65,14 +65,14 @@ __getattr__, __dir__, __all__ = lazily(
         "devices.pinning": "Transfer",
         "engine.restart": "RestartPolicy",
         "engine.worker_info": "get_worker_info",
-        "fetching.on_error.policies": "Replace Retry Skip",
+        "fetching.on_error": "Replace Retry Skip",
         "loader.dataloader": "DataLoader",
         "loader.stateful_dataloader": "StatefulDataLoader",
         "memory.limits": "Memory",
         "observe.observation": "Observe",
         "pipeline.pipeline": "Pipeline",
-        "running.epochs": "PipelineLoader",
-        "seeding.sample_generators": "rng",
+        "running.run": "PipelineLoader",
+        "seeding.sample_rng": "rng",
         "seeding.sample_seeds": "SampleSeeding",
         "tuning.tune": "tune",
     },

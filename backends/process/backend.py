@@ -14,15 +14,14 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from hybridloader._support import system
-from hybridloader._support.caller import warn, warn_once
-from hybridloader._support.devices_in_use import device_in_use
+from hybridloader._support.text import warn, warn_once
+from hybridloader._support.torch_env import device_in_use
 from hybridloader.backends.process import fork_safety
 from hybridloader.backends.process.crew import ProcessCrew
 from hybridloader.backends.process.fork_safety import fork_hazard
-from hybridloader.backends.process.handles import occupy_standard_descriptors
 from hybridloader.backends.process.pipe_transport import PipeTransport
 from hybridloader.backends.process.socket_transport import SocketTransport
-from hybridloader.backends.process.starters import ForkStarter, Starter
+from hybridloader.backends.process.starters import ForkStarter, Starter, occupy_standard_descriptors
 from hybridloader.engine.contract import Backend, Crew
 from hybridloader.errors import BackendUnavailable, ForkUnsafe
 from hybridloader.memory import segments
@@ -65,7 +64,6 @@ class ProcessBackend(Backend):
 
     def check(self) -> None:
         self.check_start(self._method())
-        slot_kind(self.memory, sockets=system.UNIX_SOCKETS)
 
     def check_start(self, method: str) -> None:
         """Raise `BackendUnavailable` if no worker can be started by `method` now.
@@ -84,10 +82,9 @@ class ProcessBackend(Backend):
 
     def open(self) -> Crew:
         method = self._method()
-        kind = slot_kind(self.memory, sockets=system.UNIX_SOCKETS)
         check = functools.partial(self.check_start, method)
         made = _starter(method, preload=self.preload, runs_script=self.runs_script)
-        return ProcessCrew(made, kind, self.memory.bytes(), check)
+        return ProcessCrew(made, nameless_slots(), self.memory.bytes(), check)
 
 
 @dataclass(frozen=True)
@@ -97,7 +94,7 @@ class Fork(ProcessBackend):
     Parameters
     ----------
     memory
-        Limit and kind of the slots through which large tensors and arrays come back.
+        Limit of the slots through which large tensors and arrays come back.
     """
 
     memory: Memory = DEFAULT_MEMORY
@@ -117,7 +114,7 @@ class Spawn(ProcessBackend):
     Parameters
     ----------
     memory
-        Limit and kind of the slots through which large tensors and arrays come back.
+        Limit of the slots through which large tensors and arrays come back.
     preload
         True: one fresh process loads the dataset and the modules that it imports, and the workers are
         forked from that process (on Linux, unless loading has started threads or opened files). False:
@@ -147,7 +144,7 @@ class SharedMemory(ProcessBackend):
         or with a library whose threads a fork would harm (polars, lance, PyAV, fsspec); the latter
         causes a warning.
     memory
-        Limit and kind of the slots through which large tensors and arrays come back.
+        Limit of the slots through which large tensors and arrays come back.
 
     Raises
     ------
@@ -294,18 +291,9 @@ def check_threads(name: str) -> None:
     )
 
 
-def slot_kind(memory: Memory, *, sockets: bool) -> str:
-    """Choose the kind of slots: ``"nameless"``, ``"named"`` or ``"stream"``.
-
-    Raises `BackendUnavailable` if `memory` asks for a kind that this platform does not have.
-    """
-    nameless = sockets and segments.nameless_available()
-    if memory.kind == "nameless" and not nameless:
-        raise BackendUnavailable(
-            "this platform can't send memory without a name to another process; "
-            "use Memory(kind='named') or leave the kind out"
-        )
-    return memory.kind or ("nameless" if nameless else "named")
+def nameless_slots() -> bool:
+    """Return True if memory without a name can be sent to another process on this platform."""
+    return system.UNIX_SOCKETS and segments.nameless_available()
 
 
 def _starter(method: str, *, preload: bool, runs_script: bool) -> Starter:

@@ -1,28 +1,33 @@
-"""Main function of a worker process, and its end of the connection. Imports no torch by itself."""
+"""Main function of a worker process, its end of the connection, and its watch on the parent.
+
+It imports no torch by itself.
+"""
 
 from __future__ import annotations
 
 import atexit
 import gc
 import os
+import select
+import signal
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
-from hybridloader._support.error_handling import show
-from hybridloader._support.failure import Failure
-from hybridloader._support.import_hooks import when_imported
+from hybridloader._support import system
 from hybridloader._support.inheritance import Inherited
-from hybridloader._support.native_threads import one_thread_in_this_process
+from hybridloader._support.torch_env import one_thread_in_this_process, when_imported
+from hybridloader._support.user_objects import Failure, show
 from hybridloader.backends.process import codec
 from hybridloader.backends.process.frames import Frame
-from hybridloader.backends.process.parent_watch import ParentWatch, leave_signals
 from hybridloader.backends.process.postmortem import PostmortemWriter
+from hybridloader.engine.fetcher import TaskContext
 from hybridloader.engine.messages import (
     Done,
     Event,
@@ -40,7 +45,7 @@ from hybridloader.errors import ResultPicklingError
 from hybridloader.fetching.collate import teach_torch
 from hybridloader.memory.packing import pack_in_band
 from hybridloader.memory.shared_slots import SlotReader, SlotWriter, both_ways, task_names
-from hybridloader.memory.thread_slots import set_slots
+from hybridloader.memory.slots import set_slots
 from hybridloader.seeding.worker_seeds import ProcessSeeds
 
 _LARGE = 64 * 1024
@@ -96,8 +101,8 @@ def main(
     first: FirstFrame,
     parent: int,  # process id
     # Most bytes of this worker's slots, both ways, and the prefix of their names, or None if they have
-    # no names; None for no slots.
-    slots: tuple[int, str | None] | None,
+    # no names.
+    slots: tuple[int, str | None],
     strays: Sequence[int],  # descriptors of the parent that the fork copied
     fresh: bool,  # the process is no fork of the user's process
 ) -> None:
@@ -175,11 +180,11 @@ def _read(endpoint: Any, arrived: SimpleQueue[Any], wake: Callable[[], None] | N
 class _WorkerConnection:
     """The worker's side of its connection: messages in, events out, large buffers through slots."""
 
-    def __init__(self, worker: int, endpoint: Any, slots: tuple[int, str | None] | None) -> None:
+    def __init__(self, worker: int, endpoint: Any, slots: tuple[int, str | None]) -> None:
         self._worker = worker
         self._endpoint = endpoint
-        self._share, names = slots or (0, None)
-        self.results = None if slots is None else SlotWriter(*slots)
+        self._share, names = slots
+        self.results = SlotWriter(*slots)
         self._tasks = SlotReader(
             both_ways(self._share)[1], None if names is None else task_names(names)
         )
@@ -278,11 +283,10 @@ class _WorkerConnection:
 
     def _release(self, returned: Sequence[int]) -> None:
         """Use slots of results again, which the parent is done with."""
-        if self.results is not None:
-            self.results.release(returned)
-            if self._one_way and self._tasks.highest >= 0:
-                self._one_way = False  # from now on both directions share the limit
-                self.results.lower(both_ways(self._share)[0])
+        self.results.release(returned)
+        if self._one_way and self._tasks.highest >= 0:
+            self._one_way = False  # from now on both directions share the limit
+            self.results.lower(both_ways(self._share)[0])
 
     def _complaint(self) -> str | None:
         """Return, once, the reason why tasks are copied, of which the parent warns: too many are
@@ -300,9 +304,8 @@ class _WorkerConnection:
 
     def sweep(self) -> None:
         """Unlink all segments that only the parent, which is gone, would have unlinked."""
-        if self.results is not None:
-            self.results.sweep()
-            self._tasks.sweep()
+        self.results.sweep()
+        self._tasks.sweep()
 
     def _write(self, parts: list[Any], fds: Sequence[int]) -> None:
         size = len(parts[0]) if len(parts) == 1 else sum(memoryview(p).nbytes for p in parts)
@@ -335,3 +338,102 @@ class _WorkerConnection:
         self._endpoint.send(parts, fds)
         for fd in fds:
             os.close(fd)
+
+
+# -- the watch on the parent: a worker leaves signals to it, and ends when it is gone
+
+_GRACE = 1.0
+"""Seconds that a worker gets to end by itself after the parent's end."""
+
+LEFT_TO_PARENT = system.signals("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2")
+"""Signals to all processes of a terminal (Ctrl-C) or of a job (Slurm, torchrun, Kubernetes).
+
+On a job's signal the trainer writes a checkpoint, for which it may need more batches. So a worker
+ignores them. It ends when its connection ends, or by SIGKILL. SIGUSR1 and SIGUSR2 are those that Slurm
+sends before a time limit (``--signal=USR1@90``): Lightning and submitit requeue the job in a handler,
+which a forked worker has inherited.
+"""
+
+
+def _leave_to_parent(*_: object) -> None:
+    """Do nothing, as a handler: programs that the dataset starts would inherit SIG_IGN."""
+
+
+def leave_signals() -> None:
+    """Leave some signals to the parent, and do not run its handlers here."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for signum in LEFT_TO_PARENT:
+        signal.signal(signum, _leave_to_parent)
+    system.at_fork(after_in_child=_be_terminable)
+    signal.set_wakeup_fd(-1)
+    if system.SIGNAL_MASKS:  # the parent has blocked them until now
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, LEFT_TO_PARENT)
+
+
+def _be_terminable() -> None:
+    """Let SIGTERM end a fork that the user's own code made in a worker, as it ends others."""
+    if signal.getsignal(signal.SIGTERM) is _leave_to_parent:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+class ParentWatch:
+    """Watches the parent and the connection from a thread.
+
+    When the iterator is closed the rest of a batch is left out; when the parent is gone the process
+    ends, whatever it is doing. `multiprocessing.parent_process().sentinel` would not do: it is None
+    under loky.
+    """
+
+    def __init__(
+        self,
+        endpoint: Any,
+        parent: int,  # process id
+        sweep: Callable[[], None],  # called before the process ends because the parent has ended
+    ) -> None:
+        self.context = TaskContext()
+        self._sweep = sweep
+        self._changing = threading.Lock()
+        args = endpoint.fileno(), parent
+        name = "hybridloader-parent-watch"
+        threading.Thread(target=self._watch, args=args, name=name, daemon=True).start()
+
+    def change(self, context: TaskContext) -> None:
+        """Cancel `context` from now on; cancel it at once if the one before was."""
+        with self._changing:
+            context.cancelled, self.context = self.context.cancelled, context
+
+    def _watch(self, connection: int | None, parent: int) -> None:
+        if connection is None or not system.PIDFD:
+            self._watch_without_pidfd(parent)
+            return
+        try:
+            pidfd = os.pidfd_open(parent)
+        except ProcessLookupError:
+            os._exit(1)  # the parent has ended already
+        except OSError:  # a kernel before 5.3, or a sandbox that forbids it
+            self._watch_without_pidfd(parent)
+            return
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        poll.register(connection, 0)  # POLLHUP is always reported
+        while True:
+            for fd, _ in poll.poll():
+                if fd == pidfd:
+                    self._end()
+                with self._changing:
+                    self.context.cancelled = True
+                poll.unregister(connection)
+
+    def _watch_without_pidfd(self, parent: int) -> None:
+        system.await_end(parent)
+        self._end()
+
+    def _end(self) -> NoReturn:
+        """Let the worker close its sources, and end the process in any case."""
+        with self._changing:
+            self.context.cancelled = True
+        # In this time the worker reads the end of its stream and ends the process.
+        time.sleep(_GRACE)
+        self._sweep()
+        os._exit(1)

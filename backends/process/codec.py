@@ -16,8 +16,7 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
-from hybridloader._support.error_handling import repr_of
-from hybridloader._support.failure import Failure
+from hybridloader._support.user_objects import Failure, repr_of
 from hybridloader.engine.dataset_state import ShardStart
 from hybridloader.engine.messages import Begin, Exhausted, Failed, Message, Ready, Stop, Task
 from hybridloader.errors import DamagedMessage, ResultPicklingError

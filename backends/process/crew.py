@@ -16,11 +16,16 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 from hybridloader._support import system
 from hybridloader.backends.process import codec
 from hybridloader.backends.process.frames import Frame
-from hybridloader.backends.process.handles import ProcessHandle, bury, join_all
 from hybridloader.backends.process.postmortem import OomWatch, PostmortemRecord
-from hybridloader.backends.process.result import ProcessResult, SlottedResult
-from hybridloader.backends.process.slot_channel import SlotChannel
-from hybridloader.backends.process.starters import ZYGOTE, Starter, WorkerStart
+from hybridloader.backends.process.slot_channel import ProcessResult, SlotChannel, SlottedResult
+from hybridloader.backends.process.starters import (
+    ZYGOTE,
+    ProcessHandle,
+    Starter,
+    WorkerStart,
+    bury,
+    join_all,
+)
 from hybridloader.engine.contract import GRACE, Crew
 from hybridloader.engine.messages import (
     Begin,
@@ -44,7 +49,7 @@ if TYPE_CHECKING:
 _DYING = 1.0
 """Seconds that the kernel gets to remove a killed process. It needs a few milliseconds, and more than a
 tenth of a second if many end at the same time on few cores. A slower process is reaped when the next
-crew is made or closed (`handles.bury`)."""
+crew is made or closed (`starters.bury`)."""
 
 
 _crews: weakref.WeakSet[ProcessCrew] = weakref.WeakSet()
@@ -71,12 +76,12 @@ class ProcessCrew(Crew):
     def __init__(
         self,
         starter: Starter,
-        kind: str,  # of slots, by `slot_kind`
+        nameless: bool,  # slots have no names
         limit: int,  # most bytes of all slots
         check: Callable[[], object],  # raises if no worker may be restarted
     ) -> None:
         self._starter, self.transport, self._check = starter, starter.transport, check
-        self._kind, self._limit = kind, limit
+        self._nameless, self._limit = nameless, limit
         # All the mutable state:
         self._handles = cast("list[ProcessHandle]", self.handles())  # the list that `place` changes
         self._workers: list[_ProcessWorker] = []
@@ -102,7 +107,7 @@ class ProcessCrew(Crew):
             self._check()
         record = PostmortemRecord.make() if self.transport.carries_descriptors else None
         share, forks = max(1, self._limit // max(1, spec.workers)), self._starter.forks
-        channel = SlotChannel(share, self._kind, forks=forks, locks=self._locks)
+        channel = SlotChannel(share, self._nameless, forks=forks, locks=self._locks)
         place = _ProcessWorker(channel, record)
         fd, note = None if record is None else record.fd, partial(self._take_place, worker, place)
         try:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from hybridloader._support.error_handling import described, traceback_of
+from hybridloader._support.user_objects import described, traceback_of
 
 RAISED = "\nEnded by: "
 """Beginning of the text about an exception that ended the worker: the exception, and its traceback."""

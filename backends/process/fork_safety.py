@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hybridloader._support import system
-from hybridloader._support.devices_in_use import device_in_use
+from hybridloader._support.torch_env import device_in_use
 
 _PROCESS = Path(system.PROC, "self")
 

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 from hybridloader.backends.process.frames import MOST_BYTES, Buffer, Decoder, Frame, encode
 from hybridloader.errors import DamagedMessage
-from hybridloader.memory.descriptors import ours
+from hybridloader.memory.shared_slots import ours
 
 Arrived = tuple[int, "Frame | None"]
 """Worker, and its frame; None: it is gone."""

@@ -26,13 +26,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hybridloader._support import caller, system
-from hybridloader._support.cgroups import number_in, text_of, whole_number
+from hybridloader._support import system, text
 from hybridloader.backends.process.first_step import RAISED, record_end
 from hybridloader.engine.fetcher import TaskContext
-from hybridloader.memory.descriptors import ours
-from hybridloader.memory.limits import memory_cgroups
+from hybridloader.memory.limits import memory_cgroups, number_in, text_of, whole_number
 from hybridloader.memory.segments import map_descriptor, nameless_file
+from hybridloader.memory.shared_slots import ours
 
 _NUMBERS = struct.Struct("=4q")
 _SIGNAL, _PID, _TASK, _AT = range(4)
@@ -363,7 +362,7 @@ Python 3.14t writes ``Stack``, and shows no other."""
 _FRAME = re.compile(r'  File "(?P<path>.*)", line \S+ in (?P<function>.*)')
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
-_SUPPORT = os.path.dirname(os.path.abspath(caller.__file__))
+_SUPPORT = os.path.dirname(os.path.abspath(text.__file__))
 _PACKAGES = ("_support", "devices", "engine", "fetching", "loader", "memory", "pipeline", "seeding")
 _OURS = (
     os.path.join(os.path.dirname(_HERE), ""),

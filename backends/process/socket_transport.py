@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 from hybridloader._support import system
 from hybridloader.backends.process.frames import MOST_FDS, Buffer, Decoder, Frame, encode
 from hybridloader.errors import DamagedMessage
-from hybridloader.memory.descriptors import ours
+from hybridloader.memory.shared_slots import ours
 
 _READ = 64 * 1024
 ROOM = socket.CMSG_SPACE(MOST_FDS * 4) if system.UNIX_SOCKETS else 0

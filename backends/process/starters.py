@@ -7,25 +7,35 @@ its own module, because Windows can't import it.
 
 from __future__ import annotations
 
+import errno
+import functools
+import multiprocessing
+import multiprocessing.connection
 import os
-from collections.abc import Callable, Sequence
+import signal
+import sys
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing import spawn
 from typing import Any, ClassVar, NamedTuple
 
-from hybridloader.backends.process.child import FirstFrame, main
+from hybridloader._support import system
+from hybridloader.backends.process.child import LEFT_TO_PARENT, FirstFrame, main
 from hybridloader.backends.process.first_step import FirstStep
 from hybridloader.backends.process.frames import Frame
-from hybridloader.backends.process.handles import (
-    ProcessHandle,
-    starting,
-)
 from hybridloader.backends.process.pipe_transport import PipeTransport
 from hybridloader.backends.process.postmortem import PostmortemRecord
 from hybridloader.backends.process.socket_transport import SocketTransport
+from hybridloader.engine.contract import GRACE, WorkerHandle, before_each
 from hybridloader.engine.messages import WorkerSpec
 from hybridloader.engine.refresh import Change
-from hybridloader.memory.descriptors import ours
+from hybridloader.memory.shared_slots import ours
 from hybridloader.memory.shipping import Shipment, ship
+from hybridloader.memory.slots import forks
 
 ZYGOTE = -1
 """Number, in a crew's transport, of the connection to the process that forks workers."""
@@ -38,7 +48,7 @@ class WorkerStart(NamedTuple):
 
     worker: int
     spec: WorkerSpec
-    slots: tuple[int, str | None] | None  # as `child.main` takes it
+    slots: tuple[int, str | None]  # as `child.main` takes it
     record: int | None  # descriptor of its postmortem record
     # Gets its handle before a signal is acted on. If the worker must be started another way later, it
     # gets another handle.
@@ -191,3 +201,347 @@ def duplicates(fds: Sequence[int]) -> list[int]:
             os.close(fd)
         raise
     return found
+
+
+# -- handles: ask the processes how they are, end them, wait for them
+#
+# Where there are pidfds, a pidfd shows a worker's end and carries signals to it. A process number would
+# not do: if other code waits for the children of this process, or SIGCHLD is ignored, the number may be
+# that of another process by then. A handle knows neither its worker's work nor its connection.
+
+UNKNOWN = 255
+"""Exit code of a process whose exit code is unknown, as in asyncio and the fork server."""
+
+_LOOK = 1e-2
+"""Most seconds between two checks of a process whose files are all closed.
+
+Such a process is about to end, unless the user's code has closed all files, also those of this package,
+and runs on. So no thread blocks in `waitpid`.
+"""
+
+reaping = threading.RLock()
+"""Lock for starting a process and for reading its exit code.
+
+multiprocessing checks all its children whenever it starts one. For a moment, another thread does not
+see the result: the child seems to be alive to it, while its number is free or belongs to another
+process. Stages of a pipeline run on several threads.
+"""
+
+dying: set[ProcessHandle] = set()
+"""Killed processes that the kernel had not yet removed when their crew was closed."""
+
+
+class ProcessHandle(WorkerHandle):
+    """Handle of a worker process, which also knows how it ended."""
+
+    name = "process"
+
+    def __init__(self, process: Any) -> None:  # of multiprocessing or loky, and started
+        self._process = process
+        # All the mutable state:
+        self.pidfd: int | None = None  # readable once the process has ended; open until `release`
+        self._ended = self._terminated = False
+        self._code: int | None = None  # once it has ended; None: unknown
+        try:
+            self.pidfd = os.pidfd_open(process.pid)
+        except ProcessLookupError:  # SIGCHLD is ignored, and the process has ended
+            self._has_ended()
+        # Not Linux, an old kernel, a sandbox, or no free descriptor.
+        except (AttributeError, OSError):
+            pass
+        else:
+            self._releasing = held_by(self, self.pidfd)
+        popen = getattr(process, "_popen", None)
+        if popen is not None and system.KILL is not None:
+            # multiprocessing calls it at exit, and then waits without a limit.
+            popen.terminate = functools.partial(_kill, weakref.ref(popen))
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid  # type: ignore[no-any-return]
+
+    @property
+    def sentinel(self) -> int:
+        return self._process.sentinel  # type: ignore[no-any-return]
+
+    @property
+    def exitcode(self) -> int | None:
+        """None while it runs, then the code, ``-N`` if signal N has ended it, or `UNKNOWN`.
+
+        After `terminate` it is ``-SIGTERM``, as multiprocessing has it on all platforms.
+        """
+        if self.is_alive():
+            return None
+        if self._code is None:
+            return UNKNOWN
+        if self._terminated and self._code == -(system.KILL or 0):
+            return -signal.SIGTERM
+        return self._code
+
+    @property
+    def code_known(self) -> bool:
+        return self.is_alive() or self._code is not None
+
+    @property
+    def ended_with(self) -> str | None:
+        """Name of the process with which it has ended, and not by its task; None: by itself."""
+        return None
+
+    def end_reported(self) -> bool:
+        """Return True if the worker is gone, now that its pidfd or its sentinel is readable."""
+        return True  # or it has closed its files, and counts as ended
+
+    def is_alive(self) -> bool:
+        with reaping:
+            if self._ended:
+                return False
+            if self.pidfd is not None:
+                ended = bool(multiprocessing.connection.wait([self.pidfd], 0))
+            else:  # multiprocessing takes a process that other code waited for as alive
+                ended = not (self._process.is_alive() and system.alive(self._process.pid))
+            if ended:
+                self._has_ended()
+            return not ended
+
+    def send_signal(self, signum: int) -> None:
+        """Send a signal to this process, never to another of its number. Raises `ProcessLookupError`."""
+        with reaping:
+            if not self.is_alive():
+                raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH))
+            if self.pidfd is not None:
+                signal.pidfd_send_signal(self.pidfd, signum)
+            else:
+                os.kill(self._process.pid, signum)
+
+    def terminate(self) -> None:
+        """End it at once: by SIGKILL, because workers leave SIGTERM to their parent."""
+        with reaping:
+            self._terminated = self._terminated or self.is_alive()
+        self.kill()
+
+    def kill(self) -> None:
+        if system.KILL is None:
+            self._process.terminate()
+            return
+        with suppress(ProcessLookupError):
+            self.send_signal(system.KILL)
+
+    def join(self, timeout: float | None = None) -> None:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        pidfd = self._duplicate()
+        if pidfd is not None:
+            try:
+                multiprocessing.connection.wait([pidfd], timeout)
+            finally:
+                os.close(pidfd)
+            self.is_alive()  # reaps the process
+        elif not self._ended and multiprocessing.connection.wait([self._process.sentinel], timeout):
+            pause = _LOOK / 100
+            while self.is_alive():
+                if deadline is not None and time.monotonic() >= deadline:
+                    return
+                time.sleep(pause)
+                pause = min(2 * pause, _LOOK)
+
+    def disown(self) -> None:
+        """Take it off multiprocessing's list of children, which it ends when this process exits."""
+        children: set[Any] = multiprocessing.process._children  # type: ignore[attr-defined]
+        children.discard(self._process)
+
+    def release(self) -> None:
+        """Close the pidfd once the process has ended; no thread may wait on it any more."""
+        with reaping:
+            if self.is_alive():
+                dying.add(self)
+                return
+            dying.discard(self)
+            if self.pidfd is not None:
+                self._releasing()
+                self.pidfd = None
+
+    def cause(self) -> str:
+        """Describe how the worker ended, if it was not asked to end."""
+        self.join(GRACE)
+        if self.is_alive():
+            self.kill()
+            self.join(GRACE)
+            return "closed its connection while it was running, and was killed"
+        code = self.exitcode
+        if self._code is None or code is None:
+            return self.unknown()
+        if code < 0:
+            try:
+                return f"was killed by signal {signal.Signals(-code).name} ({-code})"
+            except ValueError:
+                return f"was killed by signal {-code}"
+        return f"exited with code {code}"
+
+    def unknown(self) -> str:
+        """Describe how the worker ended without a known exit code."""
+        return (
+            "ended; its exit code is not known, because SIGCHLD is ignored in this process or other "
+            "code in it has waited for the worker"
+        )
+
+    def _duplicate(self) -> int | None:
+        """Duplicate the pidfd, to wait by: another thread may release the original meanwhile."""
+        with reaping:
+            if self.pidfd is None or self._ended:
+                return None
+            with suppress(OSError):  # no descriptor left
+                return os.dup(self.pidfd)
+        return None
+
+    def _has_ended(self) -> None:
+        """Ask for the exit code, which also lets the kernel forget the process."""
+        self._ended = True
+        code = self._process.exitcode
+        if code is None:
+            # The fork server reports the code a moment later. If another thread has just read it, it is
+            # available in a moment. If other code has waited for the process, there is none.
+            if getattr(self._process, "_start_method", None) == "forkserver":
+                multiprocessing.connection.wait([self._process.sentinel], GRACE)
+            else:
+                time.sleep(_LOOK)
+            code = self._process.exitcode
+        self._code = code
+        self.disown()
+
+
+def held_by(holder: Any, fd: int) -> weakref.finalize[[int], Any]:
+    """Close `fd` when `holder` is collected, or when the result is called."""
+    ours.add(fd)
+    finalizer = weakref.finalize(holder, _close, fd)
+    finalizer.atexit = False
+    return finalizer
+
+
+def _close(fd: int) -> None:
+    ours.discard(fd)
+    os.close(fd)
+
+
+def _kill(reference: weakref.ref[Any]) -> None:
+    """End a process as multiprocessing does, but by SIGKILL: a worker ignores SIGTERM."""
+    popen = reference()
+    if popen is not None and popen.returncode is None:
+        with suppress(OSError):
+            os.kill(popen.pid, signal.SIGKILL)
+
+
+def _forked() -> None:
+    """Forget, in a fork, the parent's dying processes, and a lock that a lost thread may have."""
+    global reaping
+    reaping = threading.RLock()
+    dying.clear()
+    _hiding.stack.close()
+
+
+class _Hiding(threading.local):
+    stack = ExitStack()  # also undone in a fork, as a worker has its parent's warning filters
+
+
+_hiding = _Hiding()
+
+
+system.at_fork(after_in_child=_forked)
+
+
+@before_each
+def bury() -> None:
+    """Reap processes that were still dying when their crew was closed, lest they stay zombies."""
+    for handle in list(dying):
+        handle.release()
+
+
+def join_all(handles: Sequence[ProcessHandle], deadline: float) -> None:  # by `time.monotonic`
+    for handle in handles:
+        handle.join(max(0.0, deadline - time.monotonic()))
+
+
+@contextmanager
+def starting(method: str) -> Iterator[None]:
+    """Start one process within the block, by start method `method`, and note it in the same block."""
+    held_back, flushed = _signals_held_back(method), _streams_to_flush(method)
+    with reaping, held_back, flushed, _warned_by_us(method), forks.of_ours():
+        yield
+
+
+def occupy_standard_descriptors() -> None:
+    """Open os.devnull for stdin, stdout and stderr where they are closed, as in some daemons.
+
+    Otherwise another descriptor gets such a number, here or in a worker, and native code writes its
+    messages to it.
+    """
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened == fd:
+                os.set_inheritable(fd, True)
+            else:  # another thread was faster
+                os.close(opened)
+
+
+@contextmanager
+def _signals_held_back(method: str) -> Iterator[None]:
+    """Hold back the signals of a terminal or a job, also from a process that starts within the block.
+
+    The new process inherits the mask. Until it has its own handlers, Ctrl-C would end it with a
+    traceback, and SIGTERM to all processes of a job would end it before this process could act on the
+    signal.
+    """
+    if not system.SIGNAL_MASKS:
+        yield
+        return
+    if method != "fork":
+        from multiprocessing import resource_tracker
+
+        resource_tracker.ensure_running()  # otherwise `start` starts it, which lifts the mask
+    if method == "forkserver":
+        from multiprocessing import forkserver
+
+        forkserver.ensure_running()  # otherwise it and all its forks would inherit the mask
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    try:
+        # Within the block, because pending signals' handlers run now and may raise.
+        signal.pthread_sigmask(signal.SIG_BLOCK, LEFT_TO_PARENT)
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+_PYTHON_WARNS = sys.version_info >= (3, 12)
+"""True if Python itself warns of a fork beside other threads."""
+
+
+@contextmanager
+def _warned_by_us(method: str) -> Iterator[None]:
+    """Leave out the warning of Python 3.12 that a fork beside other threads may hang.
+
+    Ours (`Fork.check`) names these threads, and not those that a fork can do without.
+    """
+    if method != "fork" or not _PYTHON_WARNS:
+        yield
+        return
+    with ExitStack() as _hiding.stack:
+        _hiding.stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+        yield
+
+
+@contextmanager
+def _streams_to_flush(method: str) -> Iterator[None]:
+    """Give loky a usable `sys.stdout` and `sys.stderr` to flush when it starts a process."""
+    before = sys.stdout, sys.stderr
+    usable = [s is not None and not getattr(s, "closed", False) for s in before]
+    if method != "loky" or all(usable):
+        yield
+        return
+    with open(os.devnull, "w") as nowhere:
+        sys.stdout, sys.stderr = (s if u else nowhere for s, u in zip(before, usable, strict=True))
+        try:
+            yield
+        finally:
+            sys.stdout, sys.stderr = before

@@ -1,8 +1,8 @@
 """Zygote: a fresh process that loads the work of a stage once, and forks the workers from itself.
 
-Decision 26 describes the shared memory, the cases without a fork, and the ends. Each request brings two
-descriptors: the worker's end of its connection, and a status socket by which the parent hears of the
-worker's process and of its end. A refused request is answered by both.
+`fork_safety` finds the cases in which it must not fork. Each request brings two descriptors: the
+worker's end of its connection, and a status socket by which the parent hears of the worker's process
+and of its end. A refused request is answered by both.
 """
 
 from __future__ import annotations
@@ -28,15 +28,14 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, NoReturn
 
-from hybridloader._support.error_handling import show
-from hybridloader._support.native_threads import one_thread_in_this_process
+from hybridloader._support.torch_env import one_thread_in_this_process
+from hybridloader._support.user_objects import show
 from hybridloader.backends.process import fork_safety
-from hybridloader.backends.process.child import FirstFrame, main
+from hybridloader.backends.process.child import FirstFrame, leave_signals, main
 from hybridloader.backends.process.frames import Frame
-from hybridloader.backends.process.handles import UNKNOWN, starting
-from hybridloader.backends.process.parent_watch import leave_signals
 from hybridloader.backends.process.postmortem import PostmortemWriter
 from hybridloader.backends.process.socket_transport import SocketEndpoint
+from hybridloader.backends.process.starters import UNKNOWN, starting
 from hybridloader.engine.contract import GRACE
 from hybridloader.engine.messages import WorkerSpec
 from hybridloader.engine.refresh import Change, apply
@@ -55,7 +54,7 @@ class Request(NamedTuple):
 
     worker: int
     name: str  # name of its process
-    slots: tuple[int, str | None] | None  # as `child.main` takes it
+    slots: tuple[int, str | None]  # as `child.main` takes it
     recorded: bool  # a postmortem record comes with the first frame of the worker's connection
     changes: dict[str, Any]  # fields of the specification that differ from the loaded one
 

@@ -21,20 +21,21 @@ from dataclasses import fields
 from multiprocessing.connection import Connection
 from typing import Any
 
-from hybridloader._support.caller import warn_once
-from hybridloader.backends.process import handles
+from hybridloader._support.text import warn_once
+from hybridloader.backends.process import starters
 from hybridloader.backends.process.child import FirstFrame
 from hybridloader.backends.process.first_step import FirstStep
 from hybridloader.backends.process.frames import Frame
-from hybridloader.backends.process.handles import ProcessHandle, starting
 from hybridloader.backends.process.postmortem import PostmortemRecord
 from hybridloader.backends.process.socket_transport import CLOSE_ON_EXEC, ROOM
 from hybridloader.backends.process.starters import (
     ZYGOTE,
+    ProcessHandle,
     Starter,
     Transport,
     WorkerStart,
     duplicates,
+    starting,
 )
 from hybridloader.backends.process.zygote import (
     ENDED,
@@ -269,7 +270,7 @@ class ForkedHandle(ProcessHandle):
         self._ended = self._terminated = False
         self._code: int | None = None
         # Not at `release`: the sentinel outlives the worker, as that of `multiprocessing.Process`.
-        handles.held_by(self, self._status)
+        starters.held_by(self, self._status)
 
     @property
     def pid(self) -> int | None:
@@ -301,7 +302,7 @@ class ForkedHandle(ProcessHandle):
         return not self.is_alive()
 
     def is_alive(self) -> bool:
-        with handles.reaping:
+        with starters.reaping:
             while not self._ended:
                 status = socket.socket(fileno=self._status)
                 try:
@@ -325,7 +326,7 @@ class ForkedHandle(ProcessHandle):
         if kind == FORKED:
             self._pid = number
             for self.pidfd in fds:  # none, if this process has no free descriptor
-                self._releasing = handles.held_by(self, self.pidfd)
+                self._releasing = starters.held_by(self, self.pidfd)
         elif kind == ENDED:
             self._code, self._ended = number, True
         else:
@@ -335,7 +336,7 @@ class ForkedHandle(ProcessHandle):
         self._failure, self._ended = why, True
 
     def send_signal(self, signum: int) -> None:
-        with handles.reaping:
+        with starters.reaping:
             if not self.is_alive() or self.pidfd is None:
                 raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH))
             signal.pidfd_send_signal(self.pidfd, signum)
@@ -355,7 +356,7 @@ class ForkedHandle(ProcessHandle):
 
     def _await_status(self, seconds: float) -> None:
         """Wait for news; in slices, because another thread may take in those that have come."""
-        with handles.reaping:
+        with starters.reaping:
             if self._ended:
                 return
             try:

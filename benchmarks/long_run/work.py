@@ -103,20 +103,6 @@ def _indices_of(batch: Any) -> list[int]:
     return [int(index) for index in first]
 
 
-def named_segments(job: Job) -> None:
-    """The same through shared memory with names, where there are processes."""
-    import hybridloader
-
-    kinds = {
-        "fork": hybridloader.Fork,
-        "spawn": hybridloader.Spawn,
-        "shared-memory": hybridloader.SharedMemory,
-    }
-    if job.backend in kinds:
-        named = kinds[job.backend](memory=hybridloader.Memory(kind="named"))
-        large_batches(Job(named, job.chance, job.tally))
-
-
 def iterable(job: Job) -> None:
     """An epoch of an iterable dataset."""
     length = job.chance.randint(1, 300)
@@ -222,7 +208,7 @@ def storm(job: Job) -> None:
 
 
 KINDS: tuple[Callable[[Job], None], ...] = (
-    *(small_batches, large_batches, named_segments, iterable, skipping, retrying),
+    *(small_batches, large_batches, iterable, skipping, retrying),
     *(broken_off, resumed, pipeline, storm),
 )
 

@@ -1,10 +1,16 @@
-"""Short forms of values for errors and tables, tables as lines of text or HTML, and units for people."""
+"""Words for people: short forms of values, tables, units, warnings at the user's line, the log."""
 
 from __future__ import annotations
 
+import functools
+import os
 import reprlib
+import sys
+import warnings
 from collections.abc import Collection, Sequence
 from typing import Any
+
+from hybridloader.errors import linked
 
 _short = reprlib.Repr()
 _short.maxlist = _short.maxtuple = 8
@@ -94,3 +100,55 @@ def size(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.1f} TB"
+
+
+# -- warnings at the user's line: the first up the stack that is neither ours nor torch's loader's
+
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_BACKENDS = os.path.join(os.path.dirname(os.path.dirname(_OURS)), "backends") + os.sep
+"""Next to the package in a checkout, within it in an installation."""
+_TORCHS = os.path.join("torch", "utils", "data") + os.sep
+
+
+def warn(message: str, anchor: str) -> None:
+    """Warn at the line that called this package, with a link to the troubleshooting page."""
+    warnings.warn(linked(message, anchor), stacklevel=_stacklevel())
+
+
+@functools.lru_cache(maxsize=256)
+def warn_once(message: str, anchor: str) -> None:
+    """Warn at that line, once in a process for each message."""
+    warnings.warn(linked(message, anchor), stacklevel=_stacklevel())
+
+
+def _stacklevel() -> int:
+    """Return the `stacklevel` to pass to `warnings.warn`.
+
+    Python 3.12 has `skip_file_prefixes` for this; we serve 3.10.
+    """
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and _within(frame.f_code.co_filename):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def _within(path: str) -> bool:
+    return path.startswith((_OURS, _BACKENDS)) or _TORCHS in path
+
+
+# -- the log of rare events: starts, ends and deaths of workers, restarts, fallbacks and resumes
+
+DEBUG, INFO = 10, 20
+"""Levels, as in `logging`."""
+
+
+def log(level: int, message: str, *arguments: object) -> None:
+    """Log `message`, into which `logging` puts the arguments by ``%``.
+
+    The logger is ``hybridloader``; its messages are DEBUG and INFO, so nothing is printed unless the
+    program configures `logging`. A program that has not imported `logging` gets no message, and this
+    module does not import it: a worker may need neither.
+    """
+    logging: Any = sys.modules.get("logging")
+    if logging is not None:
+        logging.getLogger("hybridloader").log(level, message, *arguments)

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hybridloader._support.attributes import has
-from hybridloader._support.caller import warn
-from hybridloader.engine.registry import get_backend
+from hybridloader._support.text import warn
+from hybridloader._support.user_objects import has
+from hybridloader.engine.contract import get_backend
 from hybridloader.loader.dataloader import DataLoader
-from hybridloader.loader.options import Options, in_keywords
+from hybridloader.loader.plan import Options, in_keywords
 
 if TYPE_CHECKING:
     import torch.utils.data
     from typing_extensions import Unpack
 
     from hybridloader.engine.contract import Backend
-    from hybridloader.loader.options import OptionWords
+    from hybridloader.loader.plan import OptionWords
 
 # fmt: off
 _NOT_LOST = {

@@ -16,20 +16,19 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from hybridloader._support import system
-from hybridloader._support.attributes import attribute
-from hybridloader._support.caller import warn, warn_once
-from hybridloader._support.import_hooks import when_imported
-from hybridloader.engine.registry import get_backend
+from hybridloader._support.text import warn, warn_once
+from hybridloader._support.torch_env import when_imported
+from hybridloader._support.user_objects import attribute
+from hybridloader.engine.contract import get_backend
 from hybridloader.errors import BackendUnavailable, ForkUnsafe, WorkerPicklingError
-from hybridloader.loader.options import Options, in_keywords
+from hybridloader.loader.plan import Options, in_keywords
 
 if TYPE_CHECKING:
     from torch.utils.data.dataloader import _BaseDataLoaderIter
     from typing_extensions import Unpack
 
     from hybridloader.engine.contract import Backend
-    from hybridloader.loader.options import OptionWords
-    from hybridloader.loader.plan import LoaderPlan
+    from hybridloader.loader.plan import LoaderPlan, OptionWords
 
 
 @dataclass
@@ -42,8 +41,6 @@ class _Place:
     """The installation that makes iterators, or None. Read without the lock."""
     torchs: Any = None
     """torch's method, after ours has replaced it."""
-    covered: bool = False
-    """True if our method was left in place because other code had replaced it by its own."""
     awaits: bool = False
     """True if a hook replaces the method as soon as torch is imported."""
 
@@ -99,8 +96,8 @@ class Installation:
         """Return an iterator over a torch loader: torch's if hybridloader refuses the loader."""
         import torch
 
+        from hybridloader.loader.iterator import iterator_of
         from hybridloader.loader.plan import LoaderPlan
-        from hybridloader.loader.reusing_iterator import iterator_of
 
         try:
             plan = LoaderPlan.of(loader, self.backend, self.options)
@@ -251,7 +248,7 @@ def _put_in() -> None:
     if code is not None and code.co_filename == DataLoader.__init__.__code__.co_filename:
         _place.torchs = there
         DataLoader._get_iterator = _get_iterator  # type: ignore[method-assign]
-    elif not _place.covered:
+    else:
         raise RuntimeError(
             f"torch's DataLoader._get_iterator was replaced by {_name(there)} already, and install() "
             "would undo that; call install() before that replacement"
@@ -265,10 +262,10 @@ def _take_out() -> str | None:
     from torch.utils.data import DataLoader
 
     there: Any = vars(DataLoader)["_get_iterator"]
-    _place.covered = there is not _get_iterator and there is not _place.torchs
     if there is _get_iterator:
         DataLoader._get_iterator = _place.torchs  # type: ignore[method-assign]
-    return _name(there) if _place.covered else None
+        return None
+    return None if there is _place.torchs else _name(there)
 
 
 def _get_iterator(self: Any) -> Any:

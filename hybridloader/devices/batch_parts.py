@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from hybridloader._support.attributes import attribute, has
+from hybridloader._support.user_objects import attribute, has
 
 if TYPE_CHECKING:
     import torch

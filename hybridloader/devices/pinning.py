@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hybridloader._support.arguments import whole
-from hybridloader._support.attributes import has
-from hybridloader._support.caller import warn
-from hybridloader._support.native_threads import one_thread_on_this_thread
+from hybridloader._support.text import warn
+from hybridloader._support.torch_env import one_thread_on_this_thread
+from hybridloader._support.user_objects import has
 from hybridloader.devices.accelerator import current, find
 from hybridloader.devices.batch_parts import (
     bytes_of,

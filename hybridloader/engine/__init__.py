@@ -17,15 +17,17 @@ from typing import TYPE_CHECKING
 from hybridloader._support.lazily import lazily
 
 if TYPE_CHECKING:
-    from hybridloader._support.failure import Failure as Failure
-    from hybridloader.engine.called_worker import CalledWorker as CalledWorker
-    from hybridloader.engine.called_worker import parts_of as parts_of
-    from hybridloader.engine.called_worker import work_of as work_of
+    from hybridloader._support.user_objects import Failure as Failure
+    from hybridloader.engine.calls import CalledWorker as CalledWorker
     from hybridloader.engine.calls import CallingHandle as CallingHandle
     from hybridloader.engine.calls import Place as Place
+    from hybridloader.engine.calls import parts_of as parts_of
+    from hybridloader.engine.calls import work_of as work_of
     from hybridloader.engine.contract import Backend as Backend
     from hybridloader.engine.contract import Crew as Crew
     from hybridloader.engine.contract import WorkerHandle as WorkerHandle
+    from hybridloader.engine.contract import backend_names as backend_names
+    from hybridloader.engine.contract import get_backend as get_backend
     from hybridloader.engine.fetcher import Fetch as Fetch
     from hybridloader.engine.fetcher import Fetcher as Fetcher
     from hybridloader.engine.fetcher import TaskContext as TaskContext
@@ -42,8 +44,6 @@ if TYPE_CHECKING:
     from hybridloader.engine.messages import WorkerSpec as WorkerSpec
     from hybridloader.engine.payload import ByReference as ByReference
     from hybridloader.engine.payload import Payload as Payload
-    from hybridloader.engine.registry import backend_names as backend_names
-    from hybridloader.engine.registry import get_backend as get_backend
     from hybridloader.engine.serving import PackedSpec as PackedSpec
     from hybridloader.engine.serving import Pickled as Pickled
     from hybridloader.engine.serving import dumps as dumps
@@ -61,15 +61,13 @@ __getattr__, __dir__, __all__ = lazily(
     __name__,
     {
         ".errors": "BackendUnavailable ResultPicklingError WorkerPicklingError",
-        "._support.failure": "Failure",
-        "called_worker": "CalledWorker parts_of work_of",
-        "calls": "CallingHandle Place",
-        "contract": "Backend Crew WorkerHandle",
+        "._support.user_objects": "Failure",
+        "calls": "CalledWorker CallingHandle Place parts_of work_of",
+        "contract": "Backend Crew WorkerHandle backend_names get_backend",
         "fetcher": "Fetch Fetcher TaskContext",
         ".memory.slots": "PrivateSlots",
         "messages": "Begin Done Event Exhausted Exited Failed Message Ready Stop Task WorkerSpec",
         "payload": "ByReference Payload",
-        "registry": "backend_names get_backend",
         "serving": "PackedSpec Pickled dumps loads process_worker serve thread_worker",
         "worker": "Worker",
     },

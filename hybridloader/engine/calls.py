@@ -1,29 +1,37 @@
-"""Handle of a worker that is driven by calls: for transports that call methods, and return values.
+"""Workers that are driven by calls: for transports that call methods, and return values.
 
-One call lasts as long as the worker, and its return is the worker's last word, whatever way it ends.
-Each message is another call, which returns the events that came of it; tasks that are short beside a
-call go in one together. `called_worker.py` has the far side.
+A worker's loop asks for messages and reports events, as suits a stream. Here it runs in one long call,
+on a thread of the far process (`CalledWorker`), and that call's return is the worker's last word,
+whatever way it ends. Each message is another call of the near side (`CallingHandle`), which returns the
+events that came of it; tasks that are short beside a call go in one together.
 """
 
 from __future__ import annotations
 
+import os
+import pickle
 import platform
+import sys
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from pickle import PickleBuffer
+from queue import SimpleQueue
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from hybridloader._support.error_handling import repr_of
-from hybridloader.engine.called_worker import Parts, SentMessage, parts_of
+from hybridloader._support.user_objects import repr_of
 from hybridloader.engine.contract import WorkerHandle
-from hybridloader.engine.messages import Done, Event, Exited, Message, Task
+from hybridloader.engine.messages import Done, Event, Exited, Message, Stop, Task, WorkerSpec
 from hybridloader.engine.meter import MEASURES
-from hybridloader.engine.serving import loads
+from hybridloader.engine.serving import PackedSpec, dumps, loads, own, process_worker, serve
+from hybridloader.engine.worker import Worker
+from hybridloader.memory.slots import PrivateSlots
 
 BUNDLE_SECONDS = 2e-3
 """Total seconds of the tasks in one call; the first result of a call is delayed by about as much.
@@ -47,6 +55,14 @@ one that keeps it busy until the next call."""
 
 RECENT = 8
 """Number of recent results in a worker's running mean, about."""
+
+
+Parts = list[Any]
+"""Pickle of an object, then the large buffers outside of it, as `bytes` and `PickleBuffer`."""
+
+SentMessage = tuple[Parts, tuple[int, int] | None]
+"""Message. If its task is a forwarded result: the number of the return that contains the result,
+and the number of the event in that return."""
 
 
 class Place(NamedTuple):
@@ -333,3 +349,122 @@ class CallingHandle(WorkerHandle):
             if self._doomed:
                 exited = replace(exited, cause=f"{self._doomed}; it was killed, and {exited.cause}")
         return exited
+
+
+# -- the far side
+
+_ENDED = "the loop has ended"
+
+
+def parts_of(thing: Message | Event, *, other_main: bool = False) -> Parts:
+    """Pickle a message or an event as `dumps` does, with its large buffers apart."""
+    buffers: list[Any] = []
+    return [dumps(thing, buffers, other_main=other_main), *map(PickleBuffer, buffers)]
+
+
+def work_of(spec: WorkerSpec) -> Parts:
+    """Pickle the work of workers, as `CalledWorker` takes it. Raises `WorkerPicklingError`."""
+    buffers: list[PickleBuffer] = []
+    return [pickle.dumps(PackedSpec(spec), 5, buffer_callback=buffers.append), *buffers]
+
+
+class CalledWorker:
+    """Worker in a process, each method of which another process may call.
+
+    `run` is called once, `step` for messages in their order, the others at any time; so three threads
+    must be there for calls. Large batches are collated into recycled memory, so the value that a call of
+    `step` returns must have been copied before the next one is made.
+
+    Parameters
+    ----------
+    number
+        Number of the worker.
+    work
+        By `work_of`.
+    memory
+        Bytes that the recycled memory may take.
+    """
+
+    def __init__(self, number: int, work: Parts, memory: int) -> None:
+        self._number = number
+        self._work: PackedSpec | None = loads(work[0], buffers=work[1:])
+        self._slots = PrivateSlots(memory)
+        self._inbox: SimpleQueue[Any] = SimpleQueue()
+        self._outbox: SimpleQueue[Any] = SimpleQueue()
+        self._thread = 0
+        self._worker: Worker | None = None
+        self._exit = b""
+
+    def where(self) -> tuple[int, str]:
+        """Return the process id and the name of the machine."""
+        return os.getpid(), platform.node()
+
+    def run(self) -> bytes:
+        """Run the worker until it gets a `Stop`; return its `Exited`, by `dumps`."""
+        try:
+            self._thread = threading.get_ident()
+            work, self._work = self._work, None
+            assert work is not None, "run() is called once"
+            self._worker = process_worker(self._number, work, slots=self._slots)
+            del work
+            serve(self._worker, self._get, self._report)
+            return self._exit
+        finally:
+            self._outbox.put(_ENDED)
+
+    def step(self, sent: list[SentMessage], *returns: list[Parts]) -> list[Parts]:
+        """Hand messages over, one after the other; return the events up to where the loop asks for more.
+
+        Parameters
+        ----------
+        sent
+            Messages, by `parts_of`; none for the events up to the first message.
+        returns
+            Return values of the calls whose results are tasks here.
+        """
+        made = [] if sent else self._events()
+        for left, (parts, place) in zip(reversed(range(len(sent))), sent, strict=True):
+            self._inbox.put(_opened(parts, place, returns))
+            events = self._events()
+            # The next task may overwrite the memory of these results.
+            made += [[*map(bytes, event)] for event in events] if left else events
+        return made
+
+    def _events(self) -> list[Parts]:
+        made: list[Parts] = []
+        while (event := self._outbox.get()) is not None:
+            if event is _ENDED:
+                self._outbox.put(_ENDED)  # for the next call
+                break
+            made.append(event)
+        return made
+
+    def leave(self) -> None:
+        """Leave out the rest of a batch, and end."""
+        if self._worker is not None:
+            self._worker.context.cancelled = True
+        self._inbox.put(Stop())
+
+    def stack(self) -> str:
+        """Return the stack of the worker's thread."""
+        frame = sys._current_frames().get(self._thread)
+        return "".join(["Its stack (most recent call last):\n", *traceback.format_stack(frame)])
+
+    def _get(self) -> Any:
+        self._outbox.put(None)  # reports that the previous message is done
+        return self._inbox.get()
+
+    def _report(self, event: Event) -> None:
+        if isinstance(event, Exited):
+            self._exit = dumps(event)
+        else:
+            self._outbox.put(parts_of(event))
+
+
+def _opened(parts: Parts, place: tuple[int, int] | None, returns: tuple[list[Parts], ...]) -> Any:
+    message = loads(parts[0], buffers=[*map(own, parts[1:])])
+    if place is not None:
+        call, at = place
+        head, *buffers = returns[call][at]
+        message = message._replace(index=loads(head, buffers=buffers).payload.open())
+    return message

@@ -12,21 +12,33 @@ others have defaults, right for a crew that calls `Crew.place` and `Crew.report`
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import importlib
+import multiprocessing.util  # its exit handler must be registered before ours, to run after it
 import os
+import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, ClassVar
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+from hybridloader._support.arguments import flag
+from hybridloader._support.threads import snapshot
 from hybridloader.engine.messages import Done, Event, Message, Stop, WorkerSpec
-from hybridloader.memory.limits import DEFAULT_MEMORY, Memory
+from hybridloader.errors import BackendUnavailable
+from hybridloader.memory.limits import DEFAULT_MEMORY, Memory, check_memory
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
     from hybridloader.memory.page_locks import PageLocks
+
 
 GRACE = 1.0
 """Seconds that workers get to end by themselves when their crew is closed."""
@@ -312,3 +324,184 @@ class Backend(ABC):
     @abstractmethod
     def open(self) -> Crew:
         """Make a crew with no worker in it."""
+
+
+# -- backends by name: the six that come along, and those that other packages add
+#
+# A package adds a backend through the entry-point group ``hybridloader.backends``, with a name and
+# ``module:attribute`` of a `Backend` class or of a callable that returns a `Backend`. Nothing is
+# imported before a name is asked for.
+
+GROUP = "hybridloader.backends"
+"""Entry-point group of backends in other packages."""
+
+
+class Entry(NamedTuple):
+    """Module and attribute of a backend, and the command that installs it."""
+
+    target: str
+    install: str
+
+
+_HOME, _INCLUDED = "hybridloader.backends", "comes with hybridloader"
+_OURS = {
+    "inline": Entry(f"{_HOME}.inline:Inline", _INCLUDED),
+    "threads": Entry(f"{_HOME}.threads:Threads", _INCLUDED),
+    "fork": Entry(f"{_HOME}.process.backend:Fork", _INCLUDED),
+    "spawn": Entry(f"{_HOME}.process.backend:Spawn", "pip install loky cloudpickle"),
+    "ray": Entry(f"{_HOME}.ray:Ray", "pip install 'hybridloader[ray]'"),
+    "shared-memory": Entry(f"{_HOME}.process.backend:SharedMemory", _INCLUDED),
+}
+
+
+@lru_cache(maxsize=1)
+def known() -> Mapping[str, Entry]:
+    """Return all backends by name, as a read-only view; none of them is imported."""
+    from importlib.metadata import entry_points
+
+    entries = dict(_OURS)
+    for point in entry_points(group=GROUP):
+        package = point.dist.name if point.dist is not None else point.value.partition(":")[0]
+        entries.setdefault(normalise(point.name), Entry(point.value, f"pip install {package}"))
+    return MappingProxyType(entries)
+
+
+def backend_names() -> tuple[str, ...]:
+    """Return the names that `backend=` takes."""
+    return tuple(known())
+
+
+def normalise(name: str) -> str:
+    """Return the registered form of a name: ``"shared-memory"`` for ``"Shared_Memory"``."""
+    return name.strip().lower().replace("_", "-")
+
+
+def get_backend(backend: Any) -> Backend:
+    """Return the backend of a name; a `Backend` instance as it is.
+
+    Raises
+    ------
+    BackendUnavailable
+        The name is unknown (the message lists those there are), or its package is missing.
+    TypeError
+        Neither a name nor a backend.
+    """
+    if isinstance(backend, Backend):
+        name = type(backend).__name__
+        if backend.memory is not None:
+            check_memory(name, backend.memory)
+        flag(f"{name}: copy_dataset", backend.copies)
+        return backend
+    if not isinstance(backend, str):
+        hint = f"; use an instance: {backend.__name__}()" if isinstance(backend, type) else ""
+        raise TypeError(f"backend must be a name or a Backend, not {backend!r}{hint}")
+    entry = known().get(normalise(backend))
+    if entry is None:
+        listed = ", ".join(f"{name} ({known()[name].install})" for name in known())
+        raise BackendUnavailable(f"unknown backend {backend!r}; there are: {listed}")
+    made: Any = _load(backend, entry)()
+    if not isinstance(made, Backend):
+        raise TypeError(f"backend {backend!r} gave {made!r}, which is not a Backend")
+    return made
+
+
+def _load(name: str, entry: Entry) -> Callable[[], Backend]:
+    module, _, attribute = entry.target.partition(":")
+    try:
+        factory: Callable[[], Backend] = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise BackendUnavailable(
+            f"backend {name!r} can't be imported ({error}); to install it: {entry.install}"
+        ) from error
+    return factory
+
+
+# -- crews that run, each ended by its holder, the holder's finalizer, or the end of the process
+
+assert multiprocessing.util is not None
+
+_crews: weakref.WeakKeyDictionary[Crew, int] = weakref.WeakKeyDictionary()
+"""Crews, each with the process that owns it."""
+
+
+def ended_with(holder: Any, crew: Crew) -> weakref.finalize[[Crew, int], Any]:
+    """Close `crew` when `holder` is collected, at exit, or when the result is called."""
+    for chore in _chores:
+        chore()
+    owner = os.getpid()
+    _crews[crew] = owner
+    finalizer = weakref.finalize(holder, _close, crew, owner)
+    finalizer.atexit = False  # _close_all does it, in the right order
+    return finalizer
+
+
+_chores: list[Callable[[], None]] = []
+
+
+def before_each(chore: Callable[[], None]) -> Callable[[], None]:
+    """Decorate a function to be called whenever a crew is made, for work that was put off."""
+    _chores.append(chore)
+    return chore
+
+
+_runners: weakref.WeakSet[Any] = weakref.WeakSet()  # objects whose threads use crews
+
+exiting = False
+
+
+def closed_with(holder: Any, runner: Any) -> weakref.finalize[[], Any]:
+    """Close `runner` when `holder` is collected, when the result is called, or at exit.
+
+    At exit it is closed before any crew, because its threads use crews.
+    """
+    _runners.add(runner)
+    finalizer = weakref.finalize(holder, runner.close)
+    finalizer.atexit = False
+    return finalizer
+
+
+def close_once(holder: Any, runner: Any) -> None:
+    """Close `runner` by the `_finalizer` of `holder`, and have another one if that was interrupted.
+
+    If several threads call it, one closes the runner, and the others return at once.
+    """
+    try:
+        holder._finalizer()
+    except BaseException:
+        holder._finalizer = closed_with(holder, runner)
+        raise
+
+
+def park_at_exit() -> None:
+    """Stop a daemon thread for good in a process that is ending."""
+    if exiting and threading.current_thread() is not threading.main_thread():
+        threading.Event().wait()
+
+
+def _close_all() -> None:
+    """Close all runners, then all crews, whichever of them raises; the errors are raised at the end.
+
+    An interrupt ends the wait for one of them and nothing else: the program is ending already.
+    """
+    global exiting
+    exiting = True
+    with contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as rest:
+        # Called last, so that it includes crews that runners make in the meantime.
+        rest.callback(_close_crews)
+        for runner in snapshot(_runners):
+            rest.callback(runner.close)
+
+
+def _close_crews() -> None:
+    with contextlib.ExitStack() as rest:
+        for crew in snapshot(_crews):
+            rest.callback(_close, crew, _crews[crew])
+
+
+weakref.finalize(_crews, int).detach()  # weakref's own exit handler goes first, to run after ours
+atexit.register(_close_all)
+
+
+def _close(crew: Crew, owner: int) -> None:
+    if os.getpid() == owner:  # in a fork, the workers belong to the parent
+        crew.close()

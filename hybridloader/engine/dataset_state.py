@@ -11,8 +11,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from hybridloader._support.cadence import ASKED, Cadence
-from hybridloader._support.state_copies import Frozen, Given, is_stateful, kept
+from hybridloader._support.states import ASKED, Cadence, Frozen, Given, is_stateful, kept
 
 
 class ShardStart(NamedTuple):

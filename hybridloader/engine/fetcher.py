@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from hybridloader._support.error_handling import mark
+from hybridloader._support.user_objects import mark
 from hybridloader.errors import WorkerDied
 
 if TYPE_CHECKING:

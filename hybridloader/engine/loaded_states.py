@@ -21,7 +21,7 @@ import weakref
 from contextlib import suppress
 from typing import Any
 
-from hybridloader._support.state_copies import load_into
+from hybridloader._support.states import load_into
 from hybridloader.engine.refresh import MISSING, Path, apply, bindings
 
 Change = tuple[Path, Any, Any]  # an attribute, and its values before and after a load

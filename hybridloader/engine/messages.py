@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from hybridloader._support.failure import Failure
-    from hybridloader._support.torch_modes import Modes
+    from hybridloader._support.torch_env import Modes
+    from hybridloader._support.user_objects import Failure
     from hybridloader.engine.dataset_state import ShardStart
     from hybridloader.engine.fetcher import Fetch
     from hybridloader.engine.meter import Metering

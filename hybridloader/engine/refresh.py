@@ -6,7 +6,7 @@ Each new epoch sends the attributes that were *rebound* since the last one:
 - on an object that has a `set_epoch` method, each that can be pickled.
 
 Changes in place are not sent, and changes that a worker makes to its copy stay. The same applies to
-datasets in attributes or lists of the dataset, at any depth. docs/decisions/0005 has the reasons.
+datasets in attributes or lists of the dataset, at any depth. docs/decisions.md has the reasons.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from hybridloader._support.attributes import attribute, has
-from hybridloader._support.caller import warn
-from hybridloader._support.error_handling import text_of
+from hybridloader._support.text import warn
+from hybridloader._support.user_objects import attribute, has, text_of
 
 Path = tuple[Any, ...]  # names of attributes and list positions, from the dataset inward
 Change = tuple[Path, Any]

@@ -17,11 +17,9 @@ from collections.abc import Callable, Iterator, Sized
 from contextvars import copy_context
 from typing import Any
 
-from hybridloader._support.attributes import close
-from hybridloader._support.error_handling import ENDS, Raised, is_ours, no_answer
-from hybridloader._support.joining import join
-from hybridloader._support.torch_modes import Modes, TakenModes, modes_here
-from hybridloader._support.waits import Waits
+from hybridloader._support.threads import Waits, join
+from hybridloader._support.torch_env import Modes, TakenModes, modes_here
+from hybridloader._support.user_objects import ENDS, Raised, close, is_ours, no_answer
 from hybridloader.engine.contract import CLOSING, SLICE
 from hybridloader.errors import IteratorClosed, NotReady, WorkerTimeout
 

@@ -13,13 +13,12 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, SupportsIndex
 
-from hybridloader._support.error_handling import described, traceback_of
-from hybridloader._support.failure import Failure
 from hybridloader._support.inheritance import Inherited
-from hybridloader._support.native_threads import (
+from hybridloader._support.torch_env import (
     one_thread_in_this_process,
     one_thread_on_this_thread,
 )
+from hybridloader._support.user_objects import Failure, described, traceback_of
 from hybridloader.engine.fetcher import Fetch, Fetcher, TaskContext
 from hybridloader.engine.messages import Done, Event, Exited, Failed, Message, Task, WorkerSpec
 from hybridloader.engine.payload import ByReference, Payload
@@ -29,8 +28,7 @@ from hybridloader.errors import ResultPicklingError, WorkerPicklingError
 from hybridloader.memory.packing import Packed, pack, pack_in_band, unpack
 from hybridloader.memory.segments import aligned_view
 from hybridloader.memory.shipping import receive, replicate, ship
-from hybridloader.memory.slots import OWN
-from hybridloader.memory.thread_slots import Slots, collate_into
+from hybridloader.memory.slots import OWN, Slots, collate_into
 from hybridloader.seeding.worker_seeds import ProcessSeeds, ThreadSeeds
 
 

@@ -16,8 +16,8 @@ from threading import get_ident
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from hybridloader._support.error_handling import Raised, add_note
 from hybridloader._support.text import brief
+from hybridloader._support.user_objects import Raised, add_note
 from hybridloader.engine.fetcher import StartedTask, TaskContext
 from hybridloader.engine.messages import Done, Event, Task
 

@@ -24,9 +24,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
-from hybridloader._support.error_handling import (
+from hybridloader._support.text import DEBUG, INFO, log
+from hybridloader._support.torch_env import Modes, modes_here
+from hybridloader._support.user_objects import (
+    Failure,
     Raised,
     add_note,
     foreign,
@@ -34,13 +37,8 @@ from hybridloader._support.error_handling import (
     keeps_number,
     no_answer,
 )
-from hybridloader._support.failure import Failure
-from hybridloader._support.log import DEBUG, INFO, log
-from hybridloader._support.torch_modes import Modes, modes_here
-from hybridloader.engine.contract import CLOSING, Backend, WorkerHandle
-from hybridloader.engine.crews import ended_with
-from hybridloader.engine.diagnosis import WorkerReport
-from hybridloader.engine.feed import Feed, is_forwarded, items_in
+from hybridloader.engine.contract import CLOSING, Backend, WorkerHandle, ended_with
+from hybridloader.engine.feed import Feed, StageFlow, is_forwarded, items_in
 from hybridloader.engine.messages import (
     Begin,
     Done,
@@ -57,24 +55,24 @@ from hybridloader.engine.messages import (
 )
 from hybridloader.engine.payload import ByReference
 from hybridloader.engine.refresh import Change
-from hybridloader.engine.reorder import ReorderLimit
 from hybridloader.engine.restart import RestartPolicy
-from hybridloader.engine.scheduler import Dispatch, Fault, Scheduler, round_robin
-from hybridloader.engine.stage_flow import StageFlow
+from hybridloader.engine.scheduler import Dispatch, Fault, ReorderLimit, Scheduler, round_robin
 from hybridloader.engine.states import WorkerState
 from hybridloader.engine.supervision import Supervisor
-from hybridloader.engine.worker_table import WorkerTable
+from hybridloader.engine.worker_table import WorkerReport, WorkerTable
 from hybridloader.errors import IteratorClosed, NotReady, TaskTimeout, WorkerDied, WorkerTimeout
 
 if TYPE_CHECKING:
-    from hybridloader.engine.observer import Observer
+    from hybridloader.engine.messages import Result
+    from hybridloader.engine.meter import Metering
     from hybridloader.memory.page_locks import PageLocks
+
 
 T = TypeVar("T")
 
 QUICK = 1e-4
 """Seconds of a task so short that two are sent at a time: waking a worker for each would cost more than
-the worker gains by starting at once (decision 24)."""
+the worker gains by starting at once (docs/decisions.md)."""
 
 
 class Stage(Iterator[Any]):
@@ -700,3 +698,45 @@ def _discard(results: Sequence[Result]) -> None:
     for result in results:
         if isinstance(result, Done):
             result.payload.discard()
+
+
+# -- observer of a stage: the one protocol for statistics, traces, watches and reports
+
+
+class Observer(Protocol):
+    """Observer of a stage: statistics, and a trace. A stage has one only if somebody asked for it.
+
+    All methods are called on the thread that pulls the stage.
+    """
+
+    each: bool
+    """True if it follows each task: results, waits and idle workers, in addition to meters'
+    measures."""
+    opens_slowly: bool
+    """True if it follows the opening of each result, because the last one was slow to open."""
+
+    @property
+    def metering(self) -> Metering | None:
+        """Specification of the meters of the stage's workers; None: they have no meters."""
+
+    def idle(self, workers: int, *, starved: bool) -> None:
+        """Note that `workers` are idle from now on: nothing came in (`starved`), or nothing went out."""
+
+    def waited_for(self, began: float, ended: float) -> None:
+        """Note that the thread that pulls the stage waited for events."""
+
+    def came(self, event: Result, since: float) -> None:
+        """Record a result, and remove the `Measures` from its extras.
+
+        `since` is the time from which the consumer has waited for a result; infinity if it does not
+        wait.
+        """
+
+    def opened(self, seq: int, began: float, ended: float) -> None:
+        """Note how long it took to open a result, one that came with measures or any."""
+
+    def replaced(self, worker: int, cause: str | None) -> None:
+        """Note that another worker took the place of one that had died of `cause`."""
+
+    def raised(self, worker: int, seq: int, error: BaseException) -> None:
+        """Note that the error of a task is raised."""

@@ -13,15 +13,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from hybridloader._support.error_handling import no_answer, text_of
-from hybridloader._support.log import INFO, log
-from hybridloader.engine.diagnosis import given_up
+from hybridloader._support.text import INFO, log
+from hybridloader._support.user_objects import no_answer, text_of
 from hybridloader.engine.feed import is_forwarded
 from hybridloader.engine.fetcher import GivenUp, PartlyGivenUp
 from hybridloader.engine.messages import Begin, Exited
 from hybridloader.engine.restart import RestartPolicy
 from hybridloader.engine.states import WorkerState
-from hybridloader.engine.worker_table import START, WorkerTable
+from hybridloader.engine.worker_table import START, WorkerTable, given_up
 from hybridloader.errors import TaskTimeout
 
 _NEVER_READY = (

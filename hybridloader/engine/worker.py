@@ -15,11 +15,9 @@ from threading import get_ident
 from time import perf_counter
 from typing import Any
 
-from hybridloader._support.datapipes import seed_datapipe
-from hybridloader._support.error_handling import foreign, show
-from hybridloader._support.failure import Failure, twin
-from hybridloader._support.state_copies import load_into
-from hybridloader._support.torch_modes import TakenModes
+from hybridloader._support.states import load_into
+from hybridloader._support.torch_env import TakenModes, seed_datapipe
+from hybridloader._support.user_objects import Failure, foreign, show, twin
 from hybridloader.engine.dataset_state import ShardStart
 from hybridloader.engine.fetcher import (
     Abandoned,

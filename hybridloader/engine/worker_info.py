@@ -3,7 +3,7 @@
 torch keeps the result in one global of the process, which is wrong for a worker thread. Here it is
 kept per thread, and the code of torch's function is replaced by code that reads the thread's result
 first. So it does not matter how the function was imported. torch's `collate_tensor_fn` receives None
-(docs/decisions/0004 has the reason). Limits:
+(docs/decisions.md has the reason). Limits:
 
 - In a worker thread the result belongs to that thread and to those of `threads_per_worker`. Other
   threads that a dataset starts receive None, as in the training script; pass them the `WorkerInfo`. In
@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hybridloader._support import system
-from hybridloader._support.error_handling import show
-from hybridloader._support.import_hooks import when_imported
+from hybridloader._support.torch_env import when_imported
+from hybridloader._support.user_objects import show
 
 if TYPE_CHECKING:
     from torch.utils.data._utils.worker import WorkerInfo

@@ -22,16 +22,17 @@ from contextvars import copy_context
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from hybridloader._support.caller import warn
-from hybridloader._support.native_threads import (
+from hybridloader._support.text import warn
+from hybridloader._support.torch_env import (
+    TakenModes,
+    modes_here,
     one_thread_on_this_thread,
     renew_autograd_engine,
 )
-from hybridloader._support.torch_modes import TakenModes, modes_here
 from hybridloader.engine.fetcher import Abandoned, TaskContext
 from hybridloader.engine.sharing import SharedItems
 from hybridloader.engine.worker_info import get_worker_info, set_worker_info
-from hybridloader.memory.thread_slots import on_this_thread, set_slots
+from hybridloader.memory.slots import on_this_thread, set_slots
 
 _SLICE = 0.05
 """Seconds between two checks of the context while the caller waits for helpers; no worker is woken."""

@@ -15,7 +15,7 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-from hybridloader._support.attributes import attribute
+from hybridloader._support.user_objects import attribute
 from hybridloader.engine.fetcher import (
     Fetch,
     Fetcher,
@@ -26,8 +26,8 @@ from hybridloader.engine.fetcher import (
 )
 from hybridloader.engine.slices import SEEN
 from hybridloader.fetching.fanout import helpers_of
-from hybridloader.fetching.on_error.item_loop import ItemLoop, Opened, TaskResults, seeded
-from hybridloader.fetching.on_error.policies import Policy
+from hybridloader.fetching.item_loop import ItemLoop, Opened, TaskResults, seeded
+from hybridloader.fetching.on_error import Policy
 from hybridloader.fetching.readers import IndexedFetcher, MapFetch
 from hybridloader.seeding.sample_rng import SAMPLE, SampleRng, item_key, numbered_item
 

@@ -24,10 +24,9 @@ from time import perf_counter
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from hybridloader._support.attributes import attribute, is_container
-from hybridloader._support.datapipes import seed_datapipe
-from hybridloader._support.error_handling import foreign
-from hybridloader._support.state_copies import load_into
+from hybridloader._support.states import load_into
+from hybridloader._support.torch_env import seed_datapipe
+from hybridloader._support.user_objects import attribute, foreign, is_container
 from hybridloader.engine.dataset_state import ShardStart, states_of
 from hybridloader.engine.fetcher import (
     Abandoned,
@@ -42,19 +41,24 @@ from hybridloader.engine.fetcher import (
 from hybridloader.engine.slices import SEEN
 from hybridloader.engine.worker_info import asked_for_info, get_worker_info
 from hybridloader.errors import ShardLost
-from hybridloader.fetching.collate import is_default_collate
-from hybridloader.fetching.gather import NotGatherable, gatherer
-from hybridloader.fetching.named_shards import NamedShardsIterator, names_of, shares_of
-from hybridloader.fetching.on_error.item_loop import (
+from hybridloader.fetching.collate import NotGatherable, gatherer, is_default_collate
+from hybridloader.fetching.item_loop import (
     ItemLoop,
     NoItem,
     TaskResults,
     numbered,
     seeded,
 )
-from hybridloader.fetching.on_error.places import rest_is_lost
-from hybridloader.fetching.on_error.policies import Policy
-from hybridloader.fetching.outcome import Attempt, FailureRecord, Outcome, all_failed, short_batch
+from hybridloader.fetching.on_error import (
+    Attempt,
+    FailureRecord,
+    Outcome,
+    Policy,
+    all_failed,
+    rest_is_lost,
+    short_batch,
+)
+from hybridloader.fetching.shards import NamedShardsIterator, names_of, shares_of
 from hybridloader.seeding.sample_rng import Key, SeededDataset, SeededIterator, innermost
 
 if TYPE_CHECKING:

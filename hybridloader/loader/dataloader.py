@@ -7,28 +7,26 @@ public names, because frameworks rebuild loaders from ``vars(loader)``.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import torch.utils.data
+from torch.utils.data import IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import hybridloader._support.installed_torch  # noqa: F401 - it refuses a torch that is too old
 from hybridloader._support.arguments import whole
-from hybridloader._support.attributes import Fallback, attribute
-from hybridloader._support.error_handling import add_note
-from hybridloader.engine.contract import Backend
-from hybridloader.engine.registry import get_backend
-from hybridloader.loader.auto import Auto, chooser, settled
+from hybridloader._support.user_objects import Fallback, add_note, attribute
+from hybridloader.engine.contract import Backend, get_backend
+from hybridloader.loader.iterator import iterator_of
 from hybridloader.loader.observation import nothing_observed
-from hybridloader.loader.options import Options
 from hybridloader.loader.pass_start import leave_for_epoch, load, state_of
-from hybridloader.loader.plan import LoaderPlan
+from hybridloader.loader.plan import LoaderPlan, Options
 from hybridloader.loader.record import announce, record_of
-from hybridloader.loader.reusing_iterator import iterator_of
 from hybridloader.loader.samplers import Samplers
 from hybridloader.loader.state import merge_states
 
@@ -38,9 +36,9 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset, Sampler
 
     from hybridloader.devices.pinning import Transfer
+    from hybridloader.engine.contract import Backend
     from hybridloader.engine.restart import RestartPolicy
-    from hybridloader.fetching.on_error.error_budget import Skipped
-    from hybridloader.fetching.on_error.policies import Replace, Retry, Skip
+    from hybridloader.fetching.on_error import Replace, Retry, Skip, Skipped
     from hybridloader.memory.accelerator import Accelerator
     from hybridloader.observe.observation import Observe
     from hybridloader.observe.stats import Stats
@@ -376,3 +374,62 @@ persistent_workers, pin_memory_device, in_order
         """Warn, as torch does, of more worker processes than CPUs. Threads are not counted."""
         if self.backend is None or not get_backend(self.backend).in_process:
             super().check_worker_number_rationality()
+
+
+# -- ``num_workers="auto"`` and ``backend="auto"``: a choice that is left open until the first epoch
+#
+# The measurement is a layer above loaders, so it is found by its name, as backends are.
+
+AUTO = "auto"
+
+_CHOOSER = "hybridloader.tuning.tune"
+
+
+class Auto(NamedTuple):
+    """Parameters of a loader that are chosen by measurement."""
+
+    workers: bool
+    backend: bool
+
+    @classmethod
+    def of(cls, dataset: Any, num_workers: Any, backend: Any, context: Any) -> Auto | None:
+        """Return the parameters that are ``"auto"``; None if none is. Raises `ValueError`."""
+        auto = cls(num_workers == AUTO, isinstance(backend, str) and backend.lower() == AUTO)
+        if not any(auto):
+            return None
+        if isinstance(dataset, IterableDataset):
+            raise ValueError(
+                "num_workers='auto' and backend='auto' are for map-style datasets: the batches of an "
+                "iterable dataset depend on the number of workers. Call hybridloader.tune(loader), and "
+                "pass the numbers that it prints"
+            )
+        if auto.backend and context is not None:
+            raise ValueError("backend='auto' contradicts multiprocessing_context; omit one of them")
+        if auto.backend and not auto.workers and not num_workers:
+            raise ValueError(
+                "backend='auto' has no choice with num_workers=0; pass num_workers='auto', or a number"
+            )
+        return auto
+
+
+class Chooser(Protocol):
+    """Module that measures."""
+
+    def choose(self, loader: Any, auto: Auto) -> Any:
+        """Set the attributes of `loader` that are ``"auto"``, and return the `Tuning`."""
+
+
+def chooser() -> Chooser:
+    return cast(Chooser, importlib.import_module(_CHOOSER))
+
+
+def settled(
+    auto: Auto | None, num_workers: int | str, backend: str | Backend | None
+) -> tuple[int, str | Backend | None]:
+    """Return number and backend until they are chosen: one worker, as ``num_workers=0`` allows less."""
+    if auto is None:
+        return num_workers, backend  # type: ignore[return-value]  # torch refuses other strings
+    return (
+        1 if auto.workers else int(num_workers),
+        None if auto.backend else backend,
+    )

@@ -23,42 +23,38 @@ from torch.utils.data.dataloader import (
     _share_dist_seed,
 )
 
-from hybridloader._support.caller import warn_once
-from hybridloader._support.datapipes import seed_datapipe
-from hybridloader._support.error_handling import ENDS, add_note, is_ours
-from hybridloader._support.failure import Failure
-from hybridloader._support.hf_streams import warn_of_few_shards
-from hybridloader._support.state_copies import is_stateful
+from hybridloader._support.states import is_stateful, warn_of_few_shards
+from hybridloader._support.text import warn_once
+from hybridloader._support.torch_env import seed_datapipe
+from hybridloader._support.user_objects import ENDS, Failure, add_note, is_ours
 from hybridloader.devices.pinning import pinner_for
-from hybridloader.engine.contract import Backend, WorkerHandle
-from hybridloader.engine.crews import closed_with, park_at_exit
-from hybridloader.engine.diagnosis import workers_table
+from hybridloader.engine.contract import Backend, WorkerHandle, closed_with, park_at_exit
 from hybridloader.engine.fetcher import Abandoned, Fetch
 from hybridloader.engine.messages import WorkerSpec
 from hybridloader.engine.refresh import Change, DatasetChanges
 from hybridloader.engine.restart import RestartPolicy
 from hybridloader.engine.scheduler import Dispatch, least_busy, round_robin, round_robin_with_room
 from hybridloader.engine.stage import Stage
+from hybridloader.engine.worker_table import workers_table
 from hybridloader.errors import IteratorClosed, StateError, WorkerTimeout
 from hybridloader.fetching.collate import with_entries, without_torch
-from hybridloader.fetching.on_error.error_budget import ErrorBudget, Skipped
-from hybridloader.fetching.on_error.policies import Policy, parse_on_error
-from hybridloader.fetching.outcome import Outcome
+from hybridloader.fetching.on_error import ErrorBudget, Outcome, Policy, Skipped, parse_on_error
 from hybridloader.fetching.readers import IterableFetch, MapFetch
-from hybridloader.fetching.shard_division import share_of
+from hybridloader.fetching.shards import share_of
 from hybridloader.loader.observation import LoaderObservation
 from hybridloader.loader.pass_start import Drawn, PassStart, ResumedDispatch
 from hybridloader.loader.pin_thread import PinThread
 from hybridloader.loader.plan import LoaderPlan
 from hybridloader.loader.progress import Progress, Results
 from hybridloader.loader.refill import FullBatches
+from hybridloader.observe.headroom_trials import KeptBatches, running_reuse
 from hybridloader.observe.measures import LoopWaits
 from hybridloader.observe.observation import asked
 from hybridloader.observe.stats import Stats
 from hybridloader.records.large import hint_at_large_container
-from hybridloader.seeding.global_generators import kept
 from hybridloader.seeding.sample_rng import COLLATE, SampleRng
 from hybridloader.seeding.sample_seeds import Kind, Origin, origin_of
+from hybridloader.seeding.worker_seeds import kept
 
 _TORCHS_NEXT = _BaseDataLoaderIter.__next__
 _profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
@@ -567,3 +563,58 @@ def fetch_of(
             "threads-without-effect",
         )
     return fetch
+
+
+# -- iterators of a loader that loads a few batches and returns them again, for ``run --headroom``
+
+
+class ReusingIterator(LoaderIterator):
+    """Iterator that loads some batches, and then returns these again, without workers."""
+
+    def __init__(self, loader: Any, plan: LoaderPlan, kept: KeptBatches) -> None:
+        self._kept = kept
+        kept.begin()
+        super().__init__(loader, plan)
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        self._kept.begin()
+        if self._kept.enough:
+            _BaseDataLoaderIter._reset(self, loader, first_iter)
+        else:
+            super()._reset(loader, first_iter)
+
+    def _next_data(self) -> Any:
+        kept = self._kept
+        if kept.enough:
+            return kept.again()
+        batch = super()._next_data()
+        if kept.keep(batch):
+            self.close()  # workers would take cores from the steps
+            kept.times.mark()
+        return batch
+
+
+class ReplayIterator(_BaseDataLoaderIter):
+    """Iterator over batches that are already in memory."""
+
+    def __init__(self, loader: Any, kept: KeptBatches) -> None:
+        super().__init__(loader)
+        self._kept = kept
+        kept.begin()
+
+    def _next_data(self) -> Any:
+        return self._kept.again()
+
+    def close(self) -> None:
+        """Do nothing: there are no workers."""
+
+
+def iterator_of(loader: Any, plan: LoaderPlan) -> _BaseDataLoaderIter:
+    """Make the iterator of a loader: one that reuses batches, if the command asks for that."""
+    reuse = running_reuse()
+    if reuse is None:
+        return LoaderIterator(loader, plan)
+    kept = plan.record.kept
+    if kept is None:
+        kept = plan.record.kept = reuse.batches_of(loader)
+    return ReplayIterator(loader, kept) if kept.enough else ReusingIterator(loader, plan, kept)

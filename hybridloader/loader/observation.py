@@ -13,7 +13,7 @@ from hybridloader.engine.contract import Backend
 from hybridloader.engine.fetcher import Fetch
 from hybridloader.engine.relay import RelayQueue
 from hybridloader.engine.stage import Stage
-from hybridloader.fetching.on_error.error_budget import ErrorBudget
+from hybridloader.fetching.on_error import ErrorBudget
 from hybridloader.loader.progress import Progress
 from hybridloader.observe.measures import SourceTimes, TimedPulls, record_of_relay
 from hybridloader.observe.observation import Asked, Observation

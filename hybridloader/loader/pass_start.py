@@ -15,18 +15,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hybridloader._support.attributes import attribute, has
-from hybridloader._support.caller import warn, warn_once
-from hybridloader._support.datapipes import is_datapipe
-from hybridloader._support.log import INFO, log
-from hybridloader._support.state_copies import copied, load_into
-from hybridloader._support.state_schema import place_dropped
+from hybridloader._support.states import copied, load_into, place_dropped
+from hybridloader._support.text import INFO, log, warn, warn_once
+from hybridloader._support.torch_env import is_datapipe
+from hybridloader._support.user_objects import attribute, has
 from hybridloader.engine.dataset_state import ShardStart
 from hybridloader.engine.loaded_states import load_for_epoch, undo_load
 from hybridloader.engine.scheduler import Dispatch, Scheduler, round_robin
 from hybridloader.engine.states import ACTIVE
 from hybridloader.fetching.readers import PartialBatch
-from hybridloader.fetching.shard_division import ShardDivision
+from hybridloader.fetching.shards import ShardDivision
 from hybridloader.loader.plan import LoaderPlan
 from hybridloader.loader.progress import UNKNOWN, Progress, SamplerCheckpoint
 from hybridloader.loader.samplers import (

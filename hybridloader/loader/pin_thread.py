@@ -17,7 +17,7 @@ from contextlib import suppress
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from hybridloader._support.error_handling import ENDS, Raised, add_note, is_ours, no_answer
+from hybridloader._support.user_objects import ENDS, Raised, add_note, is_ours, no_answer
 from hybridloader.devices.pinning import Pinner, Sent
 from hybridloader.engine.feed import Feed
 from hybridloader.engine.messages import Last

@@ -14,15 +14,14 @@ from functools import cached_property
 from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
-from hybridloader._support.cadence import Cadence
-from hybridloader._support.error_handling import place_of
-from hybridloader._support.snapshots import snapshot
-from hybridloader._support.state_copies import Latest
+from hybridloader._support.states import Cadence, Latest
+from hybridloader._support.threads import snapshot
+from hybridloader._support.user_objects import place_of
 from hybridloader.engine.dataset_state import ShardStart
 from hybridloader.engine.messages import Exhausted, Last
-from hybridloader.fetching.outcome import Outcome
+from hybridloader.fetching.on_error import Outcome
 from hybridloader.fetching.readers import PartialBatch
-from hybridloader.fetching.shard_division import ShardDivision
+from hybridloader.fetching.shards import ShardDivision
 from hybridloader.loader.refill import WaitingSamples
 from hybridloader.loader.samplers import SamplerReplay, SamplerState
 

@@ -12,8 +12,8 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hybridloader._support.attributes import attribute
-from hybridloader.fetching.on_error.error_budget import ErrorBudget
+from hybridloader._support.user_objects import attribute
+from hybridloader.fetching.on_error import ErrorBudget
 from hybridloader.loader.observation import LoaderObservation
 from hybridloader.loader.progress import Progress
 from hybridloader.observe.headroom_trials import KeptBatches

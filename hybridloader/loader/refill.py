@@ -13,11 +13,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
-from hybridloader._support.error_handling import foreign
-from hybridloader._support.failure import Failure
+from hybridloader._support.user_objects import Failure, foreign
 from hybridloader.errors import TooManyErrors
-from hybridloader.fetching.on_error.error_budget import ErrorBudget
-from hybridloader.fetching.outcome import FailureRecord, Outcome
+from hybridloader.fetching.on_error import ErrorBudget, FailureRecord, Outcome
 
 T = TypeVar("T")
 

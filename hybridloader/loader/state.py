@@ -11,22 +11,28 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from hybridloader._support.attributes import length_of
-from hybridloader._support.error_handling import described
-from hybridloader._support.state_copies import (
+from hybridloader._support.states import (
+    ANY,
+    COUNT,
+    DICT,
+    LIST,
+    TRUTH,
     Frozen,
     Given,
     Kept,
+    Schema,
+    among,
     check_takes,
     copied,
     is_stateful,
+    list_of,
     made,
     taken,
 )
-from hybridloader._support.state_schema import ANY, COUNT, DICT, LIST, TRUTH, Schema, among, list_of
+from hybridloader._support.user_objects import described, length_of
 from hybridloader.engine.dataset_state import ShardStart
 from hybridloader.errors import StateError
-from hybridloader.fetching.shard_division import ShardDivision, merged
+from hybridloader.fetching.shards import ShardDivision, merged
 from hybridloader.loader.plan import LoaderPlan
 from hybridloader.loader.progress import UNKNOWN, Progress
 from hybridloader.loader.samplers import SamplerReplay, SamplerState, check_of, steps_of

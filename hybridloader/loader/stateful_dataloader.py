@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from hybridloader.devices.pinning import Transfer
     from hybridloader.engine.contract import Backend
     from hybridloader.engine.restart import RestartPolicy
-    from hybridloader.fetching.on_error.policies import Replace, Retry, Skip
+    from hybridloader.fetching.on_error import Replace, Retry, Skip
     from hybridloader.memory.accelerator import Accelerator
     from hybridloader.observe.observation import Observe
     from hybridloader.seeding.sample_seeds import SampleSeeding

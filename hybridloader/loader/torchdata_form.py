@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 
-from hybridloader._support.attributes import length_of
-from hybridloader._support.error_handling import described
-from hybridloader._support.state_copies import copied, is_stateful
+from hybridloader._support.states import copied, is_stateful
+from hybridloader._support.user_objects import described, length_of
 from hybridloader.errors import StateError
 from hybridloader.loader.plan import LoaderPlan
 from hybridloader.loader.samplers import steps_of

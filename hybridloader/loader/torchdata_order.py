@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, RandomSampler
 
-from hybridloader._support.state_copies import is_stateful
+from hybridloader._support.states import is_stateful
 from hybridloader.errors import StateError
 
 

@@ -5,19 +5,15 @@ This module reads small files of the kernel, and allocates no memory for batches
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 from hybridloader._support import system
-from hybridloader._support.caller import warn
-from hybridloader._support.cgroups import cgroups, number_in
-from hybridloader._support.ranks import ranks_here
-from hybridloader._support.text import short
-
-KINDS = ("nameless", "named", "stream")
+from hybridloader._support.text import short, warn
 
 SHARE = 0.5
 """Default share of this process's memory that slots may take."""
@@ -39,20 +35,14 @@ class Memory:
         memory is the smallest of the machine's memory and the limits of the process's cgroups (v1 and
         v2), as in containers. The ranks of a job on one machine divide it equally, if their launcher
         sets their number (torchrun's ``LOCAL_WORLD_SIZE``, MPI's, Slurm's).
-    kind
-        Way of sharing slots with processes: ``"nameless"`` (Linux, macOS), ``"named"``
-        (`multiprocessing.shared_memory`, everywhere, limited by the size of /dev/shm),
-        ``"stream"`` (no slots: batches are sent through the socket or pipe). None takes the first that
-        the platform supports. Threads ignore it.
 
     Raises
     ------
     ValueError
-        A limit of 0 or below, a share above 1, an unknown kind.
+        A limit of 0 or below, a share above 1.
     """
 
     limit: int | float | None = None
-    kind: str | None = None
 
     def __post_init__(self) -> None:
         limit = self.limit
@@ -63,16 +53,14 @@ class Memory:
                 )
             if not limit > 0:
                 raise ValueError(
-                    f"Memory: limit={limit!r} leaves no memory for a batch; pass bytes or a share above "
-                    "0, or kind='stream' to use no slots"
+                    f"Memory: limit={limit!r} leaves no memory for a batch; pass bytes or a share "
+                    "above 0"
                 )
             if isinstance(limit, float) and limit > 1:
                 raise ValueError(
                     f"Memory: limit={limit!r}: a float is a share of this process's memory, up to 1.0; "
                     "pass bytes as an int"
                 )
-        if self.kind is not None and self.kind not in KINDS:
-            raise ValueError(f"Memory: unknown kind {self.kind!r}; there are: {', '.join(KINDS)}")
 
     def bytes(self) -> int:
         """Return the limit in bytes. The memory available to this process is read once."""
@@ -81,7 +69,7 @@ class Memory:
         return max(1, int(_own_limit() * (self.limit or SHARE) / ranks_here()))
 
     def __repr__(self) -> str:
-        own = f"limit={self.limit}, kind={self.kind!r}"
+        own = f"limit={self.limit}"
         if (ranks := ranks_here()) > 1 and not isinstance(self.limit, int):
             own += f", {self.bytes():,} bytes for each of {ranks} ranks"
         return f"Memory({own})"
@@ -140,3 +128,104 @@ def memory_cgroups(root: Path) -> Iterator[tuple[Path, Names]]:
 
     for folder, second in cgroups("memory", root / "proc", mount):
         yield folder, _V2 if second else _V1
+
+
+# -- cgroups of this process, and the kernel's small files; a file that can't be read is empty, or None
+
+
+def cgroups(
+    controller: str, proc: Path, mount: Callable[[str], Path]
+) -> Iterator[tuple[Path, bool]]:
+    """Find the cgroups of this process that may limit a resource, the innermost first.
+
+    Parameters
+    ----------
+    controller
+        Name of the resource's controller: ``"memory"``, ``"cpu"``.
+    proc
+        Folder ``/proc``.
+    mount
+        Function that returns the mount point of a tree. Its argument is the tree's controllers as /proc
+        lists them. In version 1 several may share a tree, such as ``"cpu,cpuacct"``. Version 2 has one
+        tree, and its controllers are ``""``.
+
+    Yields
+    ------
+    tuple
+        Folder, and True if it is of version 2. Its parent folders up to the mount follow: in a container
+        the path in /proc may not exist, because the mounted cgroup is that of the container.
+    """
+    for line in text_of(proc / "self/cgroup").splitlines():
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        second = number == "0" and not controllers
+        if second or controller in controllers.split(","):
+            inner = Path(path.strip("/"))
+            for place in (inner, *inner.parents):
+                yield mount(controllers) / place, second
+
+
+def text_of(path: Path) -> str:
+    """Return the text of a small kernel file; empty if it can't be read."""
+    try:
+        with open(path, "rb", buffering=0) as file:  # buffers cost more than the read
+            return os.fsdecode(file.readall())
+    except (OSError, ValueError):  # ValueError: a path with a NUL
+        return ""
+
+
+def number_in(path: Path) -> int | None:
+    return whole_number(text_of(path).strip())
+
+
+def whole_number(word: str) -> int | None:
+    """Return `word` as an int; None if it is no number, or longer than any count of the kernel."""
+    return int(word) if word.isascii() and word.isdigit() and len(word) <= 20 else None
+
+
+# -- ranks of a job that share this machine, by the environment variables of their launcher
+#
+# A default that counts cores or memory of the machine is divided by them: each rank has a process, with
+# loaders and workers, that takes the same.
+
+_NAMES = (
+    "LOCAL_WORLD_SIZE",  # torchrun
+    "OMPI_COMM_WORLD_LOCAL_SIZE",  # mpirun of Open MPI
+    "MPI_LOCALNRANKS",  # mpiexec of MPICH and of Intel MPI
+    "SLURM_STEP_TASKS_PER_NODE",  # srun: "8", or "8(x2)" on two nodes
+)
+"""Variables of launchers, first those of launchers that others may start.
+
+Slurm's ``SLURM_NTASKS_PER_NODE`` describes the job: it is also set for a single process of it.
+"""
+
+
+_NUMBERS = (
+    *("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    *("MPI_LOCALRANKID", "SLURM_LOCALID"),
+)
+"""Variables with the number of this rank on its machine."""
+
+
+def local_rank(environ: Mapping[str, str] = os.environ) -> int:
+    """Return the number of this rank on this machine; 0 without a variable.
+
+    Lightning's launcher, for one, sets it without the number of ranks.
+    """
+    for name in _NUMBERS:
+        found = whole_number(environ.get(name, "").strip())
+        if found:
+            return found
+    return 0
+
+
+def ranks_here(environ: Mapping[str, str] = os.environ) -> int:
+    """Return the number of ranks on this machine, this process among them; 1 without a variable.
+
+    A value that is no integer of 1 or more is ignored.
+    """
+    for name in _NAMES:
+        found = whole_number(environ.get(name, "").partition("(")[0].strip())
+        if found:
+            return found
+    return 1

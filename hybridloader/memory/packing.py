@@ -17,7 +17,7 @@ from functools import lru_cache
 from operator import methodcaller
 from typing import Any
 
-from hybridloader._support.error_handling import text_of
+from hybridloader._support.user_objects import text_of
 from hybridloader.errors import DamagedMessage, ResultPicklingError
 from hybridloader.memory.tensor_blocks import Blocks, TensorsInBlocks, is_mark, rebuild_block
 from hybridloader.memory.tensors import Tensors
@@ -129,7 +129,7 @@ def _open(header: bytes, buffers: list[Any]) -> Any:
     """Load the inner pickle; those of its buffers that are tuples are blocks.
 
     The garbage collector is paused, because no garbage arises. It would examine each of thousands of new
-    tensors several times, which takes longer than making them (decision 29).
+    tensors several times, which takes longer than making them (docs/decisions.md).
     """
     pauses = gc.isenabled() and threading.current_thread() is threading.main_thread()
     if pauses:

@@ -14,8 +14,8 @@ reused or freed; until then it counts as in use.
 
 No call reports which streams have read memory that torch has not allocated. So this is safe only where
 the library makes the copies: batches that the user copies are in torch's pinned memory. The parts of a
-batch that stay on the host are an exception (docs/devices.md, "Your part"); docs/decisions/0018 has the
-alternatives.
+batch that stay on the host are an exception (docs/devices.md, "Your part"); docs/decisions.md has the
+reasons.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from hybridloader._support import system
-from hybridloader._support.caller import warn
+from hybridloader._support.text import warn
 
 if TYPE_CHECKING:
     from hybridloader.memory.accelerator import Accelerator, StreamMark

@@ -23,17 +23,19 @@ import threading
 import weakref
 from bisect import bisect_left, bisect_right
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+from hybridloader._support import system
 from hybridloader.memory import segments
-from hybridloader.memory.forks import forks
 from hybridloader.memory.limits import warn_of_overflow
 from hybridloader.memory.segments import Mapping, Ticket
 
 if TYPE_CHECKING:
     from hybridloader.memory.page_locks import PageLocks
+
 
 OWN = 256 * 1024
 """Bytes from which a buffer gets its own slot. Smaller buffers of a batch share one: copying a buffer
@@ -383,3 +385,87 @@ def _make_private(size: int, number: int) -> Made:
 
 def _make_lockable(size: int, number: int) -> Made:
     return segments.make_private(size, forks_share=True), None, None
+
+
+# -- slots that a thread collates into, and hooks that run when a process first uses slots
+#
+# A backend sets the slots of its workers' threads. The code that collates is in a higher layer, and may
+# be loaded later; it registers a hook.
+
+
+class Slots(Protocol):
+    """Source of memory for a worker's batches."""
+
+    def empty(self, size: int) -> Any | None:
+        """Return an uninitialised buffer of `size` bytes; None if no slot is available."""
+
+
+class _ThreadLocals(threading.local):
+    slots: Slots | None = None  # slots to collate into; None: each batch gets new memory
+
+
+on_this_thread = _ThreadLocals()
+
+
+def set_slots(slots: Slots | None) -> Slots | None:
+    """Collate into `slots` on this thread from now on; return the slots that were set before."""
+    before, on_this_thread.slots = on_this_thread.slots, slots
+    return before
+
+
+_teach: list[Callable[[], None]] = []
+_used = False
+
+
+def when_slots_are_used(act: Callable[[], None]) -> None:
+    """Call `act` once a worker of this process collates into slots: now, or later."""
+    _teach.append(act)
+    if _used:
+        act()
+
+
+def collate_into(slots: Slots) -> None:
+    """Collate into `slots` on this thread of a worker process, and run the hooks at the first call."""
+    global _used
+    set_slots(slots)
+    if not _used:
+        _used = True
+        for act in _teach:
+            act()
+
+
+# -- forks of this process by the user's code: each child may keep the batches that are open then
+#
+# Forked workers do not count, because they read no batch.
+
+
+class _OfThisThread(threading.local):
+    ours = False  # this thread is forking a worker
+
+
+class Forks:
+    """Mark of the latest fork. Two equal marks mean that there was no fork between them."""
+
+    def __init__(self) -> None:
+        self.latest = object()  # not a counter: two threads that fork at once might count one fork
+        self._thread = _OfThisThread()
+
+    def note(self) -> None:
+        """Record a fork by the user's code."""
+        if not self._thread.ours:
+            self.latest = object()
+
+    @contextmanager
+    def of_ours(self) -> Iterator[None]:
+        """Do not count the forks that this thread makes within the block."""
+        self._thread.ours = True
+        try:
+            yield
+        finally:
+            self._thread.ours = False
+
+
+forks = Forks()
+
+# Before the fork too: another thread may release a batch that the fork has just copied.
+system.at_fork(before=forks.note, after_in_parent=forks.note)

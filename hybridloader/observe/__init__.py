@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from hybridloader._support.lazily import lazily
 
 if TYPE_CHECKING:
-    from hybridloader.fetching.on_error.error_budget import Skipped as Skipped
+    from hybridloader.fetching.on_error import Skipped as Skipped
     from hybridloader.observe.comparing import Comparison as Comparison
     from hybridloader.observe.comparing import compare as compare
     from hybridloader.observe.headroom_trials import Headroom as Headroom
@@ -23,7 +23,7 @@ __getattr__, __dir__, __all__ = lazily(
     {
         "comparing": "Comparison compare",
         "headroom_trials": "Headroom headroom",
-        ".fetching.on_error.error_budget": "Skipped",
+        ".fetching.on_error": "Skipped",
         "stats": "StageStats Stats",
         "tracing": "merge trace",
         "verdict": "Verdict",

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hybridloader._support import system
-from hybridloader._support.cgroups import cgroups, text_of
-from hybridloader._support.ranks import ranks_here
+from hybridloader.memory.limits import cgroups, ranks_here, text_of
 from hybridloader.observe.recording import CoreUse
 
 _CGROUPS = Path(system.ROOT, "sys/fs/cgroup")

@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass
 from typing import Any, TextIO
 
 from hybridloader._support.arguments import function, whole
-from hybridloader._support.attributes import attribute, length_of
-from hybridloader._support.devices_in_use import device_in_use
 from hybridloader._support.text import Shown, short
 from hybridloader._support.text import time as shown
+from hybridloader._support.torch_env import device_in_use
+from hybridloader._support.user_objects import attribute, length_of
 from hybridloader.observe.program_block import ProgramBlock, numbered
 
 WARM_UP = 4

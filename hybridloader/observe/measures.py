@@ -14,11 +14,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
-from hybridloader._support.attributes import attribute
-from hybridloader._support.gil import gil_enabled
-from hybridloader._support.snapshots import snapshot
 from hybridloader._support.store_use import StoreUse, together
-from hybridloader._support.waits import REMEMBERED, Waits
+from hybridloader._support.threads import REMEMBERED, Waits, gil_enabled, snapshot
+from hybridloader._support.user_objects import attribute
 from hybridloader.engine.contract import Backend
 from hybridloader.engine.fetcher import Fetch
 from hybridloader.engine.messages import Done, Result

@@ -16,9 +16,6 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 from hybridloader._support.arguments import flag, function, seconds
-from hybridloader._support.caller import warn
-from hybridloader._support.error_handling import described
-from hybridloader._support.gil import turn_at_gil
 from hybridloader._support.store_use import (
     StoreUse,
     start_counting,
@@ -26,10 +23,13 @@ from hybridloader._support.store_use import (
     uses,
     uses_since,
 )
+from hybridloader._support.text import warn
+from hybridloader._support.threads import turn_at_gil
+from hybridloader._support.user_objects import described
 from hybridloader.engine.contract import Backend
 from hybridloader.engine.fetcher import Fetch
 from hybridloader.engine.relay import RelayQueue, RelaySleeps
-from hybridloader.fetching.on_error.error_budget import ErrorBudget
+from hybridloader.fetching.on_error import ErrorBudget
 from hybridloader.observe.measures import LoopWaits, StageMeasures
 from hybridloader.observe.recording import Recording, StageRecord
 from hybridloader.observe.stats import Stats, stats_of

@@ -21,14 +21,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hybridloader._support.arguments import whole
-from hybridloader._support.caller import warn
-from hybridloader._support.error_handling import described, repr_of
-from hybridloader._support.text import brief
-from hybridloader._support.waits import Pause, Waits
+from hybridloader._support.text import brief, warn
+from hybridloader._support.threads import Pause, Waits
+from hybridloader._support.user_objects import described, repr_of
 from hybridloader.engine.messages import Done, Result
 from hybridloader.engine.meter import MEASURES
 from hybridloader.engine.slices import LONG, SEEN, TASK, TASKS, SliceReport, Slices
-from hybridloader.fetching.on_error.error_budget import Skipped
+from hybridloader.fetching.on_error import Skipped
 from hybridloader.observe.measures import BRIEF, LoopWaits, StageMeasures
 from hybridloader.observe.program_block import ProgramBlock, numbered
 

@@ -7,19 +7,18 @@ from typing import TYPE_CHECKING
 from hybridloader._support.lazily import lazily
 
 if TYPE_CHECKING:
-    from hybridloader.pipeline.operators.padding import Pad as Pad
-    from hybridloader.running.epochs import Epochs as Epochs
+    from hybridloader.pipeline.operators.batches import Pad as Pad
     from hybridloader.running.operator import Operator as Operator
     from hybridloader.running.placement import Placement as Placement
+    from hybridloader.running.run import Epochs as Epochs
     from hybridloader.running.run import Run as Run
 
 __getattr__, __dir__, __all__ = lazily(
     __name__,
     {
-        ".running.epochs": "Epochs",
         ".running.operator": "Operator",
-        "operators.padding": "Pad",
+        "operators.batches": "Pad",
         ".running.placement": "Placement",
-        ".running.run": "Run",
+        ".running.run": "Epochs Run",
     },
 )

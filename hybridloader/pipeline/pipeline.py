@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from hybridloader._support.arguments import whole
-from hybridloader._support.state_copies import is_stateful
+from hybridloader._support.states import is_stateful
 from hybridloader.fetching.collate import WithoutTorch
-from hybridloader.fetching.named_shards import names_shards
 from hybridloader.fetching.readers import MapFetch
+from hybridloader.fetching.shards import names_shards
 from hybridloader.pipeline.operators.sources import Indices, Items
 from hybridloader.pipeline.operators.work import Lookup, Readers
 from hybridloader.pipeline.steps import Steps
@@ -28,9 +28,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
     from hybridloader.observe.observation import Observe
-    from hybridloader.running.epochs import Epochs
     from hybridloader.running.placement import Where
-    from hybridloader.running.run import Run
+    from hybridloader.running.run import Epochs, Run
 
 
 class Pipeline(Steps):
@@ -258,7 +257,7 @@ class Pipeline(Steps):
         observe
             See `run`.
         """
-        from hybridloader.running.epochs import Epochs, PipelineLoader
+        from hybridloader.running.run import Epochs, PipelineLoader
 
         count = None if count is None else whole("count", count, 0)
         first = whole("first", first, 0)

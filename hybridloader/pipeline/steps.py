@@ -13,10 +13,17 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
 from hybridloader.devices.pinning import AHEAD, BUFFER_BYTES
-from hybridloader.pipeline.operators.batch_by import BatchBy, BucketBy
+from hybridloader.pipeline.operators.batches import Batch, BatchBy, BucketBy, PaddedBatch, Unbatch
 from hybridloader.pipeline.operators.cache import Cache, fingerprint_of_steps, ranks_of_steps
-from hybridloader.pipeline.operators.grouping import Batch, PaddedBatch, Unbatch
-from hybridloader.pipeline.operators.join import Concat, Interleave, Mix, Weights
+from hybridloader.pipeline.operators.joins import (
+    Branch,
+    Concat,
+    ForkPoint,
+    Interleave,
+    Mix,
+    Weights,
+    Zip,
+)
 from hybridloader.pipeline.operators.order import (
     Enumerate,
     Repeat,
@@ -27,8 +34,6 @@ from hybridloader.pipeline.operators.order import (
 )
 from hybridloader.pipeline.operators.pack import Pack
 from hybridloader.pipeline.operators.pin import PinMemory, ToDevice
-from hybridloader.pipeline.operators.rows import Zip
-from hybridloader.pipeline.operators.split import Branch, ForkPoint
 from hybridloader.pipeline.operators.work import Filter, FlatMap, Map, Prefetch
 from hybridloader.running.operator import Chain, Operator
 from hybridloader.running.placement import in_keywords

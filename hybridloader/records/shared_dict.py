@@ -17,8 +17,8 @@ from itertools import islice
 from typing import Any, TypeVar
 from zlib import crc32
 
-from hybridloader._support.attributes import has
 from hybridloader._support.text import cell
+from hybridloader._support.user_objects import has
 from hybridloader.records.columns import Column, chunks
 from hybridloader.records.shared_list import SHOWN, SharedList, Unchanging
 

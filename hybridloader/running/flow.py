@@ -5,36 +5,48 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import count
 from typing import Any
 
-from hybridloader._support.attributes import close
-from hybridloader._support.caller import warn_once
-from hybridloader._support.error_handling import (
+from hybridloader._support.text import warn_once
+from hybridloader._support.user_objects import (
     add_note,
+    attribute,
+    close,
     counts_as_item,
     described,
+    keeps_number,
     no_answer,
     takes_a_place,
 )
 from hybridloader.devices.pinning import Pinner, Sent
-from hybridloader.engine.diagnosis import name_of
-from hybridloader.engine.feed import Feed, TaskBatching, is_forwarded
-from hybridloader.engine.fetcher import TaskContext
+from hybridloader.engine.feed import Feed, StageFlow, TaskBatching, is_forwarded
+from hybridloader.engine.fetcher import Abandoned, FollowingContext, TaskContext
+from hybridloader.engine.meter import TaskParts
 from hybridloader.engine.refresh import Change
 from hybridloader.engine.relay import Relay
 from hybridloader.engine.scheduler import Scheduler
 from hybridloader.engine.stage import Stage
-from hybridloader.engine.stage_flow import StageFlow
 from hybridloader.engine.states import ACTIVE
+from hybridloader.engine.worker_table import name_of
 from hybridloader.errors import IteratorClosed, StateError
-from hybridloader.fetching.on_error.error_budget import ErrorBudget
-from hybridloader.fetching.on_error.places import LeftOut, alike
-from hybridloader.fetching.on_error.result_queue import ResultQueue
-from hybridloader.fetching.outcome import Note
+from hybridloader.fetching.item_loop import ItemLoop, TaskResults, seeded
+from hybridloader.fetching.item_steps import Step
+from hybridloader.fetching.on_error import (
+    ErrorBudget,
+    LeftOut,
+    Note,
+    Policy,
+    ResultQueue,
+    alike,
+    not_needed,
+)
 from hybridloader.observe.measures import StageMeasures
-from hybridloader.running.ledger import Ledger
-from hybridloader.running.operator import OperatorIterator
+from hybridloader.running.ledger import ONE_EACH, Counts, Ledger
+from hybridloader.running.operator import Needed, OperatorIterator
 from hybridloader.running.reader_log import ReaderLog, ReaderStarts, Turn
+from hybridloader.seeding.sample_rng import SampleRng, item_key, numbered_item
 
 
 class RelayDepth:
@@ -474,3 +486,379 @@ def _places_of(stage: Stage, doing: str) -> Callable[[str, int | None], str]:
         return f"In stage {stage.spec.stage!r}, {name_of(stage.handles, worker)}, {doing} {item}."
 
     return where
+
+
+# -- functions of a pipeline that are called where their results are asked for
+#
+# No worker takes part, so a function's error is raised at once, or left out and counted.
+
+
+class InlineItems(OperatorIterator):
+    """Results of a function that is called where they are asked for; its `coroutines`, if it is async.
+
+    `left` is cancelled when the run is left, so that a filter that keeps nothing ends.
+    """
+
+    coroutines: Any = None
+
+    def __init__(
+        self,
+        items: Iterator[Any],
+        step: Step,
+        stage: str,
+        left: TaskContext,
+        rng: SampleRng | None = None,
+        policy: Policy | None = None,
+        budget: ErrorBudget | None = None,
+        *,
+        numbered: bool = False,  # items that are not needed again come as errors that have a number
+    ) -> None:
+        super().__init__(items)
+        self._stage, self._left, self._budget = stage, left, budget
+        self._rng = rng  # kept: letting it go ends the seeding
+        self.context = context = FollowingContext(left, rng)  # counts what was retried
+        if rng is not None:
+            # The item first: where there is none, no number is used up.
+            numbers = count(rng.first_item)
+            pairs: Iterator[Any] = zip(items, numbers, strict=False)
+            if numbered:
+                pairs = _Pairs(items, numbers)
+            self._pull = map(numbered_item, pairs).__next__
+            policy = seeded(policy, rng, item_key)
+        if context.parts is not None:  # observed: time each function separately
+            context.parts = TaskParts() if step.concurrency else None
+        opened = step.open(context, policy, of_worker=False)
+        self._loop = ItemLoop([opened], policy, context)
+        self._kind, self._function = opened
+        if step.concurrency:
+            self.coroutines: Any = opened[1]
+            self._pull = partial(_next_ended, self.coroutines.through(items), stage)
+        # A function may return a long or endless iterable, so it is read item by item.
+        if self._kind == "batch" or (self._kind == "flat_map" and self._loop.acts):
+            self._kind, self._function = "results", self._loop.alone
+        self._plain = self._kind == "map" and budget is None
+        # All the mutable state: further results of the last item.
+        self._several: Iterator[Any] | None = None
+        self._item: Any = None  # that these are made of
+        self._told = False
+        self._queue = ResultQueue(
+            budget, lambda item, _: f"In stage {stage!r}, the calling thread, working on {item}."
+        )
+
+    def __next__(self) -> Any:
+        while True:
+            if self._several is not None:
+                try:
+                    found = next(self._several)
+                    if self._budget is not None:
+                        self._budget.count(1, (), None)
+                    return found
+                except StopIteration:
+                    self._several = None
+                except Exception as raised:
+                    self._several, results = None, TaskResults()
+                    self._loop.note(self._item, raised, results)
+                    self._hand_out(results)
+            if self._told:
+                for found in self._queue:
+                    return found
+                self._told = False
+            if self._left.cancelled:
+                raise _closed(self._stage)
+            item = self._pull()
+            error: Exception | None = None
+            try:
+                found = self._function(item)
+                if self._plain:
+                    return found
+                if self._kind == "results":
+                    self._hand_out(found)
+                    continue
+                if self._kind == "flat_map":
+                    self._several, self._item = iter(found), item
+                    continue
+                if self._kind == "filter":
+                    if not found:
+                        continue
+                    found = item
+            except Abandoned:
+                continue  # `left` is cancelled
+            except Exception as raised:
+                error = raised
+            if error is None:
+                if self._budget is not None:
+                    self._budget.count(1, (), None)
+                return found
+            try:
+                results = TaskResults()
+                self._loop.failed(item, error, results)
+                self._hand_out(results)
+            except Abandoned:
+                pass  # as above
+            finally:
+                del error
+
+    def log(self, ledger: Ledger, counts: Counts) -> None:
+        """Note in `ledger` each item that is taken, and the number of results that it may have."""
+        pull = self._pull
+
+        def logged() -> Any:
+            try:
+                item = pull()
+            except Exception as error:
+                if counts_as_item(error) and not isinstance(error, StopIteration):
+                    ledger.pulled(ONE_EACH)
+                raise
+            ledger.pulled(counts)
+            return item
+
+        self._pull = logged
+
+    def _hand_out(self, results: TaskResults) -> None:
+        self._queue.add(results.values, results.notes)
+        self._told = True
+
+    def close(self) -> None:
+        if self.coroutines is not None:
+            self.coroutines.close()
+        close(self._items)
+
+
+class _Pairs(Iterator[Any]):
+    """Pairs of an item and its number, which an item that is not needed again has, too."""
+
+    def __init__(self, items: Iterator[Any], numbers: Iterator[int]) -> None:
+        self._items, self._numbers = items, numbers
+
+    def __next__(self) -> tuple[Any, int]:
+        try:
+            return next(self._items), next(self._numbers)
+        except Exception as error:
+            if keeps_number(error):
+                next(self._numbers)
+            raise
+
+
+class LoggedItems(OperatorIterator):
+    """Items of functions that may give none or several for one, counted in a ledger."""
+
+    def __init__(self, items: Iterator[Any], ledger: Ledger) -> None:
+        super().__init__(items)
+        self._ledger = ledger
+
+    def __next__(self) -> Any:
+        try:
+            found = self._pull()
+        except Exception as error:
+            self._ledger.given += counts_as_item(error) and not isinstance(error, StopIteration)
+            raise
+        self._ledger.given += 1
+        return found
+
+    def close(self) -> None:
+        close(self._items)
+
+
+def _next_ended(items: Iterator[Any], stage: str) -> Any:
+    """Return the next item whose coroutine has ended."""
+    try:
+        return next(items)
+    except Abandoned:
+        raise _closed(stage) from None
+
+
+def _closed(stage: str) -> IteratorClosed:
+    return no_answer(IteratorClosed(f"the iterator of stage {stage!r} is closed"))
+
+
+# -- dropping of items that come a second time when a run is resumed, on the thread that pulls them
+#
+# Where only some of the next items are needed again, those between them are left out with their places.
+# An error counts as an item, since it was raised in the place of one. Fewer items than are to be
+# dropped are an error.
+
+
+class Dropping(OperatorIterator):
+    """An iterator without its first `count` items, of which `done` were dropped.
+
+    `slack` of these need not be there: of a batch that was the last, none knows its size.
+    """
+
+    def __init__(
+        self, items: Iterator[Any], count: int, slack: int, left: TaskContext, name: str
+    ) -> None:
+        super().__init__(items)
+        self.items, self.count, self._slack = items, count, slack
+        self._left, self._name = left, name
+        self._pull_now: Callable[[], Any] = attribute(items, "next_nowait", items.__next__)
+        # All the mutable state:
+        self.done = 0
+        self._opened: Iterator[Any] = iter(())  # rest of several items that arrived as one
+        self._used_up = True  # whether `_opened` is
+
+    def __next__(self) -> Any:
+        return self._next(self._pull)
+
+    def next_nowait(self) -> Any:
+        """Return the next item if it is there. Raises `NotReady` if it is not."""
+        return self._next(self._pull_now)
+
+    def _next(self, pull: Callable[[], Any]) -> Any:
+        if self.done < self.count:
+            self._drop(pull)
+        if not self._used_up:
+            for item in self._opened:
+                return item
+            self._used_up = True
+        return pull()
+
+    def _drop(self, pull: Callable[[], Any]) -> None:
+        while self.done < self.count:
+            if self._left.cancelled:
+                raise no_answer(IteratorClosed("this epoch was ended early"))
+            try:
+                item = pull()
+            except StopIteration:
+                missing, self.count = self.count - self.done, self.done
+                if missing <= self._slack:
+                    raise
+                raise no_answer(
+                    StateError(
+                        f"the state is after item {self.done + missing} of {self._name!r}, which ended "
+                        f"after item {self.done}: its items differ from those when the state was taken"
+                    )
+                ) from None
+            except Exception as error:
+                if not counts_as_item(error):
+                    raise
+                # It was raised before, at the same position.
+                self.done += 1
+                continue
+            if is_forwarded(item):
+                self._drop_unopened(item)
+            else:
+                self.done += 1
+
+    def _drop_unopened(self, several: Any) -> None:
+        left = self.count - self.done
+        if several.count <= left:
+            self.done += several.count
+            several.discard()
+            return
+        self._opened, self._used_up = iter(several.open()[left:]), False
+        self.done = self.count
+
+    def close(self) -> None:
+        self._opened = iter(())
+        close(self.items)
+
+
+class LeavingOut(OperatorIterator):
+    """Items from number `at` on; errors in the places of those that are not `needed`."""
+
+    def __init__(self, items: Iterator[Any], at: int, needed: Needed) -> None:
+        super().__init__(items)
+        self.items, self._numbers, self._until = items, frozenset(needed.numbers), needed.until
+        # All the mutable state:
+        self._at = at
+        self._opened: Iterator[Any] = iter(())  # rest of several items that arrived as one
+
+    def __next__(self) -> Any:
+        if self._at >= self._until:
+            for item in self._opened:
+                return item
+            return self._pull()
+        number = self._at
+        try:
+            item = self._next()
+        except Exception as error:
+            self._at += counts_as_item(error) and not isinstance(error, StopIteration)
+            raise
+        self._at += 1
+        if number not in self._numbers:
+            raise not_needed()
+        return item
+
+    def _next(self) -> Any:
+        """Return the next item, also of several that come unopened."""
+        while True:
+            for item in self._opened:
+                return item
+            item = self._pull()
+            if not is_forwarded(item):
+                return item
+            self._opened = iter(item.open())
+
+
+class Withholding(OperatorIterator):
+    """Items from number `at` on; errors in the places of those that another rank has had.
+
+    `source_of` returns the number of the source's item of which an item that came is made. Of the first
+    ones, the loop has received the numbers in `had`.
+    """
+
+    def __init__(
+        self, items: Iterator[Any], at: int, source_of: Callable[[int], int], had: Sequence[int]
+    ) -> None:
+        super().__init__(items)
+        self.items, self._source_of, self._had = items, source_of, had
+        # All the mutable state:
+        self._at = at
+        self._source, self._count = -1, 0  # number of the source's item, and items of it that came
+        self._opened: Iterator[Any] = iter(())  # rest of several items that arrived as one
+
+    def __next__(self) -> Any:
+        while True:
+            for item in self._opened:
+                return self._given(item)
+            try:
+                item = self._pull()
+            except Exception as error:
+                self._at += counts_as_item(error) and not isinstance(error, StopIteration)
+                raise
+            if not is_forwarded(item):
+                return self._given(item)
+            self._opened = iter(item.open())
+
+    def _given(self, item: Any) -> Any:
+        if self._source >= len(self._had):
+            return item
+        source, self._at = self._source_of(self._at), self._at + 1
+        if source != self._source:
+            self._source, self._count = source, 0
+        self._count += 1
+        if source < len(self._had) and self._count <= self._had[source]:
+            raise not_needed()
+        return item
+
+    def close(self) -> None:
+        self._opened = iter(())
+        close(self.items)
+
+
+class Withheld(Iterator[Any]):
+    """Items of a run without the places of those that another rank has had; each is noted."""
+
+    def __init__(self, items: Iterator[Any], note: Callable[[], None]) -> None:
+        self._items, self._note = items, note
+        self._pull_now: Callable[[], Any] = attribute(items, "next_nowait", items.__next__)
+
+    def __next__(self) -> Any:
+        return self._next(self._items.__next__)
+
+    def next_nowait(self) -> Any:
+        """Return the next item if it is there. Raises `NotReady` if it is not."""
+        return self._next(self._pull_now)
+
+    def _next(self, pull: Callable[[], Any]) -> Any:
+        while True:
+            try:
+                return pull()
+            except Exception as error:
+                if not keeps_number(error):
+                    raise
+            self._note()
+
+    def close(self) -> None:
+        """Close the items."""
+        close(self._items)

@@ -14,12 +14,11 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, NamedTuple, NoReturn
 
-from hybridloader._support.attributes import has
-from hybridloader._support.state_copies import set_epoch
+from hybridloader._support.states import set_epoch
+from hybridloader._support.user_objects import has
 from hybridloader.errors import StateError
-from hybridloader.fetching.named_shards import names_of
-from hybridloader.fetching.shard_division import ShardDivision, without
-from hybridloader.fetching.shard_division import merged as merged_shards
+from hybridloader.fetching.shards import ShardDivision, names_of, without
+from hybridloader.fetching.shards import merged as merged_shards
 from hybridloader.running.operator import Chain, Mark, Needed
 from hybridloader.running.passes import Offset, generator_of, offset_before
 from hybridloader.running.plan import (

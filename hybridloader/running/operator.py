@@ -16,10 +16,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, Protocol
 
-from hybridloader._support.attributes import attribute, close
-from hybridloader._support.error_handling import Raised, takes_a_place
 from hybridloader._support.text import beginning
-from hybridloader.fetching.on_error.policies import Skip, final
+from hybridloader._support.user_objects import Raised, attribute, close, takes_a_place
+from hybridloader.fetching.on_error import Skip, final
 from hybridloader.running.placement import Placement as Placement
 
 if TYPE_CHECKING:

@@ -13,20 +13,23 @@ from operator import attrgetter
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hybridloader._support.error_handling import add_note, no_answer
-from hybridloader._support.native_threads import one_thread_on_this_thread
 from hybridloader._support.text import brief
+from hybridloader._support.torch_env import one_thread_on_this_thread
+from hybridloader._support.user_objects import add_note, no_answer
 from hybridloader.engine.feed import TaskBatching
 from hybridloader.engine.fetcher import TaskContext
 from hybridloader.engine.meter import TaskParts
 from hybridloader.engine.relay import Relay
 from hybridloader.errors import StateError
-from hybridloader.fetching.on_error.error_budget import Skipped
+from hybridloader.fetching.on_error import Skipped
 from hybridloader.observe.tracing import LocalSlices
-from hybridloader.running.dropping import Dropping, LeavingOut, Withholding
-from hybridloader.running.executor import Executor
+from hybridloader.running.executor import Executor, shard_division
 from hybridloader.running.flow import (
+    Dropping,
     GeneratorItems,
+    InlineItems,
+    LeavingOut,
+    LoggedItems,
     ReaderItems,
     ReaderTaskSizes,
     RelayDepth,
@@ -34,8 +37,8 @@ from hybridloader.running.flow import (
     SourceItems,
     StageItems,
     Taking,
+    Withholding,
 )
-from hybridloader.running.inline_items import InlineItems, LoggedItems
 from hybridloader.running.ledger import ONE_EACH, SEVERAL, Computed, Ledger, MarkLog, Point
 from hybridloader.running.operator import Chain, Mark, Needed, Operator, Upstream
 from hybridloader.running.plan import (
@@ -48,12 +51,11 @@ from hybridloader.running.plan import (
 )
 from hybridloader.running.reader_log import ReaderLog, ReaderStarts, Turn
 from hybridloader.running.run_position import RunPosition, before, is_at, one_by_one
-from hybridloader.running.running_stages import shard_division
 
 if TYPE_CHECKING:
     from hybridloader.engine.refresh import Change
-    from hybridloader.fetching.on_error.error_budget import ErrorBudget
-    from hybridloader.running.running_stages import RunningStage
+    from hybridloader.fetching.on_error import ErrorBudget
+    from hybridloader.running.executor import RunningStage
 
 
 class Offset(NamedTuple):

@@ -8,12 +8,11 @@ from dataclasses import dataclass, field, fields
 from typing import Any, TypedDict
 
 from hybridloader._support.arguments import flag, function, keywords, seconds, spelled_out, whole
-from hybridloader._support.ranks import ranks_here
-from hybridloader.engine.contract import Backend
-from hybridloader.engine.registry import get_backend
+from hybridloader.engine.contract import Backend, get_backend
 from hybridloader.engine.restart import RestartPolicy
 from hybridloader.engine.scheduler import IN_FLIGHT
-from hybridloader.fetching.on_error.policies import Policy, Replace, Retry, Skip, parse_on_error
+from hybridloader.fetching.on_error import Policy, Replace, Retry, Skip, parse_on_error
+from hybridloader.memory.limits import ranks_here
 from hybridloader.seeding.sample_seeds import SampleSeeding, parse_seeding
 
 

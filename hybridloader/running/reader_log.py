@@ -10,12 +10,11 @@ import pickle
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
-from hybridloader._support.error_handling import described, no_answer
-from hybridloader._support.state_copies import Frozen
+from hybridloader._support.states import Frozen
+from hybridloader._support.user_objects import described, no_answer
 from hybridloader.engine.dataset_state import ShardStart
 from hybridloader.errors import StateError
-from hybridloader.fetching.named_shards import Place
-from hybridloader.fetching.shard_division import ShardDivision
+from hybridloader.fetching.shards import Place, ShardDivision
 from hybridloader.running.ledger import Log
 from hybridloader.running.operator import Mark
 

@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from hybridloader._support.error_handling import repr_of
-from hybridloader._support.state_copies import copied
+from hybridloader._support.states import copied
+from hybridloader._support.user_objects import repr_of
 from hybridloader.errors import StateError
 from hybridloader.fetching.readers import MapFetch
 from hybridloader.running.ledger import Log, Point
@@ -32,8 +32,7 @@ from hybridloader.running.state import Heads, Position
 from hybridloader.seeding.sample_seeds import SampleSeeding
 
 if TYPE_CHECKING:
-    from hybridloader.running.dropping import Dropping
-    from hybridloader.running.flow import ReaderItems
+    from hybridloader.running.flow import Dropping, ReaderItems
 
 _MOST = 256
 """Least number of marks before a search for those that no state can need."""

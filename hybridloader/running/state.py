@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
-from hybridloader._support.state_schema import (
+from hybridloader._support.states import (
     COUNT,
     LIST,
     TEXT,

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hybridloader.engine.diagnosis import workers_table
+from hybridloader.engine.worker_table import workers_table
 from hybridloader.fetching.readers import MapFetch
 from hybridloader.observe.measures import LoopWaits, record_of_caller, record_of_relay
 from hybridloader.observe.observation import Asked, Observation
@@ -17,8 +17,7 @@ from hybridloader.running.operator import Chain
 from hybridloader.running.plan import InlineNode, Node, OperatorNode, RelayNode, WorkerNode
 
 if TYPE_CHECKING:
-    from hybridloader.running.executor import Executor
-    from hybridloader.running.running_stages import RunningRelay
+    from hybridloader.running.executor import Executor, RunningRelay
 
 
 class RunObservation(Observation):

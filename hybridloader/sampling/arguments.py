@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hybridloader._support.arguments import whole
-from hybridloader._support.attributes import has
+from hybridloader._support.user_objects import has
 
 LARGEST = 2**63 - 1
 """Largest length or epoch: the maximum of int64."""

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hybridloader._support.arguments import whole
-from hybridloader._support.attributes import attribute
+from hybridloader._support.user_objects import attribute
 from hybridloader.sampling.arguments import fingerprint, lengths_of
 from hybridloader.sampling.distributed import DistributedShuffleSampler
 from hybridloader.sampling.permutation import Permutation

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hybridloader._support.error_handling import described, no_answer
+from hybridloader._support.user_objects import described, no_answer
 from hybridloader.errors import StateError
 
 Ints = npt.NDArray[np.int64]

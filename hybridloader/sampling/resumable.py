@@ -15,7 +15,7 @@ from torch.utils.data import Sampler
 
 import hybridloader._support.installed_torch  # noqa: F401 - it refuses a torch that is too old
 from hybridloader._support.arguments import whole
-from hybridloader._support.state_schema import ANY, Schema, up_to
+from hybridloader._support.states import ANY, Schema, up_to
 from hybridloader.sampling.arguments import LARGEST, seed_of
 from hybridloader.sampling.leftover import Leftover
 from hybridloader.sampling.permutation import BLOCK

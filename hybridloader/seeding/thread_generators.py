@@ -1,9 +1,10 @@
 """Patches that let `random`, `numpy.random` and torch use a thread's generators, not the global ones.
 
 The patches are installed only while workers on threads seed their samples or run their `init_fn`.
-docs/randomness.md lists the functions that each patch covers; docs/decisions/0015 explains why the
-patches differ by library. Threads that make no sample draw from the global generators as before. This
-module never changes the state of a global generator.
+docs/randomness.md lists the functions that each patch covers. The class of `random`'s one instance is
+exchanged, since functions of it are imported by name. numpy's is an object of C, so its functions are
+replaced; torch has a mode for each thread. Threads that make no sample draw from the global generators
+as before. This module never changes the state of a global generator.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from collections.abc import Callable
 from typing import Any
 
 from hybridloader._support import system
-from hybridloader._support.attributes import attribute
-from hybridloader._support.import_hooks import when_imported
+from hybridloader._support.torch_env import when_imported
+from hybridloader._support.user_objects import attribute
 from hybridloader.seeding.sample_rng import GLOBALS, NUMPY, now
 
 Patch = Callable[[Any, str, Any], None]

@@ -20,7 +20,7 @@ from contextlib import suppress
 from typing import Any
 
 from hybridloader._support import system
-from hybridloader._support.caller import warn_once
+from hybridloader._support.text import warn_once
 
 fcntl = system.module("fcntl")  # None on Windows, which can't remove an open file either
 

@@ -11,14 +11,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hybridloader._support.arguments import function, whole
-from hybridloader._support.error_handling import add_note
+from hybridloader._support.user_objects import add_note
 from hybridloader.errors import SourceError
 from hybridloader.sources.block_reader import AHEAD, CACHE
 from hybridloader.sources.indexing import archives, indexed
 from hybridloader.sources.listing import Urls
-from hybridloader.sources.patience import RETRY
 from hybridloader.sources.shards import Shards
-from hybridloader.sources.store import GAP
+from hybridloader.sources.store import GAP, RETRY
 from hybridloader.sources.tar_index import BLOCK, TarIndex, header_sum
 from hybridloader.sources.texts import Texts
 

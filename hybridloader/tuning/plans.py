@@ -226,8 +226,7 @@ def limits_here(cpus: float | None, memory: int | float) -> Limits:
     memory
         Share of this process's memory (a float up to 1), or bytes (an int).
     """
-    from hybridloader._support.ranks import ranks_here
-    from hybridloader.memory.limits import Memory
+    from hybridloader.memory.limits import Memory, ranks_here
     from hybridloader.observe.cores import share
 
     own = share(ranks_here())
@@ -244,7 +243,7 @@ def _backends() -> tuple[tuple[str, ...], dict[str, str]]:
     """Return the backends that this process can use, and why it can't use the others."""
     import multiprocessing
 
-    from hybridloader._support.devices_in_use import device_in_use
+    from hybridloader._support.torch_env import device_in_use
     from hybridloader.backends.process.fork_safety import fork_hazard
 
     offered, refused = ["inline", "threads"], {}

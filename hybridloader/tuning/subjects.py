@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.utils.data
 
-from hybridloader._support.attributes import attribute, has
+from hybridloader._support.user_objects import attribute, has
 from hybridloader.compat.from_torch import from_torch
-from hybridloader.engine.registry import get_backend
+from hybridloader.engine.contract import get_backend
 from hybridloader.fetching.readers import MapFetch
 from hybridloader.loader.dataloader import DataLoader
-from hybridloader.loader.options import Options
+from hybridloader.loader.plan import Options
 from hybridloader.pipeline.pipeline import Pipeline
 from hybridloader.running.operator import steps_in
 from hybridloader.running.placement import Placement

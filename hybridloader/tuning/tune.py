@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TextIO
 
 from hybridloader._support.arguments import seconds as check_seconds
-from hybridloader._support.error_handling import add_note
-from hybridloader._support.gil import gil_enabled
+from hybridloader._support.threads import gil_enabled
+from hybridloader._support.user_objects import add_note
 from hybridloader.errors import WorkerTimeout
 from hybridloader.tuning.planner import Search
 from hybridloader.tuning.plans import Limits, Place, Plan, limits_here, shown
@@ -20,7 +20,7 @@ from hybridloader.tuning.trials import Empty, Measured, Subject, measure
 from hybridloader.tuning.tuning import Tuning
 
 if TYPE_CHECKING:
-    from hybridloader.loader.auto import Auto
+    from hybridloader.loader.dataloader import Auto
     from hybridloader.pipeline.pipeline import Pipeline
 
 TRIALS = 14

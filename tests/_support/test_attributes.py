@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from hybridloader import DataLoader, Pipeline
-from hybridloader._support.attributes import attribute, has
+from hybridloader._support.user_objects import attribute, has
 
 
 class Config(dict[str, Any]):

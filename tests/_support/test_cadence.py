@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from support.manual_clock import Clock
 
-from hybridloader._support.cadence import FREE, SHARE, Cadence
+from hybridloader._support.states import FREE, SHARE, Cadence
 
 
 def paced(costs: Iterator[float], step: float, steps: int, every: int = 1) -> list[int]:

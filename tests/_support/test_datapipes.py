@@ -8,7 +8,7 @@ import pytest
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 from hybridloader import DataLoader
-from hybridloader._support import datapipes
+from hybridloader._support import torch_env
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -17,5 +17,5 @@ def test_a_worker_is_forked_while_another_thread_seeds_a_pipe() -> None:
     loader = DataLoader(
         IterableWrapper(range(5)).shuffle(), None, num_workers=1, backend="fork", timeout=60
     )
-    with datapipes._walking:
+    with torch_env._walking:
         assert sorted(loader) == [*range(5)]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hybridloader import DataLoader, SharedMemory
-from hybridloader._support.devices_in_use import device_in_use, modules
+from hybridloader._support.torch_env import device_in_use, modules
 from hybridloader.engine.contract import Backend
 from hybridloader.errors import BackendUnavailable
 

@@ -8,8 +8,8 @@ import warnings
 import pytest
 
 from hybridloader import DataLoader
-from hybridloader._support.caller import warn
-from hybridloader._support.failure import twin
+from hybridloader._support.text import warn
+from hybridloader._support.user_objects import twin
 from hybridloader.errors import HELP, NotReady, SourceError, StateError, StoreError, WorkerTimeout
 
 LINK = f"\nSee {HELP}#"

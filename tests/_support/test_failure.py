@@ -8,15 +8,16 @@ import sys
 import pytest
 from support.hostile_errors import KINDS
 
-from hybridloader._support.error_handling import (
+from hybridloader._support.user_objects import (
+    Failure,
     add_note,
     described,
     foreign,
     repr_of,
     show,
     traceback_of,
+    twin,
 )
-from hybridloader._support.failure import Failure, twin
 
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 

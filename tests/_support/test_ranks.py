@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hybridloader._support.ranks import ranks_here
+from hybridloader.memory.limits import ranks_here
 
 CASES: list[tuple[dict[str, str], int]] = [
     ({}, 1),

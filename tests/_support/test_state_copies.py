@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.sampler_loaders import Every
 
-from hybridloader._support.state_copies import Frozen, Kept, copied
+from hybridloader._support.states import Frozen, Kept, copied
 
 
 class Unpicklable:
@@ -53,11 +53,11 @@ def test_a_copy_shares_nothing_that_can_be_changed() -> None:
 def test_a_state_that_has_not_changed_is_not_copied_again_while_that_is_dear(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from hybridloader._support import state_copies
+    from hybridloader._support import states
 
-    monkeypatch.setattr(state_copies, "Cadence", lambda: Every(100))
+    monkeypatch.setattr(states, "Cadence", lambda: Every(100))
     module = torch.nn.BatchNorm1d(3)
-    latest = state_copies.Latest()
+    latest = states.Latest()
     first = latest.copy(module.state_dict())
     assert latest.copy(module.state_dict()) is first
     for change in (
@@ -76,10 +76,10 @@ def test_a_state_that_has_not_changed_is_not_copied_again_while_that_is_dear(
 
 
 def test_a_state_that_is_cheap_is_of_each_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hybridloader._support import state_copies
+    from hybridloader._support import states
 
-    monkeypatch.setattr(state_copies, "Cadence", lambda: Every(1))
-    latest, state = state_copies.Latest(), {"order": [1, 2]}
+    monkeypatch.setattr(states, "Cadence", lambda: Every(1))
+    latest, state = states.Latest(), {"order": [1, 2]}
     one = latest.copy(state)
     assert latest.copy(state) is not one
 
@@ -90,15 +90,15 @@ def test_what_is_dear_to_copy_is_given_to_all_who_ask_and_what_is_not_to_each(
 ) -> None:
     import pickle
 
-    from hybridloader._support import state_copies
+    from hybridloader._support import states
 
     state = {"order": [3, 1, 2]}
     held = kind(state if kind is Kept else pickle.dumps(state))
-    monkeypatch.setattr(state_copies, "EXPENSIVE", 60.0)  # on a busy machine, too
+    monkeypatch.setattr(states, "EXPENSIVE", 60.0)  # on a busy machine, too
     first = held.given()
     first["order"].append(4)
     assert held.given() == state
-    monkeypatch.setattr(state_copies, "EXPENSIVE", -1.0)
+    monkeypatch.setattr(states, "EXPENSIVE", -1.0)
     dear = held.given()
     assert held.given() is dear
     dear["order"].append(4)

@@ -9,7 +9,7 @@ from support.device_loaders import only_cuda, run
 def test_forks_come_before_the_device_is_used_and_the_thread_after_them() -> None:
     run(
         """
-        from hybridloader._support.devices_in_use import device_in_use
+        from hybridloader._support.torch_env import device_in_use
 
         loader = loader_of(64, "fork", persistent_workers=True, device=KIND)
         assert device_in_use() is None, "by the constructor"

@@ -11,9 +11,8 @@ from support.device_loaders import LIMIT, loader_of, on_backends, only_cuda, que
 from support.digested_batches import BATCHES, KIND, Noise, busy, digest, wanted, with_digest
 
 from hybridloader import DataLoader, Memory, Pipeline, SharedMemory, Transfer
-from hybridloader._support.devices_in_use import device_in_use
-from hybridloader.devices.accelerator import current, find
-from hybridloader.devices.torch_accelerator import TorchAccelerator
+from hybridloader._support.torch_env import device_in_use
+from hybridloader.devices.accelerator import TorchAccelerator, current, find
 from hybridloader.errors import BackendUnavailable
 from hybridloader.memory.segments import make_private
 

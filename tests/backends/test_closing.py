@@ -30,7 +30,7 @@ from support.forking import in_a_fork
 from support.references import merge_references
 from support.short_waits import shorten_waits
 
-from hybridloader.engine import crews
+from hybridloader.engine import contract
 from hybridloader.errors import IteratorClosed
 from hybridloader.testing import Gate
 
@@ -325,10 +325,10 @@ def test_at_exit_one_that_can_not_be_closed_keeps_no_other_from_it(
     errors = LookupError("mine"), LookupError("not the first"), None
     runners = Busy({Runner(error): 0 for error in errors})
     owned = Busy({Runner(): os.getpid(), Runner(): -1})
-    monkeypatch.setattr(crews, "exiting", False)
-    monkeypatch.setattr(crews, "_runners", runners)
-    monkeypatch.setattr(crews, "_crews", owned)
+    monkeypatch.setattr(contract, "exiting", False)
+    monkeypatch.setattr(contract, "_runners", runners)
+    monkeypatch.setattr(contract, "_crews", owned)
     with pytest.raises(LookupError, match="mine"):
-        crews._close_all()
+        contract._close_all()
     assert [runner.closed for runner in runners] == [1, 1, 1]
     assert [crew.closed for crew in owned] == [1, 0]

@@ -13,9 +13,10 @@ import pytest
 from support import bare_platform
 from support.backend_contract import BackendContract
 from support.backend_without_defaults import WithoutDefaults
+from support.named_slots import NamedFork
 
 import hybridloader
-from hybridloader import Fork, Inline, Memory, SharedMemory, Spawn, Threads
+from hybridloader import Fork, Inline, SharedMemory, Spawn, Threads
 from hybridloader._support import system
 from hybridloader.engine import Backend, Crew, Done, Message, Task, WorkerHandle, WorkerSpec
 
@@ -208,13 +209,7 @@ def _removed(index: None) -> list[str]:
 class TestNamedSlots(BackendContract):
     """Slots that are `multiprocessing.shared_memory`, where descriptors could be sent."""
 
-    backend = Fork(memory=Memory(kind="named"))
-
-
-class TestStream(BackendContract):
-    """No slots at all."""
-
-    backend = Fork(memory=Memory(kind="stream"))
+    backend = NamedFork()
 
 
 @pytest.mark.skipif(not system.FORK, reason="there, the contract of spawn does it")

@@ -27,7 +27,7 @@ from hybridloader.backends.process.socket_transport import SocketEndpoint, Socke
 from hybridloader.engine.messages import Exited
 from hybridloader.errors import CacheError, DamagedMessage, WorkerPicklingError
 from hybridloader.memory.shipping import _Contents, receive, ship
-from hybridloader.pipeline.operators.cache_file import Reader, Writer
+from hybridloader.pipeline.operators.cache import Reader, Writer
 from hybridloader.testing.tools import DEADLINE
 
 thorough = settings(max_examples=100, deadline=None)

@@ -28,13 +28,14 @@ from support.failing_datasets import (
     outcomes,
     start,
 )
+from support.named_slots import NamedFork
 from torch.utils.data import Dataset
 
-from hybridloader import DataLoader, Fork, Memory, WorkerDied, WorkerTimeout
-from hybridloader.backends.process import child, handles, socket_transport
+from hybridloader import DataLoader, WorkerDied, WorkerTimeout
+from hybridloader.backends.process import child, socket_transport, starters
 from hybridloader.backends.process.socket_transport import SocketEndpoint
 from hybridloader.errors import IteratorClosed
-from hybridloader.memory import descriptors
+from hybridloader.memory import shared_slots
 from hybridloader.testing import Gate
 from hybridloader.testing.tools import DEADLINE
 
@@ -304,7 +305,7 @@ def test_a_result_that_vanished_with_its_worker_counts_as_not_made(
         _DiesWithItsSegments(tmp_path / "died"),
         None,
         num_workers=1,
-        backend=Fork(memory=Memory(kind="named")),
+        backend=NamedFork(),
         on_worker_death=policy,
     )
     iterator = start(loader)
@@ -338,7 +339,7 @@ def test_a_process_that_closed_its_files_and_goes_on_is_not_waited_for_longer_th
         def join(self, timeout: float) -> None:
             pytest.fail("waits by waitpid, for as long as that process lives")
 
-    handles.ProcessHandle(Process()).join(0.01)
+    starters.ProcessHandle(Process()).join(0.01)
     os.close(reading)
 
 
@@ -349,10 +350,10 @@ def test_what_was_made_for_a_process_that_can_not_be_started_is_closed(
         raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 
     monkeypatch.setattr(multiprocessing.context.ForkProcess, "_Popen", staticmethod(refuse))
-    before = set(descriptors.ours), set(os.listdir("/proc/self/fd"))
+    before = set(shared_slots.ours), set(os.listdir("/proc/self/fd"))
     with pytest.raises(BlockingIOError):
         start(load(Samples(int), "fork"))
-    assert (descriptors.ours, set(os.listdir("/proc/self/fd"))) == before
+    assert (shared_slots.ours, set(os.listdir("/proc/self/fd"))) == before
 
 
 # -- timeout -------------------------------------------------------------------------------------

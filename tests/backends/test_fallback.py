@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 
 from hybridloader import DataLoader, Fork, Inline, Memory, Pipeline, SharedMemory, Spawn, Threads
-from hybridloader._support.caller import warn, warn_once
+from hybridloader._support.text import warn, warn_once
 from hybridloader.backends.fallback import usable
 from hybridloader.backends.process import backend as process_backend
 from hybridloader.backends.process.backend import AsTorch

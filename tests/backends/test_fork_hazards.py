@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader as TorchLoader
 
 import hybridloader
 from hybridloader import DataLoader, Pipeline, SharedMemory
-from hybridloader._support.caller import warn_once
+from hybridloader._support.text import warn_once
 from hybridloader.backends.process.fork_safety import HAZARDS, Hazard, fork_hazard
 from hybridloader.errors import BackendUnavailable
 

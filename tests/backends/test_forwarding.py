@@ -22,6 +22,7 @@ from support.crew_driver import (
     slots_in_use,
     through,
 )
+from support.named_slots import NamedFork
 
 from hybridloader import Fork, Memory, Spawn, Threads
 from hybridloader.engine.contract import Backend
@@ -29,17 +30,13 @@ from hybridloader.engine.messages import Failed
 from hybridloader.memory.slots import OWN, number_of
 from hybridloader.testing.tools import Gate
 
-STREAM, NAMED = Memory(kind="stream"), Memory(kind="named")
-
 PAIRS = [
     pytest.param(Fork(), Fork(), id="fork-fork"),
     pytest.param(Fork(), Spawn(), id="fork-spawn"),
     pytest.param(Spawn(), Fork(), id="spawn-fork", marks=pytest.mark.full),
     pytest.param(Spawn(), Spawn(), id="spawn-spawn", marks=pytest.mark.full),
-    pytest.param(Fork(memory=NAMED), Fork(), id="named-fork"),
-    pytest.param(Fork(), Fork(memory=NAMED), id="fork-named"),
-    pytest.param(Fork(memory=STREAM), Fork(), id="stream-fork"),
-    pytest.param(Fork(), Fork(memory=STREAM), id="fork-stream"),
+    pytest.param(NamedFork(), Fork(), id="named-fork"),
+    pytest.param(Fork(), NamedFork(), id="fork-named"),
 ]
 
 
@@ -85,7 +82,7 @@ def test_what_is_sent_on_is_the_value_itself(one: Backend, other: Backend) -> No
 def test_between_forks_nothing_is_opened_or_copied_here(monkeypatch: pytest.MonkeyPatch) -> None:
     with CrewDriver(Fork(), make) as a, CrewDriver(Fork(), digest) as b:
         payloads = [a.payload(a.send(k)) for k in range(6)]
-        monkeypatch.setattr("hybridloader.backends.process.result.unpack", None)
+        monkeypatch.setattr("hybridloader.backends.process.slot_channel.unpack", None)
         monkeypatch.setattr("hybridloader.memory.shared_slots.MappedSegment.view", None)
         sent = [b.send(payload) for payload in payloads]
         monkeypatch.undo()

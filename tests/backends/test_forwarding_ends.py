@@ -12,7 +12,7 @@ from support.crew_driver import CrewDriver, digest, full, make, one_value, slots
 
 from hybridloader import Fork
 from hybridloader.engine.messages import Task
-from hybridloader.memory import descriptors, slots
+from hybridloader.memory import shared_slots, slots
 from hybridloader.testing.tools import Gate
 
 
@@ -129,7 +129,7 @@ def test_crews_that_are_driven_by_two_threads_may_end_in_any_order() -> None:
 def test_the_parent_keeps_no_more_descriptors_than_it_may(
     most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(descriptors, "_most", lambda: most)
+    monkeypatch.setattr(shared_slots, "_most", lambda: most)
     with CrewDriver(Fork(), make, workers=2) as a, CrewDriver(Fork(), digest, workers=2) as b:
         a.all_ready()
         b.all_ready()
@@ -138,8 +138,8 @@ def test_the_parent_keeps_no_more_descriptors_than_it_may(
             numbers = range(first, first + 30)
             assert through(a, b, numbers, ahead=8) == [digest(make(k)) for k in numbers]
             assert len(os.listdir("/proc/self/fd")) <= before + most
-        assert len(descriptors.kept) == min(most, len(descriptors.kept))
-    assert descriptors.kept == set()
+        assert len(shared_slots.kept) == min(most, len(shared_slots.kept))
+    assert shared_slots.kept == set()
 
 
 @pytest.mark.parametrize("end", ["open", "discard"])
@@ -147,21 +147,21 @@ def test_what_is_not_sent_on_keeps_no_descriptor(end: str) -> None:
     with CrewDriver(Fork(), make) as a:
         for k in range(10):
             payload = a.payload(a.send(k))
-            assert k or len(descriptors.kept) == 2
+            assert k or len(shared_slots.kept) == 2
             getattr(payload, end)()
-            assert descriptors.kept == set()
+            assert shared_slots.kept == set()
         a.payload(a.send(1))  # neither opened nor discarded
 
 
 def test_a_worker_is_given_the_descriptor_of_a_slot_once(monkeypatch: pytest.MonkeyPatch) -> None:
     given = []
-    duplicate = descriptors.KeptDescriptor.duplicate
+    duplicate = shared_slots.KeptDescriptor.duplicate
 
     def counting(kept: Any) -> Any:
         given.append(kept)
         return duplicate(kept)
 
-    monkeypatch.setattr(descriptors.KeptDescriptor, "duplicate", counting)
+    monkeypatch.setattr(shared_slots.KeptDescriptor, "duplicate", counting)
     with CrewDriver(Fork(), full) as a, CrewDriver(Fork(), one_value, workers=2) as b:
         through(a, b, range(60))
         assert 0 < len(given) <= 2 * len(a.raw.channels[0].results.segments)

@@ -18,8 +18,8 @@ from support.failing_datasets import Samples, load, start
 from support.forking import in_a_fork
 
 from hybridloader import WorkerDied
-from hybridloader.backends.process import fork_safety, handles
-from hybridloader.backends.process.handles import UNKNOWN, ProcessHandle, starting
+from hybridloader.backends.process import fork_safety, starters
+from hybridloader.backends.process.starters import UNKNOWN, ProcessHandle, starting
 from hybridloader.testing.tools import DEADLINE
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="signals of POSIX")
@@ -276,7 +276,7 @@ def test_a_fork_waits_for_no_lock_that_a_thread_of_its_parent_had() -> None:
     held, enough = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with handles.reaping:
+        with starters.reaping:
             held.set()
             enough.wait()
 

@@ -16,7 +16,7 @@ from support.forking import in_a_fork
 
 from hybridloader import Fork, Spawn, Threads
 from hybridloader._support import system
-from hybridloader.backends.process import child, codec, handles
+from hybridloader.backends.process import child, codec, starters
 from hybridloader.backends.process import crew as processes
 from hybridloader.backends.process.frames import Frame
 from hybridloader.engine import contract
@@ -76,7 +76,7 @@ def test_the_patience_of_close_counts_from_the_moment_of_leaving(
             gate.open()
             self.handle.join(DEADLINE)
 
-    for module in (handles, processes) if backend.name == "fork" else (contract,):
+    for module in (starters, processes) if backend.name == "fork" else (contract,):
         monkeypatch.setattr(module, "time", Time)
     with CrewDriver(backend, lambda index: gate.arrive()) as crew:
         crew.send(0)

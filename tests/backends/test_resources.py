@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import psutil
 import pytest
+from support.named_slots import NamedSharedMemory
 
 import hybridloader
-from hybridloader import DataLoader, Memory, Pipeline, SharedMemory
+from hybridloader import DataLoader, Pipeline, SharedMemory
 
 linux = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="reads /proc")
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -173,9 +174,10 @@ def run_script(body: str, *, prefix: tuple[str, ...] = ()) -> list[str]:
     """Output of a script of its own, which must exit with 0 and complain of nothing else."""
     code = textwrap.dedent(COMMON) + textwrap.dedent(body)
     command = [*prefix, sys.executable, "-c", code]
-    root = str(Path(hybridloader.__file__).parents[1])
+    tests = Path(__file__).parents[1]
+    path = os.pathsep.join(map(str, (Path(hybridloader.__file__).parents[1], tests)))
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=100, env=dict(os.environ, PYTHONPATH=root)
+        command, capture_output=True, text=True, timeout=100, env=dict(os.environ, PYTHONPATH=path)
     )
     assert done.stderr == ""
     assert done.returncode == 0
@@ -218,7 +220,8 @@ SHORT_OF_SHARED_MEMORY = """
     told = []
     warnings.simplefilter("always")
     warnings.showwarning = lambda message, *_, **__: told.append(str(message))
-    named = SharedMemory(memory=Memory(kind="named"))
+    from support.named_slots import NamedSharedMemory
+    named = NamedSharedMemory()
     for backend in ("threads", "fork", "spawn", "shared-memory", named):
         told.clear()
         loader = DataLoader(Rows(), 4, num_workers=2, backend=backend)
@@ -260,7 +263,7 @@ def test_without_room_in_dev_shm_batches_come_all_the_same(mount: str) -> None:
         "fork 0 []",
         "spawn 0 []",
         "shared-memory 0 []",
-        "Memory(limit=None, kind='named') 1 []",
+        "Memory(limit=None) 1 []",
     ]
 
 
@@ -316,14 +319,13 @@ class Large(Greedy):
 
 @linux
 @needs_fork
-@pytest.mark.parametrize("kind", ["nameless", "named"])
-def test_a_worker_without_memory_for_slots_sends_ordinary_batches(kind: str) -> None:
+@pytest.mark.parametrize("backend", [SharedMemory("fork"), NamedSharedMemory("fork")])
+def test_a_worker_without_memory_for_slots_sends_ordinary_batches(backend: Any) -> None:
     def limit(worker: int) -> None:
         import resource
 
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))  # of memory files too
 
-    backend = SharedMemory("fork", Memory(kind=kind))
     large: Any = Large()
     loader = DataLoader(large, 1, num_workers=1, backend=backend, worker_init_fn=limit)
     with pytest.warns(UserWarning, match="ordinary memory"):

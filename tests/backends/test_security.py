@@ -24,9 +24,10 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from support.named_slots import NamedSharedMemory
 from support.operator_context import Script, context, drain
 
-from hybridloader import DataLoader, Memory, Pipeline, SharedMemory
+from hybridloader import DataLoader, Pipeline
 from hybridloader._support import system
 from hybridloader.backends.process import socket_transport
 from hybridloader.backends.process.frames import encode
@@ -34,9 +35,8 @@ from hybridloader.backends.process.slot_channel import SlotChannel
 from hybridloader.backends.process.socket_transport import SocketEndpoint
 from hybridloader.errors import CacheError
 from hybridloader.memory import segments
-from hybridloader.pipeline.operators import cache_file
-from hybridloader.pipeline.operators.cache import Cache
-from hybridloader.pipeline.operators.cache_file import _who_else
+from hybridloader.pipeline.operators import cache
+from hybridloader.pipeline.operators.cache import Cache, _who_else
 
 linux = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="reads /proc")
 PROCESSES = ["fork", "shared-memory", "spawn"]
@@ -197,7 +197,7 @@ def test_memory_has_no_name_unless_it_is_asked_for(backend: str) -> None:
 @linux
 def test_such_a_name_would_be_seen() -> None:
     before = named()
-    backend = SharedMemory("fork", memory=Memory(kind="named"))
+    backend = NamedSharedMemory("fork")
     loader = DataLoader(Large(), 2, num_workers=2, backend=backend, collate_fn=as_they_are)  # type: ignore[arg-type]
     with iter(loader) as iterator:  # type: ignore[attr-defined]
         kept = list(itertools.islice(iterator, 2))
@@ -208,8 +208,8 @@ def test_such_a_name_would_be_seen() -> None:
 @linux
 @pytest.mark.usefixtures("_any_umask")
 def test_a_named_segment_is_for_this_user_alone() -> None:
-    channels = [SlotChannel(1 << 20, "named", forks=True) for _ in range(2)]
-    names = [channel.slots[1] for channel in channels if channel.slots is not None]
+    channels = [SlotChannel(1 << 20, False, forks=True) for _ in range(2)]
+    names = [channel.slots[1] for channel in channels]
     assert all(re.fullmatch(rf"hl-{os.getpid()}-[0-9a-f]{{8}}-", str(name)) for name in names)
     assert len(set(names)) == 2
     mapping, ticket, _ = segments.make(4096, f"{names[0]}0")
@@ -225,7 +225,7 @@ def test_a_named_segment_is_for_this_user_alone() -> None:
 
 @linux
 def test_named_segments_serve_and_leave_no_name() -> None:
-    backend = SharedMemory("fork", memory=Memory(kind="named"))
+    backend = NamedSharedMemory("fork")
     loader = DataLoader(Large(), 2, num_workers=1, backend=backend, collate_fn=as_they_are)  # type: ignore[arg-type]
     assert [int(tensor[1, 0]) for tensor, _ in loader] == [1, 3, 5, 7]
     assert not [name for name in os.listdir("/dev/shm") if name.startswith(f"hl-{os.getpid()}-")]
@@ -297,7 +297,7 @@ def test_who_is_trusted(
 def test_where_files_are_given_to_others_none_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache_file, "_who_else", lambda found: "it belongs to user 65534")
+    monkeypatch.setattr(cache, "_who_else", lambda found: "it belongs to user 65534")
     with pytest.warns(UserWarning, match="could not be read again: it belongs to user 65534"):
         assert len(drain(begin(tmp_path / "cache"))) == 2
     assert list(tmp_path.iterdir()) == []

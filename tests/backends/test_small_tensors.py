@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.named_slots import NamedFork
 from torch.utils.data import default_collate
 
-from hybridloader import DataLoader, Fork, Memory, Pipeline, SharedMemory, Spawn, Threads
+from hybridloader import DataLoader, Fork, Pipeline, SharedMemory, Spawn, Threads
 from hybridloader.memory.packing import IN_BAND
 from hybridloader.memory.slots import OWN
 from hybridloader.memory.tensor_blocks import SMALL
@@ -18,8 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 BACKENDS = [
     Threads(),
     Fork(),
-    Fork(memory=Memory(kind="named")),
-    Fork(memory=Memory(kind="stream")),
+    NamedFork(),
     Spawn(),
     SharedMemory(start_method="loky"),
 ]

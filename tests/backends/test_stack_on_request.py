@@ -142,7 +142,7 @@ def test_only_the_process_whose_record_it_is_gets_the_signal(record: PostmortemR
 
 
 def test_threads_of_the_users_are_told_and_ours_are_not(record: PostmortemRecord) -> None:
-    from hybridloader.backends.process.parent_watch import ParentWatch
+    from hybridloader.backends.process.child import ParentWatch
 
     class Channel:
         def __init__(self, fd: int) -> None:
@@ -177,7 +177,7 @@ def test_threads_of_the_users_are_told_and_ours_are_not(record: PostmortemRecord
 
 
 def test_a_flag_that_is_up_stays_up_when_another_takes_its_place(record: PostmortemRecord) -> None:
-    from hybridloader.backends.process.parent_watch import ParentWatch
+    from hybridloader.backends.process.child import ParentWatch
 
     class Channel:
         def __init__(self, fd: int) -> None:

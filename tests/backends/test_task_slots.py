@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.comparison import same
 from support.crew_driver import CrewDriver, echo, total
+from support.named_slots import NamedFork
 
 from hybridloader import Fork, Memory, SharedMemory, Spawn
 from hybridloader.backends.process import socket_transport
@@ -25,8 +26,7 @@ LARGE = 2 * OWN
 
 FORKS = [
     pytest.param(Fork(), id="fork"),
-    pytest.param(Fork(memory=Memory(kind="named")), id="named"),
-    pytest.param(Fork(memory=Memory(kind="stream")), id="stream"),
+    pytest.param(NamedFork(), id="named"),
     pytest.param(Fork(memory=Memory(limit=1)), id="no room"),
 ]
 BACKENDS = [*FORKS, pytest.param(Spawn(), id="spawn", marks=pytest.mark.full)]
@@ -137,7 +137,7 @@ def test_a_worker_may_write_to_its_input(backend: Any) -> None:
 # -- used again, and not too early -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", [Fork(), Spawn(), Fork(memory=Memory(kind="named"))])
+@pytest.mark.parametrize("backend", [Fork(), Spawn(), NamedFork()])
 def test_slots_are_used_again_over_hundreds_of_tasks(backend: Any) -> None:
     with CrewDriver(backend, total, workers=2) as crew:
         under_way: list[tuple[int, int]] = []
@@ -322,7 +322,7 @@ def test_a_task_that_can_not_be_sent_says_so_and_loses_no_slots() -> None:
         assert len(crew.raw.channels[0].results.segments) <= 3
 
 
-@pytest.mark.parametrize("backend", [Fork(), Fork(memory=Memory(kind="named"))])
+@pytest.mark.parametrize("backend", [Fork(), NamedFork()])
 def test_tasks_that_a_dead_worker_never_read_leave_nothing(backend: Any) -> None:
     def die(index: Any) -> None:
         os._exit(3)

@@ -18,7 +18,7 @@ import torch.utils.data
 from support.plain_datasets import as_is_everywhere
 
 from hybridloader import DataLoader
-from hybridloader._support.import_hooks import when_imported
+from hybridloader._support.torch_env import when_imported
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 

@@ -20,11 +20,11 @@ from support.failing_datasets import Samples, at_gate, load, start
 from support.forking import in_a_fork
 
 from hybridloader import RestartPolicy, WorkerDied
-from hybridloader._support.caller import warn_once
+from hybridloader._support.text import warn_once
 from hybridloader.backends.process import fork_safety
 from hybridloader.backends.process.backend import SharedMemory, Spawn
 from hybridloader.backends.process.child import FirstFrame
-from hybridloader.backends.process.handles import ProcessHandle
+from hybridloader.backends.process.starters import ProcessHandle
 from hybridloader.backends.process.zygote import ENDED, FORKED, STATUS, serve
 from hybridloader.backends.process.zygote_starter import ForkedHandle
 from hybridloader.testing import Gate

@@ -15,11 +15,10 @@ from torch.utils.data import IterableDataset
 
 import hybridloader
 from hybridloader import DataLoader, Threads, install
-from hybridloader._support import caller, system
+from hybridloader._support import system, text
 from hybridloader.errors import BackendUnavailable, WorkerPicklingError
 from hybridloader.loader.iterator import LoaderIterator
-from hybridloader.loader.options import Options
-from hybridloader.loader.plan import LoaderPlan
+from hybridloader.loader.plan import LoaderPlan, Options
 
 ROOT = Path(__file__).parents[2]
 
@@ -82,7 +81,7 @@ def test_a_loader_that_ours_refuses_is_left_to_torchs_and_told_once(case: str) -
         kind = type(iterator)
         return kind, [batch.tolist() for batch in iterator], torch.rand(1)
 
-    caller.warn_once.cache_clear()
+    text.warn_once.cache_clear()
     wanted = drawn_of(data)
     with install(backend):
         with pytest.warns(UserWarning, match=reason) as caught:
@@ -97,7 +96,7 @@ def test_a_loader_with_other_things_behind_our_private_names_is_left_to_torchs()
     class Numbered(TorchLoader[Any]):
         _epoch = None
 
-    caller.warn_once.cache_clear()
+    text.warn_once.cache_clear()
     with install("threads"), pytest.warns(UserWarning, match="int"):
         assert [batch.tolist() for batch in Numbered(range(4), 2)] == [[0, 1], [2, 3]]  # type: ignore[arg-type]
 
@@ -161,7 +160,7 @@ def test_a_context_is_heeded_where_the_backend_leaves_that_open() -> None:
 
 def test_a_context_that_is_overruled_is_told_once() -> None:
     loader = origin_loader(1, multiprocessing_context="spawn")
-    caller.warn_once.cache_clear()
+    text.warn_once.cache_clear()
     with install("fork"):
         with pytest.warns(UserWarning, match="multiprocessing_context='spawn'") as caught:
             list(loader)

@@ -15,9 +15,8 @@ import numpy as np
 import pytest
 
 from hybridloader import engine
-from hybridloader.engine import called_worker
-from hybridloader.engine.called_worker import Parts, parts_of, work_of
-from hybridloader.engine.calls import BUNDLE_BYTES, BUNDLE_SECONDS, Place
+from hybridloader.engine import calls
+from hybridloader.engine.calls import BUNDLE_BYTES, BUNDLE_SECONDS, Parts, Place, parts_of, work_of
 from hybridloader.engine.meter import MEASURES, Measures
 from hybridloader.engine.serving import Pickled
 from hybridloader.engine.slices import SliceReport
@@ -431,7 +430,7 @@ def running(function: Any) -> Iterator[engine.CalledWorker]:
         return engine.thread_worker(number, work.open())
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(called_worker, "process_worker", make)
+        patch.setattr(calls, "process_worker", make)
         thread.start()
         try:
             yield worker

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from hybridloader.engine.diagnosis import (
+from hybridloader.engine.messages import Exited
+from hybridloader.engine.scheduler import Fault
+from hybridloader.engine.worker_table import (
     WorkerReport,
     death,
     given_up,
@@ -14,8 +16,6 @@ from hybridloader.engine.diagnosis import (
     sample_at,
     workers_table,
 )
-from hybridloader.engine.messages import Exited
-from hybridloader.engine.scheduler import Fault
 
 WORKER = "worker 1 (process, pid 4711)"
 

@@ -19,7 +19,7 @@ import torch.utils.data
 
 import hybridloader
 from hybridloader import DataLoader, Pipeline, backends
-from hybridloader.engine.reorder import TASKS
+from hybridloader.engine.scheduler import TASKS
 from hybridloader.loader.record import record_of
 
 OURS = tuple(str(Path(str(package.__file__)).parent) for package in (hybridloader, backends))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hybridloader._support.error_handling import Raised, no_answer
+from hybridloader._support.user_objects import Raised, no_answer
 from hybridloader.engine.relay import Relay, RelayQueue, RelaySleeps
 from hybridloader.errors import IteratorClosed, NotReady, StateError, WorkerDied, WorkerTimeout
 

@@ -14,8 +14,7 @@ import pytest
 
 from hybridloader.engine.messages import Done, Event, Exited, Failed, Ready, Task, WorkerSpec
 from hybridloader.engine.payload import ByReference, Payload
-from hybridloader.engine.reorder import BYTES, PAGES, TASKS, ReorderLimit
-from hybridloader.engine.scheduler import least_busy, round_robin
+from hybridloader.engine.scheduler import BYTES, PAGES, TASKS, ReorderLimit, least_busy, round_robin
 from hybridloader.engine.stage import QUICK, Stage
 from hybridloader.errors import IteratorClosed, NotReady, WorkerDied
 from hybridloader.testing import Call, FakeClock, ScriptedBackend, ScriptedCrew

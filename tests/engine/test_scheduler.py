@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridloader._support.failure import Failure
+from hybridloader._support.user_objects import Failure
 from hybridloader.engine.messages import Done, Exhausted, Exited, Failed, Ready
 from hybridloader.engine.payload import ByReference
 from hybridloader.engine.scheduler import (

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from hybridloader._support.failure import Failure
+from hybridloader._support.user_objects import Failure
 from hybridloader.engine.messages import (
     Begin,
     Done,

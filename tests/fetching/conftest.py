@@ -9,8 +9,7 @@ import pytest
 from torch.utils.data._utils import collate as torchs
 
 from hybridloader.fetching.collate import teach_torch
-from hybridloader.memory.slots import PrivateSlots
-from hybridloader.memory.thread_slots import set_slots
+from hybridloader.memory.slots import PrivateSlots, set_slots
 
 
 @pytest.fixture

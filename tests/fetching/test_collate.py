@@ -13,8 +13,7 @@ from torch.utils.data import default_collate
 
 from hybridloader import DataLoader
 from hybridloader.engine.worker_info import worker_info_set
-from hybridloader.memory.slots import PrivateSlots
-from hybridloader.memory.thread_slots import set_slots
+from hybridloader.memory.slots import PrivateSlots, set_slots
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),

@@ -18,8 +18,7 @@ from torch.utils.data._utils import collate as torchs
 
 from hybridloader import DataLoader, Memory, Threads
 from hybridloader.fetching.collate import slot_for, teach_torch
-from hybridloader.memory.slots import OWN, PrivateSlots
-from hybridloader.memory.thread_slots import set_slots
+from hybridloader.memory.slots import OWN, PrivateSlots, set_slots
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),

@@ -29,9 +29,8 @@ from hybridloader.engine.worker_info import worker_info_set
 from hybridloader.fetching import fanout
 from hybridloader.fetching.fanout import Fanout
 from hybridloader.memory.shared_slots import SlotWriter
-from hybridloader.memory.slots import Pool
-from hybridloader.memory.thread_slots import on_this_thread as current_slots
-from hybridloader.memory.thread_slots import set_slots
+from hybridloader.memory.slots import Pool, set_slots
+from hybridloader.memory.slots import on_this_thread as current_slots
 
 LONG = 60.0
 """Seconds after which a test gives up; never reached when all is well."""

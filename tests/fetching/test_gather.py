@@ -15,7 +15,7 @@ from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, Tenso
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 import hybridloader
-from hybridloader.fetching.gather import gatherer
+from hybridloader.fetching.collate import gatherer
 
 TENSORS = {
     "floats": torch.randn(23, 4),

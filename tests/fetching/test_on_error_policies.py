@@ -11,14 +11,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridloader import Replace, Retry, Skip, TooManyErrors
-from hybridloader._support.failure import Failure
+from hybridloader._support.user_objects import Failure
 from hybridloader.engine.fetcher import Abandoned, GivenUp, PartlyGivenUp, TaskContext
 from hybridloader.errors import ShardLost, WorkerDied
-from hybridloader.fetching.on_error.error_budget import ErrorBudget, FailureLog, bare
-from hybridloader.fetching.on_error.item_loop import ItemLoop
-from hybridloader.fetching.on_error.places import rest_is_lost
-from hybridloader.fetching.on_error.policies import final, parse_on_error
-from hybridloader.fetching.outcome import Attempt, FailureRecord, Outcome, short_batch
+from hybridloader.fetching.item_loop import ItemLoop
+from hybridloader.fetching.on_error import (
+    Attempt,
+    ErrorBudget,
+    FailureLog,
+    FailureRecord,
+    Outcome,
+    bare,
+    final,
+    parse_on_error,
+    rest_is_lost,
+    short_batch,
+)
 from hybridloader.loader.refill import FullBatches, Refill
 
 # -- policies --------------------------------------------------------------------------------------
@@ -349,7 +357,7 @@ def test_an_exception_whose_arguments_are_its_own_affair_is_kept_with_its_type()
 
 
 def test_only_so_many_tracebacks_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hybridloader.fetching.on_error.error_budget._TRACEBACKS", 2)
+    monkeypatch.setattr("hybridloader.fetching.on_error._TRACEBACKS", 2)
     budget = ErrorBudget(Skip(None), "stage")
     budget.count(3, [failed(n) for n in range(3)], 0)
     assert [bool(record.traceback) for record in budget.records] == [True, True, False]

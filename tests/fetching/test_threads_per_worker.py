@@ -22,7 +22,7 @@ from torch.utils.data import get_worker_info as imported_earlier
 
 import hybridloader
 from hybridloader import DataLoader, Threads
-from hybridloader._support import caller
+from hybridloader._support import text
 from hybridloader.testing import Gate
 
 LONG = 60.0
@@ -301,7 +301,7 @@ def test_what_has_no_batches_of_indices_is_refused(
 def test_a_dataset_that_makes_batches_itself_is_asked_for_them_with_one_warning(
     workers: int,
 ) -> None:
-    caller.warn_once.cache_clear()
+    text.warn_once.cache_clear()
     options: dict[str, Any] = {"num_workers": workers, "backend": Threads() if workers else None}
     loader = DataLoader(
         Subset(Batches(), range(6)), 6, collate_fn=list, threads_per_worker=3, **options

@@ -15,7 +15,7 @@ import torch
 from support.seeded_training import LIKE_TORCHS_PROCESSES, WORKERS, Regression, torch_loader
 
 from hybridloader import DataLoader, Pipeline
-from hybridloader._support.caller import warn_once
+from hybridloader._support.text import warn_once
 from hybridloader.backends.threads import Threads
 from hybridloader.sampling import BlockShuffleSampler
 

@@ -312,7 +312,7 @@ def test_three_epochs_are_theirs(made: str, workers: int, backend: str) -> None:
 @pytest.fixture
 def cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     """States are taken each time, however busy the machine is: torchdata knows no others."""
-    monkeypatch.setattr("hybridloader._support.cadence.SHARE", 1)
+    monkeypatch.setattr("hybridloader._support.states.SHARE", 1)
 
 
 @pytest.mark.usefixtures("cheap")

@@ -16,8 +16,8 @@ from torch.utils.data import Dataset, IterableDataset
 
 import hybridloader
 from hybridloader import DataLoader, Fork, Inline, SharedMemory, Spawn, Threads
-from hybridloader._support import caller
-from hybridloader.engine import Backend, registry
+from hybridloader._support import text
+from hybridloader.engine import Backend, contract
 from hybridloader.errors import BackendUnavailable
 
 NAMES = ("inline", "threads", "fork", "spawn", "shared-memory")
@@ -38,9 +38,9 @@ class Stream(IterableDataset[int]):
 
 @pytest.fixture(autouse=True)
 def _fresh_registry() -> Iterator[None]:
-    registry.known.cache_clear()
+    contract.known.cache_clear()
     yield
-    registry.known.cache_clear()
+    contract.known.cache_clear()
 
 
 # -- the name of a backend -----------------------------------------------------------------------
@@ -360,7 +360,7 @@ def test_where_there_is_no_fork_the_message_says_what_to_use(
 def test_a_backend_without_workers_warns_once_where_the_loader_is_used(
     backend: str | Backend,
 ) -> None:
-    caller.warn_once.cache_clear()
+    text.warn_once.cache_clear()
     loader = DataLoader(Numbers(), 8, backend=backend)
     with pytest.warns(UserWarning, match="num_workers") as caught:
         first = [batch.tolist() for batch in loader]
@@ -376,7 +376,7 @@ def test_a_backend_without_workers_warns_once_where_the_loader_is_used(
 
 @pytest.mark.parametrize("backend", [None, "inline", Inline()])
 def test_a_backend_that_needs_no_workers_does_not_warn(backend: str | Backend | None) -> None:
-    caller.warn_once.cache_clear()
+    text.warn_once.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert len(list(DataLoader(Numbers(), 4, backend=backend))) == 2

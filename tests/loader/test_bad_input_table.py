@@ -66,9 +66,6 @@ EARLY: dict[str, Row] = {
     "limit nan": (lambda: Memory(nan), ValueError, f"limit=nan {NO_MEMORY}"),
     "limit -inf": (lambda: Memory(-inf), ValueError, f"limit=-inf {NO_MEMORY}"),
     "limit inf": (lambda: Memory(inf), ValueError, "limit=inf: a float is a share"),
-    "kind bytes": (lambda: Memory(kind=b"named"), ValueError, "unknown kind b'named'; there are"),  # type: ignore[arg-type]
-    "kind list": (lambda: Memory(kind=["named"]), ValueError, "unknown kind .*there are"),  # type: ignore[arg-type]
-    "kind case": (lambda: Memory(kind="Named"), ValueError, "unknown kind 'Named'; there are"),
     "backend None": (lambda: get_backend(None), TypeError, "a name or a Backend, not None"),
     "backend path": (lambda: get_backend(Path("fork")), TypeError, "a name or a Backend, not"),
     "backend long": (lambda: get_backend("x" * 99), BackendUnavailable, "unknown backend"),

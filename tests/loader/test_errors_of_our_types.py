@@ -12,7 +12,7 @@ from support.fake_accelerator import FakeAccelerator
 from torch.utils.data import IterableDataset
 
 from hybridloader import StateError, TooManyErrors, WorkerDied, WorkerTimeout
-from hybridloader._support.error_handling import no_answer
+from hybridloader._support.user_objects import no_answer
 from hybridloader.errors import IteratorClosed, NotReady, ShardLost, TaskTimeout
 
 OURS = (

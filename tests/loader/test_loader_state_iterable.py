@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from hybridloader import DataLoader, WorkerTimeout
-from hybridloader._support.caller import warn_once
+from hybridloader._support.text import warn_once
 
 SIZES = (7, 3, 10)
 """Samples of three workers: one ends long before the others, and no two end on a full batch together."""

@@ -19,7 +19,7 @@ from support.sampler_loaders import Every, listed
 from torch.utils.data import BatchSampler, Sampler
 
 from hybridloader import DataLoader, StateError, StatefulDataLoader
-from hybridloader._support.cadence import Cadence
+from hybridloader._support.states import Cadence
 from hybridloader.loader import samplers
 from hybridloader.sampling import ShuffleSampler
 

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import BatchSampler, Dataset, IterableDataset, RandomSampler, get_worker_info
 
 from hybridloader import DataLoader, StateError, StatefulDataLoader
-from hybridloader._support.cadence import Cadence
+from hybridloader._support.states import Cadence
 from hybridloader.backends.threads import Threads
 from hybridloader.errors import DamagedMessage
 

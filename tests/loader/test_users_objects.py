@@ -19,7 +19,7 @@ from torch.utils.data._utils import worker as torchs
 from torch.utils.data._utils.worker import WorkerInfo
 
 from hybridloader import DataLoader, StatefulDataLoader
-from hybridloader._support import caller, system
+from hybridloader._support import system, text
 from hybridloader.engine.worker_info import worker_info_set
 
 # -- iterators -------------------------------------------------------------------------------------
@@ -277,7 +277,7 @@ class Context(type(multiprocessing.get_context(METHOD))):  # type: ignore[misc]
 
 
 def test_a_context_with_a_process_of_its_own_is_warned_of() -> None:
-    caller.warn_once.cache_clear()
+    text.warn_once.cache_clear()
     context: Any = Context()
     loader = DataLoader(Numbers(2), num_workers=1, multiprocessing_context=context)
     with pytest.warns(UserWarning, match="Context that was passed as multiprocessing_context"):

@@ -13,8 +13,7 @@ from torch.utils.data import Dataset
 
 from hybridloader import DataLoader
 from hybridloader.memory import segments
-from hybridloader.memory.forks import forks
-from hybridloader.memory.slots import KEPT, Pool
+from hybridloader.memory.slots import KEPT, Pool, forks
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 

@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.named_slots import NamedFork, NamedSharedMemory
 from torch.utils.data import Dataset
 
 from hybridloader import DataLoader, Fork, Inline, Memory, SharedMemory, Spawn, Threads
 from hybridloader._support import system
-from hybridloader.backends.process.backend import slot_kind
-from hybridloader.errors import BackendUnavailable
 from hybridloader.memory import limits
 from hybridloader.memory.limits import SHARE, process_limit
 
@@ -27,7 +26,7 @@ V1_NO_LIMIT = 9_223_372_036_854_771_712
 
 @pytest.mark.parametrize("limit", [0, -1, 0.0, -0.5, float("nan"), float("-inf")])
 def test_a_limit_that_leaves_no_memory_is_refused(limit: float) -> None:
-    with pytest.raises(ValueError, match=r"leaves no memory.*kind='stream'"):
+    with pytest.raises(ValueError, match="leaves no memory"):
         Memory(limit=limit)
 
 
@@ -43,12 +42,6 @@ def test_a_limit_of_another_type_is_refused_and_named(limit: Any) -> None:
         Memory(limit=limit)
 
 
-@pytest.mark.parametrize("kind", ["", "memfd", "Named", 1])
-def test_an_unknown_kind_is_refused_and_the_known_ones_listed(kind: Any) -> None:
-    with pytest.raises(ValueError, match="nameless, named, stream"):
-        Memory(kind=kind)
-
-
 def test_bytes_of_each_kind_of_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "_own_limit", lambda: 1000)
     assert Memory(limit=1).bytes() == 1
@@ -57,7 +50,7 @@ def test_bytes_of_each_kind_of_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Memory(limit=0.25).bytes() == 250
     assert Memory(limit=1e-9).bytes() == 1  # never nothing
     assert Memory().bytes() == 1000 * SHARE
-    assert repr(Memory()) == "Memory(limit=None, kind=None)"
+    assert repr(Memory()) == "Memory(limit=None)"
 
 
 def test_the_ranks_of_a_machine_divide_shares_and_not_what_a_user_says(
@@ -68,33 +61,16 @@ def test_the_ranks_of_a_machine_divide_shares_and_not_what_a_user_says(
     assert Memory().bytes() == 10_000 * SHARE
     assert Memory(limit=0.1).bytes() == 1000
     assert Memory(limit=70_000).bytes() == 70_000
-    assert repr(Memory()) == "Memory(limit=None, kind=None, 5,000 bytes for each of 8 ranks)"
-    assert repr(Memory(limit=70_000)) == "Memory(limit=70000, kind=None)"
+    assert repr(Memory()) == "Memory(limit=None, 5,000 bytes for each of 8 ranks)"
+    assert repr(Memory(limit=70_000)) == "Memory(limit=70000)"
     assert "5,000 bytes for each of 8 ranks" in repr(Threads())
 
 
 def test_memory_is_a_value_that_can_be_shared() -> None:
-    assert Memory(limit=3, kind="stream") == Memory(3, "stream")
+    assert Memory(limit=3) == Memory(3)
     assert len({Memory(), Memory(), Memory(limit=0.5)}) == 2
     with pytest.raises(AttributeError):
         Memory().limit = 3  # type: ignore[misc]
-
-
-@pytest.mark.parametrize("posix", [True, False])
-def test_the_kind_is_the_first_that_the_platform_has(posix: bool) -> None:
-    assert slot_kind(Memory(), sockets=posix) == ("nameless" if posix else "named")
-    assert slot_kind(Memory(kind="named"), sockets=posix) == "named"
-    assert slot_kind(Memory(kind="stream"), sockets=posix) == "stream"
-
-
-def test_nameless_memory_is_refused_where_nothing_could_carry_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert slot_kind(Memory(kind="nameless"), sockets=True) == "nameless"
-    monkeypatch.setattr(system, "UNIX_SOCKETS", False)
-    loader = DataLoader(Sized([1]), num_workers=1, backend=Spawn(memory=Memory(kind="nameless")))
-    with pytest.raises(BackendUnavailable, match="kind='named'"):
-        iter(loader)
 
 
 # -- what a process has ----------------------------------------------------------------------------
@@ -212,7 +188,7 @@ def backends(limit: int, *, fresh: bool = False) -> list[Any]:
         pytest.param(Threads(memory=tiny), 2, id="threads"),
         pytest.param(Fork(memory=tiny), 2, id="fork"),
         pytest.param(SharedMemory(memory=tiny), 2, id="shared-memory"),
-        pytest.param(Fork(memory=Memory(limit, "named")), 2, id="named"),
+        pytest.param(NamedFork(memory=Memory(limit)), 2, id="named"),
         pytest.param(Spawn(memory=tiny), 1, id="spawn", marks=() if fresh else pytest.mark.full),
     ]
 
@@ -295,12 +271,10 @@ def test_samples_whose_sizes_change_from_batch_to_batch_arrive_right(
     assert run(loader, keep=False, sizes=sizes) == []
 
 
-@pytest.mark.parametrize("kind", ["stream", "named", "nameless"])
-@pytest.mark.parametrize("backend", [Fork, SharedMemory])
-def test_every_kind_of_slot_brings_the_same_batches(backend: Any, kind: str) -> None:
+@pytest.mark.parametrize("backend", [Fork(), SharedMemory(), NamedFork(), NamedSharedMemory()])
+def test_every_kind_of_slot_brings_the_same_batches(backend: Any) -> None:
     sizes = [200, 200, 20, 20, 1, 1] * 4
-    chosen = backend(memory=Memory(kind=kind))
-    loader = DataLoader(Sized(sizes), 2, num_workers=2, backend=chosen)
+    loader = DataLoader(Sized(sizes), 2, num_workers=2, backend=backend)
     assert run(loader, keep=True, sizes=sizes) == []
 
 

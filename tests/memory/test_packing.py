@@ -31,7 +31,7 @@ from support.packed_values import (
     through_slots,
 )
 
-from hybridloader._support.gil import gil_enabled
+from hybridloader._support.threads import gil_enabled
 from hybridloader.backends.process.codec import decode_message, encode_done, encode_message
 from hybridloader.backends.process.frames import Decoder, encode
 from hybridloader.engine.messages import Begin, Stop, Task

@@ -18,7 +18,7 @@ import torch.utils.data
 
 import hybridloader
 from hybridloader import DataLoader, Skip, StatefulDataLoader
-from hybridloader._support.gil import gil_enabled
+from hybridloader._support.threads import gil_enabled
 from hybridloader.observe import Stats
 from hybridloader.observe.stats import LOOP
 from hybridloader.sources import PerWorker

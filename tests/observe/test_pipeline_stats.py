@@ -13,7 +13,7 @@ import numpy
 import pytest
 
 from hybridloader import Pipeline, get_worker_info
-from hybridloader._support.gil import gil_enabled
+from hybridloader._support.threads import gil_enabled
 from hybridloader.observe import Stats
 
 NAP = 0.004

@@ -26,10 +26,16 @@ from support.operator_context import (
 )
 
 from hybridloader.memory.limits import Memory
-from hybridloader.pipeline.operators.batch_by import BatchBy, BucketBy
+from hybridloader.pipeline.operators.batches import (
+    Batch,
+    BatchBy,
+    BucketBy,
+    Pad,
+    PaddedBatch,
+    Unbatch,
+)
 from hybridloader.pipeline.operators.cache import Cache
-from hybridloader.pipeline.operators.grouping import Batch, PaddedBatch, Unbatch
-from hybridloader.pipeline.operators.join import Concat, Interleave, Mix
+from hybridloader.pipeline.operators.joins import Branch, Concat, ForkPoint, Interleave, Mix, Zip
 from hybridloader.pipeline.operators.order import (
     Enumerate,
     Repeat,
@@ -38,10 +44,7 @@ from hybridloader.pipeline.operators.order import (
     SkipFirst,
     Take,
 )
-from hybridloader.pipeline.operators.padding import Pad
-from hybridloader.pipeline.operators.rows import Zip
 from hybridloader.pipeline.operators.sources import Indices, Items
-from hybridloader.pipeline.operators.split import Branch, ForkPoint
 from hybridloader.running.operator import INFINITE, Operator
 
 KEPT = pytest.mark.filterwarnings("ignore:a pass in which items raised")

@@ -25,7 +25,7 @@ from support.comparison import same
 from support.operator_context import Oops, Script, context, drain
 
 from hybridloader.errors import ResultPicklingError
-from hybridloader.pipeline.operators import cache_file
+from hybridloader.pipeline.operators import cache as cache_module
 from hybridloader.pipeline.operators.cache import Cache
 from hybridloader.running.operator import INFINITE
 
@@ -243,7 +243,7 @@ def test_a_full_disk_is_told_once_and_costs_only_the_cache(
     items = [np.full(100_000, number) for number in range(4)]
     found = begin(Cache(file), *items)
     same(next(found), items[0])
-    monkeypatch.setattr(cache_file, "_write", full)
+    monkeypatch.setattr(cache_module, "_write", full)
     with pytest.warns(
         UserWarning, match="can't be written.*No space left.*continues without"
     ) as told:
@@ -280,7 +280,7 @@ def test_any_failure_to_write_costs_only_the_cache(
     file: Path, monkeypatch: pytest.MonkeyPatch, name: str, replacement: Any, at: str
 ) -> None:
     def fail() -> None:
-        monkeypatch.setattr(f"hybridloader.pipeline.operators.cache_file.{name}", replacement)
+        monkeypatch.setattr(f"hybridloader.pipeline.operators.cache.{name}", replacement)
 
     def one_pass() -> list[Any]:
         if at == "begin":
@@ -301,7 +301,7 @@ def test_any_failure_to_write_costs_only_the_cache(
 def test_writes_may_be_partial(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.write
     monkeypatch.setattr(
-        "hybridloader.pipeline.operators.cache_file.os.write",
+        "hybridloader.pipeline.operators.cache.os.write",
         lambda fd, view: real(fd, view[:1000]),
     )
     item = np.arange(30_000)
@@ -318,7 +318,7 @@ def test_an_interrupt_while_writing_leaves_nothing(
     def interrupted(fd: int, piece: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cache_file, "_write", interrupted)
+    monkeypatch.setattr(cache_module, "_write", interrupted)
     with pytest.raises(KeyboardInterrupt):
         next(found)
     monkeypatch.undo()

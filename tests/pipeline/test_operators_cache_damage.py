@@ -14,9 +14,8 @@ from support.comparison import same
 from support.operator_context import Script, context, drain, items_in
 
 from hybridloader.errors import CacheError, HybridLoaderError
-from hybridloader.pipeline.operators import cache_file
-from hybridloader.pipeline.operators.cache import Cache
-from hybridloader.pipeline.operators.cache_file import Reader
+from hybridloader.pipeline.operators import cache as cache_module
+from hybridloader.pipeline.operators.cache import Cache, Reader
 
 in_a_folder = settings(
     max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -135,7 +134,7 @@ def test_digests_are_checked_before_anything_is_unpickled(
     whole[whole.index(b"two")] ^= 1
     file.write_bytes(whole)
     unpickled = []
-    monkeypatch.setattr(cache_file, "unpack", lambda *parts: unpickled.append(parts))
+    monkeypatch.setattr(cache_module, "unpack", lambda *parts: unpickled.append(parts))
     reader = Reader(str(file), "of this")
     with pytest.raises(CacheError):
         reader.read(1)

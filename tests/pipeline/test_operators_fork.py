@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.operator_context import Oops, ScriptedContext, drain, no_deadline, scripted
 
-from hybridloader.pipeline.operators.split import Branch, ForkPoint
+from hybridloader.pipeline.operators.joins import Branch, ForkPoint
 from hybridloader.running.operator import Chain
 
 PATIENCE = 30.0

@@ -27,10 +27,8 @@ from torch.utils.data import default_collate
 
 from hybridloader import Pipeline
 from hybridloader.memory.limits import Memory
-from hybridloader.memory.thread_slots import set_slots
-from hybridloader.pipeline.operators.batch_by import BatchBy, BucketBy
-from hybridloader.pipeline.operators.grouping import Batch, PaddedBatch
-from hybridloader.pipeline.operators.padding import Pad
+from hybridloader.memory.slots import set_slots
+from hybridloader.pipeline.operators.batches import Batch, BatchBy, BucketBy, Pad, PaddedBatch
 from hybridloader.running.operator import Operator
 
 SAMPLES: list[Any] = [
@@ -103,9 +101,9 @@ def test_a_plain_list_needs_no_torch() -> None:
     code = (
         "import sys; sys.path.insert(0, 'tests')\n"
         "from support.operator_context import outcome\n"
-        "from hybridloader.pipeline.operators.batch_by import BatchBy, BucketBy\n"
-        "from hybridloader.pipeline.operators.grouping import Batch, Unbatch\n"
-        "import hybridloader.pipeline.operators.join, hybridloader.pipeline.operators.order\n"
+        "from hybridloader.pipeline.operators.batches import BatchBy, BucketBy\n"
+        "from hybridloader.pipeline.operators.batches import Batch, Unbatch\n"
+        "import hybridloader.pipeline.operators.joins, hybridloader.pipeline.operators.order\n"
         "import hybridloader.pipeline.operators.sources, hybridloader.pipeline.operators.cache\n"
         "assert outcome(Batch(2, collate_fn=list), 1, 2, 3) == [[1, 2], [3]]\n"
         "assert outcome(BatchBy(int, 3, collate_fn=tuple), 1, 2, 3) == [(1, 2), (3,)]\n"

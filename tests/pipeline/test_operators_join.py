@@ -23,11 +23,10 @@ from support.operator_context import (
 )
 
 from hybridloader import Pipeline
-from hybridloader._support.error_handling import no_answer
+from hybridloader._support.user_objects import no_answer
 from hybridloader.errors import WorkerTimeout
-from hybridloader.pipeline.operators.join import Concat, Interleave, Mix
+from hybridloader.pipeline.operators.joins import Concat, Interleave, Mix, Zip
 from hybridloader.pipeline.operators.order import Enumerate, ShardByRank, SkipFirst, Take
-from hybridloader.pipeline.operators.rows import Zip
 from hybridloader.running.operator import INFINITE, Chain, Operator
 
 errors = st.builds(Oops, st.integers(0, 99))

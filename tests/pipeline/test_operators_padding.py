@@ -15,8 +15,7 @@ from support.operator_context import no_deadline, outcome
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import default_collate
 
-from hybridloader.pipeline.operators.grouping import PaddedBatch
-from hybridloader.pipeline.operators.padding import Pad
+from hybridloader.pipeline.operators.batches import Pad, PaddedBatch
 
 Point = namedtuple("Point", "x y")
 

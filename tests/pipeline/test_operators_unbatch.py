@@ -15,7 +15,7 @@ from support.comparison import same
 from support.operator_context import Oops, errors_in, items_in, no_deadline, outcome
 from torch.utils.data import default_collate
 
-from hybridloader.pipeline.operators.grouping import Batch, Unbatch
+from hybridloader.pipeline.operators.batches import Batch, Unbatch
 
 Point = namedtuple("Point", "x y")
 

@@ -14,7 +14,7 @@ import pytest
 
 from hybridloader import Pipeline, Threads
 from hybridloader.errors import BackendUnavailable, WorkerPicklingError
-from hybridloader.pipeline.operators.grouping import Batch
+from hybridloader.pipeline.operators.batches import Batch
 
 BASE = Pipeline.from_dataset(range(7))
 

@@ -16,7 +16,7 @@ from support.short_waits import shorten_waits
 from hybridloader import Pipeline, Threads
 from hybridloader.engine.contract import Crew
 from hybridloader.errors import IteratorClosed
-from hybridloader.running.epochs import Epochs
+from hybridloader.running.run import Epochs
 from hybridloader.testing import Gate
 
 WORKERS = ("threads", "fork", "shared-memory")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hybridloader import Pipeline, StateError, TooManyErrors, WorkerDied, WorkerTimeout
-from hybridloader._support.error_handling import no_answer
+from hybridloader._support.user_objects import no_answer
 from hybridloader.errors import IteratorClosed, NotReady, ShardLost, TaskTimeout
 
 KINDS = ("inline", "threads", "fork", "shared-memory")

@@ -13,15 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridloader import Pipeline, Threads, WorkerTimeout
-from hybridloader._support.error_handling import no_answer
-from hybridloader._support.sizes import size_of
+from hybridloader._support.user_objects import no_answer, size_of
 from hybridloader.engine.contract import Crew
-from hybridloader.engine.feed import TaskBatching
+from hybridloader.engine.feed import StageFlow, TaskBatching
 from hybridloader.engine.messages import Done, Event, Ready, Task, WorkerSpec
 from hybridloader.engine.payload import ByReference
-from hybridloader.engine.reorder import TASKS
+from hybridloader.engine.scheduler import TASKS
 from hybridloader.engine.stage import Stage
-from hybridloader.engine.stage_flow import StageFlow
 from hybridloader.errors import NotReady
 from hybridloader.testing import Call, FakeClock, Gate, ScriptedBackend, ScriptedCrew
 

@@ -32,9 +32,7 @@ def cadence(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Sets how often a mark that would be due is made; else that depends on what it costs."""
 
     def pace(steps: int) -> None:
-        monkeypatch.setattr(
-            "hybridloader.pipeline.operators.stateful.Cadence", lambda: Every(steps)
-        )
+        monkeypatch.setattr("hybridloader.pipeline.operators.sources.Cadence", lambda: Every(steps))
 
     return pace
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hybridloader import Pipeline
-from hybridloader.engine.reorder import TASKS
+from hybridloader.engine.scheduler import TASKS
 from hybridloader.errors import NotReady
 from hybridloader.testing import Gate
 

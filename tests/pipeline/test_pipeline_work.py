@@ -16,13 +16,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridloader import Pipeline, Threads, get_worker_info
-from hybridloader._support.failure import Failure
+from hybridloader._support.user_objects import Failure
 from hybridloader.engine.contract import Crew
-from hybridloader.engine.feed import LOOKED_AT, MOST, MOST_BYTES, TASK_SECONDS, TaskBatching
+from hybridloader.engine.feed import (
+    LOOKED_AT,
+    MOST,
+    MOST_BYTES,
+    TASK_SECONDS,
+    StageFlow,
+    TaskBatching,
+)
 from hybridloader.engine.messages import Done, Failed, Task
 from hybridloader.engine.payload import ByReference
 from hybridloader.engine.relay import Relay
-from hybridloader.engine.stage_flow import StageFlow
 from hybridloader.errors import NotReady
 from hybridloader.fetching.item_steps import Step, WorkFetch
 from hybridloader.observe.measures import StageMeasures

@@ -16,7 +16,7 @@ import pytest
 from support.http_store import HttpStore
 
 from hybridloader import DataLoader, Retry, Skip
-from hybridloader._support.caller import warn_once
+from hybridloader._support.text import warn_once
 from hybridloader.errors import BackendUnavailable, CacheError, SourceError, StoreError
 from hybridloader.sampling import ShuffleSampler
 from hybridloader.sources import Files

@@ -22,12 +22,12 @@ from support.references import merge_references
 from support.ways_to_draw import WAYS
 
 from hybridloader import DataLoader, Pipeline
-from hybridloader._support.snapshots import snapshot
-from hybridloader.engine import crews, worker_info
+from hybridloader._support.threads import snapshot
+from hybridloader.engine import contract, worker_info
 from hybridloader.engine.sharing import SharedItems
 from hybridloader.engine.worker_info import get_worker_info, worker_info_set
 from hybridloader.loader.record import LoaderRecord, record_of
-from hybridloader.memory import descriptors
+from hybridloader.memory import shared_slots
 from hybridloader.memory.packing import pack, unpack
 from hybridloader.memory.slots import PrivateSlots
 from hybridloader.seeding.sample_seeds import Origin
@@ -164,7 +164,7 @@ def a_loader_has_one_record() -> None:
 
 
 def descriptors_are_closed_once() -> None:
-    kept = [descriptors.keep_descriptor(os.open(os.devnull, os.O_RDONLY)) for _ in range(40)]
+    kept = [shared_slots.keep_descriptor(os.open(os.devnull, os.O_RDONLY)) for _ in range(40)]
 
     def use() -> None:
         for descriptor in kept:
@@ -174,7 +174,7 @@ def descriptors_are_closed_once() -> None:
             descriptor.close()
 
     at_once(*[use] * THREADS)
-    assert not descriptors.kept
+    assert not shared_slots.kept
 
 
 def values_are_packed_apart() -> None:
@@ -221,7 +221,7 @@ def loaders_come_and_go() -> None:
         loader = DataLoader(data, 3, num_workers=2, backend="threads", collate_fn=list)
         for _ in range(2):
             assert [n for batch in loader for n in batch] == [*data]
-        snapshot(crews._crews)
+        snapshot(contract._crews)
 
     at_once(*(functools.partial(use, number) for number in range(THREADS)))
 

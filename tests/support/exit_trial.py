@@ -80,11 +80,15 @@ def as_it_is(batch: Any) -> Any:
 
 
 def backend_of(name: str) -> Any:
-    from hybridloader import Memory, SharedMemory, Spawn
+    from hybridloader import Spawn
 
     if name == "fresh":  # each by itself, and not forked from one
         return Spawn(preload=False)
-    return SharedMemory(memory=Memory(kind="named")) if name == "named" else name
+    if name == "named":
+        from support.named_slots import NamedSharedMemory
+
+        return NamedSharedMemory()
+    return name
 
 
 def begin(length: int = ENDLESS) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 
-from hybridloader._support.gil import gil_enabled
+from hybridloader._support.threads import gil_enabled
 
 
 def merge_references() -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.utils.data
 
 from hybridloader import DataLoader, Pipeline
-from hybridloader.loader.auto import Auto
+from hybridloader.loader.dataloader import Auto
 from hybridloader.tuning import tune as choosing
 from hybridloader.tuning.plans import Limits, Place
 from hybridloader.tuning.subjects import LoaderSubject

@@ -18,9 +18,8 @@ import numpy.typing as npt
 
 from hybridloader._support import arguments
 from hybridloader._support.arguments import is_number
-from hybridloader._support.caller import warn
-from hybridloader._support.error_handling import counts_as_item
-from hybridloader._support.text import short
+from hybridloader._support.text import short, warn
+from hybridloader._support.user_objects import counts_as_item
 from hybridloader.pipeline.operators.parameters import check_flags, settle_whole
 from hybridloader.running.operator import (
     INFINITE,

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 from hybridloader._support.arguments import flag, whole
-from hybridloader._support.attributes import has
 from hybridloader._support.text import short
+from hybridloader._support.user_objects import has
 from hybridloader.running.operator import INFINITE, Chain, Length
 
 

@@ -9,11 +9,11 @@ from functools import cached_property
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
-from hybridloader._support.attributes import attribute, is_container
 from hybridloader._support.text import beginning, short
+from hybridloader._support.user_objects import attribute, is_container
 from hybridloader.fetching.item_steps import Step, is_async
 from hybridloader.fetching.readers import MapFetch
-from hybridloader.fetching.shard_division import readers_share_of
+from hybridloader.fetching.shards import readers_share_of
 from hybridloader.pipeline.operators.parameters import check_source, settle_whole
 from hybridloader.running.operator import Context, OneForOne, Operator, RelayOptions, Source
 from hybridloader.running.placement import Placement, Where

@@ -1,0 +1,483 @@
+"""Objects and exceptions of users: datasets, samplers, items, functions, and the errors of these.
+
+Methods of such a class may raise anything: ``__getattr__`` for an unknown name (``class Config(dict):
+__getattr__ = dict.__getitem__`` raises `KeyError`), ``__str__``, ``__repr__``, ``__reduce__``, the
+``__setattr__`` of a frozen dataclass. So all code that looks for an attribute of a user's object, or
+prints, annotates, copies or sends a user's exception, uses the functions here.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import sys
+import traceback
+import types
+from collections.abc import Callable, Collection
+from dataclasses import is_dataclass
+from itertools import islice
+from typing import Any, Generic, NamedTuple, NoReturn, TypeGuard, TypeVar, overload
+
+from hybridloader._support.reducing_pickler import reducing_pickler
+from hybridloader.errors import IteratorClosed, NotReady, StateError, WorkerDied, WorkerTimeout
+
+T = TypeVar("T")
+E = TypeVar("E", bound=BaseException)
+
+_MISSING = object()
+
+
+class Fallback(Generic[T]):
+    """Read-only property that an object's own attribute of the same name replaces, as with a method.
+
+    It serves names that torch does not use and that a user's subclass may use.
+    """
+
+    def __init__(self, read: Callable[[Any], T]) -> None:
+        self._read, self.__doc__ = read, read.__doc__
+
+    @overload
+    def __get__(self, thing: None, kind: type) -> Fallback[T]: ...
+    @overload
+    def __get__(self, thing: object, kind: type | None = None) -> T: ...
+    def __get__(self, thing: Any, kind: type | None = None) -> Fallback[T] | T:
+        return self if thing is None else self._read(thing)
+
+
+def attribute(thing: Any, name: str, default: Any = None) -> Any:
+    """Return ``getattr(thing, name, default)``, whatever its ``__getattr__`` raises.
+
+    An error is raised only if the class defines the attribute, as a property for instance.
+    """
+    try:
+        return getattr(thing, name, default)
+    except Exception:  # a foreign __getattr__ may raise any type
+        if any(name in vars(kind) for kind in type(thing).__mro__):
+            raise
+        return default
+
+
+def has(thing: Any, name: str) -> bool:
+    """Return ``hasattr(thing, name)``, whatever its ``__getattr__`` raises; see `attribute`."""
+    return attribute(thing, name, _MISSING) is not _MISSING
+
+
+def own_attributes(thing: Any) -> dict[str, Any]:
+    """Return the attributes stored in the object, slots included. Runs no code of its class."""
+    found: dict[str, Any] = {}
+    for kind in type(thing).__mro__:
+        for name, member in list(vars(kind).items()):
+            slot = type(member) is types.MemberDescriptorType
+            if not slot and (name != "__dict__" or type(member) is not types.GetSetDescriptorType):
+                continue
+            try:
+                value = member.__get__(thing)
+            except AttributeError:  # a slot that is not set
+                continue
+            if name != "__dict__":
+                found[name] = value
+            elif type(value) is dict:
+                found.update(value)
+    return found
+
+
+def is_container(thing: Any) -> bool:
+    """True for a list, a dict, an array, a tensor: to read from it runs no code of the user."""
+    kind = type(thing)
+    known = kind.__module__ in ("builtins", "array", "collections", "numpy", "torch")
+    return known and hasattr(kind, "__iter__")
+
+
+def length_of(thing: Any) -> int | None:
+    """Return ``len(thing)``; None if it has no length or raises `NotImplementedError`."""
+    try:
+        return len(thing)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def close(thing: Any) -> None:
+    """Call ``close`` of `thing` if it has one; most iterators hold no resource and have none."""
+    shut = attribute(thing, "close")
+    if shut is not None:
+        shut()
+
+
+# -- exceptions
+
+
+def text_of(error: BaseException) -> str:
+    """Return ``str(error)``, or a substitute if that raises."""
+    return _safely(str, error)
+
+
+def repr_of(error: BaseException) -> str:
+    """Return ``repr(error)``, or a substitute if that raises."""
+    return _safely(repr, error)
+
+
+def _safely(shown: Callable[[Any], str], error: BaseException) -> str:
+    try:
+        return shown(error)
+    except Exception as second:
+        return f"<{type(error).__name__}, whose text raised {type(second).__name__}>"
+
+
+def described(error: BaseException) -> str:
+    """Return the type and the text of an exception."""
+    return f"{type(error).__name__}: {text_of(error)}"
+
+
+def traceback_of(error: BaseException) -> str:
+    """Return the traceback of an exception as text, without its causes if these can't be shown."""
+    try:
+        return "".join(traceback.format_exception(error))
+    except Exception:
+        stack = traceback.format_tb(error.__traceback__)
+        return "".join(["Traceback (most recent call last):\n", *stack, f"{described(error)}\n"])
+
+
+def show(error: BaseException) -> None:
+    """Print the traceback of an exception that can't be raised anywhere."""
+    print(traceback_of(error), end="", file=sys.stderr)
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Call ``error.add_note(note)``, also on Python 3.10, and only once for the same note."""
+    notes = error.__dict__.setdefault("__notes__", [])
+    if type(notes) is list and note not in [other for other in notes if type(other) is str]:
+        notes.append(note)
+
+
+# -- errors between the items of an iterator
+
+
+class Raised:
+    """Error in a queue of items."""
+
+    __slots__ = ("error",)
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def throw(self) -> NoReturn:
+        """Raise the error, once, and drop it: this frame is in its traceback, which makes a cycle."""
+        error = self.error
+        del self.error
+        try:
+            raise error
+        finally:
+            del error
+
+
+def foreign(error: Exception, what: str = "the dataset, or a function,") -> Exception:
+    """Return `error`, which foreign code has raised, as an ordinary error that ends no iterator.
+
+    A `StopIteration` becomes a `RuntimeError` (PEP 479). An error from a hybridloader iterator that the
+    foreign code uses loses its mark (`no_answer`).
+    """
+    if isinstance(error, StopIteration):
+        leak = RuntimeError(f"{what} raised StopIteration")
+        leak.__cause__ = error
+        return leak.with_traceback(error.__traceback__)
+    if not takes_a_place(error):
+        mark(error, None)
+    return error
+
+
+# -- marks of errors that an iterator raises from next() ----------------------------------------------
+
+_PLACE = "_hybridloader_place"
+"""Attribute of an exception: only attributes stay with it through threads and users' functions."""
+
+ENDS = (IteratorClosed, WorkerDied, StateError)
+"""Errors after which a hybridloader iterator returns no more items."""
+
+NO_ITEM = (NotReady, WorkerTimeout)
+"""Errors that a hybridloader iterator raises in addition to its items; it remains usable."""
+
+
+def mark(error: BaseException, place: str | None) -> None:
+    """Mark the place of an error in a stream of items; None: it replaces one item."""
+    error.__dict__[_PLACE] = place
+
+
+def place_of(error: BaseException) -> str | None:
+    """Return the mark of an error."""
+    place: str | None = error.__dict__.get(_PLACE)
+    return place
+
+
+def keeps_number(error: BaseException) -> bool:
+    """Return True if `error` counts as an item for functions seeded by item numbers.
+
+    Such an error replaces an item that a resumed run does not make again. Other errors get no number.
+    """
+    return place_of(error) == "not needed"
+
+
+def no_answer(error: E) -> E:
+    """Mark `error`, which this package made, as raised in addition to the items; return it.
+
+    The same item may still follow, or none at all. The type alone does not show this: a user's function
+    may raise an error of any type, and may itself use a loader.
+    """
+    mark(error, "beside")
+    return error
+
+
+def takes_a_place(error: BaseException) -> bool:
+    """Return True if `error` was raised where an item would have been returned."""
+    return place_of(error) != "beside"
+
+
+def counts_as_item(error: BaseException) -> bool:
+    """Return True if `error` gets a number where items are numbered."""
+    return not is_ours(error, (*ENDS, *NO_ITEM))
+
+
+def is_ours(error: BaseException, kinds: type[E] | tuple[type[E], ...]) -> TypeGuard[E]:
+    """Return True if `error` is one of `kinds` and an iterator marked it with `no_answer`."""
+    return isinstance(error, kinds) and not takes_a_place(error)
+
+
+# -- transport of an exception from a worker to the consumer
+#
+# A user's exception keeps its type and its arguments. A note names the stage, the worker and the task.
+# The ``__cause__`` of an exception from another process has the worker's traceback as text.
+
+
+class WorkerTraceback(Exception):
+    """Traceback of a worker in another process, as text: the ``__cause__`` of its exception."""
+
+    def __str__(self) -> str:
+        return f'\n"""\n{self.args[0]}"""'
+
+
+class Failure:
+    """Exception that a worker sends to the consumer.
+
+    Within a process it holds the exception itself. Its pickle holds the exception's type, arguments and
+    attributes, and the traceback as text. Some exceptions can't be pickled by their own methods; a
+    constructor with several arguments is the common cause. They are rebuilt without a call of the
+    constructor, so they arrive with the same type and ``args``. This applies to each nested exception
+    too, such as the members of a group.
+    """
+
+    def __init__(self, exception: BaseException) -> None:
+        self.exception = exception
+        self.traceback: str | None = None
+
+    def to_exception(self, note: str) -> BaseException:
+        """Return the exception, once. `note` names its stage and worker, and is added unless empty.
+
+        The failure drops the exception. The failure is in a frame of the traceback that the exception
+        gets when raised, so a reference from it would be a cycle that keeps the whole iterator alive.
+        """
+        exception = self.exception
+        del self.exception
+        if self.traceback is not None:
+            cause = WorkerTraceback(f"{note}\n{self.traceback}")
+            BaseException.__setattr__(exception, "__cause__", cause)
+        if note:
+            add_note(exception, note)
+        return exception
+
+    @property
+    def text(self) -> str:
+        """Traceback as text."""
+        return self.traceback or traceback_of(self.exception)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        frozen = _Freezer().freeze(self.exception)
+        return _rebuild_failure, (frozen, id(type(self.exception)), self.text)
+
+
+def twin(exception: Exception) -> Exception:
+    """Return another exception of the same type, arguments, attributes, notes, cause and traceback.
+
+    A worker that answers many tasks with one error sends copies of it. An exception that the consumer
+    raises collects the consumer's frames in its traceback, and a worker thread must not keep these
+    alive. If the class can't be copied, the result is a `RuntimeError` with its name and text.
+    """
+    kind, args = type(exception), exception.args
+    try:  # copy.copy, because OSError and others keep more than their arguments
+        other: Any = copy.copy(exception)
+        same = type(other) is kind and [*map(id, other.args)] == [*map(id, args)]
+    except Exception:  # a constructor that does not accept `args`
+        same = False
+    if not same:
+        try:
+            other = _Parts(kind, args, exception.__dict__).assemble()
+        except Exception:  # a built-in class that checks its arguments
+            other = RuntimeError(described(exception))
+    if type(notes := other.__dict__.get("__notes__")) is list:
+        other.__dict__["__notes__"] = list(notes)  # the consumer adds its own
+    for name in ("__cause__", "__context__", "__suppress_context__", "__traceback__"):
+        BaseException.__setattr__(other, name, getattr(exception, name))
+    return other  # type: ignore[no-any-return]
+
+
+class _Freezer:
+    """Pickles exceptions so that they are certain to load again.
+
+    Each nested exception (a member of a group, a cause kept in an attribute) is pickled separately. So
+    one that can't be pickled does not change the type of the others.
+    """
+
+    def __init__(self) -> None:
+        self._freezing: list[BaseException] = []
+        self._frozen: dict[int, bytes] = {}
+
+    def freeze(self, exception: BaseException) -> bytes:
+        frozen = self._frozen.get(id(exception))
+        if frozen is None:
+            self._freezing.append(exception)
+            frozen = self._frozen[id(exception)] = self._freeze(exception)
+            self._freezing.pop()
+        return frozen
+
+    def _freeze(self, exception: BaseException) -> bytes:
+        kind = type(exception)
+        try:
+            whole = self._dumps(exception)
+            thawed = pickle.loads(whole)
+            if type(thawed).__qualname__ == kind.__qualname__ and _alike(thawed, exception):
+                return whole
+        except Exception:  # a broken __reduce__, __new__ or __init__ may raise anything
+            pass
+        args = tuple(map(self._sendable, exception.args))
+        state = {name: self._sendable(value) for name, value in exception.__dict__.items()}
+        try:
+            return self._dumps(_Parts(kind, args, state))
+        except Exception:  # the class itself can't be pickled: the message holds its name
+            message = f"{kind.__module__}.{kind.__qualname__}: {text_of(exception)}"
+            return self._dumps(_Parts(RuntimeError, (message,), {}))
+
+    def _sendable(self, value: Any) -> Any:
+        try:
+            pickle.loads(self._dumps(value))
+        except Exception:  # as above
+            try:
+                return repr(value)
+            except Exception:  # a RecursionError, for instance
+                return f"<{type(value).__qualname__} that can't be shown>"
+        return value
+
+    def _dumps(self, thing: Any) -> bytes:
+        """Pickle `thing`, classes by reference if possible: an ``except`` must match them."""
+        try:
+            return self._dump(thing, pickle.Pickler)
+        except Exception:  # as above
+            import cloudpickle
+
+            return self._dump(thing, cloudpickle.Pickler)
+
+    def _dump(self, thing: Any, base: Any) -> bytes:
+        def reduce(obj: Any) -> Any:
+            if not issubclass(type(obj), BaseException) or any(obj is e for e in self._freezing):
+                return None
+            return _thaw, (self.freeze(obj), id(type(obj)))
+
+        out = io.BytesIO()
+        reducing_pickler(base)(out, reduce).dump(thing)
+        return out.getvalue()
+
+
+def _alike(found: BaseException, sent: BaseException) -> bool:
+    """Return True if both have the same arguments; values that aren't plain compare by type alone."""
+    plain = (str, bytes, int, bool, type(None))
+    first, second = found.args, sent.args
+    return len(first) == len(second) and all(
+        type(a) is type(b) and (a == b or type(a) not in plain)
+        for a, b in zip(first, second, strict=True)
+    )
+
+
+class _Parts(NamedTuple):
+    """Parts of an exception that can't be pickled whole."""
+
+    kind: type[BaseException]
+    args: tuple[Any, ...]
+    state: dict[str, Any]
+
+    def assemble(self) -> BaseException:
+        # Use `__new__` of the built-in base class: one written in Python may require other arguments.
+        home = next(
+            base
+            for base in self.kind.__mro__
+            if isinstance(vars(base).get("__new__"), types.BuiltinFunctionType)
+        )
+        exception: BaseException = home.__new__(self.kind, *self.args)
+        exception.__dict__.update(self.state)
+        return exception
+
+
+def _original(received: type[BaseException], address: int) -> type[BaseException]:
+    """Return the class of this process of which `received` is a copy; `received` if there is none.
+
+    A class made in a function is sent by value. The original of a forked worker's class has the same
+    address in this process, and an ``except`` clause in this process names that original.
+    """
+    todo: list[type[BaseException]] = [BaseException]
+    while todo:
+        kind = todo.pop()
+        if id(kind) == address and kind.__name__ == received.__name__:
+            return kind
+        todo.extend(type.__subclasses__(kind))
+    return received
+
+
+def _thaw(frozen: bytes, address: int) -> BaseException:
+    try:
+        thawed = pickle.loads(frozen)
+        exception: BaseException = thawed.assemble() if type(thawed) is _Parts else thawed
+        original = _original(type(exception), address)
+        if original is not type(exception):
+            BaseException.__setattr__(exception, "__class__", original)
+    except Exception as error:  # e.g. a class that this process can't import
+        return RuntimeError(f"a worker's exception could not be loaded here: {repr_of(error)}")
+    return exception
+
+
+def _rebuild_failure(frozen: bytes, address: int, text: str) -> Failure:
+    failure = Failure(_thaw(frozen, address))
+    failure.traceback = text
+    return failure
+
+
+# -- sizes of values in bytes, as far as they can be seen
+
+
+def size_of(value: Any, most: int | None = None) -> int:
+    """Return the bytes of the tensors, arrays and strings in `value`, through containers.
+
+    At most `most` elements of each container are looked at, and the others count as these; None: all.
+
+    An `nbytes` is believed. Anything else counts as its object alone, and so does an object that can't
+    be looked into: it is no item's fault that it is to be weighed.
+    """
+    try:
+        return _size_of(value, most)
+    except Exception:  # an `nbytes` that raises, a list that holds itself
+        return object.__sizeof__(value)
+
+
+def _size_of(value: Any, most: int | None) -> int:
+    found = attribute(value, "nbytes")
+    if isinstance(found, int):
+        return found
+    if isinstance(value, dict):
+        return _elements(value.values(), most) + sys.getsizeof(value)
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return _elements(value, most) + sys.getsizeof(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return _elements(own_attributes(value).values(), most) + sys.getsizeof(value)
+    return sys.getsizeof(value)
+
+
+def _elements(values: Collection[Any], most: int | None) -> int:
+    if most is None or len(values) <= most:
+        return sum(size_of(value, most) for value in values)
+    return sum(size_of(value, most) for value in islice(values, most)) * len(values) // most

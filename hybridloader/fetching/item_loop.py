@@ -1,0 +1,399 @@
+"""Loop over the items of a task, in the worker: each goes through functions that may fail.
+
+A good item costs the calls of its functions. The policy decides whether one that fails is retried,
+replaced or given up. It resumes after the function that failed, as if each were a stage by itself. The
+results of an item before its failure stay, except where it is retried or replaced: all or nothing then.
+
+Only an `Exception` is caught. Nothing is counted here, because a worker sees only its own part.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from hybridloader._support.text import brief
+from hybridloader._support.user_objects import Failure, add_note, foreign
+from hybridloader.engine.fetcher import Abandoned, GivenUp, TaskContext
+from hybridloader.fetching.on_error import FailureRecord, Note, Policy, Replace, Retry, Skip, final
+from hybridloader.seeding.sample_rng import SampleRng
+
+if TYPE_CHECKING:
+    from hybridloader.fetching.fanout import Fanout
+
+
+_SLICE = 0.02  # seconds between two checks of the context while waiting for a retry
+
+Opened = list[tuple[str, Callable[[Any], Any]]]
+"""Kinds of steps, and their functions as one worker calls them."""
+
+
+def seeded(policy: Any, rng: SampleRng | None, key: Callable[[Any], bytes] | None = None) -> Any:
+    """Return `policy` with replacements that are seeded by the `key` of the failed sample.
+
+    None takes the key of its index.
+    """
+    if rng is not None and isinstance(policy, Retry):
+        return replace(policy, then=seeded(policy.then, rng, key))
+    if rng is not None and isinstance(policy, Replace):
+        return replace(policy, fn=rng.seeded_replacement(policy.fn, key))
+    return policy
+
+
+def numbered(items: Iterable[Any], context: TaskContext) -> Iterator[Any]:
+    """Yield `items`; `context.at` is the number of the item that was given last."""
+    for context.at, item in enumerate(items):
+        yield item
+    context.at = -1
+
+
+class NoItem(BaseException):
+    """There is no item that a function could return: no error of one."""
+
+
+class TaskResults:
+    """Values of one task until now, and notes on its failures."""
+
+    __slots__ = ("_ended", "_surplus", "notes", "uneven", "values")
+
+    def __init__(self) -> None:
+        self.values: list[Any] = []
+        self.notes: list[Note] = []
+        self.uneven: list[tuple[int, int]] = []
+        """(number of the item, values and notes) of each item that has not exactly one of these."""
+        self._ended = 0  # values and notes of items that have ended; see `end_item`
+        self._surplus = 0
+
+    def end_item(self) -> None:
+        """Note that all values and notes of one more item of the task are there."""
+        units = len(self.values) + len(self.notes)
+        own = units - self._ended
+        if own != 1:
+            self.uneven.append((self._ended - self._surplus, own))
+            self._surplus += own - 1
+        self._ended = units
+
+    def end_items(self) -> None:
+        """Note that all items whose values and notes are there had one of these each."""
+        self._ended = len(self.values) + len(self.notes)
+
+    @property
+    def failures(self) -> list[FailureRecord]:
+        return [failed for note in self.notes for failed in note.failures]
+
+    def extend(self, other: TaskResults) -> None:
+        before = len(self.values)
+        self.values.extend(other.values)
+        for note in other.notes:
+            failures = [
+                failed._replace(position=before + failed.position) for failed in note.failures
+            ]
+            self.notes.append(note._replace(position=before + note.position, failures=failures))
+
+    def hand_over(self, context: TaskContext) -> list[Any]:
+        """Return the value of the task, and put the notes beside it."""
+        if self.notes:
+            context.add("notes", self.notes)
+        if self.uneven:
+            context.add("uneven", self.uneven)
+        return self.values
+
+
+class ItemLoop:
+    """Takes items through steps under a policy, in one worker.
+
+    Besides the kinds of `Step` there is ``"batch"``: its function returns an `Attempt`. A function may
+    raise `NoItem`, in a retry too, where the last error then stands.
+    """
+
+    def __init__(
+        self,
+        opened: Opened,
+        policy: Policy | None,  # None: no error is retried, replaced or skipped
+        context: TaskContext,  # checked after every item; a cancelled context ends a wait
+        helpers: Fanout | None = None,  # None: items are processed one after the other
+        *,
+        # Called first with each element of a task, on the thread that processes it; returns the
+        # item:
+        enter: Callable[[Any], Any] | None = None,
+        # True: the results make one batch, so an error is raised here unless the policy skips.
+        # False: it is noted, and raised or skipped where its item would have been returned:
+        batch: bool = False,
+        what: str | None = None,  # name of each item in errors; None: its short repr
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._context, self._helpers, self._enter = context, helpers, enter
+        self._batch, self._what, self._sleep = batch, what, sleep
+        self._retry = policy if isinstance(policy, Retry) else None
+        last = final(policy)
+        self._replace = last if isinstance(last, Replace) else None
+        self.skips = isinstance(last, Skip)
+        self.acts = self._retry is not None or self._replace is not None
+        self._steps = [
+            (
+                kind,
+                partial(self._at_once, function) if kind == "flat_map" and self.acts else function,
+            )
+            for kind, function in opened
+        ]
+        self._maps: list[tuple[int, Callable[[Any], Any]]] = []  # with the number of the next step
+        if all(kind == "map" for kind, _ in opened):
+            self._maps = [(at, function) for at, (_, function) in enumerate(opened, 1)]
+
+    def run(
+        self,
+        items: Iterable[Any],
+        *,
+        spared: bool = False,  # some may be `GivenUp`
+        numbers: bool = True,  # note the number of the current item, in case the worker dies
+        results: TaskResults | None = None,
+    ) -> TaskResults:
+        """Take the items of a task through the steps, and add to `results`."""
+        if self._helpers is not None:
+            name = "sample" if self._batch else "item"
+            return self.joined(self._helpers.map(self.alone, items, self._context, name))
+        context, maps = self._context, self._maps
+        if results is None:
+            results = TaskResults()
+        if self._enter is not None:
+            items = map(self._enter, items)
+        if numbers and context.tracked:
+            items = numbered(items, context)
+        if spared or not maps:
+            through = self._begin if spared else self._through
+            for item in items:
+                through(item, results)
+                results.end_item()
+                if context.cancelled:
+                    raise Abandoned
+            return results
+        values, (begin, first), more = results.values, maps[0], maps[1:]
+        for item in items:  # maps only: no function call of this package for an item
+            at = begin
+            try:
+                item = first(item)
+                if more:
+                    for at, function in more:  # noqa: B007  # read after an error
+                        item = function(item)
+                values.append(item)
+            except Exception as raised:
+                error = raised
+            else:
+                if context.cancelled:
+                    raise Abandoned
+                continue
+            results.end_items()
+            try:  # outside the clause above, so that further errors have no context
+                self.failed(item, error, results, at)
+            finally:
+                del error
+            results.end_item()
+            if context.cancelled:
+                raise Abandoned
+        return results
+
+    @staticmethod
+    def joined(parts: Iterable[TaskResults]) -> TaskResults:
+        """Return the results of a task whose items went `alone`."""
+        results = TaskResults()
+        for one in parts:
+            results.extend(one)
+            results.end_item()
+        return results
+
+    def alone(self, item: Any) -> TaskResults:
+        """Take one item through the steps. On any thread."""
+        results = TaskResults()
+        self._begin(item if self._enter is None else self._enter(item), results)
+        return results
+
+    def _begin(self, item: Any, results: TaskResults) -> None:
+        if type(item) is GivenUp:
+            self.failed(item, item.error(), results)
+        else:
+            self._through(item, results)
+
+    def failed(self, item: Any, error: Exception, results: TaskResults, at: int = 1) -> None:
+        """Resume with `item`, at which the function before step number `at` has raised `error`."""
+        kind, function = self._steps[at - 1]
+        try:
+            if kind == "batch" and type(item) is not GivenUp:  # its samples were retried already
+                self.note(item, error, results)
+                return
+            found = self._rescue(partial(_outputs, kind, function), item, error, results)
+            self._each(item, iter(found), at, results)
+        finally:
+            del error
+
+    def _through(self, item: Any, results: TaskResults, at: int = 0) -> None:
+        """Take `item` through the steps from number `at` on, and add the outcome to `results`."""
+        several: Iterator[Any]
+        while at < len(self._steps):
+            kind, function = self._steps[at]
+            at += 1
+            try:
+                found = function(item)
+                if kind == "map":
+                    item = found
+                elif kind == "batch":
+                    item, outcome = found
+                    whole = outcome.short is None  # the batch counts as one item
+                    note = Note(len(results.values), outcome.attempted - whole, outcome.failures)
+                    results.notes.append(note)
+                    if not whole:
+                        return
+                elif kind == "flat_map":
+                    several = iter(found)
+                elif not found:
+                    return
+            except Exception as raised:
+                error = raised
+            else:
+                if kind == "flat_map":
+                    self._each(item, several, at, results)
+                    return
+                continue
+            try:  # outside the clause above, as in `run`
+                self.failed(item, error, results, at)
+            finally:
+                del error
+            return
+        results.values.append(item)
+
+    def _each(self, item: Any, several: Iterator[Any], at: int, results: TaskResults) -> None:
+        """Take each of the values that a function gave for `item` on, until one raises."""
+        while not self._context.cancelled:
+            try:
+                one = next(several)
+            except StopIteration:
+                return
+            except Exception as error:
+                self.note(item, error, results)
+                return
+            self._through(one, results, at)
+
+    def _at_once(self, function: Callable[[Any], Any], item: Any) -> list[Any]:
+        """Return all values that `function` gives for an item, so that no value is given twice."""
+        found = []
+        for one in function(item):
+            found.append(one)
+            if self._context.cancelled:
+                raise Abandoned
+        return found
+
+    # -- a call that has failed ------------------------------------------------------------------------
+
+    def _rescue(
+        self,
+        function: Callable[[Any], Iterable[Any]],
+        item: Any,
+        error: Exception,
+        results: TaskResults,
+    ) -> Iterable[Any]:
+        """Return the values that ``function(item)``, which has raised `error`, gives after all.
+
+        None if the failure is noted. A `GivenUp` is not retried.
+        """
+        error = self._foreign(error)
+        try:
+            if self._retry is not None and type(item) is not GivenUp:
+                wait = min(self._retry.backoff, self._retry.max_backoff)
+                for _ in range(self._retry.max_retries):
+                    if not isinstance(error, self._retry.retry_on):
+                        break
+                    self._pause(wait)
+                    wait = min(2 * wait, self._retry.max_backoff)
+                    self._context.retried += 1
+                    try:
+                        return function(item)
+                    except NoItem:
+                        break
+                    except Exception as raised:
+                        error = self._foreign(raised)
+            if self._replace is not None:
+                try:
+                    found = self._replace.fn(_asked(item), error)
+                except Exception as raised:
+                    failed = foreign(raised)
+                else:
+                    self.note(item, error, results, replaced=True)
+                    return (found,)
+                add_note(
+                    failed, "The function of Replace raised this, for a sample that had failed."
+                )
+                # It may raise the error that it received.
+                if failed.__cause__ is None and failed is not error:
+                    BaseException.__setattr__(failed, "__cause__", error)
+                error = failed
+                del failed
+            if self._batch and not self.skips:
+                raise error
+            self.note(item, error, results)
+            return ()
+        finally:
+            del error  # its traceback has this frame
+
+    def _pause(self, seconds: float) -> None:
+        while seconds > 0 and not self._context.cancelled:
+            self._sleep(min(seconds, _SLICE))
+            seconds -= _SLICE
+        if self._context.cancelled:
+            raise Abandoned
+
+    def note(
+        self, item: Any, error: Exception, results: TaskResults, *, replaced: bool = False
+    ) -> None:
+        """Note that `item` has failed, and whether another value was put in its place."""
+        place, index, in_place = len(results.values), _asked(item), None
+        error = self._foreign(error)
+        if not self._batch:
+            shown = brief(index if self._what is None else self._what)
+            index = index if type(index) in (int, str) else shown
+            in_place = None if replaced else shown
+        failed = FailureRecord(index, place, Failure(error), replaced)
+        results.notes.append(Note(place, 0 if replaced else 1, [failed], in_place))
+
+    def _foreign(self, error: Exception) -> Exception:
+        return foreign(error) if self._batch else foreign(error, "a function of a pipeline")
+
+    # -- values that can't be sent ---------------------------------------------------------------------
+
+    def add_sendable(
+        self, pairs: Iterable[tuple[Any, Any]], check: Callable[[Any], Any], results: TaskResults
+    ) -> None:
+        """Add the value of each pair of an item and a value; one that `check` refuses has failed."""
+        for item, value in pairs:
+            try:
+                check(value)
+                results.values.append(value)
+            except Exception as error:
+                self.note(item, error, results)
+
+    def sendable(self, values: list[Any], check: Callable[[Any], Any]) -> list[Any]:
+        """Return those of a task's `values` that `check` lets be sent, with notes on the others."""
+        results, context = TaskResults(), self._context
+        extras = context.take_extras() or {}
+        notes, results.uneven = deque(extras.get("notes", ())), extras.get("uneven", [])
+        for place, value in enumerate(values):
+            while notes and notes[0].position <= place:
+                results.notes.append(notes.popleft()._replace(position=len(results.values)))
+            self.add_sendable([(value, value)], check, results)
+        results.notes.extend(note._replace(position=len(results.values)) for note in notes)
+        return results.hand_over(context)
+
+
+def _asked(item: Any) -> Any:
+    return item.index if type(item) is GivenUp else item
+
+
+def _outputs(kind: str, function: Callable[[Any], Any], item: Any) -> Iterable[Any]:
+    """Return the values that a step gives for an item."""
+    found = function(item)
+    if kind == "flat_map":
+        several: Iterable[Any] = found
+        return several
+    return (found,) if kind == "map" else (item,) if found else ()

@@ -1,1 +1,0 @@
-"""Policies of `on_error`: samples that fail are retried, replaced, skipped or raised."""

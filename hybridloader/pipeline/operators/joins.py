@@ -1,0 +1,807 @@
+"""Operators of several pipelines: forks, rows of a zip, and joins."""
+
+from __future__ import annotations
+
+import math
+import random
+import threading
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, NoReturn
+
+from hybridloader._support.arguments import is_number, one_of
+from hybridloader._support.text import short
+from hybridloader._support.user_objects import (
+    Raised,
+    add_note,
+    close,
+    counts_as_item,
+    foreign,
+    no_answer,
+    repr_of,
+    takes_a_place,
+)
+from hybridloader.errors import IteratorClosed
+from hybridloader.fetching.on_error import LeftOut, alike, astray, goes_astray
+from hybridloader.pipeline.operators.parameters import (
+    SEED,
+    check_flags,
+    settle,
+    settle_whole,
+    several,
+    sum_of,
+)
+from hybridloader.running.operator import (
+    INFINITE,
+    Chain,
+    Context,
+    JoinIterator,
+    Length,
+    Mark,
+    PassesIterator,
+    Source,
+    UpstreamPart,
+    close_all,
+    steps_in,
+)
+
+# -- a fork: several pipelines share one iteration of the steps before them
+#
+# Every branch gets every item, the same object as the others. Items that one branch has returned and
+# another has not yet wait in a queue without bound, as with `itertools.tee`: for a branch that is never
+# pulled, every item of the others is kept. No thread is started here; whichever branch comes first
+# pulls.
+
+
+@dataclass(frozen=True, eq=False)
+class ForkPoint:
+    """Place where `pipeline` continues in `count` branches.
+
+    Every fork is another, even with the same parts. All branches are to be pulled, or closed: see the
+    module.
+    """
+
+    pipeline: Chain
+    count: int
+
+    @property
+    def name(self) -> str:
+        return "fork"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.pipeline, Chain):
+            raise TypeError(
+                f"{self.name}: pipeline must be a pipeline, not {short(self.pipeline)}; make one of an "
+                "iterable or a dataset first"
+            )
+        settle_whole(self, "count", 1, "give the number of branches")
+
+
+@dataclass(frozen=True)
+class Branch(Source):
+    """One of the pipelines that a fork makes, opened once in an epoch; `number` counts from 0."""
+
+    fork: ForkPoint = field(repr=False)
+    number: int
+
+    not_fingerprinted = ("fork",)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.fork, ForkPoint):
+            raise TypeError(f"{self.name}: fork must be a ForkPoint, not {short(self.fork)}")
+        instead = f"a fork of {self.fork.count} has branches 0 to {self.fork.count - 1}"
+        settle_whole(self, "number", 0, instead)
+        if self.number >= self.fork.count:
+            raise ValueError(f"{self.name}: there is no branch {self.number}: {instead}")
+
+    @property
+    def fork_place(self) -> tuple[ForkPoint, int]:
+        return self.fork, self.number
+
+    def branches(self) -> tuple[Chain, ...]:
+        return (self.fork.pipeline,)
+
+    def start(self, context: Context) -> Iterator[Any]:
+        trunk = context.shared.setdefault(self.fork, _Trunk(self.fork.count))
+        return trunk.branch(self, context)  # type: ignore[no-any-return]
+
+    def seek(self, n: int) -> int:
+        return n  # of all branches of a fork, which `may_begin_at` sees to
+
+    def before(self, n: int, epoch: int, mark: Mark | None) -> Sequence[UpstreamPart] | None:
+        if n and leaves_out([self.fork.pipeline]):  # in a zip, what is left out has a number
+            return None
+        return [UpstreamPart(0, n, epoch)]
+
+    def length(self, upstream: Length) -> Length:
+        return self.fork.pipeline.length
+
+
+class _Trunk:
+    """Items and queues that the branches of one fork share in one pass."""
+
+    def __init__(self, count: int) -> None:
+        self._pulling = threading.Lock()
+        self._opened: set[int] = set()
+        self._items: Iterator[Any] | None = None
+        # All the mutable state; a branch takes from its queue without the lock, all else is under it:
+        self.queues: list[deque[Any] | None] = [deque() for _ in range(count)]  # None: closed
+        self._ended = False
+
+    def branch(self, branch: Branch, context: Context) -> BranchIterator:
+        number = branch.number
+        with self._pulling:
+            if number in self._opened:
+                raise ValueError(
+                    f"branch {number} of a fork was opened twice in one pass; repeat what comes before "
+                    "the fork, or fork into more branches"
+                )
+            if self._items is None:
+                self._items = context.open(branch.fork.pipeline, context.start)
+            self._opened.add(number)
+        queue = self.queues[number]
+        assert queue is not None  # only its iterator closes it
+        return BranchIterator(self, number, queue)
+
+    def pull(self, number: int, queue: deque[Any]) -> Any:
+        """Return the next item for a branch whose queue was empty, and give it to the others too."""
+        with self._pulling:
+            if queue:  # another branch has pulled meanwhile
+                return queue.popleft()
+            if self._ended or self._items is None:
+                raise StopIteration
+            try:
+                item = next(self._items)
+            except StopIteration:
+                self._ended = True
+                raise
+            except Exception as error:
+                for other, waiting in enumerate(self.queues):
+                    if other != number and waiting is not None:
+                        waiting.append(Raised(alike(error)))  # this frame holds the queues
+                raise
+            for other, waiting in enumerate(self.queues):
+                if other != number and waiting is not None:
+                    waiting.append(item)
+            return item
+
+    def forget(self, number: int) -> None:
+        """Stop queueing for one branch. Takes no lock, because a finalizer may call it."""
+        self.queues[number] = None
+
+    def close(self, number: int) -> None:
+        """Forget one branch, and close the steps before all once none is left."""
+        self.forget(number)
+        if self._items is not None and not any(q is not None for q in self.queues):
+            self._ended = True
+            close(self._items)
+
+
+class BranchIterator(Iterator[Any]):
+    """Iterator of `Branch`; each may be pulled by another thread."""
+
+    def __init__(self, trunk: _Trunk, number: int, queue: deque[Any]) -> None:
+        self._trunk, self._number = trunk, number
+        # All the mutable state, besides the trunk:
+        self._queue = queue
+        self._closed = False
+
+    def __next__(self) -> Any:
+        if self._closed:
+            raise StopIteration
+        queue = self._queue
+        # Only this branch takes from it, so what is there now stays there.
+        item = queue.popleft() if queue else self._trunk.pull(self._number, queue)
+        if type(item) is Raised:
+            item.throw()
+        return item
+
+    def close(self) -> None:
+        """Leave the others alone; the last one closes the steps before. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._trunk.close(self._number)
+            self._queue.clear()
+
+    def __del__(self) -> None:
+        self._trunk.forget(self._number)
+
+
+# -- resuming ----------------------------------------------------------------------------------------
+
+
+def leaves_out(pipelines: Sequence[Chain]) -> bool:
+    """Return True if a step in one of `pipelines` leaves out items that fail."""
+    return any(step.leaves_out for pipeline in pipelines for step in steps_in(pipeline))
+
+
+def may_begin_at(pipelines: Sequence[Chain], n: int) -> bool:
+    """Return True if pipelines that are pulled in step can each begin after `n` items.
+
+    Branches of a fork can if all of them are here and want the same items next: else one of them
+    would have to be given items that the others are not to see again.
+    """
+    wanted: dict[ForkPoint, dict[int, int | None]] = {}
+    for pipeline in pipelines:
+        place = pipeline.operators[0].fork_place
+        if place is not None:
+            wanted.setdefault(place[0], {})[place[1]] = _begins_at(pipeline, n)
+        elif reaches_out(pipeline):
+            return False
+    return not any(
+        len(places) < fork.count
+        or len({*places.values()}) > 1
+        or None in places.values()
+        or reaches_out(fork.pipeline)
+        for fork, places in wanted.items()
+    )
+
+
+def _begins_at(pipeline: Chain, n: int) -> int | None:
+    """Return how many items of its source make its first `n`; None if a step does not know."""
+    for operator in reversed(pipeline.operators[1:]):
+        found = operator.seek(n)
+        if found is None:
+            return None
+        n = found
+    return n
+
+
+def reaches_out(pipeline: Chain) -> bool:
+    """Return True if it holds some branches of a fork, and not all of them."""
+    met: dict[ForkPoint, set[int]] = {}
+    for operator in steps_in(pipeline):
+        if operator.fork_place is not None:
+            met.setdefault(operator.fork_place[0], set()).add(operator.fork_place[1])
+    return any(len(numbers) < fork.count for fork, numbers in met.items())
+
+
+# -- rows: items of several pipelines that belong together by their numbers
+#
+# Row `i` is made of item `i` of each pipeline. An error in the place of an item counts as one. So a
+# failure drops its whole row. If it dropped the item of one pipeline alone, all later rows would be
+# shifted. After a failure whose number is unknown, no row comes.
+
+
+@dataclass(frozen=True)
+class Join(Source):
+    """Several pipelines as one; the kinds differ in whose item comes next."""
+
+    pipelines: tuple[Chain, ...] = field(repr=False)
+
+    not_fingerprinted = ("pipelines",)
+
+    def __post_init__(self) -> None:
+        settle(self, pipelines=several(self, self.pipelines))
+
+    def branches(self) -> tuple[Chain, ...]:
+        return self.pipelines
+
+    @property
+    def lengths(self) -> list[Length]:
+        return [pipeline.length for pipeline in self.pipelines]
+
+    def opened(self, context: Context) -> list[Iterator[Any]]:
+        """Open all of the pipelines; if one can't be opened, close the others."""
+        found: list[Iterator[Any]] = []
+        try:
+            for pipeline in self.pipelines:
+                found.append(context.open(pipeline, context.start))
+        except BaseException:
+            close_all(found)
+            raise
+        return found
+
+
+@dataclass(frozen=True)
+class Zip(Join):
+    """Tuples of one item from each pipeline.
+
+    Items belong together by their numbers. One that raises, or is left out by `on_error`, drops its
+    whole row. After a failure whose number is unknown, no row comes.
+
+    Parameters
+    ----------
+    pipelines
+        At least one.
+    strict
+        True if pipelines of different lengths are an error: at once, if the lengths are known, else
+        when the first of them has ended. False ends with the shortest.
+    """
+
+    strict: bool = True
+
+    joins_by_number = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_flags(self, "strict")
+        if len(self.pipelines) > 1:
+            for number, pipeline in enumerate(self.pipelines):
+                _check(self.name, number, pipeline)
+        lengths = self.lengths
+        if self.strict and len({length for length in lengths if length is not None}) > 1:
+            raise ValueError(
+                f"{self.name}: the pipelines are of different lengths: {lengths}; shorten them by "
+                "take(), or give strict=False to end with the shortest"
+            )
+
+    def start(self, context: Context) -> Iterator[Any]:
+        several = len(self.pipelines) > 1
+        lost = [_loses_count(pipeline) if several else None for pipeline in self.pipelines]
+        return ZipIterator(self.opened(context), self.strict, context.start, lost)
+
+    def before(self, n: int, epoch: int, mark: Mark | None) -> Sequence[UpstreamPart] | None:
+        if n and (leaves_out(self.pipelines) or not may_begin_at(self.pipelines, n)):
+            return None
+        return [UpstreamPart(number, n, epoch) for number in range(len(self.pipelines))]
+
+    def length(self, upstream: Length) -> Length:
+        known = [length for length in self.lengths if length is not None]
+        if self.strict and known:
+            return known[0]
+        if 0 in known:
+            return 0
+        return None if len(known) < len(self.pipelines) else min(known)
+
+
+def _loses_count(pipeline: Chain) -> str | None:
+    """Name a step after which the number of a raised error is unknown; None if there is none."""
+    return next((step.name for step in steps_in(pipeline) if not step.keeps_count), None)
+
+
+def _check(name: str, number: int, pipeline: Chain) -> None:
+    """Raise `ValueError` for a pipeline that leaves items out by policy and loses count of them."""
+    skipping: str | None = None
+    for operator in steps_in(pipeline):
+        culprit = f"after {operator.name} the number of that item is unknown"
+        if operator.leaves_out:
+            skipping = operator.name
+            culprit = f"{skipping} makes no one item of one"
+        if skipping is not None and not (operator.keeps_count and operator.keeps_gaps):
+            raise ValueError(
+                f"{name}: in pipeline {number}, {skipping} skips items that fail, and {culprit}: "
+                "all rows after it would be joined wrongly. Put the step with on_error, or those "
+                "after it, after the zip; or pass on_error=Replace(...), which keeps every position"
+            )
+
+
+_END = object()
+"""Stands in a row for the item of a pipeline that has ended."""
+
+
+class ZipIterator(JoinIterator):
+    """Iterator of `Zip`; `start` rows were given before.
+
+    `lost` is, for each branch, the step that makes the number of a failure unknown; None without one.
+    """
+
+    def __init__(
+        self,
+        branches: list[Iterator[Any]],
+        strict: bool,
+        start: int,
+        lost: Sequence[str | None] = (),
+    ) -> None:
+        super().__init__(branches)
+        self._strict, self._lost = strict, [*lost, *[None] * (len(branches) - len(lost))]
+        self._pulls = [branch.__next__ for branch in branches]
+        # All the mutable state:
+        self._count = start  # rows given, or raised
+        self._row: list[Any] = []  # the items of the next one, as far as they have come
+        self._failed: Exception | None = None  # what that row raises, once all of it has come
+        self._ended = False
+        self._last: Exception | None = None  # what is to be raised yet, after the end
+
+    def __next__(self) -> Any:
+        if self._ended:
+            self._raise_last()
+        row, pulls = self._row, self._pulls
+        while len(row) < len(pulls):
+            try:
+                item = pulls[len(row)]()
+            except StopIteration:
+                item = _END
+            except Exception as error:
+                if not takes_a_place(error):
+                    raise
+                item = None
+                self._spoil(error)
+            row.append(item)
+            if item is _END or row[0] is _END:
+                self._check_end(row)
+        if row[0] is _END:
+            self._end(None)
+        self._count += 1
+        self._row = []
+        if self._failed is not None:
+            self._raise_failed()
+        return tuple(row)
+
+    def _spoil(self, error: Exception) -> None:
+        """Note that an item of this row failed: the row fails after all branches gave theirs."""
+        number, first = len(self._row), self._failed
+        if number and self._row[0] is _END:  # the others have more items
+            self._failed = None if type(error) is LeftOut else error
+            return
+        # No step after the one that left an item out loses count (`_check`).
+        culprit = None if type(error) is LeftOut else self._lost[number]
+        if goes_astray(error) or culprit is not None:
+            why = f"after {culprit}" if culprit is not None else "after such an error"
+            text = (
+                f"zip: {why}, it is unknown to which row of the others the items of pipeline {number} "
+                "belong, so the error ends it. "
+                + ("Put that step after the zip" if culprit is not None else "Fix the source")
+                + ", or keep items from failing before it, with on_error=Replace(...)"
+            )
+            add_note(error, text)
+            self._ended, self._last = True, no_answer(IteratorClosed(text))
+            try:
+                raise error
+            finally:
+                del error, first  # a traceback whose frame holds its own exception is a cycle
+        if first is None or (type(first) is LeftOut and type(error) is not LeftOut):
+            self._failed = error
+        elif type(error) is not LeftOut and (found := repr_of(error)) != repr_of(first):
+            add_note(first, f"In the same row of zip, pipeline {number} raised {found}.")
+
+    def _check_end(self, row: list[Any]) -> None:
+        """End, unless the pipelines must be of the same length and all until now have ended."""
+        first, last = row[0] is _END, row[-1] is _END
+        if not self._strict:
+            self._end(None)
+        if first != last:
+            self._end(self._uneven(0, len(row) - 1) if first else self._uneven(len(row) - 1, 0))
+
+    def _raise_failed(self) -> NoReturn:
+        assert self._failed is not None
+        failed, self._failed = Raised(self._failed), None
+        failed.throw()
+
+    def _raise_last(self) -> NoReturn:
+        if self._last is None:
+            raise StopIteration
+        last = Raised(self._last)
+        if not isinstance(self._last, IteratorClosed):
+            self._last = None
+        last.throw()
+
+    def _end(self, last: Exception | None) -> NoReturn:
+        """Raise the error of this row, then `last`, then always `StopIteration`."""
+        self._ended, self._last = True, last
+        if self._failed is not None and type(self._failed) is not LeftOut:
+            self._raise_failed()
+        self._raise_last()
+
+    def _uneven(self, ended: int, other: int) -> ValueError:
+        return ValueError(
+            f"zip: pipeline {ended} ended after {self._count} items and pipeline {other} has more; pass "
+            "strict=False to end with the shortest"
+        )
+
+    def close(self) -> None:
+        self._ended, self._row = True, []
+        self._failed = self._last = None
+        super().close()
+
+
+# -- operators that make one pipeline out of several, without regard to which item belongs to which
+#
+# Each pulls the pipelines in one thread, in an order that its parameters alone decide, whichever of
+# them has something first. An error of one of them is raised where its item would have been returned.
+# The operators that join items by their numbers are in `rows`.
+
+Weights = Sequence[float] | Callable[[int], Sequence[float]] | None
+
+
+@dataclass(frozen=True)
+class Concat(Join):
+    """All items of the first pipeline, then all of the second, and so on; each begins in its turn."""
+
+    def start(self, context: Context) -> Iterator[Any]:
+        return ConcatIterator(self.pipelines, context)
+
+    def before(self, n: int, epoch: int, mark: Mark | None) -> Sequence[UpstreamPart] | None:
+        if mark is None:
+            return None if n else [UpstreamPart(0, 0, epoch)]
+        # Of a fork, other branches may be in pipelines that are over, and would pile up.
+        if n and any(map(reaches_out, self.pipelines)):
+            return None
+        return [UpstreamPart(mark.value, n - mark.at, epoch)]
+
+    def length(self, upstream: Length) -> Length:
+        return sum_of(self.lengths)
+
+
+class ConcatIterator(PassesIterator):
+    """Iterator of `Concat`. A pipeline that can't be opened raises once and is passed over."""
+
+    def __init__(self, pipelines: tuple[Chain, ...], context: Context) -> None:
+        super().__init__(context)
+        self._pipelines, self._context = pipelines, context
+
+    def _is_over(self) -> bool:
+        return self._begun == len(self._pipelines)
+
+    def _open(self, number: int, start: int) -> Iterator[Any]:
+        try:
+            return self._context.open(self._pipelines[number], start, number)
+        except Exception as error:
+            failed = Raised(astray(error))  # its number of items is unknown
+        self._given += 1
+        return failed.throw()
+
+
+class _InTurn(Join):
+    """Base of the joins that take from all pipelines, in an order that their parameters decide."""
+
+    counts_errors = True
+
+    def before(self, n: int, epoch: int, mark: Mark | None) -> Sequence[UpstreamPart] | None:
+        if not n:
+            return super().before(n, epoch, mark)
+        # Branches of a fork would have to begin at one place.
+        if mark is None or any(map(reaches_out, self.pipelines)):
+            return None
+        counts, over = mark.value[:2]
+        branches = [number for number in range(len(counts)) if number not in over]
+        return [UpstreamPart(number, counts[number], epoch, mark.at) for number in branches] or [
+            UpstreamPart(0, counts[0], epoch, mark.at)
+        ]
+
+
+class _TurnIterator(JoinIterator):
+    """Base of the iterators over pipelines in turn; notes whose items were given."""
+
+    def __init__(
+        self, pipelines: Sequence[Chain], context: Context, without: Sequence[int] = ()
+    ) -> None:
+        count, saved = len(pipelines), context.saved if context.start else None
+        # All the mutable state:
+        self._counts = [0] * count  # items, and errors in their places, of each
+        self._over = [*without]  # those that are not in this pass, then those that have ended
+        self._last = self._in_a_row = 0  # the one that has given last, and how many items since
+        if saved is not None:
+            self._counts, self._over, self._last, self._in_a_row = saved.value
+        self._alive = [number for number in range(count) if number not in self._over]
+        opened: list[Iterator[Any]] = []
+        try:
+            for number in self._alive:
+                opened.append(context.open(pipelines[number], self._counts[number], number))
+        except BaseException:
+            close_all(opened)
+            raise
+        super().__init__(opened)
+        self._log = context.log(self._entry(), lambda _, entry: [*map(list, entry[:2]), *entry[2:]])
+
+    def _entry(self) -> tuple[Any, ...]:
+        return tuple(self._counts), tuple(self._over), self._last, self._in_a_row
+
+    def _note(self, place: int) -> None:
+        """Note an item, or an error in its place, of number `place` of those that are left."""
+        number = self._alive[place]
+        self._counts[number] += 1
+        self._in_a_row = self._in_a_row + 1 if number == self._last else 1
+        self._last = number
+        self._log.add(self._entry())
+
+    def _note_end(self, place: int) -> None:
+        self._over.append(self._alive.pop(place))
+        self._in_a_row = 0
+
+
+@dataclass(frozen=True)
+class Mix(_InTurn):
+    """Items of several pipelines, each drawn at random from one of them, errors in their places.
+
+    The order is a function of the seed, the epoch and the lengths of the pipelines.
+
+    Parameters
+    ----------
+    pipelines
+        At least one.
+    weights
+        Frequency of each, in proportion to the others; None draws all alike. Or a function from the
+        number of the epoch, from 0, to these, in which 0 leaves a pipeline out of that epoch.
+    seed
+        None takes the seed of the run.
+    stop
+        ``"all"`` continues with the others, in the same proportions, when one has ended. ``"first"``
+        ends when one that was drawn has ended.
+
+    Notes
+    -----
+    `Repeat` defines an epoch of unequal pipelines: ``large.mix(small.repeat(3))`` has each item of
+    ``small`` three times, and ``large.mix(small.repeat(), stop="first")`` repeats ``small`` as often as
+    its weight asks for until ``large`` ends.
+    """
+
+    weights: Weights = None
+    seed: int | None = None
+    stop: str = "all"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        settle_whole(self, "seed", 0, SEED, optional=True)
+        one_of(f"{self.name}: stop", self.stop, ("all", "first"))
+        if self.weights is not None and not callable(self.weights):
+            settle(self, weights=self._checked(self.weights, above=True))
+
+    def _checked(self, weights: Any, *, above: bool = False) -> tuple[float, ...]:
+        """Return weights as a tuple. Raises `TypeError` or `ValueError`; `above` refuses 0."""
+        try:
+            found = tuple(weights)
+        except TypeError:
+            found = ()
+        if len(found) != len(self.pipelines):
+            raise ValueError(
+                f"{self.name}: weights must be one number for each of {len(self.pipelines)} pipelines, "
+                f"not {short(weights)}"
+            )
+        for number, weight in enumerate(found):
+            if not is_number(weight):
+                raise TypeError(
+                    f"{self.name}: weights[{number}] must be a number, not {short(weight)}"
+                )
+            if not 0 <= weight < math.inf or (above and not weight):
+                raise ValueError(
+                    f"{self.name}: weights[{number}] must be {'above 0' if above else '0 or more'} and "
+                    f"finite, not {weight}; leave out a pipeline that is never to be drawn"
+                )
+        if not any(found):
+            raise ValueError(f"{self.name}: weights are all 0; let one of them be above 0")
+        return tuple(map(float, found))
+
+    def _weights_of(self, epoch: int) -> tuple[float, ...]:
+        if not callable(self.weights):
+            return tuple(self.weights or (1.0,) * len(self.pipelines))
+        try:
+            return self._checked(self.weights(epoch))
+        except Exception as error:
+            add_note(error, f"{self.name}: weights({epoch})")
+            Raised(foreign(error, f"{self.name}: weights")).throw()
+
+    def start(self, context: Context) -> Iterator[Any]:
+        weights = self._weights_of(context.epoch)
+        generator = context.random(self.seed)
+        return MixIterator(self.pipelines, context, weights, generator, self.stop == "first")
+
+    def length(self, upstream: Length) -> Length:
+        lengths = self.lengths
+        if callable(self.weights) and len(lengths) > 1 and INFINITE not in lengths:
+            return None  # an epoch may be without some of them
+        if self.stop == "all" or len(lengths) == 1:
+            return sum_of(lengths)
+        return INFINITE if set(lengths) == {INFINITE} else None
+
+
+class MixIterator(_TurnIterator):
+    """Iterator of `Mix`."""
+
+    def __init__(
+        self,
+        pipelines: Sequence[Chain],
+        context: Context,
+        weights: tuple[float, ...],
+        generator: random.Random,
+        first: bool,
+    ) -> None:
+        without = [number for number, weight in enumerate(weights) if not weight]
+        super().__init__(pipelines, context, without)
+        self._first = first
+        self._draw = generator.random  # see `ShuffleIterator`
+        ended = len(self._over) - len(without)
+        for _ in range(sum(self._counts) + ended):  # each item, and each end, was drawn
+            self._draw()
+        # All the mutable state:
+        alive = zip(self._opened, self._alive, strict=True)
+        self._left = [(branch.__next__, weights[number]) for branch, number in alive]
+        self._edges = self._edges_now()
+        self._place: int | None = None  # of the one that was drawn, and has given nothing yet
+
+    def __next__(self) -> Any:
+        while self._left:
+            place = self._place
+            if place is None:
+                edges = self._edges
+                place = bisect_right(edges, self._draw() * edges[-1], hi=len(edges) - 1)
+            try:
+                item = self._left[place][0]()
+            except StopIteration:
+                self._place = None
+                if self._first:
+                    self._left = []
+                else:
+                    del self._left[place]
+                    self._edges = self._edges_now()
+                    self._note_end(place)
+            except Exception as error:
+                self._place = None if takes_a_place(error) else place
+                if counts_as_item(error):
+                    self._note(place)
+                raise
+            else:
+                self._place = None
+                self._note(place)
+                return item
+        raise StopIteration
+
+    def _edges_now(self) -> list[float]:
+        """Return the end of the part of each that is left, from 0 to the sum of the weights."""
+        return list(accumulate(weight for _, weight in self._left))
+
+    def close(self) -> None:
+        self._left = []
+        super().close()
+
+
+@dataclass(frozen=True)
+class Interleave(_InTurn):
+    """`block_length` items of each pipeline in turn, until all have ended.
+
+    Parameters
+    ----------
+    pipelines
+        At least one.
+    block_length
+        Items in a row from one of them.
+    """
+
+    block_length: int = 1
+
+    def __post_init__(self) -> None:
+        instead = "give how many items in a row come from one pipeline"
+        settle_whole(self, "block_length", 1, instead)
+        super().__post_init__()
+
+    def start(self, context: Context) -> Iterator[Any]:
+        return InterleaveIterator(self.pipelines, context, self.block_length)
+
+    def length(self, upstream: Length) -> Length:
+        return sum_of(self.lengths)
+
+
+class InterleaveIterator(_TurnIterator):
+    """Iterator of `Interleave`."""
+
+    def __init__(self, pipelines: Sequence[Chain], context: Context, block: int) -> None:
+        super().__init__(pipelines, context)
+        self._block = block
+        # All the mutable state:
+        self._left = [branch.__next__ for branch in self._opened]
+        self._turn = 0  # whose it is, of those that are left
+        self._given = 0  # items, in this turn
+        if self._in_a_row:
+            self._turn = self._alive.index(self._last)
+            self._given = (self._in_a_row - 1) % block + 1
+
+    def __next__(self) -> Any:
+        while self._left:
+            if self._given == self._block:
+                self._given = 0
+                self._turn += 1
+            if self._turn >= len(self._left):
+                self._turn = 0
+            try:
+                item = self._left[self._turn]()
+            except StopIteration:
+                del self._left[self._turn]
+                self._given = 0
+                self._note_end(self._turn)
+                continue
+            except Exception as error:
+                self._given += takes_a_place(error)
+                if counts_as_item(error):
+                    self._note(self._turn)
+                raise
+            self._given += 1
+            self._note(self._turn)
+            return item
+        raise StopIteration
+
+    def close(self) -> None:
+        self._left = []
+        super().close()
