@@ -1,7 +1,7 @@
 """Verdict on a recording: the bottleneck of the loop, the evidence, and advice.
 
-Pure functions. `judge` asks the rules of `RULES` in turn. Decision 30 has the reasons for the rules and
-their order. Advice only names `StageRecord.options`, which the constructor takes.
+Pure functions. `judge` asks the rules of `RULES` in turn. docs/decisions.md has the reasons for the
+rules and their order. Advice only names `StageRecord.options`, which the constructor takes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hybridloader.observe.figures import (
 from hybridloader.observe.recording import CoreUse, StageRecord
 
 # Thresholds are shares of times of the same run, so that a machine ten times as slow gets the same
-# verdict. Those in seconds are multiples of one of our periods. Decision 30 has measurements.
+# verdict. Those in seconds are multiples of one of our periods.
 
 LEAST_CALLS, LEAST_SECONDS = 5, 5 * EVERY
 """Calls of `next()`, and seconds, after the prefetch was full that a verdict needs. With less, a worker
