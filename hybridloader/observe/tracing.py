@@ -15,7 +15,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,19 +55,6 @@ class Event(NamedTuple):
     began: float
     ended: float
     details: dict[str, Any]
-
-
-class Recorded(NamedTuple):
-    """Contents of a trace."""
-
-    events: tuple[Event, ...]
-    tracks: dict[Track, str]
-    processes: dict[int, str]
-    dropped: int
-    """Number of older events that were dropped for lack of room."""
-    dropped_by_workers: int
-    base: int
-    """Nanoseconds from 1970 until the zero of the clock."""
 
 
 class Trace(ProgramBlock):
@@ -110,21 +97,29 @@ class Trace(ProgramBlock):
             self.instant(type(error).__name__, message=brief(error))
         self._over = True
         try:
-            write(self.path, chrome_trace(self._recorded()))
+            write(self.path, self._as_json())
         except Exception as failed:
             if error is None:
                 raise
             # The program's error is the one to raise.
             warn(f"the trace was lost: {failed}", "trace-lost")
 
-    def _recorded(self) -> Recorded:
-        """Return the contents of the trace, and empty it."""
-        assert self._base is not None
+    def _as_json(self) -> dict[str, Any]:
+        """Return the contents of the trace as JSON values, and empty it."""
         # One by one, as another thread may still add an event.
-        events = tuple(self._events.popleft() for _ in range(len(self._events)))
-        dropped = next(self._added) - len(events)
+        events = [self._events.popleft() for _ in range(len(self._events))]
+        dropped = max(0, next(self._added) - len(events))
         tracks, processes = self._tracks.copy(), self._processes.copy()
-        return Recorded(events, tracks, processes, max(0, dropped), self._dropped, self._base)
+        return {
+            "traceEvents": chrome_events(events, tracks, processes),
+            "displayTimeUnit": "ms",
+            "baseTimeNanoseconds": self._base,
+            "otherData": {
+                "made_by": "hybridloader",
+                "dropped_events": dropped,
+                "dropped_by_workers": self._dropped,
+            },
+        }
 
     # -- events --------------------------------------------------------------------------------------
 
@@ -345,44 +340,29 @@ def skipped_in(trace: Trace, record: Skipped) -> None:
     )
 
 
-def chrome_trace(recorded: Recorded) -> dict[str, Any]:
-    """Return the trace as JSON values."""
-    numbers = _numbers(recorded)
-    names = [
-        _meta("process_name", pid, 0, name=name) for pid, name in recorded.processes.items()
-    ] + [_meta("process_sort_index", pid, 0, sort_index=at) for at, pid in enumerate(numbers)]
-    for (pid, thread), name in recorded.tracks.items():
+def chrome_events(
+    events: Sequence[Event], tracks: Mapping[Track, str], processes: Mapping[int, str]
+) -> list[dict[str, Any]]:
+    """Return the events as JSON values, after the names of processes and of threads with events.
+
+    Threads with loops come first. Slices are sorted by begin, outer ones before inner ones: of those
+    with the same times, the outer one was added last.
+    """
+    present = {event.track for event in events}
+    loops = {event.track for event in events if event.name in LOOP}
+    numbers: dict[int, dict[str, int]] = {pid: {} for pid in processes}
+    for pid, thread in sorted(present, key=lambda one: (one not in loops, tracks.get(one, ""))):
+        threads = numbers.setdefault(pid, {})
+        threads[thread] = len(threads) + 1
+    found = [_meta("process_name", pid, 0, name=name) for pid, name in processes.items()]
+    found += [_meta("process_sort_index", pid, 0, sort_index=at) for at, pid in enumerate(numbers)]
+    for (pid, thread), name in tracks.items():
         if (number := numbers[pid].get(thread)) is not None:
-            names.append(_meta("thread_name", pid, number, name=name))
-            names.append(_meta("thread_sort_index", pid, number, sort_index=number))
-    # Sorted by begin, outer slices before inner ones: of those with the same times, it was added last.
-    events = [*reversed(recorded.events)]
-    events.sort(key=lambda event: (event.began, -event.ended))
-    return {
-        "traceEvents": names + [_event(event, numbers) for event in events],
-        "displayTimeUnit": "ms",
-        "baseTimeNanoseconds": recorded.base,
-        "otherData": {
-            "made_by": "hybridloader",
-            "dropped_events": recorded.dropped,
-            "dropped_by_workers": recorded.dropped_by_workers,
-        },
-    }
-
-
-def _numbers(recorded: Recorded) -> dict[int, dict[str, int]]:
-    """Return the numbers of the threads with events, by process; threads with loops come first."""
-    numbers: dict[int, dict[str, int]] = {pid: {} for pid in recorded.processes}
-    present = {event.track for event in recorded.events}
-    loops = {event.track for event in recorded.events if event.name in LOOP}
-
-    def order(track: Track) -> tuple[bool, str]:
-        return track not in loops, recorded.tracks.get(track, "")
-
-    for track in sorted(present, key=order):
-        threads = numbers.setdefault(track[0], {})
-        threads[track[1]] = len(threads) + 1
-    return numbers
+            found.append(_meta("thread_name", pid, number, name=name))
+            found.append(_meta("thread_sort_index", pid, number, sort_index=number))
+    in_order = [*reversed(events)]
+    in_order.sort(key=lambda event: (event.began, -event.ended))
+    return found + [_event(event, numbers) for event in in_order]
 
 
 def _microseconds(nanoseconds: int, more: float = 0.25) -> float:

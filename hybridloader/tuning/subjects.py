@@ -116,18 +116,13 @@ class LoaderSubject(Subject):
             keywords |= {"batch_size": None, "sampler": _Again(self._drawn(ours.sampler))}
         with untouched_generators(ours, ours.dataset):
             loader = DataLoader(ours.dataset, **keywords)
-            last: list[Any] = []
-
-            def epochs() -> Iterator[Any]:
-                while True:
-                    last[:] = [iter(loader)]
-                    yield last[0]
-
+            epochs = iter(lambda: iter(loader), None)
+            running = Endless(epochs, lambda _: loader.stats(), ("DataLoader",))
             try:
-                yield Endless(epochs(), loader.stats, ("DataLoader",))
+                yield running
             finally:
-                for iterator in last:
-                    iterator.close()
+                if running.epoch is not None:
+                    running.epoch.close()
 
     def _drawn(self, sampler: Any) -> list[Any]:
         """Return indices of the loader's sampler, drawn once; its generators are as before."""
@@ -219,15 +214,8 @@ class PipelineSubject(Subject):
         rows = [AND.join(step.label for step in group) for group in self._groups]
         with untouched_generators(*steps_in(self._pipeline)):
             epochs = self._placed(plan, timeout).epochs(None, seed=0, observe=True)
-            last: list[Any] = []
-
-            def runs() -> Iterator[Any]:
-                for run in epochs:
-                    last[:] = [run]
-                    yield run
-
             with epochs:
-                yield Endless(runs(), lambda: last[0].stats(), rows)
+                yield Endless(iter(epochs), lambda run: run.stats(), rows)
 
     def apply(self, plan: Plan) -> Pipeline:
         return self._placed(plan, None)

@@ -44,28 +44,27 @@ class Running(ABC):
         """Return the figures of each stage until now."""
 
 
-class Endless(Running):
-    """Results of epoch after epoch."""
+_END: Any = object()
 
-    def __init__(self, epochs: Iterator[Any], stats: Any, names: Sequence[str]) -> None:
+
+class Endless(Running):
+    """Results of epoch after epoch; `epoch` is the present one."""
+
+    def __init__(
+        self, epochs: Iterator[Any], stats: Callable[[Any], Stats], names: Sequence[str]
+    ) -> None:
         self._epochs, self._stats, self._names = epochs, stats, names
-        self._epoch: Iterator[Any] = iter(())
-        self._empty = False
+        self.epoch: Any = None
 
     def __next__(self) -> Any:
-        while True:
-            try:
-                result = next(self._epoch)
-            except StopIteration:
-                if self._empty:  # an epoch without a result
-                    raise
-                self._epoch, self._empty = next(self._epochs), True
-                continue
-            self._empty = False
+        result = _END if self.epoch is None else next(self.epoch, _END)
+        if result is not _END:
             return result
+        self.epoch = next(self._epochs)
+        return next(self.epoch)  # raises at an epoch without a result
 
     def stages(self) -> tuple[StageTrial | None, ...]:
-        stats: Stats = self._stats()
+        stats = self._stats(self.epoch)
         return tuple(_figures(stats, name) for name in self._names)
 
 
