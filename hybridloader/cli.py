@@ -270,7 +270,7 @@ def _run(arguments: argparse.Namespace) -> str | None:
     """Run a script; return the error in the input as one line, or None."""
     from hybridloader.compat import script
     from hybridloader.compat.install import install
-    from hybridloader.loader.plan import OptionWords
+    from hybridloader.loader.options import OptionWords
 
     options: Any = {
         name: getattr(arguments, name)

@@ -12,14 +12,14 @@ from hybridloader._support.text import warn
 from hybridloader._support.user_objects import has
 from hybridloader.engine.contract import get_backend
 from hybridloader.loader.dataloader import DataLoader
-from hybridloader.loader.plan import Options, in_keywords
+from hybridloader.loader.options import Options, in_keywords
 
 if TYPE_CHECKING:
     import torch.utils.data
     from typing_extensions import Unpack
 
     from hybridloader.engine.contract import Backend
-    from hybridloader.loader.plan import OptionWords
+    from hybridloader.loader.options import OptionWords
 
 # fmt: off
 _NOT_LOST = {

@@ -21,14 +21,15 @@ from hybridloader._support.torch_env import when_imported
 from hybridloader._support.user_objects import attribute
 from hybridloader.engine.contract import get_backend
 from hybridloader.errors import BackendUnavailable, ForkUnsafe, WorkerPicklingError
-from hybridloader.loader.plan import Options, in_keywords
+from hybridloader.loader.options import Options, in_keywords
 
 if TYPE_CHECKING:
     from torch.utils.data.dataloader import _BaseDataLoaderIter
     from typing_extensions import Unpack
 
     from hybridloader.engine.contract import Backend
-    from hybridloader.loader.plan import LoaderPlan, OptionWords
+    from hybridloader.loader.options import OptionWords
+    from hybridloader.loader.plan import LoaderPlan
 
 
 @dataclass

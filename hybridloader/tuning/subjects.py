@@ -23,7 +23,7 @@ from hybridloader.compat.from_torch import from_torch
 from hybridloader.engine.contract import get_backend
 from hybridloader.fetching.readers import MapFetch
 from hybridloader.loader.dataloader import DataLoader
-from hybridloader.loader.plan import Options
+from hybridloader.loader.options import Options
 from hybridloader.pipeline.pipeline import Pipeline
 from hybridloader.running.operator import steps_in
 from hybridloader.running.placement import Placement

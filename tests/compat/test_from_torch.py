@@ -17,7 +17,7 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 
 from hybridloader import DataLoader, Pipeline, Threads, from_torch, install
 from hybridloader.errors import BackendUnavailable
-from hybridloader.loader.plan import Options
+from hybridloader.loader.options import Options
 
 PARAMETERS = set(inspect.signature(DataLoader).parameters)
 

@@ -26,7 +26,8 @@ import hybridloader
 from hybridloader import DataLoader, Skip, Threads, install
 from hybridloader.engine.contract import Crew
 from hybridloader.loader.iterator import LoaderIterator
-from hybridloader.loader.plan import LoaderPlan, Options
+from hybridloader.loader.options import Options
+from hybridloader.loader.plan import LoaderPlan
 from hybridloader.testing.tools import Gate
 
 ROOT = Path(__file__).parents[2]

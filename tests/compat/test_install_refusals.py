@@ -18,7 +18,8 @@ from hybridloader import DataLoader, Threads, install
 from hybridloader._support import system, text
 from hybridloader.errors import BackendUnavailable, WorkerPicklingError
 from hybridloader.loader.iterator import LoaderIterator
-from hybridloader.loader.plan import LoaderPlan, Options
+from hybridloader.loader.options import Options
+from hybridloader.loader.plan import LoaderPlan
 
 ROOT = Path(__file__).parents[2]
 

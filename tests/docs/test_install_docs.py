@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import hybridloader
-from hybridloader.loader.plan import Options
+from hybridloader.loader.options import Options
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "migrating.md"

@@ -1,0 +1,80 @@
+"""Options that `DataLoader` has beyond torch's: their keywords, their defaults, and a check of values.
+
+The iterator asks for options and never for attributes of the loader, so that it runs any loader of
+torch's. Nothing here reads a dataset, knows backends, or imports torch: `hybridloader run` checks its
+options before the script has set the variables that torch reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, TypedDict
+
+from hybridloader._support.arguments import keywords, one_of, seconds, spelled_out, whole
+from hybridloader.devices.pinning import check as check_device
+from hybridloader.engine.restart import RestartPolicy
+from hybridloader.fetching.on_error import Replace, Retry, Skip, parse_on_error
+from hybridloader.observe.observation import Observe, check_observe
+from hybridloader.seeding.sample_seeds import SampleSeeding, parse_seeding
+
+
+class OptionWords(TypedDict, total=False):
+    """Keywords that `DataLoader` has beyond torch's and `backend`."""
+
+    threads_per_worker: int
+    on_error: str | Skip | Retry | Replace
+    on_worker_death: str | RestartPolicy
+    task_timeout: float
+    seeding: str | SampleSeeding | None
+    shard_remainders: str
+    device: Any
+    observe: bool | Observe
+
+
+class Options(NamedTuple):
+    """Values of these keywords; `hybridloader.DataLoader` describes them."""
+
+    threads_per_worker: int = 1
+    on_error: str | Skip | Retry | Replace = "raise"
+    on_worker_death: str | RestartPolicy = "raise"
+    task_timeout: float = 0
+    seeding: str | SampleSeeding | None = None
+    shard_remainders: str = "keep"
+    device: Any = None
+    observe: bool | Observe = False
+
+    @classmethod
+    def parsed(cls, caller: str, words: Mapping[str, Any]) -> Options:
+        """Make options of the keywords that a user gave to `caller`; check words and values."""
+        keywords(caller, words, OptionWords.__annotations__, "backend, ")
+        options = cls(**words)
+        options.check()
+        return options
+
+    @classmethod
+    def of(cls, loader: Any) -> Options:
+        """Read the options of one of our loaders."""
+        values: list[Any] = [getattr(loader, name, default) for name, default in _DEFAULTS]
+        return cls(*values)
+
+    def without(self, names: Iterable[str]) -> Options:
+        """Return a copy in which the options `names` have their defaults."""
+        return self._replace(**{name: self._field_defaults[name] for name in names})
+
+    def check(self) -> None:
+        """Refuse values that no loader could take. Raises `TypeError` or `ValueError`."""
+        instead = "1 is the worker's own thread"
+        whole("threads_per_worker", self.threads_per_worker, 1, instead=instead)
+        parse_on_error(self.on_error)
+        parse_seeding(self.seeding)
+        RestartPolicy.of(self.on_worker_death)
+        seconds("task_timeout", self.task_timeout)
+        one_of("shard_remainders", self.shard_remainders, ("keep", "join"))
+        check_device(self.device)
+        check_observe(self.observe)
+
+
+in_keywords = spelled_out(OptionWords, Options._field_defaults)
+"""Decorator of functions that take these keywords: their signature lists each with its default."""
+
+_DEFAULTS = tuple(Options._field_defaults.items())
