@@ -257,7 +257,7 @@ def seed_datapipe(dataset: Any, shared_seed: int) -> Any:
 
 # -- devices that this process uses; a query neither imports torch nor uses another device
 
-_SPELT = {"cuda": "CUDA", "xpu": "XPU", "mps": "MPS"}
+_ACRONYMS = ("cuda", "xpu", "mps")
 
 
 def modules() -> dict[str, Any]:
@@ -288,5 +288,5 @@ def device_in_use() -> str | None:
     """Return the kind of device on which this process has a context, for messages; None if none."""
     for kind, module in modules().items():
         if initialised(module):
-            return _SPELT.get(kind, kind)
+            return kind.upper() if kind in _ACRONYMS else kind
     return None

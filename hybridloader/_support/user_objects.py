@@ -19,7 +19,7 @@ from dataclasses import is_dataclass
 from itertools import islice
 from typing import Any, Generic, NamedTuple, NoReturn, TypeGuard, TypeVar, overload
 
-from hybridloader._support.reducing_pickler import reducing_pickler
+from hybridloader._support.inheritance import reducing_pickler
 from hybridloader.errors import IteratorClosed, NotReady, StateError, WorkerDied, WorkerTimeout
 
 T = TypeVar("T")

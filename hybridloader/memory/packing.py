@@ -19,8 +19,7 @@ from typing import Any
 
 from hybridloader._support.user_objects import text_of
 from hybridloader.errors import DamagedMessage, ResultPicklingError
-from hybridloader.memory.tensor_blocks import Blocks, TensorsInBlocks, is_mark, rebuild_block
-from hybridloader.memory.tensors import Tensors
+from hybridloader.memory.tensors import Blocks, Tensors, TensorsInBlocks, is_mark, rebuild_block
 
 IN_BAND = 32 * 1024
 """Bytes below which a buffer stays in the header.

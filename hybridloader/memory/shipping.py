@@ -26,8 +26,8 @@ from hybridloader._support.inheritance import (
     found_by_name,
     reduce_structure,
     reducer,
+    reducing_pickler,
 )
-from hybridloader._support.reducing_pickler import reducing_pickler
 from hybridloader._support.user_objects import repr_of, text_of
 from hybridloader.errors import DamagedMessage, WorkerPicklingError
 from hybridloader.memory.packing import keep_small

@@ -33,8 +33,7 @@ from hybridloader.pipeline.operators.order import (
     Take,
 )
 from hybridloader.pipeline.operators.pack import Pack
-from hybridloader.pipeline.operators.pin import PinMemory, ToDevice
-from hybridloader.pipeline.operators.work import Filter, FlatMap, Map, Prefetch
+from hybridloader.pipeline.operators.work import Filter, FlatMap, Map, PinMemory, Prefetch, ToDevice
 from hybridloader.running.operator import Chain, Operator
 from hybridloader.running.placement import in_keywords
 

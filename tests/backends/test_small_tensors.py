@@ -12,7 +12,7 @@ from torch.utils.data import default_collate
 from hybridloader import DataLoader, Fork, Pipeline, SharedMemory, Spawn, Threads
 from hybridloader.memory.packing import IN_BAND
 from hybridloader.memory.slots import OWN
-from hybridloader.memory.tensor_blocks import SMALL
+from hybridloader.memory.tensors import SMALL
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
