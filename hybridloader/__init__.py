@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from hybridloader.loader.dataloader import DataLoader as DataLoader
     from hybridloader.loader.stateful_dataloader import StatefulDataLoader as StatefulDataLoader
     from hybridloader.memory.limits import Memory as Memory
-    from hybridloader.observe.reporting import Observe as Observe
+    from hybridloader.observe.observation import Observe as Observe
     from hybridloader.pipeline.pipeline import Pipeline as Pipeline
     from hybridloader.running.run import PipelineLoader as PipelineLoader
     from hybridloader.seeding.sample_rng import rng as rng
@@ -69,7 +69,7 @@ __getattr__, __dir__, __all__ = lazily(
         "loader.dataloader": "DataLoader",
         "loader.stateful_dataloader": "StatefulDataLoader",
         "memory.limits": "Memory",
-        "observe.reporting": "Observe",
+        "observe.observation": "Observe",
         "pipeline.pipeline": "Pipeline",
         "running.run": "PipelineLoader",
         "seeding.sample_rng": "rng",

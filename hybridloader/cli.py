@@ -63,6 +63,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"hybridloader {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for add in (_add_demo, _add_run, _add_tune, _add_index, _add_pack):
+        command = add(commands)
+        command.set_defaults(parser=command)
+    return parser
+
+
+def _add_demo(commands: Any) -> Any:
     demo = commands.add_parser(
         "demo",
         help="train a small network on photographs, and choose its workers",
@@ -70,49 +77,27 @@ def _parser() -> argparse.ArgumentParser:
         "then measure which workers load the images fastest. The first run cuts the photographs, which "
         "scikit-image and scikit-learn contain, into 4,500 JPEG files.",
     )
-    demo.set_defaults(run=_demo, parser=demo)
-    for option, kind, metavar, default, text in (
-        (
-            "--data",
-            Path,
-            "DIR",
-            None,
-            "train on these images instead: a folder with one folder per class",
-        ),
-        ("--cache", Path, "DIR", None, "folder that keeps the JPEG files for later runs"),
-        (
-            "--backend",
-            str,
-            "NAME",
-            None,
-            "backend of the training; default: processes, started as by torch",
-        ),
-        (
-            "--workers",
-            _at_least(0),
-            "N",
-            None,
-            "number of workers; default: one per core, at most 4",
-        ),
-        ("--batch-size", _at_least(1), "N", 64, "default: 64"),
-        ("--epochs", _at_least(1), "N", 4, "default: 4"),
-        ("--limit", _at_least(1), "N", None, "train on the first N images only"),
-    ):
-        demo.add_argument(option, type=kind, metavar=metavar, default=default, help=text)
+    demo.set_defaults(run=_demo)
+    _add_options(
+        demo,
+        ("--data", Path, "DIR", "train on these images: a folder with one folder per class"),
+        ("--cache", Path, "DIR", "folder that keeps the JPEG files for later runs"),
+        ("--backend", str, "NAME", "backend of the training; default: processes, as by torch"),
+        ("--workers", _at_least(0), "N", "number of workers; default: one per core, at most 4"),
+        ("--batch-size", _at_least(1), "N", "default: 64", 64),
+        ("--epochs", _at_least(1), "N", "default: 4", 4),
+        ("--limit", _at_least(1), "N", "train on the first N images only"),
+    )
     demo.add_argument(
         "--compare",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="measure plans of workers after the training (default: yes)",
     )
-    _add_run(commands)
-    _add_tune(commands)
-    _add_index(commands)
-    _add_pack(commands)
-    return parser
+    return demo
 
 
-def _add_run(commands: Any) -> None:
+def _add_run(commands: Any) -> Any:
     run = commands.add_parser(
         "run",
         usage="%(prog)s [OPTION ...] SCRIPT [ARGUMENT ...]\n       %(prog)s [OPTION ...] -m MODULE "
@@ -124,38 +109,29 @@ def _add_run(commands: Any) -> None:
         "loader that can't have an option ignores it. Arguments after SCRIPT are passed to it.",
         allow_abbrev=False,
     )
-    run.set_defaults(run=_run, parser=run)
-    run.add_argument("--backend", metavar="NAME", help="default: processes, started as by torch")
-    for name, kind, metavar in (
-        ("threads_per_worker", _at_least(1), "N"),
-        ("on_error", str, "raise|skip"),
-        ("on_worker_death", str, "raise|restart"),
-        ("task_timeout", float, "SECONDS"),
-        ("seeding", str, "worker|sample|shared"),
-        ("shard_remainders", str, "keep|join"),
-        ("device", str, "DEVICE"),
-    ):
-        option = f"--{name.replace('_', '-')}"
-        run.add_argument(option, type=kind, metavar=metavar, default=argparse.SUPPRESS)
-    run.add_argument("--trace", metavar="FILE", help="record a trace, .json or .json.gz")
-    run.add_argument(
-        "--headroom",
-        action="store_true",
-        help="measure the largest possible speedup: load some batches, and use them again and again",
-    )
-    run.add_argument(
-        "--watch",
-        action="store_true",
-        help="write the rate, the stall and the verdict of each loader every 10 seconds",
+    run.set_defaults(run=_run)
+    absent = argparse.SUPPRESS
+    _add_options(
+        run,
+        ("--backend", str, "NAME", "default: processes, started as by torch"),
+        ("--threads-per-worker", _at_least(1), "N", None, absent),
+        ("--on-error", str, "raise|skip", None, absent),
+        ("--on-worker-death", str, "raise|restart", None, absent),
+        ("--task-timeout", float, "SECONDS", None, absent),
+        ("--seeding", str, "worker|sample|shared", None, absent),
+        ("--shard-remainders", str, "keep|join", None, absent),
+        ("--device", str, "DEVICE", None, absent),
+        ("--trace", str, "FILE", "record a trace, .json or .json.gz"),
+        ("--headroom", None, None, "measure the largest possible speedup, on a few batches"),
+        ("--watch", None, None, "write rate, stall and verdict of each loader every 10 seconds"),
     )
     run.add_argument(
         "-m", dest="module", action="store_true", help="SCRIPT is the name of a module"
     )
-    run.add_argument("script", metavar="SCRIPT")
-    run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT").required = False
+    return _with_script(run)
 
 
-def _add_tune(commands: Any) -> None:
+def _add_tune(commands: Any) -> Any:
     tune = commands.add_parser(
         "tune",
         usage="%(prog)s [OPTION ...] SCRIPT [ARGUMENT ...]",
@@ -166,32 +142,18 @@ def _add_tune(commands: Any) -> None:
         epilog="Arguments after SCRIPT are passed to it.",
         allow_abbrev=False,
     )
-    tune.set_defaults(run=_tune, parser=tune)
-    tune.add_argument(
-        "--seconds",
-        type=float,
-        default=20.0,
-        metavar="S",
-        help="limit of the measurement; default: 20",
+    tune.set_defaults(run=_tune)
+    _add_options(
+        tune,
+        ("--seconds", float, "S", "limit of the measurement; default: 20", 20.0),
+        ("--cpus", float, "N", "maximum number of CPUs to use"),
+        ("--memory", float, "SHARE", "share of the memory that may be used; default: 0.5", 0.5),
+        ("--keep-up", None, None, "choose the cheapest plan that keeps up with the script's loop"),
     )
-    tune.add_argument("--cpus", type=float, metavar="N", help="maximum number of CPUs to use")
-    tune.add_argument(
-        "--memory",
-        type=float,
-        default=0.5,
-        metavar="SHARE",
-        help="share of the memory that batches and workers may use; default: 0.5",
-    )
-    tune.add_argument(
-        "--keep-up",
-        action="store_true",
-        help="choose the cheapest plan that keeps up with the script's loop, not the fastest",
-    )
-    tune.add_argument("script", metavar="SCRIPT")
-    tune.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT").required = False
+    return _with_script(tune)
 
 
-def _add_index(commands: Any) -> None:
+def _add_index(commands: Any) -> Any:
     index = commands.add_parser(
         "index",
         help="index tar archives ahead of time, for Tar(..., index=FOLDER)",
@@ -199,34 +161,28 @@ def _add_index(commands: Any) -> None:
         "ranks and runs read the indices from it: Tar(URL, index=FOLDER). Archives with an index in the "
         "folder are skipped, so the same command resumes after an interruption.",
     )
-    index.set_defaults(run=_index, parser=index)
-    index.add_argument(
-        "urls",
-        nargs="+",
-        metavar="URL",
-        help="archive, folder or glob; braces such as {000..127} name several",
-    )
+    index.set_defaults(run=_index)
+    urls = "archive, folder or glob; braces such as {000..127} name several"
+    index.add_argument("urls", nargs="+", metavar="URL", help=urls)
     index.add_argument(
         "-o", "--output", required=True, metavar="FOLDER", help="local folder of the indices"
     )
-    index.add_argument(
-        "--parallel",
-        type=_at_least(1),
-        default=8,
-        metavar="N",
-        help="number of archives read at a time; default: 8",
+    _add_options(
+        index,
+        ("--parallel", _at_least(1), "N", "number of archives read at a time; default: 8", 8),
+        _STORAGE_OPTIONS,
     )
-    _add_storage_options(index)
+    return index
 
 
-def _add_pack(commands: Any) -> None:
+def _add_pack(commands: Any) -> Any:
     pack = commands.add_parser(
         "pack",
         help="write a folder or a dataset into shards: tar archives or Parquet files",
         description="Write samples into shards that Tar, Parquet and webdataset read, each archive with "
         "its index. Nothing is overwritten. The same command resumes after an interruption.",
     )
-    pack.set_defaults(run=_pack, parser=pack)
+    pack.set_defaults(run=_pack)
     pack.add_argument(
         "source",
         metavar="SOURCE",
@@ -236,31 +192,37 @@ def _add_pack(commands: Any) -> None:
     )
     pack.add_argument("-o", "--output", required=True, metavar="URL", help="a folder, empty or new")
     pack.add_argument("--format", choices=("tar", "parquet"), default="tar", help="default: tar")
-    size = pack.add_mutually_exclusive_group()
-    size.add_argument(
-        "--shards",
-        type=_at_least(1),
-        metavar="N",
-        help="number of shards; with a multiple of the number of ranks, each rank gets equally many",
+    _add_options(
+        pack.add_mutually_exclusive_group(),
+        ("--shards", _at_least(1), "N", "number of shards; best a multiple of the ranks"),
+        ("--samples-per-shard", _at_least(1), "N", "number of samples in a shard"),
+        ("--bytes-per-shard", _bytes, "SIZE", "size of a shard, such as 64M; default: 256M"),
     )
-    size.add_argument(
-        "--samples-per-shard", type=_at_least(1), metavar="N", help="number of samples in a shard"
+    _add_options(
+        pack,
+        ("--classes", None, None, "add the number of each sample's folder as the field cls"),
+        ("--workers", _at_least(1), "N", "number of workers; default: 4", 4),
+        _STORAGE_OPTIONS,
     )
-    size.add_argument(
-        "--bytes-per-shard",
-        type=_bytes,
-        metavar="SIZE",
-        help="size of a shard, such as 64M; default: 256M",
-    )
-    pack.add_argument(
-        "--classes",
-        action="store_true",
-        help="add the number of each sample's folder as the field cls",
-    )
-    pack.add_argument(
-        "--workers", type=_at_least(1), default=4, metavar="N", help="number of workers; default: 4"
-    )
-    _add_storage_options(pack)
+    return pack
+
+
+def _add_options(command: Any, *options: tuple[Any, ...]) -> None:
+    """Add options: flag, type (None: without a value), name of the value, help, and default."""
+    for flag, kind, metavar, text, *default in options:
+        if kind is None:
+            command.add_argument(flag, action="store_true", help=text)
+        else:
+            value = default[0] if default else None
+            command.add_argument(flag, type=kind, metavar=metavar, help=text, default=value)
+
+
+def _with_script(command: Any) -> Any:
+    """Return a command that takes a script and its arguments, too."""
+    command.add_argument("script", metavar="SCRIPT")
+    rest = command.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT")
+    rest.required = False
+    return command
 
 
 def _bytes(text: str) -> int:
@@ -275,16 +237,6 @@ def _bytes(text: str) -> int:
     return value
 
 
-def _add_storage_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--storage-options",
-        type=_json_object,
-        default={},
-        metavar="JSON",
-        help="""options of fsspec for the store, such as '{"anon": true}'""",
-    )
-
-
 def _json_object(text: str) -> dict[str, Any]:
     import json
 
@@ -295,6 +247,13 @@ def _json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"must be a JSON object, not {text!r}")
     return value
+
+
+_STORAGE_OPTIONS: tuple[Any, ...] = (
+    *("--storage-options", _json_object, "JSON"),
+    """options of fsspec for the store, such as '{"anon": true}'""",
+    {},
+)
 
 
 def _at_least(least: int) -> Callable[[str], int]:
@@ -466,29 +425,17 @@ def _source(arguments: argparse.Namespace) -> Any:
 
 @contextlib.contextmanager
 def _progress(unit: str) -> Iterator[Callable[[int, int, str], object]]:
-    """Count on standard error: a bar on a terminal if rich is there, and a line at the end."""
-    last = [0, 0]
+    """Count on standard error: on a terminal as it goes, and at the end."""
+    line = f"0 of 0 {unit} are done"
 
-    def count(done: int, total: int, name: str) -> None:
-        last[:] = done, total
+    def show(done: int, total: int, name: str) -> None:
+        nonlocal line
+        line = f"{done:,} of {total:,} {unit} are done"
+        if sys.stderr.isatty():
+            print(f"\r{line}", end="\r", file=sys.stderr, flush=True)
 
-    if not sys.stderr.isatty() or importlib.util.find_spec("rich") is None:
-        yield count
-    else:
-        from rich.console import Console
-        from rich.progress import MofNCompleteColumn, Progress
-
-        console = Console(stderr=True)
-        columns = (*Progress.get_default_columns(), MofNCompleteColumn())
-        with Progress(*columns, console=console, transient=True) as bar:
-            task = bar.add_task(unit, total=None)
-
-            def show(done: int, total: int, name: str) -> None:
-                count(done, total, name)
-                bar.update(task, completed=done, total=total or None)
-
-            yield show
-    print(f"{last[0]:,} of {last[1]:,} {unit} are done", file=sys.stderr)
+    yield show
+    print(line, file=sys.stderr)
 
 
 def _demo(arguments: argparse.Namespace) -> str | None:

@@ -72,7 +72,8 @@ def photograph(name: str) -> Image.Image:
     found = importlib.util.find_spec(package)
     places = list(found.submodule_search_locations or ()) if found is not None else []
     with Image.open(os.path.join(places[0] if places else package, file)) as image:
-        return image.convert("RGB")
+        pixels: Image.Image = image.convert("RGB")
+    return pixels
 
 
 def crop_box(name: str, index: int, size: tuple[int, int]) -> Box:

@@ -2,7 +2,7 @@
 
 griffe inspects the package while it is imported. So it takes the docstring of `str` for that of a class
 attribute that is a string, has none for properties, and gives all parameters of a line ``a, b`` the
-type of the first.
+type of the first. Keywords that a function describes as those of a class get the texts of that class.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from typing import Any
 from griffe import Attribute, Docstring, Extension, Function, Object, ObjectNode
 
 GROUP = re.compile(r"^(\w+(?:, \*{0,2}\w+)+)((?: : .*)?)\n((?:    .*\n|\n)+)", re.MULTILINE)
+
+REST = re.compile(r"^\*\*\w+\n((?:    .*\n|\n)+)", re.MULTILINE)
+ENTRY = re.compile(r"^(\w+)\n((?:    .*\n|\n)+)", re.MULTILINE)
 
 
 @cache
@@ -45,6 +48,19 @@ def separate(text: str) -> str:
     )
 
 
+def spelled_out(text: str, names: list[str]) -> str:
+    """Return a docstring in which the keywords `names` have the texts of the class that is named."""
+
+    def entries(rest: re.Match[str]) -> str:
+        module, _, name = re.findall(r"`(hybridloader[\w.]*)`", rest[1])[0].rpartition(".")
+        kind = getattr(__import__(module, fromlist=["_"]), name)
+        texts = dict(ENTRY.findall(separate(f"{inspect.getdoc(kind)}\n")))
+        described = {found[0] for found in ENTRY.findall(text)}
+        return "".join(f"{n}\n{texts[n].rstrip()}\n" for n in names if n not in described) + "\n"
+
+    return REST.sub(entries, f"{text}\n")
+
+
 class Docstrings(Extension):
     """Corrects docstrings of attributes, properties and groups of parameters."""
 
@@ -58,6 +74,9 @@ class Docstrings(Extension):
 
     def on_function_instance(self, *, node: Any, func: Function, **kwargs: Any) -> None:
         self._separate(func)
+        if func.docstring is not None:
+            names = [parameter.name for parameter in func.parameters if parameter.name != "self"]
+            func.docstring.value = spelled_out(func.docstring.value, names)
 
     def on_class_instance(self, *, node: Any, cls: Object, **kwargs: Any) -> None:
         self._separate(cls)

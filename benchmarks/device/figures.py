@@ -21,7 +21,7 @@ from benchmarks.device.steps import Device, each, stepping
 from benchmarks.machine import about
 from benchmarks.timing import percentile
 from hybridloader import DataLoader, Memory, SharedMemory, Threads
-from hybridloader.devices.torch_accelerator import TorchAccelerator
+from hybridloader.devices.accelerator import TorchAccelerator
 from hybridloader.memory import segments
 from hybridloader.memory.page_locks import locked_bytes
 

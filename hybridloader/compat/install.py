@@ -41,8 +41,6 @@ class _Place:
     """The installation that makes iterators, or None. Read without the lock."""
     torchs: Any = None
     """torch's method, after ours has replaced it."""
-    covered: bool = False
-    """True if our method was left in place because other code had replaced it by its own."""
     awaits: bool = False
     """True if a hook replaces the method as soon as torch is imported."""
 
@@ -250,7 +248,7 @@ def _put_in() -> None:
     if code is not None and code.co_filename == DataLoader.__init__.__code__.co_filename:
         _place.torchs = there
         DataLoader._get_iterator = _get_iterator  # type: ignore[method-assign]
-    elif not _place.covered:
+    else:
         raise RuntimeError(
             f"torch's DataLoader._get_iterator was replaced by {_name(there)} already, and install() "
             "would undo that; call install() before that replacement"
@@ -264,10 +262,10 @@ def _take_out() -> str | None:
     from torch.utils.data import DataLoader
 
     there: Any = vars(DataLoader)["_get_iterator"]
-    _place.covered = there is not _get_iterator and there is not _place.torchs
     if there is _get_iterator:
         DataLoader._get_iterator = _place.torchs  # type: ignore[method-assign]
-    return _name(there) if _place.covered else None
+        return None
+    return None if there is _place.torchs else _name(there)
 
 
 def _get_iterator(self: Any) -> Any:

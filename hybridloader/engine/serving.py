@@ -184,6 +184,9 @@ def dumps(
 ) -> bytes:
     """Pickle a message to a worker in another process, or an event from it.
 
+    An event whose metadata can't be pickled becomes a `Failed`. Raises `ResultPicklingError` if the
+    index of a task can't be.
+
     Parameters
     ----------
     buffers
@@ -192,9 +195,6 @@ def dumps(
         anything changes. None: they are in the pickle.
     other_main
         True for a reader with another ``__main__``: objects from there are sent whole.
-
-    An event whose metadata can't be pickled becomes a `Failed`. Raises `ResultPicklingError` if the
-    index of a task can't be.
     """
     what = "the content of a task"
     try:

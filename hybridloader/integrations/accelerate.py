@@ -50,8 +50,7 @@ class KeptLoaders:
         if not self._active:
             return
         if len(_kept) == 1:
-            _undo(_changes)
-            _changes.clear()
+            _undo()
         _kept.remove(self)
         self._active = False
 
@@ -125,8 +124,8 @@ def keep_loaders() -> KeptLoaders:
                 f"can't keep hybridloader's loaders; nothing was changed. {error}. Use a tested "
                 "release, or hybridloader.install(backend=...)"
             ) from error
-        for change in changes:
-            change.make()
+        for home, name, value, _ in changes:
+            setattr(home, name, value)
         _changes.extend(changes)
         _warn_if_untested(release)
     kept = KeptLoaders()
@@ -149,29 +148,24 @@ class _Change(NamedTuple):
     def of(cls, home: Any, name: str, value: Any) -> _Change:
         return cls(home, name, value, vars(home).get(name, _MISSING))
 
-    @property
-    def stands(self) -> bool:
-        return vars(self.home).get(self.name, _MISSING) is self.value
 
-    def make(self) -> None:
-        setattr(self.home, self.name, self.value)
-
-    def undo(self) -> None:
-        if self.before is _MISSING:
-            delattr(self.home, self.name)
-        else:
-            setattr(self.home, self.name, self.before)
-
-
-def _undo(changes: list[_Change]) -> None:
-    lost = [f"{change.home.__name__}.{change.name}" for change in changes if not change.stands]
+def _undo() -> None:
+    lost = [
+        f"{home.__name__}.{name}"
+        for home, name, value, _ in _changes
+        if vars(home).get(name, _MISSING) is not value
+    ]
     if lost:
         raise RuntimeError(
             f"{', '.join(lost)} was changed by other code after keep_loaders(); undo that first. "
             "Nothing was undone"
         )
-    for change in reversed(changes):
-        change.undo()
+    for home, name, _, before in reversed(_changes):
+        if before is _MISSING:
+            delattr(home, name)
+        else:
+            setattr(home, name, before)
+    _changes.clear()
 
 
 def _changes_of(module: Any) -> list[_Change]:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from hybridloader.engine.restart import RestartPolicy
     from hybridloader.fetching.on_error import Replace, Retry, Skip, Skipped
     from hybridloader.memory.accelerator import Accelerator
-    from hybridloader.observe.reporting import Observe
+    from hybridloader.observe.observation import Observe
     from hybridloader.observe.stats import Stats
     from hybridloader.seeding.sample_seeds import SampleSeeding
 
@@ -382,7 +382,7 @@ persistent_workers, pin_memory_device, in_order
 
 AUTO = "auto"
 
-_CHOOSER = "hybridloader.tuning.auto"
+_CHOOSER = "hybridloader.tuning.tune"
 
 
 class Auto(NamedTuple):

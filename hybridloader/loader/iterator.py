@@ -48,9 +48,9 @@ from hybridloader.loader.plan import LoaderPlan
 from hybridloader.loader.progress import Progress, Results
 from hybridloader.loader.refill import FullBatches
 from hybridloader.observe.headroom_trials import KeptBatches, running_reuse
+from hybridloader.observe.measures import LoopWaits
 from hybridloader.observe.observation import asked
 from hybridloader.observe.stats import Stats
-from hybridloader.observe.thread_times import LoopWaits
 from hybridloader.records.large import hint_at_large_container
 from hybridloader.seeding.sample_rng import COLLATE, SampleRng
 from hybridloader.seeding.sample_seeds import Kind, Origin, origin_of

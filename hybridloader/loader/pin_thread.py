@@ -26,7 +26,7 @@ from hybridloader.engine.relay import Relay
 from hybridloader.engine.stage import Stage
 from hybridloader.errors import IteratorClosed, NotReady, WorkerTimeout
 from hybridloader.loader.observation import LoaderObservation
-from hybridloader.observe.thread_times import TimedPulls
+from hybridloader.observe.measures import TimedPulls
 from hybridloader.running.runner import Runner
 
 

@@ -38,8 +38,8 @@ from hybridloader.fetching.on_error import Replace, Retry, Skip, parse_on_error
 from hybridloader.loader.record import LoaderRecord, record_of, upcoming
 from hybridloader.loader.samplers import Samplers
 from hybridloader.memory.limits import DEFAULT_MEMORY
-from hybridloader.observe.reporting import Observe, check_observe
-from hybridloader.observe.stage_measures import options_of
+from hybridloader.observe.measures import options_of
+from hybridloader.observe.observation import Observe, check_observe
 from hybridloader.seeding.sample_seeds import SampleSeeding, parse_seeding
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from hybridloader.engine.restart import RestartPolicy
     from hybridloader.fetching.on_error import Replace, Retry, Skip
     from hybridloader.memory.accelerator import Accelerator
-    from hybridloader.observe.reporting import Observe
+    from hybridloader.observe.observation import Observe
     from hybridloader.seeding.sample_seeds import SampleSeeding
 
 _OURS = inspect.signature(DataLoader).parameters

@@ -1,6 +1,6 @@
 """Slots: memory that is reused for large tensors and arrays.
 
-A loader spends more time on fresh pages than on bytes (docs/internals.md has figures). So a slot is
+A loader spends more time on fresh pages than on bytes (docs/design.md has figures). So a slot is
 mapped once, and reused when the last array over it has died.
 
 A slot counts its references: one for each buffer of this process over it, and one for each batch in

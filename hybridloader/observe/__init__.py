@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from hybridloader.observe.headroom_trials import headroom as headroom
     from hybridloader.observe.stats import StageStats as StageStats
     from hybridloader.observe.stats import Stats as Stats
-    from hybridloader.observe.trace_files import merge as merge
+    from hybridloader.observe.tracing import merge as merge
     from hybridloader.observe.tracing import trace as trace
     from hybridloader.observe.verdict import Verdict as Verdict
 
@@ -25,8 +25,7 @@ __getattr__, __dir__, __all__ = lazily(
         "headroom_trials": "Headroom headroom",
         ".fetching.on_error": "Skipped",
         "stats": "StageStats Stats",
-        "trace_files": "merge",
-        "tracing": "trace",
+        "tracing": "merge trace",
         "verdict": "Verdict",
     },
 )

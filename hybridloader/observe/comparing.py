@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from typing import Any
 
-from hybridloader._support.text import html, table, time
+from hybridloader._support.text import Shown, time
 from hybridloader.observe.recording import Faults
 from hybridloader.observe.stats import StageStats, Stats
 
@@ -35,12 +36,13 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(Shown):
     """Two statistics side by side; prints as a table and two sentences."""
 
     before: Stats
     after: Stats
     changes: tuple[Change, ...]
+    _left = (0,)
 
     @property
     def speedup(self) -> float | None:
@@ -57,29 +59,24 @@ class Comparison:
         if not speedup:
             return "One of the two had no items."
         faster = f"{speedup:.2f} times as many" if abs(speedup - 1) >= 0.02 else "as many"
+        unit = _unit_of(self.before, self.after)
         return (
-            f"The second had {faster} {self._unit}s a second; its loop waited for "
+            f"The second had {faster} {unit}s a second; its loop waited for "
             f"{shares[1]:.0%} of the time, that of the first for {shares[0]:.0%}."
         )
 
     @property
-    def _unit(self) -> str:
-        return _unit_of(self.before, self.after)
-
-    @property
     def verdict(self) -> str:
         """Verdicts of both, as a sentence."""
-        causes = [
+        was, now = (
             v.cause
-            if v.stage is None
-            else f"{v.cause}, {v.stage}" + (f" ({v.kind})" if v.kind else "")
+            + (f", {v.stage}" if v.stage else "")
+            + (f" ({v.kind})" if v.stage and v.kind else "")
             for v in (self.before.verdict, self.after.verdict)
-        ]
-        if causes[0] == causes[1]:
-            return f"The bottleneck stayed the same: {causes[0]}. {self.after.verdict.advice}"
-        return (
-            f"The bottleneck was: {causes[0]}; it is now: {causes[1]}. {self.after.verdict.advice}"
         )
+        same = f"The bottleneck stayed the same: {now}."
+        moved = f"The bottleneck was: {was}; it is now: {now}."
+        return f"{same if was == now else moved} {self.after.verdict.advice}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the changes as a dict of JSON types."""
@@ -90,23 +87,16 @@ class Comparison:
             "verdict": self.verdict,
         }
 
-    def __str__(self) -> str:
-        return "\n".join([*table(self._rows(), (0,)), self.summary, self.verdict])
+    def _lines(self) -> list[str]:
+        return [self.summary, self.verdict]
 
-    def print(self) -> None:
-        """Print the table and the sentences."""
-        print(self)
-
-    def _repr_html_(self) -> str:
-        return html(self._rows(), [self.summary, self.verdict])
-
-    def _rows(self) -> list[list[str]]:
+    def _tables(self) -> list[list[list[str]]]:
         rows = [["", "before", "after", "change"]]
         for change in self.changes:
             show, ratio = _SHOW[change.unit], change.ratio
             figures = ("" if one is None else show(one) for one in (change.before, change.after))
             rows.append([change.name, *figures, "" if ratio is None else f"x {ratio:.2f}"])
-        return rows
+        return [rows]
 
 
 _SHOW: dict[str, Callable[[float], str]] = {
@@ -151,62 +141,39 @@ def compare(a: Stats, b: Stats) -> Comparison:
         Change("stall, 99 % a batch", a.stall.p99, b.stall.p99, "s"),
         Change("before the prefetch was full", a.stall.warmup, b.stall.warmup, "s"),
     ]
-    names = tuple(dict.fromkeys(stage.name for stage in (*a.stages, *b.stages)))
+    names = dict.fromkeys(stage.name for stage in (*a.stages, *b.stages))
+    rows = [{stage.name: (stage, _size(s, unit)) for stage in s.stages} for s in (a, b)]
+
+    def change(
+        name: str, label: str, unit: str, figure: Callable[[StageStats, int], float]
+    ) -> Change:
+        one, other = (None if name not in row else figure(*row[name]) for row in rows)
+        return Change(f"{name}: {label}", one, other, unit)
+
     for name in names:
-        changes += _of_stage(name, a, b, unit)
+        load = change(name, "load", "%", lambda stage, _: stage.load)
+        if max(load.before or 0.0, load.after or 0.0) < LITTLE:
+            continue  # a stage without load can't explain a difference
+        label = "busy an item" if unit == "item" else "busy a sample"
+        busy = change(name, label, "s", lambda stage, size: stage.busy / max(1, stage.items * size))
+        stall = change(name, "stall", "s", lambda stage, _: stage.stall)
+        changes += [busy, load, *([stall] if stall.before or stall.after else [])]
     for name in names:
-        changes += _faults_of(name, a, b)
+        for fault in vars(Faults()):
+            of_fault = attrgetter(f"faults.{fault}")
+            count = change(name, fault, "", lambda stage, _: of_fault(stage))  # noqa: B023
+            changes += [count] if count.before or count.after else []
     return Comparison(a, b, tuple(changes))
-
-
-def _of_stage(name: str, a: Stats, b: Stats, unit: str) -> list[Change]:
-    one, other = _rows_of(name, a, b)
-
-    def change(label: str, unit: str, figure: Callable[[StageStats, Stats], float]) -> Change:
-        before, after = (
-            None if stage is None else figure(stage, stats)
-            for stage, stats in ((one, a), (other, b))
-        )
-        return Change(f"{name}: {label}", before, after, unit)
-
-    changes = [
-        change(
-            f"busy {_ARTICLES[unit]} {unit}",
-            "s",
-            lambda stage, stats: stage.busy / max(1, _counted(stage.items, stats, unit)),
-        ),
-        change("load", "%", lambda stage, _: stage.load),
-    ]
-    stalls = change("stall", "s", lambda stage, _: stage.stall)
-    if all((stage is None or stage.load < LITTLE) for stage in (one, other)):
-        return []  # a stage without load can't explain a difference
-    return [*changes, stalls] if stalls.before or stalls.after else changes
-
-
-def _faults_of(name: str, a: Stats, b: Stats) -> list[Change]:
-    rows = _rows_of(name, a, b)
-    changes = []
-    for fault in vars(Faults()):
-        one, other = (None if row is None else getattr(row.faults, fault) for row in rows)
-        if one or other:
-            changes.append(Change(f"{name}: {fault}", one, other, ""))
-    return changes
-
-
-def _rows_of(name: str, a: Stats, b: Stats) -> list[StageStats | None]:
-    return [{s.name: s for s in stats.stages}.get(name) for stats in (a, b)]
-
-
-_ARTICLES = {"item": "an", "sample": "a"}
 
 
 def _unit_of(a: Stats, b: Stats) -> str:
     return "item" if a.batch_size is None or b.batch_size is None else "sample"
 
 
-def _counted(items: int, stats: Stats, unit: str) -> int:
-    return items if unit == "item" else items * (stats.batch_size or 1)
+def _size(stats: Stats, unit: str) -> int:
+    """Return the units of an item."""
+    return 1 if unit == "item" else stats.batch_size or 1
 
 
 def _rate(stats: Stats, unit: str) -> float:
-    return _counted(stats.items, stats, unit) / stats.seconds if stats.seconds > 0 else 0.0
+    return stats.items * _size(stats, unit) / stats.seconds if stats.seconds > 0 else 0.0

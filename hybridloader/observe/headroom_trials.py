@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, TextIO
 
 from hybridloader._support.arguments import function, whole
-from hybridloader._support.text import html, short
+from hybridloader._support.text import Shown, short
 from hybridloader._support.text import time as shown
 from hybridloader._support.torch_env import device_in_use
 from hybridloader._support.user_objects import attribute, length_of
@@ -25,7 +25,7 @@ WARM_UP = 4
 
 
 @dataclass(frozen=True)
-class Headroom:
+class Headroom(Shown):
     """Speed of a loop with loading, and on batches that are already in memory.
 
     Attributes
@@ -71,15 +71,13 @@ class Headroom:
     def __str__(self) -> str:
         return f"{self.summary} {self.steps} steps of each, on {self.batches} batches."
 
-    def print(self) -> None:
-        """Print the summary."""
-        print(self)
+    def _tables(self) -> list[list[list[str]]]:
+        times = ("with loading", self.loading), ("batches in memory", self.ready)
+        rows = [[name, shown(seconds), _rate(seconds)] for name, seconds in times]
+        return [[["", "a step", "batches/s"], *rows]]
 
-    def _repr_html_(self) -> str:
-        rows = [["", "a step", "batches/s"]]
-        for name, seconds in (("with loading", self.loading), ("batches in memory", self.ready)):
-            rows.append([name, shown(seconds), _rate(seconds)])
-        return html(rows, [str(self)])
+    def _lines(self) -> list[str]:
+        return [str(self)]
 
 
 def headroom(

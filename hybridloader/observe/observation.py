@@ -7,11 +7,15 @@ no clock is read, no worker has a meter, and no stage has an observer.
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from time import perf_counter
 from typing import Any, NamedTuple
 
+from hybridloader._support.arguments import flag, function, seconds
 from hybridloader._support.store_use import (
     StoreUse,
     start_counting,
@@ -19,20 +23,56 @@ from hybridloader._support.store_use import (
     uses,
     uses_since,
 )
+from hybridloader._support.text import warn
 from hybridloader._support.threads import turn_at_gil
+from hybridloader._support.user_objects import described
 from hybridloader.engine.contract import Backend
 from hybridloader.engine.fetcher import Fetch
 from hybridloader.engine.relay import RelayQueue, RelaySleeps
 from hybridloader.fetching.on_error import ErrorBudget
+from hybridloader.observe.measures import LoopWaits, StageMeasures
 from hybridloader.observe.recording import Recording, StageRecord
-from hybridloader.observe.reporting import Follower, Observe, Reporter
-from hybridloader.observe.stage_measures import StageMeasures
-from hybridloader.observe.stage_trace import StageTrace, skipped_in
 from hybridloader.observe.stats import Stats, stats_of
-from hybridloader.observe.thread_times import LoopWaits
-from hybridloader.observe.trace_files import LOOP
-from hybridloader.observe.tracing import Trace, running_trace, traced
-from hybridloader.observe.watching import Watch, WatchedEpochs, running_watch
+from hybridloader.observe.tracing import LOOP, StageTrace, Trace, skipped_in, traced
+from hybridloader.observe.watching import Watch
+
+
+@dataclass(frozen=True)
+class Observe:
+    """Policy of `observe`: a function that receives the statistics while your loop runs.
+
+    The thread of your loop calls it between two batches and at the end of each epoch, so its time adds
+    to the loop's. If it raises, one warning reports the first error and the loop continues.
+
+    Parameters
+    ----------
+    on_stats
+        Function of one `Stats`.
+    every
+        Minimum number of seconds between two calls.
+
+    Raises
+    ------
+    TypeError, ValueError
+        `on_stats` is not callable, or `every` is not above 0.
+
+    Examples
+    --------
+    >>> from hybridloader import DataLoader, Observe
+    >>> seen = []
+    >>> loader = DataLoader(range(6), 2, observe=Observe(seen.append, every=10.0))
+    >>> for batch in loader:
+    ...     pass
+    >>> seen[-1].items
+    3
+    """
+
+    on_stats: Callable[[Stats], object]
+    every: float = 10.0
+
+    def __post_init__(self) -> None:
+        function("on_stats", self.on_stats, "a function that takes one Stats")
+        seconds("every", self.every, above=True)
 
 
 class Asked(NamedTuple):
@@ -43,9 +83,15 @@ class Asked(NamedTuple):
     watch: Watch | None
 
 
+def check_observe(value: bool | Observe) -> None:
+    """Check the `observe` of a loader or a pipeline. Raises `TypeError`."""
+    if not isinstance(value, Observe):
+        flag("observe", value)
+
+
 def asked(observe: bool | Observe) -> Asked | None:
     """Return the consumers for an iterator that is made now; None if there are none."""
-    trace, watch = running_trace(), running_watch()
+    trace, watch = Trace.running(), Watch.running()
     if trace is None and watch is None and not observe:
         return None
     return Asked(observe if isinstance(observe, Observe) else None, trace, watch)
@@ -58,13 +104,10 @@ class Observation(ABC):
     """
 
     def __init__(self, asked: Asked, name: str, key: Hashable) -> None:
-        self.trace = asked.trace
-        self._followers: list[Follower] = []
-        if asked.watch is not None:
-            self._followers.append(WatchedEpochs(asked.watch, name, key))
-        if asked.policy is not None:
-            self._followers.append(Reporter(asked.policy))
+        self._policy, self.trace, self._watch = asked
+        self._name, self._key = name, key
         # All the mutable state:
+        self._warned = False
         self._stores = uses()  # as they were before
         self.loop = self._new_loop()
         weakref.finalize(self, start_counting()).atexit = False
@@ -127,19 +170,42 @@ class Observation(ABC):
     # -- begin and end of an epoch, on the thread of the loop ----------------------------------------
 
     def begin(self) -> None:
-        """Begin an epoch of `loop`; the followers may ask for `stats` from now on."""
-        for follower in self._followers:
-            follower.begin(self.loop, self.stats)
+        """Begin an epoch of `loop`; `stats` may be asked for from now on."""
+        if self._watch is not None:
+            self._watch.see(self._name, self._key, self.stats)
+        if self._policy is not None:
+            self.loop.due = perf_counter() + self._policy.every
 
     def due(self) -> None:
-        """Have the followers act: `loop.due` has come."""
-        for follower in self._followers:
-            follower.due()
+        """Report between two items: the time `loop.due` has come."""
+        policy = self._policy
+        if policy is None:
+            return
+        try:
+            policy.on_stats(self.stats())
+        except Exception as error:
+            if not self._warned:
+                self._warned = True
+                warn(
+                    f"on_stats raised {described(error)}. The loop continues and still calls it "
+                    f"every {policy.every:g} s; later errors are not reported",
+                    "on-stats",
+                )
+        finally:
+            self.loop.due = perf_counter() + policy.every
 
     def ended(self, *, finished: bool) -> None:
-        """Note that the epoch has returned all its items (`finished`), or returns no more."""
-        for follower in self._followers:
-            follower.end(finished=finished)
+        """Note that the epoch has returned all its items (`finished`), or returns no more.
+
+        Any thread may call it for an epoch that is left. A finished epoch is reported once more.
+        """
+        if self._watch is not None:
+            self._watch.look(self._key)
+        if finished and self.loop.due < math.inf:
+            try:
+                self.due()
+            finally:
+                self.loop.due = math.inf
 
     def end(self) -> None:
         """Stop counting."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import textwrap
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hybridloader._support.store_use import StoreUse
-from hybridloader._support.text import html, size, table, time
+from hybridloader._support.text import Shown, size, time
 from hybridloader.observe.figures import LOOP, REST, Figures
 from hybridloader.observe.recording import CoreUse, Faults, Recording, StageRecord
 from hybridloader.observe.verdict import Verdict, judge
@@ -98,7 +99,7 @@ class Stall:
 
 
 @dataclass(frozen=True)
-class Stats:
+class Stats(Shown):
     """Statistics of a loader's latest epoch, or of a run of a pipeline, until now.
 
     It prints as a table and the verdict; a notebook shows both.
@@ -153,18 +154,6 @@ class Stats:
             "stores": [asdict(use) for use in self.stores],
         }
 
-    def __str__(self) -> str:
-        stores = table(self._rows_of_stores()) if self.stores else []
-        return "\n".join([*table(self._rows()), *stores, *self._lines()])
-
-    def print(self) -> None:
-        """Print the table and the verdict."""
-        print(self)
-
-    def _repr_html_(self) -> str:
-        stores = html(self._rows_of_stores(), []) if self.stores else ""
-        return stores + html(self._rows(), self._lines())
-
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw the time of each stage, and the stall by stage, to a PNG or SVG file.
 
@@ -173,19 +162,35 @@ class Stats:
         ImportError
             matplotlib is not installed; `pip install 'hybridloader[plot]'` installs it.
         """
-        from hybridloader.observe.plot import draw
+        try:
+            # Not pyplot, which would pick a display and keep every figure.
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ImportError(
+                "plot() needs matplotlib; install it with: pip install 'hybridloader[plot]'"
+            ) from error
+        names = [stage.name for stage in self.stages]
+        figure = Figure(figsize=(9, 1.9 + 0.45 * len(names)), layout="constrained")
+        times, waits = figure.subplots(1, 2, sharey=True, width_ratios=(2, 1))
+        rows = [[getattr(stage, cause) for cause in _CAUSES] for stage in self.stages]
+        shares = [[100 * part / (sum(row) or 1.0) for part in row] for row in rows]
+        colours = "#4c72b0", "#dddddd", "#dd8452", "#999999"
+        for at, (cause, colour) in enumerate(zip(_CAUSES, colours, strict=True)):
+            left = [sum(row[:at]) for row in shares]
+            times.barh(names, [row[at] for row in shares], left=left, color=colour, label=cause)
+        times.invert_yaxis()
+        times.set_xlabel("% of the workers' time")
+        times.legend(ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
+        marked = ["#c44e52" if name == self.verdict.stage else "#e0a0a2" for name in names]
+        waits.barh(names, [stage.stall for stage in self.stages], color=marked)
+        waits.set_xlabel("s that your loop waited for it")
+        figure.suptitle("\n".join(textwrap.wrap(str(self.verdict), 110)), fontsize=9)
+        figure.savefig(path)
 
-        draw(
-            path,
-            [stage.name for stage in self.stages],
-            {cause: [getattr(stage, cause) for stage in self.stages] for cause in _CAUSES},
-            [stage.stall for stage in self.stages],
-            self.verdict.stage,
-            str(self.verdict),
-        )
+    def _tables(self) -> list[list[list[str]]]:
+        return [self._rows(), *([self._rows_of_stores()] if self.stores else [])]
 
     def _rows(self) -> list[list[str]]:
-        """Return the cells of the table, the heading first."""
         faults = [name for name, count in vars(self.faults).items() if count]
         sized = any(stage.bytes for stage in self.stages)
         heading = ["stage", "where", "items", *_CAUSES, "load", "cpu", "queued", "stall"]
@@ -205,7 +210,6 @@ class Stats:
         return rows
 
     def _rows_of_stores(self) -> list[list[str]]:
-        """Return the cells of the table of stores, a heading first."""
         heading = ["store", "requests", "retried", "bytes", "a request"]
         rows = [[*heading, "from cache", "alone", "waited"]]
         for use in self.stores:

@@ -1,23 +1,35 @@
-"""Trace of a program: the events of its loaders and pipelines, in a bounded buffer.
+"""Trace of a program: the events of its loaders and pipelines, in a bounded buffer, then in a file.
 
-An iterator or a run looks for a trace once, by `running_trace`, when it is made.
+An iterator or a run looks for a trace once, by `Trace.running`, when it is made. The file is Chrome's
+JSON, plain or compressed, as Perfetto and ``chrome://tracing`` read it. Times in it are microseconds
+since `baseTimeNanoseconds`, as in the files of torch.profiler.
 """
 
 from __future__ import annotations
 
+import gzip
 import itertools
+import json
+import math
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from hybridloader._support.arguments import whole
 from hybridloader._support.text import brief, warn
 from hybridloader._support.threads import Pause, Waits
+from hybridloader._support.user_objects import described, repr_of
+from hybridloader.engine.messages import Done, Result
+from hybridloader.engine.meter import MEASURES
+from hybridloader.engine.slices import LONG, SEEN, TASK, TASKS, SliceReport, Slices
+from hybridloader.fetching.on_error import Skipped
+from hybridloader.observe.measures import BRIEF, LoopWaits, StageMeasures
 from hybridloader.observe.program_block import ProgramBlock, numbered
-from hybridloader.observe.trace_files import Event, Recorded, Track, check_path, chrome_trace, write
 
 EVENTS = 250_000
 """Events that a trace keeps. They take 60 to 100 MB of memory and a few MB of a compressed file, which
@@ -26,20 +38,23 @@ takes two seconds to write."""
 SLICES = 4096
 """Slices that a worker keeps until it reports them, within 10 ms unless a task takes longer."""
 
+Track = tuple[int, str]
+"""Process id, and a name for the thread that no other has in the trace."""
 
-class Clocks(NamedTuple):
-    """One moment as seconds of `time.perf_counter`, and as nanoseconds since 1970."""
+LOOP = ("iter()", "next()")
+"""Names of the slices in which a loop waits for an iterator and for an item."""
 
-    counter: float
-    unix: int
 
-    @classmethod
-    def now(cls) -> Clocks:
-        tries = []
-        for _ in range(5):  # keep the reading with the least time between its two clock reads
-            before, unix, after = time.perf_counter(), time.time_ns(), time.perf_counter()
-            tries.append((after - before, cls((before + after) / 2, unix)))
-        return min(tries)[1]
+class Event(NamedTuple):
+    """Event of a trace; times are seconds of `time.perf_counter`."""
+
+    kind: str
+    """``"X"``: a slice, ``"i"``: an instant."""
+    track: Track
+    name: str
+    began: float
+    ended: float
+    details: dict[str, Any]
 
 
 class Trace(ProgramBlock):
@@ -60,45 +75,51 @@ class Trace(ProgramBlock):
         self._naming = threading.Lock()
         self._names: dict[tuple[str, Hashable], str] = {}
         self._dropped = 0  # by workers
-        self._clocks: Clocks | None = None
+        self._base: int | None = None  # once it has begun
         self._over = False
 
     # -- begin and end -------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        if self._clocks is not None:
+        if self._base is not None:
             raise RuntimeError("this trace has begun before; make a new one")
         if (other := Trace.running()) is not None:
             raise RuntimeError(
                 f"a trace to {other.path!r} runs already and records all loaders; end it first"
             )
-        self.path = os.path.abspath(
-            check_path(self.path, writable=True)
-        )  # absolute: the program may change its folder
+        # Absolute, as the program may change its folder.
+        self.path = os.path.abspath(check_path(self.path, writable=True))
         self._processes[self._owner] = "your program"
-        self._clocks = Clocks.now()
+        self._base = _unix_of_zero()
 
     def _end(self, error: BaseException | None) -> None:
         if error is not None:
             self.instant(type(error).__name__, message=brief(error))
         self._over = True
         try:
-            write(self.path, chrome_trace(self._recorded()))
+            write(self.path, self._as_json())
         except Exception as failed:
             if error is None:
                 raise
             # The program's error is the one to raise.
             warn(f"the trace was lost: {failed}", "trace-lost")
 
-    def _recorded(self) -> Recorded:
-        """Return the contents of the trace, and empty it."""
-        assert self._clocks is not None
+    def _as_json(self) -> dict[str, Any]:
+        """Return the contents of the trace as JSON values, and empty it."""
         # One by one, as another thread may still add an event.
-        events = tuple(self._events.popleft() for _ in range(len(self._events)))
-        dropped = next(self._added) - len(events)
-        base = self._clocks.unix - round(self._clocks.counter * 1e9)
+        events = [self._events.popleft() for _ in range(len(self._events))]
+        dropped = max(0, next(self._added) - len(events))
         tracks, processes = self._tracks.copy(), self._processes.copy()
-        return Recorded(events, tracks, processes, max(0, dropped), self._dropped, base)
+        return {
+            "traceEvents": chrome_events(events, tracks, processes),
+            "displayTimeUnit": "ms",
+            "baseTimeNanoseconds": self._base,
+            "otherData": {
+                "made_by": "hybridloader",
+                "dropped_events": dropped,
+                "dropped_by_workers": self._dropped,
+            },
+        }
 
     # -- events --------------------------------------------------------------------------------------
 
@@ -148,9 +169,13 @@ class Trace(ProgramBlock):
             return self._names[stage, key]
 
 
-def running_trace() -> Trace | None:
-    """Return the trace that runs in this process, or None."""
-    return Trace.running()
+def _unix_of_zero() -> int:
+    """Return the nanoseconds from 1970 until the zero of `time.perf_counter`."""
+    tries = []
+    for _ in range(5):  # keep the reading with the least time between its two clock reads
+        before, unix, after = time.perf_counter(), time.time_ns(), time.perf_counter()
+        tries.append((after - before, unix - round((before + after) / 2 * 1e9)))
+    return min(tries)[1]
 
 
 def trace(path: str | os.PathLike[str], *, max_events: int = EVENTS) -> Trace:
@@ -218,3 +243,266 @@ def traced(
     """Have each of `waits` that is not brief also become a slice of the thread that notes it."""
     if trace is not None:
         waits.ring = _TracedRing(waits.ring, trace, name, first)
+
+
+class StageTrace(StageMeasures):
+    """Measures of one stage that also go into a trace. `key` distinguishes stages of one name."""
+
+    def __init__(
+        self, trace: Trace, name: str, key: Hashable, *of_the_stage: Any, each: bool
+    ) -> None:
+        self._trace, self._name = trace, trace.name_of(name, key)
+        # All the other mutable state:
+        self._loop: LoopWaits | None = None  # the loop that takes the results
+        self._long = True  # each task has separate slices
+        super().__init__(*of_the_stage, each=each)
+        self.metering = replace(self.metering, slices=SLICES)
+
+    def begin_again(self) -> None:
+        super().begin_again()
+        traced(self._trace, "wait", self.waits)
+
+    def of_loop(self, loop: LoopWaits) -> None:
+        self._loop = loop
+
+    def came(self, event: Result, since: float) -> None:
+        measures = None if event.extras is None else event.extras.get(MEASURES)
+        super().came(event, since)
+        if measures is None or not isinstance(event, Done):
+            return
+        for each in (measures, *measures.others):
+            if each.slices is None:
+                continue
+            track = self._take_in(each.slices)
+            if each.retried:
+                self._trace.instant("retried", track, stage=self._name, calls=each.retried)
+        self._long = self.opens_slowly = event.seconds >= LONG
+        if self._loop is not None:  # if tasks are long, it notes each of its waits
+            self._loop.brief = 0.0 if self._long else BRIEF
+
+    def opened(self, seq: int, began: float, ended: float) -> None:
+        super().opened(seq, began, ended)
+        self.opens_slowly |= self._long
+        if not self.backend.in_caller:
+            self._trace.slice("open", began, ended, task=seq)
+
+    def replaced(self, worker: int, cause: str | None) -> None:
+        super().replaced(worker, cause)
+        self._trace.instant("worker restarted", stage=self._name, worker=worker, cause=cause)
+
+    def raised(self, worker: int, seq: int, error: BaseException) -> None:
+        self._trace.instant(
+            "error", stage=self._name, worker=worker, task=seq, message=described(error)
+        )
+
+    def _take_in(self, report: SliceReport) -> Track:
+        """Add the slices that a worker reported; return its track."""
+        trace, name = self._trace, self._name
+        worker = f"{name} worker {report.worker}"
+        own = (
+            trace.here()
+            if self.backend.in_caller
+            else (report.process, f"{worker}/{report.thread}")
+        )
+        trace.name_track(own, worker, f"{worker} ({self.backend.name})")
+        trace.drop(report.dropped)
+        for kind, began, ended, thread, number in report.slices:
+            track = own
+            if thread != report.thread:
+                track = report.process, f"{worker}/{thread}"
+                trace.name_track(track, f"{worker}, more threads", worker)
+            if kind == TASK:
+                trace.slice(kind, began, ended, track, task=number)
+            elif kind == TASKS:
+                trace.slice(kind, began, ended, track, tasks=number)
+            else:
+                trace.slice(kind, began, ended, track)
+        return own
+
+
+class LocalSlices(Slices):
+    """Slices of functions that a thread of this process calls, added to the trace directly."""
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__(1)
+        self._trace = trace
+
+    def add(self, name: str, began: float, ended: float, number: int = -1) -> None:
+        if ended - began >= SEEN:
+            self._trace.slice(name, began, ended)
+
+
+def skipped_in(trace: Trace, record: Skipped) -> None:
+    """Note in the trace that a sample was skipped or replaced."""
+    place = {"stage": record.stage, "worker": record.worker, "index": record.index}
+    trace.instant(
+        "replaced" if record.replaced else "skipped", **place, error=repr_of(record.error)
+    )
+
+
+def chrome_events(
+    events: Sequence[Event], tracks: Mapping[Track, str], processes: Mapping[int, str]
+) -> list[dict[str, Any]]:
+    """Return the events as JSON values, after the names of processes and of threads with events.
+
+    Threads with loops come first. Slices are sorted by begin, outer ones before inner ones: of those
+    with the same times, the outer one was added last.
+    """
+    present = {event.track for event in events}
+    loops = {event.track for event in events if event.name in LOOP}
+    numbers: dict[int, dict[str, int]] = {pid: {} for pid in processes}
+    for pid, thread in sorted(present, key=lambda one: (one not in loops, tracks.get(one, ""))):
+        threads = numbers.setdefault(pid, {})
+        threads[thread] = len(threads) + 1
+    found = [_meta("process_name", pid, 0, name=name) for pid, name in processes.items()]
+    found += [_meta("process_sort_index", pid, 0, sort_index=at) for at, pid in enumerate(numbers)]
+    for (pid, thread), name in tracks.items():
+        if (number := numbers[pid].get(thread)) is not None:
+            found.append(_meta("thread_name", pid, number, name=name))
+            found.append(_meta("thread_sort_index", pid, number, sort_index=number))
+    in_order = [*reversed(events)]
+    in_order.sort(key=lambda event: (event.began, -event.ended))
+    return found + [_event(event, numbers) for event in in_order]
+
+
+def _microseconds(nanoseconds: int, more: float = 0.25) -> float:
+    """Return microseconds from which a reader that truncates gets exactly these nanoseconds.
+
+    Perfetto truncates (`CoerceToTs`), and ``69321924167.078 * 1000`` is less than the whole number. With
+    a nanosecond lost, an inner slice could end after its outer one. So `more`, a fraction of a
+    nanosecond, is added.
+    """
+    return round((nanoseconds + more) / 1000, 5)
+
+
+def _event(event: Event, numbers: dict[int, dict[str, int]]) -> dict[str, Any]:
+    pid, thread = event.track
+    began, ended = round(event.began * 1e9), round(event.ended * 1e9)  # nanoseconds
+    made: dict[str, Any] = {"ph": event.kind, "name": event.name, "cat": "hybridloader"}
+    made |= {"pid": pid, "tid": numbers[pid][thread], "ts": _microseconds(began)}
+    if event.kind == "X":
+        # The difference of rounded times, so that slices stay nested.
+        made["dur"] = _microseconds(ended - began, 0.01)
+    elif event.kind == "i":
+        made["s"] = "t"
+    if event.details:
+        made["args"] = {name: _plain(value) for name, value in event.details.items()}
+    return made
+
+
+def _plain(value: Any) -> Any:
+    """Return a detail as a JSON value; an index or an error may be any object of the user."""
+    if isinstance(value, (str, int, type(None))) or (
+        isinstance(value, float) and math.isfinite(value)
+    ):
+        return value
+    return brief(value)
+
+
+def _meta(kind: str, pid: int, tid: int, **details: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": details}
+
+
+_ENDINGS = (".json", ".json.gz")
+
+
+def check_path(path: str | os.PathLike[str], *, writable: bool = False) -> str:
+    """Return the path of a trace as text.
+
+    Raises `ValueError` if its extension is not that of a trace, and `OSError` if it must be `writable`
+    and is not.
+    """
+    text = os.fspath(path)
+    if not isinstance(text, str) or not text.endswith(_ENDINGS):
+        raise ValueError(f"the path of a trace must end in .json or .json.gz, not be {path!r}")
+    if writable:
+        there = os.path.exists(text)
+        try:
+            open(text, "ab").close()
+        except OSError as error:
+            message = f"the trace can't be written: {error.strerror}"
+            raise type(error)(error.errno, message, text) from None
+        if not there:
+            os.remove(text)
+    return text
+
+
+def write(path: str, trace: dict[str, Any]) -> None:
+    data = json.dumps(trace, separators=(",", ":"), default=str).encode()
+    Path(path).write_bytes(gzip.compress(data, 6) if path.endswith(".gz") else data)
+
+
+def read(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the trace in a file. Raises `ValueError` if the file is not a trace."""
+    text = os.fspath(path)
+    data = Path(text).read_bytes()
+    try:
+        found = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
+    except (ValueError, OSError, EOFError) as error:
+        raise ValueError(f"{text}: not a trace: the file is not JSON: {error}") from None
+    if not isinstance(found, dict) or not isinstance(found.get("traceEvents"), list):
+        raise ValueError(f"{text}: not a trace in Chrome's JSON form: it has no list 'traceEvents'")
+    if not isinstance(found.get("baseTimeNanoseconds"), int):
+        raise ValueError(
+            f"{text}: the trace has no 'baseTimeNanoseconds', so its time is unknown; torch.profiler "
+            "writes it since torch 2.4"
+        )
+    return found
+
+
+def merge(
+    ours: str | os.PathLike[str], theirs: str | os.PathLike[str], out: str | os.PathLike[str]
+) -> None:
+    """Join a trace of this package to one of torch.profiler of the same run, on one time line.
+
+    Parameters
+    ----------
+    ours
+        File written by `hybridloader.observe.trace`.
+    theirs
+        File written by ``torch.profiler.profile.export_chrome_trace``.
+    out
+        File to write, ``.json`` or ``.json.gz``.
+
+    Raises
+    ------
+    ValueError
+        A file is not a trace, or has no absolute time.
+    OSError
+        A file can't be read or written.
+    """
+    path = check_path(out, writable=True)
+    write(path, merged(read(ours), read(theirs)))
+
+
+def merged(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
+    """Return `theirs` on the time line of `ours`, with the events of `ours` on separate tracks.
+
+    Torch's zero is so long ago that a float can't resolve nanoseconds; ours is the start of the machine.
+    """
+    shift = (theirs["baseTimeNanoseconds"] - ours["baseTimeNanoseconds"]) / 1000
+    torchs = [
+        {**event, "ts": round(event["ts"] + shift, 3)} if "ts" in event else event
+        for event in theirs["traceEvents"]
+    ]
+    named = {event.get("pid") for event in torchs if _names_process(event)}
+    events = [
+        {**event, "tid": event["tid"] and event["tid"] + _ABOVE}
+        for event in ours["traceEvents"]
+        # A process keeps the name that torch gave it.
+        if not (_names_process(event) and event["pid"] in named)
+    ]
+    return {
+        **theirs,
+        "baseTimeNanoseconds": ours["baseTimeNanoseconds"],
+        "traceEvents": [*torchs, *events],
+        "otherData": {**ours.get("otherData", {}), **theirs.get("otherData", {})},
+    }
+
+
+def _names_process(event: dict[str, Any]) -> bool:
+    return event["ph"] == "M" and event["name"].startswith("process_")  # type: ignore[no-any-return]
+
+
+_ABOVE = 1 << 24
+"""Number above the thread ids of the kernel, which torch's tracks have."""

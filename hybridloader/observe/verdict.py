@@ -1,7 +1,7 @@
 """Verdict on a recording: the bottleneck of the loop, the evidence, and advice.
 
-Pure functions: the verdict, the kind of a stage's work, and the advice. The first rule that holds
-decides. Advice only names `StageRecord.options`, which the constructor takes.
+Pure functions. `judge` asks the rules of `RULES` in turn. docs/decisions.md has the reasons for the
+rules and their order. Advice only names `StageRecord.options`, which the constructor takes.
 """
 
 from __future__ import annotations
@@ -25,32 +25,67 @@ from hybridloader.observe.figures import (
 from hybridloader.observe.recording import CoreUse, StageRecord
 
 # Thresholds are shares of times of the same run, so that a machine ten times as slow gets the same
-# verdict. Thresholds in seconds are multiples of one of our periods.
+# verdict. Those in seconds are multiples of one of our periods.
 
-LEAST_CALLS = 5
-LEAST_SECONDS = 5 * EVERY
+LEAST_CALLS, LEAST_SECONDS = 5, 5 * EVERY
 """Calls of `next()`, and seconds, after the prefetch was full that a verdict needs. With less, a worker
 has reported at most five times, and one late batch of four would be a quarter of the stall."""
 
 STALL = 0.05
-"""Below this share of the stall in the time, the loop itself is the bottleneck: if loading cost
-nothing, the loop would be 1 / (1 - 0.05) times as fast, a gain of 5 %."""
+"""Below this share of the stall in the time, the loop itself is the bottleneck."""
 
 LITTLE = 0.2
-"""Same threshold if no stage was busy during most of the stall. Taking a prefetched batch costs time in
-which no stage is busy; if a step takes only a few times as long, that cost reaches this share."""
+"""Same threshold if no stage was busy during most of the stall, as taking a prefetched batch costs time
+in which none is."""
 
 START = 0.2
 """From this share of the time on, waiting for the start, or before the prefetch was full, matters:
-persistent workers could gain at most 1 / (1 - 0.2), which is 25 %."""
+persistent workers could gain at most 25 %."""
 
-FOR_CORES = 0.25
-"""From this share of a stage's busy time on, waiting for cores means that there are too few: with enough
-cores the stage would be 1 / (1 - 0.25) times as fast. Below it, the stage's work has more to gain."""
+MOST = 0.5
+"""Share from which a part of the work is most of it."""
+
+FOR_CORES, MENTIONED = 0.25, 0.05
+"""From these shares of a stage's busy time on, waiting for cores means that there are too few, and is
+mentioned in the evidence."""
+
+FULL, OTHERS = 0.95, 0.25
+"""Busy share of the cores from which more workers do not help a stage that computes (all busy reads as
+0.97 to 1), and share used by other programs from which the advice is about those."""
+
+COMPUTES = 0.5
+"""A stage computes, rather than waits, if CPU time is at least this share of its busy time without the
+waits for a core."""
+
+ONE_CORE = (0.7, 1.2)
+"""CPU seconds per second of several threads that take turns at the GIL. It is 1, less the time outside
+and the cost of passing the GIL on, plus the work that is done without it."""
+
+TURN, HELD = 0.5, 0.5
+"""Threads hold the GIL if they compute for at least this share of their turns, and their results are
+picked up late by this part of a switch interval: half an interval is the mean time until a holder is
+asked to release it. Other delays do not depend on the interval."""
+
+AT_ONCE, LATE = 1.2, 0.1
+"""Threads take turns if this many are busy at once and their results, or their waits for the GIL, take
+this part of the switch interval: more than waking a thread takes."""
+
+LOOKS, HELD_AT = 3, 0.125
+"""Fewest samples of waits for the GIL for a conclusion, and share of samples with a held GIL from which
+it is a bottleneck: two threads of Python had 0.24 to 0.68, threads that wait for a disk 0."""
 
 BESIDE = 0.5
 """CPU seconds per second of a stage's threads from which their use of the GIL matters to the loop's
 step, which would have to wait for half of the time."""
+
+OWN_WORK = 5e-4
+"""If a coroutine keeps the event loop for fewer seconds, it is overhead of the event loop."""
+
+MORE = 8
+"""Largest multiple of the workers to advise: beyond it another limit is likely."""
+
+SMALL = 16 * 1024
+"""Bytes of a result below which its size does not determine the time to send it."""
 
 
 @dataclass(frozen=True)
@@ -88,163 +123,166 @@ class Verdict:
 
 
 def judge(figures: Figures) -> Verdict:
-    """Return the verdict on a recording."""
-    loop = figures.recording.loop
-    whole = loop.ended - loop.began
-    if not loop.items:
-        return _plain(
-            "unknown",
-            "No batch has come yet.",
-            "Call stats() again after the loop has run for a while.",
-        )
-    start = _of_start(figures, whole)
-    if start is not None:
-        return start
-    if figures.full is None or figures.calls < LEAST_CALLS or figures.seconds < LEAST_SECONDS:
-        return _plain(
-            "unknown",
-            f"Since the prefetch was full, {figures.calls} batches came, in {figures.seconds:.2f} s.",
-            "That is too short for a verdict; run more batches.",
-        )
-    if figures.share < STALL:
-        return _of_held_loop(figures) or _of_loop(figures, whole)
-    if not figures.by_stage or max(figures.by_stage) <= figures.rest:
-        return _of_none(figures, whole)
-    number = max(range(len(figures.by_stage)), key=figures.by_stage.__getitem__)
-    return _of_stage(figures, number)
+    """Return the verdict of the first rule that has one."""
+    for rule in RULES:
+        verdict = rule(figures)
+        if verdict is not None:
+            return verdict
+    return _of_stage(figures, figures.by_stage.index(max(figures.by_stage)))
 
 
-def _plain(cause: str, evidence: str, advice: str) -> Verdict:
-    return Verdict(cause, None, None, evidence, advice)
+def _nothing_yet(figures: Figures) -> Verdict | None:
+    if figures.recording.loop.items:
+        return None
+    advice = "Call stats() again after the loop has run for a while."
+    return Verdict("unknown", None, None, "No batch has come yet.", advice)
 
 
-def _of_loop(figures: Figures, whole: float) -> Verdict:
-    if figures.warmup >= START * whole and figures.warmup > figures.stall:
-        return _of_beginning(figures, whole)
-    return _plain(
-        "loop",
-        f"Your loop is the bottleneck: it waited for {figures.share:.1%} of the time, "
-        f"{time(figures.p50)} for a batch at the median.",
-        for_loop(figures),
-    )
-
-
-def _of_beginning(figures: Figures, whole: float) -> Verdict:
-    """Judge a loop that waited mostly before the prefetch was full."""
+def _slow_start(figures: Figures) -> Verdict | None:
+    """Judge a loop that mostly waited for workers to start, and for their slow first tasks."""
     loop, stages = figures.recording.loop, figures.recording.stages
+    whole, waited = loop.ended - loop.began, figures.late + figures.opening
+    rest = max(0.0, loop.waited - waited)
+    if waited < max(START * whole, LEAST_SECONDS) or waited <= rest:
+        return None
+    late = figures.late >= figures.opening
+    if late:
+        begun = [stage for stage in stages if stage.first is not None]
+        stage = min(begun, key=lambda stage: stage.first or 0.0)
+        why = f"until the first worker began its work, {time(rest)} for everything else"
+    else:
+        stage = max(stages, key=lambda stage: length(slow_firsts(stage)))
+        firsts = sorted(wait.ended - wait.began for wait in slow_firsts(stage))
+        why = (
+            f"for their first tasks, {time(rest)} for everything else; first tasks took "
+            f"{time(firsts[len(firsts) // 2])}, later ones {time(stage.later or 0.0)}, probably "
+            "because the first ones open or load something"
+        )
+    held = f"The bottleneck is the start of the workers: the loop waited {time(waited)} of {time(whole)}"
+    return Verdict("start", None, None, f"{held} {why}.", for_start(stage, late=late))
+
+
+def _too_short(figures: Figures) -> Verdict | None:
+    calls, seconds = figures.calls, figures.seconds
+    if figures.full is not None and calls >= LEAST_CALLS and seconds >= LEAST_SECONDS:
+        return None
+    evidence = f"Since the prefetch was full, {calls} batches came, in {seconds:.2f} s."
+    advice = "That is too short for a verdict; run more batches."
+    return Verdict("unknown", None, None, evidence, advice)
+
+
+def _held_loop(figures: Figures) -> Verdict | None:
+    """Judge a loop that waits for no batch while the threads of a stage hold the GIL.
+
+    Three conditions hold then: all threads of the program together use no more CPU than one thread
+    could; loading is a large part of that; a thread that releases the GIL waits to get it back.
+    """
+    recording = figures.recording
+    own = None if recording.cores is None else recording.cores.own
+    if figures.share >= STALL or own is None or own > ONE_CORE[1]:
+        return None
+    for name, stage in zip(figures.names, recording.stages, strict=True):
+        waits, elapsed = stage.gil_waits, elapsed_of(stage)
+        late = late_of(waits, HELD * recording.switch_interval)
+        rate = stage.cpu / elapsed if stage.cpu and elapsed > 0 else 0.0
+        if rate >= BESIDE and len(late) >= max(LOOKS, HELD_AT * len(waits)):
+            evidence = (
+                f"The bottleneck is {name}, whose threads hold the GIL: they used {rate:.1f} cores, the "
+                f"whole program {own:.1f}, and in {len(late)} of {len(waits)} samples a thread "
+                f"that had released the GIL waited for it, {time(late[len(late) // 2])} at the median. "
+                "Your step waits for the GIL in the same way; for batches "
+                f"your loop waited for {figures.share:.1%} of the time."
+            )
+            return Verdict("stage", name, "holds-gil", evidence, LEAVE_THE_GIL)
+    return None
+
+
+def _is_fast(figures: Figures) -> bool:
+    return figures.share < (LITTLE if _no_stage_was_busy(figures) else STALL)
+
+
+def _no_stage_was_busy(figures: Figures) -> bool:
+    return max(figures.by_stage, default=0.0) <= figures.rest
+
+
+def _slow_beginning(figures: Figures) -> Verdict | None:
+    """Judge a loop that waited mostly before the prefetch was full."""
+    loop, warmup = figures.recording.loop, figures.warmup
+    whole = loop.ended - loop.began
+    if not _is_fast(figures) or warmup < START * whole or warmup <= figures.stall:
+        return None
     waits = within(loop.waits, loop.began, figures.full or loop.ended)
-    shares = dict(
-        zip(figures.names, stall_by_stage([stage.spans for stage in stages], waits), strict=True)
-    )
-    most = max(shares, key=shares.__getitem__, default=None)
-    part = f", most of it for {most}" if most and shares[most] >= MOST * figures.warmup else ""
-    return _plain(
-        "start",
-        f"Your loop waited {time(figures.warmup)} of {time(whole)} before the prefetch was full{part}, "
+    shares = stall_by_stage([stage.spans for stage in figures.recording.stages], waits)
+    most = max(shares, default=0.0)
+    named = bool(shares) and most >= MOST * warmup
+    part = f", most of it for {figures.names[shares.index(most)]}" if named else ""
+    return Verdict(
+        *("start", None, None),
+        f"Your loop waited {time(warmup)} of {time(whole)} before the prefetch was full{part}, "
         f"and {time(figures.stall)} after that.",
         "Loading was fast enough after that, so a longer epoch waits for a smaller share of its time; "
         "make the first batches come sooner.",
     )
 
 
-def _of_held_loop(figures: Figures) -> Verdict | None:
-    """Judge a loop that waits for no batch while the threads of a stage hold the GIL.
-
-    Three conditions hold then: all threads of the program together use no more CPU than one thread
-    could; loading is a large part of that; a thread that releases the GIL waits to get it back.
-    """
-    cores = figures.recording.cores
-    if cores is None or cores.own is None or cores.own > ONE_CORE[1]:
+def _fast(figures: Figures) -> Verdict | None:
+    if not _is_fast(figures):
         return None
-    for number, stage in enumerate(figures.recording.stages):
-        waits, elapsed = stage.gil_waits, elapsed_of(stage)
-        if len(waits) < LOOKS or not stage.cpu or elapsed <= 0:
-            continue
-        late = late_of(waits, HELD * figures.recording.switch_interval)
-        rate = stage.cpu / elapsed
-        if rate >= BESIDE and len(late) >= max(LOOKS, HELD_AT * len(waits)):
-            name = figures.names[number]
-            return Verdict(
-                "stage",
-                name,
-                "holds-gil",
-                f"The bottleneck is {name}, whose threads hold the GIL: they used {rate:.1f} cores, the "
-                f"whole program {cores.own:.1f}, and in {len(late)} of {len(waits)} samples a thread "
-                f"that had released the GIL waited for it, {time(late[len(late) // 2])} at the median. "
-                "Your step waits for the GIL in the same way; for batches "
-                f"your loop waited for {figures.share:.1%} of the time.",
-                LEAVE_THE_GIL,
-            )
-    return None
+    several = any(stage.workers > 1 for stage in figures.recording.stages)
+    fewer = ", or take workers away" if several else ""
+    return Verdict(
+        *("loop", None, None),
+        f"Your loop is the bottleneck: it waited for {figures.share:.1%} of the time, "
+        f"{time(figures.p50)} for a batch at the median.",
+        f"Loading is fast enough; make the training step faster{fewer}.",
+    )
 
 
-def _of_none(figures: Figures, whole: float) -> Verdict:
-    """Judge a stall during most of which no stage was busy."""
-    if figures.share < LITTLE:
-        return _of_loop(figures, whole)
+def _no_stage(figures: Figures) -> Verdict | None:
+    if not _no_stage_was_busy(figures):
+        return None
     waited = (
         f"Your loop waited for {figures.share:.0%} of the time; during most of it no stage was busy"
     )
     cores = figures.recording.cores
-    if cores is not None and cores.busy is not None and cores.busy >= FULL * cores.cores:
-        evidence = f"{waited}, and {cores.busy:.1f} of {cores.cores:g} cores were busy."
-        return Verdict("cores", None, None, evidence, for_cores(cores, None))
-    return _plain("unknown", f"{waited}.", "Compare the times in the table, or record a trace.")
+    if cores is not None and (busy := _all_busy(cores)):
+        return Verdict("cores", None, None, f"{waited}, and {busy}.", for_cores(cores, None))
+    advice = "Compare the times in the table, or record a trace."
+    return Verdict("unknown", None, None, f"{waited}.", advice)
 
 
-def _of_start(figures: Figures, whole: float) -> Verdict | None:
-    """Judge a loop that mostly waited for workers to start, and for their slow first tasks."""
-    recording, waited = figures.recording, figures.late + figures.opening
-    rest = max(0.0, recording.loop.waited - waited)
-    if waited < max(START * whole, LEAST_SECONDS) or waited <= rest:
-        return None
-    held = f"The bottleneck is the start of the workers: the loop waited {time(waited)} of {time(whole)}"
-    if figures.late >= figures.opening:
-        met = [stage for stage in recording.stages if stage.first is not None]
-        first = min(met, key=lambda stage: stage.first or 0.0)
-        why, advice = (
-            f"until the first worker began its work, {time(rest)} for everything else",
-            for_start(first, late=True),
-        )
-    else:
-        slowest = max(recording.stages, key=lambda stage: length(slow_firsts(stage)))
-        firsts = sorted(wait.ended - wait.began for wait in slow_firsts(slowest))
-        why, advice = (
-            f"for their first tasks, {time(rest)} for everything else; first tasks took "
-            f"{time(firsts[len(firsts) // 2])}, later ones {time(slowest.later or 0.0)}, probably "
-            "because the first ones open or load something",
-            for_start(slowest, late=False),
-        )
-    return _plain("start", f"{held} {why}.", advice)
+RULES = (
+    *(_nothing_yet, _slow_start, _too_short),
+    *(_held_loop, _slow_beginning, _fast, _no_stage),
+)
 
 
 def _of_stage(figures: Figures, number: int) -> Verdict:
+    """Judge a run with a stage that most of the stall belongs to."""
     stage, name = figures.recording.stages[number], figures.names[number]
     cores = figures.recording.cores
-    part = figures.by_stage[number] / figures.stall
+    kind, why = kind_of(stage, figures.recording.switch_interval, cores)
     held = (
         f"The bottleneck is {name}: your loop waited for {figures.share:.0%} of the time, "
-        f"{part:.0%} of it for this stage"
+        f"{figures.by_stage[number] / figures.stall:.0%} of it for this stage"
     )
-    kind, why = kind_of(stage, figures.recording.switch_interval, cores)
     if stage.source:
         held += ", which makes the input of the others"
-    use = _awaited_store(figures, stage)
-    if use is not None:
-        return Verdict("store", name, "waits", *_of_store(figures, stage, use, held))
-    idle = without_data(stage)
-    if idle:
+    use = max(figures.recording.stores, key=lambda use: use.waited, default=None)
+    if stage.reads and use is not None and use.waited >= MOST * stage.busy > 0:
+        evidence = f"{held}; its workers waited for {_store(figures, use)}."
+        return Verdict("store", name, "waits", evidence, for_store(figures, stage, use))
+    if idle := without_data(stage):
         held += f"; {idle} of its {stage.workers} workers had next to nothing to read"
-    if stage.source:
+    if stage.source and stage.backend in ("caller", "thread"):
         advice = (
             "Make it cheaper, or do its work in a step that has workers: adding workers to later steps "
             "does not help."
-            if stage.backend in ("caller", "thread")
-            else advice_on(figures, stage, kind)
         )
         return Verdict("source", name, kind, f"{held}.", advice)
-    short = _short_of_cores(stage, kind, cores)
-    if short is not None and cores is not None:
+    if stage.source:
+        return Verdict("source", name, kind, f"{held}.", advice_on(figures, stage, kind))
+    if cores is not None and (short := _few_cores(stage, kind, cores)):
         return Verdict("cores", name, kind, f"{held}; {short}.", for_cores(cores, kind))
     if stage.collating >= MOST * stage.busy > 0:
         held += f"; collate_fn took {stage.collating / stage.busy:.0%} of its busy time"
@@ -252,104 +290,41 @@ def _of_stage(figures: Figures, number: int) -> Verdict:
     return Verdict("stage", name, kind, evidence, advice_on(figures, stage, kind))
 
 
-def _awaited_store(figures: Figures, stage: StageRecord) -> StoreUse | None:
-    """Return the store that the workers of a stage waited for, most of the time that they were busy."""
-    if not stage.reads:
-        return None
-    use = max(figures.recording.stores, key=lambda use: use.waited, default=None)
-    return use if use is not None and use.waited >= MOST * stage.busy > 0 else None
-
-
-def _of_store(figures: Figures, stage: StageRecord, use: StoreUse, held: str) -> tuple[str, str]:
-    """Return the evidence that a store holds the loop up, and what to change."""
+def _store(figures: Figures, use: StoreUse) -> str:
+    """Return the name of a store, and the times of its requests."""
     loop, requests = figures.recording.loop, max(1, use.requests)
-    at_once = use.seconds / (loop.ended - loop.began)
-    why = f"{held}; its workers waited for {use.store} for {use.waited:.1f} s"
+    whole = loop.ended - loop.began
+    why = f"{use.store} for {use.waited:.1f} s"
     if use.requests:
         why += (
             f", whose {use.requests:,} requests of {size(use.bytes // requests)} took "
-            f"{time(use.seconds / requests)} each, {at_once:.1f} at a time"
+            f"{time(use.seconds / requests)} each, {use.seconds / whole:.1f} at a time"
         )
     if use.retries:
         why += f"; {use.retries:,} of them were made again after a failure"
-    nearer = "or run nearer to the store"
-    if use.alone >= MOST * requests:
-        return f"{why}.", (
-            "Read blocks instead of samples: give the loader sampler=BlockShuffleSampler(source, seed), "
-            f"whose window fits in ahead_bytes=; {nearer}."
-        )
-    if use.waited >= MOST * use.seconds > 0:  # no blocks: each worker waits for its own requests
-        return f"{why}.", (
-            f"{_more_workers(figures, stage, 'waits')} Or pack small files into archives (hybridloader "
-            "pack), which are read in blocks."
-        )
-    if use.hits + use.misses:
-        return f"{why}.", (
-            "The next epoch finds in cache_dir= the blocks that have room in cache_bytes=; for this one "
-            f"have more blocks in flight, by a larger ahead_bytes= or a smaller block_size=, {nearer}."
-        )
-    return f"{why}.", (
-        "Have more blocks in flight, by a larger ahead_bytes= or a smaller block_size=, keep them for "
-        f"the next epoch by cache_dir=, {nearer}."
-    )
+    return why
 
 
-def _short_of_cores(stage: StageRecord, kind: str | None, cores: CoreUse | None) -> str | None:
-    """Return evidence that a stage had too few cores; None if it had enough."""
-    if cores is None or kind == "transport":
-        return None
-    if stage.wait_for_core is not None and stage.busy > 0:
-        part = min(1.0, stage.wait_for_core / stage.busy)
-        # If workers wait for a disk, more of them also wait for a core at the same time.
-        least = MOST if kind in ("waits", "blocks-loop") else FOR_CORES
-        if part >= least:
-            return f"its workers waited for a core for {part:.0%} of their busy time"
+def _few_cores(stage: StageRecord, kind: str | None, cores: CoreUse) -> str:
+    """Return evidence that a stage had too few cores; an empty text if it had enough."""
+    if kind == "transport":
+        return ""
+    waited = min(1.0, (stage.wait_for_core or 0.0) / stage.busy) if stage.busy > 0 else 0.0
+    # If workers wait for a disk, more of them also wait for a core at the same time.
+    if waited >= (MOST if kind in ("waits", "blocks-loop") else FOR_CORES):
+        return f"its workers waited for a core for {waited:.0%} of their busy time"
     if cores.throttled >= FOR_CORES:
         return (
             f"the quota of {cores.cores:g} cores had run out for {cores.throttled:.0%} of the time"
         )
-    if kind == "computes" and cores.busy is not None and cores.busy >= FULL * cores.cores:
-        return f"{cores.busy:.1f} of {cores.cores:g} cores were busy"
-    return None
+    return _all_busy(cores) if kind == "computes" else ""
 
 
-FULL = 0.95
-"""Busy share of the cores from which adding workers does not help a stage that computes. The kernel
-counts ticks of 10 ms, and a core idles for a moment at each switch: all busy reads as 0.97 to 1."""
-
-COMPUTES = 0.5
-"""A stage computes, rather than waits, if CPU time is at least this share of its busy time without the
-waits for a core."""
-
-MENTIONED = 0.05
-"""Share of the busy time from which the evidence mentions a wait for a core."""
-
-TURN = 0.5
-"""Threads hold the GIL if they compute for at least this share of their turns. They take turns then; all
-turns together last as long as the threads are busy, without their waits for a core."""
-
-HELD = 0.5
-"""Delay of threads' results, in switch intervals of the interpreter, from which another thread holds the
-GIL. A waiting thread requests it after one interval; a request may already be pending, so the mean delay
-is half an interval. Other delays (waking a thread takes 0.1 ms) do not depend on the interval."""
-
-AT_ONCE, LATE = 1.2, 0.1
-"""Threads take turns if this many are busy at once and their results, or their waits for the GIL, take
-this part of the switch interval: more than one thread, and more time than waking a thread takes."""
-
-OWN_WORK = 5e-4
-"""If a coroutine keeps the event loop for fewer seconds, it is overhead of the event loop."""
-
-LOOKS = 3
-"""Fewest samples of waits for the GIL for a conclusion."""
-
-HELD_AT = 0.125
-"""Share of samples with a held GIL from which the GIL is a bottleneck. Two threads that compute in
-Python beside a loop had 0.24 to 0.68; threads that wait for a disk had 0."""
-
-ONE_CORE = (0.7, 1.2)
-"""CPU seconds per second of several threads that take turns at the GIL. It is 1, less the time outside
-and the cost of passing the GIL on, plus the work that is done without it."""
+def _all_busy(cores: CoreUse) -> str:
+    """Return evidence that all cores were busy, or an empty text."""
+    if cores.busy is None or cores.busy < FULL * cores.cores:
+        return ""
+    return f"{cores.busy:.1f} of {cores.cores:g} cores were busy"
 
 
 def kind_of(
@@ -358,16 +333,16 @@ def kind_of(
     """Return the kind of a stage's work, and the evidence for it."""
     moved = stage.packing + stage.sending
     working = max(0.0, stage.busy - stage.packing)
-    if moved > working and moved > 0 and not stage.in_process:
+    if moved > working and not stage.in_process:
         return "transport", (
             f"packing, sending and opening its results took {time(moved)}, making them {time(working)}"
         )
     kind, why = _kind_by_times(stage, switch_interval, cores)
     use = stage.coroutines
-    if use is None or use.held < MOST * stage.busy or stage.busy <= 0:
+    if use is None or not use.held >= MOST * stage.busy > 0:
         return kind, why
     turn = use.held / max(1, use.begun)
-    if turn < OWN_WORK:  # overhead of the event loop
+    if turn < OWN_WORK:
         return kind, why
     held = (
         f"each coroutine of {use.step} kept the event loop for {time(turn)}, and the loop waited for "
@@ -380,22 +355,23 @@ def _kind_by_times(
     stage: StageRecord, switch_interval: float, cores: CoreUse | None
 ) -> tuple[str | None, str]:
     """Return the kind by the times of CPU, cores and GIL, and these as evidence."""
-    if _holds_gil(stage, switch_interval):
-        return (
-            "holds-gil",
-            f"a quarter of its results were picked up {time(_late_by(stage))} late or more, "
-            "because the GIL was held",
+    late = _late_by(stage)
+    # `wait_for_core` also counts waits between tasks.
+    for_core = min(stage.wait_for_core or 0.0, max(0.0, stage.busy - (stage.cpu or 0.0)))
+    overdue = stage.in_process and late >= HELD * switch_interval
+    if overdue and _takes_turns(stage, for_core, switch_interval):
+        return "holds-gil", (
+            f"a quarter of its results were picked up {time(late)} late or more, because the GIL "
+            "was held"
         )
     use = stage.coroutines
     if stage.cpu is None or stage.busy <= 0:
         if use is not None and use.idle >= MOST * stage.busy > 0:
-            return (
-                "waits",
-                f"its event loop waited for {use.idle / stage.busy:.0%} of its busy time",
+            return "waits", (
+                f"its event loop waited for {use.idle / stage.busy:.0%} of its busy time"
             )
         return None, ""
     spent = f"{min(1.0, stage.cpu / stage.busy):.0%} of its busy time was CPU time"
-    for_core = _without_core(stage)
     if for_core >= MENTIONED * stage.busy:
         spent += f", {for_core / stage.busy:.0%} waiting for a core"
     # A runnable thread without a core might have computed or waited, so leave that time out.
@@ -405,41 +381,26 @@ def _kind_by_times(
     if stage.in_process and stage.workers > 1 and elapsed > 0:
         at_once, rate = stage.busy / elapsed, stage.cpu / elapsed
         taking_turns = at_once >= AT_ONCE and ONE_CORE[0] <= rate <= ONE_CORE[1]
-        overdue = _late_by(stage) > LATE * switch_interval
-        if taking_turns and overdue and computed < 1 / ONE_CORE[1]:
+        if taking_turns and late > LATE * switch_interval and computed < 1 / ONE_CORE[1]:
             return "holds-gil", f"{at_once:.1f} busy threads computed as much as {rate:.1f}"
     if computed >= COMPUTES:
         return "computes", spent
-    full = cores is None or cores.busy is None or cores.busy >= FULL * cores.cores
-    if stage.wait_for_core is None and full:
+    if stage.wait_for_core is None and (cores is None or cores.busy is None or _all_busy(cores)):
         return None, f"{spent}; its waits for a core can't be measured on this system"
     return "waits", spent
 
 
-def _holds_gil(stage: StageRecord, switch_interval: float) -> bool:
+def _takes_turns(stage: StageRecord, for_core: float, switch_interval: float) -> bool:
     """Return True if threads take turns at the GIL: its holder computes or waits for a core."""
+    waits = stage.gil_waits
+    found_held = len(late_of(waits, LATE * switch_interval)) >= HELD_AT * len(waits)
+    if stage.workers > 1 and len(waits) >= LOOKS and not found_held:
+        return False  # threads that release it get it back at once: results are late as cores were busy
     # If all wait for a core at once, none of them delays the others.
-    for_core, waits = _without_core(stage), stage.gil_waits
     turn = stage.busy / stage.workers - for_core
     if turn <= 0:
         turn = (stage.busy - for_core) / stage.workers
-    # If threads that release the GIL get it back at once, results are late because cores were busy.
-    free = (
-        stage.workers > 1
-        and len(waits) >= LOOKS
-        and len(late_of(waits, LATE * switch_interval)) < HELD_AT * len(waits)
-    )
-    return (
-        stage.in_process
-        and _late_by(stage) >= HELD * switch_interval
-        and not free
-        and (stage.cpu is None or stage.cpu >= TURN * turn > 0)
-    )
-
-
-def _without_core(stage: StageRecord) -> float:
-    """Return the busy seconds without a core; `wait_for_core` also counts waits between tasks."""
-    return min(stage.wait_for_core or 0.0, max(0.0, stage.busy - (stage.cpu or 0.0)))
+    return stage.cpu is None or stage.cpu >= TURN * turn > 0
 
 
 def _late_by(stage: StageRecord) -> float:
@@ -454,22 +415,8 @@ def late_of(waits: Sequence[float], seconds: float) -> list[float]:
 
 def elapsed_of(stage: StageRecord) -> float:
     """Return the seconds that a stage ran."""
-    whole = stage.busy + stage.starved + stage.blocked + stage.other
-    return whole / stage.workers
+    return (stage.busy + stage.starved + stage.blocked + stage.other) / stage.workers
 
-
-OTHERS = 0.25
-"""Share of the cores kept busy by other programs from which the advice is about those programs."""
-
-MORE = 8
-"""Largest multiple of the workers to advise: beyond it another limit is likely, such as a disk or the
-loop's thread, of which the figures have nothing."""
-
-MOST = 0.5
-"""Share from which a part of the work is most of it."""
-
-SMALL = 16 * 1024
-"""Bytes of a result below which its size does not determine the time to send it."""
 
 LEAVE_THE_GIL = (
     "Use processes (backend='shared-memory' or 'spawn'), or functions that release the GIL."
@@ -483,16 +430,20 @@ def advice_on(figures: Figures, stage: StageRecord, kind: str | None) -> str:
             "If it waits, await that with an asynchronous library or asyncio.to_thread. If it computes, "
             "move that to a map() of an ordinary function, with workers."
         )
-    coroutines = _more_coroutines(figures, stage) if kind == "waits" else None
-    if coroutines is not None:
-        return coroutines
-    if stage.backend in ("caller", "thread"):
-        if "backend" in stage.options:
-            return "It runs on one thread: make it cheaper, or give the step a backend and workers."
+    use = stage.coroutines
+    if kind == "waits" and use is not None and use.idle >= MOST * stage.busy:
+        wanted = math.ceil(use.concurrency * _workers_wanted(figures, stage) / stage.workers)
         return (
-            "It runs on one thread: make it cheaper, or do its work in a map() that has a backend and "
-            "workers."
+            f"More coroutines wait at the same time: try concurrency={wanted} ({use.concurrency} now) "
+            f"of {use.step}; read ahead, or from a nearer place."
         )
+    if stage.backend in ("caller", "thread"):
+        instead = (
+            "give the step a backend and workers"
+            if "backend" in stage.options
+            else "do its work in a map() that has a backend and workers"
+        )
+        return f"It runs on one thread: make it cheaper, or {instead}."
     if kind == "holds-gil":
         return LEAVE_THE_GIL
     if kind == "transport":
@@ -505,13 +456,6 @@ def advice_on(figures: Figures, stage: StageRecord, kind: str | None) -> str:
     return _more_workers(figures, stage, kind)
 
 
-def for_loop(figures: Figures) -> str:
-    """Return the advice if loading is fast enough."""
-    workers = any(stage.workers > 1 for stage in figures.recording.stages)
-    fewer = ", or take workers away" if workers else ""
-    return f"Loading is fast enough; make the training step faster{fewer}."
-
-
 def for_start(stage: StageRecord, *, late: bool) -> str:
     """Return the advice if workers start `late`, or else are slow with their first tasks."""
     less = "load less at their start" if late else "open or load less with the first sample"
@@ -521,10 +465,10 @@ def for_start(stage: StageRecord, *, late: bool) -> str:
     how = "epochs() of a pipeline"
     if "persistent_workers" in stage.options:
         how = "persistent_workers=True"
-    found = [f"Keep workers for later epochs ({how})", less]
+    kept = f"Keep workers for later epochs ({how})"
     if late and not stage.in_process and "backend" in stage.options:
-        found.append("use threads")
-    return f"{', '.join(found[:-1])}, or {found[-1]}."
+        return f"{kept}, {less}, or use threads."
+    return f"{kept}, or {less}."
 
 
 def for_cores(cores: CoreUse, kind: str | None) -> str:
@@ -544,14 +488,27 @@ def for_cores(cores: CoreUse, kind: str | None) -> str:
     )
 
 
-def _more_coroutines(figures: Figures, stage: StageRecord) -> str | None:
-    use = stage.coroutines
-    if use is None or use.idle < MOST * stage.busy:
-        return None
-    wanted = math.ceil(use.concurrency * _workers_wanted(figures, stage) / stage.workers)
+def for_store(figures: Figures, stage: StageRecord, use: StoreUse) -> str:
+    """Return the advice if a stage waits for a store."""
+    nearer = "or run nearer to the store"
+    ahead = "by a larger ahead_bytes= or a smaller block_size=,"
+    if use.alone >= MOST * max(1, use.requests):
+        return (
+            "Read blocks instead of samples: give the loader sampler=BlockShuffleSampler(source, seed), "
+            f"whose window fits in ahead_bytes=; {nearer}."
+        )
+    if use.waited >= MOST * use.seconds > 0:  # no blocks: each worker waits for its own requests
+        return (
+            f"{_more_workers(figures, stage, 'waits')} Or pack small files into archives (hybridloader "
+            "pack), which are read in blocks."
+        )
+    if use.hits + use.misses:
+        return (
+            "The next epoch finds in cache_dir= the blocks that have room in cache_bytes=; for this one "
+            f"have more blocks in flight, {ahead} {nearer}."
+        )
     return (
-        f"More coroutines wait at the same time: try concurrency={wanted} ({use.concurrency} now) of "
-        f"{use.step}; read ahead, or from a nearer place."
+        f"Have more blocks in flight, {ahead} keep them for the next epoch by cache_dir=, {nearer}."
     )
 
 

@@ -1,6 +1,6 @@
 """Watch: statistics of all loaders and pipelines of a program, written while it runs.
 
-An iterator or a run looks for a watch once, by `running_watch`, when it is made. A separate thread
+An iterator or a run looks for a watch once, by `Watch.running`, when it is made. A separate thread
 writes a line for each loader with new batches, so the path of a batch has no part of it.
 """
 
@@ -13,9 +13,7 @@ from typing import TextIO
 
 from hybridloader.observe.figures import LOOP
 from hybridloader.observe.program_block import ProgramBlock, numbered
-from hybridloader.observe.reporting import Follower
 from hybridloader.observe.stats import Stats
-from hybridloader.observe.thread_times import LoopWaits
 
 SHOWN = 12
 """Maximum number of loaders to show, the latest ones."""
@@ -149,24 +147,3 @@ class Watch(ProgramBlock):
                 self._write()
             except (OSError, ValueError):  # the terminal is gone
                 return
-
-
-class WatchedEpochs(Follower):
-    """Epochs of one loader or pipeline, which `watch` shows as `name` and recognises by `key`."""
-
-    def __init__(self, watch: Watch, name: str, key: Hashable) -> None:
-        self._watch, self._name, self._key = watch, name, key
-
-    def begin(self, loop: LoopWaits, stats: Callable[[], Stats]) -> None:
-        self._watch.see(self._name, self._key, stats)
-
-    def due(self) -> None:
-        """Do nothing: the watch's thread asks for the statistics."""
-
-    def end(self, *, finished: bool) -> None:
-        self._watch.look(self._key)
-
-
-def running_watch() -> Watch | None:
-    """Return the watch that runs in this process, or None."""
-    return Watch.running()

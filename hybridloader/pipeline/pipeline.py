@@ -27,7 +27,7 @@ from hybridloader.running.placement import Placement, in_keywords
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
-    from hybridloader.observe.reporting import Observe
+    from hybridloader.observe.observation import Observe
     from hybridloader.running.placement import Where
     from hybridloader.running.run import Epochs, Run
 
@@ -218,7 +218,7 @@ class Pipeline(Steps):
         StateError
             The pipeline can't resume from `state`.
         """
-        from hybridloader.observe.reporting import check_observe
+        from hybridloader.observe.observation import check_observe
         from hybridloader.running.run import Run, executor_of
         from hybridloader.running.state import checked
 
@@ -382,7 +382,7 @@ class Pipeline(Steps):
         return cast("Self", Pipeline(operators))
 
 
-_CHOOSER = "hybridloader.tuning.auto"
+_CHOOSER = "hybridloader.tuning.tune"
 
 _MOST_CALLS = 600
 """Greatest depth of nested calls for running a pipeline. The loop around it needs some of the 1,000

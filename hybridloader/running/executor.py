@@ -34,8 +34,8 @@ from hybridloader.fetching.item_steps import WorkFetch
 from hybridloader.fetching.on_error import ErrorBudget, FailureLog
 from hybridloader.fetching.readers import MapFetch, ReadersFetch
 from hybridloader.fetching.shards import ShardDivision, readers_share_of
+from hybridloader.observe.measures import StageMeasures
 from hybridloader.observe.observation import Observation
-from hybridloader.observe.stage_measures import StageMeasures
 from hybridloader.running.flow import ReaderItems, RelayDepth, StageItems
 from hybridloader.running.operator import Chain, Mark
 from hybridloader.running.plan import (
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from hybridloader._support.threads import Waits
     from hybridloader.engine.meter import TaskParts
     from hybridloader.memory.page_locks import PageLocks
-    from hybridloader.observe.reporting import Observe
+    from hybridloader.observe.observation import Observe
     from hybridloader.seeding.sample_rng import SampleRng
 
 

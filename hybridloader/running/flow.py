@@ -42,7 +42,7 @@ from hybridloader.fetching.on_error import (
     alike,
     not_needed,
 )
-from hybridloader.observe.stage_measures import StageMeasures
+from hybridloader.observe.measures import StageMeasures
 from hybridloader.running.ledger import ONE_EACH, Counts, Ledger
 from hybridloader.running.operator import Needed, OperatorIterator
 from hybridloader.running.reader_log import ReaderLog, ReaderStarts, Turn

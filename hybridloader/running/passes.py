@@ -22,7 +22,7 @@ from hybridloader.engine.meter import TaskParts
 from hybridloader.engine.relay import Relay
 from hybridloader.errors import StateError
 from hybridloader.fetching.on_error import Skipped
-from hybridloader.observe.stage_trace import LocalSlices
+from hybridloader.observe.tracing import LocalSlices
 from hybridloader.running.executor import Executor, shard_division
 from hybridloader.running.flow import (
     Dropping,

@@ -18,8 +18,7 @@ from hybridloader.engine.contract import close_once, closed_with, park_at_exit
 from hybridloader.engine.relay import Relay, RelayQueue
 from hybridloader.errors import IteratorClosed, StateError
 from hybridloader.fetching.on_error import Skipped
-from hybridloader.observe.observation import asked
-from hybridloader.observe.reporting import Observe, check_observe
+from hybridloader.observe.observation import Observe, asked, check_observe
 from hybridloader.observe.stats import Stats
 from hybridloader.running.executor import Executor
 from hybridloader.running.flow import Withheld

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from hybridloader.engine.worker_table import workers_table
 from hybridloader.fetching.readers import MapFetch
+from hybridloader.observe.measures import LoopWaits, record_of_caller, record_of_relay
 from hybridloader.observe.observation import Asked, Observation
 from hybridloader.observe.recording import CoroutineUse, Faults, StageRecord
 from hybridloader.observe.stats import Stats
-from hybridloader.observe.thread_times import LoopWaits, record_of_caller, record_of_relay
 from hybridloader.observe.watching import SameObject
 from hybridloader.running.operator import Chain
 from hybridloader.running.plan import InlineNode, Node, OperatorNode, RelayNode, WorkerNode

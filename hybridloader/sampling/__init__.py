@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from hybridloader._support.lazily import lazily
 
 if TYPE_CHECKING:
+    from hybridloader.sampling.batching import BucketBatchSampler as BucketBatchSampler
+    from hybridloader.sampling.batching import TokenBudgetBatchSampler as TokenBudgetBatchSampler
     from hybridloader.sampling.blocks import BlockShuffleSampler as BlockShuffleSampler
-    from hybridloader.sampling.bucket import BucketBatchSampler as BucketBatchSampler
-    from hybridloader.sampling.budget import TokenBudgetBatchSampler as TokenBudgetBatchSampler
     from hybridloader.sampling.distributed import (
         DistributedShuffleSampler as DistributedShuffleSampler,
     )
@@ -24,9 +24,8 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = lazily(
     __name__,
     {
+        "batching": "BucketBatchSampler TokenBudgetBatchSampler",
         "blocks": "BlockShuffleSampler",
-        "bucket": "BucketBatchSampler",
-        "budget": "TokenBudgetBatchSampler",
         "distributed": "DistributedShuffleSampler",
         "permutation": "Permutation",
         "resumable": "ResumableSampler",

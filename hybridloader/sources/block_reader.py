@@ -79,27 +79,37 @@ class Fetched(NamedTuple):
     """Number after that of the last sample."""
 
 
+_Place = tuple[int, int, int]
+"""Shard of a block, its first sample there, and the one after its last."""
+
+
+def _place_of(starts: array[int], shard_ends: array[int], number: int) -> _Place:
+    """Return the place of a block; `starts` are the first samples of all."""
+    start, stop = starts[number : number + 2]
+    shard = bisect_right(shard_ends, start)
+    before = shard_ends[shard - 1] if shard else 0
+    return shard, start - before, stop - before
+
+
 class _Block:
-    """A block of a plan. Its fields change under the lock of the reader; `data` is set once."""
+    """A block of a plan. Its fields change under the lock of the reader; `found` is set once."""
 
     __slots__ = (
-        *("chunk", "data", "dropped", "failure", "fetched", "left", "place"),
-        *("size", "started", "stop", "uses", "written"),
+        *("chunk", "fetched", "found", "holders", "left"),
+        *("place", "size", "started", "stop", "uses"),
     )
 
-    def __init__(self, place: tuple[int, int, int], size: int) -> None:
-        self.place = place  # shard, first sample, and the sample after the last
+    def __init__(self, place: _Place, size: int) -> None:
+        self.place = place
         self.left = place[2] - place[1]  # samples not read yet
         self.size = size  # bytes, fetched or reserved; -1: unknown
         # Samples planned and not read; number of the last part of the order that has one.
         self.uses = self.chunk = 0
         self.stop = 0  # samples of the order up to the end of that part
         self.started = False  # a thread fetches it or has fetched it
-        self.written = True  # False: fetched, and its thread still writes it into the cache
-        self.dropped = False  # dropped before it was written; its bytes count until it is written
-        self.fetched = threading.Event()  # also set after a failure
-        self.data: Any = None
-        self.failure: _Failure | None = None
+        self.fetched = threading.Event()
+        self.found: Any = None  # then its data, or a `_Failure`; None: in the cache, for others
+        self.holders = 1  # of its bytes: the plan, and a thread that writes them into the cache
 
 
 class _Failure:
@@ -135,7 +145,7 @@ class _Plan:
         starts: array[int],
         shard_ends: array[int],
         order: Iterator[Ints],
-        size_of: Callable[[int, int, int], int],
+        size_of: Callable[..., int],
     ) -> None:
         self.starts, self.process = starts, os.getpid()
         self._shard_ends, self._size_of = shard_ends, size_of
@@ -166,10 +176,7 @@ class _Plan:
     def _note(self, number: int, uses: int) -> None:
         if number not in self._seen:
             self._seen.add(number)
-            start, stop = self.starts[number : number + 2]
-            shard = bisect_right(self._shard_ends, start)
-            before = self._shard_ends[shard - 1] if shard else 0
-            place = shard, start - before, stop - before
+            place = _place_of(self.starts, self._shard_ends, number)
             made = self.blocks[number] = _Block(place, self._size_of(*place))
             self.queue.append(made)
         block = self.blocks.get(number)
@@ -194,11 +201,12 @@ class _Plan:
         self.held += size
 
     def drop(self, number: int) -> None:
-        block = self.blocks.pop(number)
-        if block.written:
+        self.release(self.blocks.pop(number))
+
+    def release(self, block: _Block) -> None:
+        block.holders -= 1
+        if not block.holders:
             self.held -= block.size
-        else:
-            block.dropped = True
 
     def make_room(self, size: int, limit: int) -> bool:
         """Drop blocks of which some samples never come: a run was resumed, or ranks share a block."""
@@ -241,6 +249,7 @@ class BlockReader:
         warns: bool = True,
     ) -> None:
         self._shard_ends, self._limit, self._warns = shard_ends, limit, warns
+        self._shards = array("q", [0, *shard_ends])  # blocks, if no sampler announces any
         self._lock = threading.Lock()
         # All the mutable state:
         self._cache = cache
@@ -348,22 +357,23 @@ class BlockReader:
         if not block.fetched.is_set():
             if not plan.begun:  # not in `begin`: a program may ask for an order only
                 self._fill(source)
-                plan.begun = (
-                    True  # so late that no thread finds its block not started, and fetches it
-                )
+                plan.begun = True  # not sooner: no thread shall find its block not started
             with self._lock:
                 mine = not block.started
                 if mine:
                     plan.start(block, self._size(block))
             if mine:
                 self._fetch(source, plan, block)
-            self._wait(source, block)
-        if block.failure is not None:
-            block.failure.raise_once(index)
-            return None
-        data = block.data
-        if data is None:  # other processes fetched it
+            began = perf_counter()
+            block.fetched.wait()
+            if counting():
+                count(source.shard_names[block.place[0]], waited=perf_counter() - began)
+        data = block.found
+        if data is None:  # for other processes
             return self._unplanned(source, index)
+        if type(data) is _Failure:
+            data.raise_once(index)
+            return None
         with self._lock:
             block.left -= samples
             block.uses -= samples
@@ -373,14 +383,6 @@ class BlockReader:
         if done:
             self._fill(source)
         return Fetched(data, *block.place[1:])
-
-    def _wait(self, source: Source, block: _Block) -> None:
-        if not counting():
-            block.fetched.wait()
-            return
-        began = perf_counter()
-        block.fetched.wait()
-        count(source.shard_names[block.place[0]], waited=perf_counter() - began)
 
     def advance(self, source: Source, samples: int) -> None:
         """Note that the sampler gave out so many more samples."""
@@ -396,23 +398,16 @@ class BlockReader:
         if self._cache is None:
             self._count_alone()
             return None
-        starts = self._starts
-        if starts:
-            number = bisect_right(starts, index) - 1
-            start, stop = starts[number : number + 2]
-            shard = bisect_right(self._shard_ends, start)
-            before = self._shard_ends[shard - 1] if shard else 0
-        else:  # without a sampler's blocks, each shard is one
-            number = shard = bisect_right(self._shard_ends, index)
-            start = before = self._shard_ends[shard - 1] if shard else 0
-            stop = self._shard_ends[shard]
+        starts = self._starts or self._shards
+        number = bisect_right(starts, index) - 1
+        place = _place_of(starts, self._shard_ends, number)
         data = self._open.get(number)
         if data is None:
             failure = self._failed.get(number)
             if failure is not None and not failure.raise_once(index):
                 self._failed.pop(number, None)
             try:
-                data = self._bytes_of(source, (shard, start - before, stop - before))
+                data = self._bytes_of(source, place)
             except Exception as error:
                 failure = self._failed[number] = _Failure(error)
                 failure.raise_once(index)
@@ -421,12 +416,12 @@ class BlockReader:
                 self._open[number] = data
                 while len(self._open) > 2 * self._window:
                     self._open.popitem(last=False)
-        return Fetched(data, start - before, stop - before)
+        return Fetched(data, *place[1:])
 
     def _bytes_of(
         self,
         source: Source,
-        place: tuple[int, int, int],
+        place: _Place,
         early: Callable[[Any], object] | None = None,
     ) -> Any:
         if self._cache is None:
@@ -519,26 +514,26 @@ class BlockReader:
 
         Its samples can be read before it is in the cache, unless other processes read them there.
         """
-        early = None if self._sent else partial(self._have, plan, block, written=False)
+        early = None if self._sent else partial(self._have, plan, block, writes=True)
+        found: Any
         try:
-            data = self._bytes_of(source, block.place, early)
-            if not block.fetched.is_set():
-                self._have(plan, block, data)
+            found = self._bytes_of(source, block.place, early)
         except Exception as error:
-            if not block.fetched.is_set():
-                block.failure = _Failure(error)
-                self._have(plan, block, b"")
-        with self._lock:
-            block.written = True
-            if block.dropped:
-                plan.held -= block.size
+            found = _Failure(error)
+        if not block.fetched.is_set():
+            self._have(plan, block, found)
+        else:  # it is written, or can't be
+            with self._lock:
+                plan.release(block)
 
-    def _have(self, plan: _Plan, block: _Block, data: Any, *, written: bool = True) -> None:
+    def _have(self, plan: _Plan, block: _Block, found: Any, *, writes: bool = False) -> None:
+        failed = type(found) is _Failure
+        size = 0 if failed else len(found)
         with self._lock:
-            plan.held += len(data) - block.size
-            block.size, block.written = len(data), written
-            self._largest = max(self._largest, block.size)
-        block.data = None if self._sent else data
+            plan.held += size - block.size
+            block.size, block.holders = size, block.holders + writes
+            self._largest = max(self._largest, size)
+        block.found = None if self._sent and not failed else found
         block.fetched.set()
 
 

@@ -13,8 +13,8 @@ from hybridloader._support.arguments import flag
 from hybridloader._support.user_objects import add_note
 from hybridloader.errors import SourceError
 from hybridloader.sources.listing import Root, Urls, list_files
-from hybridloader.sources.patience import RETRY
 from hybridloader.sources.shards import Shards
+from hybridloader.sources.store import RETRY
 from hybridloader.sources.texts import Texts
 
 Decode = Literal["bytes", "text"] | Callable[[bytes], Any]

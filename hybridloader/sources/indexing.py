@@ -18,12 +18,9 @@ from typing import Any, NamedTuple
 from hybridloader._support import system
 from hybridloader._support.text import warn_once
 from hybridloader.memory.limits import local_rank, ranks_here
-from hybridloader.sources.headers import open_headers
-from hybridloader.sources.kept import MANIFEST
 from hybridloader.sources.listing import Urls, list_files
-from hybridloader.sources.patience import RETRY
-from hybridloader.sources.store import Stamp, Store, each
-from hybridloader.sources.tar_index import TarIndex, load_index, make_index, save_index
+from hybridloader.sources.store import MANIFEST, RETRY, Stamp, Store, each
+from hybridloader.sources.tar_index import Headers, TarIndex, load_index, make_index, save_index
 
 fcntl = system.module("fcntl")  # None on Windows: each process makes the indices that are missing
 
@@ -101,7 +98,8 @@ def _index_of(wanted: Wanted, kept: str | None) -> TarIndex:
 
 def _made(store: Store, path: str, stamp: Stamp) -> TarIndex:
     name = store.name(path)
-    with open_headers(store, path, stamp) as file:
+    whole = store.is_local or stamp.size < 0
+    with store.open(path) if whole else Headers(store, path, stamp.size) as file:
         try:
             return make_index(name, file, stamp)
         except Exception as error:

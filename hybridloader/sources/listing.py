@@ -13,9 +13,7 @@ from typing import Any, NamedTuple
 
 from hybridloader._support.arguments import seconds
 from hybridloader.errors import CacheError, SourceError
-from hybridloader.sources.kept import write_whole
-from hybridloader.sources.patience import RETRY
-from hybridloader.sources.store import Store, fsspec_module, is_local
+from hybridloader.sources.store import RETRY, Store, fsspec_module, is_local, write_whole
 
 VERSION = 1
 """Version of a kept listing."""

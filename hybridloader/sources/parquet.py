@@ -16,15 +16,12 @@ from hybridloader._support.arguments import flag, whole
 from hybridloader.errors import SourceError
 from hybridloader.sources.block_reader import AHEAD
 from hybridloader.sources.block_reader import CACHE as DISK
-from hybridloader.sources.columns import Columns, Ints, pyarrow_modules
-from hybridloader.sources.finder import Finder
+from hybridloader.sources.columns import Columns, Ints, Part, Selection, pyarrow_modules
 from hybridloader.sources.listing import Root, Urls, list_files
-from hybridloader.sources.patience import RETRY
 from hybridloader.sources.per_worker import PerWorker
 from hybridloader.sources.row_groups import ParquetFile, RowGroups
-from hybridloader.sources.selection import Part, Selection
 from hybridloader.sources.shards import Shards
-from hybridloader.sources.store import each
+from hybridloader.sources.store import RETRY, each
 
 CACHE = 256 << 20
 """Bytes of decoded row groups that a process keeps."""
@@ -175,7 +172,7 @@ class Parquet(Shards[Any]):
         """Return file, number and rows of each row group that has rows."""
 
         def described(file: ParquetFile) -> tuple[Any, list[tuple[int, int]] | Exception]:
-            with file.open() as (_, fragment, _):
+            with file.open() as (_, _, fragment, _):
                 try:
                     return fragment.physical_schema, self._counted(file, fragment)
                 except Exception as error:  # a missing column explains it better
@@ -377,6 +374,35 @@ class Parquet(Shards[Any]):
         return default_collate(samples)
 
 
+class Finder:
+    """Search of intervals that follow each other from 0 on, for many numbers in any order.
+
+    A table has the interval of every 2**k-th number, so a search begins at most a few intervals before
+    its end. 4,096 numbers in random order take 15 us, and 90 with `numpy.searchsorted`.
+
+    Parameters
+    ----------
+    stops
+        Numbers that follow the last one of each interval; none is empty.
+    """
+
+    def __init__(self, stops: Ints) -> None:
+        self._stops = stops
+        count = int(stops[-1]) if len(stops) else 0
+        self._shift = max(0, (count // (4 * max(1, len(stops)))).bit_length() - 1)
+        known = np.arange(0, count, 1 << self._shift)
+        # The smallest type that holds the numbers: 16-bit ones sort in a tenth of the time.
+        kind = np.min_scalar_type(len(stops))
+        self._first: npt.NDArray[Any] = np.searchsorted(stops, known, "right").astype(kind)
+
+    def find(self, numbers: Ints) -> npt.NDArray[Any]:
+        """Return the interval of each number; all must lie in one."""
+        found: npt.NDArray[Any] = self._first[numbers >> self._shift]
+        while (past := numbers >= self._stops[found]).any():
+            found += past
+        return found
+
+
 def _folder_columns(roots: Sequence[Root]) -> list[dict[str, Any]]:
     """Return the columns in the names of folders: for each file, scalars of pyarrow by name.
 
@@ -388,7 +414,8 @@ def _folder_columns(roots: Sequence[Root]) -> list[dict[str, Any]]:
     for root in roots:
         for path in root.paths:
             parts = path[len(root.folder) :].split("/")[:-1]
-            found.append(dict(map(unquote, part.split("=", 1)) for part in parts if "=" in part))
+            pairs = (part.split("=", 1) for part in parts if "=" in part)
+            found.append({unquote(name): unquote(value) for name, value in pairs})
             if found[-1].keys() != found[0].keys():
                 here, there = (", ".join(one) or "none" for one in (found[-1], found[0]))
                 raise SourceError(

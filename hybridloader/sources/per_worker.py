@@ -148,15 +148,14 @@ def _received(key: bytes, open: Callable[[], T], options: dict[str, Any]) -> Per
 class _Opened(Generic[T]):
     """An open handle, which knows in which process."""
 
-    __slots__ = ("__weakref__", "_close", "_pid", "handle", "is_open", "outside", "users")
+    __slots__ = ("__weakref__", "_close", "_pid", "handle", "is_open", "users")
 
     def __init__(self, handle: T, close: Callable[[T], Any]) -> None:
         self._close, self._pid = close, os.getpid()
-        # All the mutable state: for a shared handle, its workers, and whether others use it.
+        # All the mutable state:
         self.handle: T | None = handle
         self.is_open = True
-        self.users: set[int] = set()
-        self.outside = False
+        self.users: set[int | None] = set()  # workers that share it; None: others
 
     def shut(self, *, inherited: bool = False) -> None:
         """Close the handle; one that is inherited only with `inherited`. Idempotent."""
@@ -198,28 +197,28 @@ class _Handles(Generic[T]):
     def shared(self, make: Callable[[], _Opened[T]]) -> T:
         """Return the handle that all threads share."""
         info = get_worker_info()
+        user = None if info is None else id(info)
         opened = self._shared
-        if opened is None or not (opened.outside if info is None else id(info) in opened.users):
-            opened = self._join(make, info)
+        if opened is None or user not in opened.users:
+            opened = self._join(make, user)
         return cast("T", opened.handle)
 
-    def _join(self, make: Callable[[], _Opened[T]], info: Any) -> _Opened[T]:
+    def _join(self, make: Callable[[], _Opened[T]], user: int | None) -> _Opened[T]:
         """Open the shared handle unless it is open, and make this worker one of its users."""
         with self._lock:
             opened = self._shared
             if opened is not None:  # in use before the next line, or a finalizer could close it
-                self._use(opened, info)
+                self._use(opened, user)
             if opened is None or not opened.is_open:
                 opened = self._shared = make()
-                self._use(opened, info)
+                self._use(opened, user)
             return opened
 
-    def _use(self, opened: _Opened[T], info: Any) -> None:
-        if info is None:
-            opened.outside = True
-        elif id(info) not in opened.users:
-            opened.users.add(id(info))
-            at_end_of_worker(partial(_leave, weakref.ref(self), id(info)))
+    def _use(self, opened: _Opened[T], user: int | None) -> None:
+        if user not in opened.users:
+            opened.users.add(user)
+            if user is not None:
+                at_end_of_worker(partial(_leave, weakref.ref(self), user))
 
     def leave(self, user: int) -> None:
         """Close the shared handle if this was the last worker that used it."""
@@ -227,16 +226,14 @@ class _Handles(Generic[T]):
             opened = self._shared
             if opened is not None:
                 opened.users.discard(user)
-                if not opened.users and not opened.outside:
+                if not opened.users:
                     self._shared = None
                     opened.shut()
 
     def close_inherited(self) -> None:
         """Close the object that was opened before the fork that made this process."""
-        for opened in (
-            self.here.opened,
-            self._shared,
-        ):  # without the lock: a fork may have copied it held
+        # Without the lock: a fork may have copied it held.
+        for opened in (self.here.opened, self._shared):
             if opened is not None:
                 opened.shut(inherited=True)
 

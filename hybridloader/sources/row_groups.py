@@ -11,7 +11,7 @@ import threading
 from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import reduce
 from itertools import accumulate
 from operator import and_
@@ -25,14 +25,22 @@ from hybridloader.sources.store import GAP, Stamp, Store
 
 
 class OpenParquet(NamedTuple):
-    """A file that is open."""
+    """A file that is open, and closed at the end of a ``with`` block."""
 
+    number: int
+    """Number of the file in the table."""
     source: Any
     """Pyarrow file."""
     fragment: Any
     """Fragment of pyarrow.dataset, with its metadata."""
     remote: _RemoteFile | None
     """The remote file that `source` reads, if it is remote."""
+
+    def __enter__(self) -> OpenParquet:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.source.close()
 
 
 class Ranges(NamedTuple):
@@ -58,37 +66,32 @@ class ParquetFile(NamedTuple):
     def name(self) -> str:
         return self.store.name(self.path)
 
-    @contextmanager
-    def open(self, what: str = "") -> Iterator[OpenParquet]:
-        """Open the file, and close it again; `what` of the file is named in errors."""
+    def open(self, what: str = "") -> OpenParquet:
+        """Open the file; `what` of it is named in errors."""
         # Not through a file system of pyarrow: that closes files late, on its threads, and reports
         # every failure of fsspec as a missing file.
         pyarrow, dataset = pyarrow_modules()
-        remote = None
+        source = remote = None
         try:
             if self.store.is_local:
                 source = pyarrow.OSFile(self.path)
             else:
                 remote = _RemoteFile(self)
                 source = pyarrow.PythonFile(remote, mode="r")
+            fields = (
+                dataset.field(name) == value if value.is_valid else dataset.field(name).is_null()
+                for name, value in self.folders.items()
+            )
+            condition = reduce(and_, fields) if self.folders else None
+            fragment = dataset.ParquetFileFormat().make_fragment(
+                source, partition_expression=condition
+            )
+            fragment.ensure_complete_metadata()
         except Exception as error:
+            if source is not None:
+                source.close()
             self.raise_named(error, what)
-        with source:
-            try:
-                fields = (
-                    dataset.field(name) == value
-                    if value.is_valid
-                    else dataset.field(name).is_null()
-                    for name, value in self.folders.items()
-                )
-                condition = reduce(and_, fields) if self.folders else None
-                fragment = dataset.ParquetFileFormat().make_fragment(
-                    source, partition_expression=condition
-                )
-                fragment.ensure_complete_metadata()
-            except Exception as error:
-                self.raise_named(error, what)
-            yield OpenParquet(source, fragment, remote)
+        return OpenParquet(self.number, source, fragment, remote)
 
     def schema(self, fragment: Any) -> Any:
         """Return the schema that a filter may name: that of the file, and the columns of its folders."""
@@ -160,14 +163,6 @@ class _RemoteFile:
         self.closed = True
 
 
-class _Kept(NamedTuple):
-    """A file that is kept open; its metadata has been read."""
-
-    number: int
-    opened: OpenParquet
-    stack: ExitStack  # closes it
-
-
 _LATELY, _OFTEN = 8, 16
 """Row groups dropped last that are remembered, as many as the default window of a `BlockShuffleSampler`;
 and how often one of these is decoded again before a warning."""
@@ -183,7 +178,7 @@ class RowGroups:
         self._limit = limit
         self._lock = threading.Lock()
         # All the mutable state:
-        self._idle: list[_Kept] = []  # unused files, the most recently used one last
+        self._idle: list[OpenParquet] = []  # unused files, the most recently used one last
         self._closed = False
         self._entries: OrderedDict[tuple[int, int], _Entry] = OrderedDict()
         self._bytes = self._largest = 0  # of all row groups, and of the largest one so far
@@ -280,7 +275,7 @@ class RowGroups:
     ) -> Columns:
         what = f"row group {group}"
         ranges = None if data is None else self.ranges(file, group, columns)
-        with self._opened(file, what) as (source, fragment, remote):
+        with self._opened(file, what) as (_, source, fragment, remote):
             try:
                 if remote is not None:
                     remote.fetched = None if ranges is None else (ranges, data)
@@ -310,32 +305,23 @@ class RowGroups:
 
         pyarrow reads an open file for one thread at a time, so each reader opens the file.
         """
-        kept = self._taken(file.number)
+        with self._lock:
+            at = [one.number for one in self._idle][::-1]
+            kept = self._idle.pop(-1 - at.index(file.number)) if file.number in at else None
         if kept is None or file.store.is_local:  # checking a remote file takes a request
             self._check_unchanged(file)
-        if kept is None:
-            stack = ExitStack()
-            kept = _Kept(file.number, stack.enter_context(file.open(what)), stack)
-        with ExitStack() as unless_done:
-            unless_done.push(kept.stack)
-            yield kept.opened
-            unless_done.pop_all()
-        self._give_back(kept)
-
-    def _taken(self, number: int) -> _Kept | None:
+        opened = kept or file.open(what)
+        try:
+            yield opened
+        except BaseException:
+            opened.source.close()
+            raise
         with self._lock:
-            for at in reversed(range(len(self._idle))):
-                if self._idle[at].number == number:
-                    return self._idle.pop(at)
-        return None
-
-    def _give_back(self, kept: _Kept) -> None:
-        with self._lock:
-            self._idle.append(kept)
+            self._idle.append(opened)
             more = len(self._idle) - (0 if self._closed else _OPEN)
             surplus = [self._idle.pop(0) for _ in range(more)]
         for one in surplus:
-            one.stack.close()
+            one.source.close()
 
     @staticmethod
     def _check_unchanged(file: ParquetFile) -> None:
@@ -354,7 +340,7 @@ class RowGroups:
             self._bytes = 0
             idle, self._idle = self._idle, []
         for one in idle:
-            one.stack.close()
+            one.source.close()
 
 
 def _ranges_of(row_group: Any, columns: Sequence[str]) -> Ranges:

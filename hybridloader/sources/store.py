@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 import sys
 import threading
 import zipfile
@@ -14,19 +15,34 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
-from time import perf_counter
+from time import monotonic, perf_counter, sleep
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from hybridloader._support import system
 from hybridloader._support.store_use import count, counting
 from hybridloader._support.user_objects import add_note, attribute, described
 from hybridloader.errors import SourceError, StoreError
-from hybridloader.sources.patience import RETRY, patiently, status_may_pass
 from hybridloader.sources.per_worker import PerWorker
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+MANIFEST = "_pack.json"
+"""Name of the file that describes the pack in a folder of shards."""
+
+RETRY = 60.0
+"""Seconds from the first failure of a request in which it is retried."""
+
+_FIRST, _LONGEST = 0.1, 4.0
+"""Seconds of the first and of the longest pause, at most; each pause is twice the one before."""
+
+_PASSING = {408, 425, 429, 500, 502, 503, 504}
+"""HTTP status codes after which a retry may succeed."""
+
+_jitter = random.SystemRandom()
+"""Shared with no fork. It leaves the state of `random` unchanged."""
 
 _FOR_GOOD = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 """Errors that a retry would meet again; they stay unchanged."""
@@ -219,12 +235,29 @@ class Store:
         # A local name such as zip::b is no chain, which the file system of its "URL" would be.
         if counting() and not self.is_local:
             call = _counted(call, self._url)
-        return patiently(self._retry, call, self._may_pass)
+        # The pauses are random ("full jitter"), so that workers which failed together do not come back
+        # together. None begins that would end more than `_retry` seconds after the first failure.
+        longest, until = _FIRST, None
+        while True:
+            try:
+                return call()
+            except Exception as error:
+                now = monotonic()
+                until = now + self._retry if until is None else until
+                pause = _jitter.uniform(longest / 10, longest)
+                if now + pause > until or not self._may_pass(error):
+                    raise
+            sleep(pause)
+            longest = min(2 * longest, _LONGEST)
 
     def _may_pass(self, error: Exception) -> bool:
         if isinstance(error, WrongLength) and error.times >= _SHORT:
             return False
-        return isinstance(self._named(error, ""), StoreError) and status_may_pass(error)
+        if not isinstance(self._named(error, ""), StoreError):
+            return False
+        statuses = (attribute(one, "status") for one in (error, attribute(error, "__cause__")))
+        status = next((one for one in statuses if isinstance(one, int)), None)
+        return status is None or status in _PASSING
 
     def raise_named(self, error: Exception, path: str, what: str = "") -> NoReturn:
         """Raise `error`, or a hybridloader error in its place, that names the file and `what` of it."""
@@ -366,6 +399,20 @@ def _with_connections(url: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _stamp_of(stat: os.stat_result) -> Stamp:
     return Stamp(stat.st_size, f"mtime {stat.st_mtime_ns}")
+
+
+def write_whole(path: str, data: Any) -> None:
+    """Write a local file at once or not at all; a link at `path` is replaced, not written through."""
+    beside = f"{path}.{os.urandom(6).hex()}"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | system.BINARY
+    try:
+        with open(os.open(beside, flags, 0o666), "wb") as file:
+            file.write(data)
+        os.replace(beside, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(beside)
+        raise
 
 
 class _LocalFile:

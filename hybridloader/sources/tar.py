@@ -16,9 +16,8 @@ from hybridloader.errors import SourceError
 from hybridloader.sources.block_reader import AHEAD, CACHE
 from hybridloader.sources.indexing import archives, indexed
 from hybridloader.sources.listing import Urls
-from hybridloader.sources.patience import RETRY
 from hybridloader.sources.shards import Shards
-from hybridloader.sources.store import GAP
+from hybridloader.sources.store import GAP, RETRY
 from hybridloader.sources.tar_index import BLOCK, TarIndex, header_sum
 from hybridloader.sources.texts import Texts
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import tarfile
 import zipfile
@@ -20,14 +21,24 @@ import numpy as np
 import numpy.typing as npt
 
 from hybridloader.errors import SourceError
-from hybridloader.sources.kept import write_whole
-from hybridloader.sources.store import Stamp
+from hybridloader.sources.store import Stamp, Store, write_whole
 
 VERSION = 2
 """Version of a kept index."""
 
 BLOCK = 512
 """Bytes of a header. Members are padded to a multiple of it."""
+
+_FIRST = 256 << 10
+"""Bytes of the first read of a remote archive, which shows the sizes of members."""
+
+_LEAP = 512 << 10
+"""Mean distance of headers, in bytes, above which each header is read separately: a request takes about
+as long as half a MiB takes to arrive."""
+
+_SMALL, _LARGE = 16 << 10, 8 << 20
+"""Bytes of a read of one header, with the small members after it (a class, a text); and of a read if
+headers are close to each other."""
 
 _NAME = re.compile(r"((?:.*/|)[^./]+)[.]([^/]*)", re.DOTALL)
 """Key and extension, as in webdataset: the name is cut at the first dot after the last slash. Names that
@@ -80,6 +91,44 @@ class TarIndex:
     size: Ints
     header: Ints
     ignored: int
+
+
+class Headers(io.RawIOBase):
+    """A remote archive that is read from its beginning on by leaps: only the parts that are read."""
+
+    def __init__(self, store: Store, path: str, size: int) -> None:
+        self._store, self._path, self._size = store, path, size
+        # All the mutable state:
+        self._at = self._reads = 0
+        self._start, self._data = 0, b""  # the part that was fetched last
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + (0, self._at, self._size)[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1, /) -> bytes:
+        self._reads += 1
+        start = self._at
+        stop = self._size if size < 0 else min(start + size, self._size)
+        if stop <= start:
+            return b""
+        if not self._start <= start <= stop <= self._start + len(self._data):
+            members = self._reads / 3  # tarfile and the index read three times for each member
+            ahead = _SMALL if start > members * _LEAP else _LARGE
+            end = min(max(stop, start + (ahead if self._data else _FIRST)), self._size)
+            self._data = self._store.remote_range(self._path, start, end)
+            self._start = start
+        self._at = stop
+        return self._data[start - self._start : stop - self._start]
 
 
 def header_sum(block: bytes | memoryview) -> int:

@@ -22,9 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from hybridloader._support.arguments import one_of, whole
 from hybridloader._support.user_objects import add_note
-from hybridloader.sources.kept import MANIFEST
 from hybridloader.sources.shard_files import ParquetFile, TarFile
-from hybridloader.sources.store import Stamp, Store
+from hybridloader.sources.store import MANIFEST, Stamp, Store
 from hybridloader.sources.tar_index import make_index, packed_index
 
 if TYPE_CHECKING:
@@ -44,6 +43,8 @@ _AT_ONCE = 8
 
 _PART = ".part-"
 """Prefix of the names of local files that are being written."""
+
+_EMPTY = "the source has no samples"
 
 Report = Callable[[int, int, str], object]
 
@@ -197,9 +198,10 @@ class ShardWriter:
         ``bytes_per_shard``), and other marks of the source.
         """
         one_of("format", form, ("tar", "parquet"))
-        self._samples, self._total = plan.get("samples"), plan.get("shards")
-        self._most_samples = plan.get("samples_per_shard")
-        self._most_bytes = plan.get("bytes_per_shard", BYTES)
+        self._samples: int = plan.get("samples", 0)
+        self._total: int | None = plan.get("shards")
+        self._most_samples: int | None = plan.get("samples_per_shard")
+        self._most_bytes: int = plan.get("bytes_per_shard", BYTES)
         self._folder = _Folder(url, options)
         self._form, self._plan = form, {"format": form, **plan}
         # All the mutable state:
@@ -283,7 +285,7 @@ class ShardWriter:
             return self.written == self._samples * (self.shards + 1) // self._total
         if self._most_samples is not None:
             return shard.samples == self._most_samples
-        return bool(shard.size >= self._most_bytes)
+        return shard.size >= self._most_bytes
 
     def _end_shard(self) -> None:
         shard = self._shard
@@ -413,16 +415,43 @@ def pack(
         raise ValueError(f"pass only one of {', '.join(given)}")
     one_of("format", format, ("tar", "parquet"))
     workers = whole("workers", workers, 1)
-    encode = encode or _as_it_is
-    even = hasattr(source, "__len__") and hasattr(source, "__getitem__")
-    if not even and shards is not None:
+    encode = encode or (lambda sample: sample)
+    if hasattr(source, "__len__") and hasattr(source, "__getitem__"):
+        plan, samples = _dataset(source, encode, format, schema, given, workers)
+    elif shards is None:
+        plan, samples = _iterable(source, encode, given)
+    else:
         raise ValueError(
             "shards= needs a source with len(); for an iterable, pass samples_per_shard= or "
             "bytes_per_shard="
         )
-    count = len(source) if even else 0
-    samples: Iterator[Any] = iter(()) if even else map(encode, source)
-    tried = [*islice(samples, 1)]
+    writer = ShardWriter.__new__(ShardWriter)
+    writer._begin(url, format, schema, plan, storage_options or {}, True)
+    total = plan.get("shards", 0)
+    report(writer.shards, total, "")
+    with writer:
+        for sample in samples(writer.written):
+            before = writer.shards
+            writer.write(sample)
+            if writer.shards != before:
+                report(writer.shards, total, "")
+    report(writer.shards, writer.shards, "")
+    return writer._counts
+
+
+Samples = Callable[[int], Iterator[Any]]
+"""Function that returns the samples from a number on."""
+
+
+def _dataset(
+    source: Any,
+    encode: Callable[[Any], Any],
+    form: str,
+    schema: Any,
+    given: Mapping[str, int],
+    workers: int,
+) -> tuple[dict[str, Any], Samples]:
+    """Return the plan of a pack with even shards, and its samples."""
 
     def sample(number: int) -> Any:
         try:
@@ -431,35 +460,31 @@ def pack(
             add_note(error, f"packing sample {number}")
             raise
 
-    if even:
-        steps = min(count, _TRIED)
-        tried = [sample(number * count // steps) for number in range(steps)]
-    if not tried:
-        raise ValueError("the source has no samples")
-    plan = {"first": zlib.crc32(repr(tried[0]).encode("utf-8", "replace")), **given}
-    if even:
-        total = min(_shards_of(count, given, format, schema, tried), count)
-        plan = {"samples": count, "first": plan["first"], "shards": total}
-    writer = ShardWriter.__new__(ShardWriter)
-    writer._begin(url, format, schema, plan, storage_options or {}, True)
-    if even:
-        report(writer.shards, total, "")
-        samples = _read(sample, range(writer.written, count), workers)
-    else:
-        samples = islice(chain(tried, samples), writer.written, None)
-    del tried
-    with writer:
-        for one in samples:
-            before = writer.shards
-            writer.write(one)
-            if writer.shards != before:
-                report(writer.shards, plan.get("shards", 0), "")
-    report(writer.shards, writer.shards, "")
-    return writer._counts
+    count = len(source)
+    if not count:
+        raise ValueError(_EMPTY)
+    steps = min(count, _TRIED)
+    tried = [sample(number * count // steps) for number in range(steps)]
+    total = min(_shards_of(count, given, form, schema, tried), count)
+    plan = {"samples": count, "shards": total, "first": _checksum(tried[0])}
+    return plan, lambda start: _read(sample, range(start, count), workers)
 
 
-def _as_it_is(sample: Any) -> Any:
-    return sample
+def _iterable(
+    source: Any, encode: Callable[[Any], Any], given: Mapping[str, int]
+) -> tuple[dict[str, Any], Samples]:
+    """Return the plan of a pack whose shards are filled in turn, and its samples."""
+    items = map(encode, source)
+    first = [*islice(items, 1)]
+    if not first:
+        raise ValueError(_EMPTY)
+    plan = {**given, "first": _checksum(first[0])}
+    return plan, lambda start: islice(chain(first, items), start, None)
+
+
+def _checksum(sample: Any) -> int:
+    """Return a checksum of the first sample, by which another source is noticed."""
+    return zlib.crc32(repr(sample).encode("utf-8", "replace"))
 
 
 def _shards_of(

@@ -21,8 +21,7 @@ from hybridloader.engine.messages import (
 )
 from hybridloader.engine.worker_info import get_worker_info
 from hybridloader.memory.page_locks import PageLocks
-from hybridloader.testing.driving import Running
-from hybridloader.testing.tools import DEADLINE, Gate
+from hybridloader.testing.tools import DEADLINE, Gate, Running
 from hybridloader.testing.work import (
     Call,
     Count,

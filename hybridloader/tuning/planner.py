@@ -233,10 +233,7 @@ class Search:
 
     def _fastest(self) -> Trial | None:
         good = self.good
-        enough = [trial for trial in good if self.keeps_up(trial)]
-        if enough:
-            return min(enough, key=lambda trial: price(trial.plan))
-        return good[0] if good else None
+        return self.best if any(map(self.keeps_up, good)) else next(iter(good), None)
 
     def _all(self, place: Place) -> Plan:
         """Return a plan with `place` for each stage."""
@@ -273,56 +270,50 @@ class Search:
         if source is None or not source.stages:
             return
         found = list(self.costs)
+        if source is not one or two is None or not two.rates or self.limits.cores < 1.5:
+            two = None
         for at, figures in enumerate(source.stages):
             if figures is None:
                 continue
             speedup = None
-            if source is one and two is not None and two.rates and self.limits.cores >= 1.5:
-                if len(self.stages) == 1:
-                    speedup = two.rate / one.rate
-                elif (second := two.stages[at] if two.stages else None) is not None:
-                    speedup = 2 * figures.busy / second.busy if second.busy > 0 else None
+            if two is not None and len(self.stages) == 1:
+                speedup = two.rate / source.rate
+            elif two is not None and two.stages:
+                second = two.stages[at]
+                if second is not None and second.busy > 0:
+                    speedup = 2 * figures.busy / second.busy
             known = figures.cpu if source.plan[at].threads == 1 else None
             found[at] = Costs(figures.busy, known, figures.bytes, speedup, self.gil)
         self.costs = tuple(found)
 
     def _firsts(self) -> list[Plan]:
         """Return plans that follow from the costs: each stage by its kind."""
-        idle = self.idle
-        options = [
-            [self.start[at]] if at in idle else self._first_places(stage, cost)
-            for at, (stage, cost) in enumerate(zip(self.stages, self.costs, strict=True))
+        options = []
+        for at, (stage, cost) in enumerate(zip(self.stages, self.costs, strict=True)):
+            places = [self.start[at]] if at in self.idle else self._first_places(stage, cost)
+            options.append([stage.within(place) if place.workers else place for place in places])
+        return [
+            self._fitted(tuple(places[min(number, len(places) - 1)] for places in options))
+            for number in range(max(map(len, options), default=0))
         ]
-        longest = max(map(len, options), default=0)
-        plans = [
-            tuple(places[min(number, len(places) - 1)] for places in options)
-            for number in range(longest)
-        ]
-        placed = [
-            tuple(s.within(p) if p.workers else p for s, p in zip(self.stages, plan, strict=True))
-            for plan in plans
-        ]
-        return [self._fitted(plan) for plan in placed]
 
     def _first_places(self, stage: Stage, cost: Costs | None) -> list[Place]:
         cores = self.limits.whole_cores
         process = self._process_backend()
         if cost is None:
             return [Place("threads", max(2, cores))]
-        several = math.ceil(cores / cost.computing)
-        within = math.ceil(1 / cost.computing) if stage.threads_inside else 1
-        many = min(several, FIRST, self.limits.most_concurrent(cost))
-        threads = [Place("threads", max(2, many))]
-        processes = [Place(process, cores)] if process else []
         if cost.kind == "tiny":
             return [INLINE]
-        if cost.kind == "waits":
-            return threads
         if cost.kind == "releases-gil":
-            return [Place("threads", max(1, cores))]
+            return [Place("threads", cores)]
         if cost.kind == "holds-gil":
-            return processes or [Place("threads", 1)]
-        return [*threads, *([Place(process, cores, within)] if process else [])]
+            return [Place(process, cores) if process else Place("threads", 1)]
+        several = math.ceil(cores / cost.computing)
+        threads = Place("threads", max(2, min(several, FIRST, self.limits.most_concurrent(cost))))
+        if cost.kind == "waits" or process is None:
+            return [threads]
+        within = math.ceil(1 / cost.computing) if stage.threads_inside else 1
+        return [threads, Place(process, cores, within)]
 
     def _process_backend(self) -> str | None:
         """Return the backend of processes that is offered and works."""
@@ -349,42 +340,35 @@ class Search:
     def _neighbours(self, trial: Trial) -> Iterator[Plan]:
         """Yield plans beside that of `trial`: those of its busiest stage first."""
         busy = set(range(len(self.stages))).difference(self.idle)
-        order = sorted(busy, key=lambda at: -_load(trial, at))
-        if self.keeps_up(trial):  # only cheaper ones are of use
-            near = [plan for at in order for plan in self._beside(trial.plan, at)]
-            yield from (plan for plan in near if price(plan) < price(trial.plan))
-            return
-        for at in order:
-            yield from self._beside(trial.plan, at)
+        cheaper = self.keeps_up(trial)  # only cheaper ones are of use
+        for at in sorted(busy, key=lambda at: -_load(trial, at)):
+            for place in dict.fromkeys(self._beside(trial.plan[at], self.stages[at])):
+                plan = (*trial.plan[:at], place, *trial.plan[at + 1 :])
+                if not cheaper or price(plan) < price(trial.plan):
+                    yield plan
 
-    def _beside(self, plan: Plan, at: int) -> Iterator[Plan]:
-        place, stage = plan[at], self.stages[at]
+    def _beside(self, place: Place, stage: Stage) -> list[Place]:
         workers, threads = place.workers, place.threads
-        near: list[Place] = []
-        if workers:
-            quarter = max(1, workers // 4)
-            near += [place._replace(workers=2 * workers)]
-            near += [place._replace(workers=n) for n in (workers // 2, workers - quarter) if n > 0]
-            if stage.threads_inside:
-                near += [place._replace(threads=2 * threads)]
-                near += [place._replace(threads=threads // 2)] if threads > 1 else []
-                # As many threads in all, in fewer processes or in more.
-                if workers > 1:
-                    near += [place._replace(workers=workers // 2, threads=2 * threads)]
-            near += [place._replace(workers=workers + quarter)]
+        quarter = max(1, workers // 4)
+        inside = [(workers, 2 * threads), (workers, threads // 2), (workers // 2, 2 * threads)]
+        near = [
+            place._replace(workers=several, threads=each)
+            for several, each in (
+                *((2 * workers, threads), (workers // 2, threads), (workers - quarter, threads)),
+                *(inside if stage.threads_inside else ()),
+                (workers + quarter, threads),
+            )
+            if workers and several > 0 and each > 0
+        ]
         process = self._process_backend()
         cores = self.limits.whole_cores
         if place.processes:
             near += [Place("threads", place.concurrent), Place("threads", max(1, workers))]
         elif process is not None:
             count = min(cores, max(1, workers))
-            inside = max(1, place.concurrent // count) if stage.threads_inside else 1
-            near += [Place(process, cores), Place(process, count, inside)]
-        if not workers:
-            near += [Place("threads", 1)]
-        near += [INLINE]
-        for one in dict.fromkeys(near):
-            yield (*plan[:at], one, *plan[at + 1 :])
+            each = max(1, place.concurrent // count) if stage.threads_inside else 1
+            near += [Place(process, cores), Place(process, count, each)]
+        return [*near, *([] if workers else [Place("threads", 1)]), INLINE]
 
     # -- the choice in words -------------------------------------------------------------------------
 

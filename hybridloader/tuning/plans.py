@@ -6,13 +6,10 @@ Nothing here reads a clock, starts a worker or knows a loader.
 from __future__ import annotations
 
 import math
-import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
-
-from hybridloader._support import system
 
 FORKED, FRESH = 40 << 20, 250 << 20
 """Bytes of a worker process, forked and fresh: one of the latter loads the libraries of the dataset."""
@@ -26,9 +23,6 @@ average: waits do not end in turn, so that with exactly as many, CPUs are idle a
 
 MOST_THREADS = 64
 """Threads of a stage, at most."""
-
-PER_PROCESS = 8
-"""Descriptors of a worker process, at most: its connection, its sentinel, segments of its results."""
 
 IN_PROCESS = ("inline", "threads")
 
@@ -149,13 +143,7 @@ class Costs:
         return "holds-gil" if holds else "releases-gil"
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "wall": self.wall,
-            "cpu": self.cpu,
-            "bytes": self.bytes,
-            "speedup": self.speedup,
-            "kind": self.kind,
-        }
+        return asdict(self) | {"kind": self.kind}
 
 
 TINY = 100e-6
@@ -181,8 +169,6 @@ class Limits:
         CPUs; a fraction if a quota allows that.
     memory
         Bytes for results in flight and for worker processes.
-    descriptors
-        File descriptors that worker processes may take.
     backends
         Backends that are offered.
     refused
@@ -191,7 +177,6 @@ class Limits:
 
     cores: float
     memory: int = 1 << 62
-    descriptors: int = 1 << 30
     backends: tuple[str, ...] = ("inline", "threads", "fork")
     refused: Mapping[str, str] = field(default_factory=dict)
 
@@ -207,8 +192,6 @@ class Limits:
         processes = sum(place.processes for place in plan)
         if processes > self.whole_cores:
             return f"{processes} processes, and {self.cores:g} CPUs"
-        if processes * PER_PROCESS > self.descriptors:
-            return f"{processes} processes, and {self.descriptors} descriptors"
         memory = 0
         for place, stage, cost in zip(plan, stages, costs, strict=True):
             if place.backend not in self.backends:
@@ -251,7 +234,6 @@ def limits_here(cpus: float | None, memory: int | float) -> Limits:
     return Limits(
         own if cpus is None else min(own, cpus),
         Memory(limit=memory).bytes(),
-        _descriptors(),
         offered,
         refused,
     )
@@ -287,13 +269,3 @@ def _backends() -> tuple[tuple[str, ...], dict[str, str]]:
     else:
         refused["ray"] = "no cluster is connected"
     return tuple(offered), refused
-
-
-def _descriptors() -> int:
-    """Return half of the file descriptors that are left to this process."""
-    limit = system.soft_limit("RLIMIT_NOFILE")
-    try:
-        used = len(os.listdir(f"{system.PROC}/self/fd"))
-    except OSError:
-        return 1 << 10
-    return 1 << 30 if limit is None else max(0, limit - used) // 2

@@ -1,29 +1,34 @@
-"""Loaders as subjects of a tuning, by their public attributes.
+"""Loaders and pipelines as subjects of a tuning, by their public attributes.
 
-A loader is measured by another one over the same dataset, which draws from own samplers and generators.
+A loader is measured by another one over the same dataset, which draws from own samplers and
+generators; a pipeline by its own operators with other placements, while those that it joins keep theirs.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import random
+import sys
+from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils.data
 
-from hybridloader._support.user_objects import attribute
+from hybridloader._support.user_objects import attribute, has
 from hybridloader.compat.from_torch import from_torch
 from hybridloader.engine.contract import get_backend
+from hybridloader.fetching.readers import MapFetch
 from hybridloader.loader.dataloader import DataLoader
 from hybridloader.loader.plan import Options
 from hybridloader.pipeline.pipeline import Pipeline
-from hybridloader.tuning.endless import Endless
-from hybridloader.tuning.pipeline_subject import PipelineSubject
-from hybridloader.tuning.plans import Place, Plan, Stage
-from hybridloader.tuning.trials import Running, Subject
-from hybridloader.tuning.untouched import untouched_generators
+from hybridloader.running.operator import steps_in
+from hybridloader.running.placement import Placement
+from hybridloader.tuning.plans import INLINE, Place, Plan, Stage
+from hybridloader.tuning.trials import AND, Endless, Running, Subject
 
 DRAWN = 1 << 16
 """Indices, or batches of them, that are drawn from a sampler for a measurement, at most."""
@@ -111,18 +116,13 @@ class LoaderSubject(Subject):
             keywords |= {"batch_size": None, "sampler": _Again(self._drawn(ours.sampler))}
         with untouched_generators(ours, ours.dataset):
             loader = DataLoader(ours.dataset, **keywords)
-            last: list[Any] = []
-
-            def epochs() -> Iterator[Any]:
-                while True:
-                    last[:] = [iter(loader)]
-                    yield last[0]
-
+            epochs = iter(lambda: iter(loader), None)
+            running = Endless(epochs, lambda _: loader.stats(), ("DataLoader",))
             try:
-                yield Endless(epochs(), loader.stats, ("DataLoader",))
+                yield running
             finally:
-                for iterator in last:
-                    iterator.close()
+                if running.epoch is not None:
+                    running.epoch.close()
 
     def _drawn(self, sampler: Any) -> list[Any]:
         """Return indices of the loader's sampler, drawn once; its generators are as before."""
@@ -166,3 +166,185 @@ class _Again:
 
     def __iter__(self) -> Iterator[Any]:
         return itertools.cycle(self._indices)
+
+
+class _Step(NamedTuple):
+    """Step to be placed: its number in the pipeline, the operator, and a name that no other step has."""
+
+    at: int
+    work: Any
+    label: str
+
+
+class PipelineSubject(Subject):
+    """A pipeline: each function, or row of functions with equal placements, is a stage."""
+
+    name, unit = "Pipeline", "items"
+
+    def __init__(self, pipeline: Pipeline, *, only_auto: bool = False) -> None:
+        """Take a pipeline; with `only_auto`, the stages that leave their workers to a measurement."""
+        self._pipeline = pipeline
+        for operator in steps_in(pipeline):
+            if operator.read_once:
+                raise TypeError(
+                    "tune() reads the source of a pipeline several times, and this one can be read only "
+                    "once; give a function that makes it, as in from_iterable(lambda: read(file))"
+                )
+        self._groups = [
+            group for group in _groups(pipeline) if not only_auto or group[0].work.placement.auto
+        ]
+        if not self._groups:
+            raise TypeError(
+                "tune() found no step of this pipeline to place: it has no map(), filter() or "
+                "flat_map(), and its source is no slow dataset; pipelines that it joins are tuned alone"
+            )
+        firsts = [group[0].work for group in self._groups]
+        self.start = tuple(_place_of(work.placement) for work in firsts)
+        self.stages = tuple(
+            Stage(
+                AND.join([group[0].label, *(step.work.name for step in group[1:])]),
+                not work.step().concurrency and not only_auto,
+                only=place.backend if only_auto and work.placement.auto == "num_workers" else None,
+            )
+            for group, work, place in zip(self._groups, firsts, self.start, strict=True)
+        )
+
+    @contextlib.contextmanager
+    def open(self, plan: Plan, timeout: float) -> Iterator[Running]:
+        rows = [AND.join(step.label for step in group) for group in self._groups]
+        with untouched_generators(*steps_in(self._pipeline)):
+            epochs = self._placed(plan, timeout).epochs(None, seed=0, observe=True)
+            with epochs:
+                yield Endless(iter(epochs), lambda run: run.stats(), rows)
+
+    def apply(self, plan: Plan) -> Pipeline:
+        return self._placed(plan, None)
+
+    def _placed(self, plan: Plan, timeout: float | None) -> Pipeline:
+        """Return the pipeline with `plan`; with a `timeout`, for a measurement."""
+        operators = list(self._pipeline.operators)
+        for group, place, before in zip(self._groups, plan, self.start, strict=True):
+            for at, work, label in group:
+                placement: Placement = work.placement
+                if place != before:
+                    placement = _moved(placement, place)
+                placement = replace(placement, auto="")
+                if timeout is not None and not placement.inline:
+                    placement = replace(placement, timeout=timeout)
+                if placement != work.placement:
+                    work = replace(work, placement=placement)
+                if timeout is not None and label != work.name and has(work, "label"):
+                    # The name of its row in the statistics. A user's operator may have no label.
+                    work = replace(work, label=label)
+                operators[at] = work
+        if all(new is old for new, old in zip(operators, self._pipeline.operators, strict=True)):
+            return self._pipeline
+        return Pipeline(operators)
+
+    def code(self, plan: Plan) -> str:
+        lines = []
+        for stage, place in zip(self.stages, plan, strict=True):
+            if place == INLINE:
+                lines.append(f"{stage.name}: no backend")
+                continue
+            words = [f"backend={place.backend!r}"]
+            if place.workers:
+                words.append(f"num_workers={place.workers}")
+            if place.threads > 1:
+                words.append(f"threads_per_worker={place.threads}")
+            lines.append(f"{stage.name}: {', '.join(words)}")
+        return "\n".join(lines)
+
+
+def _groups(pipeline: Pipeline) -> list[list[_Step]]:
+    """Return the steps to be placed: a row with equal placements is one group."""
+    groups: list[list[_Step]] = []
+    met: Counter[str] = Counter()
+    operators = pipeline.operators
+    for at, operator in enumerate(operators):
+        if operator.placement is None or operator.step().kind == "read" or operator.cheap:
+            continue
+        met[operator.name] += 1
+        number = met[operator.name]
+        step = _Step(at, operator, operator.name + (f" #{number}" if number > 1 else ""))
+        joins = (
+            groups
+            and groups[-1][-1].at == at - 1
+            and operators[at - 1].placement == operator.placement
+            and operator.placement.fuse
+            and not operator.step().concurrency
+            and not isinstance(operators[at - 1].step().function, MapFetch)
+        )
+        if joins:
+            groups[-1].append(step)
+        else:
+            groups.append([step])
+    return groups
+
+
+def _place_of(placement: Placement) -> Place:
+    if placement.backend is None or placement.backend.in_caller:
+        return INLINE
+    return Place(placement.backend.name, placement.num_workers, placement.threads_per_worker)
+
+
+def _moved(placement: Placement, place: Place) -> Placement:
+    """Return a placement with the workers of `place`, and all other options that it may have."""
+    if place == INLINE:
+        return replace(
+            placement,
+            backend=None,
+            num_workers=1,
+            threads_per_worker=1,
+            prefetch=None,
+            buffer_bytes=None,
+            timeout=0,
+            task_timeout=0,
+            on_worker_death=None,
+        )
+    mine = placement.backend
+    backend = (
+        mine if mine is not None and mine.name == place.backend else get_backend(place.backend)
+    )
+    return replace(
+        placement,
+        backend=backend,
+        num_workers=place.workers,
+        threads_per_worker=place.threads,
+        ranks=1,
+    )
+
+
+@contextlib.contextmanager
+def untouched_generators(*holders: Any) -> Iterator[None]:
+    """Restore the generators of this process afterwards, and those that `holders` have as attributes.
+
+    They are those of `random`, of NumPy and of torch on the CPU. Samplers within samplers count, too.
+    """
+    found: dict[int, torch.Generator] = {}
+    met: set[int] = set()
+    todo = list(holders)
+    while todo:
+        one = todo.pop()
+        if one is None or id(one) in met:
+            continue
+        met.add(id(one))
+        if isinstance(one, torch.Generator):
+            found[id(one)] = one
+            continue
+        for name in ("generator", "sampler", "batch_sampler"):
+            with contextlib.suppress(Exception):
+                todo.append(getattr(one, name))
+    states = [(generator, generator.get_state()) for generator in found.values()]
+    torchs, pythons = torch.get_rng_state(), random.getstate()
+    numpy: Any = sys.modules.get("numpy")
+    numpys = None if numpy is None else numpy.random.get_state()
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
+        torch.set_rng_state(torchs)
+        random.setstate(pythons)
+        if numpy is not None:
+            numpy.random.set_state(numpys)

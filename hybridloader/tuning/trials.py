@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+from hybridloader.observe.stats import Stats
 from hybridloader.tuning.planner import StageTrial, Trial
 from hybridloader.tuning.plans import Plan, Stage
 
@@ -24,6 +25,9 @@ LEAST = 3
 
 MOST = 20_000
 """Results of a trial, at most: tiny ones say no more after as many."""
+
+AND = " + "
+"""Text between the names of functions that share a stage."""
 
 MESSAGE = 200
 """Characters of an error that are kept."""
@@ -38,6 +42,40 @@ class Running(ABC):
     @abstractmethod
     def stages(self) -> tuple[StageTrial | None, ...]:
         """Return the figures of each stage until now."""
+
+
+_END: Any = object()
+
+
+class Endless(Running):
+    """Results of epoch after epoch; `epoch` is the present one."""
+
+    def __init__(
+        self, epochs: Iterator[Any], stats: Callable[[Any], Stats], names: Sequence[str]
+    ) -> None:
+        self._epochs, self._stats, self._names = epochs, stats, names
+        self.epoch: Any = None
+
+    def __next__(self) -> Any:
+        result = _END if self.epoch is None else next(self.epoch, _END)
+        if result is not _END:
+            return result
+        self.epoch = next(self._epochs)
+        return next(self.epoch)  # raises at an epoch without a result
+
+    def stages(self) -> tuple[StageTrial | None, ...]:
+        stats = self._stats(self.epoch)
+        return tuple(_figures(stats, name) for name in self._names)
+
+
+def _figures(stats: Stats, name: str) -> StageTrial | None:
+    """Return the figures of the stage `name`, which may be a part of a row."""
+    for row in stats.stages:
+        if {*name.split(AND)} <= {*row.name.split(AND)} and row.items:
+            count = row.items
+            cpu = None if row.cpu is None else row.cpu / count
+            return StageTrial(row.busy / count, cpu, (row.bytes or 0) // count, row.load)
+    return None
 
 
 class Subject(ABC):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from hybridloader._support.text import html, table
+from hybridloader._support.text import Shown
 from hybridloader.tuning.planner import Search, Trial
 from hybridloader.tuning.plans import Limits, Plan, shown
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Tuning:
+class Tuning(Shown):
     """Result of `tune`. Printed, it is a table of the trials, the reason, and the code to paste.
 
     Attributes
@@ -50,6 +50,7 @@ class Tuning:
     limits: Limits
     _search: Search = field(repr=False, compare=False)
     _subject: Subject = field(repr=False, compare=False)
+    _left = (0, 3, 4)
 
     def apply(self) -> Any:
         """Return the loader or pipeline with the chosen plan.
@@ -89,7 +90,7 @@ class Tuning:
             "code": self.code,
         }
 
-    def _rows(self) -> list[list[str]]:
+    def _tables(self) -> list[list[list[str]]]:
         rows = [["plan", f"{self._subject.unit}/s", "+-", "", ""]]
         best = self._search.best
         for trial in self.trials:
@@ -103,7 +104,7 @@ class Tuning:
             rows.append([shown(trial.plan), rate, noise, ", ".join(marks), trial.error or ""])
         for plan, why in self._search.refused.items():
             rows.append([shown(plan), "", "", "as it was", f"beyond the limits: {why}"])
-        return rows if any(row[4] for row in rows) else [row[:4] for row in rows]
+        return [rows if any(row[4] for row in rows) else [row[:4] for row in rows]]
 
     def _lines(self) -> list[str]:
         left_out = "; ".join(f"{name}: {why}" for name, why in self.limits.refused.items())
@@ -115,9 +116,3 @@ class Tuning:
             f"Not offered: {left_out or 'nothing'}.",
             self.code,
         ]
-
-    def __str__(self) -> str:
-        return "\n".join([*table(self._rows(), left=(0, 3, 4)), *self._lines()])
-
-    def _repr_html_(self) -> str:
-        return html(self._rows(), self._lines())

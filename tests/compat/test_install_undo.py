@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-import warnings
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -160,11 +159,8 @@ def test_who_came_after_is_not_undone_but_told_of_and_passes_on_to_torch() -> No
         assert vars(TorchLoader)["_get_iterator"] is monitored
         assert origins(origin_loader(1)) == PROCESS
         assert vars(monitored)["calls"] == 2
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            with install("threads"):  # ours is still beneath
-                assert origins(origin_loader()) == THREAD
-        assert vars(monitored)["calls"] == 3
+        with pytest.raises(RuntimeError, match=r"by .*test_install_undo\.monitored already"):
+            install("threads")
     assert origins(origin_loader(1)) == PROCESS  # ours is on top again, and has nothing to say
     with install("threads"):
         assert origins(origin_loader()) == THREAD

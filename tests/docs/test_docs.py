@@ -173,15 +173,15 @@ def test_the_files_that_pages_name_are_there() -> None:
     roots = (ROOT, ROOT / "hybridloader")
     for page in sorted((ROOT / "docs").rglob("*.md")):
         named = set(re.findall(r"`((?:\w+/)+\w+\.py)`", page.read_text()))
-        assert len(named) > 9 or page.name not in ("design.md", "internals.md")
+        assert len(named) > 9 or page.name != "design.md"
         missing = [name for name in named if not any((root / name).exists() for root in roots)]
         assert not missing, page.name
 
 
-def test_the_tables_on_the_page_of_internals_are_those_of_the_scheduler() -> None:
+def test_the_tables_on_the_page_of_design_are_those_of_the_scheduler() -> None:
     from hybridloader.engine.states import RUN_TABLE, WORK_TABLE
 
-    page = (ROOT / "docs" / "internals.md").read_text()
+    page = (ROOT / "docs" / "design.md").read_text()
     for name, table in (("run", RUN_TABLE), ("worker", WORK_TABLE)):
         found: dict[tuple[str, str], str] = {}
         lines = iter(page.splitlines())

@@ -6,9 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from support.fake_accelerator import FakeAccelerator
-
-from hybridloader.devices.accelerator import taken_for_current
+from support.fake_accelerator import FakeAccelerator, taken_for_current
 
 PAGE = Path(__file__).parents[2] / "docs" / "devices.md"
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)

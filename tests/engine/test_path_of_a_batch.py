@@ -24,7 +24,7 @@ from hybridloader.loader.record import record_of
 
 OURS = tuple(str(Path(str(package.__file__)).parent) for package in (hybridloader, backends))
 SIZE, FIRST, BATCHES = 4, 100, 200
-OBSERVERS = ("meter.", "stage_measures.", "thread_times.", "observation.", "cores.")
+OBSERVERS = ("meter.", "measures.", "observation.", "cores.")
 """Modules that only observe."""
 
 

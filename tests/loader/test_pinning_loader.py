@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.failing_datasets import Samples, at_gate, outcomes
-from support.fake_accelerator import FakeAccelerator
+from support.fake_accelerator import FakeAccelerator, taken_for_current
 from support.installed_torch import warns_without_accelerator
 from support.pinning_datasets import (
     NO_ACCELERATOR,
@@ -30,7 +30,6 @@ from hybridloader import (
     DataLoader,
     Transfer,
 )
-from hybridloader.devices.accelerator import taken_for_current
 from hybridloader.memory.slots import OWN
 from hybridloader.testing import Gate
 

@@ -13,9 +13,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from support.recordings import recording, stage
 
-from hybridloader.observe import cores, plot, stage_measures
+from hybridloader.observe import cores, measures
 from hybridloader.observe.recording import CoreUse, StageRecord
+from hybridloader.observe.stats import stats_of
 
 ATTEMPTS = 3
 
@@ -40,15 +42,15 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 @pytest.fixture(scope="module")
 def _fonts_open(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Draw once, as matplotlib keeps the files of fonts open."""
-    plot.draw(tmp_path_factory.mktemp("fonts") / "a.png", ["a"], {"b": [1.0]}, [1.0], None, "c")
+    stats_of(recording(stage())).plot(tmp_path_factory.mktemp("fonts") / "a.png")
 
 
 @pytest.fixture
 def free_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cores.CoreUsage, "use", lambda *_: CoreUse(8.0, 1.0, 1.0))
-    record: Callable[..., StageRecord] = stage_measures.StageMeasures.record
+    record: Callable[..., StageRecord] = measures.StageMeasures.record
 
     def free(*arguments: Any, **keywords: Any) -> StageRecord:
         return replace(record(*arguments, **keywords), wait_for_core=0.0)
 
-    monkeypatch.setattr(stage_measures.StageMeasures, "record", free)
+    monkeypatch.setattr(measures.StageMeasures, "record", free)

@@ -11,7 +11,7 @@ from support.manual_clock import Clock
 from support.pinning_datasets import BACKENDS, Rows
 
 from hybridloader import DataLoader
-from hybridloader.observe.thread_times import TimedPulls
+from hybridloader.observe.measures import TimedPulls
 
 NAP = 0.01
 

@@ -10,7 +10,7 @@ import pytest
 from support.manual_clock import Clock
 
 from hybridloader import DataLoader, Observe, Pipeline
-from hybridloader.observe import Stats, reporting
+from hybridloader.observe import Stats, observation
 
 THREADS: dict[str, Any] = {"backend": "threads", "num_workers": 2}
 
@@ -19,7 +19,7 @@ THREADS: dict[str, Any] = {"backend": "threads", "num_workers": 2}
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Clock of all reporters."""
     clock = Clock()
-    for module in ("observe.reporting", "loader.iterator", "running.run"):
+    for module in ("observe.observation", "loader.iterator", "running.run"):
         monkeypatch.setattr(f"hybridloader.{module}.perf_counter", clock)
     return clock
 
@@ -171,7 +171,7 @@ class Gauge:
 def recipe(title: str) -> str:
     from pathlib import Path
 
-    page = (Path(reporting.__file__).parents[2] / "docs" / "why-is-it-slow.md").read_text()
+    page = (Path(observation.__file__).parents[2] / "docs" / "why-is-it-slow.md").read_text()
     (block,) = (
         part.split("```", 1)[0]
         for part in page.split("```python\n")[1:]

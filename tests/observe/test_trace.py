@@ -143,7 +143,7 @@ def test_a_trace_that_an_error_ends_is_written(path: Path) -> None:
     assert trace.instants("error")[0]["args"]["task"] == 1
     assert trace.instants("ValueError")
     assert len(trace.named("task")) >= 1
-    assert tracing.running_trace() is None
+    assert tracing.Trace.running() is None
 
 
 def test_a_ring_that_is_full_drops_the_oldest_and_counts(
@@ -156,7 +156,7 @@ def test_a_ring_that_is_full_drops_the_oldest_and_counts(
     assert [began for _, began, *_ in told.slices] == [2, 3, 4]
     assert told.dropped == 2
     assert ring.report(0.0)[3:] == ((), 0)
-    monkeypatch.setattr("hybridloader.observe.stage_trace.SLICES", 2)
+    monkeypatch.setattr("hybridloader.observe.tracing.SLICES", 2)
     trace = loaded(path, num_workers=1, backend="fork")
     assert trace.whole["otherData"]["dropped_by_workers"] > 0
     assert trace.named("task")
@@ -219,7 +219,7 @@ def test_a_file_that_cant_be_written_is_told_before_any_worker_starts(tmp_path: 
     missing = hybridloader.observe.trace(tmp_path / "none" / "run.json")
     with pytest.raises(FileNotFoundError, match="the trace can't be written"), missing:
         raise AssertionError("the block was begun")
-    assert tracing.running_trace() is None
+    assert tracing.Trace.running() is None
     with hybridloader.observe.trace(tmp_path / "run.json"):
         assert not (tmp_path / "run.json").exists()
 
@@ -231,7 +231,7 @@ def test_a_trace_within_a_trace_is_refused(tmp_path: Path) -> None:
             hybridloader.observe.trace("b.json"),
         ):
             raise AssertionError("the block was begun")
-        assert tracing.running_trace() is outer
+        assert tracing.Trace.running() is outer
     with pytest.raises(RuntimeError, match="has begun before"):
         outer.__enter__()
     assert not (tmp_path / "b.json").exists()
@@ -252,7 +252,7 @@ def test_a_fork_writes_no_trace(path: Path) -> None:
 
     class Nested(Work):
         def __getitem__(self, index: int) -> Any:
-            assert tracing.running_trace() is None
+            assert tracing.Trace.running() is None
             return super().__getitem__(index)
 
     loaded(path, Nested(), num_workers=1, backend="fork")

@@ -9,13 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.traces import ReadTrace
 
-from hybridloader.observe.trace_files import Event, Recorded, chrome_trace
+from hybridloader.observe.tracing import Event, chrome_events
 
 TRACK = (7, "main")
-
-
-def recorded(events: list[Event], dropped: int = 0) -> Recorded:
-    return Recorded(tuple(events), {TRACK: "MainThread"}, {7: "your program"}, dropped, 3, 10**18)
 
 
 @given(
@@ -35,13 +31,7 @@ def test_slices_stay_within_one_another(
         begun.append(clock)
     while begun:
         events.append(Event("X", TRACK, f"{len(begun)}", begun.pop(), clock, {}))
+    made = chrome_events(events, {TRACK: "MainThread"}, {7: "your program"})
     path = tmp_path_factory.mktemp("trace") / "run.json"
-    path.write_text(json.dumps(chrome_trace(recorded(events))))
+    path.write_text(json.dumps({"traceEvents": made}))
     assert len(ReadTrace(path).slices) == len(events), "and it has looked at how they nest"
-
-
-def test_what_was_dropped_stands_in_the_trace() -> None:
-    made = chrome_trace(recorded([], dropped=2))
-    assert made["otherData"]["dropped_events"] == 2
-    assert made["otherData"]["dropped_by_workers"] == 3
-    assert made["baseTimeNanoseconds"] == 10**18

@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import hybridloader
 from hybridloader import DataLoader, Pipeline, Skip
 from hybridloader.observe import merge
-from hybridloader.observe.trace_files import Event, Recorded, chrome_trace
+from hybridloader.observe.tracing import Event, chrome_events
 
 
 def busy(item: Any) -> Any:
@@ -143,22 +143,17 @@ def test_merging_with_a_trace_of_torchs_profiler(tmp_path: Path, capfd: Any) -> 
 
 
 def test_merging_moves_tracks_that_are_taken() -> None:
-    from hybridloader.observe.trace_files import merged
+    from hybridloader.observe.tracing import merged
 
-    recorded = Recorded(
-        (Event("X", (10, "main"), "next()", 1.0, 2.0, {}),),
-        {(10, "main"): "MainThread"},
-        {10: "your program"},
-        0,
-        0,
-        5_000,
-    )
+    events = [Event("X", (10, "main"), "next()", 1.0, 2.0, {})]
+    made = chrome_events(events, {(10, "main"): "MainThread"}, {10: "your program"})
+    ours = {"baseTimeNanoseconds": 5_000, "traceEvents": made}
     theirs = {
         "baseTimeNanoseconds": 2_000,
         "traceEvents": [{"ph": "X", "pid": 10, "tid": 1, "name": "step", "ts": 1.0, "dur": 1.0}],
         "traceName": "theirs",
     }
-    both = merged(chrome_trace(recorded), theirs)
+    both = merged(ours, theirs)
     (moved,) = [event for event in both["traceEvents"] if event["name"] == "next()"]
     assert moved["tid"] != 1
     assert nanoseconds(moved["ts"]) == 1_000_000_000

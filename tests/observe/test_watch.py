@@ -18,7 +18,7 @@ from support.recordings import recording, stage
 from hybridloader import DataLoader, Pipeline
 from hybridloader.observe import Stats, watching
 from hybridloader.observe.stats import stats_of
-from hybridloader.observe.watching import Watch, running_watch
+from hybridloader.observe.watching import Watch
 
 THREADS: dict[str, Any] = {"backend": "threads", "num_workers": 2}
 ROOT = Path(__file__).parents[2]
@@ -57,7 +57,7 @@ def test_all_loaders_and_pipelines_are_seen() -> None:
     stream = io.StringIO()
     first = DataLoader(range(8), 2, **THREADS)  # type: ignore[arg-type]
     with Watch(stream) as running:
-        assert running_watch() is running
+        assert Watch.running() is running
         for _ in range(2):
             list(first)
         list(DataLoader(range(6), 2))  # type: ignore[arg-type]
@@ -65,7 +65,7 @@ def test_all_loaders_and_pipelines_are_seen() -> None:
         with Pipeline.from_iterable(range(9)).epochs(2) as epochs:
             for run in epochs:
                 list(run)
-    assert running_watch() is None
+    assert Watch.running() is None
     assert counts(stream) == {
         "DataLoader": "4",
         "DataLoader 2": "3",

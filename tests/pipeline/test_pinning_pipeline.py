@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 from support.failing_datasets import outcomes
-from support.fake_accelerator import FakeAccelerator
+from support.fake_accelerator import FakeAccelerator, taken_for_current
 from support.pinning_datasets import Counting, Pinnable, first_of, on_backends, reading
 
 from hybridloader import Pipeline
-from hybridloader.devices.accelerator import taken_for_current
 from hybridloader.errors import IteratorClosed, NotReady
 from hybridloader.memory.slots import OWN
 

@@ -31,7 +31,7 @@ from hybridloader.engine.payload import ByReference
 from hybridloader.engine.relay import Relay
 from hybridloader.errors import NotReady
 from hybridloader.fetching.item_steps import Step, WorkFetch
-from hybridloader.observe.stage_measures import StageMeasures
+from hybridloader.observe.measures import StageMeasures
 from hybridloader.running.flow import RelayDepth
 from hybridloader.testing import FakeClock, Gate
 

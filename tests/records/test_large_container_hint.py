@@ -69,10 +69,7 @@ BIG, BIGGER = [0] * 20, [0] * 30
         (lambda: holding(a=BIG, b=tuple(BIGGER)), ("dataset.b", "tuple", 30)),
         (lambda: holding(a=BIGGER, b=BIG), ("dataset.a", "list", 30)),
         (lambda: holding(a=dict(enumerate(BIG))), ("dataset.a", "dict", 20)),
-        (lambda: holding(d={"train": BIG}), ("dataset.d['train']", "list", 20)),
-        (lambda: holding(d={"t": [BIG]}), ("dataset.d['t'][0]", "list", 20)),
-        (lambda: holding(d=holding(d=[holding(s=BIG)])), ("dataset.d.d[0].s", "list", 20)),
-        (lambda: holding(a=holding(a=holding(a=holding(a=BIG)))), None),
+        (lambda: holding(a=holding(a=BIG)), None),
         (lambda: holding(a=[0] * 10, b=range(100), c=np.zeros(100), d=Odd(BIG), e="x" * 100), None),
         (lambda: holding(a=SharedList(BIG)), None),
         (lambda: BIG, ("dataset", "list", 20)),
@@ -86,16 +83,6 @@ def test_the_largest_container_is_found_without_running_code(
     dataset = make()
     assert largest_container(dataset, limit=19) == wanted
     assert largest_container(dataset, limit=30) is None
-
-
-def test_cycles_and_wide_things_are_no_trouble() -> None:
-    loop = holding(samples=BIG)
-    loop.self, loop.lists = loop, [loop]
-    loop.lists.append(loop.lists)
-    assert largest_container(loop, limit=10) == ("dataset.samples", "list", 20)
-    wide = holding(rows=[[] for _ in range(2000)])
-    wide.rows[1999] = BIGGER  # more entries than are looked at
-    assert largest_container(wide, limit=10) == ("dataset.rows", "list", 2000)
 
 
 def test_the_hint_comes_once_and_points_at_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:

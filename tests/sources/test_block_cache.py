@@ -380,7 +380,7 @@ def test_two_jobs_on_one_small_cache_in_a_storm_lose_and_double_nothing(
     store: HttpStore, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A third of the answers fails; the folder has room for little more than a window of each."""
-    monkeypatch.setattr("hybridloader.sources.patience._FIRST", 0.0)
+    monkeypatch.setattr("hybridloader.sources.store._FIRST", 0.0)
     chosen = random.Random(3)
     kinds = ["503", "short", "less", "drop", *["ok"] * 8]
     sources = [tar_of(store, cache_dir=str(tmp_path), cache_bytes=60_000) for _ in range(2)]

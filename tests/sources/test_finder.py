@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridloader.sources.finder import Finder
+from hybridloader.sources.parquet import Finder
 
 sizes = st.lists(st.integers(1, 40) | st.integers(1, 10**9), min_size=1, max_size=40)
 

@@ -10,7 +10,6 @@ import sqlite3
 import threading
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -150,15 +149,15 @@ def test_a_shared_handle_is_not_closed_between_two_workers() -> None:
     """The last user leaves, in a finalizer, after another worker has found the handle open."""
     handle = PerWorker(object, per="process", close=lambda handle: None)
     handles = handle._join()
-    opened = handles._join(handle._opened, first := SimpleNamespace())
+    opened = handles._join(handle._opened, 1)
 
-    class Users(set[int]):
-        def add(self, user: int) -> None:
+    class Users(set[int | None]):
+        def add(self, user: int | None) -> None:
             super().add(user)
-            handles.leave(id(first))
+            handles.leave(1)
 
     opened.users = Users(opened.users)
-    assert handles._join(handle._opened, SimpleNamespace()) is opened
+    assert handles._join(handle._opened, 2) is opened
     assert opened.is_open
 
 

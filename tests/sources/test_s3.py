@@ -111,7 +111,7 @@ def test_a_storm_loses_doubles_and_corrupts_nothing(
 ) -> None:
     import s3fs
 
-    monkeypatch.setattr("hybridloader.sources.patience._FIRST", 0.0)
+    monkeypatch.setattr("hybridloader.sources.store._FIRST", 0.0)
     fs = s3fs.S3FileSystem(**s3)
     for shard in range(8):
         fs.pipe_file(f"photos/storm/{shard}.tar", tar_bytes(sample_members(8 * shard, 8)))

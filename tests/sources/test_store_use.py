@@ -44,7 +44,7 @@ def epoch(tar: Any, **options: Any) -> StoreUse:
 def test_blocks_are_counted_with_their_retries_and_those_from_the_cache(
     store: HttpStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hybridloader.sources.patience._FIRST", 0.0)
+    monkeypatch.setattr("hybridloader.sources.store._FIRST", 0.0)
     tar = tar_of(store, cache_dir=str(tmp_path))
     store.faults.extend(["503", "ok", "503"])
     use = epoch(tar, sampler=BlockShuffleSampler(tar, seed=0))

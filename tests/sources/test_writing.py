@@ -16,7 +16,7 @@ import pytest
 
 from hybridloader.cli import main
 from hybridloader.sources import Parquet, ShardWriter, Tar, indexing, pack
-from hybridloader.sources.kept import MANIFEST
+from hybridloader.sources.store import MANIFEST
 from hybridloader.sources.writing import _Folder
 
 

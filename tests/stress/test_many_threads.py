@@ -1,7 +1,7 @@
 """Stress of what several threads touch: many threads at once, which change places all the time.
 
-The table of docs/internals.md says by what each object is protected. With a GIL, threads are switched
-every microsecond; a free-threaded Python runs them on all cores.
+README.md has the protection of each object. With a GIL, threads are switched every microsecond; a
+free-threaded Python runs them on all cores.
 """
 
 from __future__ import annotations

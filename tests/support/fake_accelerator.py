@@ -16,9 +16,14 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+from hybridloader.devices import pinning
+from hybridloader.devices.accelerator import find
+from hybridloader.pipeline.operators import pin
 
 if TYPE_CHECKING:
     import torch
@@ -381,3 +386,18 @@ def _over(memory: Any, like: torch.Tensor) -> torch.Tensor:
     import torch
 
     return torch.frombuffer(memory, dtype=like.dtype)[: like.numel()].view(like.shape)
+
+
+@contextmanager
+def taken_for_current(accelerator: FakeAccelerator) -> Iterator[None]:
+    """Make `accelerator` the device that torch would find, also by its name, within the block."""
+
+    def named(device: Any) -> Any:
+        known = str(device) in (accelerator.name, accelerator.name.partition(":")[0])
+        return accelerator if known else find(device)
+
+    with ExitStack() as patched:
+        for module in (pinning, pin):
+            patched.enter_context(mock.patch.object(module, "current", return_value=accelerator))
+            patched.enter_context(mock.patch.object(module, "find", named))
+        yield

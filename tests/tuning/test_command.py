@@ -16,7 +16,7 @@ import torch.utils.data
 
 from hybridloader import DataLoader, Pipeline, PipelineLoader
 from hybridloader.running.run import Run
-from hybridloader.tuning import auto as choosing
+from hybridloader.tuning import tune as choosing
 from hybridloader.tuning.script_loader import FirstLoader, Found, TunedEnd
 from tests.support.manual_clock import Clock
 

@@ -284,7 +284,6 @@ places = st.one_of(
     stages=st.lists(st.tuples(costs, places), min_size=1, max_size=3),
     cores=st.sampled_from([0.5, 1.0, 2.0, 3.5, 16.0]),
     memory=st.sampled_from([1 << 20, 1 << 28, 1 << 34]),
-    descriptors=st.sampled_from([0, 20, 1 << 20]),
     size=st.sampled_from([0, 1000, 38 << 20]),
     backends=st.sampled_from([("inline", "threads"), ("inline", "threads", "fork")]),
     step=st.sampled_from([None, 1.0, 1000.0]),
@@ -293,13 +292,12 @@ def test_invariants(
     stages: list[tuple[Cost, Place]],
     cores: float,
     memory: int,
-    descriptors: int,
     size: int,
     backends: tuple[str, ...],
     step: float | None,
 ) -> None:
     """No plan that is tried exceeds a limit; the best is as fast as reported; it ends in time."""
-    limits = Limits(cores, memory, descriptors, backends)
+    limits = Limits(cores, memory, backends)
     subject = Scripted(
         tuple(cost for cost, _ in stages), tuple(place for _, place in stages), cores, size
     )
@@ -309,7 +307,6 @@ def test_invariants(
     assert opened_at[-1] <= 102
     for number, plan in enumerate(subject.opened):
         assert sum(place.processes for place in plan) <= limits.whole_cores
-        assert sum(place.processes for place in plan) * 8 <= descriptors
         assert {place.backend for place in plan} <= {*backends}
         if number > 2:  # before, the bytes of a result are not known
             held = 3 * size * sum(max(1, place.concurrent) for place in plan)

@@ -377,15 +377,9 @@ def _both_ends(items: Any) -> list[Any]:
 
 # -- file of a cache: the items of one epoch are written, and read back
 #
-# ::
-#
 #     head      magic, version
-#
-#     records   digest of the rest | size of the pickle, number of buffers, their sizes | pickle,
-# buffers
-#
+#     records   digest of the rest | size of the pickle, number of buffers, their sizes | pickle, buffers
 #     index     the fingerprint (utf-8), and where each record begins
-#
 #     tail      where the index begins, size of the fingerprint | digest of these and the index | magic
 #
 # Numbers are in the machine's own order. Buffers begin at multiples of 64, so that arrays over them are
