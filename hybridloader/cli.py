@@ -426,16 +426,18 @@ def _source(arguments: argparse.Namespace) -> Any:
 @contextlib.contextmanager
 def _progress(unit: str) -> Iterator[Callable[[int, int, str], object]]:
     """Count on standard error: on a terminal as it goes, and at the end."""
-    line = f"0 of 0 {unit} are done"
+    line = f"0 {unit} are done"
 
     def show(done: int, total: int, name: str) -> None:
         nonlocal line
-        line = f"{done:,} of {total:,} {unit} are done"
+        line = f"{done:,} of {total:,} {unit} are done" if total else f"{done:,} {unit} are done"
         if sys.stderr.isatty():
             print(f"\r{line}", end="\r", file=sys.stderr, flush=True)
 
-    yield show
-    print(line, file=sys.stderr)
+    try:
+        yield show
+    finally:
+        print(line, file=sys.stderr)
 
 
 def _demo(arguments: argparse.Namespace) -> str | None:

@@ -10,6 +10,7 @@ import importlib.util
 import io
 import os
 import random
+import re
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -155,6 +156,8 @@ def read_folder(folder: Path) -> tuple[Files, list[int], list[int]]:
     The second list is of the held-out images: in every class each tenth, or the last one if there are
     fewer than ten. Raises `DemoError` if the folder holds fewer than two classes of two images.
     """
+    if re.search(r"[*?\[{]", str(folder)):  # `Files` would read a pattern
+        raise DemoError(f"{folder}: the demo reads no folder with *, ?, [ or {{ in its path")
     try:
         files = Files(f"{folder}/*/*", class_from_folder=True)
     except OSError as error:

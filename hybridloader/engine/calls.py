@@ -314,16 +314,17 @@ class CallingHandle(WorkerHandle):
             threading.Thread(target=self.terminate, daemon=True).start()
 
     def _take(self, step: Future[Any], messages: int) -> None:
-        later: float | None = None  # seconds by which this clock is ahead of another machine's
         try:
-            for at, (head, *buffers) in enumerate(step.result()):
-                event = loads(head, buffers=buffers)
+            events = [loads(head, buffers=buffers) for head, *buffers in step.result()]
+            measured = [
+                e.extras for e in events if isinstance(e, Done) and MEASURES in (e.extras or ())
+            ]
+            if measured and self._is_far:  # as if the last one had come at once
+                later = perf_counter() - measured[-1][MEASURES].spans[-1][1]
+                for extras in measured:
+                    extras[MEASURES] = extras[MEASURES].moved(later)
+            for at, event in enumerate(events):
                 if isinstance(event, Done):
-                    extras = event.extras
-                    if extras is not None and MEASURES in extras and self._is_far:
-                        if later is None:  # as if it had come at once
-                            later = perf_counter() - extras[MEASURES].spans[-1][1]
-                        extras[MEASURES] = extras[MEASURES].moved(later)
                     part = event.payload.nbytes / BUNDLE_BYTES
                     part = max(part, (event.seconds + BESIDE) / BUNDLE_SECONDS)
                     self._share += (part - self._share) / RECENT

@@ -170,8 +170,12 @@ def _undo() -> None:
 
 def _changes_of(module: Any) -> list[_Change]:
     """Return the changes to accelerate. Raises `AttributeError` if one is missing."""
+    import torch.utils.data
+
     from hybridloader.loader.dataloader import DataLoader
 
+    if module.DataLoader is not torch.utils.data.DataLoader:
+        raise AttributeError("its DataLoader is not torch's")
     adapter = module.DataLoaderAdapter
     shard, dispatcher = module.DataLoaderShard, module.DataLoaderDispatcher
     parameters = {**module._PYTORCH_DATALOADER_KWARGS, KEY: None}

@@ -11,7 +11,7 @@ import io
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -184,7 +184,10 @@ def _alone(kept: str | None) -> Iterator[None]:
         return
     with lock:
         if fcntl is not None:
-            fcntl.lockf(lock, fcntl.LOCK_EX)
+            with suppress(
+                OSError
+            ):  # a file system without locks: each process makes what is missing
+                fcntl.lockf(lock, fcntl.LOCK_EX)
         yield
 
 

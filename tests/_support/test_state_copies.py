@@ -63,7 +63,7 @@ def test_a_state_that_has_not_changed_is_not_copied_again_while_that_is_dear(
     for change in (
         lambda: module.train()(torch.randn(4, 3)),
         lambda: torch.optim.SGD([module.weight], 1.0).step(module.weight.sum().backward),
-        lambda: setattr(module.weight, "data", torch.full((3,), 5.0)),
+        lambda: setattr(module.weight, "data", torch.zeros(3)),
         lambda: module.load_state_dict(torch.nn.BatchNorm1d(3).state_dict()),
     ):
         change()

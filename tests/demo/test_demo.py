@@ -223,6 +223,7 @@ def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--colour"], "--colour"),
         (["--data", "no/such/folder"], "no/such/folder must hold one folder of images per class"),
         (["--data", __file__], "must hold one folder of images per class"),
+        (["--data", "a [1]"], "no folder with *, ?, [ or { in its path"),
     ],
 )
 def test_bad_arguments_are_one_line(

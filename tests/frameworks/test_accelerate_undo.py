@@ -77,7 +77,7 @@ def test_an_error_within_undoes_it() -> None:
     assert everything() == before
 
 
-@pytest.mark.parametrize("name", ["_PYTORCH_DATALOADER_KWARGS", "DataLoaderAdapter"])
+@pytest.mark.parametrize("name", ["_PYTORCH_DATALOADER_KWARGS", "DataLoaderAdapter", "DataLoader"])
 def test_a_release_without_what_is_changed_is_refused_and_nothing_is_changed(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

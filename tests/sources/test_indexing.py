@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,17 @@ def test_archives_that_another_rank_indexes_are_left_to_it(
     monkeypatch.setattr(fcntl, "lockf", lockf)
     monkeypatch.setattr(indexing, "make_index", None)  # none is made
     assert len(Tar(urls, index=str(tmp_path))) == 12
+
+
+@pytest.mark.skipif(indexing.fcntl is None, reason="no locks of files here")
+def test_a_folder_without_locks_serves_too(
+    memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(indexing.fcntl, "lockf", refuse)
+    assert len(Tar(put(memory, 2), index=str(tmp_path / "i"))) == 8
 
 
 def test_an_index_beside_a_remote_archive_is_read(

@@ -30,9 +30,18 @@ def _made(name: str, **parts: Any) -> type[Exception]:
     return type(name, (Exception,), {"__module__": __name__, **parts})
 
 
+class OfSystem(OSError):
+    """With a signature of its own, by which it can't be made again."""
+
+    def __init__(self, *args: Any, path: str = "") -> None:
+        super().__init__(*args)
+        self.path = path
+
+
 HOSTILE: dict[str, type[Exception]] = {
     **{name: _made(f"Bad_{name.strip('_')}", **{name: _refuse}) for name in METHODS},
     "everything": _made("Hostile", **dict.fromkeys(METHODS, _refuse)),
+    "of the system": OfSystem,
 }
 globals().update({kind.__name__: kind for kind in HOSTILE.values()})
 

@@ -359,9 +359,11 @@ def in_words(value: Any, depth: int = 6) -> str:  # of containers within one ano
         value = (value.__func__, value.__self__)
     elif kind in (set, frozenset):
         value = sorted(in_words(item, depth - 1) for item in value)
+    elif is_dataclass(value):  # an address in one field's repr hides no other field
+        value = {field.name: getattr(value, field.name) for field in fields(value) if field.repr}
     if type(value) in (list, tuple, deque, dict):
         ends = value if len(value) <= 2 * _ENDS else _both_ends(value)
-        items = ([key, value[key]] for key in ends) if kind is dict else ends
+        items = ([key, value[key]] for key in ends) if isinstance(value, dict) else ends
         return f"{name} of {len(value)}: {[in_words(item, depth - 1) for item in items]}"
     try:
         text = repr(value)
