@@ -201,7 +201,7 @@ def _add_pack(commands: Any) -> Any:
     _add_options(
         pack,
         ("--classes", None, None, "add the number of each sample's folder as the field cls"),
-        ("--workers", _at_least(1), "N", "number of workers; default: 4", 4),
+        ("--workers", _at_least(1), "N", "number of threads that read samples; default: 4", 4),
         _STORAGE_OPTIONS,
     )
     return pack

@@ -391,7 +391,8 @@ def pack(
     workers
         Number of threads that read the samples of a dataset.
     report
-        Called with the number of shards that are done, the number of all (0: not known) and a name.
+        Called with the number of shards that are done, the number of all (0: not known) and an empty
+        name.
 
     Returns
     -------
