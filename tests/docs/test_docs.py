@@ -113,7 +113,9 @@ def test_the_page_names_every_method_of_a_crew_and_all_that_a_backend_says_of_it
 
 
 def test_the_page_shows_a_part_of_the_worked_example() -> None:
-    _, _, page = (ROOT / "docs" / "backends.md").read_text().partition("(../examples/pool_backend.py)")
+    _, _, page = (
+        (ROOT / "docs" / "backends.md").read_text().partition("(../examples/pool_backend.py)")
+    )
     block = re.search(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     assert block is not None
     assert is_part(block[1], (ROOT / "examples" / "pool_backend.py").read_text())
