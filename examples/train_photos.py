@@ -53,17 +53,17 @@ def main(folder, epochs=3, backend="threads"):
     layers = layer(3, 16), layer(16, 32), layer(32, 64), layer(64, 128)
     head = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, len(train.classes))
     model = nn.Sequential(*layers, *head)
-    optimiser = torch.optim.Adam(model.parameters())
+    optimizer = torch.optim.Adam(model.parameters())
     schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimiser, 3e-3, total_steps=epochs * len(loader)
+        optimizer, 3e-3, total_steps=epochs * len(loader)
     )
 
     for epoch in range(epochs):
         for images, labels in loader:
             loss = nn.functional.cross_entropy(model(images), labels)
-            optimiser.zero_grad()
+            optimizer.zero_grad()
             loss.backward()
-            optimiser.step()
+            optimizer.step()
             schedule.step()
         print(f"epoch {epoch + 1} of {epochs}: loss {loss.item():.3f}")
 

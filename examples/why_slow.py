@@ -62,12 +62,12 @@ def epoch(photos, workers=2, backend="threads", logs_always=False, **options):
     """Train for one epoch; return the statistics of the loader."""
     loader = DataLoader(photos, 16, num_workers=workers, backend=backend, observe=True, **options)
     model = network(len(photos.classes))
-    optimiser = torch.optim.Adam(model.parameters())
+    optimizer = torch.optim.Adam(model.parameters())
     for images, labels in loader:
         loss = nn.functional.cross_entropy(model(images), labels)
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
-        optimiser.step()
+        optimizer.step()
         if logs_always:  # 4. the loop does something slow at each step, such as a request
             time.sleep(0.2)
     return loader.stats()

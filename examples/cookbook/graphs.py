@@ -1,4 +1,4 @@
-"""Batches of small graphs, and of neighbours in one large graph.
+"""Batches of small graphs, and of neighbors in one large graph.
 
     python examples/cookbook/graphs.py [--graphs N] [--nodes N] [--rounds N]
 
@@ -29,7 +29,7 @@ class Graphs(torch_geometric.loader.DataLoader, hybridloader.DataLoader):
 
 
 class Nodes(torch_geometric.loader.NodeLoader, hybridloader.DataLoader):
-    """PyG's batches of sampled neighbours, hybridloader's workers."""
+    """PyG's batches of sampled neighbors, hybridloader's workers."""
 
 
 class Molecules(torch.utils.data.Dataset):
@@ -58,8 +58,8 @@ class Molecules(torch.utils.data.Dataset):
         return Data(x=x, edge_index=torch.from_numpy(edges), y=y)
 
 
-class Neighbours(BaseSampler):
-    """Up to `sizes` neighbours of each node, layer by layer, drawn with replacement.
+class Neighbors(BaseSampler):
+    """Up to `sizes` neighbors of each node, layer by layer, drawn with replacement.
 
     It stands for PyG's NeighborSampler, which needs pyg-lib or torch-sparse.
     """
@@ -163,7 +163,7 @@ def main():
 
     data = large_graph(arguments.nodes)
     nodes = {"batch_size": 512, "shuffle": True, "num_workers": 2}
-    sampler = Neighbours(data, sizes=(10, 5))
+    sampler = Neighbors(data, sizes=(10, 5))
     loader = Nodes(data, sampler, backend="threads", filter_per_worker=True, **nodes)
     train("nodes", loader, Model(SAGEConv), loss_of_nodes)
 
@@ -179,7 +179,7 @@ def main():
     for backend in ("fork", "threads"):
         loader = Nodes(data, sampler, backend=backend, filter_per_worker=True, **nodes)
         variants[f"{backend}, features gathered in workers"] = loader
-    compare("batches of neighbours", variants, arguments.rounds)
+    compare("batches of neighbors", variants, arguments.rounds)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ class Points(torch.utils.data.Dataset):
 
 
 def train():
-    """Train on one rank; the process group is initialised."""
+    """Train on one rank; the process group is initialized."""
     data = Points()
     # Or torch's DistributedSampler(data). This one needs no list of indices, and can resume.
     sampler = DistributedShuffleSampler(data, seed=0, uneven="drop")

@@ -17,7 +17,7 @@ class Graphs(DataLoader, hybridloader.DataLoader):
     """Loader for datasets of many small graphs."""
 
 
-class Neighbours(BaseSampler):
+class Neighbors(BaseSampler):
     """Edges that point to a node. If pyg-lib is installed, use PyG's NeighborSampler instead."""
 
     def __init__(self, data):
@@ -46,7 +46,7 @@ def main():
     optimizer = torch.optim.Adam(model.parameters(), 3e-2)
 
     options = {"batch_size": 32, "shuffle": True, "num_workers": 2, "filter_per_worker": False}
-    loader = Nodes(data, Neighbours(data), backend="threads", **options)
+    loader = Nodes(data, Neighbors(data), backend="threads", **options)
     for epoch in range(3):
         for batch in loader:
             source, target = batch.edge_index

@@ -95,15 +95,15 @@ class Network(nn.Module):
 def train(network, pipe, count):
     """Train for `count` epochs; return the statistics of the loading."""
     network.train()
-    optimiser = torch.optim.Adam(network.parameters())
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 3e-3, total_steps=count * len(pipe))
+    optimizer = torch.optim.Adam(network.parameters())
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=count * len(pipe))
     with pipe.epochs(count, seed=0, observe=True) as epochs:
         for epoch in epochs:
             for pixels, labels in epoch:
                 loss = nn.functional.cross_entropy(network(pixels), labels)
-                optimiser.zero_grad()
+                optimizer.zero_grad()
                 loss.backward()
-                optimiser.step()
+                optimizer.step()
                 schedule.step()
             print(f"epoch {epoch.epoch}: loss {loss.item():.3f}")
             stats = epoch.stats()
@@ -129,7 +129,7 @@ def main(folder, count):
     network = Network(len(classes))
     stats = train(network, pipe, count)
     share = accuracy(network, decoded(heldout).batch(16))
-    print(f"{share:.0%} of the held-out photographs are recognised\n")
+    print(f"{share:.0%} of the held-out photographs are recognized\n")
     print(stats)
 
 

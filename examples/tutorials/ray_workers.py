@@ -42,7 +42,7 @@ def machine():
     return ray.get_runtime_context().get_node_id() if ray.is_initialized() else ""
 
 
-def normalise(item):
+def normalize(item):
     """Run beside the training: the result has four times as many bytes as its input."""
     number, where, pixels = item
     return number, where, pixels.astype(np.float32) / 255
@@ -53,7 +53,7 @@ def images(paths, backend):
     return (
         Pipeline.from_dataset(paths, shuffle=True, seed=0)
         .map(decode, backend=backend, num_workers=2, on_worker_death="restart")
-        .map(normalise, backend="threads", num_workers=1)
+        .map(normalize, backend="threads", num_workers=1)
         .batch(BATCH)
     )
 

@@ -43,19 +43,19 @@ class Photos(torch.utils.data.Dataset):
 
 
 class Training:
-    """A network with its optimiser."""
+    """A network with its optimizer."""
 
     def __init__(self):
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.AvgPool2d(8), nn.Flatten(), nn.Linear(3 * 9 * 12, 3))
-        self.optimiser = torch.optim.Adam(self.model.parameters())
+        self.optimizer = torch.optim.Adam(self.model.parameters())
 
     def step(self, batch):
         images, labels = batch
         loss = nn.functional.cross_entropy(self.model(images), labels)
-        self.optimiser.zero_grad()
+        self.optimizer.zero_grad()
         loss.backward()
-        self.optimiser.step()
+        self.optimizer.step()
         time.sleep(0.02)  # a larger network, on a GPU
         return loss
 

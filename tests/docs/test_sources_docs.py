@@ -89,24 +89,13 @@ def test_the_commands_of_the_page_are_understood() -> None:
 
 
 def test_the_block_for_users_of_webdataset_runs(tmp_path: Path) -> None:
-    text = (DOCS / "coming-from.md").read_text()
+    text = (DOCS / "comparison.md").read_text()
     block = next(b for kind, b in BLOCK.findall(text) if "Tar(urls" in b)
     path = tmp_path / "a.tar"
     path.write_bytes(tar_bytes(members(0)))
     names: dict[str, Any] = {"urls": str(path), "decoded": decode}
-    exec(compile(block.replace("num_workers=4", "num_workers=0"), "coming-from.md", "exec"), names)
+    exec(compile(block.replace("num_workers=4", "num_workers=0"), "comparison.md", "exec"), names)
     assert sum(len(lengths) for lengths, _ in names["loader"]) == 3
-
-
-def test_the_block_about_datapipes_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (block,) = [block for _, block in BLOCK.findall((DOCS / "datapipes.md").read_text())]
-    (tmp_path / "photos").mkdir()
-    for number in range(40):
-        (tmp_path / "photos" / f"{number}.jpg").write_bytes(bytes(number))
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {"decode": len, "__name__": "datapipes"}
-    exec(compile(block, "datapipes.md", "exec"), names)
-    assert names["batch"].shape == (8,)
 
 
 @pytest.mark.parametrize(

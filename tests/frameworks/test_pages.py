@@ -1,4 +1,4 @@
-"""The pages about frameworks: each shows the file that runs here, and the versions are those pinned."""
+"""The pages about frameworks: each shows a part of a file that runs, and versions are those pinned."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.excerpts import is_part
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = ROOT / "docs" / "frameworks"
@@ -51,7 +52,7 @@ def test_every_page_has_its_example_and_every_example_its_page() -> None:
 
 
 @pytest.mark.parametrize(("kind", "page"), SHOWN)
-def test_the_page_shows_the_example_first_and_that_of_pipelines_in_its_section(
+def test_the_page_shows_a_part_of_the_example_first_and_that_of_pipelines_in_its_section(
     kind: str, page: str
 ) -> None:
     text = (PAGES / f"{page}.md").read_text()
@@ -60,8 +61,10 @@ def test_the_page_shows_the_example_first_and_that_of_pipelines_in_its_section(
         assert heading, "the page has no section for pipelines"
     block = re.search(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     assert block is not None, "the page shows no code"
-    assert block[1] == example_of(page, kind).read_text()
-    assert f"examples/frameworks/{example_of(page, kind).name}" in text
+    assert is_part(block[1], example_of(page, kind).read_text()), "not in the example"
+    compile(block[1], page, "exec")
+    assert 10 <= block[1].count("\n") <= 30
+    assert f"(../../examples/frameworks/{example_of(page, kind).name}):" in text[: block.start()]
 
 
 @pytest.mark.frameworks
