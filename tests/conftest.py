@@ -153,20 +153,6 @@ _left_out = pytest.StashKey[int]()
 """Number of tests that this run leaves out for their marker."""
 
 
-_LARGE_PAGES = {"PYTHONMALLOC": "malloc", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-"""A fork copies the table of all pages: 90 ms of CPU for 600 MB, or 10 ms if they are large."""
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Give processes of pytest-xdist large pages, but none of the processes that tests start."""
-    if hasattr(config, "workerinput"):
-        for name, value in _LARGE_PAGES.items():
-            if os.environ.get(name) == value:
-                del os.environ[name]
-    elif getattr(config.option, "tx", None) and not os.environ.keys() & _LARGE_PAGES.keys():
-        os.environ.update(_LARGE_PAGES)
-
-
 @pytest.hookimpl(optionalhook=True)  # there is none without pytest-xdist
 def pytest_xdist_auto_num_workers() -> int:
     """Return the number of processes of ``-n logical``: half as many again as there are cores.

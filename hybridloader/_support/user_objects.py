@@ -410,8 +410,8 @@ class _Parts(NamedTuple):
             if isinstance(vars(base).get("__new__"), types.BuiltinFunctionType)
         )
         exception: BaseException = home.__new__(self.kind, *self.args)
-        # `OSError.__new__` leaves them out if the class has an `__init__`; a `__setattr__` may raise.
-        BaseException.__setattr__(exception, "args", self.args)
+        # `OSError.__new__` leaves them out if the class has an `__init__`; a class may hide `args`.
+        BaseException.args.__set__(exception, self.args)  # type: ignore[attr-defined]
         exception.__dict__.update(self.state)
         return exception
 

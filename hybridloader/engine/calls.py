@@ -316,9 +316,8 @@ class CallingHandle(WorkerHandle):
     def _take(self, step: Future[Any], messages: int) -> None:
         try:
             events = [loads(head, buffers=buffers) for head, *buffers in step.result()]
-            measured = [
-                e.extras for e in events if isinstance(e, Done) and MEASURES in (e.extras or ())
-            ]
+            extras_of = [event.extras or {} for event in events if isinstance(event, Done)]
+            measured = [extras for extras in extras_of if MEASURES in extras]
             if measured and self._is_far:  # as if the last one had come at once
                 later = perf_counter() - measured[-1][MEASURES].spans[-1][1]
                 for extras in measured:

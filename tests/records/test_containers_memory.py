@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import os
 import pickle
 import re
@@ -140,10 +139,6 @@ def private_bytes() -> int:
 def grown(sequence: Any) -> int:
     """Return the private bytes that a child gains by reading every element."""
     gc.disable()
-    # What the interpreter itself writes to in this loop is copied first, in large pages.
-    for element in itertools.islice(sequence, 1000):
-        _ = element
-    _ = sequence[0]
     before = private_bytes()
     for element in sequence:
         _ = element
