@@ -291,6 +291,7 @@ def cluster() -> Iterator[None]:
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # its workers import modules of the tests
     ray.init(
+        "local",  # else it connects to a cluster that runs here, or ran: /tmp/ray/ray_current_cluster
         num_cpus=4,
         include_dashboard=False,
         object_store_memory=400 << 20,

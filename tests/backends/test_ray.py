@@ -310,7 +310,8 @@ def test_a_cluster_that_is_shut_down_is_an_error_and_none_is_started(policy: str
         import sys
         import ray
         from hybridloader import DataLoader, Ray
-        ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+        start = dict(include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+        ray.init("local", num_cpus=1, **start)
         options = dict(num_workers=1, backend=Ray(num_cpus=0.1), on_worker_death=sys.argv[1])
         batches = iter(DataLoader(range(10_000), 4, **options))
         next(batches)
@@ -333,13 +334,13 @@ def test_workers_of_a_cluster_that_is_gone_are_over_though_there_is_another() ->
     script = textwrap.dedent("""
         import ray
         from hybridloader import DataLoader, Ray
-        start = dict(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-        ray.init(**start)
+        start = dict(include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+        ray.init("local", num_cpus=1, **start)
         batches = iter(DataLoader(range(10_000), 4, num_workers=1, backend=Ray(num_cpus=0.1)))
         next(batches)
         (worker,) = batches._workers
         ray.shutdown()
-        ray.init(**start)
+        ray.init("local", num_cpus=1, **start)
         batches.close()
         worker.join()
         print(worker.is_alive(), worker.exitcode)

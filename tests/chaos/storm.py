@@ -356,7 +356,8 @@ def main() -> None:
         import ray
 
         # Two steps of five workers each, and those that have not gone yet.
-        ray.init(num_cpus=16, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+        start = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
+        ray.init("local", num_cpus=16, **start)
     total: Counter[str] = Counter()
     epochs = samples = restarts = 0
     began = time.monotonic()
