@@ -34,8 +34,7 @@ from hybridloader.engine.messages import WorkerSpec
 from hybridloader.engine.refresh import Change, DatasetChanges
 from hybridloader.engine.restart import RestartPolicy
 from hybridloader.engine.scheduler import Dispatch, least_busy, round_robin, round_robin_with_room
-from hybridloader.engine.stage import Stage
-from hybridloader.engine.worker_table import workers_table
+from hybridloader.engine.stage import Stage, workers_table
 from hybridloader.errors import IteratorClosed, StateError, WorkerTimeout
 from hybridloader.fetching.collate import with_entries, without_torch
 from hybridloader.fetching.on_error import ErrorBudget, Outcome, Policy, Skipped, parse_on_error

@@ -27,9 +27,8 @@ from hybridloader.engine.meter import TaskParts
 from hybridloader.engine.refresh import Change
 from hybridloader.engine.relay import Relay
 from hybridloader.engine.scheduler import Scheduler
-from hybridloader.engine.stage import Stage
+from hybridloader.engine.stage import Stage, name_of
 from hybridloader.engine.states import ACTIVE
-from hybridloader.engine.worker_table import name_of
 from hybridloader.errors import IteratorClosed, StateError
 from hybridloader.fetching.item_loop import ItemLoop, TaskResults, seeded
 from hybridloader.fetching.item_steps import Step

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hybridloader.engine.worker_table import workers_table
+from hybridloader.engine.stage import workers_table
 from hybridloader.fetching.readers import MapFetch
 from hybridloader.observe.measures import LoopWaits, record_of_caller, record_of_relay
 from hybridloader.observe.observation import Asked, Observation

@@ -8,7 +8,7 @@ import pytest
 
 from hybridloader.engine.messages import Exited
 from hybridloader.engine.scheduler import Fault
-from hybridloader.engine.worker_table import (
+from hybridloader.engine.stage import (
     WorkerReport,
     death,
     given_up,

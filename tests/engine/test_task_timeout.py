@@ -18,7 +18,7 @@ from hybridloader.engine.messages import (
     Event,
     Task,
 )
-from hybridloader.engine.worker_table import START
+from hybridloader.engine.stage import START
 from hybridloader.errors import TaskTimeout, WorkerTimeout
 from hybridloader.testing import FakeClock, ScriptedBackend, ScriptedCrew
 
