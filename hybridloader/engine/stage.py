@@ -60,8 +60,15 @@ from hybridloader.engine.messages import (
 from hybridloader.engine.payload import ByReference
 from hybridloader.engine.refresh import Change
 from hybridloader.engine.restart import RestartPolicy
-from hybridloader.engine.scheduler import Dispatch, Fault, ReorderLimit, Scheduler, round_robin
-from hybridloader.engine.states import ACTIVE, WorkerState
+from hybridloader.engine.scheduler import (
+    ACTIVE,
+    Dispatch,
+    Fault,
+    ReorderLimit,
+    Scheduler,
+    WorkerState,
+    round_robin,
+)
 from hybridloader.errors import IteratorClosed, NotReady, TaskTimeout, WorkerDied, WorkerTimeout
 
 if TYPE_CHECKING:

@@ -21,8 +21,7 @@ from hybridloader._support.torch_env import is_datapipe
 from hybridloader._support.user_objects import attribute, has
 from hybridloader.engine.dataset_state import ShardStart
 from hybridloader.engine.loaded_states import load_for_epoch, undo_load
-from hybridloader.engine.scheduler import Dispatch, Scheduler, round_robin
-from hybridloader.engine.states import ACTIVE
+from hybridloader.engine.scheduler import ACTIVE, Dispatch, Scheduler, round_robin
 from hybridloader.fetching.readers import PartialBatch
 from hybridloader.fetching.shards import ShardDivision
 from hybridloader.loader.plan import LoaderPlan

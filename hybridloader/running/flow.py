@@ -26,9 +26,8 @@ from hybridloader.engine.fetcher import Abandoned, FollowingContext, TaskContext
 from hybridloader.engine.meter import TaskParts
 from hybridloader.engine.refresh import Change
 from hybridloader.engine.relay import Relay
-from hybridloader.engine.scheduler import Scheduler
+from hybridloader.engine.scheduler import ACTIVE, Scheduler
 from hybridloader.engine.stage import Stage, name_of
-from hybridloader.engine.states import ACTIVE
 from hybridloader.errors import IteratorClosed, StateError
 from hybridloader.fetching.item_loop import ItemLoop, TaskResults, seeded
 from hybridloader.fetching.item_steps import Step

@@ -185,7 +185,7 @@ def test_the_files_that_pages_name_are_there() -> None:
 
 
 def test_the_tables_on_the_page_of_design_are_those_of_the_scheduler() -> None:
-    from hybridloader.engine.states import RUN_TABLE, WORK_TABLE
+    from hybridloader.engine.scheduler import RUN_TABLE, WORK_TABLE
 
     page = (ROOT / "docs" / "design.md").read_text()
     for name, table in (("run", RUN_TABLE), ("worker", WORK_TABLE)):

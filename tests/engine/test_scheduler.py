@@ -15,18 +15,16 @@ from hybridloader._support.user_objects import Failure
 from hybridloader.engine.messages import Done, Exhausted, Exited, Failed, Ready
 from hybridloader.engine.payload import ByReference
 from hybridloader.engine.scheduler import (
-    FADE,
-    Scheduler,
-    least_busy,
-    round_robin,
-    round_robin_with_room,
-)
-from hybridloader.engine.states import (
     ACTIVE,
+    FADE,
     RUN_TABLE,
     WORK_TABLE,
     RunState,
+    Scheduler,
     WorkerState,
+    least_busy,
+    round_robin,
+    round_robin_with_room,
     run_after,
     worker_after,
 )
