@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, ClassVar
 
 from hybridloader._support.text import warn
 from hybridloader.engine.contract import Backend, Crew, WorkerHandle
-from hybridloader.engine.fetcher import TaskContext
 from hybridloader.engine.messages import (
     Begin,
     Event,
@@ -23,6 +22,7 @@ from hybridloader.engine.messages import (
     Message,
     Stop,
     Task,
+    TaskContext,
     WorkerSpec,
 )
 from hybridloader.engine.payload import ByReference

@@ -27,7 +27,6 @@ from hybridloader._support.user_objects import Failure, show
 from hybridloader.backends.process import codec
 from hybridloader.backends.process.frames import Frame
 from hybridloader.backends.process.postmortem import PostmortemWriter
-from hybridloader.engine.fetcher import TaskContext
 from hybridloader.engine.messages import (
     Done,
     Event,
@@ -36,6 +35,7 @@ from hybridloader.engine.messages import (
     Failed,
     Message,
     Task,
+    TaskContext,
     WorkerSpec,
 )
 from hybridloader.engine.serving import Pickled, received

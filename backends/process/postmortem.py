@@ -28,7 +28,7 @@ from typing import Any
 
 from hybridloader._support import system, text
 from hybridloader.backends.process.first_step import RAISED, record_end
-from hybridloader.engine.fetcher import TaskContext
+from hybridloader.engine.messages import TaskContext
 from hybridloader.memory.limits import memory_cgroups, number_in, text_of, whole_number
 from hybridloader.memory.segments import map_descriptor, nameless_file
 from hybridloader.memory.shared_slots import ours

@@ -28,19 +28,19 @@ if TYPE_CHECKING:
     from hybridloader.engine.contract import WorkerHandle as WorkerHandle
     from hybridloader.engine.contract import backend_names as backend_names
     from hybridloader.engine.contract import get_backend as get_backend
-    from hybridloader.engine.fetcher import Fetch as Fetch
-    from hybridloader.engine.fetcher import Fetcher as Fetcher
-    from hybridloader.engine.fetcher import TaskContext as TaskContext
     from hybridloader.engine.messages import Begin as Begin
     from hybridloader.engine.messages import Done as Done
     from hybridloader.engine.messages import Event as Event
     from hybridloader.engine.messages import Exhausted as Exhausted
     from hybridloader.engine.messages import Exited as Exited
     from hybridloader.engine.messages import Failed as Failed
+    from hybridloader.engine.messages import Fetch as Fetch
+    from hybridloader.engine.messages import Fetcher as Fetcher
     from hybridloader.engine.messages import Message as Message
     from hybridloader.engine.messages import Ready as Ready
     from hybridloader.engine.messages import Stop as Stop
     from hybridloader.engine.messages import Task as Task
+    from hybridloader.engine.messages import TaskContext as TaskContext
     from hybridloader.engine.messages import WorkerSpec as WorkerSpec
     from hybridloader.engine.payload import ByReference as ByReference
     from hybridloader.engine.payload import Payload as Payload

@@ -19,8 +19,18 @@ from hybridloader._support.torch_env import (
     one_thread_on_this_thread,
 )
 from hybridloader._support.user_objects import Failure, described, traceback_of
-from hybridloader.engine.fetcher import Fetch, Fetcher, TaskContext
-from hybridloader.engine.messages import Done, Event, Exited, Failed, Message, Task, WorkerSpec
+from hybridloader.engine.messages import (
+    Done,
+    Event,
+    Exited,
+    Failed,
+    Fetch,
+    Fetcher,
+    Message,
+    Task,
+    TaskContext,
+    WorkerSpec,
+)
 from hybridloader.engine.payload import ByReference, Payload
 from hybridloader.engine.worker import Incoming, Worker, run
 from hybridloader.engine.worker_info import set_process_info, set_worker_info

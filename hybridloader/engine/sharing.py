@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 
 from hybridloader._support.text import brief
 from hybridloader._support.user_objects import Raised, add_note
-from hybridloader.engine.fetcher import StartedTask, TaskContext
-from hybridloader.engine.messages import Done, Event, Task
+from hybridloader.engine.messages import Done, Event, StartedTask, Task, TaskContext
 
 NEW = 1 / 8  # part of the newest task in the mean of seconds
 

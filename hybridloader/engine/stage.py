@@ -42,7 +42,6 @@ from hybridloader._support.user_objects import (
 )
 from hybridloader.engine.contract import CLOSING, Backend, Crew, WorkerHandle, ended_with
 from hybridloader.engine.feed import Feed, StageFlow, is_forwarded, items_in
-from hybridloader.engine.fetcher import GivenUp, PartlyGivenUp
 from hybridloader.engine.messages import (
     Begin,
     Done,
@@ -50,8 +49,11 @@ from hybridloader.engine.messages import (
     Exhausted,
     Exited,
     Failed,
+    GivenUp,
     Last,
+    PartlyGivenUp,
     Ready,
+    RestartPolicy,
     Result,
     Stop,
     Task,
@@ -59,7 +61,6 @@ from hybridloader.engine.messages import (
 )
 from hybridloader.engine.payload import ByReference
 from hybridloader.engine.refresh import Change
-from hybridloader.engine.restart import RestartPolicy
 from hybridloader.engine.scheduler import (
     ACTIVE,
     Dispatch,

@@ -19,25 +19,23 @@ from hybridloader._support.states import load_into
 from hybridloader._support.torch_env import TakenModes, seed_datapipe
 from hybridloader._support.user_objects import Failure, foreign, show, twin
 from hybridloader.engine.dataset_state import ShardStart
-from hybridloader.engine.fetcher import (
-    Abandoned,
-    EndOfShard,
-    Fetch,
-    Fetcher,
-    StartedTask,
-    TaskContext,
-)
 from hybridloader.engine.loaded_states import load_for_epoch, undo_load
 from hybridloader.engine.messages import (
+    Abandoned,
     Begin,
     Done,
+    EndOfShard,
     Event,
     Exhausted,
     Failed,
+    Fetch,
+    Fetcher,
     Message,
     Ready,
+    StartedTask,
     Stop,
     Task,
+    TaskContext,
     WorkerSpec,
 )
 from hybridloader.engine.meter import MEASURES, Meter

@@ -17,7 +17,7 @@ from math import inf
 from time import perf_counter
 from typing import Any
 
-from hybridloader.engine.fetcher import Abandoned, GivenUp, TaskContext
+from hybridloader.engine.messages import Abandoned, GivenUp, TaskContext
 
 _SLICE = 0.05
 """Seconds between two checks of the context while a loop runs."""

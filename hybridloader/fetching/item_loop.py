@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybridloader._support.text import brief
 from hybridloader._support.user_objects import Failure, add_note, foreign
-from hybridloader.engine.fetcher import Abandoned, GivenUp, TaskContext
+from hybridloader.engine.messages import Abandoned, GivenUp, TaskContext
 from hybridloader.fetching.on_error import FailureRecord, Note, Policy, Replace, Retry, Skip, final
 from hybridloader.seeding.sample_rng import SampleRng
 

@@ -16,7 +16,7 @@ from itertools import count
 from typing import Any
 
 from hybridloader._support.user_objects import attribute
-from hybridloader.engine.fetcher import (
+from hybridloader.engine.messages import (
     Fetch,
     Fetcher,
     FollowingContext,

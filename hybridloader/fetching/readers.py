@@ -28,7 +28,7 @@ from hybridloader._support.states import load_into
 from hybridloader._support.torch_env import seed_datapipe
 from hybridloader._support.user_objects import attribute, foreign, is_container
 from hybridloader.engine.dataset_state import ShardStart, states_of
-from hybridloader.engine.fetcher import (
+from hybridloader.engine.messages import (
     Abandoned,
     EndOfShard,
     Fetch,

@@ -27,7 +27,7 @@ from hybridloader._support.text import warn_once
 from hybridloader._support.user_objects import attribute, has
 from hybridloader.backends.fallback import usable
 from hybridloader.engine.contract import Backend, get_backend
-from hybridloader.engine.fetcher import Fetch
+from hybridloader.engine.messages import Fetch
 from hybridloader.engine.scheduler import ReorderLimit
 from hybridloader.loader.options import Options
 from hybridloader.loader.record import LoaderRecord, record_of, upcoming

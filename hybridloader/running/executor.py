@@ -22,8 +22,7 @@ from hybridloader._support.text import warn
 from hybridloader._support.user_objects import has, no_answer
 from hybridloader.devices.pinning import Pinner
 from hybridloader.engine.feed import StageFlow
-from hybridloader.engine.fetcher import Fetch, TaskContext
-from hybridloader.engine.messages import WorkerSpec
+from hybridloader.engine.messages import Fetch, TaskContext, WorkerSpec
 from hybridloader.engine.refresh import DatasetChanges
 from hybridloader.engine.relay import Relay
 from hybridloader.engine.scheduler import ReorderLimit, Scheduler, least_busy

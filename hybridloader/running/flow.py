@@ -22,7 +22,7 @@ from hybridloader._support.user_objects import (
 )
 from hybridloader.devices.pinning import Pinner, Sent
 from hybridloader.engine.feed import Feed, StageFlow, TaskBatching, is_forwarded
-from hybridloader.engine.fetcher import Abandoned, FollowingContext, TaskContext
+from hybridloader.engine.messages import Abandoned, FollowingContext, TaskContext
 from hybridloader.engine.meter import TaskParts
 from hybridloader.engine.refresh import Change
 from hybridloader.engine.relay import Relay

@@ -17,7 +17,7 @@ from hybridloader._support.text import brief
 from hybridloader._support.torch_env import one_thread_on_this_thread
 from hybridloader._support.user_objects import add_note, no_answer
 from hybridloader.engine.feed import TaskBatching
-from hybridloader.engine.fetcher import TaskContext
+from hybridloader.engine.messages import TaskContext
 from hybridloader.engine.meter import TaskParts
 from hybridloader.engine.relay import Relay
 from hybridloader.errors import StateError

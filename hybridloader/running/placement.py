@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 
 from hybridloader._support.arguments import flag, function, keywords, seconds, spelled_out, whole
 from hybridloader.engine.contract import Backend, get_backend
-from hybridloader.engine.restart import RestartPolicy
+from hybridloader.engine.messages import RestartPolicy
 from hybridloader.engine.scheduler import IN_FLIGHT
 from hybridloader.fetching.on_error import Policy, Replace, Retry, Skip, parse_on_error
 from hybridloader.memory.limits import ranks_here

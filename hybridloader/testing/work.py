@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridloader.engine.fetcher import EndOfShard, Fetch, Fetcher, FunctionFetcher, TaskContext
+from hybridloader.engine.messages import EndOfShard, Fetch, Fetcher, FunctionFetcher, TaskContext
 from hybridloader.engine.worker_info import get_worker_info
 from hybridloader.fetching.collate import WithoutTorch
 from hybridloader.testing.tools import Gate

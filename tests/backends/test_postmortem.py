@@ -26,8 +26,17 @@ from hybridloader.backends.process.postmortem import (
     ours,
 )
 from hybridloader.engine.contract import Backend, Crew
-from hybridloader.engine.fetcher import Fetcher, FunctionFetcher, TaskContext
-from hybridloader.engine.messages import Done, Event, Exited, Ready, Task, WorkerSpec
+from hybridloader.engine.messages import (
+    Done,
+    Event,
+    Exited,
+    Fetcher,
+    FunctionFetcher,
+    Ready,
+    Task,
+    TaskContext,
+    WorkerSpec,
+)
 from hybridloader.fetching.readers import MapFetch
 
 # -- numbers -----------------------------------------------------------------------------------------

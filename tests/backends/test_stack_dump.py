@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hybridloader.backends.process import postmortem
 from hybridloader.backends.process.postmortem import MOST, PostmortemRecord, shortened
-from hybridloader.engine.fetcher import TaskContext
+from hybridloader.engine.messages import TaskContext
 
 # -- the text ----------------------------------------------------------------------------------------
 

@@ -17,14 +17,15 @@ from support.supervised import (
     watch_specs,
 )
 
-from hybridloader.engine.fetcher import GivenUp, PartlyGivenUp
 from hybridloader.engine.messages import (
     Begin,
     Exhausted,
+    GivenUp,
+    PartlyGivenUp,
+    RestartPolicy,
     Task,
     WorkerSpec,
 )
-from hybridloader.engine.restart import RestartPolicy
 from hybridloader.errors import WorkerDied, WorkerPicklingError
 from hybridloader.testing import FakeClock
 

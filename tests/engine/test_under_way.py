@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from hybridloader.engine.fetcher import TaskContext
-from hybridloader.engine.messages import Begin, Done, Event, Stop, Task, WorkerSpec
+from hybridloader.engine.messages import Begin, Done, Event, Stop, Task, TaskContext, WorkerSpec
 from hybridloader.engine.payload import ByReference
 from hybridloader.engine.sharing import Fetched, TasksUnderWay
 from hybridloader.fetching.readers import MapFetch

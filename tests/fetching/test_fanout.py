@@ -24,7 +24,7 @@ from support.references import merge_references
 from torch.utils.data import get_worker_info as imported_earlier
 
 import hybridloader
-from hybridloader.engine.fetcher import Abandoned, TaskContext
+from hybridloader.engine.messages import Abandoned, TaskContext
 from hybridloader.engine.worker_info import worker_info_set
 from hybridloader.fetching import fanout
 from hybridloader.fetching.fanout import Fanout

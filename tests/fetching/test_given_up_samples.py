@@ -10,7 +10,7 @@ from support.bad_samples import Samples, Together
 from torch.utils.data import Subset, TensorDataset
 
 from hybridloader import Replace, Skip
-from hybridloader.engine.fetcher import Abandoned, GivenUp, PartlyGivenUp, TaskContext
+from hybridloader.engine.messages import Abandoned, GivenUp, PartlyGivenUp, TaskContext
 from hybridloader.errors import WorkerDied
 from hybridloader.fetching.readers import MapFetch
 

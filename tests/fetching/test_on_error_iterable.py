@@ -11,8 +11,7 @@ import pytest
 from torch.utils.data import IterableDataset
 
 from hybridloader import DataLoader, Pipeline, Replace, Retry, Skip, get_worker_info
-from hybridloader.engine.fetcher import Abandoned, EndOfShard, TaskContext
-from hybridloader.engine.messages import Task, WorkerSpec
+from hybridloader.engine.messages import Abandoned, EndOfShard, Task, TaskContext, WorkerSpec
 from hybridloader.engine.worker import Worker
 from hybridloader.errors import ShardLost
 from hybridloader.fetching.readers import IterableFetch, ReadersFetch

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hybridloader import Replace, Retry, Skip, TooManyErrors
 from hybridloader._support.user_objects import Failure
-from hybridloader.engine.fetcher import Abandoned, GivenUp, PartlyGivenUp, TaskContext
+from hybridloader.engine.messages import Abandoned, GivenUp, PartlyGivenUp, TaskContext
 from hybridloader.errors import ShardLost, WorkerDied
 from hybridloader.fetching.item_loop import ItemLoop
 from hybridloader.fetching.on_error import (

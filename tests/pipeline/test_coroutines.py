@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from hybridloader import Pipeline, Replace, Retry, Skip, WorkerTimeout, get_worker_info
-from hybridloader.engine.fetcher import TaskContext
+from hybridloader.engine.messages import TaskContext
 from hybridloader.fetching.coroutines import Coroutines, Loop
 
 WHERE: dict[str, Any] = {

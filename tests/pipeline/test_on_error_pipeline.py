@@ -13,8 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hybridloader import Pipeline, Replace, Retry, Skip, TooManyErrors
-from hybridloader.engine.fetcher import GivenUp, PartlyGivenUp, TaskContext
-from hybridloader.engine.restart import RestartPolicy
+from hybridloader.engine.messages import GivenUp, PartlyGivenUp, RestartPolicy, TaskContext
 from hybridloader.errors import IteratorClosed, WorkerDied
 from hybridloader.fetching.item_steps import Step, WorkFetch
 from hybridloader.fetching.readers import MapFetch

@@ -10,11 +10,11 @@ from hybridloader.engine.messages import (
     Event,
     Exited,
     Ready,
+    RestartPolicy,
     Task,
     WorkerSpec,
 )
 from hybridloader.engine.payload import ByReference
-from hybridloader.engine.restart import RestartPolicy
 from hybridloader.engine.stage import Stage
 from hybridloader.fetching.readers import MapFetch
 from hybridloader.testing import FakeClock, ScriptedBackend, ScriptedCrew
