@@ -10,8 +10,8 @@ from typing import Any
 
 from hybridloader._support.store_use import uses
 from hybridloader.engine.contract import Backend
+from hybridloader.engine.feed import RelayQueue
 from hybridloader.engine.messages import Fetch
-from hybridloader.engine.relay import RelayQueue
 from hybridloader.engine.stage import Stage
 from hybridloader.fetching.on_error import ErrorBudget
 from hybridloader.loader.progress import Progress

@@ -27,8 +27,8 @@ from hybridloader._support.text import warn
 from hybridloader._support.threads import turn_at_gil
 from hybridloader._support.user_objects import described
 from hybridloader.engine.contract import Backend
+from hybridloader.engine.feed import RelayQueue, RelaySleeps
 from hybridloader.engine.messages import Fetch
-from hybridloader.engine.relay import RelayQueue, RelaySleeps
 from hybridloader.fetching.on_error import ErrorBudget
 from hybridloader.observe.measures import LoopWaits, StageMeasures
 from hybridloader.observe.recording import Recording, StageRecord

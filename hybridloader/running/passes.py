@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hybridloader._support.text import brief
 from hybridloader._support.torch_env import one_thread_on_this_thread
 from hybridloader._support.user_objects import add_note, no_answer
-from hybridloader.engine.feed import TaskBatching
+from hybridloader.engine.feed import Relay, TaskBatching
 from hybridloader.engine.messages import TaskContext
 from hybridloader.engine.meter import TaskParts
-from hybridloader.engine.relay import Relay
 from hybridloader.errors import StateError
 from hybridloader.fetching.on_error import Skipped
 from hybridloader.observe.tracing import LocalSlices

@@ -15,7 +15,7 @@ from hybridloader._support.states import place_dropped
 from hybridloader._support.text import INFO, log, warn
 from hybridloader._support.user_objects import ENDS, NO_ITEM, is_ours, no_answer
 from hybridloader.engine.contract import close_once, closed_with, park_at_exit
-from hybridloader.engine.relay import Relay, RelayQueue
+from hybridloader.engine.feed import Relay, RelayQueue
 from hybridloader.errors import IteratorClosed, StateError
 from hybridloader.fetching.on_error import Skipped
 from hybridloader.observe.observation import Observe, asked, check_observe

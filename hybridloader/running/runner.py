@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable
 
 from hybridloader.engine.contract import CLOSING
-from hybridloader.engine.relay import Relay
+from hybridloader.engine.feed import Relay
 from hybridloader.engine.stage import Stage
 
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset
 
 from hybridloader import DataLoader, Pipeline
-from hybridloader.engine.relay import Relay
+from hybridloader.engine.feed import Relay
 
 Modes = tuple[Any, ...]
 Around = Callable[[], AbstractContextManager[Any]]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hybridloader._support.user_objects import Raised, no_answer
-from hybridloader.engine.relay import Relay, RelayQueue, RelaySleeps
+from hybridloader.engine.feed import Relay, RelayQueue, RelaySleeps
 from hybridloader.errors import IteratorClosed, NotReady, StateError, WorkerDied, WorkerTimeout
 
 

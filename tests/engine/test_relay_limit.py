@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hybridloader.engine.relay import Relay
+from hybridloader.engine.feed import Relay
 
 
 def test_a_relay_lets_in_what_its_limit_allows_and_one_that_is_larger_alone() -> None:

@@ -20,7 +20,7 @@ from support.forking import in_a_fork
 
 import hybridloader
 from hybridloader import Pipeline, WorkerDied
-from hybridloader.engine.relay import Relay
+from hybridloader.engine.feed import Relay
 from hybridloader.errors import IteratorClosed
 
 WORKERS = ("threads", "fork", "shared-memory")

@@ -23,12 +23,12 @@ from hybridloader.engine.feed import (
     MOST,
     MOST_BYTES,
     TASK_SECONDS,
+    Relay,
     StageFlow,
     TaskBatching,
 )
 from hybridloader.engine.messages import Done, Failed, Task
 from hybridloader.engine.payload import ByReference
-from hybridloader.engine.relay import Relay
 from hybridloader.errors import NotReady
 from hybridloader.fetching.item_steps import Step, WorkFetch
 from hybridloader.observe.measures import StageMeasures
