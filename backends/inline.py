@@ -26,8 +26,7 @@ from hybridloader.engine.messages import (
     WorkerSpec,
 )
 from hybridloader.engine.payload import ByReference
-from hybridloader.engine.worker import Worker
-from hybridloader.engine.worker_info import worker_info_set
+from hybridloader.engine.worker import Worker, worker_info_set
 from hybridloader.errors import WorkerPicklingError
 from hybridloader.fetching.collate import teach_torch
 from hybridloader.memory.limits import DEFAULT_MEMORY, Memory

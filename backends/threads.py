@@ -27,8 +27,7 @@ from hybridloader.engine.contract import SLICE, Backend, Crew, WorkerHandle
 from hybridloader.engine.messages import Begin, Done, Event, Message, Stop, Task, WorkerSpec
 from hybridloader.engine.meter import Measures
 from hybridloader.engine.serving import serve, thread_worker
-from hybridloader.engine.sharing import NEW, SharedTask, UnsharedTask
-from hybridloader.engine.worker import Incoming, Worker
+from hybridloader.engine.worker import NEW, Incoming, SharedTask, UnsharedTask, Worker
 from hybridloader.fetching.collate import teach_torch
 from hybridloader.memory.limits import DEFAULT_MEMORY, Memory
 from hybridloader.memory.slots import PrivateSlots, set_slots

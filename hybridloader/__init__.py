@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from hybridloader.compat.install import uninstall as uninstall
     from hybridloader.devices.pinning import Transfer as Transfer
     from hybridloader.engine.messages import RestartPolicy as RestartPolicy
-    from hybridloader.engine.worker_info import get_worker_info as get_worker_info
+    from hybridloader.engine.worker import get_worker_info as get_worker_info
     from hybridloader.errors import HybridLoaderError as HybridLoaderError
     from hybridloader.errors import StateError as StateError
     from hybridloader.errors import TooManyErrors as TooManyErrors

@@ -39,8 +39,7 @@ from hybridloader.engine.messages import (
     WorkerSpec,
 )
 from hybridloader.engine.serving import Pickled, received
-from hybridloader.engine.worker import Worker, run
-from hybridloader.engine.worker_info import set_process_info
+from hybridloader.engine.worker import Worker, run, set_process_info
 from hybridloader.errors import ResultPicklingError
 from hybridloader.fetching.collate import teach_torch
 from hybridloader.memory.packing import pack_in_band

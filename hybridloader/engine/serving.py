@@ -32,8 +32,7 @@ from hybridloader.engine.messages import (
     WorkerSpec,
 )
 from hybridloader.engine.payload import ByReference, Payload
-from hybridloader.engine.worker import Incoming, Worker, run
-from hybridloader.engine.worker_info import set_process_info, set_worker_info
+from hybridloader.engine.worker import Incoming, Worker, run, set_process_info, set_worker_info
 from hybridloader.errors import ResultPicklingError, WorkerPicklingError
 from hybridloader.memory.packing import Packed, pack, pack_in_band, unpack
 from hybridloader.memory.segments import aligned_view

@@ -8,16 +8,21 @@ process or in the caller, nor how its messages travel.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
-from dataclasses import replace
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
 from threading import get_ident
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hybridloader._support import system
 from hybridloader._support.states import load_into
-from hybridloader._support.torch_env import TakenModes, seed_datapipe
-from hybridloader._support.user_objects import Failure, foreign, show, twin
+from hybridloader._support.text import brief
+from hybridloader._support.torch_env import TakenModes, seed_datapipe, when_imported
+from hybridloader._support.user_objects import Failure, Raised, add_note, foreign, show, twin
 from hybridloader.engine.dataset_state import ShardStart
 from hybridloader.engine.loaded_states import load_for_epoch, undo_load
 from hybridloader.engine.messages import (
@@ -41,9 +46,7 @@ from hybridloader.engine.messages import (
 from hybridloader.engine.meter import MEASURES, Meter
 from hybridloader.engine.payload import Payload
 from hybridloader.engine.refresh import apply
-from hybridloader.engine.sharing import Fetched, SharedTask, TasksUnderWay, UnsharedTask
 from hybridloader.engine.slices import ALWAYS, LONG
-from hybridloader.engine.worker_info import describe, end_worker
 from hybridloader.errors import ResultPicklingError
 from hybridloader.seeding.sample_rng import GLOBALS, SampleRng, now
 from hybridloader.seeding.worker_seeds import (
@@ -52,6 +55,386 @@ from hybridloader.seeding.worker_seeds import (
     WorkerSeeds,
     seeds_by_sample,
 )
+
+if TYPE_CHECKING:
+    from torch.utils.data._utils.worker import WorkerInfo
+
+
+class _Current(threading.local):
+    info: WorkerInfo | None = None
+    asked = False  # code on this thread, which is a worker's, has asked for it
+
+
+_current = _Current()
+
+_at_end: dict[int, list[Callable[[], Any]]] = {}
+"""By the identity of the worker's info. A process has one worker, whose info may be replaced."""
+
+
+def _forget_thread() -> None:
+    """Forget the info of the thread that forked: the child is no worker, or a worker of another loader.
+
+    The functions that workers of the parent registered are the parent's, too.
+    """
+    vars(_current).clear()
+    _at_end.clear()
+
+
+system.at_fork(after_in_child=_forget_thread)
+
+
+def get_worker_info() -> WorkerInfo | None:
+    """Return information about the worker that runs this code; None outside of any worker.
+
+    Returns
+    -------
+    WorkerInfo or None
+        torch's own class (or, in a process that has not imported torch, one with the same
+        attributes): `id`, `num_workers`, `seed` (``base_seed + id``), `dataset` (the copy
+        that this worker reads), `rng` (random generators of this worker alone, for threads) and
+        `worker_method` (``"thread"``, ``"multiprocessing"`` or ``"inline"``).
+    """
+    info = _current.info
+    if info is not None:
+        _current.asked = True
+    return info
+
+
+def asked_for_info() -> bool:
+    """True if code on this thread may divide data by the worker's number, or need not."""
+    info = _current.info
+    return _current.asked or info is None or info.num_workers < 2
+
+
+@dataclass(frozen=True)
+class Description:
+    """Fields of a `WorkerInfo`, in place of one in a process that has not imported torch."""
+
+    id: int
+    num_workers: int
+    seed: int
+    dataset: Any
+    rng: Any
+    worker_method: str
+
+    def in_torchs_words(self) -> WorkerInfo:
+        from torch.utils.data._utils.worker import WorkerInfo
+
+        return WorkerInfo(**vars(self))
+
+
+def describe(**facts: Any) -> Any:
+    """Return a `WorkerInfo`, or a `Description` if torch is not imported."""
+    description = Description(**facts)
+    return description.in_torchs_words() if "torch" in sys.modules else description
+
+
+def set_process_info(info: Any) -> None:
+    """Make `info` the answer on every thread of this process: it belongs to one worker."""
+    vars(_current).pop("info", None)
+    _Current.info = info
+    when_imported("torch", _teach_process)
+
+
+def _teach_process() -> None:
+    from torch.utils.data._utils import worker
+
+    _teach_torch()
+    info: Any = _Current.info
+    if isinstance(info, Description):
+        _Current.info = info.in_torchs_words()
+    torchs: Any = worker
+    torchs._worker_info = _Current.info  # for code that reads it; a process has one worker
+
+
+def set_worker_info(info: WorkerInfo | None) -> None:
+    """Make `info` the answer on this thread, for our function and for torch's."""
+    if info is not None:
+        _teach_torch()
+    _current.info = info
+
+
+@contextmanager
+def worker_info_set(info: WorkerInfo | None) -> Iterator[None]:
+    """Make `info` the answer on this thread within the block."""
+    before = _current.info
+    set_worker_info(info)
+    try:
+        yield
+    finally:
+        _current.info = before
+
+
+def _teach_torch() -> None:
+    """Give torch's function code that asks the thread first. Once per process."""
+    from torch.utils.data._utils import collate, worker
+
+    original: Any = worker.get_worker_info
+    if original.__globals__.get("_hybridloader_current") is _current:
+        return
+
+    def body() -> Any:
+        info = _hybridloader_current.info  # type: ignore[name-defined]  # noqa: F821
+        if info is None:
+            return _worker_info  # type: ignore[name-defined]  # noqa: F821
+        if _hybridloader_caller(1).f_code.co_filename == _hybridloader_collate:  # type: ignore[name-defined]  # noqa: F821
+            return None
+        _hybridloader_current.asked = True  # type: ignore[name-defined]  # noqa: F821
+        return info
+
+    original.__globals__.update(
+        _hybridloader_current=_current,
+        _hybridloader_caller=sys._getframe,
+        _hybridloader_collate=collate.default_collate.__code__.co_filename,
+    )
+    original.__code__ = body.__code__
+
+
+def at_end_of_worker(function: Callable[[], Any]) -> bool:
+    """Register `function` for the end of the worker that runs this code; return False without a worker.
+
+    An error that the function raises is printed. It may run on another thread of the worker.
+    """
+    info = get_worker_info()
+    if info is None:
+        return False
+    _at_end.setdefault(id(info), []).append(function)
+    return True
+
+
+def end_worker(info: Any) -> None:
+    """Call the functions that were registered in the worker with this info, the last one first."""
+    keys = [*_at_end] if info.worker_method == "multiprocessing" else [id(info)]
+    for key in keys:
+        for function in reversed(_at_end.pop(key, ())):
+            try:
+                function()
+            except Exception as error:  # the worker ends in any case
+                show(error)
+
+
+NEW = 1 / 8  # part of the newest task in the mean of seconds
+
+_LEAST = 1e-3
+"""Seconds of a task, with all threads of a worker, from which the next tasks begin early; they do until
+tasks take half of that. Passing a task to another thread takes 2 % of it. A crew of threads has a
+similar limit."""
+
+
+class SharedItems:
+    """Items, begun in their order, each by one thread, and their results.
+
+    After an error no other item is begun, and running ones still end. So all items before the failed
+    one have ended when all have, and the error of the lowest place is the one that a loop would raise.
+    """
+
+    def __init__(self, items: Iterable[Any], name: str = "") -> None:
+        self._name = name  # of an item, for the note that its error gets
+        self.items = items if isinstance(items, (list, tuple, range)) else list(items)
+        count = len(self.items)
+        # All the mutable state:
+        self.todo = deque(enumerate(self.items))
+        self.begun: dict[int, int] = {}  # places in progress, and the identity of the thread
+        self.results: list[Any] = [None] * count
+        self.errors: dict[int, BaseException] = {}
+        self.seconds: list[float] = []  # seconds of each item
+        self.shared = False  # several threads may process them
+        # One entry fewer than items: the last to end finds it empty.
+        self._unfinished = [None] * (count - 1)
+
+    def work(
+        self,
+        function: Callable[[Any], Any],
+        context: TaskContext | None,  # checked after every item
+        catch: type[BaseException] = Exception,  # errors of items; others are raised immediately
+        *,
+        alone: bool = False,  # until the items are `shared`
+    ) -> bool:
+        """Process items until all have begun; return True if this call has finished the last one."""
+        todo, begun, results, me = self.todo, self.begun, self.results, get_ident()
+        since = perf_counter()
+        while True:
+            try:
+                place, item = todo.popleft()
+            except IndexError:
+                return False
+            begun[place] = me
+            try:
+                results[place] = function(item)
+            except catch as error:
+                self.errors[place] = error
+                self.stop()
+            del item
+            now = perf_counter()
+            self.seconds.append(now - since)
+            since = now
+            del begun[place]
+            if self._finish():
+                return True
+            if context is not None and context.cancelled:
+                return self.stop()
+            if alone and self.shared:
+                return False
+
+    def stop(self) -> bool:
+        """Begin no more items; return True if none is in flight."""
+        last = False
+        try:
+            while True:
+                self.todo.popleft()
+                last = self._finish()
+        except IndexError:
+            return last
+
+    def _finish(self) -> bool:
+        """Count an item that has ended or will not be begun; True for the last one."""
+        try:
+            self._unfinished.pop()
+        except IndexError:
+            return True
+        return False
+
+    def result(self) -> list[Any]:
+        """Return the results, once all have ended; raise the error of the first bad item. Once."""
+        try:
+            if self.errors:
+                place = min(self.errors)
+                if self._name:
+                    add_note(self.errors[place], f"{self._name} {brief(self.items[place])}")
+                Raised(self.errors[place]).throw()
+            return self.results
+        finally:
+            self.forget()
+
+    def forget(self) -> None:
+        """Drop all objects of the user: a thread that comes late still finds this."""
+        self.todo.clear()
+        self.items = self.results = []
+        self.errors = {}
+
+
+class SharedTask(SharedItems):
+    """Task of one worker, whose samples several workers fetch. A message to each of them."""
+
+    def __init__(
+        self,
+        worker: int,
+        task: Task,
+        samples: Any,  # indices of the samples
+        measures: deque[Any],
+    ) -> None:
+        super().__init__(samples)
+        self.worker, self.seq, self.task = worker, task.seq, task
+        self.measures = measures
+        """Measures of workers that fetched samples of this epoch's tasks and have answered none of
+        them."""
+
+    def forget(self) -> None:
+        super().forget()
+        self.task = self.task._replace(index=None)
+
+
+class UnsharedTask(NamedTuple):
+    """Message: the worker fetches the samples of its task alone, until they are shared."""
+
+    task: SharedTask
+
+
+class Fetched(NamedTuple):
+    """Message of a worker to itself: the samples of a task have ended."""
+
+    task: Task
+    samples: StartedTask
+
+
+class TasksUnderWay:
+    """Source of messages for a worker, which begins tasks as they come.
+
+    The threads fetch samples of the oldest task first. They start on the next task as soon as all
+    samples of the oldest have begun, so a slow sample delays one thread only. The worker's own thread
+    fetches no samples of these tasks: it takes messages, and collates and answers the tasks in order,
+    each after its samples have ended. So a collation that draws random numbers behaves as with one task
+    at a time. Coroutines run on the worker's own thread, while it would wait for a message.
+
+    Short tasks are done one at a time, and so is the first task with threads: passing a task to another
+    thread and back takes about 20 us.
+
+    Messages that are no such task wait until those before them are answered. `next` and `report` are for
+    the worker's loop, in place of the functions given.
+    """
+
+    def __init__(
+        self,
+        begin: Callable[[Task, Callable[[], None]], StartedTask | None],  # `Worker.begin`
+        context: TaskContext,
+        get: Callable[[], Any],  # waits for a message; returns None if `ring` was called
+        report: Callable[[Event], None],
+        listen: Callable[[], Callable[[], None]],  # gives `ring`; called before it is needed
+        *,
+        early: bool = False,  # begin tasks early from the first on
+    ) -> None:
+        self._begin, self._context = begin, context
+        self._get, self._report, self._listen = get, report, listen
+        # All the mutable state:
+        self._ring: Callable[[], None] | None = None  # called by threads when samples have ended
+        self._mean = 0.0  # recent seconds of a task
+        self._longest = 0.0  # most seconds of a sample of the current task
+        self._early = early  # tasks begin before earlier ones are answered
+        self._begun: deque[Fetched] = deque()
+        self._later: deque[Any] = deque()
+
+    def next(self) -> Any:
+        """Wait for the worker's next message."""
+        begun, later = self._begun, self._later
+        while True:
+            if begun and begun[0].samples.ended:
+                # With fewer samples than threads, a task takes as long as its longest sample.
+                self._longest = max(begun[0].samples.seconds, default=0.0)
+                return begun.popleft()
+            if later and self._started(later[0]):
+                later.popleft()
+                continue
+            if later and not begun:
+                return later.popleft()
+            waited = bool(begun) and begun[0].samples.wait_here()
+            if waited and self._ring is not None:
+                self._ring()  # its None follows the messages so far, so `get` does not wait
+            while (message := self._get()) is not None and not self._context.cancelled:
+                later.append(message)
+                if not waited:
+                    break
+            if self._context.cancelled:
+                return message
+
+    def _started(self, message: Any) -> bool:
+        """Have the threads begin a task; False if the worker is to do it, as a whole and in its turn."""
+        if not (self._early and isinstance(message, Task)):
+            return False
+        if self._ring is None:
+            self._ring = self._listen()
+        samples = self._begin(message, self._ring)
+        if samples is None:
+            return False
+        self._begun.append(Fetched(message, samples))
+        return True
+
+    def report(self, event: Event) -> None:
+        """Report an event, and learn from it."""
+        if type(event) is Done:
+            seconds, self._longest = max(event.seconds, self._longest), 0.0
+            self._mean = seconds if not self._mean else self._mean + (seconds - self._mean) * NEW
+            self._early = self._mean > (_LEAST / 2 if self._early else _LEAST)
+        self._report(event)
+
+    def close(self) -> None:
+        """Begin no more samples, and wait for those in flight."""
+        left = [task.samples for task in self._begun]
+        self._begun.clear()
+        for samples in left:
+            samples.stop()
+        for samples in left:
+            if not samples.leave():
+                break
 
 
 class Worker:

@@ -21,7 +21,7 @@ from types import FunctionType
 from typing import Any
 
 from hybridloader._support.torch_env import when_imported
-from hybridloader.engine.worker_info import get_worker_info
+from hybridloader.engine.worker import get_worker_info
 from hybridloader.memory.slots import OWN, on_this_thread, when_slots_are_used
 from hybridloader.memory.tensors import AsTensor, tensor_over
 

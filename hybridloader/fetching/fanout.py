@@ -30,8 +30,7 @@ from hybridloader._support.torch_env import (
     renew_autograd_engine,
 )
 from hybridloader.engine.messages import Abandoned, TaskContext
-from hybridloader.engine.sharing import SharedItems
-from hybridloader.engine.worker_info import get_worker_info, set_worker_info
+from hybridloader.engine.worker import SharedItems, get_worker_info, set_worker_info
 from hybridloader.memory.slots import on_this_thread, set_slots
 
 _SLICE = 0.05

@@ -39,7 +39,7 @@ from hybridloader.engine.messages import (
     TaskContext,
 )
 from hybridloader.engine.slices import SEEN
-from hybridloader.engine.worker_info import asked_for_info, get_worker_info
+from hybridloader.engine.worker import asked_for_info, get_worker_info
 from hybridloader.errors import ShardLost
 from hybridloader.fetching.collate import NotGatherable, gatherer, is_default_collate
 from hybridloader.fetching.item_loop import (

@@ -19,7 +19,7 @@ from hybridloader.engine.messages import (
     Task,
     WorkerSpec,
 )
-from hybridloader.engine.worker_info import get_worker_info
+from hybridloader.engine.worker import get_worker_info
 from hybridloader.memory.page_locks import PageLocks
 from hybridloader.testing.tools import DEADLINE, Gate, Running
 from hybridloader.testing.work import (

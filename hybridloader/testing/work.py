@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridloader.engine.messages import EndOfShard, Fetch, Fetcher, FunctionFetcher, TaskContext
-from hybridloader.engine.worker_info import get_worker_info
+from hybridloader.engine.worker import get_worker_info
 from hybridloader.fetching.collate import WithoutTorch
 from hybridloader.testing.tools import Gate
 

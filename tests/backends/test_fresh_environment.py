@@ -26,7 +26,7 @@ from support.process_probes import PROBES, Asked
 
 from hybridloader.backends.process import fork_safety
 from hybridloader.backends.process.backend import SharedMemory, Spawn
-from hybridloader.engine.worker_info import get_worker_info
+from hybridloader.engine.worker import get_worker_info
 
 pytestmark = [
     pytest.mark.skipif(not fork_safety.available(), reason="needs fork, /proc and pidfds"),

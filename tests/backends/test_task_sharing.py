@@ -20,7 +20,7 @@ import hybridloader
 from hybridloader import DataLoader, Pipeline, Threads, WorkerDied, WorkerTimeout
 from hybridloader.backends import threads as thread_backend
 from hybridloader.engine.messages import Task
-from hybridloader.engine.sharing import SharedItems, SharedTask, UnsharedTask
+from hybridloader.engine.worker import SharedItems, SharedTask, UnsharedTask
 from hybridloader.fetching.item_steps import ItemsFetcher
 
 LONG = 60.0

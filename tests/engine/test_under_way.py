@@ -10,7 +10,7 @@ import pytest
 
 from hybridloader.engine.messages import Begin, Done, Event, Stop, Task, TaskContext, WorkerSpec
 from hybridloader.engine.payload import ByReference
-from hybridloader.engine.sharing import Fetched, TasksUnderWay
+from hybridloader.engine.worker import Fetched, TasksUnderWay
 from hybridloader.fetching.readers import MapFetch
 
 

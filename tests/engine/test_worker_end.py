@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from hybridloader import DataLoader
-from hybridloader.engine import worker_info
-from hybridloader.engine.worker_info import at_end_of_worker
+from hybridloader.engine import worker
+from hybridloader.engine.worker import at_end_of_worker
 
 
 class Registering:
@@ -48,7 +48,7 @@ def test_they_are_called_on_the_worker_the_last_one_first() -> None:
         by_thread.setdefault(thread, []).append(name)
     assert [*by_thread.values()] == [["second", "first"]] * 2
     assert threading.get_ident() not in by_thread
-    assert not worker_info._at_end
+    assert not worker._at_end
 
 
 def test_an_error_is_shown_and_the_others_are_called(capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,7 +61,7 @@ def test_an_error_is_shown_and_the_others_are_called(capsys: pytest.CaptureFixtu
 
 def test_outside_of_workers_nothing_is_registered() -> None:
     assert not at_end_of_worker(lambda: None)
-    assert not worker_info._at_end
+    assert not worker._at_end
     data = Registering()
     assert len(list(DataLoader(data, 4))) == 2
     assert data.answers == {False}

@@ -16,7 +16,7 @@ from torch.utils.data._utils.worker import WorkerInfo
 
 import hybridloader
 from hybridloader import DataLoader
-from hybridloader.engine.worker_info import set_worker_info, worker_info_set
+from hybridloader.engine.worker import set_worker_info, worker_info_set
 
 BEFORE = {name: getattr(get_worker_info, name) for name in ("__name__", "__module__", "__doc__")}
 

@@ -12,7 +12,7 @@ from support.collating import SIDE, Made, nested, ours, same, square, squares, t
 from torch.utils.data import default_collate
 
 from hybridloader import DataLoader
-from hybridloader.engine.worker_info import worker_info_set
+from hybridloader.engine.worker import worker_info_set
 from hybridloader.memory.slots import PrivateSlots, set_slots
 
 pytestmark = [

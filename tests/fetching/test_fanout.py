@@ -25,7 +25,7 @@ from torch.utils.data import get_worker_info as imported_earlier
 
 import hybridloader
 from hybridloader.engine.messages import Abandoned, TaskContext
-from hybridloader.engine.worker_info import worker_info_set
+from hybridloader.engine.worker import worker_info_set
 from hybridloader.fetching import fanout
 from hybridloader.fetching.fanout import Fanout
 from hybridloader.memory.shared_slots import SlotWriter

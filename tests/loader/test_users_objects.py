@@ -20,7 +20,7 @@ from torch.utils.data._utils.worker import WorkerInfo
 
 from hybridloader import DataLoader, StatefulDataLoader
 from hybridloader._support import system, text
-from hybridloader.engine.worker_info import worker_info_set
+from hybridloader.engine.worker import worker_info_set
 
 # -- iterators -------------------------------------------------------------------------------------
 

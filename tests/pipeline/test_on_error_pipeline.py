@@ -37,7 +37,7 @@ PLACES = pytest.mark.parametrize(
 def _tasks_are_begun_early() -> Iterator[None]:
     """Threads in a worker work at several tasks, however quick these are."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hybridloader.engine.sharing._LEAST", 0.0)
+        patch.setattr("hybridloader.engine.worker._LEAST", 0.0)
         yield
 
 

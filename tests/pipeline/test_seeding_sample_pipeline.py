@@ -105,7 +105,7 @@ def test_the_items_are_the_same_wherever_they_are_made(places: str) -> None:
 def test_and_if_items_of_several_tasks_are_in_work(
     places: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hybridloader.engine.sharing._LEAST", 0.0)
+    monkeypatch.setattr("hybridloader.engine.worker._LEAST", 0.0)
     assert digest(run(pipeline(PLACES[places]))) == expected()
 
 

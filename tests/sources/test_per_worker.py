@@ -16,7 +16,7 @@ import pytest
 from support.forking import in_a_fork
 
 from hybridloader import DataLoader, Pipeline
-from hybridloader.engine import worker_info
+from hybridloader.engine import worker
 from hybridloader.sources import PerWorker
 
 backends = pytest.mark.parametrize("backend", ["inline", "threads", "fork", "spawn"])
@@ -84,7 +84,7 @@ def test_one_that_is_opened_often_is_registered_once(tmp_path: Path) -> None:
         def __getitem__(self, index: int) -> int:
             handle.close()
             handle()
-            return sum(map(len, worker_info._at_end.values()))
+            return sum(map(len, worker._at_end.values()))
 
     for _ in range(2):
         loader: Any = DataLoader(Reopening(), None, num_workers=1, backend="threads")

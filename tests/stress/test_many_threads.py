@@ -23,9 +23,8 @@ from support.ways_to_draw import WAYS
 
 from hybridloader import DataLoader, Pipeline
 from hybridloader._support.threads import snapshot
-from hybridloader.engine import contract, worker_info
-from hybridloader.engine.sharing import SharedItems
-from hybridloader.engine.worker_info import get_worker_info, worker_info_set
+from hybridloader.engine import contract, worker
+from hybridloader.engine.worker import SharedItems, get_worker_info, worker_info_set
 from hybridloader.loader.record import LoaderRecord, record_of
 from hybridloader.memory import shared_slots
 from hybridloader.memory.packing import pack, unpack
@@ -207,9 +206,9 @@ def ends_of_workers_are_kept_apart() -> None:
         info: Any = Info()
         with worker_info_set(info):
             for _ in range(20):
-                assert worker_info.at_end_of_worker(functools.partial(ended.append, number))
+                assert worker.at_end_of_worker(functools.partial(ended.append, number))
             assert get_worker_info() is info
-        worker_info.end_worker(info)
+        worker.end_worker(info)
 
     at_once(*(functools.partial(use, number) for number in range(THREADS)))
     assert sorted(ended) == sorted([*range(THREADS)] * 20)
