@@ -20,10 +20,9 @@ if TYPE_CHECKING:
     from hybridloader._support.torch_env import Modes
     from hybridloader._support.user_objects import Failure
     from hybridloader.engine.dataset_state import DatasetStates, ShardStart
-    from hybridloader.engine.meter import Metering, TaskParts
+    from hybridloader.engine.meter import Metering, Slices, TaskParts
     from hybridloader.engine.payload import Payload
     from hybridloader.engine.refresh import Change
-    from hybridloader.engine.slices import Slices
     from hybridloader.seeding.sample_rng import Key, SampleRng
     from hybridloader.seeding.sample_seeds import Origin
 

@@ -43,10 +43,9 @@ from hybridloader.engine.messages import (
     TaskContext,
     WorkerSpec,
 )
-from hybridloader.engine.meter import MEASURES, Meter
+from hybridloader.engine.meter import ALWAYS, LONG, MEASURES, Meter
 from hybridloader.engine.payload import Payload
 from hybridloader.engine.refresh import apply
-from hybridloader.engine.slices import ALWAYS, LONG
 from hybridloader.errors import ResultPicklingError
 from hybridloader.seeding.sample_rng import GLOBALS, SampleRng, now
 from hybridloader.seeding.worker_seeds import (

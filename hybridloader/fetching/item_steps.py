@@ -24,7 +24,7 @@ from hybridloader.engine.messages import (
     StartedTask,
     TaskContext,
 )
-from hybridloader.engine.slices import SEEN
+from hybridloader.engine.meter import SEEN
 from hybridloader.fetching.fanout import helpers_of
 from hybridloader.fetching.item_loop import ItemLoop, Opened, TaskResults, seeded
 from hybridloader.fetching.on_error import Policy

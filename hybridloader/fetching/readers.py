@@ -38,7 +38,7 @@ from hybridloader.engine.messages import (
     StartedTask,
     TaskContext,
 )
-from hybridloader.engine.slices import SEEN
+from hybridloader.engine.meter import SEEN
 from hybridloader.engine.worker import asked_for_info, get_worker_info
 from hybridloader.errors import ShardLost
 from hybridloader.fetching.collate import NotGatherable, gatherer, is_default_collate

@@ -25,8 +25,7 @@ from hybridloader._support.text import brief, warn
 from hybridloader._support.threads import Pause, Waits
 from hybridloader._support.user_objects import described, repr_of
 from hybridloader.engine.messages import Done, Result
-from hybridloader.engine.meter import MEASURES
-from hybridloader.engine.slices import LONG, SEEN, TASK, TASKS, SliceReport, Slices
+from hybridloader.engine.meter import LONG, MEASURES, SEEN, TASK, TASKS, SliceReport, Slices
 from hybridloader.fetching.on_error import Skipped
 from hybridloader.observe.measures import BRIEF, LoopWaits, StageMeasures
 from hybridloader.observe.program_block import ProgramBlock, numbered

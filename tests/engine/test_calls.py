@@ -17,9 +17,8 @@ import pytest
 from hybridloader import engine
 from hybridloader.engine import calls
 from hybridloader.engine.calls import BUNDLE_BYTES, BUNDLE_SECONDS, Parts, Place, parts_of, work_of
-from hybridloader.engine.meter import MEASURES, Measures
+from hybridloader.engine.meter import MEASURES, Measures, SliceReport
 from hybridloader.engine.serving import Pickled
-from hybridloader.engine.slices import SliceReport
 from hybridloader.memory.slots import PrivateSlots
 from hybridloader.testing.work import Call, echo
 

@@ -16,7 +16,7 @@ from support.traces import ReadTrace
 
 import hybridloader
 from hybridloader import DataLoader, Skip
-from hybridloader.engine.slices import Slices
+from hybridloader.engine.meter import Slices
 from hybridloader.observe import tracing
 
 
