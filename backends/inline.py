@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from hybridloader._support.text import warn
-from hybridloader.engine.contract import Backend, Crew, WorkerHandle
+from hybridloader.engine.contract import Backend, ByReference, Crew, WorkerHandle
 from hybridloader.engine.messages import (
     Begin,
     Event,
@@ -25,7 +25,6 @@ from hybridloader.engine.messages import (
     TaskContext,
     WorkerSpec,
 )
-from hybridloader.engine.payload import ByReference
 from hybridloader.engine.worker import Worker, worker_info_set
 from hybridloader.errors import WorkerPicklingError
 from hybridloader.fetching.collate import teach_torch

@@ -41,8 +41,8 @@ from hybridloader.backends.process.codec import (
     into_slots,
     open_packed,
 )
+from hybridloader.engine.contract import Payload
 from hybridloader.engine.messages import Message, Task
-from hybridloader.engine.payload import Payload
 from hybridloader.memory import shared_slots
 from hybridloader.memory.packing import pack, reads_the_same_everywhere, unpack
 from hybridloader.memory.segments import Ticket

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from hybridloader.engine.calls import parts_of as parts_of
     from hybridloader.engine.calls import work_of as work_of
     from hybridloader.engine.contract import Backend as Backend
+    from hybridloader.engine.contract import ByReference as ByReference
     from hybridloader.engine.contract import Crew as Crew
+    from hybridloader.engine.contract import Payload as Payload
     from hybridloader.engine.contract import WorkerHandle as WorkerHandle
     from hybridloader.engine.contract import backend_names as backend_names
     from hybridloader.engine.contract import get_backend as get_backend
@@ -42,8 +44,6 @@ if TYPE_CHECKING:
     from hybridloader.engine.messages import Task as Task
     from hybridloader.engine.messages import TaskContext as TaskContext
     from hybridloader.engine.messages import WorkerSpec as WorkerSpec
-    from hybridloader.engine.payload import ByReference as ByReference
-    from hybridloader.engine.payload import Payload as Payload
     from hybridloader.engine.serving import PackedSpec as PackedSpec
     from hybridloader.engine.serving import Pickled as Pickled
     from hybridloader.engine.serving import dumps as dumps

@@ -29,9 +29,8 @@ from hybridloader._support.user_objects import (
     no_answer,
     size_of,
 )
-from hybridloader.engine.contract import CLOSING, SLICE
+from hybridloader.engine.contract import CLOSING, SLICE, ByReference, Payload, known_bytes
 from hybridloader.engine.messages import Done, Result
-from hybridloader.engine.payload import ByReference, Payload, known_bytes
 from hybridloader.errors import IteratorClosed, NotReady, WorkerTimeout
 
 

@@ -19,6 +19,7 @@ from hybridloader._support.torch_env import (
     one_thread_on_this_thread,
 )
 from hybridloader._support.user_objects import Failure, described, traceback_of
+from hybridloader.engine.contract import ByReference, Payload
 from hybridloader.engine.messages import (
     Done,
     Event,
@@ -31,7 +32,6 @@ from hybridloader.engine.messages import (
     TaskContext,
     WorkerSpec,
 )
-from hybridloader.engine.payload import ByReference, Payload
 from hybridloader.engine.worker import Incoming, Worker, run, set_process_info, set_worker_info
 from hybridloader.errors import ResultPicklingError, WorkerPicklingError
 from hybridloader.memory.packing import Packed, pack, pack_in_band, unpack

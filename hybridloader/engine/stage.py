@@ -40,7 +40,14 @@ from hybridloader._support.user_objects import (
     no_answer,
     text_of,
 )
-from hybridloader.engine.contract import CLOSING, Backend, Crew, WorkerHandle, ended_with
+from hybridloader.engine.contract import (
+    CLOSING,
+    Backend,
+    ByReference,
+    Crew,
+    WorkerHandle,
+    ended_with,
+)
 from hybridloader.engine.feed import Feed, StageFlow, is_forwarded, items_in
 from hybridloader.engine.messages import (
     Begin,
@@ -59,7 +66,6 @@ from hybridloader.engine.messages import (
     Task,
     WorkerSpec,
 )
-from hybridloader.engine.payload import ByReference
 from hybridloader.engine.refresh import Change
 from hybridloader.engine.scheduler import (
     ACTIVE,

@@ -17,11 +17,10 @@ from typing import Any
 from hybridloader._support.store_use import StoreUse, together
 from hybridloader._support.threads import REMEMBERED, Waits, gil_enabled, snapshot
 from hybridloader._support.user_objects import attribute
-from hybridloader.engine.contract import Backend
+from hybridloader.engine.contract import Backend, ByReference, known_bytes
 from hybridloader.engine.feed import RelayQueue
 from hybridloader.engine.messages import Done, Fetch, Result
 from hybridloader.engine.meter import MEASURES, Measures, Metering
-from hybridloader.engine.payload import ByReference, known_bytes
 from hybridloader.observe.cores import CoreUsage
 from hybridloader.observe.figures import between, length
 from hybridloader.observe.recording import (

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from hybridloader._support.user_objects import Failure
+from hybridloader.engine.contract import ByReference
 from hybridloader.engine.messages import (
     Begin,
     Done,
@@ -26,7 +27,6 @@ from hybridloader.engine.messages import (
     Task,
     WorkerSpec,
 )
-from hybridloader.engine.payload import ByReference
 from hybridloader.engine.stage import QUICK, Stage
 from hybridloader.errors import IteratorClosed, NotReady, WorkerDied, WorkerTimeout
 from hybridloader.testing import Call, FakeClock, ScriptedBackend, ScriptedCrew

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from hybridloader.engine.contract import ByReference
 from hybridloader.engine.messages import (
     Done,
     Event,
@@ -14,7 +15,6 @@ from hybridloader.engine.messages import (
     Task,
     WorkerSpec,
 )
-from hybridloader.engine.payload import ByReference
 from hybridloader.engine.stage import Stage
 from hybridloader.fetching.readers import MapFetch
 from hybridloader.testing import FakeClock, ScriptedBackend, ScriptedCrew
