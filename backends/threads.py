@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 from hybridloader._support.text import brief
 from hybridloader._support.threads import join
 from hybridloader._support.torch_env import is_datapipe, renew_autograd_engine
-from hybridloader.engine import messages
+from hybridloader.engine import contract
 from hybridloader.engine.contract import SLICE, Backend, Crew, WorkerHandle
 from hybridloader.engine.messages import Begin, Done, Event, Message, Stop, Task, WorkerSpec
 from hybridloader.engine.meter import Measures
@@ -36,7 +36,7 @@ from hybridloader.seeding.sample_seeds import Kind
 if TYPE_CHECKING:
     from hybridloader.memory.page_locks import PageLocks
 
-_OURS = (threading.__file__, os.path.dirname(os.path.abspath(messages.__file__)), __file__)
+_OURS = (threading.__file__, os.path.dirname(os.path.abspath(contract.__file__)), __file__)
 """Files of this package. Their frames at the beginning of a stack are left out, being the same in all
 workers."""
 
