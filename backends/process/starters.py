@@ -31,8 +31,8 @@ from hybridloader.backends.process.pipe_transport import PipeTransport
 from hybridloader.backends.process.postmortem import PostmortemRecord
 from hybridloader.backends.process.socket_transport import SocketTransport
 from hybridloader.engine.contract import GRACE, WorkerHandle, before_each
+from hybridloader.engine.dataset_state import Change
 from hybridloader.engine.messages import WorkerSpec
-from hybridloader.engine.refresh import Change
 from hybridloader.memory.shared_slots import ours
 from hybridloader.memory.shipping import Shipment, ship
 from hybridloader.memory.slots import forks

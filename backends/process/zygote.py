@@ -37,8 +37,8 @@ from hybridloader.backends.process.postmortem import PostmortemWriter
 from hybridloader.backends.process.socket_transport import SocketEndpoint
 from hybridloader.backends.process.starters import UNKNOWN, starting
 from hybridloader.engine.contract import GRACE
+from hybridloader.engine.dataset_state import Change, apply
 from hybridloader.engine.messages import WorkerSpec
-from hybridloader.engine.refresh import Change, apply
 
 STATUS = struct.Struct("=ii")
 """Message on a status socket: one of the kinds below, and a number."""

@@ -48,8 +48,8 @@ from hybridloader.backends.process.zygote import (
     serve,
 )
 from hybridloader.engine.contract import GRACE, SLICE
+from hybridloader.engine.dataset_state import Change, plain
 from hybridloader.engine.messages import WorkerSpec
-from hybridloader.engine.refresh import Change, plain
 from hybridloader.memory.shipping import Shipment
 
 

@@ -9,9 +9,16 @@ loader fails only if the user asks for that state.
 from __future__ import annotations
 
 import math
+import pickle
+import sys
+import weakref
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any, NamedTuple
 
-from hybridloader._support.states import ASKED, Cadence, Frozen, Given, is_stateful, kept
+from hybridloader._support.states import ASKED, Cadence, Frozen, Given, is_stateful, kept, load_into
+from hybridloader._support.text import warn
+from hybridloader._support.user_objects import attribute, has, text_of
 
 
 class ShardStart(NamedTuple):
@@ -86,3 +93,184 @@ class DatasetStates:
         if self._samples is not None:
             iterator = kept(self._samples, "the iterator over the dataset", Frozen)
         return ShardStart(dataset=dataset, iterator=iterator, ended=ended)
+
+
+Path = tuple[Any, ...]  # names of attributes and list positions, from the dataset inward
+Change = tuple[Path, Any]
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+
+class DatasetChanges:
+    """Remembers the values of the attributes of a dataset."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        self._before = bindings(dataset)
+        self._warned: set[Path] = set()
+
+    def changes(self) -> tuple[Change, ...]:
+        """Return the attributes that were rebound since the last call."""
+        before, self._before = self._before, bindings(self._dataset)
+        found = []
+        for path, (value, by_epoch) in self._before.items():
+            if path in before and _same(before[path][0], value):
+                continue
+            if plain(value) or (by_epoch and self._picklable(path, value)):
+                found.append((path, value))
+        return tuple(found)
+
+    def _picklable(self, path: Path, value: Any) -> bool:
+        try:
+            pickle.dumps(value)
+        except Exception as error:  # a foreign `__reduce__` may raise any error
+            if path not in self._warned:
+                self._warned.add(path)
+                where = ".".join(map(str, path))
+                warn(
+                    f"attribute {where!r} of the dataset was rebound, but its new value can't be "
+                    f"pickled ({text_of(error)}), so the persistent workers keep the old one; make it "
+                    "picklable, or use persistent_workers=False",
+                    "rebound-attribute",
+                )
+            return False
+        return True
+
+
+def apply(dataset: Any, changes: tuple[Change, ...]) -> None:
+    for path, value in changes:
+        target = dataset
+        try:
+            for step in path[:-1]:
+                target = target[step] if isinstance(step, int) else getattr(target, step)
+        except (AttributeError, LookupError, TypeError):
+            continue  # an object that was attached after this copy was made
+        name = path[-1]
+        assert isinstance(name, str)
+        if value is MISSING:
+            object.__delattr__(target, name)
+        elif not _same(attribute(target, name, MISSING), value):
+            object.__setattr__(target, name, value)
+
+
+MISSING = object()
+"""Stands for the value of an attribute that an object does not have."""
+
+
+def _same(a: Any, b: Any) -> bool:
+    return a is b or (type(a) is type(b) and plain(a) and bool(a == b))
+
+
+def plain(value: Any) -> bool:
+    """True if it is a number, a string, None, or a tuple of such."""
+    if isinstance(value, (tuple, frozenset)):
+        return type(value) in (tuple, frozenset) and all(map(plain, value))
+    return type(value) in _PLAIN
+
+
+def bindings(dataset: Any) -> dict[Path, tuple[Any, bool]]:
+    """Return the attributes of the dataset and of those within: path -> value, has `set_epoch`."""
+    found: dict[Path, tuple[Any, bool]] = {}
+    for path, node in _nodes(dataset):
+        by_epoch = has(node, "set_epoch")
+        for name, value in vars(node).items():
+            if not _is_dataset(value):
+                here = (*path, name)
+                found[here] = value, by_epoch
+    return found
+
+
+def _nodes(dataset: Any) -> Iterator[tuple[Path, Any]]:
+    visited: set[int] = set()
+    todo: list[tuple[Path, Any]] = [((), dataset)]
+    while todo:
+        path, node = todo.pop()
+        if id(node) in visited or not isinstance(attribute(node, "__dict__"), dict):
+            continue
+        visited.add(id(node))
+        yield path, node
+        for name, value in vars(node).items():
+            here = (*path, name)
+            if _is_dataset(value):
+                todo.append((here, value))
+            elif isinstance(value, (list, tuple)) and value and _is_dataset(value[0]):
+                todo.extend(((*here, i), item) for i, item in enumerate(value))
+
+
+def _is_dataset(value: Any) -> bool:
+    if isinstance(value, type) or not has(value, "__dict__"):
+        return False
+    if has(value, "set_epoch"):
+        return True
+    if "torch" not in sys.modules:
+        return False
+    from torch.utils.data import Dataset
+
+    return isinstance(value, Dataset)
+
+
+LoadedChange = tuple[Path, Any, Any]  # an attribute, and its values before and after a load
+
+_loads: dict[int, tuple[weakref.ref[Any], list[LoadedChange]]] = {}
+"""Attributes that the last load of an object has rebound, by the identity of the object."""
+
+
+def load_for_epoch(thing: Any, state: Any, what: str) -> None:
+    """Resume `thing`, named `what` in errors, from `state`, for the epoch that begins."""
+    before = {path: value for path, (value, _) in bindings(thing).items()}
+    before.update((path, old) for path, old, _ in _left_by_load(thing))
+    load_into(thing, state, what)
+    rebound = []
+    for path, (value, _) in bindings(thing).items():
+        old = before.get(path, MISSING)
+        if value is not old and not _is_empty(value) and _is_of(state, value):
+            rebound.append((path, old, value))
+    place = id(thing)
+    with suppress(TypeError):  # an object of a class with __slots__ has no weak references
+        gone = lambda _, loads=_loads: loads.pop(place, None)  # noqa: E731  # no global at exit
+        _loads[place] = weakref.ref(thing, gone), rebound
+
+
+def undo_load(thing: Any, *, ended: bool = False) -> None:
+    """Restore the attributes of `thing` that the last load set beside the state; the next epoch begins.
+
+    With `ended`, no item followed the load: its state was the end of an epoch. Then it is certain that
+    the load is in force, and each attribute is judged alone.
+    """
+    left = _left_by_load(thing)
+    for changes in ([change] for change in left) if ended else filter(None, [left]):
+        _undo(thing, changes)
+
+
+def _undo(thing: Any, changes: list[LoadedChange]) -> None:
+    """Undo `changes`, unless that changes the state."""
+    same = False
+    try:
+        state = pickle.dumps(thing.state_dict())
+        apply(thing, tuple((path, old) for path, old, _ in changes))
+        same = pickle.dumps(thing.state_dict()) == state
+    except Exception:  # of a foreign state_dict: it is raised when the user asks for the state
+        pass
+    finally:
+        if not same:
+            apply(thing, tuple((path, value) for path, _, value in changes))
+
+
+def _left_by_load(thing: Any) -> list[LoadedChange]:
+    """Return, and forget, the attributes that still have the values of the last load."""
+    _, rebound = _loads.pop(id(thing), (None, []))
+    now = bindings(thing) if rebound else {}
+    return [change for change in rebound if now.get(change[0], (MISSING,))[0] is change[2]]
+
+
+def _is_of(state: Any, value: Any) -> bool:
+    """Return True if `value` is `state`, an entry of it, or a copy of one of these."""
+    with suppress(Exception):  # of a foreign `__eq__`, and of tensors of several numbers
+        if value is state or (type(value) is type(state) and bool(value == state)):
+            return True
+    return isinstance(state, dict) and any(_is_of(entry, value) for entry in state.values())
+
+
+def _is_empty(value: Any) -> bool:
+    """Return True if a load that sets `value` only clears an attribute."""
+    return value is None or (type(value) in (bool, int, list, dict, set, tuple) and not value)

@@ -20,9 +20,8 @@ if TYPE_CHECKING:
     from hybridloader._support.torch_env import Modes
     from hybridloader._support.user_objects import Failure
     from hybridloader.engine.contract import Payload
-    from hybridloader.engine.dataset_state import DatasetStates, ShardStart
+    from hybridloader.engine.dataset_state import Change, DatasetStates, ShardStart
     from hybridloader.engine.meter import Metering, Slices, TaskParts
-    from hybridloader.engine.refresh import Change
     from hybridloader.seeding.sample_rng import Key, SampleRng
     from hybridloader.seeding.sample_seeds import Origin
 

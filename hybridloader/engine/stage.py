@@ -48,6 +48,7 @@ from hybridloader.engine.contract import (
     WorkerHandle,
     ended_with,
 )
+from hybridloader.engine.dataset_state import Change
 from hybridloader.engine.feed import Feed, StageFlow, is_forwarded, items_in
 from hybridloader.engine.messages import (
     Begin,
@@ -66,7 +67,6 @@ from hybridloader.engine.messages import (
     Task,
     WorkerSpec,
 )
-from hybridloader.engine.refresh import Change
 from hybridloader.engine.scheduler import (
     ACTIVE,
     Dispatch,

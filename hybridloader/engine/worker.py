@@ -24,8 +24,7 @@ from hybridloader._support.text import brief
 from hybridloader._support.torch_env import TakenModes, seed_datapipe, when_imported
 from hybridloader._support.user_objects import Failure, Raised, add_note, foreign, show, twin
 from hybridloader.engine.contract import Payload
-from hybridloader.engine.dataset_state import ShardStart
-from hybridloader.engine.loaded_states import load_for_epoch, undo_load
+from hybridloader.engine.dataset_state import ShardStart, apply, load_for_epoch, undo_load
 from hybridloader.engine.messages import (
     Abandoned,
     Begin,
@@ -45,7 +44,6 @@ from hybridloader.engine.messages import (
     WorkerSpec,
 )
 from hybridloader.engine.meter import ALWAYS, LONG, MEASURES, Meter
-from hybridloader.engine.refresh import apply
 from hybridloader.errors import ResultPicklingError
 from hybridloader.seeding.sample_rng import GLOBALS, SampleRng, now
 from hybridloader.seeding.worker_seeds import (

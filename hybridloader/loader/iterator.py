@@ -29,8 +29,8 @@ from hybridloader._support.torch_env import seed_datapipe
 from hybridloader._support.user_objects import ENDS, Failure, add_note, is_ours
 from hybridloader.devices.pinning import pinner_for
 from hybridloader.engine.contract import Backend, WorkerHandle, closed_with, park_at_exit
+from hybridloader.engine.dataset_state import Change, DatasetChanges
 from hybridloader.engine.messages import Abandoned, Fetch, RestartPolicy, WorkerSpec
-from hybridloader.engine.refresh import Change, DatasetChanges
 from hybridloader.engine.scheduler import Dispatch, least_busy, round_robin, round_robin_with_room
 from hybridloader.engine.stage import Stage, workers_table
 from hybridloader.errors import IteratorClosed, StateError, WorkerTimeout

@@ -19,8 +19,7 @@ from hybridloader._support.states import copied, load_into, place_dropped
 from hybridloader._support.text import INFO, log, warn, warn_once
 from hybridloader._support.torch_env import is_datapipe
 from hybridloader._support.user_objects import attribute, has
-from hybridloader.engine.dataset_state import ShardStart
-from hybridloader.engine.loaded_states import load_for_epoch, undo_load
+from hybridloader.engine.dataset_state import ShardStart, load_for_epoch, undo_load
 from hybridloader.engine.scheduler import ACTIVE, Dispatch, Scheduler, round_robin
 from hybridloader.fetching.readers import PartialBatch
 from hybridloader.fetching.shards import ShardDivision

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 from hybridloader._support.user_objects import ENDS, Raised, add_note, is_ours, no_answer
 from hybridloader.devices.pinning import Pinner, Sent
+from hybridloader.engine.dataset_state import Change
 from hybridloader.engine.feed import Feed, Relay
 from hybridloader.engine.messages import Last
-from hybridloader.engine.refresh import Change
 from hybridloader.engine.stage import Stage
 from hybridloader.errors import IteratorClosed, NotReady, WorkerTimeout
 from hybridloader.loader.observation import LoaderObservation

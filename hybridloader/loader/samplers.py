@@ -29,7 +29,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from hybridloader._support.states import Cadence, Given, Kept, copied, is_stateful, kept
 from hybridloader._support.user_objects import attribute, described
-from hybridloader.engine.loaded_states import load_for_epoch, undo_load
+from hybridloader.engine.dataset_state import load_for_epoch, undo_load
 from hybridloader.errors import StateError
 from hybridloader.loader.torchdata_order import RandomOrder, is_plain, makes_fresh_states
 

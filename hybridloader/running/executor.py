@@ -21,9 +21,9 @@ from hybridloader._support.states import set_epoch, warn_of_few_shards
 from hybridloader._support.text import warn
 from hybridloader._support.user_objects import has, no_answer
 from hybridloader.devices.pinning import Pinner
+from hybridloader.engine.dataset_state import DatasetChanges
 from hybridloader.engine.feed import Relay, StageFlow
 from hybridloader.engine.messages import Fetch, TaskContext, WorkerSpec
-from hybridloader.engine.refresh import DatasetChanges
 from hybridloader.engine.scheduler import ReorderLimit, Scheduler, least_busy
 from hybridloader.engine.stage import Stage
 from hybridloader.errors import IteratorClosed, StateError, WorkerPicklingError

@@ -21,10 +21,10 @@ from hybridloader._support.user_objects import (
     takes_a_place,
 )
 from hybridloader.devices.pinning import Pinner, Sent
+from hybridloader.engine.dataset_state import Change
 from hybridloader.engine.feed import Feed, Relay, StageFlow, TaskBatching, is_forwarded
 from hybridloader.engine.messages import Abandoned, FollowingContext, TaskContext
 from hybridloader.engine.meter import TaskParts
-from hybridloader.engine.refresh import Change
 from hybridloader.engine.scheduler import ACTIVE, Scheduler
 from hybridloader.engine.stage import Stage, name_of
 from hybridloader.errors import IteratorClosed, StateError

@@ -52,7 +52,7 @@ from hybridloader.running.reader_log import ReaderLog, ReaderStarts, Turn
 from hybridloader.running.run_position import RunPosition, before, is_at, one_by_one
 
 if TYPE_CHECKING:
-    from hybridloader.engine.refresh import Change
+    from hybridloader.engine.dataset_state import Change
     from hybridloader.fetching.on_error import ErrorBudget
     from hybridloader.running.executor import RunningStage
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from hybridloader.engine.refresh import DatasetChanges, apply
+from hybridloader.engine.dataset_state import DatasetChanges, apply
 
 
 class Part(Dataset[int]):

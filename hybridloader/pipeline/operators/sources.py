@@ -25,7 +25,7 @@ from hybridloader._support.user_objects import (
     no_answer,
     text_of,
 )
-from hybridloader.engine.loaded_states import load_for_epoch, undo_load
+from hybridloader.engine.dataset_state import load_for_epoch, undo_load
 from hybridloader.errors import ShardLost, StateError
 from hybridloader.fetching.on_error import rest_is_lost
 from hybridloader.pipeline.operators.parameters import (
