@@ -7,17 +7,26 @@ its workers.
 from __future__ import annotations
 
 import os
+import pickle
+import sys
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from hybridloader._support import system
 from hybridloader.backends.process import codec
+from hybridloader.backends.process.codec import (
+    TASK,
+    encode_fields,
+    encode_message,
+    into_slots,
+    open_packed,
+)
 from hybridloader.backends.process.frames import Frame
 from hybridloader.backends.process.postmortem import OomWatch, PostmortemRecord
-from hybridloader.backends.process.slot_channel import ProcessResult, SlotChannel, SlottedResult
 from hybridloader.backends.process.starters import (
     ZYGOTE,
     ProcessHandle,
@@ -26,7 +35,7 @@ from hybridloader.backends.process.starters import (
     bury,
     join_all,
 )
-from hybridloader.engine.contract import GRACE, Crew
+from hybridloader.engine.contract import GRACE, Crew, Payload
 from hybridloader.engine.messages import (
     Begin,
     Done,
@@ -41,10 +50,395 @@ from hybridloader.engine.messages import (
     WorkerSpec,
 )
 from hybridloader.errors import DamagedMessage
+from hybridloader.memory import shared_slots
 from hybridloader.memory.limits import warn_of_overflow
+from hybridloader.memory.packing import pack, reads_the_same_everywhere, unpack
+from hybridloader.memory.segments import Ticket
+from hybridloader.memory.shared_slots import (
+    BufferPlace,
+    MappedSegment,
+    Notice,
+    SlotMap,
+    SlotReader,
+    slots_of,
+)
+from hybridloader.memory.slots import OWN, number_of, place_of
 
 if TYPE_CHECKING:
     from hybridloader.memory.page_locks import PageLocks
+
+
+Encoded = tuple[list[Any], Sequence[int]]
+"""Parts of a frame, and descriptors to send along and then close."""
+
+
+class SlotChannel:
+    """The parent's side of one worker's slots."""
+
+    def __init__(
+        self,
+        share: int,  # most bytes of all slots of this worker, both ways together
+        nameless: bool,  # the slots have no names
+        *,
+        forks: bool,  # the worker is a fork of this process
+        locks: PageLocks | None = None,  # locks the pages of results that are opened here
+    ) -> None:
+        self._share, self._forks = share, forks
+        # Short, because macOS allows 31 characters.
+        self._names = None if nameless else f"hl-{os.getpid()}-{os.urandom(4).hex()}-"
+        self.slots = share, self._names  # as `child.main` takes it
+        self.results = shared_slots.SlotReader(share // 2, self._names, nameless, locks)
+        # All the other mutable state:
+        self.refusal: str | None = None  # why a large task got no slot, until it is reported
+        self.forwarded: dict[int, ProcessResult] = {}  # by task number, until the task is answered
+        self.tasks: shared_slots.SlotWriter | None = None  # None before the first large task
+        self.known: dict[int, MappedSegment] = {}  # segments of other workers, by alias
+        # Of the worker, by its number for the slot.
+        self.claims: dict[int, list[SlotReference]] = {}
+        self._forgotten: deque[int] = deque()  # aliases to be reported to it; any thread appends
+
+    @property
+    def taken(self) -> tuple[int, int]:
+        """Bytes that the slots for results take, and `share`."""
+        return self.results.size, self._share
+
+    def encode(self, message: Message) -> Encoded:
+        """Encode a message, with the slots that the worker may fill again."""
+        returned = self.results.returned()
+        try:
+            if type(message) is not Task:
+                return encode_message(message, returned, other_main=not self._forks), ()
+            seq, index, item = message
+            kind = type(index[0]) if type(index) is list and index else type(index)
+            if kind is int or kind is str:  # a sampler's usual index
+                try:
+                    packed = pickle.dumps(index, 5)
+                    return [encode_fields(TASK, seq, packed, returned, items=item)], ()
+                except Exception:  # a mixed list may contain an object that plain pickle can't send
+                    pass
+            if isinstance(index, ProcessResult):
+                return self._forward(message, returned, index)
+            return self._enclose(message, returned, index)
+        except BaseException:
+            for number in returned:
+                self.results.hand_back(number)
+            raise
+
+    def keep(self, seq: int, result: ProcessResult) -> dict[int, SlotReference]:
+        """Keep the result that is task `seq`, so that it can be sent again, until it is answered."""
+        self.forwarded[seq] = result
+        return result.references()
+
+    def take_back(self, numbers: Iterable[int]) -> None:
+        """End the worker's use of these slots."""
+        own = []
+        for number in numbers:
+            if number >= 0:
+                own.append(number)
+            else:
+                self.claims[number].pop().release()
+        if own and self.tasks is not None:
+            self.tasks.release(own)
+
+    def answered(self, seq: int) -> None:
+        """Let go of task `seq`, which need not be sent again."""
+        result = self.forwarded.pop(seq, None)
+        if result is not None:
+            result.answered()
+
+    def all_answered(self) -> None:
+        """Let go of all tasks: none that this worker was given will be sent again."""
+        for seq in list(self.forwarded):
+            self.answered(seq)
+
+    def worker_gone(self) -> None:
+        """End the worker's claims, and the slots that were for it alone."""
+        claims, self.claims = self.claims, {}
+        for references in claims.values():
+            for reference in references:
+                reference.release()
+        for segment in list(self.known.values()):
+            segment.listeners.discard(self.forget)
+        self.known.clear()
+        if self.tasks is not None:
+            self.tasks.close()
+            self.tasks.sweep()
+            self.tasks = None
+
+    def close(self) -> None:
+        """Free everything: the worker is gone and nothing will be sent again."""
+        self.worker_gone()
+        self.all_answered()
+        self.results.close()
+        self.results.sweep()
+
+    def forget(self, alias: int) -> None:
+        """Note that a segment of another worker is gone. May be called from any thread."""
+        self._forgotten.append(alias)
+        self.known.pop(alias, None)
+
+    # -- the parts -----------------------------------------------------------------------------------
+
+    def _writer(self) -> shared_slots.SlotWriter:
+        if self.tasks is None:
+            limit, self.results.limit = shared_slots.both_ways(self._share)
+            names = None if self._names is None else shared_slots.task_names(self._names)
+            self.tasks = shared_slots.SlotWriter(limit, names)
+        return self.tasks
+
+    def _enclose(self, task: Task, returned: list[int], index: Any) -> Encoded:
+        packed, buffers = pack(index, "a task", other_main=not self._forks)
+        slots = self._writer() if buffers or len(packed) >= OWN else None
+        slot_map, header, streamed, fds = into_slots(packed, buffers, slots)
+        if slot_map is not None:
+            self.refusal = self.refusal or slot_map.refusal
+        head = encode_fields(TASK, task.seq, header, returned, slot_map, items=task.item)
+        return [head, *streamed], fds
+
+    def _forward(self, task: Task, returned: list[int], result: ProcessResult) -> Encoded:
+        references = self.keep(task.seq, result)
+        try:
+            same = self._forks and result.forks
+            if not same and not reads_the_same_everywhere(result.pickled()):
+                return self._enclose(task, returned, result.peek())
+            return self._name(task, returned, result, references)
+        except BaseException:
+            self.answered(task.seq)
+            raise
+
+    def _name(
+        self,
+        task: Task,
+        returned: list[int],
+        result: ProcessResult,
+        references: dict[int, SlotReference],
+    ) -> Encoded:
+        """Encode a result by naming the slots of another worker, as far as this one can map them."""
+        # `self.results` is a placeholder: no slot is named then.
+        slots = result.slots or self.results
+        segments = {segment: slots.segments[segment] for segment, _ in map(place_of, references)}
+        for segment in segments.values():
+            segment.mapped()  # may raise
+        forgotten = []
+        while self._forgotten:
+            forgotten.append(self._forgotten.popleft())
+            self.known.pop(forgotten[-1], None)
+        aliases, new, fds = self._introduce(segments)
+        named: dict[int, int] = {}  # slots, by this worker's numbers
+        for slot in references:
+            number, place = place_of(slot)
+            if number in aliases:
+                named[slot] = number_of(aliases[number], place)
+        spans: list[BufferPlace | None] = []
+        rest: list[memoryview] = []  # to be copied: one for each None in `spans`
+        stream = iter(result.buffers)
+        for span in result.spans():
+            if span is None:
+                rest.append(next(stream))
+            elif span.slot in named:
+                span = span._replace(slot=named[span.slot])
+            else:
+                rest.append(slots.view(span))
+                span = None
+            spans.append(span)
+        for slot, name in named.items():
+            references[slot].retain()
+            self.claims.setdefault(name, []).append(references[slot])
+        header: Any = result.header
+        own: SlotMap | None = None
+        own_fds: Sequence[int] = ()
+        if rest or len(header) >= OWN:
+            own, header, rest, own_fds = into_slots(header, rest, self._writer())
+        if own is not None:
+            self.refusal = self.refusal or own.refusal
+            copied = iter(own.spans)
+            spans = [next(copied) if span is None else span for span in spans] + list(copied)
+            new, forgotten = [*own.new, *new], [*own.retired, *forgotten]
+        slot_map = None
+        if spans or forgotten:
+            slot_map = SlotMap(tuple(spans), tuple(new), tuple(forgotten), None)
+        head = encode_fields(TASK, task.seq, header, returned, slot_map, items=task.item)
+        return [head, *rest], [*own_fds, *fds]
+
+    def _introduce(
+        self, segments: dict[int, MappedSegment]
+    ) -> tuple[dict[int, int], list[Notice], list[int]]:
+        """Give the aliases of segments that the worker can map, and notices of those new to it."""
+        aliases: dict[int, int] = {}
+        new: list[Notice] = []
+        fds: list[int] = []
+        for number, segment in segments.items():
+            alias = segment.alias
+            if alias in self.known:
+                aliases[number] = alias
+                continue
+            kept = segment.kept
+            if kept is None or self._names is not None or len(new) == shared_slots.MOST_NEW:
+                continue
+            # Listener first, then descriptor. The thread that closes the segment uses the reverse
+            # order, so that each worker with this memory is ordered to forget it.
+            segment.listeners.add(self.forget)
+            fd = kept.duplicate()
+            if fd is None:
+                segment.listeners.discard(self.forget)
+                continue
+            self.known[alias] = segment
+            aliases[number] = alias
+            new.append(Notice(alias, segment.capacity, Ticket(segment.mapped().size, None)))
+            fds.append(fd)
+        return aliases, new, fds
+
+
+# -- results, not yet opened: each is opened, discarded, or forwarded to a worker
+#
+# A result knows where its parts lie, and keeps the slots that it names in use. It loads nothing before
+# it is asked to, because most results of a stage that feeds another are never loaded in the parent.
+
+_NOTHING = memoryview(b"")
+
+
+class SlotReference:
+    """Use of one slot by one result, shared by the parent and the workers that it is forwarded to.
+
+    When the last of them is done, the worker that filled the slot is notified once.
+    """
+
+    __slots__ = ("_number", "_reader", "_users")
+
+    def __init__(self, reader: SlotReader, number: int) -> None:
+        self._reader, self._number = reader, number
+        self._users = 1  # the parent
+
+    def retain(self) -> None:
+        self._users += 1
+
+    def release(self) -> None:
+        self._users -= 1
+        if self._users == 0:
+            self._reader.hand_back(self._number)
+
+
+class ProcessResult(Payload):
+    """Result of a worker process, none of it in slots unless `slots` and `slot_map` are given."""
+
+    __slots__ = (
+        "_references", "_state", "buffers", "count", "forks", "header", "slot_map", "slots"
+    )  # fmt: skip
+
+    forwardable = True  # usable as the index of a `Task` for another crew of processes
+
+    def __init__(
+        self,
+        header: memoryview,  # the pickle; empty if it is the last of the buffers
+        buffers: list[memoryview],  # buffers from the stream
+        count: int | None,  # number of items, if the worker's value was a list
+        forks: bool,  # the worker is a fork of this process
+        slots: SlotReader | None = None,  # slots of the worker
+        slot_map: SlotMap | None = None,  # places of the other buffers in the slots
+    ) -> None:
+        self.header, self.buffers, self.count, self.forks = header, buffers, count, forks
+        self.slots, self.slot_map = slots, slot_map
+        self._references: dict[int, SlotReference] = {}  # by slot, once it is forwarded
+        self._state = ""
+
+    @property
+    def nbytes(self) -> int:  # of the header and all buffers, in any memory; 0 once freed
+        return len(self.header) + sum(self._sizes)
+
+    @property
+    def array_bytes(self) -> int:
+        return sum(self._sizes if self.header else self._sizes[:-1])
+
+    @property
+    def _sizes(self) -> list[int]:  # of the buffers
+        stream = iter(self.buffers)
+        return [next(stream).nbytes if span is None else span.size for span in self.spans()]
+
+    def open(self) -> Any:
+        if self._state:
+            self._refuse("opened")
+        self._state = "opened"
+        if self.slot_map is None:
+            return unpack(self.header, self.buffers)
+        return open_packed(self.header, self.buffers, self.slots, self.slot_map)
+
+    def discard(self) -> None:
+        if self._state:
+            self.answered()
+            return
+        if self.slots is not None and self.slot_map is not None:
+            self.slots.give_back(self.slot_map)
+        self._state = "discarded"
+        self._let_go()
+
+    # -- forwarding ----------------------------------------------------------------------------------
+
+    def references(self) -> dict[int, SlotReference]:
+        """References by slot, for a worker that it is forwarded to: any number, until it is answered."""
+        if not self._state:
+            self._state = "forwarded"
+            if self.slots is not None and self.slot_map is not None:
+                self.slots.forwards = True
+                numbers = slots_of(self.slot_map)
+                self._references = {n: SlotReference(self.slots, n) for n in numbers}
+        elif self._state != "forwarded":
+            self._refuse("forwarded")
+        return self._references
+
+    def answered(self) -> None:
+        """Let go of it: the task that it was forwarded as is done, and will not be sent again."""
+        if self._state == "forwarded":
+            self._state = "forwarded and answered"
+            for reference in self._references.values():
+                reference.release()
+            self._let_go()
+
+    def spans(self) -> tuple[BufferPlace | None, ...]:
+        """Place of each buffer; None for a buffer that came through the stream."""
+        return (None,) * len(self.buffers) if self.slot_map is None else self.slot_map.spans
+
+    def buffers_in_place(self) -> list[memoryview]:
+        """Give all buffers, where they lie: valid for as long as somebody has its `references`."""
+        if self.slots is None:
+            return list(self.buffers)
+        stream, view = iter(self.buffers), self.slots.view
+        return [next(stream) if span is None else view(span) for span in self.spans()]
+
+    def pickled(self) -> memoryview:  # the header, in any memory
+        return self.header or self.buffers_in_place()[-1]
+
+    def peek(self) -> Any:
+        """Load the value, over memory that is valid for as long as somebody has its `references`."""
+        buffers = self.buffers_in_place()
+        return unpack(self.header or buffers.pop(), buffers)
+
+    # -- the parts -----------------------------------------------------------------------------------
+
+    def _refuse(self, what: str) -> None:
+        raise RuntimeError(
+            f"a result that was already {self._state} can't be {what}: each is opened, discarded or "
+            "forwarded to one stage. To use it more than once, open it and send the value."
+        )
+
+    def _let_go(self) -> None:
+        """Drop the memory; the state stays, for errors."""
+        self.header, self.buffers, self.slot_map = _NOTHING, [], None
+
+
+class SlottedResult(ProcessResult):
+    """Result with data in slots, which are returned even if the result is never taken."""
+
+    __slots__ = ()
+
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        """Discard a result that was never taken, for instance in a closed queue.
+
+        At Python's own end all memory goes back by itself, and modules may be empty already: nothing
+        that `discard` needs is there, hence the function as a default.
+        """
+        if not ending() and getattr(self, "_state", None) == "":
+            self.discard()
+
 
 _DYING = 1.0
 """Seconds that the kernel gets to remove a killed process. It needs a few milliseconds, and more than a

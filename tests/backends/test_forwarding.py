@@ -82,7 +82,7 @@ def test_what_is_sent_on_is_the_value_itself(one: Backend, other: Backend) -> No
 def test_between_forks_nothing_is_opened_or_copied_here(monkeypatch: pytest.MonkeyPatch) -> None:
     with CrewDriver(Fork(), make) as a, CrewDriver(Fork(), digest) as b:
         payloads = [a.payload(a.send(k)) for k in range(6)]
-        monkeypatch.setattr("hybridloader.backends.process.slot_channel.unpack", None)
+        monkeypatch.setattr("hybridloader.backends.process.crew.unpack", None)
         monkeypatch.setattr("hybridloader.memory.shared_slots.MappedSegment.view", None)
         sent = [b.send(payload) for payload in payloads]
         monkeypatch.undo()

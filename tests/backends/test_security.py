@@ -30,8 +30,8 @@ from support.operator_context import Script, context, drain
 from hybridloader import DataLoader, Pipeline
 from hybridloader._support import system
 from hybridloader.backends.process import socket_transport
+from hybridloader.backends.process.crew import SlotChannel
 from hybridloader.backends.process.frames import encode
-from hybridloader.backends.process.slot_channel import SlotChannel
 from hybridloader.backends.process.socket_transport import SocketEndpoint
 from hybridloader.errors import CacheError
 from hybridloader.memory import segments
