@@ -24,7 +24,7 @@ from hybridloader._support import system
 from hybridloader._support.inheritance import Inherited
 from hybridloader._support.torch_env import one_thread_in_this_process, when_imported
 from hybridloader._support.user_objects import Failure, show
-from hybridloader.backends.process import codec
+from hybridloader.backends.process import frames
 from hybridloader.backends.process.frames import Frame
 from hybridloader.backends.process.postmortem import PostmortemWriter
 from hybridloader.engine.messages import (
@@ -221,8 +221,8 @@ class _WorkerConnection:
             if isinstance(frame, BaseException):
                 raise frame
             try:
-                message, returned = codec.decode_message(frame.parts, self._tasks, frame.fds)
-            except codec.Unreadable as lost:
+                message, returned = frames.decode_message(frame.parts, self._tasks, frame.fds)
+            except frames.Unreadable as lost:
                 self._release(lost.returned)
                 self.report(Failed(self._worker, lost.seq, Failure(lost.error)))
                 continue
@@ -248,7 +248,7 @@ class _WorkerConnection:
         returned = self._tasks.returned()
         if isinstance(event, Done):
             assert isinstance(event.payload, Pickled)
-            parts, fds = codec.encode_done(
+            parts, fds = frames.encode_done(
                 event.seq,
                 event.payload.packed,
                 self.results,
@@ -261,7 +261,7 @@ class _WorkerConnection:
             )
         else:
             assert not isinstance(event, Exited)
-            parts = codec.encode_event(event, returned)
+            parts = frames.encode_event(event, returned)
         self._write(parts, fds)
         if self.postmortem is not None:
             if self._arrived is None:

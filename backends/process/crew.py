@@ -17,15 +17,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from hybridloader._support import system
-from hybridloader.backends.process import codec
-from hybridloader.backends.process.codec import (
+from hybridloader.backends.process import frames
+from hybridloader.backends.process.frames import (
     TASK,
+    Frame,
     encode_fields,
     encode_message,
     into_slots,
     open_packed,
 )
-from hybridloader.backends.process.frames import Frame
 from hybridloader.backends.process.postmortem import OomWatch, PostmortemRecord
 from hybridloader.backends.process.starters import (
     ZYGOTE,
@@ -618,13 +618,13 @@ class ProcessCrew(Crew):
 
         The task then counts as not answered.
         """
-        found = codec.decode_fields(frame.parts)
+        found = frames.decode_fields(frame.parts)
         kind, seq, body, returned, slot_map, extras, count, seconds, position = found
         channel = self._workers[worker].channel
         if returned:
             channel.take_back(returned)
-        if kind == codec.DONE:
-            metadata = None if extras is None else codec.decode_extras(extras)
+        if kind == frames.DONE:
+            metadata = None if extras is None else frames.decode_extras(extras)
             slots = channel.results
             if slot_map is not None:
                 slots.learn(slot_map, frame.fds)
@@ -640,16 +640,16 @@ class ProcessCrew(Crew):
                     body, frame.parts[1:], count, self._starter.forks, slots, slot_map
                 )
             return Done(worker, seq, result, seconds, position, metadata)
-        if kind == codec.FAILED:
+        if kind == frames.FAILED:
             channel.answered(seq)
-            return Failed(worker, seq, codec.decode_failure(body), position)
-        if kind == codec.EXHAUSTED:
+            return Failed(worker, seq, frames.decode_failure(body), position)
+        if kind == frames.EXHAUSTED:
             channel.all_answered()
-            return Exhausted(worker, seq, position, codec.decode_shard_start(body))
-        if kind != codec.READY:
+            return Exhausted(worker, seq, position, frames.decode_shard_start(body))
+        if kind != frames.READY:
             raise DamagedMessage("a worker sent a message that is not an event")
         self._starter.arrived(worker)
-        return Ready(worker, codec.decode_shard_start(body))
+        return Ready(worker, frames.decode_shard_start(body))
 
     def _has_ended(self, worker: int) -> bool:
         handle = self._handles[worker]

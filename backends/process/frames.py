@@ -10,13 +10,20 @@ The check finds bytes that are not ours (docs/security.md); the parts themselves
 
 from __future__ import annotations
 
+import pickle
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
-from hybridloader.errors import DamagedMessage
+from hybridloader._support.user_objects import Failure, repr_of
+from hybridloader.engine.dataset_state import ShardStart
+from hybridloader.engine.messages import Begin, Exhausted, Failed, Message, Ready, Stop, Task
+from hybridloader.errors import DamagedMessage, ResultPicklingError
+from hybridloader.memory.packing import Packed, pack, unpack
 from hybridloader.memory.segments import ALIGN, aligned_view
+from hybridloader.memory.shared_slots import SlotMap, SlotReader, SlotWriter
+from hybridloader.memory.slots import OWN
 
 MOST_BYTES = 1 << 40
 """Most bytes of one frame: a thousand times the largest batch that makes sense."""
@@ -178,3 +185,233 @@ class Decoder:
         fds, self.fds = self.fds[: self._fd_count], self.fds[self._fd_count :]
         self.body = None
         return Frame(parts, fds)
+
+
+READY, DONE, FAILED, EXHAUSTED, TASK, OTHER = range(6)
+"""Kinds of frames: the events, a task, and all other messages."""
+
+_FIELDS = struct.Struct("<BQIIqqqI")
+"""Kind, number of the task, bytes of the pickled slot map and metadata, number of returned slots (their
+numbers follow, 8 bytes each), items in the result (-1: no list), nanoseconds, position in the shard,
+and a check of these."""
+
+_BEGIN = _FIELDS.size
+_CODEC_SIGN, _MASK = (
+    0x85EBCA6B,
+    0xFFFFFFFF,
+)  # the sign is any number but 0, so that zeros are refused
+
+_METAS = ((SlotMap, type(None)), (SlotMap, bytes), (type(None), bytes))
+"""Allowed types of the slot map and the metadata together."""
+
+
+class Unreadable(Exception):
+    """Error for the index of task `seq`, which raised `error` when loaded; `returned` came along."""
+
+    def __init__(self, seq: int, returned: Sequence[int], error: Exception) -> None:
+        super().__init__(seq, returned, error)
+        self.seq, self.returned, self.error = seq, returned, error
+
+
+def encode_fields(
+    kind: int,
+    seq: int,
+    body: Any,  # a pickle, as bytes or a view; empty if it is the last of the buffers
+    returned: Sequence[int] = (),  # slots of the reader that the writer no longer uses
+    slot_map: SlotMap | None = None,  # places of the buffers; None: all follow as further parts
+    extras: bytes | None = None,  # metadata of the result, pickled
+    items: int = -1,  # of a result: number of items, -1: no list; of a task: `Task.item`
+    seconds: float = 0.0,  # seconds of the task
+    position: int = 0,  # position of the worker in its shard
+) -> bytes:
+    """Make the first part of a frame."""
+    meta = b"" if slot_map is None and extras is None else pickle.dumps((slot_map, extras), 5)
+    size, back, spent = len(meta), len(returned), int(seconds * 1e9)
+    folded = kind ^ seq ^ size ^ back ^ items ^ spent ^ position
+    check = (folded ^ folded >> 32 ^ _CODEC_SIGN) & _MASK
+    fields = _FIELDS.pack(kind, seq, size, back, items, spent, position, check)
+    if size or back:
+        fields += struct.pack(f"<{back}q", *returned) + meta
+    whole: bytes = fields + body
+    return whole
+
+
+def decode_fields(
+    parts: Sequence[memoryview],
+) -> tuple[
+    int, int, memoryview, Sequence[int], SlotMap | None, bytes | None, int | None, float, int
+]:
+    """Read the parameters of `encode_fields`, in their order; items is None where there is no list.
+
+    Raises `DamagedMessage` if `encode_fields` has not written it.
+    """
+    part = parts[0] if parts else memoryview(b"")
+    if len(part) < _BEGIN:
+        raise DamagedMessage(f"a message has {len(part)} bytes, fewer than its head")
+    kind, seq, size, back, count, spent, position, check = _FIELDS.unpack_from(part)
+    folded = kind ^ seq ^ size ^ back ^ count ^ spent ^ position
+    if check != (folded ^ folded >> 32 ^ _CODEC_SIGN) & _MASK or kind > OTHER:
+        raise DamagedMessage("a message has no valid head")
+    items = None if count < 0 else count
+    if not (size or back):
+        return kind, seq, part[_BEGIN:], (), None, None, items, spent * 1e-9, position
+    start = _BEGIN + 8 * back
+    end = start + size
+    if end > len(part):
+        raise DamagedMessage(f"a message of {len(part):,} bytes is cut off")
+    returned: Sequence[int] = struct.unpack_from(f"<{back}q", part, _BEGIN)
+    slot_map = extras = None
+    if size:
+        meta = _loaded(part[start:end], tuple, "the metadata of a message")
+        if tuple(map(type, meta)) not in _METAS:
+            raise DamagedMessage(f"a message has invalid metadata: {meta!r:.100}")
+        slot_map, extras = meta
+    return kind, seq, part[end:], returned, slot_map, extras, items, spent * 1e-9, position
+
+
+def _loaded(pickled: Any, kind: type | tuple[type, ...], what: str) -> Any:
+    """Load a pickle of an object of one of these types. Raises `DamagedMessage`."""
+    try:
+        found = unpack(pickled, ())
+    except Exception as error:  # damaged bytes may raise any error
+        raise DamagedMessage(f"{what} can't be read: {repr_of(error)}") from error
+    if not isinstance(found, kind):
+        raise DamagedMessage(f"{what} is of {type(found)}")
+    return found
+
+
+# -- messages --------------------------------------------------------------------------------------
+
+
+def encode_message(
+    message: Message, returned: Sequence[int] = (), *, other_main: bool = False
+) -> list[Any]:
+    """Encode `message`, without slots for large buffers."""
+    if type(message) is Task:
+        header, buffers = pack(message.index, "a task", other_main=other_main)
+        return [encode_fields(TASK, message.seq, header, returned, items=message.item), *buffers]
+    header, buffers = pack(message, "a message", other_main=other_main)
+    return [encode_fields(OTHER, 0, header, returned), *buffers]
+
+
+def decode_message(
+    parts: Sequence[memoryview], slots: SlotReader | None = None, fds: list[int] | None = None
+) -> tuple[Message, Sequence[int]]:
+    """Decode a message, and the slots to use again. Takes over `fds` if it is a task.
+
+    Raises `Unreadable` if the index of a task can't be loaded, and `DamagedMessage`.
+    """
+    kind, seq, body, returned, slot_map, _, item, *_ = decode_fields(parts)
+    if kind == OTHER:
+        try:
+            message = unpack(body, parts[1:])
+        except Exception as error:  # damaged bytes may raise any error
+            raise DamagedMessage(
+                f"a message from the parent can't be read: {repr_of(error)}"
+            ) from error
+        if isinstance(message, (Begin, Stop)):
+            return message, returned
+    if kind != TASK:
+        raise DamagedMessage("the parent sent a message of an unknown kind")
+    try:
+        if slot_map is None:
+            return Task(seq, unpack(body, parts[1:]), item or 0), returned
+        return Task(seq, open_packed(body, parts[1:], slots, slot_map, fds), item or 0), returned
+    except Exception as error:
+        raise Unreadable(seq, returned, error) from error
+
+
+def open_packed(
+    header: bytes | memoryview,
+    buffers: Sequence[memoryview],
+    slots: SlotReader | None,
+    slot_map: SlotMap | None,
+    fds: list[int] | None = None,
+) -> Any:
+    """Load a value; `fds` came with a slot map that `slots` has not learnt yet."""
+    if slot_map is not None:
+        assert slots is not None
+        if fds is not None:
+            slots.learn(slot_map, fds)
+        try:
+            buffers = slots.buffers(slot_map, buffers)
+            if not header:  # a large header has a slot, too
+                header = buffers.pop()
+        except (LookupError, StopIteration) as error:  # a StopIteration would end the user's loop
+            raise DamagedMessage(
+                f"a batch names memory that does not exist: {repr_of(error)}"
+            ) from error
+    return unpack(header, buffers)
+
+
+# -- events ----------------------------------------------------------------------------------------
+
+
+def encode_event(event: Ready | Failed | Exhausted, returned: Sequence[int] = ()) -> list[Any]:
+    if isinstance(event, Failed):
+        try:
+            failure = pickle.dumps(event.failure)
+        except Exception as error:  # `Failure` prevents this; a vague error is better than a hang
+            lost = Failure(ResultPicklingError(f"an exception could not be sent: {repr_of(error)}"))
+            failure = pickle.dumps(lost)
+        return [encode_fields(FAILED, event.seq, failure, returned, position=event.position)]
+    state = b"" if event.shard_start is None else pickle.dumps(event.shard_start, 5)
+    if isinstance(event, Ready):
+        return [encode_fields(READY, 0, state, returned)]
+    return [encode_fields(EXHAUSTED, event.seq, state, returned, position=event.position)]
+
+
+def decode_shard_start(body: memoryview) -> Any:
+    return _loaded(body, (ShardStart, Failure), "a worker's dataset state") if len(body) else None
+
+
+def decode_failure(body: memoryview) -> Failure:
+    return _loaded(body, Failure, "a worker's error")  # type: ignore[no-any-return]
+
+
+def decode_extras(extras: bytes | memoryview) -> dict[str, Any]:
+    return _loaded(extras, dict, "the metadata of a result")  # type: ignore[no-any-return]
+
+
+def encode_done(
+    seq: int,
+    packed: Packed,
+    slots: SlotWriter | None,
+    *,
+    count: int | None = None,  # number of items, if the result is a list
+    seconds: float = 0.0,
+    returned: Sequence[int] = (),
+    refusal: str | None = None,  # text of a warning that the parent shows
+    position: int = 0,
+    extras: bytes | None = None,
+) -> tuple[list[Any], Sequence[int]]:
+    """Encode a result, large buffers into slots as far as there are any. Gives parts and descriptors."""
+    header, buffers = packed
+    slot_map: SlotMap | None = None
+    fds: Sequence[int] = ()
+    if slots is not None and (buffers or len(header) >= OWN):
+        slot_map, header, buffers, fds = into_slots(header, buffers, slots)
+    if refusal is not None:
+        slot_map = (slot_map or SlotMap((None,) * len(buffers), (), (), None))._replace(
+            refusal=refusal
+        )
+    items = -1 if count is None else count
+    head = encode_fields(DONE, seq, header, returned, slot_map, extras, items, seconds, position)
+    return [head, *buffers], fds
+
+
+def into_slots(
+    header: Any, buffers: list[memoryview], slots: SlotWriter | None
+) -> tuple[SlotMap | None, Any, list[memoryview], Sequence[int]]:
+    """Copy large buffers into slots.
+
+    Gives the slot map, if there is one, the header, the buffers that go through the stream, and
+    descriptors. A header of `OWN` bytes goes into a slot too, as the last buffer, and is empty here.
+    """
+    if slots is None or not (buffers or len(header) >= OWN):
+        return None, header, buffers, ()
+    if len(header) >= OWN:
+        buffers, header = [*buffers, memoryview(header)], b""
+    slot_map, fds = slots.write(buffers)
+    streamed = [b for b, span in zip(buffers, slot_map.spans, strict=True) if span is None]
+    return slot_map, header, streamed, fds

@@ -18,20 +18,22 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from hybridloader._support.user_objects import Failure
-from hybridloader.backends.process import codec, frames
-from hybridloader.backends.process.codec import (
+from hybridloader.backends.process import frames
+from hybridloader.backends.process.frames import (
+    MOST_BYTES,
+    Decoder,
     Unreadable,
     decode_extras,
     decode_failure,
     decode_fields,
     decode_message,
     decode_shard_start,
+    encode,
     encode_done,
     encode_event,
     encode_fields,
     encode_message,
 )
-from hybridloader.backends.process.frames import MOST_BYTES, Decoder, encode
 from hybridloader.engine.messages import Begin, Exhausted, Failed, Ready, Stop, Task
 from hybridloader.errors import DamagedMessage, HybridLoaderError
 from hybridloader.memory.packing import pack, unpack
@@ -247,20 +249,20 @@ FIRST_PARTS: list[bytes] = [
 )
 def test_every_bit_of_the_fixed_bytes_counts(whole: bytes) -> None:
     decode_fields([memoryview(whole)])
-    for bit in range(8 * codec._BEGIN):
+    for bit in range(8 * frames._BEGIN):
         damaged = bytearray(whole)
         damaged[bit // 8] ^= 1 << bit % 8
         with pytest.raises(DamagedMessage):
             decode_fields([memoryview(damaged)])
-    for size in range(codec._BEGIN):
+    for size in range(frames._BEGIN):
         with pytest.raises(DamagedMessage):
             decode_fields([memoryview(whole)[:size]])
 
 
 def test_a_first_part_is_read_as_it_was_written() -> None:
-    written = codec.DONE, 1 << 40, b"body", (3, -4), SLOT_MAP, b"extras", 7, 0.25, 1 << 50
+    written = frames.DONE, 1 << 40, b"body", (3, -4), SLOT_MAP, b"extras", 7, 0.25, 1 << 50
     assert decode_fields([memoryview(encode_fields(*written))]) == written
-    plain = codec.FAILED, 0, b"", (), None, None, -1, 0.0, 0
+    plain = frames.FAILED, 0, b"", (), None, None, -1, 0.0, 0
     assert decode_fields([memoryview(encode_fields(*plain))]) == (*plain[:6], None, *plain[7:])
 
 
@@ -289,7 +291,7 @@ def test_a_first_part_that_claims_what_it_has_not_is_refused(
     """The check is right, and the numbers are wrong."""
     assume(b"r" not in rest or rest[0] == 0x80)
     folded = kind ^ 1 ^ size ^ back ^ -1
-    check = (folded ^ folded >> 32 ^ codec._SIGN) & 0xFFFFFFFF
+    check = (folded ^ folded >> 32 ^ frames._SIGN) & 0xFFFFFFFF
     fields = struct.pack("<BQIIqqqI", kind, 1, size, back, -1, 0, 0, check)
     with only("SlotMap", "BufferPlace", "_reconstruct"):
         try:
@@ -297,7 +299,7 @@ def test_a_first_part_that_claims_what_it_has_not_is_refused(
         except DamagedMessage:
             return
     _, _, left, returned, slot_map, extras, *_ = found
-    assert kind <= codec.OTHER
+    assert kind <= frames.OTHER
     assert slot_map is None or type(slot_map) is SlotMap
     assert extras is None or type(extras) is bytes
     assert (len(returned), len(left)) == (back, len(rest) - size - 8 * back)
@@ -340,7 +342,7 @@ def test_any_bytes_are_no_message_and_nothing_that_a_worker_told(part: bytes) ->
                 continue
             with pytest.raises(DamagedMessage):
                 decode(memoryview(part))
-        for kind in (codec.OTHER, codec.DONE):
+        for kind in (frames.OTHER, frames.DONE):
             with pytest.raises(DamagedMessage):
                 decode_message([memoryview(encode_fields(kind, 0, part))])
 

@@ -16,7 +16,7 @@ from support.forking import in_a_fork
 
 from hybridloader import Fork, Spawn, Threads
 from hybridloader._support import system
-from hybridloader.backends.process import child, codec, starters
+from hybridloader.backends.process import child, frames, starters
 from hybridloader.backends.process import crew as processes
 from hybridloader.backends.process.frames import Frame
 from hybridloader.engine import contract
@@ -139,7 +139,7 @@ def test_a_worker_that_reads_a_task_after_the_hang_up_leaves_no_name(
                 while not self.watch.context.cancelled:
                     os.sched_yield()
             self.taken += 1
-            return Frame([memoryview(codec.encode_fields(codec.TASK, 0, pickle.dumps(7)))], [])
+            return Frame([memoryview(frames.encode_fields(frames.TASK, 0, pickle.dumps(7)))], [])
 
         def send(self, parts: Any, fds: Any = ()) -> None:
             assert not fds

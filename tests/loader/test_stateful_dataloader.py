@@ -347,7 +347,7 @@ def test_our_dataloader_says_who_reads_such_a_state() -> None:
 
 
 def test_what_a_worker_told_is_looked_at() -> None:
-    from hybridloader.backends.process.codec import decode_shard_start
+    from hybridloader.backends.process.frames import decode_shard_start
 
     assert decode_shard_start(memoryview(b"")) is None
     for damaged in (b"no pickle", pickle.dumps("neither")):

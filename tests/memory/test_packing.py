@@ -32,8 +32,13 @@ from support.packed_values import (
 )
 
 from hybridloader._support.threads import gil_enabled
-from hybridloader.backends.process.codec import decode_message, encode_done, encode_message
-from hybridloader.backends.process.frames import Decoder, encode
+from hybridloader.backends.process.frames import (
+    Decoder,
+    decode_message,
+    encode,
+    encode_done,
+    encode_message,
+)
 from hybridloader.engine.messages import Begin, Stop, Task
 from hybridloader.errors import ResultPicklingError
 from hybridloader.memory.packing import IN_BAND, pack, unpack

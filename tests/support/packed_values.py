@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from hybridloader.backends.process.codec import decode_fields, encode_done
+from hybridloader.backends.process.frames import decode_fields, encode_done
 from hybridloader.memory.packing import pack, unpack
 from hybridloader.memory.shared_slots import SlotReader, SlotWriter
 
