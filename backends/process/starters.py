@@ -29,7 +29,7 @@ from hybridloader.backends.process.first_step import FirstStep
 from hybridloader.backends.process.frames import Frame
 from hybridloader.backends.process.pipe_transport import PipeTransport
 from hybridloader.backends.process.postmortem import PostmortemRecord
-from hybridloader.backends.process.socket_transport import SocketTransport
+from hybridloader.backends.process.transports import SocketTransport
 from hybridloader.engine.contract import GRACE, WorkerHandle, before_each
 from hybridloader.engine.dataset_state import Change
 from hybridloader.engine.messages import WorkerSpec

@@ -34,8 +34,8 @@ from hybridloader.backends.process import fork_safety
 from hybridloader.backends.process.child import FirstFrame, leave_signals, main
 from hybridloader.backends.process.frames import Frame
 from hybridloader.backends.process.postmortem import PostmortemWriter
-from hybridloader.backends.process.socket_transport import SocketEndpoint
 from hybridloader.backends.process.starters import UNKNOWN, starting
+from hybridloader.backends.process.transports import SocketEndpoint
 from hybridloader.engine.contract import GRACE
 from hybridloader.engine.dataset_state import Change, apply
 from hybridloader.engine.messages import WorkerSpec

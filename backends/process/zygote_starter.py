@@ -27,7 +27,6 @@ from hybridloader.backends.process.child import FirstFrame
 from hybridloader.backends.process.first_step import FirstStep
 from hybridloader.backends.process.frames import Frame
 from hybridloader.backends.process.postmortem import PostmortemRecord
-from hybridloader.backends.process.socket_transport import CLOSE_ON_EXEC, ROOM
 from hybridloader.backends.process.starters import (
     ZYGOTE,
     ProcessHandle,
@@ -37,6 +36,7 @@ from hybridloader.backends.process.starters import (
     duplicates,
     starting,
 )
+from hybridloader.backends.process.transports import CLOSE_ON_EXEC, ROOM
 from hybridloader.backends.process.zygote import (
     ENDED,
     FORKED,

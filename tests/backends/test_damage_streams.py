@@ -23,7 +23,7 @@ from hybridloader import DataLoader, Fork, WorkerDied
 from hybridloader.backends.process import pipe_transport
 from hybridloader.backends.process.frames import Frame, encode
 from hybridloader.backends.process.pipe_transport import PipeEndpoint, PipeTransport
-from hybridloader.backends.process.socket_transport import SocketEndpoint, SocketTransport
+from hybridloader.backends.process.transports import SocketEndpoint, SocketTransport
 from hybridloader.engine.messages import Exited
 from hybridloader.errors import CacheError, DamagedMessage, WorkerPicklingError
 from hybridloader.memory.shipping import _Contents, receive, ship

@@ -32,8 +32,8 @@ from support.named_slots import NamedFork
 from torch.utils.data import Dataset
 
 from hybridloader import DataLoader, WorkerDied, WorkerTimeout
-from hybridloader.backends.process import child, socket_transport, starters
-from hybridloader.backends.process.socket_transport import SocketEndpoint
+from hybridloader.backends.process import child, starters, transports
+from hybridloader.backends.process.transports import SocketEndpoint
 from hybridloader.errors import IteratorClosed
 from hybridloader.memory import shared_slots
 from hybridloader.testing import Gate
@@ -247,9 +247,9 @@ def test_descriptors_of_which_too_many_are_under_way_are_sent_later(
             raise OSError(refusals.pop(), "as the kernel says it")
         return send(*args)
 
-    send = socket_transport.send_some
-    monkeypatch.setattr(socket_transport, "send_some", send_some)
-    monkeypatch.setattr(socket_transport, "_PAUSE", 0)
+    send = transports.send_some
+    monkeypatch.setattr(transports, "send_some", send_some)
+    monkeypatch.setattr(transports, "_PAUSE", 0)
     endpoint.send([b"a slot"], [0])
     frame = other.get()
     assert bytes(frame.parts[0]) == b"a slot"

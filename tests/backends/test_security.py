@@ -29,10 +29,10 @@ from support.operator_context import Script, context, drain
 
 from hybridloader import DataLoader, Pipeline
 from hybridloader._support import system
-from hybridloader.backends.process import socket_transport
+from hybridloader.backends.process import transports
 from hybridloader.backends.process.crew import SlotChannel
 from hybridloader.backends.process.frames import encode
-from hybridloader.backends.process.socket_transport import SocketEndpoint
+from hybridloader.backends.process.transports import SocketEndpoint
 from hybridloader.errors import CacheError
 from hybridloader.memory import segments
 from hybridloader.pipeline.operators import cache
@@ -147,7 +147,7 @@ def test_what_is_kept_to_be_sent_on_is_not_inherited_either() -> None:
 @pytest.mark.parametrize("flag", ["the platform's", "none"])
 def test_descriptors_that_arrive_close_on_exec(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if flag == "none":
-        monkeypatch.setattr(socket_transport, "CLOSE_ON_EXEC", 0)
+        monkeypatch.setattr(transports, "CLOSE_ON_EXEC", 0)
     ours, theirs = Pipe()
     endpoint = SocketEndpoint(theirs)
     fd = os.dup(1)

@@ -18,7 +18,7 @@ from support.crew_driver import CrewDriver, echo, total
 from support.named_slots import NamedFork
 
 from hybridloader import Fork, Memory, SharedMemory, Spawn
-from hybridloader.backends.process import socket_transport
+from hybridloader.backends.process import transports
 from hybridloader.engine.messages import Failed
 from hybridloader.memory.slots import OWN
 
@@ -343,7 +343,7 @@ def test_tasks_that_a_dead_worker_never_read_leave_nothing(backend: Any) -> None
 
 def test_too_many_descriptors_under_way_are_sent_later(monkeypatch: pytest.MonkeyPatch) -> None:
     refusals = [OSError(109, "Too many references")] * 3
-    send_some = socket_transport.send_some
+    send_some = transports.send_some
 
     def refuse(sock: Any, pieces: Any, fds: Any) -> bool:
         if fds and refusals:
@@ -351,7 +351,7 @@ def test_too_many_descriptors_under_way_are_sent_later(monkeypatch: pytest.Monke
         return send_some(sock, pieces, fds)
 
     with CrewDriver(Fork(), total) as crew:
-        monkeypatch.setattr(socket_transport, "send_some", refuse)
+        monkeypatch.setattr(transports, "send_some", refuse)
         assert [crew.call(filled(k)) for k in range(4)] == [k * LARGE for k in range(4)]
     assert refusals == []
 
