@@ -19,9 +19,8 @@ from hybridloader._support.torch_env import device_in_use
 from hybridloader.backends.process import fork_safety
 from hybridloader.backends.process.crew import ProcessCrew
 from hybridloader.backends.process.fork_safety import fork_hazard
-from hybridloader.backends.process.pipe_transport import PipeTransport
 from hybridloader.backends.process.starters import ForkStarter, Starter, occupy_standard_descriptors
-from hybridloader.backends.process.transports import SocketTransport
+from hybridloader.backends.process.transports import PipeTransport, SocketTransport
 from hybridloader.engine.contract import Backend, Crew
 from hybridloader.errors import BackendUnavailable, ForkUnsafe
 from hybridloader.memory import segments

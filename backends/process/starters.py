@@ -27,9 +27,8 @@ from hybridloader._support import system
 from hybridloader.backends.process.child import LEFT_TO_PARENT, FirstFrame, main
 from hybridloader.backends.process.first_step import FirstStep
 from hybridloader.backends.process.frames import Frame
-from hybridloader.backends.process.pipe_transport import PipeTransport
 from hybridloader.backends.process.postmortem import PostmortemRecord
-from hybridloader.backends.process.transports import SocketTransport
+from hybridloader.backends.process.transports import PipeTransport, SocketTransport
 from hybridloader.engine.contract import GRACE, WorkerHandle, before_each
 from hybridloader.engine.dataset_state import Change
 from hybridloader.engine.messages import WorkerSpec

@@ -20,10 +20,14 @@ from hypothesis import strategies as st
 from support.crew_driver import CrewDriver
 
 from hybridloader import DataLoader, Fork, WorkerDied
-from hybridloader.backends.process import pipe_transport
+from hybridloader.backends.process import transports
 from hybridloader.backends.process.frames import Frame, encode
-from hybridloader.backends.process.pipe_transport import PipeEndpoint, PipeTransport
-from hybridloader.backends.process.transports import SocketEndpoint, SocketTransport
+from hybridloader.backends.process.transports import (
+    PipeEndpoint,
+    PipeTransport,
+    SocketEndpoint,
+    SocketTransport,
+)
 from hybridloader.engine.messages import Exited
 from hybridloader.errors import CacheError, DamagedMessage, WorkerPicklingError
 from hybridloader.memory.shipping import _Contents, receive, ship
@@ -106,7 +110,7 @@ def test_no_memory_for_a_message_is_the_end_of_that_worker_alone(
     def feed(*_: Any) -> Any:
         raise MemoryError
 
-    monkeypatch.setattr(pipe_transport.Decoder, "feed", feed)
+    monkeypatch.setattr(transports.Decoder, "feed", feed)
     wire = Wire(PipeTransport)
     wire.write(b"anything")
     assert wire.until_gone() == [(0, None)]
