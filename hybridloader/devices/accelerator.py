@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybridloader._support.torch_env import initialised
 from hybridloader.memory.accelerator import Accelerator
-from hybridloader.memory.tensors import dense_parts
+from hybridloader.memory.packing import dense_parts
 
 if TYPE_CHECKING:
     import torch

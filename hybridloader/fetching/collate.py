@@ -22,8 +22,8 @@ from typing import Any
 
 from hybridloader._support.torch_env import when_imported
 from hybridloader.engine.worker import get_worker_info
+from hybridloader.memory.packing import AsTensor, tensor_over
 from hybridloader.memory.slots import OWN, on_this_thread, when_slots_are_used
-from hybridloader.memory.tensors import AsTensor, tensor_over
 
 
 def slot_for(

@@ -8,18 +8,636 @@ be sent without another copy. The caller sends header and buffers.
 from __future__ import annotations
 
 import copyreg
+import ctypes
 import gc
 import pickle
 import re
+import sys
 import threading
-from collections.abc import Callable, Sequence
-from functools import lru_cache
-from operator import methodcaller
-from typing import Any
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache, lru_cache
+from math import prod
+from operator import attrgetter, methodcaller
+from typing import TYPE_CHECKING, Any
 
+from hybridloader._support.inheritance import registered
 from hybridloader._support.user_objects import text_of
 from hybridloader.errors import DamagedMessage, ResultPicklingError
-from hybridloader.memory.tensors import Blocks, Tensors, TensorsInBlocks, is_mark, rebuild_block
+from hybridloader.memory.segments import ALIGN, aligned
+
+if TYPE_CHECKING:
+    import torch
+
+
+@cache
+def _torch() -> Any:
+    import torch
+
+    return torch
+
+
+@cache
+def _usual_reduction() -> tuple[Any, tuple[Any, ...]]:
+    """Return torch's functions that rebuild a subclass, and the tensor within it."""
+    torch: Any = _torch()
+    inners = torch._utils._rebuild_tensor_v2, torch._utils._rebuild_tensor_v3
+    return torch._tensor._rebuild_from_type_v2, inners
+
+
+class Tensors:
+    """Reducer of the tensors of one pickle: a dense CPU tensor becomes one flat buffer.
+
+    Tensors over one storage would arrive with separate storages. So if the first pickling finds such
+    tensors, the value is pickled again, with the used part of their storage once.
+    """
+
+    few = sys.maxsize
+    """Number of tensors that are reduced alone before `together` is called for each."""
+
+    def __init__(self) -> None:
+        # All the mutable state:
+        self.met: list[Any] = []  # tensors that were reduced alone since the last `forget`
+        self.bases: dict[int, list[_Base]] = {}  # in order, by the address of their storage
+
+    def way_of(self, kind: type) -> Callable[[Any], Any] | None:
+        """Return the function that reduces objects of this class; None leaves them to the pickler.
+
+        A process that has not imported torch or numpy has none of their objects to send.
+        """
+        torch: Any = sys.modules.get("torch")
+        if torch is not None and issubclass(kind, torch.Tensor):
+            # Not as registered with `ForkingPickler`, as by MONAI: that sends a storage, for which only
+            # torch's own pickler has a way.
+            return self.reduce if kind is torch.Tensor else self.reduce_subclass
+        if (way := registered(kind)) is not None:
+            return way
+        numpy: Any = sys.modules.get("numpy")
+        return reduce_array if numpy is not None and kind is numpy.ndarray else None
+
+    def reduce_subclass(self, tensor: torch.Tensor) -> Any:
+        """Reduce `tensor` as its class does, but send its memory like that of a plain tensor."""
+        reduced: Any = tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
+        usual, inners = _usual_reduction()
+        if type(reduced) is tuple and reduced[0] is usual and len(reduced) == 2:
+            inner, kind, how, state = reduced[1]
+            if inner in inners and tensor.device.type == "cpu":
+                return usual, (_itself, kind, (inner(*how),), state)
+        return reduced
+
+    def reduce(self, tensor: torch.Tensor) -> Any:
+        if len(self.met) >= self.few and (reduced := self.together(tensor)) is not None:
+            return reduced
+        if not (tensor.requires_grad or self.bases):
+            array: Any
+            try:
+                array = tensor.numpy()
+            except (TypeError, RuntimeError):  # on a device, sparse, or of a dtype that numpy lacks
+                array = None
+            if array is not None and array.size and array.flags.c_contiguous:  # nearly all
+                self.met.append(tensor)
+                name = name_of(tensor.dtype)
+                return rebuild_tensor, (pickle.PickleBuffer(array), name, array.shape, None, False)
+        return self._reduce(tensor)
+
+    def together(self, tensor: torch.Tensor) -> Any:
+        """Reduce `tensor` together with others; None if it must be reduced alone."""
+        return None
+
+    def _reduce(self, tensor: torch.Tensor) -> Any:
+        torch = _torch()
+        check_leaf(tensor)
+        odd = tensor.is_quantized or tensor.is_nested or tensor.device.type != "cpu"
+        if odd or tensor.layout is not torch.strided:
+            return reduce_sparse(tensor) or tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
+        if tensor.requires_grad:
+            plain, grad = tensor.detach(), True
+        else:
+            plain, grad = tensor, False
+        if plain.is_conj() or plain.is_neg():
+            plain = plain.resolve_conj().resolve_neg()
+        if plain is tensor:
+            self.met.append(plain)
+            base = self._base_of(plain) if self.bases else None
+            if base is not None:
+                return _rebuild_view, (base, *base.place(plain))
+        order = None
+        if not plain.is_contiguous():
+            order = _dense_order(plain)
+            if order is None and plain is tensor and (base := _smaller_base(plain)) is not None:
+                return _rebuild_view, (base, *base.place(plain))
+        # A dense tensor is contiguous memory in the order of its strides: this makes no copy, and the
+        # reader rebuilds the same strides (channels_last stays channels_last).
+        flat = plain.contiguous() if order is None else plain.permute(order).contiguous()
+        name = name_of(plain.dtype)
+        return rebuild_tensor, (buffer_of(flat, name), name, tuple(flat.shape), order, grad)
+
+    def _base_of(self, tensor: torch.Tensor) -> _Base | None:
+        """Return the storage part that is sent once and covers `tensor`; None if there is none."""
+        bases = self.bases.get(tensor.untyped_storage().data_ptr())
+        if bases is None or not tensor.numel():
+            return None
+        start, end = _extent(tensor)
+        place = bisect_right(bases, start, key=lambda base: base.start)
+        return bases[place - 1] if place and end <= bases[place - 1].end else None
+
+    def several_over_one_storage(self, more: Iterable[Any] = ()) -> bool:
+        """Prepare another pickling, and return True, if tensors of `met` and `more` share a storage."""
+        met = [*self.met, *more]
+        if len(met) < 2 or self.bases:
+            return False
+        storages = [tensor.untyped_storage().data_ptr() for tensor in met]
+        if len({*storages}) == len(met):
+            return False
+        groups: dict[int, list[Any]] = {}
+        for tensor, storage in zip(met, storages, strict=True):
+            if tensor.numel():
+                groups.setdefault(storage, []).append(tensor)
+        for key, group in groups.items():
+            if len(group) > 1 and (parts := _shared_parts(group)):
+                storage = group[0].untyped_storage()
+                self.bases[key] = [_Base(storage, *part) for part in parts]
+        return bool(self.bases)
+
+    def forget(self) -> None:
+        """Reset for another pickle."""
+        self.met.clear()
+        self.bases.clear()
+
+
+def check_leaf(tensor: torch.Tensor) -> None:
+    """Refuse a tensor with autograd history, which can't be sent, as torch does."""
+    if tensor.requires_grad and not tensor.is_leaf:
+        raise pickle.PicklingError(
+            "a tensor that requires grad and is not a leaf can't be sent to another process "
+            "(autograd does not cross processes); detach() it first"
+        )
+
+
+def reduce_array(array: Any) -> Any:
+    """Reduce an array as numpy does; a read-only array arrives writable, like a copy."""
+    reduced = array.__reduce_ex__(5)
+    if array.flags.writeable or type(reduced[1][0]) is not pickle.PickleBuffer:
+        return reduced
+    rebuild, (_, *how) = reduced
+    memory: Any = bytearray()
+    if array.nbytes:
+        # Contiguous memory that the pickle must not mark as read-only. This process never writes to it.
+        memory = (ctypes.c_ubyte * array.nbytes).from_address(array.ctypes.data)
+        memory.kept = array
+    return rebuild, (pickle.PickleBuffer(memory), *how)
+
+
+@cache
+def name_of(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+NUMPY_HAS = frozenset({
+    "float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16",
+    "uint8", "bool", "complex128", "complex64",
+})  # fmt: skip
+"""Dtypes of torch that numpy has by the same name."""
+
+
+def buffer_of(flat: torch.Tensor, dtype: str) -> Any:
+    """Return the memory of a contiguous tensor as an object that pickles by protocol 5."""
+    if flat.numel() == 0:
+        return b""
+    if dtype not in NUMPY_HAS:
+        # as_strided, because a contiguous tensor of one element may have any stride
+        flat = flat.as_strided((flat.numel(),), (1,)).view(_torch().uint8)
+    array: Any = flat.numpy()
+    return pickle.PickleBuffer(array)
+
+
+class _Base:
+    """Part of one storage that several tensors use; the pickle's memo writes it once."""
+
+    def __init__(self, storage: torch.UntypedStorage, start: int, end: int) -> None:
+        self.start, self.end = start, end
+        self._start = start // ALIGN * ALIGN  # the tensors keep their alignment
+        empty = _torch().empty(0, dtype=_torch().uint8, device="cpu")
+        self._bytes = empty.set_(storage, self._start, (end - self._start,), (1,))
+
+    def place(self, tensor: torch.Tensor) -> tuple[Any, ...]:
+        offset = tensor.storage_offset() - self._start // tensor.element_size()
+        return name_of(tensor.dtype), offset, tuple(tensor.shape), tensor.stride()
+
+    def __reduce__(self) -> Any:
+        return _rebuild_base, (pickle.PickleBuffer(self._bytes.numpy()),)
+
+
+def _shared_parts(tensors: list[torch.Tensor]) -> list[tuple[int, int]]:
+    """Return start and end of each part of the storage where several overlap or touch, in order."""
+    parts: list[tuple[int, int, int]] = []
+    for start, end in sorted(map(_extent, tensors)):
+        if parts and start <= parts[-1][1]:
+            first, reached, count = parts[-1]
+            parts[-1] = first, max(reached, end), count + 1
+        else:
+            parts.append((start, end, 1))
+    return [(start, end) for start, end, count in parts if count > 1]
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the first byte of the storage that `tensor` covers, and the end after the last."""
+    last: int = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    start, size = int(tensor.storage_offset()), tensor.element_size()
+    return start * size, (start + last + 1) * size
+
+
+def _smaller_base(tensor: torch.Tensor) -> _Base | None:
+    """Return the part of the storage that `tensor` covers, if that is smaller than its elements.
+
+    It is smaller after `expand`: three numbers are sent as three numbers, as with torch.
+    """
+    if not tensor.numel():
+        return None
+    start, end = _extent(tensor)
+    smaller = end - start < tensor.numel() * tensor.element_size()
+    return _Base(tensor.untyped_storage(), start, end) if smaller else None
+
+
+def _dense_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """Return the dimensions by falling stride, if the elements leave no gap in that order."""
+    stride = tensor.stride()
+    order = tuple(sorted(range(tensor.dim()), key=stride.__getitem__, reverse=True))
+    return order if tensor.permute(order).is_contiguous() else None
+
+
+def tensor_over(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return a contiguous tensor over the memory of `buffer`, which is no view of another tensor."""
+    flat: torch.Tensor = _torch().frombuffer(buffer, dtype=dtype)
+    return flat if len(shape) == 1 else _over(flat, shape, steps_of(shape))
+
+
+def steps_of(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor, in elements."""
+    step, steps = 1, []
+    for size in reversed(shape):
+        steps.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(steps))
+
+
+def _over(flat: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
+    empty = _torch().empty(0, dtype=flat.dtype, device="cpu")
+    return empty.set_(flat.untyped_storage(), 0, shape, stride)  # type: ignore[no-any-return]
+
+
+def _flat(data: Any, dtype: torch.dtype) -> torch.Tensor:
+    """Return the memory of a pickle's buffer as a tensor that begins at a multiple of `ALIGN`.
+
+    A buffer within the pickle is loaded as a bytearray, which is aligned to 16 bytes: it is copied.
+    """
+    if type(data) is not bytearray:
+        return _torch().frombuffer(data, dtype=dtype)  # type: ignore[no-any-return]
+    size = len(data)
+    memory, start = aligned(size)
+    memory[start : start + size] = data
+    count = size // dtype.itemsize
+    return _torch().frombuffer(memory, dtype=dtype, count=count, offset=start)  # type: ignore[no-any-return]
+
+
+def rebuild_tensor(
+    data: Any, dtype: str, shape: tuple[int, ...], order: tuple[int, ...] | None, grad: bool
+) -> torch.Tensor:
+    kind = dtype_of(dtype)
+    tensor: torch.Tensor
+    if not len(data):
+        tensor = _torch().empty(shape, dtype=kind, device="cpu")
+    elif order is None:
+        tensor = _flat(data, kind)
+        if len(shape) != 1:
+            tensor = _over(tensor, shape, steps_of(shape))
+    else:  # `shape` is in the order of the memory: restore that of the dimensions
+        steps = steps_of(shape)
+        back = sorted(range(len(order)), key=order.__getitem__)
+        where = tuple(shape[i] for i in back), tuple(steps[i] for i in back)
+        tensor = _over(_flat(data, kind), *where)
+    return tensor.requires_grad_() if grad else tensor
+
+
+@cache
+def dtype_of(name: str) -> Any:
+    return getattr(_torch(), name)
+
+
+class AsTensor:
+    """Numbers that arrive as a tensor; made without torch."""
+
+    __slots__ = ("dtype", "numbers", "shape")
+
+    def __init__(
+        self,
+        numbers: Any,  # C-contiguous, with the buffer protocol
+        dtype: str,  # by its name in torch
+        shape: tuple[int, ...],
+    ) -> None:
+        self.numbers, self.dtype, self.shape = numbers, dtype, shape
+
+    def __reduce__(self) -> Any:
+        data = pickle.PickleBuffer(self.numbers) if prod(self.shape) else b""
+        return rebuild_tensor, (data, self.dtype, self.shape, None, False)
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _rebuild_base(data: Any) -> torch.Tensor:
+    return _flat(data, _torch().uint8)
+
+
+def _rebuild_view(
+    base: torch.Tensor, dtype: str, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]
+) -> torch.Tensor:
+    torch = _torch()
+    empty = torch.empty(0, dtype=getattr(torch, dtype), device="cpu")
+    return empty.set_(base.untyped_storage(), offset, shape, stride)  # type: ignore[no-any-return]
+
+
+# -- sparse tensors ----------------------------------------------------------------------------------
+
+# torch's own pickles of sparse tensors contain their dense parts, too. But torch 2.13 puts each sparse
+# tensor that it loads from a pickle into a list (`torch._utils._sparse_tensors_to_validate`), which only
+# `torch.load` clears. So a process that receives sparse batches would keep all of them.
+
+_ROWS, _COLUMNS = ("sparse_csr", "sparse_bsr"), ("sparse_csc", "sparse_bsc")
+
+
+def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
+    """Return the dense tensors that a sparse one consists of; None if it is not sparse."""
+    layout = name_of(tensor.layout)
+    if layout == "sparse_coo":
+        return tensor._indices(), tensor._values()
+    if layout in _ROWS:
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if layout in _COLUMNS:
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return None
+
+
+def reduce_sparse(tensor: torch.Tensor) -> Any:
+    """Reduce `tensor` for pickle, as a leaf; None if it is not sparse."""
+    plain, grad = tensor.detach(), tensor.requires_grad
+    parts, layout = dense_parts(plain), name_of(plain.layout)
+    if parts is None:
+        return None
+    coalesced = plain.is_coalesced() if layout == "sparse_coo" else None
+    return _rebuild_sparse, (layout, parts, tuple(plain.shape), coalesced, grad)
+
+
+def _rebuild_sparse(
+    layout: str,
+    parts: tuple[torch.Tensor, ...],
+    shape: tuple[int, ...],
+    coalesced: bool | None,
+    grad: bool,
+) -> torch.Tensor:
+    known: Any = {"device": parts[-1].device, "check_invariants": False}
+    make: Any = _torch().sparse_coo_tensor  # Any, as torch's stubs do not know all forms of it
+    if coalesced is None:
+        make, known["layout"] = _torch().sparse_compressed_tensor, getattr(_torch(), layout)
+    else:
+        known["is_coalesced"] = coalesced
+    made: torch.Tensor = make(*parts, shape, **known)
+    return made.requires_grad_() if grad else made
+
+
+# -- blocks: many small tensors of one pickle, sent as one buffer for each kind
+#
+# A tensor that is reduced alone costs about 2 microseconds to pack and 1 to 2 to rebuild, whatever its
+# size. So after the first `FEW`, small tensors are put into blocks. A block holds the tensors of one
+# dtype and row shape; their lengths may differ. For each tensor, the pickle contains only a call of
+# `next` on an iterator. The iterator replaces one of the pickle's buffers. An outer pickle loads the
+# iterators first (`packing.Around`).
+#
+# Each rebuilt tensor has its own storage. Those of at most `PADDED` bytes share pieces of at most
+# `SMALL` bytes, so a tensor that is kept keeps no more than that alive.
+
+FEW = 16
+"""Number of tensors of a pickle that are reduced alone before blocks are used. Making and opening a
+block takes as long as about 10 tensors."""
+
+SMALL = 4096
+"""Bytes of a tensor above which it is reduced alone, and of the pieces that hold small ones: a page.
+torch's workers make a file of shared memory for each tensor, which takes at least as much."""
+
+PADDED = 256
+"""Bytes of a tensor above which memory of its own takes less time than a row of a piece."""
+
+MOST = 64
+"""Maximum number of blocks of one pickle: further kinds of tensors are reduced alone."""
+
+_HERE = NUMPY_HAS | {"bfloat16"}
+
+Kind = tuple[Any, Any]  # dtype (of torch, or the name of one) and shape
+
+
+class _Mark(bytearray):
+    """Empty buffer that represents a block in the pickle."""
+
+    number: int
+
+
+class Block:
+    """Small tensors of one dtype whose shapes differ at most in the first dimension."""
+
+    def __init__(self, number: int, dtype: Any, row: tuple[int, ...] | None) -> None:
+        self.dtype, self.row = dtype, row  # `row` is the shape without its first size; None: 0-d
+        self.shapes: list[tuple[int, ...]] = []
+        self.tensors: list[Any] = []
+        self.take = self.tensors.append
+        mark = _Mark()
+        mark.number = number
+        # Always the same object: after the first, the pickle contains a reference of two bytes.
+        self.way: Any = (next, (pickle.PickleBuffer(mark),))
+        self.parts: tuple[Any, ...] = ()  # arguments of `rebuild_block`, once gathered
+
+    def gather(self) -> bool:
+        """Join the bytes of the tensors in `parts`; return False if that is impossible."""
+        name, lengths, shape = self.dtype, None, self.shapes[0]
+        if type(name) is str:  # `AsTensor` objects
+            data: Any = bytearray().join([tensor.numbers for tensor in self.tensors])
+            sizes = [prod(tensor.shape) for tensor in self.tensors] if self.shapes[1:] else []
+        else:
+            name = name_of(name)
+            whole = _joined(self.tensors, self.row is None)
+            if whole is None:
+                return False
+            data = buffer_of(whole, name)
+            sizes = [*map(type(whole).numel, self.tensors)] if self.shapes[1:] else []
+        if sizes:
+            assert self.row is not None
+            step, shape = prod(self.row), self.row
+            lengths = sizes if step == 1 else [size // step for size in sizes]
+        self.parts = pickle.PickleBuffer(data), name, tuple(shape), lengths
+        return True
+
+
+def _joined(tensors: list[Any], scalars: bool) -> Any | None:
+    """Return contiguous tensors of one dtype joined into one; None unless all are plain CPU tensors."""
+    torch: Any = sys.modules["torch"]
+    kind = torch.Tensor
+    try:
+        if {*map(attrgetter("layout"), tensors)} != {torch.strided}:
+            return None
+        if {device.type for device in {*map(attrgetter("device"), tensors)}} != {"cpu"}:
+            return None
+        if any(map(kind.is_neg, tensors)) or any(map(kind.is_conj, tensors)):
+            return None
+        return torch.stack(tensors) if scalars else torch.cat(tensors)
+    except Exception:  # torch can't join this kind: the tensors are reduced alone
+        return None
+
+
+class Blocks(dict[Kind, Block | None]):
+    """Blocks of one pickle, by the kinds of the tensors in them; None for a kind without a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # All the mutable state, beside the dict's own:
+        self.made: list[Block] = []
+        self.closed = False  # no more tensors are put into blocks
+        self._by_row: dict[Kind, Block | None] = {}
+
+    def __missing__(self, kind: Kind) -> Block | None:
+        dtype, shape = kind
+        count = prod(shape)
+        name = dtype if type(dtype) is str else name_of(dtype)
+        block = None
+        if not self.closed and name in _HERE and 0 < count * _size_of(name) <= SMALL:
+            row = tuple(shape[1:]) if shape else None
+            block = self._by_row.get((dtype, row))
+            if block is None and len(self.made) < MOST:
+                block = self._by_row[dtype, row] = Block(len(self.made), dtype, row)
+                self.made.append(block)
+            if block is not None:
+                block.shapes.append(shape)
+        self[kind] = block
+        return block
+
+    def tensors(self) -> Iterator[Any]:
+        """Yield the torch tensors in the blocks."""
+        for block in self.made:
+            if type(block.dtype) is not str:
+                yield from block.tensors
+
+    def gather(self) -> bool:
+        """Prepare all blocks to be sent; return False if some tensors can't be joined."""
+        return all(block.gather() for block in self.made)
+
+    def part(self, buffer: memoryview) -> Any:
+        """Return the object to send for a buffer of the pickle: for a mark, the parts of its block."""
+        if is_mark(buffer):
+            return self.made[buffer.obj.number].parts  # type: ignore[attr-defined]
+        return pickle.PickleBuffer(buffer)
+
+    def forget(self, *, closed: bool = False) -> None:
+        """Reset for another pickle."""
+        self.clear()
+        self._by_row.clear()
+        self.made.clear()
+        self.closed = closed
+
+
+class TensorsInBlocks(Tensors):
+    """Reducer of the tensors of one pickle; after the first few, it puts small ones into blocks."""
+
+    few = FEW
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = Blocks()
+        self.numbers = 0  # `AsTensor` objects that were reduced alone
+
+    def way_of(self, kind: type) -> Callable[[Any], Any] | None:
+        return self._reduce_numbers if kind is AsTensor else super().way_of(kind)
+
+    def _reduce_numbers(self, numbers: AsTensor) -> Any:
+        if self.numbers >= FEW:
+            block = self.blocks[numbers.dtype, numbers.shape]
+            if block is not None:
+                block.take(numbers)
+                return block.way
+        self.numbers += 1
+        return numbers.__reduce__()
+
+    def together(self, tensor: Any) -> Any:
+        try:
+            block = self.blocks[tensor.dtype, tensor.shape]
+            if block is None or tensor.requires_grad or not tensor.is_contiguous():
+                return None
+            if self.bases and tensor.untyped_storage().data_ptr() in self.bases:
+                return None
+        except RuntimeError:  # nested and sparse tensors lack some of these attributes
+            return None
+        block.take(tensor)
+        return block.way
+
+    def another_pass(self) -> bool:
+        """Prepare another pickling, and return True, if the value must be pickled again."""
+        blocks = self.blocks
+        if not blocks.made:
+            return self.several_over_one_storage()
+        if blocks.gather():
+            if not self.several_over_one_storage(blocks.tensors()):
+                return False
+            blocks.forget(closed=blocks.closed)
+        else:
+            blocks.forget(closed=True)
+            self.met.clear()
+        self.numbers = 0
+        return True
+
+
+def is_mark(buffer: memoryview) -> bool:
+    """Return True if this buffer of a pickle represents a block."""
+    return type(buffer.obj) is _Mark
+
+
+@cache
+def _size_of(name: str) -> int:
+    """Return the bytes of an element, for the dtypes in `_HERE`."""
+    if name == "bool":
+        return 1
+    return int(name.lstrip("abcdefghijklmnopqrstuvwxyz")) // 8
+
+
+def rebuild_block(
+    data: Any,
+    dtype: str,
+    shape: tuple[int, ...],  # of each tensor, or of each of their rows
+    lengths: list[int] | None,  # numbers of rows; None: all have that shape
+) -> Iterator[Any]:
+    """Make the tensors of a block, each with memory that begins at a multiple of `ALIGN`."""
+    import torch as imported
+
+    torch: Any = imported  # torch's stubs lack some of these return types
+    kind, count = dtype_of(dtype), prod(shape)
+    flat = torch.frombuffer(data, dtype=kind)
+    if lengths is not None:
+        return iter(torch.split_with_sizes_copy(flat.view(-1, *shape), lengths))
+    bytes_each = count * kind.itemsize
+    if not shape or bytes_each > PADDED or dtype not in NUMPY_HAS:  # numpy has no views of these
+        return iter(torch.unbind_copy(flat.view(-1, *shape)))
+    import numpy as np
+
+    found: list[Any] = []
+    place = -(-bytes_each // ALIGN) * ALIGN
+    strides = place, *(kind.itemsize * step for step in steps_of(shape))
+    whole, several = flat.numpy().reshape(-1, *shape), SMALL // place
+    for start in range(0, len(whole), several):
+        # A copy, because the tensors would keep all of `data` and its slot alive.
+        rows = whole[start : start + several]
+        piece = torch.empty(len(rows) * place, dtype=torch.uint8, device="cpu").numpy()
+        spread = np.ndarray(rows.shape, rows.dtype, piece, 0, strides)
+        spread[...] = rows
+        found += map(torch.from_numpy, spread)
+    return iter(found)
+
 
 IN_BAND = 32 * 1024
 """Bytes below which a buffer stays in the header.

@@ -30,9 +30,8 @@ from hybridloader._support.inheritance import (
 )
 from hybridloader._support.user_objects import repr_of, text_of
 from hybridloader.errors import DamagedMessage, WorkerPicklingError
-from hybridloader.memory.packing import keep_small
+from hybridloader.memory.packing import Tensors, check_leaf, keep_small, reduce_sparse
 from hybridloader.memory.segments import ALIGN, map_descriptor, nameless_file
-from hybridloader.memory.tensors import Tensors, check_leaf, reduce_sparse
 
 _local = threading.local()
 

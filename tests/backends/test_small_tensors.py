@@ -10,9 +10,8 @@ from support.named_slots import NamedFork
 from torch.utils.data import default_collate
 
 from hybridloader import DataLoader, Fork, Pipeline, SharedMemory, Spawn, Threads
-from hybridloader.memory.packing import IN_BAND
+from hybridloader.memory.packing import IN_BAND, SMALL
 from hybridloader.memory.slots import OWN
-from hybridloader.memory.tensors import SMALL
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 

@@ -372,7 +372,7 @@ def test_an_interpreter_that_ends_while_the_device_reads_ends_quietly() -> None:
     code = """
 import torch
 from hybridloader.memory.page_locks import PageLocks
-from hybridloader.memory.tensors import tensor_over
+from hybridloader.memory.packing import tensor_over
 from hybridloader.memory.slots import OWN, PrivateSlots
 from support.fake_accelerator import FakeAccelerator
 device = FakeAccelerator()

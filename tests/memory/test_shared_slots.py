@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from support.slot_pairs import FIRST, SECOND, Pair, slots_of
 
 from hybridloader.memory import segments, shared_slots
+from hybridloader.memory.packing import tensor_over
 from hybridloader.memory.slots import OWN, capacity_for
-from hybridloader.memory.tensors import tensor_over
 
 # -- used again, but not too early -----------------------------------------------------------------
 

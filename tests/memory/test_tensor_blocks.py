@@ -26,9 +26,8 @@ from support.packed_values import (
 )
 
 from hybridloader.errors import DamagedMessage
-from hybridloader.memory.packing import pack, unpack
+from hybridloader.memory.packing import FEW, MOST, SMALL, AsTensor, pack, unpack
 from hybridloader.memory.shared_slots import SlotReader, SlotWriter
-from hybridloader.memory.tensors import FEW, MOST, SMALL, AsTensor
 
 FILLING = [torch.full((2,), i) for i in range(FEW)]
 """Tensors that are sent alone, so that those behind them go into blocks."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from hybridloader.memory.packing import tensor_over
 from hybridloader.memory.page_locks import PageLocks
 from hybridloader.memory.shared_slots import SlotReader, SlotWriter
 from hybridloader.memory.slots import OWN, PrivateSlots
-from hybridloader.memory.tensors import tensor_over
 
 LARGE = 1 << 40
 
