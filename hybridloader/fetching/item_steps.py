@@ -25,8 +25,7 @@ from hybridloader.engine.messages import (
     TaskContext,
 )
 from hybridloader.engine.meter import SEEN
-from hybridloader.fetching.fanout import helpers_of
-from hybridloader.fetching.item_loop import ItemLoop, Opened, TaskResults, seeded
+from hybridloader.fetching.item_loop import ItemLoop, Opened, TaskResults, helpers_of, seeded
 from hybridloader.fetching.on_error import Policy
 from hybridloader.fetching.readers import IndexedFetcher, MapFetch
 from hybridloader.seeding.sample_rng import SAMPLE, SampleRng, item_key, numbered_item

@@ -62,7 +62,7 @@ from hybridloader.fetching.shards import NamedShardsIterator, names_of, shares_o
 from hybridloader.seeding.sample_rng import Key, SeededDataset, SeededIterator, innermost
 
 if TYPE_CHECKING:
-    from hybridloader.fetching.fanout import Fanout
+    from hybridloader.fetching.item_loop import Fanout
 
 _READING = 0.01
 """Seconds after which a reader returns its items, even if they are fewer than requested."""
@@ -316,7 +316,7 @@ class IndexedFetcher(LoaderFetcher):
         self._whole = batched and not one_by_one(dataset)
         self._helpers: Fanout | None = None
         if batched and work.threads > 1 and not self._whole:
-            from hybridloader.fetching.fanout import helpers_of
+            from hybridloader.fetching.item_loop import helpers_of
 
             self._helpers = helpers_of(context, work.threads)
         one = _one_of(dataset)

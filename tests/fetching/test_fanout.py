@@ -26,8 +26,8 @@ from torch.utils.data import get_worker_info as imported_earlier
 import hybridloader
 from hybridloader.engine.messages import Abandoned, TaskContext
 from hybridloader.engine.worker import worker_info_set
-from hybridloader.fetching import fanout
-from hybridloader.fetching.fanout import Fanout
+from hybridloader.fetching import item_loop
+from hybridloader.fetching.item_loop import Fanout
 from hybridloader.memory.shared_slots import SlotWriter
 from hybridloader.memory.slots import Pool, set_slots
 from hybridloader.memory.slots import on_this_thread as current_slots
@@ -184,8 +184,8 @@ def test_a_cancelled_call_waits_for_running_items_but_not_for_ever(
         waiting.set()
         return next(ticks) if stuck else 0.0
 
-    ticks = count(0.0, fanout._PATIENCE)
-    monkeypatch.setattr(fanout, "time", SimpleNamespace(monotonic=clock))
+    ticks = count(0.0, item_loop._PATIENCE)
+    monkeypatch.setattr(item_loop, "time", SimpleNamespace(monotonic=clock))
 
     def function(item: int) -> None:
         begun.wait(LONG)
@@ -280,7 +280,7 @@ class Resting(SimpleQueue[Any]):
 
 
 def test_threads_at_rest_hold_nothing_of_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fanout, "SimpleQueue", Resting)
+    monkeypatch.setattr(item_loop, "SimpleQueue", Resting)
     mine, meet = Fanout(3), together(3)
     resting: Any = mine._jobs
     items, info, slots = [Thing() for _ in range(3)], Thing(), Thing()
@@ -374,7 +374,7 @@ def test_after_a_fork_in_the_middle_the_child_has_threads_of_its_own() -> None:
 def test_an_item_that_is_stuck_does_not_hold_up_the_exit_of_python() -> None:
     code = """if True:
         import threading
-        from hybridloader.fetching.fanout import Fanout
+        from hybridloader.fetching.item_loop import Fanout
         caller, begun = threading.get_ident(), threading.Barrier(2)
         def function(item):
             begun.wait()
