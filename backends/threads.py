@@ -31,7 +31,7 @@ from hybridloader.engine.worker import NEW, Incoming, SharedTask, UnsharedTask, 
 from hybridloader.fetching.collate import teach_torch
 from hybridloader.memory.limits import DEFAULT_MEMORY, Memory
 from hybridloader.memory.slots import PrivateSlots, set_slots
-from hybridloader.seeding.sample_seeds import Kind
+from hybridloader.seeding.sample_rng import Kind
 
 if TYPE_CHECKING:
     from hybridloader.memory.page_locks import PageLocks

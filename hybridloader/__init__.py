@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     from hybridloader.observe.observation import Observe as Observe
     from hybridloader.pipeline.pipeline import Pipeline as Pipeline
     from hybridloader.running.run import PipelineLoader as PipelineLoader
+    from hybridloader.seeding.sample_rng import SampleSeeding as SampleSeeding
     from hybridloader.seeding.sample_rng import rng as rng
-    from hybridloader.seeding.sample_seeds import SampleSeeding as SampleSeeding
     from hybridloader.tuning.tune import tune as tune
 
 __getattr__, __dir__, __all__ = lazily(

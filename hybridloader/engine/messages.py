@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from hybridloader.engine.contract import Payload
     from hybridloader.engine.dataset_state import Change, DatasetStates, ShardStart
     from hybridloader.engine.meter import Metering, Slices, TaskParts
-    from hybridloader.seeding.sample_rng import Key, SampleRng
-    from hybridloader.seeding.sample_seeds import Origin
+    from hybridloader.seeding.sample_rng import Key, Origin, SampleRng
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from hybridloader.memory.accelerator import Accelerator
     from hybridloader.observe.observation import Observe
     from hybridloader.observe.stats import Stats
-    from hybridloader.seeding.sample_seeds import SampleSeeding
+    from hybridloader.seeding.sample_rng import SampleSeeding
 
 
 _TORCHS = inspect.signature(torch.utils.data.DataLoader).parameters

@@ -49,8 +49,7 @@ from hybridloader.observe.measures import LoopWaits
 from hybridloader.observe.observation import asked
 from hybridloader.observe.stats import Stats
 from hybridloader.records.large import hint_at_large_container
-from hybridloader.seeding.sample_rng import COLLATE, SampleRng
-from hybridloader.seeding.sample_seeds import Kind, Origin, origin_of
+from hybridloader.seeding.sample_rng import COLLATE, Kind, Origin, SampleRng, origin_of
 from hybridloader.seeding.worker_seeds import kept
 
 _TORCHS_NEXT = _BaseDataLoaderIter.__next__

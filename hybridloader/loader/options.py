@@ -15,7 +15,7 @@ from hybridloader.devices.pinning import check as check_device
 from hybridloader.engine.messages import RestartPolicy
 from hybridloader.fetching.on_error import Replace, Retry, Skip, parse_on_error
 from hybridloader.observe.observation import Observe, check_observe
-from hybridloader.seeding.sample_seeds import SampleSeeding, parse_seeding
+from hybridloader.seeding.sample_rng import SampleSeeding, parse_seeding
 
 
 class OptionWords(TypedDict, total=False):

@@ -34,7 +34,7 @@ from hybridloader.loader.record import LoaderRecord, record_of, upcoming
 from hybridloader.loader.samplers import Samplers
 from hybridloader.memory.limits import DEFAULT_MEMORY
 from hybridloader.observe.measures import options_of
-from hybridloader.seeding.sample_seeds import SampleSeeding, parse_seeding
+from hybridloader.seeding.sample_rng import SampleSeeding, parse_seeding
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from hybridloader.fetching.on_error import Replace, Retry, Skip
     from hybridloader.memory.accelerator import Accelerator
     from hybridloader.observe.observation import Observe
-    from hybridloader.seeding.sample_seeds import SampleSeeding
+    from hybridloader.seeding.sample_rng import SampleSeeding
 
 _OURS = inspect.signature(DataLoader).parameters
 

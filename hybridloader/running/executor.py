@@ -53,7 +53,7 @@ from hybridloader.running.reader_log import ReaderStarts, resumed_readers
 from hybridloader.running.run_position import Counts, cuts_of, reader_marks
 from hybridloader.running.runner import Runner
 from hybridloader.running.state import Heads, Position, descriptions, shares_of
-from hybridloader.seeding.sample_seeds import Origin, SampleSeeding, origin_of
+from hybridloader.seeding.sample_rng import Origin, SampleSeeding, origin_of
 
 if TYPE_CHECKING:
     from hybridloader._support.threads import Waits

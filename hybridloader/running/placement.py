@@ -13,7 +13,7 @@ from hybridloader.engine.messages import RestartPolicy
 from hybridloader.engine.scheduler import IN_FLIGHT
 from hybridloader.fetching.on_error import Policy, Replace, Retry, Skip, parse_on_error
 from hybridloader.memory.limits import ranks_here
-from hybridloader.seeding.sample_seeds import SampleSeeding, parse_seeding
+from hybridloader.seeding.sample_rng import SampleSeeding, parse_seeding
 
 
 class Where(TypedDict, total=False):

@@ -18,7 +18,7 @@ from hybridloader.backends.fallback import usable
 from hybridloader.engine.contract import Backend
 from hybridloader.errors import BackendUnavailable
 from hybridloader.running.operator import Chain, Operator, Placement, RelayOptions, steps_in
-from hybridloader.seeding.sample_seeds import SampleSeeding
+from hybridloader.seeding.sample_rng import SampleSeeding
 
 AHEAD = 2
 """Items that a relay prefetches by default: one to take, one to replace it."""

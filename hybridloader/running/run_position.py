@@ -29,7 +29,7 @@ from hybridloader.running.plan import (
     WorkerNode,
 )
 from hybridloader.running.state import Heads, Position
-from hybridloader.seeding.sample_seeds import SampleSeeding
+from hybridloader.seeding.sample_rng import SampleSeeding
 
 if TYPE_CHECKING:
     from hybridloader.running.flow import Dropping, ReaderItems

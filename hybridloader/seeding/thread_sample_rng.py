@@ -29,10 +29,14 @@ from hybridloader.seeding.sample_rng import (
     OPEN,
     SAMPLE,
     Key,
+    Kind,
+    Origin,
     SampleRng,
+    SeedTriple,
+    key_of,
     now,
+    seeds,
 )
-from hybridloader.seeding.sample_seeds import Kind, Origin, SeedTriple, key_of, seeds
 from hybridloader.seeding.thread_generators import installation, mode_class
 
 T = TypeVar("T")

@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from hybridloader._support import system
 from hybridloader._support.torch_env import initialised, modules, when_imported
-from hybridloader.seeding.sample_rng import GLOBALS, NUMPY, SampleRng, now
-from hybridloader.seeding.sample_seeds import Kind, SeedTriple
+from hybridloader.seeding.sample_rng import GLOBALS, NUMPY, Kind, SampleRng, SeedTriple, now
 
 if TYPE_CHECKING:
     from hybridloader._support.installed_torch import WorkerGenerators

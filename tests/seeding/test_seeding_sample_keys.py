@@ -20,8 +20,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridloader.seeding.sample_rng import COLLATE, SAMPLE, SampleRng
-from hybridloader.seeding.sample_seeds import Origin, key_of, own_seeds, seeds
+from hybridloader.seeding.sample_rng import (
+    COLLATE,
+    SAMPLE,
+    Origin,
+    SampleRng,
+    key_of,
+    own_seeds,
+    seeds,
+)
 
 
 class Pair(NamedTuple):
@@ -83,7 +90,7 @@ def test_keys_are_equal_only_if_the_indices_are(one: Any, other: Any) -> None:
 
 def test_keys_are_the_same_in_a_process_with_another_salt() -> None:
     code = (
-        "from hybridloader.seeding.sample_seeds import key_of\n"
+        "from hybridloader.seeding.sample_rng import key_of\n"
         "print(key_of(({'a', 'b', 'cd'}, 'x', 3, frozenset([('q', 1), ('r', 2)]))).hex())"
     )
     told = {

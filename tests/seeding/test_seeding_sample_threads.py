@@ -23,8 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import Dataset, get_worker_info
 
 from hybridloader import DataLoader, Pipeline, SampleSeeding, rng
-from hybridloader.seeding.sample_rng import SampleRng, now
-from hybridloader.seeding.sample_seeds import Origin
+from hybridloader.seeding.sample_rng import Origin, SampleRng, now
 from hybridloader.seeding.thread_generators import installation
 from hybridloader.seeding.thread_sample_rng import ThreadSampleRng
 

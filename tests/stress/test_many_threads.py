@@ -29,7 +29,7 @@ from hybridloader.loader.record import LoaderRecord, record_of
 from hybridloader.memory import shared_slots
 from hybridloader.memory.packing import pack, unpack
 from hybridloader.memory.slots import PrivateSlots
-from hybridloader.seeding.sample_seeds import Origin
+from hybridloader.seeding.sample_rng import Origin
 from hybridloader.seeding.thread_generators import installation
 from hybridloader.seeding.thread_sample_rng import ThreadSampleRng
 from hybridloader.sources import PerWorker

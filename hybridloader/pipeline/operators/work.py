@@ -19,7 +19,7 @@ from hybridloader.fetching.shards import readers_share_of
 from hybridloader.pipeline.operators.parameters import check_source, settle_whole
 from hybridloader.running.operator import Context, OneForOne, Operator, RelayOptions, Source
 from hybridloader.running.placement import Placement, Where
-from hybridloader.seeding.sample_seeds import SampleSeeding
+from hybridloader.seeding.sample_rng import SampleSeeding
 
 if TYPE_CHECKING:
     from typing_extensions import Self
