@@ -824,7 +824,7 @@ def _sample_rng_of(spec: WorkerSpec, worker: int, seeds: WorkerSeeds) -> SampleR
     shared = shared or now.generators is not GLOBALS
     if not (shared or spec.fetch.threads > 1):
         return SampleRng(origin, worker)
-    from hybridloader.seeding.thread_sample_rng import ThreadSampleRng
+    from hybridloader.seeding.thread_generators import ThreadSampleRng
 
     return ThreadSampleRng(origin, worker)
 

@@ -534,7 +534,7 @@ class RunningStages(dict[Path, RunningStage]):
         function = node.works[work].step().function
         if origin is None or (isinstance(function, MapFetch) and function.draws_nothing):
             return None
-        from hybridloader.seeding.thread_sample_rng import ThreadSampleRng
+        from hybridloader.seeding.thread_generators import ThreadSampleRng
 
         sample_rng = ThreadSampleRng(origin, 0)
         sample_rng.by_function = True

@@ -27,7 +27,7 @@ from hybridloader.seeding.sample_rng import GLOBALS, NUMPY, Kind, SampleRng, See
 
 if TYPE_CHECKING:
     from hybridloader._support.installed_torch import WorkerGenerators
-    from hybridloader.seeding.thread_sample_rng import ThreadGenerators
+    from hybridloader.seeding.thread_generators import ThreadGenerators
 
 
 def numpy_seed(base_seed: int, worker: int) -> list[int]:
@@ -140,7 +140,7 @@ class ThreadSeeds(WorkerSeeds):
         if not self._borrows:
             yield
             return
-        from hybridloader.seeding.thread_sample_rng import ThreadGenerators
+        from hybridloader.seeding.thread_generators import ThreadGenerators
 
         self.made = ThreadGenerators()
         with lent.together(self._starter), self.made.in_place(_seeds(base_seed, worker)):
@@ -149,7 +149,7 @@ class ThreadSeeds(WorkerSeeds):
     def keep_for(self, rng: SampleRng, base_seed: int, worker: int) -> None:
         made, kind = self.made, rng.origin.kind
         if kind is Kind.WORKER:
-            from hybridloader.seeding.thread_sample_rng import LIBRARIES, ThreadGenerators
+            from hybridloader.seeding.thread_generators import LIBRARIES, ThreadGenerators
 
             if made is None:
                 made = ThreadGenerators()

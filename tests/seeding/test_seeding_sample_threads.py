@@ -24,8 +24,7 @@ from torch.utils.data import Dataset, get_worker_info
 
 from hybridloader import DataLoader, Pipeline, SampleSeeding, rng
 from hybridloader.seeding.sample_rng import Origin, SampleRng, now
-from hybridloader.seeding.thread_generators import installation
-from hybridloader.seeding.thread_sample_rng import ThreadSampleRng
+from hybridloader.seeding.thread_generators import ThreadSampleRng, installation
 
 taken_instance: Any = np.random.mtrand._rand  # type: ignore[attr-defined]
 

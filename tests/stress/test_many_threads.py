@@ -30,8 +30,7 @@ from hybridloader.memory import shared_slots
 from hybridloader.memory.packing import pack, unpack
 from hybridloader.memory.slots import PrivateSlots
 from hybridloader.seeding.sample_rng import Origin
-from hybridloader.seeding.thread_generators import installation
-from hybridloader.seeding.thread_sample_rng import ThreadSampleRng
+from hybridloader.seeding.thread_generators import ThreadSampleRng, installation
 from hybridloader.sources import PerWorker
 
 THREADS = 8
