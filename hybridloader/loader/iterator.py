@@ -42,8 +42,7 @@ from hybridloader.loader.observation import LoaderObservation
 from hybridloader.loader.pass_start import Drawn, PassStart, ResumedDispatch
 from hybridloader.loader.pin_thread import PinThread
 from hybridloader.loader.plan import LoaderPlan
-from hybridloader.loader.progress import Progress, Results
-from hybridloader.loader.refill import FullBatches
+from hybridloader.loader.progress import FullBatches, Progress, Results
 from hybridloader.observe.headroom_trials import KeptBatches, running_reuse
 from hybridloader.observe.measures import LoopWaits
 from hybridloader.observe.observation import asked

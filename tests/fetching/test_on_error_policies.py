@@ -27,7 +27,7 @@ from hybridloader.fetching.on_error import (
     rest_is_lost,
     short_batch,
 )
-from hybridloader.loader.refill import FullBatches, Refill
+from hybridloader.loader.progress import FullBatches, Refill
 
 # -- policies --------------------------------------------------------------------------------------
 
