@@ -24,7 +24,7 @@ from hybridloader.engine.feed import Feed, Relay
 from hybridloader.engine.messages import Last
 from hybridloader.engine.stage import Stage
 from hybridloader.errors import IteratorClosed, NotReady, WorkerTimeout
-from hybridloader.loader.observation import LoaderObservation
+from hybridloader.loader.record import LoaderObservation
 from hybridloader.observe.measures import TimedPulls
 from hybridloader.running.runner import Runner
 

@@ -8,15 +8,152 @@ may define ``__eq__``: without ``__hash__`` it would be refused, and equal loade
 from __future__ import annotations
 
 import itertools
+import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
+from hybridloader._support.store_use import uses
 from hybridloader._support.user_objects import attribute
+from hybridloader.engine.contract import Backend
+from hybridloader.engine.feed import RelayQueue
+from hybridloader.engine.messages import Fetch
+from hybridloader.engine.stage import Stage
 from hybridloader.fetching.on_error import ErrorBudget
-from hybridloader.loader.observation import LoaderObservation
 from hybridloader.loader.progress import Progress
 from hybridloader.observe.headroom_trials import KeptBatches
+from hybridloader.observe.measures import SourceTimes, TimedPulls, record_of_relay
+from hybridloader.observe.observation import Asked, Observation
+from hybridloader.observe.recording import LoopRecord, Recording, StageRecord
+from hybridloader.observe.stats import Stats, stats_of
+from hybridloader.observe.tracing import traced
+
+STAGE, SAMPLER = "DataLoader", "sampler"
+"""Names of the rows of the stage and of the sampler."""
+
+
+class LoaderObservation(Observation):
+    """Observation of the latest epoch of an iterator, whose stage has `workers` and a `window` of tasks.
+
+    `number` is that of the loader; `options` are those of `StageRecord`. The observation outlives the
+    iterator, and refers to no loader, sampler, batch or worker.
+    """
+
+    def __init__(
+        self,
+        asked: Asked,
+        number: int,
+        backend: Backend,
+        fetch: Fetch,
+        workers: int,
+        window: int,
+        options: Mapping[str, Any],
+    ) -> None:
+        super().__init__(asked, STAGE, number)
+        self.stage = self.measures(STAGE, number, backend, fetch, workers, window, options)
+        self._batch_size: int | None = None
+        # All the other mutable state, of the present epoch:
+        self._running: weakref.ref[Stage] | None = None
+        self._sampler: SourceTimes | None = None
+        self._progress: Progress | None = None
+        self._before = 0  # batches of this epoch that an earlier run returned
+        self._budget: ErrorBudget | None = None
+        self._pin: tuple[str, RelayQueue, TimedPulls] | None = None
+
+    def of(self, iterator: object, batch_size: int | None) -> None:
+        """Observe `iterator`, and stop counting when it is collected."""
+        self._batch_size = batch_size
+        finalizer = weakref.finalize(iterator, self.end)
+        finalizer.atexit = False
+
+    def begin_again(self) -> None:
+        """Begin another epoch; reset all measurements."""
+        self.stage.begin_again()
+        self._stores = uses()
+        self.loop = self._new_loop()
+        self._sampler = self._progress = self._budget = self._pin = None
+        self.begin()
+
+    def begun(self, stage: Stage, progress: Progress, budget: ErrorBudget | None) -> None:
+        """Note that ``iter()`` returns; its time counts as a wait of the loop."""
+        self._running, self._progress, self._budget = weakref.ref(stage), progress, budget
+        self._before = progress.yielded
+        self.stage.of_loop(self.loop)
+        if budget is not None:
+            self.budget(budget)
+        self.loop.note(self.loop.began, time.perf_counter())
+
+    def pinned(self, stage: str, queue: RelayQueue, pulls: TimedPulls) -> None:
+        """Note that a thread will pin batches, or copy them to a device, and put them into `queue`."""
+        self._pin = stage, queue, pulls
+        self.relay(queue)
+        traced(self.trace, "wait", pulls)
+
+    def drawn(self, source: Iterator[Any]) -> Iterator[Any]:
+        """Return the indices of `source`, some of which are timed."""
+        self._sampler = SourceTimes()
+        traced(self.trace, SAMPLER, self._sampler)
+        return self._sampler.timed(source)
+
+    def ended(self, *, finished: bool) -> None:
+        self.end()
+        super().ended(finished=finished)
+
+    def stats(self) -> Stats:
+        # Another thread may be beginning an epoch, in which these are None at first.
+        progress, sampler, pin = self._progress, self._sampler, self._pin
+        if progress is not None:
+            self.loop.items = max(0, progress.yielded - self._before)
+        loop = self.loop.record()
+        queued = self._queued()
+        stages = []
+        if sampler is not None:
+            stages.append(sampler.record(SAMPLER, loop.items + queued, loop))
+        stages.append(self._row_of_stage(loop, queued, 0.0 if sampler is None else sampler.waited))
+        if pin is not None:
+            stages.append(self._row_of_pin(*pin, loop.ended))
+        return self._stats_of(tuple(stages), self._batch_size, self.stage.stores)
+
+    def _row_of_pin(
+        self, name: str, queue: RelayQueue, pulls: TimedPulls, ended: float
+    ) -> StageRecord:
+        ended = max(ended, pulls.began)
+        return record_of_relay(name, queue, pulls.began, ended, waits=[pulls])
+
+    def _queued(self) -> int:
+        stage = None if self._running is None else self._running()
+        return 0 if stage is None or stage.closed else stage.queued
+
+    def _row_of_stage(self, loop: LoopRecord, queued: int, asking: float) -> StageRecord:
+        """Return the row of the stage; `asking` are the seconds that the sampler took."""
+        measures, budget = self.stage, self._budget
+        records = () if budget is None else tuple(budget.records)
+        replaced = sum(record.replaced for record in records)
+        first = loop.ended if measures.first is None else measures.first
+        # Worker seconds: until the start, and without work.
+        starting = measures.workers * min(max(0.0, first - loop.began), loop.ended - loop.began)
+        whole = measures.workers * (loop.ended - loop.began)
+        idle = max(0.0, whole - starting - measures.busy - measures.sending)
+        if measures.backend.in_caller:  # the loop's thread does the work
+            idle = 0.0
+        starved = min(idle, measures.workers * asking)
+        skipped = len(records) - replaced
+        return replace(
+            measures.record(
+                *(STAGE, loop.items, queued), skipped=skipped, replaced=replaced, reads=True
+            ),
+            busy=measures.busy,
+            starved=starved,
+            blocked=idle - starved,
+            other=max(0.0, whole - measures.busy - idle),
+        )
+
+
+def nothing_observed() -> Stats:
+    """Return the statistics of a loader that was never iterated."""
+    return stats_of(Recording((), LoopRecord(0.0, 0.0)))
+
 
 _numbers = itertools.count()
 
