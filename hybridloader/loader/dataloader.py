@@ -24,11 +24,10 @@ from hybridloader._support.user_objects import Fallback, add_note, attribute
 from hybridloader.engine.contract import Backend, get_backend
 from hybridloader.loader.iterator import iterator_of
 from hybridloader.loader.options import Options
-from hybridloader.loader.pass_start import leave_for_epoch, load, state_of
 from hybridloader.loader.plan import LoaderPlan
 from hybridloader.loader.record import announce, nothing_observed, record_of
 from hybridloader.loader.samplers import Samplers
-from hybridloader.loader.state import merge_states
+from hybridloader.loader.state import leave_for_epoch, load, merge_states, state_of
 
 if TYPE_CHECKING:
     from multiprocessing.context import BaseContext

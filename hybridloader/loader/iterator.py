@@ -43,10 +43,10 @@ from hybridloader.fetching.collate import with_entries, without_torch
 from hybridloader.fetching.on_error import ErrorBudget, Outcome, Policy, Skipped, parse_on_error
 from hybridloader.fetching.readers import IterableFetch, MapFetch
 from hybridloader.fetching.shards import share_of
-from hybridloader.loader.pass_start import Drawn, PassStart, ResumedDispatch
 from hybridloader.loader.plan import LoaderPlan
 from hybridloader.loader.progress import FullBatches, Progress, Results
 from hybridloader.loader.record import LoaderObservation
+from hybridloader.loader.state import Drawn, PassStart, ResumedDispatch
 from hybridloader.observe.headroom_trials import KeptBatches, running_reuse
 from hybridloader.observe.measures import LoopWaits, TimedPulls
 from hybridloader.observe.observation import asked

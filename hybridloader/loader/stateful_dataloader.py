@@ -16,8 +16,8 @@ from torch.utils.data import BatchSampler, IterableDataset
 from hybridloader._support.arguments import whole
 from hybridloader.loader import torchdata_form
 from hybridloader.loader.dataloader import DataLoader
-from hybridloader.loader.pass_start import state_of
 from hybridloader.loader.record import record_of
+from hybridloader.loader.state import state_of
 from hybridloader.loader.torchdata_order import BatchOrder, RandomOrder
 
 if TYPE_CHECKING:
