@@ -17,8 +17,8 @@ from hybridloader._support.arguments import whole
 from hybridloader.loader import torchdata_form
 from hybridloader.loader.dataloader import DataLoader
 from hybridloader.loader.record import record_of
+from hybridloader.loader.samplers import BatchOrder, RandomOrder
 from hybridloader.loader.state import state_of
-from hybridloader.loader.torchdata_order import BatchOrder, RandomOrder
 
 if TYPE_CHECKING:
     from multiprocessing.context import BaseContext
