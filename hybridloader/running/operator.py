@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, Protocol
 from hybridloader._support.text import beginning
 from hybridloader._support.user_objects import Raised, attribute, close, takes_a_place
 from hybridloader.fetching.on_error import Skip, final
-from hybridloader.running.placement import Placement as Placement
+from hybridloader.running.placement import Placement
 
 if TYPE_CHECKING:
     from hybridloader.devices.pinning import Pinner
@@ -336,10 +336,10 @@ class Operator(ABC):
         """
         shown_fields = []
         own: Any = self  # of a user's, which need not be a dataclass
-        for field in fields(own) if is_dataclass(own) else ():
-            value = getattr(self, field.name)
-            required = field.default is MISSING and field.default_factory is MISSING
-            if not field.repr or (not required and value == field.default):
+        for entry in fields(own) if is_dataclass(own) else ():
+            value = getattr(self, entry.name)
+            required = entry.default is MISSING and entry.default_factory is MISSING
+            if not entry.repr or (not required and value == entry.default):
                 continue
             if longest is not None and type(value) in (list, tuple):
                 value = value[:longest]  # the rest is not shown, and may be a million numbers
@@ -347,7 +347,7 @@ class Operator(ABC):
             if " at 0x" in shown:  # an address differs in every run
                 shown = type(value).__qualname__
             shown = shown if longest is None else beginning(shown, longest)
-            shown_fields.append(shown if required else f"{field.name}={shown}")
+            shown_fields.append(shown if required else f"{entry.name}={shown}")
         return f"{self.name}({', '.join(shown_fields)})"
 
     def identity(self) -> str | None:
