@@ -9,7 +9,7 @@ from hybridloader._support.lazily import lazily
 if TYPE_CHECKING:
     from hybridloader.pipeline.operators.batches import Pad as Pad
     from hybridloader.running.operator import Operator as Operator
-    from hybridloader.running.placement import Placement as Placement
+    from hybridloader.running.operator import Placement as Placement
     from hybridloader.running.run import Epochs as Epochs
     from hybridloader.running.run import Run as Run
 

@@ -21,14 +21,21 @@ from hybridloader.fetching.shards import names_shards
 from hybridloader.pipeline.operators.sources import Indices, Items
 from hybridloader.pipeline.operators.work import Lookup, Readers
 from hybridloader.pipeline.steps import Steps
-from hybridloader.running.operator import INFINITE, Length, Operator, Source, steps_in
-from hybridloader.running.placement import Placement, in_keywords
+from hybridloader.running.operator import (
+    INFINITE,
+    Length,
+    Operator,
+    Placement,
+    Source,
+    in_keywords,
+    steps_in,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
     from hybridloader.observe.observation import Observe
-    from hybridloader.running.placement import Where
+    from hybridloader.running.operator import Where
     from hybridloader.running.run import Epochs, Run
 
 

@@ -34,13 +34,12 @@ from hybridloader.pipeline.operators.order import (
 )
 from hybridloader.pipeline.operators.pack import Pack
 from hybridloader.pipeline.operators.work import Filter, FlatMap, Map, PinMemory, Prefetch, ToDevice
-from hybridloader.running.operator import Chain, Operator
-from hybridloader.running.placement import in_keywords
+from hybridloader.running.operator import Chain, Operator, in_keywords
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
-    from hybridloader.running.placement import Where
+    from hybridloader.running.operator import Where
 
 
 _Steps = TypeVar("_Steps", bound="Steps")

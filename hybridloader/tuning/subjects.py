@@ -25,8 +25,7 @@ from hybridloader.fetching.readers import MapFetch
 from hybridloader.loader.dataloader import DataLoader
 from hybridloader.loader.options import Options
 from hybridloader.pipeline.pipeline import Pipeline
-from hybridloader.running.operator import steps_in
-from hybridloader.running.placement import Placement
+from hybridloader.running.operator import Placement, steps_in
 from hybridloader.tuning.plans import INLINE, Place, Plan, Stage
 from hybridloader.tuning.trials import AND, Endless, Running, Subject
 

@@ -21,7 +21,7 @@ from hybridloader import Pipeline
 from hybridloader.demo import PHOTOGRAPHS, prepare
 from hybridloader.pipeline import Operator
 from hybridloader.pipeline.steps import Steps
-from hybridloader.running.placement import Where
+from hybridloader.running.operator import Where
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "pipelines.md"

@@ -12,7 +12,7 @@ import pytest
 from hybridloader import Pipeline
 from hybridloader.observe import cores
 from hybridloader.observe.cores import CoreUsage, affinity, available, limit, read, share
-from hybridloader.running.placement import Placement
+from hybridloader.running.operator import Placement
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files of Linux")
 

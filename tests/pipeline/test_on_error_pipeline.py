@@ -17,7 +17,7 @@ from hybridloader.engine.messages import GivenUp, PartlyGivenUp, RestartPolicy, 
 from hybridloader.errors import IteratorClosed, WorkerDied
 from hybridloader.fetching.item_steps import Step, WorkFetch
 from hybridloader.fetching.readers import MapFetch
-from hybridloader.running.placement import Placement
+from hybridloader.running.operator import Placement
 from hybridloader.running.plan import InlineNode, WorkerNode, lay_out
 
 WHERE: list[dict[str, Any]] = [

@@ -17,8 +17,15 @@ from hybridloader.fetching.item_steps import Step, is_async
 from hybridloader.fetching.readers import MapFetch
 from hybridloader.fetching.shards import readers_share_of
 from hybridloader.pipeline.operators.parameters import check_source, settle_whole
-from hybridloader.running.operator import Context, OneForOne, Operator, RelayOptions, Source
-from hybridloader.running.placement import Placement, Where
+from hybridloader.running.operator import (
+    Context,
+    OneForOne,
+    Operator,
+    Placement,
+    RelayOptions,
+    Source,
+    Where,
+)
 from hybridloader.seeding.sample_rng import SampleSeeding
 
 if TYPE_CHECKING:
