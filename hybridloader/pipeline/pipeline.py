@@ -374,13 +374,13 @@ class Pipeline(Steps):
         return f"<Pipeline {' -> '.join(operator.describe() for operator in self.operators)}>"
 
     def __str__(self) -> str:
-        from hybridloader.running.drawing import as_table
+        from hybridloader.running.plan import as_table
 
         return as_table(self)
 
     def to_mermaid(self) -> str:
         """Return a diagram, in the language of https://mermaid.js.org (which GitHub draws)."""
-        from hybridloader.running.drawing import as_mermaid
+        from hybridloader.running.plan import as_mermaid
 
         return as_mermaid(self)
 
