@@ -49,10 +49,18 @@ from hybridloader.running.plan import (
     lay_out,
     passes_on,
 )
-from hybridloader.running.reader_log import ReaderStarts, resumed_readers
-from hybridloader.running.run_position import Counts, cuts_of, reader_marks
 from hybridloader.running.runner import Runner
-from hybridloader.running.state import Heads, Position, descriptions, shares_of
+from hybridloader.running.state import (
+    Counts,
+    Heads,
+    Position,
+    ReaderStarts,
+    cuts_of,
+    descriptions,
+    reader_marks,
+    resumed_readers,
+    shares_of,
+)
 from hybridloader.seeding.sample_rng import Origin, SampleSeeding, origin_of
 
 if TYPE_CHECKING:

@@ -29,14 +29,18 @@ from hybridloader.running.plan import (
     RelayNode,
     lay_out,
 )
-from hybridloader.running.run_position import (
+from hybridloader.running.state import (
+    SOURCES,
+    Heads,
+    Position,
     RunPosition,
     before,
+    checked,
     cuts_of,
+    descriptions,
     head_place,
     one_by_one,
 )
-from hybridloader.running.state import SOURCES, Heads, Position, checked, descriptions
 
 _SAVE = "save the states at another item, or at the end of an epoch"
 

@@ -38,7 +38,6 @@ from hybridloader.running.flow import (
     Taking,
     Withholding,
 )
-from hybridloader.running.ledger import ONE_EACH, SEVERAL, Computed, Ledger, MarkLog, Point
 from hybridloader.running.operator import Chain, Mark, Needed, Operator, Upstream
 from hybridloader.running.plan import (
     ChainPlan,
@@ -48,8 +47,21 @@ from hybridloader.running.plan import (
     RelayNode,
     WorkerNode,
 )
-from hybridloader.running.reader_log import ReaderLog, ReaderStarts, Turn
-from hybridloader.running.run_position import RunPosition, before, is_at, one_by_one
+from hybridloader.running.state import (
+    ONE_EACH,
+    SEVERAL,
+    Computed,
+    Ledger,
+    MarkLog,
+    Point,
+    ReaderLog,
+    ReaderStarts,
+    RunPosition,
+    Turn,
+    before,
+    is_at,
+    one_by_one,
+)
 
 if TYPE_CHECKING:
     from hybridloader.engine.dataset_state import Change

@@ -24,8 +24,7 @@ from hybridloader.running.executor import Executor
 from hybridloader.running.flow import Withheld
 from hybridloader.running.operator import Chain
 from hybridloader.running.passes import open_run
-from hybridloader.running.run_position import Counts, RunPosition
-from hybridloader.running.state import Position, checked, descriptions
+from hybridloader.running.state import Counts, Position, RunPosition, checked, descriptions
 from hybridloader.running.statistics import RunObservation, report
 
 _CLOSED = IteratorClosed("closed")
