@@ -52,7 +52,7 @@ from hybridloader.observe.measures import LoopWaits, TimedPulls
 from hybridloader.observe.observation import asked
 from hybridloader.observe.stats import Stats
 from hybridloader.records.large import hint_at_large_container
-from hybridloader.running.runner import Runner
+from hybridloader.running.executor import Runner
 from hybridloader.seeding.sample_rng import COLLATE, Kind, Origin, SampleRng, origin_of
 from hybridloader.seeding.worker_seeds import kept
 

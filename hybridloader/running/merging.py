@@ -19,8 +19,8 @@ from hybridloader._support.user_objects import has
 from hybridloader.errors import StateError
 from hybridloader.fetching.shards import ShardDivision, names_of, without
 from hybridloader.fetching.shards import merged as merged_shards
+from hybridloader.running.executor import Offset, generator_of, offset_before
 from hybridloader.running.operator import Chain, Mark, Needed
-from hybridloader.running.passes import Offset, generator_of, offset_before
 from hybridloader.running.plan import (
     ChainPlan,
     FunctionsNode,

@@ -20,10 +20,9 @@ from hybridloader.errors import IteratorClosed, StateError
 from hybridloader.fetching.on_error import Skipped
 from hybridloader.observe.observation import Observe, asked, check_observe
 from hybridloader.observe.stats import Stats
-from hybridloader.running.executor import Executor
+from hybridloader.running.executor import Executor, open_run
 from hybridloader.running.flow import Withheld
 from hybridloader.running.operator import Chain
-from hybridloader.running.passes import open_run
 from hybridloader.running.state import Counts, Position, RunPosition, checked, descriptions
 from hybridloader.running.statistics import RunObservation, report
 

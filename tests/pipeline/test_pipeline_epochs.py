@@ -179,7 +179,7 @@ def test_the_iterator_of_an_epoch_before_can_be_closed() -> None:
 def test_a_thread_that_was_stuck_in_an_epoch_before_does_not_end_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("hybridloader.running.runner.CLOSING", 0.0)
+    monkeypatch.setattr("hybridloader.running.executor.CLOSING", 0.0)
     gate, first = Gate(), True
 
     def stuck_once(item: int) -> int:

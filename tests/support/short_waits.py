@@ -7,7 +7,7 @@ import pytest
 _WAITS = (
     "hybridloader.engine.contract.PATIENCE",
     "hybridloader.engine.stage.CLOSING",
-    "hybridloader.running.runner.CLOSING",
+    "hybridloader.running.executor.CLOSING",
     "hybridloader.backends.process.crew.GRACE",
 )
 
