@@ -19,8 +19,7 @@ import numpy.typing as npt
 
 from hybridloader._support.arguments import whole
 from hybridloader._support.store_use import count, counting
-from hybridloader.sources.block_cache import BlockCache
-from hybridloader.sources.block_reader import AHEAD, BlockReader, Fetched
+from hybridloader.sources.block_reader import AHEAD, BlockCache, BlockReader, Fetched
 
 T_co = TypeVar("T_co", covariant=True)
 Ints = npt.NDArray[np.int64]
