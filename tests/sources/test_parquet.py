@@ -20,7 +20,7 @@ from hybridloader import DataLoader, Pipeline, Skip
 from hybridloader.errors import SourceError, StoreError
 from hybridloader.sampling import BlockShuffleSampler
 from hybridloader.sources import Parquet
-from hybridloader.sources.row_groups import ParquetFile, RowGroups
+from hybridloader.sources.parquet import ParquetFile, RowGroups
 from hybridloader.sources.store import Store
 
 pa = pytest.importorskip("pyarrow")

@@ -19,7 +19,7 @@ from hybridloader import DataLoader
 from hybridloader.errors import SourceError
 from hybridloader.sampling import BlockShuffleSampler
 from hybridloader.sources import Parquet
-from hybridloader.sources.row_groups import RowGroups
+from hybridloader.sources.parquet import RowGroups
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
