@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from hybridloader.errors import SourceError
+from hybridloader.sources.indexing import name_parts
 from hybridloader.sources.listing import Urls, list_files
 from hybridloader.sources.shard_files import KEY
 from hybridloader.sources.store import Store
-from hybridloader.sources.tar_index import name_parts
 
 
 class FolderSamples:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hybridloader._support.text import short
-from hybridloader.sources.tar_index import name_parts
+from hybridloader.sources.indexing import name_parts
 
 KEY = "__key__"
 """Name of a sample's key."""

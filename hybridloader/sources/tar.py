@@ -14,11 +14,10 @@ from hybridloader._support.arguments import function, whole
 from hybridloader._support.user_objects import add_note
 from hybridloader.errors import SourceError
 from hybridloader.sources.block_reader import AHEAD, CACHE
-from hybridloader.sources.indexing import archives, indexed
+from hybridloader.sources.indexing import BLOCK, TarIndex, archives, header_sum, indexed
 from hybridloader.sources.listing import Urls
 from hybridloader.sources.shards import Shards
 from hybridloader.sources.store import GAP, RETRY
-from hybridloader.sources.tar_index import BLOCK, TarIndex, header_sum
 from hybridloader.sources.texts import Texts
 
 _PARTS = 1024

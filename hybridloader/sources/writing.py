@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 from hybridloader._support.arguments import one_of, whole
 from hybridloader._support.user_objects import add_note
+from hybridloader.sources.indexing import make_index, packed_index
 from hybridloader.sources.shard_files import ParquetFile, TarFile
 from hybridloader.sources.store import MANIFEST, Stamp, Store
-from hybridloader.sources.tar_index import make_index, packed_index
 
 if TYPE_CHECKING:
     from typing_extensions import Self

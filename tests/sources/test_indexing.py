@@ -14,8 +14,7 @@ from support.http_store import HttpStore
 from hybridloader.cli import main
 from hybridloader.errors import SourceError
 from hybridloader.sources import Tar, indexing
-from hybridloader.sources.indexing import index_archives
-from hybridloader.sources.tar_index import packed_index
+from hybridloader.sources.indexing import index_archives, packed_index
 
 
 def put(memory: Any, count: int) -> list[str]:

@@ -22,9 +22,9 @@ from support.http_store import HttpStore
 from hybridloader import DataLoader, Retry, Skip
 from hybridloader.errors import SourceError, StoreError
 from hybridloader.sampling import BlockShuffleSampler, ShuffleSampler
-from hybridloader.sources import Files, Tar, tar_index
+from hybridloader.sources import Files, Tar, indexing
+from hybridloader.sources.indexing import VERSION, load_index, make_index, save_index
 from hybridloader.sources.store import Stamp, Store
-from hybridloader.sources.tar_index import VERSION, load_index, make_index, save_index
 
 
 def written(path: Path, members: Any) -> str:
@@ -154,7 +154,7 @@ def test_an_index_that_can_not_be_kept_is_told_once(
     def refuse(path: str, data: Any) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", path)
 
-    monkeypatch.setattr(tar_index, "write_whole", refuse)
+    monkeypatch.setattr(indexing, "write_whole", refuse)
     with pytest.warns(
         UserWarning, match=r"not kept in .*d: PermissionError: Perm.* index= to a writable folder"
     ):
