@@ -411,7 +411,7 @@ def _source(arguments: argparse.Namespace) -> Any:
         if callable(found) and not hasattr(found, "__iter__") and not hasattr(found, "__getitem__"):
             found = found()
         return found
-    from hybridloader.sources.folder_samples import FolderSamples
+    from hybridloader.sources.writing import FolderSamples
 
     options = arguments.storage_options if "://" in text else {}
     samples = FolderSamples(text, classes=arguments.classes, storage_options=options)
