@@ -22,10 +22,10 @@ from hybridloader.engine.messages import Fetch
 from hybridloader.engine.stage import Stage
 from hybridloader.fetching.on_error import ErrorBudget
 from hybridloader.loader.progress import Progress
+from hybridloader.observe.figures import LoopRecord, Recording, StageRecord
 from hybridloader.observe.headroom_trials import KeptBatches
 from hybridloader.observe.measures import SourceTimes, TimedPulls, record_of_relay
 from hybridloader.observe.observation import Asked, Observation
-from hybridloader.observe.recording import LoopRecord, Recording, StageRecord
 from hybridloader.observe.stats import Stats, stats_of
 from hybridloader.observe.tracing import traced
 

@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 from hybridloader._support.text import Shown, time
-from hybridloader.observe.recording import Faults
+from hybridloader.observe.figures import Faults
 from hybridloader.observe.stats import StageStats, Stats
 
 LITTLE = 0.01

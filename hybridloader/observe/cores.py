@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from hybridloader._support import system
 from hybridloader.memory.limits import cgroups, ranks_here, text_of
-from hybridloader.observe.recording import CoreUse
+from hybridloader.observe.figures import CoreUse
 
 _CGROUPS = Path(system.ROOT, "sys/fs/cgroup")
 _PROC = Path(system.PROC)

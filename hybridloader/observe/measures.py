@@ -22,14 +22,15 @@ from hybridloader.engine.feed import RelayQueue
 from hybridloader.engine.messages import Done, Fetch, Result
 from hybridloader.engine.meter import MEASURES, Measures, Metering
 from hybridloader.observe.cores import CoreUsage
-from hybridloader.observe.figures import between, length
-from hybridloader.observe.recording import (
+from hybridloader.observe.figures import (
     CoroutineUse,
     Faults,
     LoopRecord,
     Span,
     StageRecord,
     Wait,
+    between,
+    length,
 )
 
 BRIEF = 1e-4

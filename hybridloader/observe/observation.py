@@ -30,8 +30,8 @@ from hybridloader.engine.contract import Backend
 from hybridloader.engine.feed import RelayQueue, RelaySleeps
 from hybridloader.engine.messages import Fetch
 from hybridloader.fetching.on_error import ErrorBudget
+from hybridloader.observe.figures import Recording, StageRecord
 from hybridloader.observe.measures import LoopWaits, StageMeasures
-from hybridloader.observe.recording import Recording, StageRecord
 from hybridloader.observe.stats import Stats, stats_of
 from hybridloader.observe.tracing import LOOP, StageTrace, Trace, skipped_in, traced
 from hybridloader.observe.watching import Watch

@@ -10,8 +10,15 @@ from typing import Any
 
 from hybridloader._support.store_use import StoreUse
 from hybridloader._support.text import Shown, size, time
-from hybridloader.observe.figures import LOOP, REST, Figures
-from hybridloader.observe.recording import CoreUse, Faults, Recording, StageRecord
+from hybridloader.observe.figures import (
+    LOOP,
+    REST,
+    CoreUse,
+    Faults,
+    Figures,
+    Recording,
+    StageRecord,
+)
 from hybridloader.observe.verdict import Verdict, judge
 
 _CAUSES = ("busy", "starved", "blocked", "other")

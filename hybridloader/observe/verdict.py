@@ -14,7 +14,9 @@ from hybridloader._support.store_use import StoreUse
 from hybridloader._support.text import size, time
 from hybridloader.engine.meter import EVERY
 from hybridloader.observe.figures import (
+    CoreUse,
     Figures,
+    StageRecord,
     length,
     load_of,
     slow_firsts,
@@ -22,7 +24,6 @@ from hybridloader.observe.figures import (
     within,
     without_data,
 )
-from hybridloader.observe.recording import CoreUse, StageRecord
 
 # Thresholds are shares of times of the same run, so that a machine ten times as slow gets the same
 # verdict. Those in seconds are multiples of one of our periods.

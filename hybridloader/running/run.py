@@ -21,9 +21,9 @@ from hybridloader.engine.stage import workers_table
 from hybridloader.errors import IteratorClosed, StateError
 from hybridloader.fetching.on_error import Skipped
 from hybridloader.fetching.readers import MapFetch
+from hybridloader.observe.figures import CoroutineUse, Faults, StageRecord
 from hybridloader.observe.measures import LoopWaits, record_of_caller, record_of_relay
 from hybridloader.observe.observation import Asked, Observation, Observe, asked, check_observe
-from hybridloader.observe.recording import CoroutineUse, Faults, StageRecord
 from hybridloader.observe.stats import Stats
 from hybridloader.observe.watching import SameObject
 from hybridloader.running.executor import Executor, open_run

@@ -11,7 +11,7 @@ import pytest
 
 from hybridloader.demo import prepare
 from hybridloader.observe import cores
-from hybridloader.observe.recording import CoreUse
+from hybridloader.observe.figures import CoreUse
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "why-is-it-slow.md").read_text()

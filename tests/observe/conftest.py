@@ -16,7 +16,7 @@ import pytest
 from support.recordings import recording, stage
 
 from hybridloader.observe import cores, measures
-from hybridloader.observe.recording import CoreUse, StageRecord
+from hybridloader.observe.figures import CoreUse, StageRecord
 from hybridloader.observe.stats import stats_of
 
 ATTEMPTS = 3

@@ -15,8 +15,7 @@ import torch.utils.data
 from hybridloader import DataLoader, Pipeline, StatefulDataLoader, get_worker_info
 from hybridloader._support import system
 from hybridloader.observe import stats as stats_module
-from hybridloader.observe.figures import Figures
-from hybridloader.observe.recording import CoroutineUse, StageRecord
+from hybridloader.observe.figures import CoroutineUse, Figures, StageRecord
 from hybridloader.observe.verdict import advice_on, for_start
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")

@@ -9,8 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridloader.observe.figures import between, length, percentile, stall_by_stage, within
-from hybridloader.observe.recording import LoopRecord, Span, Wait
+from hybridloader.observe.figures import (
+    LoopRecord,
+    Span,
+    Wait,
+    between,
+    length,
+    percentile,
+    stall_by_stage,
+    within,
+)
 
 TIMES = st.floats(0, 100, allow_nan=False)
 SPANS = st.lists(

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from hybridloader.observe.figures import Figures
-from hybridloader.observe.recording import (
+from hybridloader.observe.figures import (
     CoreUse,
     CoroutineUse,
+    Figures,
     LoopRecord,
     Recording,
     StageRecord,

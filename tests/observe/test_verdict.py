@@ -13,7 +13,7 @@ from support.recordings import IDLE, recording, slept, stage
 
 from hybridloader._support.store_use import StoreUse
 from hybridloader.observe.comparing import compare
-from hybridloader.observe.recording import (
+from hybridloader.observe.figures import (
     CoreUse,
     LoopRecord,
     Recording,

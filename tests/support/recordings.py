@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from hybridloader.observe.recording import (
+from hybridloader.observe.figures import (
     CoreUse,
     LoopRecord,
     Recording,
