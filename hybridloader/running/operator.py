@@ -230,7 +230,7 @@ def _asked_to_choose(stage: str, backend: Any, workers: Any) -> tuple[str, Any]:
 
 def _cores(ranks: int) -> int:
     """Number of cores of this process, one of `ranks` on the machine, rounded up."""
-    from hybridloader.observe.cores import share
+    from hybridloader.observe.measures import share
 
     return math.ceil(share(ranks))
 

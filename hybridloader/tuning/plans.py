@@ -227,7 +227,7 @@ def limits_here(cpus: float | None, memory: int | float) -> Limits:
         Share of this process's memory (a float up to 1), or bytes (an int).
     """
     from hybridloader.memory.limits import Memory, ranks_here
-    from hybridloader.observe.cores import share
+    from hybridloader.observe.measures import share
 
     own = share(ranks_here())
     offered, refused = _backends()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hybridloader.demo import prepare
-from hybridloader.observe import cores
+from hybridloader.observe import measures
 from hybridloader.observe.figures import CoreUse
 
 ROOT = Path(__file__).parents[2]
@@ -28,7 +28,7 @@ WANTED = {
 def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The example, on a machine whose cores look free."""
     monkeypatch.syspath_prepend(ROOT / "examples")
-    monkeypatch.setattr(cores.CoreUsage, "use", lambda *_: CoreUse(8.0, 1.0, 1.0))
+    monkeypatch.setattr(measures.CoreUsage, "use", lambda *_: CoreUse(8.0, 1.0, 1.0))
     return importlib.import_module("why_slow")
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from support.recordings import recording, stage
 
-from hybridloader.observe import cores, measures
+from hybridloader.observe import measures
 from hybridloader.observe.figures import CoreUse, StageRecord
 from hybridloader.observe.stats import stats_of
 
@@ -47,7 +47,7 @@ def _fonts_open(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture
 def free_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cores.CoreUsage, "use", lambda *_: CoreUse(8.0, 1.0, 1.0))
+    monkeypatch.setattr(measures.CoreUsage, "use", lambda *_: CoreUse(8.0, 1.0, 1.0))
     record: Callable[..., StageRecord] = measures.StageMeasures.record
 
     def free(*arguments: Any, **keywords: Any) -> StageRecord:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from hybridloader import Pipeline
-from hybridloader.observe import cores
-from hybridloader.observe.cores import CoreUsage, affinity, available, limit, read, share
+from hybridloader.observe import measures
+from hybridloader.observe.measures import CoreUsage, affinity, available, limit, read, share
 from hybridloader.running.operator import Placement
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files of Linux")
@@ -75,8 +75,8 @@ def test_a_step_has_a_worker_for_each_core_by_default(
     quota: int | str, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = machine(tmp_path, "0::/job\n", {"job/cpu.max": f"{quota} 100000\n"})
-    monkeypatch.setattr(cores, "affinity", lambda: set(range(64)))
-    monkeypatch.setattr(cores, "limit", lambda *_: limit(*files))
+    monkeypatch.setattr(measures, "affinity", lambda: set(range(64)))
+    monkeypatch.setattr(measures, "limit", lambda *_: limit(*files))
     placement = Placement.of("map", {"backend": "threads"})
     assert placement.num_workers == workers
 
@@ -111,13 +111,13 @@ def test_ranks_share_the_cores_of_a_machine(
     files = {"job/cpu.max": f"{quota} 100000\n"}
     if cpuset is not None:
         files["job/cpuset.cpus.effective"] = f"{cpuset}\n"
-    monkeypatch.setattr(cores, "affinity", lambda: set(range(bound)))
+    monkeypatch.setattr(measures, "affinity", lambda: set(range(bound)))
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     assert share(ranks, *machine(tmp_path, "0::/job\n", files)) == found
 
 
 def test_the_cpuset_of_version_1_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cores, "affinity", lambda: set(range(16)))
+    monkeypatch.setattr(measures, "affinity", lambda: set(range(16)))
     files = {"cpuset/job/cpuset.effective_cpus": "0-15"}
     assert share(8, *machine(tmp_path, "4:cpuset:/job\n", files)) == 2
 
@@ -127,9 +127,9 @@ def test_a_step_has_a_worker_for_each_core_of_its_rank_and_the_table_tells(
     ranks: str, workers: int, told: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-    monkeypatch.setattr(cores, "affinity", lambda: set(range(64)))
+    monkeypatch.setattr(measures, "affinity", lambda: set(range(64)))
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    monkeypatch.setattr(cores, "text_of", lambda path: "")
+    monkeypatch.setattr(measures, "text_of", lambda path: "")
     pipe = Pipeline.from_dataset(range(3)).map(abs, backend="threads")
     table = str(pipe.map(str, backend="fork", num_workers=3))
     assert f"threads x {workers} " in table
@@ -138,9 +138,9 @@ def test_a_step_has_a_worker_for_each_core_of_its_rank_and_the_table_tells(
 
 
 def test_a_verdict_counts_the_cores_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cores, "affinity", lambda: set(range(64)))
+    monkeypatch.setattr(measures, "affinity", lambda: set(range(64)))
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    monkeypatch.setattr(cores, "text_of", lambda path: "")
+    monkeypatch.setattr(measures, "text_of", lambda path: "")
     assert CoreUsage().use().share is None
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert CoreUsage().use().share == 8
@@ -184,7 +184,7 @@ def test_under_a_quota_the_work_of_the_cgroup_counts(
     """A container sees all cores of its host, which others keep busy."""
     files = {"job/cpu.max": f"{quota * 100_000:.0f} 100000"}
     cgroups, proc = machine(tmp_path, "0::/job/inner\n", files, "cpu0 9 0 0 0 0 0 0 0\n")
-    monkeypatch.setattr(cores, "limit", lambda: limit(cgroups, proc))
+    monkeypatch.setattr(measures, "limit", lambda: limit(cgroups, proc))
     monkeypatch.setattr(time, "perf_counter", lambda: clock)
 
     def worked(seconds: float, periods: int, cut_short: int) -> None:
