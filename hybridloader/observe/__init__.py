@@ -8,12 +8,12 @@ from hybridloader._support.lazily import lazily
 
 if TYPE_CHECKING:
     from hybridloader.fetching.on_error import Skipped as Skipped
-    from hybridloader.observe.comparing import Comparison as Comparison
-    from hybridloader.observe.comparing import compare as compare
     from hybridloader.observe.headroom_trials import Headroom as Headroom
     from hybridloader.observe.headroom_trials import headroom as headroom
+    from hybridloader.observe.stats import Comparison as Comparison
     from hybridloader.observe.stats import StageStats as StageStats
     from hybridloader.observe.stats import Stats as Stats
+    from hybridloader.observe.stats import compare as compare
     from hybridloader.observe.tracing import merge as merge
     from hybridloader.observe.tracing import trace as trace
     from hybridloader.observe.verdict import Verdict as Verdict

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from support.recordings import IDLE, recording, slept, stage
 
 from hybridloader._support.store_use import StoreUse
-from hybridloader.observe.comparing import compare
 from hybridloader.observe.figures import (
     CoreUse,
     LoopRecord,
@@ -21,7 +20,7 @@ from hybridloader.observe.figures import (
     StageRecord,
     Wait,
 )
-from hybridloader.observe.stats import LOOP, Stats, stats_of
+from hybridloader.observe.stats import LOOP, Stats, compare, stats_of
 from hybridloader.observe.verdict import kind_of
 
 FULL_OF_OTHERS = CoreUse(2.0, 2.0, 0.6)
