@@ -16,9 +16,14 @@ import numpy.typing as npt
 from hybridloader._support.arguments import flag, one_of, whole
 from hybridloader.errors import StateError
 from hybridloader.sampling.arguments import count_of
-from hybridloader.sampling.leftover import LONGEST, Leftover, leftover_of
 from hybridloader.sampling.permutation import order_of
-from hybridloader.sampling.resumable import ResumableSampler, SamplerPlace
+from hybridloader.sampling.resumable import (
+    LONGEST,
+    Leftover,
+    ResumableSampler,
+    SamplerPlace,
+    leftover_of,
+)
 
 UNEVEN = ("pad", "drop", "exact")
 
