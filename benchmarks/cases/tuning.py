@@ -60,7 +60,7 @@ def chosen_rate(loader: str, spec: Spec) -> Answer:
 def _found(loader: str, spec: Spec) -> tuple[float, dict[str, Any]]:
     """Batches a second with the plan of `loader`, and details."""
     from hybridloader import DataLoader, tune
-    from hybridloader.tuning.plans import shown
+    from hybridloader.tuning.planner import shown
     from hybridloader.tuning.subjects import LoaderSubject
     from hybridloader.tuning.trials import measure
     from hybridloader.tuning.tune import limits_here
@@ -114,7 +114,7 @@ def _dataset(spec: Spec) -> Any:
 
 
 def _grid(cores: int) -> list[Any]:
-    from hybridloader.tuning.plans import INLINE, Place
+    from hybridloader.tuning.planner import INLINE, Place
 
     threads = [Place("threads", count) for count in THREADS]
     counts = sorted({1, 2, cores})

@@ -26,7 +26,7 @@ from hybridloader.loader.dataloader import DataLoader
 from hybridloader.loader.options import Options
 from hybridloader.pipeline.pipeline import Pipeline
 from hybridloader.running.operator import Placement, steps_in
-from hybridloader.tuning.plans import INLINE, Place, Plan, Stage
+from hybridloader.tuning.planner import INLINE, Place, Plan, Stage
 from hybridloader.tuning.trials import AND, Endless, Running, Subject
 
 DRAWN = 1 << 16

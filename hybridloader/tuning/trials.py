@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridloader.observe.stats import Stats
-from hybridloader.tuning.planner import StageTrial, Trial
-from hybridloader.tuning.plans import Plan, Stage
+from hybridloader.tuning.planner import Plan, Stage, StageTrial, Trial
 
 PARTS = 8
 """Parts of a trial, each with a rate, at most."""

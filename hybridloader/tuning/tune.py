@@ -13,8 +13,7 @@ from hybridloader._support.arguments import seconds as check_seconds
 from hybridloader._support.threads import gil_enabled
 from hybridloader._support.user_objects import add_note
 from hybridloader.errors import WorkerTimeout
-from hybridloader.tuning.planner import Search
-from hybridloader.tuning.plans import Limits, Place, Plan, limits_here, shown
+from hybridloader.tuning.planner import Limits, Place, Plan, Search, limits_here, shown
 from hybridloader.tuning.subjects import LoaderSubject, PipelineSubject, subject_of
 from hybridloader.tuning.trials import Empty, Measured, Subject, measure
 from hybridloader.tuning.tuning import Tuning

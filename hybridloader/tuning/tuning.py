@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hybridloader._support.text import Shown
-from hybridloader.tuning.planner import Search, Trial
-from hybridloader.tuning.plans import Limits, Plan, shown
+from hybridloader.tuning.planner import Limits, Plan, Search, Trial, shown
 
 if TYPE_CHECKING:
     from hybridloader.tuning.trials import Subject

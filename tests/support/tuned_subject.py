@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from hybridloader.tuning.planner import StageTrial
-from hybridloader.tuning.plans import Plan, Stage
+from hybridloader.tuning.planner import Plan, Stage, StageTrial
 from hybridloader.tuning.trials import Running, Subject
 from tests.support.manual_clock import Clock
 

@@ -12,7 +12,7 @@ import torch.utils.data
 from hybridloader import DataLoader, Pipeline
 from hybridloader.loader.dataloader import Auto
 from hybridloader.tuning import tune as choosing
-from hybridloader.tuning.plans import Limits, Place
+from hybridloader.tuning.planner import Limits, Place
 from hybridloader.tuning.subjects import LoaderSubject
 from tests.support.tuned_subject import Cost, Scripted
 

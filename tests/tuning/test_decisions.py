@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridloader import WorkerDied, WorkerTimeout
-from hybridloader.tuning.planner import Trial
-from hybridloader.tuning.plans import INLINE, Costs, Limits, Place, Plan, price
+from hybridloader.tuning.planner import INLINE, Costs, Limits, Place, Plan, Trial, price
 from hybridloader.tuning.trials import Empty, rates_of
 from hybridloader.tuning.tune import Tuner
 from hybridloader.tuning.tuning import Tuning

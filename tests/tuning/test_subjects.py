@@ -14,7 +14,7 @@ import torch.utils.data
 import hybridloader
 from hybridloader import DataLoader, Pipeline, WorkerDied, WorkerTimeout, tune
 from hybridloader.tuning import tune as choosing
-from hybridloader.tuning.plans import INLINE, Place
+from hybridloader.tuning.planner import INLINE, Place
 from hybridloader.tuning.subjects import subject_of
 from hybridloader.tuning.trials import Empty
 
