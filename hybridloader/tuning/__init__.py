@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from hybridloader._support.lazily import lazily
 
 if TYPE_CHECKING:
-    from hybridloader.tuning.tuning import Tuning as Tuning
+    from hybridloader.tuning.tune import Tuning as Tuning
 
 __getattr__, __dir__, __all__ = lazily(
     __name__,
