@@ -19,7 +19,7 @@ from zlib import crc32
 
 from hybridloader._support.text import cell
 from hybridloader._support.user_objects import has
-from hybridloader.records.columns import Column, chunks
+from hybridloader.records.shared_buffer import Column, chunks
 from hybridloader.records.shared_list import SHOWN, SharedList, Unchanging
 
 K = TypeVar("K")

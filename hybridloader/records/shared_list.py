@@ -14,8 +14,14 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, SupportsIndex, TypeVar, overload
 
 from hybridloader._support.text import cell
-from hybridloader.records.columns import DECODERS, Column, ColumnLayout, bounds, elements
-from hybridloader.records.shared_buffer import SharedBuffer
+from hybridloader.records.shared_buffer import (
+    DECODERS,
+    Column,
+    ColumnLayout,
+    SharedBuffer,
+    bounds,
+    elements,
+)
 
 T = TypeVar("T")
 

@@ -22,7 +22,7 @@ from support.containers import (
     texts,
 )
 
-from hybridloader.records.columns import Column
+from hybridloader.records.shared_buffer import Column
 from hybridloader.records.shared_dict import SharedDict
 from hybridloader.records.shared_list import SharedList
 
