@@ -12,8 +12,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from hybridloader._support.arguments import whole
-from hybridloader._support.text import warn
+from hybridloader._support.text import warn, whole
 from hybridloader._support.torch_env import one_thread_on_this_thread
 from hybridloader._support.user_objects import has
 from hybridloader.devices.accelerator import current, find

@@ -28,7 +28,7 @@ from queue import Empty, SimpleQueue
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from hybridloader._support.arguments import flag
+from hybridloader._support.text import flag
 from hybridloader._support.threads import snapshot
 from hybridloader.engine.messages import Done, Event, Message, Stop, WorkerSpec
 from hybridloader.errors import BackendUnavailable

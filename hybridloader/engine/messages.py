@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
-from hybridloader._support.arguments import policy, seconds, whole
+from hybridloader._support.text import policy, seconds, whole
 from hybridloader._support.user_objects import mark
 from hybridloader.errors import WorkerDied
 

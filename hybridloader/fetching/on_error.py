@@ -7,8 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from hybridloader._support.arguments import function, policy, seconds, whole
-from hybridloader._support.text import cell, table
+from hybridloader._support.text import cell, function, policy, seconds, table, whole
 from hybridloader._support.user_objects import (
     Failure,
     Raised,

@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import hybridloader._support.installed_torch  # noqa: F401 - it refuses a torch that is too old
-from hybridloader._support.arguments import whole
+from hybridloader._support.text import whole
 from hybridloader._support.user_objects import Fallback, add_note, attribute
 from hybridloader.engine.contract import Backend, get_backend
 from hybridloader.loader.iterator import iterator_of

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, TypedDict
 
-from hybridloader._support.arguments import keywords, one_of, seconds, spelled_out, whole
+from hybridloader._support.text import keywords, one_of, seconds, spelled_out, whole
 from hybridloader.devices.pinning import check as check_device
 from hybridloader.engine.messages import RestartPolicy
 from hybridloader.fetching.on_error import Replace, Retry, Skip, parse_on_error

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import BatchSampler, IterableDataset
 
-from hybridloader._support.arguments import whole
+from hybridloader._support.text import whole
 from hybridloader.loader import torchdata_form
 from hybridloader.loader.dataloader import DataLoader
 from hybridloader.loader.record import record_of

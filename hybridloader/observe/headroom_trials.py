@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, TextIO
 
-from hybridloader._support.arguments import function, whole
-from hybridloader._support.text import Shown, short
+from hybridloader._support.text import Shown, function, short, whole
 from hybridloader._support.text import time as shown
 from hybridloader._support.torch_env import device_in_use
 from hybridloader._support.user_objects import attribute, length_of

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from hybridloader._support.arguments import flag, function, seconds
 from hybridloader._support.store_use import (
     StoreUse,
     start_counting,
@@ -23,7 +22,7 @@ from hybridloader._support.store_use import (
     uses,
     uses_since,
 )
-from hybridloader._support.text import warn
+from hybridloader._support.text import flag, function, seconds, warn
 from hybridloader._support.threads import turn_at_gil
 from hybridloader._support.user_objects import described
 from hybridloader.engine.contract import Backend

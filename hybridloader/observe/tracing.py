@@ -20,8 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hybridloader._support.arguments import whole
-from hybridloader._support.text import brief, warn
+from hybridloader._support.text import brief, warn, whole
 from hybridloader._support.threads import Pause, Waits
 from hybridloader._support.user_objects import described, repr_of
 from hybridloader.engine.messages import Done, Result

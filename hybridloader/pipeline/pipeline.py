@@ -13,8 +13,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from hybridloader._support.arguments import whole
 from hybridloader._support.states import is_stateful
+from hybridloader._support.text import whole
 from hybridloader.fetching.collate import WithoutTorch
 from hybridloader.fetching.readers import MapFetch
 from hybridloader.fetching.shards import names_shards

@@ -16,8 +16,15 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, Protocol, TypedDict
 
-from hybridloader._support.arguments import flag, function, keywords, seconds, spelled_out, whole
-from hybridloader._support.text import beginning
+from hybridloader._support.text import (
+    beginning,
+    flag,
+    function,
+    keywords,
+    seconds,
+    spelled_out,
+    whole,
+)
 from hybridloader._support.user_objects import Raised, attribute, close, takes_a_place
 from hybridloader.engine.contract import Backend, get_backend
 from hybridloader.engine.messages import RestartPolicy

@@ -11,9 +11,8 @@ from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from hybridloader._support.arguments import whole
 from hybridloader._support.states import place_dropped
-from hybridloader._support.text import INFO, log, warn
+from hybridloader._support.text import INFO, log, warn, whole
 from hybridloader._support.user_objects import ENDS, NO_ITEM, is_ours, no_answer
 from hybridloader.engine.contract import close_once, closed_with, park_at_exit
 from hybridloader.engine.feed import Relay, RelayQueue

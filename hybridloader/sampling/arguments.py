@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hybridloader._support.arguments import whole
+from hybridloader._support.text import whole
 from hybridloader._support.user_objects import has
 
 LARGEST = 2**63 - 1

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hybridloader._support.arguments import flag, one_of, whole
+from hybridloader._support.text import flag, one_of, whole
 from hybridloader.sampling.arguments import LARGEST, fingerprint, lengths_of
 from hybridloader.sampling.permutation import Permutation
 from hybridloader.sampling.resumable import ResumableSampler

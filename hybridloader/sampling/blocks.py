@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from hybridloader._support.arguments import whole
+from hybridloader._support.text import whole
 from hybridloader._support.user_objects import attribute
 from hybridloader.sampling.arguments import fingerprint, lengths_of
 from hybridloader.sampling.distributed import DistributedShuffleSampler

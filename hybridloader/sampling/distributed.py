@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import numpy.typing as npt
 
-from hybridloader._support.arguments import flag, one_of, whole
+from hybridloader._support.text import flag, one_of, whole
 from hybridloader.errors import StateError
 from hybridloader.sampling.arguments import count_of
 from hybridloader.sampling.permutation import order_of

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from hybridloader._support.arguments import whole
+from hybridloader._support.text import whole
 from hybridloader.sampling.arguments import LARGEST, MOST_SAMPLES, seed_of
 
 Words = npt.NDArray[np.uint64]

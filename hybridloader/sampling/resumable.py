@@ -19,8 +19,8 @@ import numpy.typing as npt
 from torch.utils.data import Sampler
 
 import hybridloader._support.installed_torch  # noqa: F401 - it refuses a torch that is too old
-from hybridloader._support.arguments import whole
 from hybridloader._support.states import ANY, Schema, up_to
+from hybridloader._support.text import whole
 from hybridloader._support.user_objects import described, no_answer
 from hybridloader.errors import StateError
 from hybridloader.sampling.arguments import LARGEST, seed_of

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hybridloader._support.arguments import flag, whole
+from hybridloader._support.text import flag, whole
 from hybridloader.sampling.arguments import fingerprint, weights_of
 from hybridloader.sampling.permutation import key_words
 from hybridloader.sampling.resumable import ResumableSampler

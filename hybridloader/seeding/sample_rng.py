@@ -23,7 +23,7 @@ from functools import cached_property
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from hybridloader._support.arguments import policy, whole
+from hybridloader._support.text import policy, whole
 from hybridloader._support.torch_env import when_imported
 from hybridloader._support.user_objects import attribute
 

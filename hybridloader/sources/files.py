@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from hybridloader._support.arguments import flag
+from hybridloader._support.text import flag
 from hybridloader._support.user_objects import add_note
 from hybridloader.errors import SourceError
 from hybridloader.sources.listing import Root, Urls, list_files

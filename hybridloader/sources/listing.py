@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
-from hybridloader._support.arguments import seconds
+from hybridloader._support.text import seconds
 from hybridloader.errors import CacheError, SourceError
 from hybridloader.sources.store import RETRY, Store, fsspec_module, is_local, write_whole
 

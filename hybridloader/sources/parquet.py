@@ -19,8 +19,7 @@ from urllib.parse import unquote
 import numpy as np
 import numpy.typing as npt
 
-from hybridloader._support.arguments import flag, whole
-from hybridloader._support.text import warn_once
+from hybridloader._support.text import flag, warn_once, whole
 from hybridloader.errors import SourceError
 from hybridloader.sources.block_reader import AHEAD
 from hybridloader.sources.block_reader import CACHE as DISK

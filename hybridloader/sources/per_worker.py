@@ -12,8 +12,7 @@ from functools import partial
 from typing import Any, Generic, Literal, TypeVar, cast
 
 from hybridloader._support import system
-from hybridloader._support.arguments import function, one_of
-from hybridloader._support.text import brief
+from hybridloader._support.text import brief, function, one_of
 from hybridloader._support.user_objects import close as close_if_it_can
 from hybridloader.engine.worker import at_end_of_worker, get_worker_info
 

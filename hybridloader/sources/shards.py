@@ -17,8 +17,8 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from hybridloader._support.arguments import whole
 from hybridloader._support.store_use import count, counting
+from hybridloader._support.text import whole
 from hybridloader.sources.block_reader import AHEAD, BlockCache, BlockReader, Fetched
 
 T_co = TypeVar("T_co", covariant=True)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hybridloader._support.arguments import function, whole
+from hybridloader._support.text import function, whole
 from hybridloader._support.user_objects import add_note
 from hybridloader.errors import SourceError
 from hybridloader.sources.block_reader import AHEAD, CACHE

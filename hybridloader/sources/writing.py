@@ -21,8 +21,7 @@ from dataclasses import replace
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
-from hybridloader._support.arguments import one_of, whole
-from hybridloader._support.text import short
+from hybridloader._support.text import one_of, short, whole
 from hybridloader._support.user_objects import add_note
 from hybridloader.errors import SourceError
 from hybridloader.sources.indexing import make_index, name_parts, packed_index

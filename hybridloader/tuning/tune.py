@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TextIO
 
-from hybridloader._support.arguments import seconds as check_seconds
 from hybridloader._support.text import Shown
+from hybridloader._support.text import seconds as check_seconds
 from hybridloader._support.threads import gil_enabled
 from hybridloader._support.user_objects import add_note
 from hybridloader.errors import WorkerTimeout

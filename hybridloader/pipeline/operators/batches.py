@@ -12,9 +12,8 @@ from functools import cache, reduce
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from hybridloader._support import arguments
-from hybridloader._support.arguments import function, is_number
-from hybridloader._support.text import short, warn
+from hybridloader._support import text
+from hybridloader._support.text import function, is_number, short, warn
 from hybridloader._support.user_objects import Raised, attribute, counts_as_item, foreign, has
 from hybridloader.devices.batch_parts import like
 from hybridloader.fetching.collate import is_default_collate, slot_for, teach_torch
@@ -362,7 +361,7 @@ class Unbatch(Operator):
             check_flags(self, "columns")
         if self.split is not None:
             what = "a function from a batch to an iterable of samples"
-            arguments.function(f"{self.name}: split", self.split, what)
+            text.function(f"{self.name}: split", self.split, what)
             if self.columns is not None:
                 raise ValueError(
                     f"{self.name}: columns={self.columns} is a rule for splitting, and split= takes "
@@ -669,12 +668,12 @@ class BucketBy(Operator):
     begins_anew = counts_errors = True
 
     def __post_init__(self) -> None:
-        arguments.function(
+        text.function(
             f"{self.name}: key", self.key, "a function from an item to something hashable"
         )
         if isinstance(self.batch_size, Mapping):
             for key, size in self.batch_size.items():
-                arguments.whole(f"{self.name}: batch_size[{key!r}]", size, 1, instead=SIZE)
+                text.whole(f"{self.name}: batch_size[{key!r}]", size, 1, instead=SIZE)
         elif not callable(self.batch_size):
             settle_whole(
                 self, "batch_size", 1, f"{SIZE}, or a mapping or function from a key to it"
@@ -720,7 +719,7 @@ class BucketBy(Operator):
             size = self.batch_size(key)
         except Exception as error:
             Raised(foreign(error, "bucket_by: batch_size")).throw()
-        return arguments.whole(f"{self.name}: batch_size({key!r})", size, 1, instead=SIZE)
+        return text.whole(f"{self.name}: batch_size({key!r})", size, 1, instead=SIZE)
 
 
 _LONGEST = 50_000
@@ -885,7 +884,7 @@ class BatchBy(Operator):
 
     def __post_init__(self) -> None:
         what = "a function that takes an item and returns a number, such as len"
-        arguments.function(f"{self.name}: cost", self.cost, what)
+        text.function(f"{self.name}: cost", self.cost, what)
         if not is_number(self.max_cost):
             raise TypeError(f"{self.name}: max_cost must be a number, not {short(self.max_cost)}")
         if not 0 < self.max_cost < math.inf:
@@ -895,7 +894,7 @@ class BatchBy(Operator):
             )
         check_flags(self, "drop_last", "padded")
         settle_whole(self, "max_size", 1, SIZE, optional=True)
-        arguments.one_of(f"{self.name}: oversize", self.oversize, ("raise", "skip", "alone"))
+        text.one_of(f"{self.name}: oversize", self.oversize, ("raise", "skip", "alone"))
         check_collation(self, self.collate_fn, self.memory)
 
     def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:

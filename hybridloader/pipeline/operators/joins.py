@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NoReturn
 
-from hybridloader._support.arguments import is_number, one_of
-from hybridloader._support.text import short
+from hybridloader._support.text import is_number, one_of, short
 from hybridloader._support.user_objects import (
     Raised,
     add_note,

@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hybridloader._support import arguments
-from hybridloader._support.arguments import is_number
-from hybridloader._support.text import short, warn
+from hybridloader._support import text
+from hybridloader._support.text import is_number, short, warn
 from hybridloader._support.user_objects import counts_as_item
 from hybridloader.pipeline.operators.parameters import check_flags, settle_whole
 from hybridloader.running.operator import (
@@ -78,9 +77,9 @@ class Pack(Operator):
 
     def __post_init__(self) -> None:
         settle_whole(self, "row_length", 1, "give the number of tokens of a row")
-        arguments.one_of(f"{self.name}: method", self.method, ("split", "first_fit"))
+        text.one_of(f"{self.name}: method", self.method, ("split", "first_fit"))
         settle_whole(self, "rows", 1, "give the number of rows that are open at a time")
-        arguments.one_of(f"{self.name}: oversize", self.oversize, ("raise", "truncate", "skip"))
+        text.one_of(f"{self.name}: oversize", self.oversize, ("raise", "truncate", "skip"))
         if not is_number(self.padding_value):
             raise TypeError(
                 f"{self.name}: padding_value must be a number, not {short(self.padding_value)}"

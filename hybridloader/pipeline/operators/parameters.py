@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-from hybridloader._support.arguments import flag, whole
-from hybridloader._support.text import short
+from hybridloader._support.text import flag, short, whole
 from hybridloader._support.user_objects import has
 from hybridloader.running.operator import INFINITE, Chain, Length
 
