@@ -20,7 +20,7 @@ import hybridloader
 from hybridloader import Pipeline
 from hybridloader.demo import PHOTOGRAPHS, prepare
 from hybridloader.pipeline import Operator
-from hybridloader.pipeline.steps import Steps
+from hybridloader.pipeline.pipeline import Steps
 from hybridloader.running.operator import Where
 
 ROOT = Path(__file__).parents[2]
