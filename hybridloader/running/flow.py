@@ -41,7 +41,7 @@ from hybridloader.fetching.on_error import (
 )
 from hybridloader.observe.measures import StageMeasures
 from hybridloader.running.operator import Needed, OperatorIterator
-from hybridloader.running.state import ONE_EACH, Counts, Ledger, ReaderLog, ReaderStarts, Turn
+from hybridloader.running.state import ONE_EACH, Ledger, Numbers, ReaderLog, ReaderStarts, Turn
 from hybridloader.seeding.sample_rng import SampleRng, item_key, numbered_item
 
 
@@ -594,7 +594,7 @@ class InlineItems(OperatorIterator):
             finally:
                 del error
 
-    def log(self, ledger: Ledger, counts: Counts) -> None:
+    def log(self, ledger: Ledger, counts: Numbers) -> None:
         """Note in `ledger` each item that is taken, and the number of results that it may have."""
         pull = self._pull
 

@@ -291,7 +291,7 @@ def test_a_first_part_that_claims_what_it_has_not_is_refused(
     """The check is right, and the numbers are wrong."""
     assume(b"r" not in rest or rest[0] == 0x80)
     folded = kind ^ 1 ^ size ^ back ^ -1
-    check = (folded ^ folded >> 32 ^ frames._SIGN) & 0xFFFFFFFF
+    check = (folded ^ folded >> 32 ^ frames._CODEC_SIGN) & 0xFFFFFFFF
     fields = struct.pack("<BQIIqqqI", kind, 1, size, back, -1, 0, 0, check)
     with only("SlotMap", "BufferPlace", "_reconstruct"):
         try:
