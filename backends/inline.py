@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from hybridloader._support.text import warn
-from hybridloader.engine.contract import Backend, ByReference, Crew, WorkerHandle
+from hybridloader.engine.contract import Backend, Crew, WorkerHandle
 from hybridloader.engine.messages import (
     Begin,
+    ByReference,
     Event,
     Exited,
     Message,

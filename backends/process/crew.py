@@ -35,7 +35,7 @@ from hybridloader.backends.process.starters import (
     bury,
     join_all,
 )
-from hybridloader.engine.contract import GRACE, Crew, Payload
+from hybridloader.engine.contract import GRACE, Crew
 from hybridloader.engine.messages import (
     Begin,
     Done,
@@ -44,6 +44,7 @@ from hybridloader.engine.messages import (
     Exited,
     Failed,
     Message,
+    Payload,
     Ready,
     Stop,
     Task,

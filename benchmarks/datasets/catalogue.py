@@ -5,15 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.datasets.plain import (
-    ENDLESS,
-    Dying,
-    Ints,
-    Numbers,
-    Paths,
-    Spinning,
-    path_strings,
-)
+from benchmarks.datasets.plain import ENDLESS, Dying, Ints, Numbers, Paths, Spinning, path_strings
 from benchmarks.datasets.remote import Remote, server_of
 from benchmarks.datasets.small_tensors import Keys, Ragged, SmallTensors, Texts
 from benchmarks.datasets.tensors import Blocks, DyingTensors, Images, Jpegs, PathTensors, table

@@ -11,13 +11,7 @@ import torch.utils.data
 
 from benchmarks.case import CannotDo
 from benchmarks.loaders.work import PREFETCH, Opener, Running, Work
-from benchmarks.names import (
-    DATALOADERS,
-    FEW_PROCESSES,
-    SEEDED,
-    TORCH_ANY_ORDER,
-    TORCH_FORKSERVER,
-)
+from benchmarks.names import DATALOADERS, FEW_PROCESSES, SEEDED, TORCH_ANY_ORDER, TORCH_FORKSERVER
 
 
 class Loader:

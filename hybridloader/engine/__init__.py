@@ -24,13 +24,12 @@ if TYPE_CHECKING:
     from hybridloader.engine.calls import parts_of as parts_of
     from hybridloader.engine.calls import work_of as work_of
     from hybridloader.engine.contract import Backend as Backend
-    from hybridloader.engine.contract import ByReference as ByReference
     from hybridloader.engine.contract import Crew as Crew
-    from hybridloader.engine.contract import Payload as Payload
     from hybridloader.engine.contract import WorkerHandle as WorkerHandle
     from hybridloader.engine.contract import backend_names as backend_names
     from hybridloader.engine.contract import get_backend as get_backend
     from hybridloader.engine.messages import Begin as Begin
+    from hybridloader.engine.messages import ByReference as ByReference
     from hybridloader.engine.messages import Done as Done
     from hybridloader.engine.messages import Event as Event
     from hybridloader.engine.messages import Exhausted as Exhausted
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from hybridloader.engine.messages import Fetch as Fetch
     from hybridloader.engine.messages import Fetcher as Fetcher
     from hybridloader.engine.messages import Message as Message
+    from hybridloader.engine.messages import Payload as Payload
     from hybridloader.engine.messages import Ready as Ready
     from hybridloader.engine.messages import Stop as Stop
     from hybridloader.engine.messages import Task as Task

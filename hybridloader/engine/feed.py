@@ -29,8 +29,8 @@ from hybridloader._support.user_objects import (
     no_answer,
     size_of,
 )
-from hybridloader.engine.contract import CLOSING, SLICE, ByReference, Payload, known_bytes
-from hybridloader.engine.messages import Done, Result
+from hybridloader.engine.contract import CLOSING, SLICE
+from hybridloader.engine.messages import ByReference, Done, Payload, Result, known_bytes
 from hybridloader.errors import IteratorClosed, NotReady, WorkerTimeout
 
 

@@ -27,8 +27,17 @@ from enum import Enum
 from typing import NamedTuple
 
 from hybridloader._support.user_objects import size_of
-from hybridloader.engine.contract import ByReference, known_bytes
-from hybridloader.engine.messages import Done, Event, Exhausted, Exited, Failed, Ready, Result
+from hybridloader.engine.messages import (
+    ByReference,
+    Done,
+    Event,
+    Exhausted,
+    Exited,
+    Failed,
+    Ready,
+    Result,
+    known_bytes,
+)
 from hybridloader.errors import IllegalTransition
 
 

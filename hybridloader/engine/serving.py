@@ -14,13 +14,10 @@ from dataclasses import dataclass, replace
 from typing import Any, SupportsIndex
 
 from hybridloader._support.inheritance import Inherited
-from hybridloader._support.torch_env import (
-    one_thread_in_this_process,
-    one_thread_on_this_thread,
-)
+from hybridloader._support.torch_env import one_thread_in_this_process, one_thread_on_this_thread
 from hybridloader._support.user_objects import Failure, described, traceback_of
-from hybridloader.engine.contract import ByReference, Payload
 from hybridloader.engine.messages import (
+    ByReference,
     Done,
     Event,
     Exited,
@@ -28,6 +25,7 @@ from hybridloader.engine.messages import (
     Fetch,
     Fetcher,
     Message,
+    Payload,
     Task,
     TaskContext,
     WorkerSpec,

@@ -40,18 +40,12 @@ from hybridloader._support.user_objects import (
     no_answer,
     text_of,
 )
-from hybridloader.engine.contract import (
-    CLOSING,
-    Backend,
-    ByReference,
-    Crew,
-    WorkerHandle,
-    ended_with,
-)
+from hybridloader.engine.contract import CLOSING, Backend, Crew, WorkerHandle, ended_with
 from hybridloader.engine.dataset_state import Change
 from hybridloader.engine.feed import Feed, StageFlow, is_forwarded, items_in
 from hybridloader.engine.messages import (
     Begin,
+    ByReference,
     Done,
     Event,
     Exhausted,

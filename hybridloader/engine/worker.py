@@ -23,7 +23,6 @@ from hybridloader._support.states import load_into
 from hybridloader._support.text import brief
 from hybridloader._support.torch_env import TakenModes, seed_datapipe, when_imported
 from hybridloader._support.user_objects import Failure, Raised, add_note, foreign, show, twin
-from hybridloader.engine.contract import Payload
 from hybridloader.engine.dataset_state import ShardStart, apply, load_for_epoch, undo_load
 from hybridloader.engine.messages import (
     Abandoned,
@@ -36,6 +35,7 @@ from hybridloader.engine.messages import (
     Fetch,
     Fetcher,
     Message,
+    Payload,
     Ready,
     StartedTask,
     Stop,

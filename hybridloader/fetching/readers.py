@@ -42,13 +42,7 @@ from hybridloader.engine.meter import SEEN
 from hybridloader.engine.worker import asked_for_info, get_worker_info
 from hybridloader.errors import ShardLost
 from hybridloader.fetching.collate import NotGatherable, gatherer, is_default_collate
-from hybridloader.fetching.item_loop import (
-    ItemLoop,
-    NoItem,
-    TaskResults,
-    numbered,
-    seeded,
-)
+from hybridloader.fetching.item_loop import ItemLoop, NoItem, TaskResults, numbered, seeded
 from hybridloader.fetching.on_error import (
     Attempt,
     FailureRecord,

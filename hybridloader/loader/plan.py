@@ -17,13 +17,7 @@ import torch
 from torch.utils.data import IterableDataset
 from torch.utils.data.dataloader import _DatasetKind
 
-from hybridloader._support.text import (
-    flag,
-    function,
-    seconds,
-    warn_once,
-    whole,
-)
+from hybridloader._support.text import flag, function, seconds, warn_once, whole
 from hybridloader._support.user_objects import attribute, has
 from hybridloader.backends.fallback import usable
 from hybridloader.engine.contract import Backend, get_backend

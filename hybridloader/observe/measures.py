@@ -20,9 +20,9 @@ from hybridloader._support import system
 from hybridloader._support.store_use import StoreUse, together
 from hybridloader._support.threads import REMEMBERED, Waits, gil_enabled, snapshot
 from hybridloader._support.user_objects import attribute
-from hybridloader.engine.contract import Backend, ByReference, known_bytes
+from hybridloader.engine.contract import Backend
 from hybridloader.engine.feed import RelayQueue
-from hybridloader.engine.messages import Done, Fetch, Result
+from hybridloader.engine.messages import ByReference, Done, Fetch, Result, known_bytes
 from hybridloader.engine.meter import MEASURES, Measures, Metering
 from hybridloader.memory.limits import cgroups, ranks_here, text_of
 from hybridloader.observe.figures import (

@@ -15,13 +15,7 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from hybridloader._support.store_use import (
-    StoreUse,
-    start_counting,
-    together,
-    uses,
-    uses_since,
-)
+from hybridloader._support.store_use import StoreUse, start_counting, together, uses, uses_since
 from hybridloader._support.text import flag, function, seconds, warn
 from hybridloader._support.threads import turn_at_gil
 from hybridloader._support.user_objects import described

@@ -26,9 +26,7 @@ from support.failing_datasets import (
 )
 from torch.utils.data import IterableDataset, get_worker_info
 
-from hybridloader import (
-    DataLoader,
-)
+from hybridloader import DataLoader
 
 # -- what a worker raises ------------------------------------------------------------------------
 

@@ -19,15 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.failing_datasets import (
-    WAITING,
-    Samples,
-    at_gate,
-    every_process,
-    load,
-    outcomes,
-    start,
-)
+from support.failing_datasets import WAITING, Samples, at_gate, every_process, load, outcomes, start
 from support.named_slots import NamedFork
 from torch.utils.data import Dataset
 

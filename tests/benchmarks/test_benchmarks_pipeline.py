@@ -27,14 +27,7 @@ import psutil
 
 from benchmarks import harness, measurements, registry, report, timing
 from benchmarks.case import CannotDo, Case, Measure, Options, Variant
-from benchmarks.cases import (
-    hybrid,
-    observing,
-    resuming,
-    resuming_pipelines,
-    stages,
-    training_loop,
-)
+from benchmarks.cases import hybrid, observing, resuming, resuming_pipelines, stages, training_loop
 from benchmarks.datasets.catalogue import remote as remote_dataset
 from benchmarks.datasets.remote import POOL, SIDE, Remote, close_servers, files, server_of
 from benchmarks.names import HYBRIDS, PIPELINE

@@ -12,8 +12,17 @@ from typing import Any
 
 import pytest
 
-from hybridloader.engine.contract import ByReference, Payload
-from hybridloader.engine.messages import Done, Event, Exited, Failed, Ready, Task, WorkerSpec
+from hybridloader.engine.messages import (
+    ByReference,
+    Done,
+    Event,
+    Exited,
+    Failed,
+    Payload,
+    Ready,
+    Task,
+    WorkerSpec,
+)
 from hybridloader.engine.scheduler import BYTES, PAGES, TASKS, ReorderLimit, least_busy, round_robin
 from hybridloader.engine.stage import QUICK, Stage
 from hybridloader.errors import IteratorClosed, NotReady, WorkerDied

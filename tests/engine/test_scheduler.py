@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridloader._support.user_objects import Failure
-from hybridloader.engine.contract import ByReference
-from hybridloader.engine.messages import Done, Exhausted, Exited, Failed, Ready
+from hybridloader.engine.messages import ByReference, Done, Exhausted, Exited, Failed, Ready
 from hybridloader.engine.scheduler import (
     ACTIVE,
     FADE,

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from hybridloader._support.user_objects import Failure
-from hybridloader.engine.contract import ByReference
 from hybridloader.engine.messages import (
     Begin,
+    ByReference,
     Done,
     Event,
     Exhausted,

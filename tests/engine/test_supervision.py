@@ -7,15 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.supervised import (
-    answer,
-    dead,
-    passing,
-    ready,
-    stage,
-    tasks,
-    watch_specs,
-)
+from support.supervised import answer, dead, passing, ready, stage, tasks, watch_specs
 
 from hybridloader.engine.messages import (
     Begin,

@@ -6,18 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from support.supervised import (
-    answer,
-    dead,
-    passing,
-    ready,
-    stage,
-)
+from support.supervised import answer, dead, passing, ready, stage
 
-from hybridloader.engine.messages import (
-    Event,
-    Task,
-)
+from hybridloader.engine.messages import Event, Task
 from hybridloader.engine.stage import START
 from hybridloader.errors import TaskTimeout, WorkerTimeout
 from hybridloader.testing import FakeClock, ScriptedBackend, ScriptedCrew

@@ -8,8 +8,16 @@ from typing import Any
 
 import pytest
 
-from hybridloader.engine.contract import ByReference
-from hybridloader.engine.messages import Begin, Done, Event, Stop, Task, TaskContext, WorkerSpec
+from hybridloader.engine.messages import (
+    Begin,
+    ByReference,
+    Done,
+    Event,
+    Stop,
+    Task,
+    TaskContext,
+    WorkerSpec,
+)
 from hybridloader.engine.worker import Fetched, TasksUnderWay
 from hybridloader.fetching.readers import MapFetch
 

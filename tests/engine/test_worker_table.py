@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.supervised import (
-    answer,
-    dead,
-    ready,
-    stage,
-)
+from support.supervised import answer, dead, ready, stage
 
 from hybridloader.errors import WorkerDied
 from hybridloader.testing import FakeClock

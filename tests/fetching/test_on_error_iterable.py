@@ -224,7 +224,7 @@ def test_skipping_ends_quietly_with_the_shard_or_when_nobody_waits() -> None:
 
 
 def test_a_worker_tells_its_position_and_begins_behind_what_is_known() -> None:
-    from hybridloader.engine.contract import ByReference
+    from hybridloader.engine.messages import ByReference
 
     spec = WorkerSpec("stage", 1, IterableFetch(Stream(9, (4,)), list, True), skip=2)
     worker = Worker(0, spec, CallerSeeds(), ByReference, TaskContext())

@@ -8,15 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.sampler_loaders import (
-    BATCH,
-    BATCHES,
-    NUMBERS,
-    epochs_of,
-    flat,
-    left_after,
-    make,
-)
+from support.sampler_loaders import BATCH, BATCHES, NUMBERS, epochs_of, flat, left_after, make
 from torch.utils.data import TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 

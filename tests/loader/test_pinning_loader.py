@@ -26,10 +26,7 @@ from support.pinning_datasets import (
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Sampler
 
-from hybridloader import (
-    DataLoader,
-    Transfer,
-)
+from hybridloader import DataLoader, Transfer
 from hybridloader.memory.slots import OWN
 from hybridloader.testing import Gate
 

@@ -17,15 +17,7 @@ import pytest
 import torch
 from support.failing_datasets import Samples, at_gate, outcomes
 from support.fake_accelerator import FakeAccelerator
-from support.pinning_datasets import (
-    Counting,
-    Pinnable,
-    Rows,
-    first_of,
-    on_backends,
-    runs,
-    start,
-)
+from support.pinning_datasets import Counting, Pinnable, Rows, first_of, on_backends, runs, start
 
 from hybridloader import DataLoader, WorkerDied, WorkerTimeout
 from hybridloader.errors import IteratorClosed

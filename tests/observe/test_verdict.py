@@ -12,14 +12,7 @@ from hypothesis import strategies as st
 from support.recordings import IDLE, recording, slept, stage
 
 from hybridloader._support.store_use import StoreUse
-from hybridloader.observe.figures import (
-    CoreUse,
-    LoopRecord,
-    Recording,
-    Span,
-    StageRecord,
-    Wait,
-)
+from hybridloader.observe.figures import CoreUse, LoopRecord, Recording, Span, StageRecord, Wait
 from hybridloader.observe.stats import LOOP, Stats, compare, stats_of
 from hybridloader.observe.verdict import kind_of
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from hybridloader import Pipeline, Threads, WorkerTimeout
 from hybridloader._support.user_objects import no_answer, size_of
-from hybridloader.engine.contract import ByReference, Crew
+from hybridloader.engine.contract import Crew
 from hybridloader.engine.feed import StageFlow, TaskBatching
-from hybridloader.engine.messages import Done, Event, Ready, Task, WorkerSpec
+from hybridloader.engine.messages import ByReference, Done, Event, Ready, Task, WorkerSpec
 from hybridloader.engine.scheduler import TASKS
 from hybridloader.engine.stage import Stage
 from hybridloader.errors import NotReady

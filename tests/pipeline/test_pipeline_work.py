@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from hybridloader import Pipeline, Threads, get_worker_info
 from hybridloader._support.user_objects import Failure
-from hybridloader.engine.contract import ByReference, Crew
+from hybridloader.engine.contract import Crew
 from hybridloader.engine.feed import (
     LOOKED_AT,
     MOST,
@@ -27,7 +27,7 @@ from hybridloader.engine.feed import (
     StageFlow,
     TaskBatching,
 )
-from hybridloader.engine.messages import Done, Failed, Task
+from hybridloader.engine.messages import ByReference, Done, Failed, Task
 from hybridloader.errors import NotReady
 from hybridloader.fetching.item_steps import Step, WorkFetch
 from hybridloader.observe.measures import StageMeasures

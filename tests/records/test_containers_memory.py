@@ -12,16 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.containers import (
-    READ,
-    forked,
-    linux,
-    mappings,
-    output,
-    owner,
-    read_pickle,
-    segments,
-)
+from support.containers import READ, forked, linux, mappings, output, owner, read_pickle, segments
 
 from hybridloader.records.shared_buffer import BufferGone
 from hybridloader.records.shared_dict import SharedDict

@@ -14,14 +14,7 @@ from typing import Any
 
 import cloudpickle
 import pytest
-from support.containers import (
-    READ,
-    forked,
-    linux,
-    output,
-    owner,
-    read_pickle,
-)
+from support.containers import READ, forked, linux, output, owner, read_pickle
 
 from hybridloader.records import shared_buffer
 from hybridloader.records.shared_buffer import BufferGone

@@ -10,15 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.containers import (
-    Point,
-    Text,
-    few,
-    ints,
-    same,
-    texts,
-    values,
-)
+from support.containers import Point, Text, few, ints, same, texts, values
 
 from hybridloader.records import shared_dict
 from hybridloader.records.shared_dict import SharedDict

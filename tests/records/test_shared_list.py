@@ -14,13 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.containers import (
-    Text,
-    few,
-    lists,
-    same,
-    texts,
-)
+from support.containers import Text, few, lists, same, texts
 
 from hybridloader.records.shared_buffer import Column
 from hybridloader.records.shared_dict import SharedDict

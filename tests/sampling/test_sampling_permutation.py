@@ -10,14 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridloader.sampling.permutation import (
-    BLOCK,
-    ROUNDS,
-    TABLE,
-    Feistel,
-    Permutation,
-    key_words,
-)
+from hybridloader.sampling.permutation import BLOCK, ROUNDS, TABLE, Feistel, Permutation, key_words
 
 seeds = st.integers(0, 2**64 - 1)
 WORD = 2**64 - 1

@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 
 from hybridloader import DataLoader
-from support.seeded_training import (
-    WORKERS,
-)
+from support.seeded_training import WORKERS
 
 pytest.importorskip("accelerate")
 from accelerate import Accelerator

@@ -5,14 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from hybridloader.observe.figures import (
-    CoreUse,
-    LoopRecord,
-    Recording,
-    Span,
-    StageRecord,
-    Wait,
-)
+from hybridloader.observe.figures import CoreUse, LoopRecord, Recording, Span, StageRecord, Wait
 
 IDLE = CoreUse(8.0, 1.0, 0.9)
 """A machine with cores to spare."""

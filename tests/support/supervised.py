@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hybridloader.engine.contract import ByReference
 from hybridloader.engine.messages import (
+    ByReference,
     Done,
     Event,
     Exited,
