@@ -117,7 +117,7 @@ def _dumps(objects: list[Any]) -> bytes:
 def reducer(thing: Any) -> Reducer | None:
     """Return the reducer that multiprocessing has registered for `thing`; None if there is none.
 
-    It is None, too, for objects that share nothing and for objects of torch: `memory.tensors` shares
+    It is None, too, for objects that share nothing and for objects of torch: `memory.packing` shares
     the same tensors, without moving any into shared memory.
     """
     reduction = sys.modules.get("multiprocessing.reduction")

@@ -64,10 +64,9 @@ __getattr__, __dir__, __all__ = lazily(
         "._support.user_objects": "Failure",
         "calls": "CalledWorker CallingHandle Place parts_of work_of",
         "contract": "Backend Crew WorkerHandle backend_names get_backend",
-        "fetcher": "Fetch Fetcher TaskContext",
         ".memory.slots": "PrivateSlots",
-        "messages": "Begin Done Event Exhausted Exited Failed Message Ready Stop Task WorkerSpec",
-        "payload": "ByReference Payload",
+        "messages": "Begin ByReference Done Event Exhausted Exited Failed Fetch Fetcher Message Payload "
+        "Ready Stop Task TaskContext WorkerSpec",
         "serving": "PackedSpec Pickled dumps loads process_worker serve thread_worker",
         "worker": "Worker",
     },

@@ -16,7 +16,7 @@ Every number that was assigned leaves exactly once: popped as a value or an erro
 `skipped` (the worker's shard ended before it) or in `abandoned` (a new epoch or a close came first). A
 worker may be replaced in the middle: its tasks are then sent to the new one, under the same numbers.
 
-The states of the run and of its workers, and the moves between them, are the tables of `states.py`.
+The states of the run and of its workers, and the moves between them, are tables.
 An illegal move raises `IllegalTransition` and changes nothing.
 """
 

@@ -21,10 +21,9 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = lazily(
     __name__,
     {
-        "comparing": "Comparison compare",
         "headroom_trials": "Headroom headroom",
         ".fetching.on_error": "Skipped",
-        "stats": "StageStats Stats",
+        "stats": "Comparison StageStats Stats compare",
         "tracing": "merge trace",
         "verdict": "Verdict",
     },

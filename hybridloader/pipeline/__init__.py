@@ -16,9 +16,8 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = lazily(
     __name__,
     {
-        ".running.operator": "Operator",
+        ".running.operator": "Operator Placement",
         "operators.batches": "Pad",
-        ".running.placement": "Placement",
         ".running.run": "Epochs Run",
     },
 )

@@ -12,6 +12,6 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = lazily(
     __name__,
     {
-        "tuning": "Tuning",
+        "tune": "Tuning",
     },
 )

@@ -610,7 +610,7 @@ def test_modules_that_run_pipelines_name_no_step() -> None:
     steps = names_of_steps()
     assert len(steps) > 20
     root = Path(hybridloader.__file__).parent
-    assert names_in((root / "pipeline" / "steps.py").read_text()) & steps  # it finds them there
+    assert names_in((root / "pipeline" / "pipeline.py").read_text()) & steps  # it finds them there
     for path in [path for package in RUNNING for path in (root / package).rglob("*.py")]:
         names = names_in(path.read_text())
         assert not {name for name in names if name.startswith(STEPS.__name__)}, path
