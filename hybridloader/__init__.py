@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from hybridloader.compat.install import install as install
     from hybridloader.compat.install import uninstall as uninstall
     from hybridloader.devices.pinning import Transfer as Transfer
-    from hybridloader.engine.messages import RestartPolicy as RestartPolicy
+    from hybridloader.engine.stage import RestartPolicy as RestartPolicy
     from hybridloader.engine.worker import get_worker_info as get_worker_info
     from hybridloader.errors import HybridLoaderError as HybridLoaderError
     from hybridloader.errors import StateError as StateError
@@ -63,7 +63,7 @@ __getattr__, __dir__, __all__ = lazily(
         "compat.from_torch": "from_torch",
         "compat.install": "install uninstall",
         "devices.pinning": "Transfer",
-        "engine.messages": "RestartPolicy",
+        "engine.stage": "RestartPolicy",
         "engine.worker": "get_worker_info",
         "fetching.on_error": "Replace Retry Skip",
         "loader.dataloader": "DataLoader",

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from hybridloader.devices.pinning import Transfer
     from hybridloader.engine.contract import Backend
-    from hybridloader.engine.messages import RestartPolicy
+    from hybridloader.engine.stage import RestartPolicy
     from hybridloader.fetching.on_error import Replace, Retry, Skip, Skipped
     from hybridloader.memory.accelerator import Accelerator
     from hybridloader.observe.observation import Observe

@@ -35,9 +35,9 @@ from hybridloader.devices.pinning import Pinner, Sent, pinner_for
 from hybridloader.engine.contract import Backend, WorkerHandle, closed_with, park_at_exit
 from hybridloader.engine.dataset_state import Change, DatasetChanges
 from hybridloader.engine.feed import Feed, Relay
-from hybridloader.engine.messages import Abandoned, Fetch, Last, RestartPolicy, WorkerSpec
+from hybridloader.engine.messages import Abandoned, Fetch, Last, WorkerSpec
 from hybridloader.engine.scheduler import Dispatch, least_busy, round_robin, round_robin_with_room
-from hybridloader.engine.stage import Stage, workers_table
+from hybridloader.engine.stage import RestartPolicy, Stage, workers_table
 from hybridloader.errors import IteratorClosed, NotReady, StateError, WorkerTimeout
 from hybridloader.fetching.collate import with_entries, without_torch
 from hybridloader.fetching.on_error import ErrorBudget, Outcome, Policy, Skipped, parse_on_error

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypedDict
 
 from hybridloader._support.text import keywords, one_of, seconds, spelled_out, whole
 from hybridloader.devices.pinning import check as check_device
-from hybridloader.engine.messages import RestartPolicy
+from hybridloader.engine.stage import RestartPolicy
 from hybridloader.fetching.on_error import Replace, Retry, Skip, parse_on_error
 from hybridloader.observe.observation import Observe, check_observe
 from hybridloader.seeding.sample_rng import SampleSeeding, parse_seeding

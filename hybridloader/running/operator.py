@@ -27,8 +27,8 @@ from hybridloader._support.text import (
 )
 from hybridloader._support.user_objects import Raised, attribute, close, takes_a_place
 from hybridloader.engine.contract import Backend, get_backend
-from hybridloader.engine.messages import RestartPolicy
 from hybridloader.engine.scheduler import IN_FLIGHT
+from hybridloader.engine.stage import RestartPolicy
 from hybridloader.fetching.on_error import Policy, Replace, Retry, Skip, final, parse_on_error
 from hybridloader.memory.limits import ranks_here
 from hybridloader.seeding.sample_rng import SampleSeeding, parse_seeding

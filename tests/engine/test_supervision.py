@@ -9,15 +9,8 @@ from typing import Any
 import pytest
 from support.supervised import answer, dead, passing, ready, stage, tasks, watch_specs
 
-from hybridloader.engine.messages import (
-    Begin,
-    Exhausted,
-    GivenUp,
-    PartlyGivenUp,
-    RestartPolicy,
-    Task,
-    WorkerSpec,
-)
+from hybridloader.engine.messages import Begin, Exhausted, GivenUp, PartlyGivenUp, Task, WorkerSpec
+from hybridloader.engine.stage import RestartPolicy
 from hybridloader.errors import WorkerDied, WorkerPicklingError
 from hybridloader.testing import FakeClock
 

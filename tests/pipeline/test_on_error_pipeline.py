@@ -13,7 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hybridloader import Pipeline, Replace, Retry, Skip, TooManyErrors
-from hybridloader.engine.messages import GivenUp, PartlyGivenUp, RestartPolicy, TaskContext
+from hybridloader.engine.messages import GivenUp, PartlyGivenUp, TaskContext
+from hybridloader.engine.stage import RestartPolicy
 from hybridloader.errors import IteratorClosed, WorkerDied
 from hybridloader.fetching.item_steps import Step, WorkFetch
 from hybridloader.fetching.readers import MapFetch

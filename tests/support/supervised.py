@@ -5,17 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hybridloader.engine.messages import (
-    ByReference,
-    Done,
-    Event,
-    Exited,
-    Ready,
-    RestartPolicy,
-    Task,
-    WorkerSpec,
-)
-from hybridloader.engine.stage import Stage
+from hybridloader.engine.messages import ByReference, Done, Event, Exited, Ready, Task, WorkerSpec
+from hybridloader.engine.stage import RestartPolicy, Stage
 from hybridloader.fetching.readers import MapFetch
 from hybridloader.testing import FakeClock, ScriptedBackend, ScriptedCrew
 
