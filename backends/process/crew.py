@@ -69,6 +69,33 @@ if TYPE_CHECKING:
     from hybridloader.memory.page_locks import PageLocks
 
 
+# -- Slots between the parent and one worker, both ways, and results of other workers forwarded to it.
+#
+# Results come through slots of the worker's; large tasks go through slots of the parent's, made at the
+# first large task. A result of one worker (of crew A) may be the task of another (of crew B) without
+# being opened or copied in the parent. This is how the slots are counted then:
+#
+# 1. A's worker counts one reference for each result over a slot, and writes to the slot when there is
+#    none. It hears of the end of a reference by the slot's number, which comes with the next message.
+# 2. The parent makes one `SlotReference` of that for a result that it forwards. The parent's own use
+#    lasts until B's task is answered (done or failed), so that the result can be sent again if B's
+#    worker dies.
+# 3. Each worker of B that it is sent to uses it, too. That worker knows the slot's segment by its alias,
+#    a negative number that no other segment has, and gets a descriptor along the first time.
+# 4. B's worker counts as it does for the parent's own slots: when the last view over the slot has died,
+#    its number goes back with the next event. The parent then ends that use.
+# 5. When a worker of B is gone, so are its uses. The parent's uses for tasks that it had not answered
+#    end when these are sent again and answered, or with the crew.
+# 6. After the last use the number goes back to A's worker. A's worker never hears of B.
+# 7. When A retires a segment, or is closed, every worker of B that knows it gets an order to forget
+#    it, with the next result that is forwarded to it. Memory that it still looks at stays mapped.
+#
+# Where a segment has no descriptor any more, or the slots have names, the parent copies the buffers
+# into its own slots for B's worker, or the stream; the header still goes as it is. Only where B's
+# workers would read the header otherwise than the parent does (``__main__``, functions made on the
+# spot, unless both crews are forks) is it loaded here and packed again.
+
+
 Encoded = tuple[list[Any], Sequence[int]]
 """Parts of a frame, and descriptors to send along and then close."""
 

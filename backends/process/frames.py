@@ -187,6 +187,17 @@ class Decoder:
         return Frame(parts, fds)
 
 
+# -- Codec of the frames between parent and worker: messages one way, events the other.
+#
+# All have one form. The first part of a frame contains fixed fields, the numbers of returned slots, and
+# a body, which is a pickle. Small tasks and results have no other part. Each index and each batch
+# without large arrays takes this path, so it is short. Large buffers are in slots, and the first part
+# contains their places; without slots they follow as further parts. The codec never writes to a stream.
+#
+# Any error in a frame raises `DamagedMessage` (docs/security.md). The fixed fields have a separate
+# check, because a wrong number there would give a wrong batch.
+
+
 READY, DONE, FAILED, EXHAUSTED, TASK, OTHER = range(6)
 """Kinds of frames: the events, a task, and all other messages."""
 

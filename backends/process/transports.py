@@ -35,6 +35,12 @@ from hybridloader.backends.process.frames import (
 from hybridloader.errors import DamagedMessage
 from hybridloader.memory.shared_slots import ours
 
+# -- Portable transport between parent and worker: a `multiprocessing` connection and two threads each.
+#
+# It is for platforms without socket pairs that can be polled and carry descriptors (Windows). One
+# thread per worker reads and watches for its end, one writes, so that sending never blocks.
+
+
 Arrived = tuple[int, "Frame | None"]
 """Worker, and its frame; None: it is gone."""
 

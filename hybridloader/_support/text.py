@@ -157,6 +157,11 @@ def log(level: int, message: str, *arguments: object) -> None:
         logging.getLogger("hybridloader").log(level, message, *arguments)
 
 
+# -- Checks of arguments where the user passes them: the error names the argument and the valid values.
+#
+# Nothing is rounded, clipped or guessed, and nothing is imported to check a value.
+
+
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 

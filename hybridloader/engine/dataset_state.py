@@ -95,6 +95,17 @@ class DatasetStates:
         return ShardStart(dataset=dataset, iterator=iterator, ended=ended)
 
 
+# -- Changes of the dataset since the last epoch, which are sent to persistent workers.
+#
+# Each new epoch sends the attributes that were *rebound* since the last one:
+#
+# - on any object, those whose new value is plain (a number, a string, None, or a tuple of such);
+# - on an object that has a `set_epoch` method, each that can be pickled.
+#
+# Changes in place are not sent, and changes that a worker makes to its copy stay. The same applies to
+# datasets in attributes or lists of the dataset, at any depth. docs/decisions.md has the reasons.
+
+
 Path = tuple[Any, ...]  # names of attributes and list positions, from the dataset inward
 Change = tuple[Path, Any]
 
@@ -207,6 +218,23 @@ def _is_dataset(value: Any) -> bool:
     from torch.utils.data import Dataset
 
     return isinstance(value, Dataset)
+
+
+# -- Loads of a state for one epoch: no more of a load than the state may reach the next epoch.
+#
+# A dataset, or a sampler, may begin *each* later iteration at a loaded state, as streams of Hugging
+# Face do (huggingface/datasets#7447). Every later epoch would lack its first samples. Their state of
+# before the load would not help: it is no beginning if the user has iterated them, and a level, a seed
+# or a number of epochs in the state must stay. So an attribute gets its value of before the load if all
+# of this is true:
+#
+# - the load rebound it, to the loaded state or to an entry of it that is not empty; an attribute that is
+#   made of the state, such as a generator, may follow the items;
+# - it still has this value when the next epoch begins;
+# - no such attribute is a part of the state: with the values before the load, `state_dict` returns the
+#   same. A state determines the next items (docs/resuming.md), so an attribute beside it must not.
+#
+# Attributes are those that `bindings` finds.
 
 
 LoadedChange = tuple[Path, Any, Any]  # an attribute, and its values before and after a load

@@ -33,6 +33,13 @@ from hybridloader.engine.contract import CLOSING, SLICE
 from hybridloader.engine.messages import ByReference, Done, Payload, Result, known_bytes
 from hybridloader.errors import IteratorClosed, NotReady, WorkerTimeout
 
+# -- Relay: pulls an iterator on its thread into a bounded queue.
+#
+# The queue is the only object that two threads touch. Neither knows the items. An error of the iterator
+# is raised in its turn, and the thread continues pulling after it, unless the error ends the iterator.
+# When the consumer goes away the thread ends; when the thread ends, for whatever reason, the consumer
+# wakes and never waits for it.
+
 
 class RelaySleeps:
     """Sleeps at the queues of one place: of relays that follow one another there. Made only if asked."""

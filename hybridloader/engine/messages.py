@@ -23,6 +23,12 @@ if TYPE_CHECKING:
     from hybridloader.seeding.sample_rng import Key, Origin, SampleRng
 
 
+# -- Contract between a worker and the work of a stage.
+#
+# A `Fetch` describes the work, and can be sent to a worker. The `Fetcher` that it opens there does the
+# work of one epoch, a task at a time. Both share a `TaskContext` with the worker that drives them.
+
+
 class EndOfShard(Exception):
     """The iterable dataset of this worker has no more to give in this epoch."""
 

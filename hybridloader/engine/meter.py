@@ -19,6 +19,13 @@ from typing import Any, NamedTuple
 from hybridloader._support import system
 from hybridloader._support.store_use import StoreUse, start_counting, uses, uses_since
 
+# -- Slices of a worker: the activities of its threads, with times, for a trace; none without a trace.
+#
+# A worker keeps them in a bounded ring, and sends them with its measures. Each task of `LONG` seconds
+# or more has its own slices. A shorter task has them only if its measures are reported; the other short
+# tasks are joined in one slice, so that they cost no more than a meter.
+
+
 LONG = 1e-4
 """Seconds from which every task has separate slices."""
 

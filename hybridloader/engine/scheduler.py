@@ -40,6 +40,11 @@ from hybridloader.engine.messages import (
 )
 from hybridloader.errors import IllegalTransition
 
+# -- States of a stage's run and of its workers, and the moves between them.
+#
+# Each of the two state machines is a table: (state, event) -> state. A pair that is not in its table is
+# illegal: it raises `IllegalTransition` and changes nothing.
+
 
 class _State(Enum):
     __hash__ = object.__hash__  # `Enum.__hash__` is a Python function, called for each look-up

@@ -117,6 +117,14 @@ class RestartPolicy:
         return policy(name, value, {"raise": None, "restart": cls}, (cls,), choices)
 
 
+# -- Supervision of workers: it restarts those that die and kills those that exceed their time.
+#
+# A restarted worker has the number and the seed of the dead one and gets its unanswered tasks. So order
+# and number of the results do not change. A sample at which workers die repeatedly is given up: a
+# `GivenUp` replaces it in the task, and the fetcher treats it as a sample that raised. Error policies,
+# not this module, decide how an error is handled.
+
+
 _NEVER_READY = (
     " None of them ever became ready: their first steps end them. Check the imports, the loading of "
     "the dataset and worker_init_fn."
@@ -300,6 +308,12 @@ class Supervisor:
         # So that it is not killed twice for one task.
         self._table.since[worker] = self._table.clock()
         self._crew.kill(worker)
+
+
+# -- Table of a stage's workers: the tasks of each, their start times, and the number of tasks done.
+#
+# It holds counts and times, and makes error texts from them. The stage and its supervisor write to it
+# and make all decisions.
 
 
 START = 30.0

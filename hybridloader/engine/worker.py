@@ -57,6 +57,23 @@ if TYPE_CHECKING:
     from torch.utils.data._utils.worker import WorkerInfo
 
 
+# -- `get_worker_info` for workers of every kind, and functions to be called at the end of a worker.
+#
+# torch keeps the result in one global of the process, which is wrong for a worker thread. Here it is
+# kept per thread, and the code of torch's function is replaced by code that reads the thread's result
+# first. So it does not matter how the function was imported. torch's `collate_tensor_fn` receives None
+# (docs/decisions.md has the reason). Limits:
+#
+# - In a worker thread the result belongs to that thread and to those of `threads_per_worker`. Other
+#   threads that a dataset starts receive None, as in the training script; pass them the `WorkerInfo`. In
+#   a worker process every thread receives the result, as with torch.
+# - Code that reads ``torch.utils.data._utils.worker._worker_info`` finds torch's global, which is set in
+#   worker processes and stays None in threads. A function that was made out of torch's code before the
+#   first worker started finds the same.
+# - The first worker of a process changes torch's function for good; without a worker its answer is the
+#   same as before.
+
+
 class _Current(threading.local):
     info: WorkerInfo | None = None
     asked = False  # code on this thread, which is a worker's, has asked for it
@@ -208,6 +225,16 @@ def end_worker(info: Any) -> None:
                 function()
             except Exception as error:  # the worker ends in any case
                 show(error)
+
+
+# -- Items that several threads of a worker, or of a crew, process together: samples of tasks or calls.
+#
+# There is no lock: items are handed out by `deque.popleft` and counted by `list.pop`, which are atomic
+# on every build of CPython. That takes 0.3 us for each item; a queue entry and a future each, as
+# `concurrent.futures` has them, 10.
+#
+# A crew of threads sends such tasks to all its workers (`SharedTask`). The threads, or coroutines, of
+# one worker fetch the samples of several of its tasks at a time (`TasksUnderWay`).
 
 
 NEW = 1 / 8  # part of the newest task in the mean of seconds

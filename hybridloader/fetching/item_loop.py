@@ -36,6 +36,20 @@ from hybridloader.fetching.on_error import FailureRecord, Note, Policy, Replace,
 from hybridloader.memory.slots import on_this_thread, set_slots
 from hybridloader.seeding.sample_rng import SampleRng
 
+# -- Threads inside one worker that share the items of one call, such as the samples of a batch.
+#
+# In `map` the calling thread does its part of the work, so a `Fanout` of n threads starts n - 1, when
+# it is first used. `begin` leaves all of it to n. They hold neither the `Fanout` nor, between two
+# calls, any object of the user, and they end when the `Fanout` is collected. They are daemons, unlike
+# those of `concurrent.futures`, which Python joins at exit, so an item that is stuck would hold up the
+# exit.
+#
+# An item finds the thread-local state of the calling thread: `get_worker_info`, the slots that
+# collation writes into, context variables, torch's modes (`Modes`) and its number of native threads.
+# With ``seeding="shared"`` random generators are shared, and the number that an item draws depends on
+# timing.
+
+
 _SLICE = 0.02  # seconds between two checks of the context while waiting for a retry
 
 Opened = list[tuple[str, Callable[[Any], Any]]]

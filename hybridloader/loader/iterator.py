@@ -56,6 +56,15 @@ from hybridloader.running.executor import Runner
 from hybridloader.seeding.sample_rng import COLLATE, Kind, Origin, SampleRng, origin_of
 from hybridloader.seeding.worker_seeds import kept
 
+# -- Results of a loader's stage, pinned or copied to a device before the loop asks for them.
+#
+#     sampler --> your thread --> [ stage ] --> pinning thread --> queue --> your thread
+#
+# The pinning thread pulls the stage, pins or copies the batches, and puts them into a queue that is
+# bounded in batches and in bytes. The consumer's thread counts batches when it takes them from the
+# queue. It also asks the sampler for one index for each result that it takes, as torch does. So the
+# sampler's draws don't depend on the pinning thread.
+
 
 class _QueuedResult(NamedTuple):
     """Result or error of the stage on its way to the consumer, with the stage's report on it."""

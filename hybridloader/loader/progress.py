@@ -26,6 +26,14 @@ from hybridloader.fetching.readers import PartialBatch
 from hybridloader.fetching.shards import ShardDivision
 from hybridloader.loader.samplers import SamplerReplay, SamplerState
 
+# -- Full batches made of short ones: a loader continues without the samples that failed.
+#
+# The good samples of a short batch wait, in order, for those of the next short batch. Once there are
+# enough, they make one full batch, in the place of the batch that completed it. The rest at the end of
+# the epoch makes a last, smaller batch. The result only depends on the order of the batches, not on
+# workers, backend or timing. No sample is fetched again, and fewer samples wait than a batch has.
+
+
 T = TypeVar("T")
 
 

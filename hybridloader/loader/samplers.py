@@ -32,6 +32,11 @@ from hybridloader._support.user_objects import attribute, described
 from hybridloader.engine.dataset_state import load_for_epoch, undo_load
 from hybridloader.errors import StateError
 
+# -- Order of torchdata's loaders: the samplers of a `StatefulDataLoader`.
+#
+# They draw the same permutations at the same times as torchdata's samplers, number by number. Their
+# states have the same keys. This module does not need torchdata.
+
 
 class RandomOrder(RandomSampler):
     """Random permutations, drawn from the sampler's generator.

@@ -485,6 +485,12 @@ def _frozen(state: Any) -> Any:
     return None if state is None else Frozen(made(Frozen.keep, state, "the dataset"))
 
 
+# -- Start of an epoch of a loader: at its beginning, or at the position of a state.
+#
+# A loaded state is applied in this order: the generators, the sampler, the dataset; then workers start.
+# For a loader without a loaded state, only the start of the epoch is recorded.
+
+
 _NOTHING = nullcontext()
 
 

@@ -30,6 +30,12 @@ if TYPE_CHECKING:
     import torch
 
 
+# -- Reduction of tensors and arrays to flat buffers of a pickle, and their reconstruction.
+#
+# Special tensors (another device, quantized, a class with its own reducer) use their own pickling.
+# Packing never imports torch or numpy: it uses them only if they are imported already.
+
+
 @cache
 def _torch() -> Any:
     import torch

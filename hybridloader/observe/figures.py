@@ -14,6 +14,11 @@ from typing import Any, NamedTuple
 
 from hybridloader._support.store_use import StoreUse
 
+# -- Recording of one run: the measurements until now, as plain frozen data.
+#
+# All times are seconds of `time.perf_counter`. Unknown values are None. `figures` and `verdict` are
+# functions of recordings, without a clock or a thread.
+
 
 class Span(NamedTuple):
     """Time in which a worker, or the thread of a relay, was busy."""

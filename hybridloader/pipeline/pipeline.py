@@ -72,6 +72,12 @@ if TYPE_CHECKING:
     from hybridloader.running.run import Epochs, Run
 
 
+# -- The steps that a pipeline can be given: a method for each, which makes another pipeline.
+#
+# Most methods are made of an operator, and have its parameters and its description. Nothing is checked
+# here that an operator checks itself, and nothing runs.
+
+
 _Steps = TypeVar("_Steps", bound="Steps")
 _P = ParamSpec("_P")
 

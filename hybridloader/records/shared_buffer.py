@@ -244,6 +244,13 @@ def _gone(ticket: BufferTicket) -> BufferGone:
     )
 
 
+# -- Columns: many Python objects as consecutive bytes, of which each can be read back.
+#
+# A column holds elements of one kind: ints, floats, texts or bytes. Elements of mixed or other types
+# are a pickle each. The kind is found while the elements are written, a few at a time. Type and value
+# of an element are kept exactly. Nothing here knows of processes.
+
+
 _KINDS = {int: "int", float: "float", str: "str", bytes: "bytes"}
 """Kinds by exact type: a bool or a subclass of str must not be read back as an int or a str."""
 

@@ -673,6 +673,11 @@ def _fetch(node: WorkerNode) -> Fetch:
     return WorkFetch(steps, placement.threads_per_worker, placement.on_error, entries)
 
 
+# -- Iterators of a pipeline's nodes for one epoch or repetition, made from the source on.
+#
+# Stages and relays outlive an epoch, so the executor has them. No worker is started here.
+
+
 class Offset(NamedTuple):
     """Place in a stream of items where something begins."""
 

@@ -278,6 +278,13 @@ def _same_operators(theirs: list[str], ours: list[str]) -> None:
             )
 
 
+# -- Position of a run in its stream of items: items given, and marks that operators made on the way.
+#
+# A position is found backwards from the last item that was given: each operator returns how many of the
+# items before it made those, until one can't, or a source is reached. Items in queues and on workers
+# never matter. The thread that pulls makes marks; any thread may read them.
+
+
 _MOST = 256
 """Least number of marks before a search for those that no state can need."""
 

@@ -26,6 +26,12 @@ from hybridloader.errors import StateError
 from hybridloader.sampling.arguments import LARGEST, seed_of
 from hybridloader.sampling.permutation import BLOCK
 
+# -- Indices that several ranks have left of a shared order, as an order for other ranks.
+#
+# Each rank has a different position, so the rest is ragged at its beginning. An index of the rest is
+# computed from the positions of the ranks; nothing is stored per index. A rest may have a rest in turn.
+
+
 Ints = npt.NDArray[np.int64]
 
 LONGEST = 7_000

@@ -32,6 +32,12 @@ if TYPE_CHECKING:
     import torch as _torch
 
 
+# -- Seeds of samples under ``seeding="sample"``: hashes of (seed, epoch, stage, sample).
+#
+# A seed does not depend on where or when its sample is made. This module draws nothing and touches no
+# generator. It does not use Python's `hash`, because each process salts it differently.
+
+
 @dataclass(frozen=True)
 class SampleSeeding:
     """Seeding by which a sample's random numbers depend only on seed, epoch, stage and sample.

@@ -413,6 +413,17 @@ installation = _Installation()
 system.at_fork(after_in_child=installation.forked)
 
 
+# -- Seeding of samples for workers that share a process: each thread draws from separate generators.
+#
+# A sample on a thread must draw the numbers that it would draw in a process. It must not move the
+# global generators, which belong to the training loop. While such workers run, `random`, `numpy.random`
+# and torch therefore use the generators of the calling thread (see `thread_generators`). A generator is
+# seeded when a sample first draws from it, so a sample that draws nothing is not slowed by seeding.
+#
+# A function that C code holds still draws from the global generators. This module never changes the
+# state of a global generator.
+
+
 T = TypeVar("T")
 
 LIBRARIES = {"random", NUMPY, "torch"}

@@ -38,6 +38,13 @@ from hybridloader._support.text import warn_once
 from hybridloader.errors import StoreError
 from hybridloader.sources.store import ahead
 
+# -- `BlockCache`: blocks of remote sources in a local folder, which all processes of a machine share.
+#
+# Each block is a file, written under a lock and renamed when it is whole; its last bytes are a checksum
+# of the others. Who uses a block holds a shared lock on its file, so that another process which makes
+# room leaves it. Locks are the kernel's: those of a process that was killed are gone with it.
+
+
 fcntl = system.module("fcntl")  # None on Windows, which can't remove an open file either
 
 _LOCKS = 256

@@ -32,6 +32,11 @@ from hybridloader.memory.limits import local_rank, ranks_here
 from hybridloader.sources.listing import Urls, list_files
 from hybridloader.sources.store import MANIFEST, RETRY, Stamp, Store, each, write_whole
 
+# -- Index of one tar archive: samples by key, and the place of each of their members.
+#
+# It is made in one pass over the headers, and may be kept in a file. Nothing here reads members.
+
+
 VERSION = 2
 """Version of a kept index."""
 

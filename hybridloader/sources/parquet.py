@@ -298,6 +298,11 @@ def _dtype_of(dtype: npt.DTypeLike) -> Any:
     return torch.from_numpy(np.empty(0, dtype)).dtype
 
 
+# -- Row groups of Parquet files in one process: read, decoded, and kept within a bound.
+#
+# Threads share them: a row group that several want is decoded once.
+
+
 class OpenParquet(NamedTuple):
     """A file that is open, and closed at the end of a ``with`` block."""
 

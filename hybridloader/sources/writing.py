@@ -32,6 +32,11 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+# -- Shards that are being written: samples go in, one file comes out. Tar and Parquet.
+#
+# Nothing here knows where the file will lie, or how many samples a shard has.
+
+
 KEY = "__key__"
 """Name of a sample's key."""
 

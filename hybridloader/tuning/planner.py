@@ -14,6 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
+# -- Plans of workers, costs of stages, and the limits that no plan exceeds.
+#
+# Nothing here reads a clock, starts a worker or knows a loader.
+
+
 FORKED, FRESH = 40 << 20, 250 << 20
 """Bytes of a worker process, forked and fresh: one of the latter loads the libraries of the dataset."""
 
