@@ -24,7 +24,7 @@ from hybridloader.loader.record import record_of
 
 OURS = tuple(str(Path(str(package.__file__)).parent) for package in (hybridloader, backends))
 SIZE, FIRST, BATCHES = 4, 100, 200
-OBSERVERS = ("meter.", "measures.", "observation.", "cores.")
+OBSERVERS = ("meter.", "measures.", "observation.")
 """Modules that only observe."""
 
 
@@ -236,3 +236,41 @@ def test_torchs_profiler_range_is_entered_where_something_is_to_be_seen_by_it(
     else:
         list(loader)
     assert bool(entered) == asked
+
+
+@pytest.mark.parametrize(
+    ("make", "modules", "calls"),
+    [
+        (lambda: DataLoader(Numbers(), SIZE, num_workers=2, backend="threads"), 35, 345),  # type: ignore[arg-type]
+        (
+            lambda: (
+                Pipeline.from_dataset(range(10_000))
+                .map(plainly, backend="fork", num_workers=2)
+                .batch(SIZE)
+            ),
+            40,
+            780,
+        ),
+    ],
+    ids=["loader-threads", "pipeline-fork"],
+)
+def test_an_epoch_begins_through_so_many_modules_and_calls(
+    make: Callable[[], Any], modules: int, calls: int
+) -> None:
+    """The numbers only fall: they are what a reader who follows `iter` has to hold in the head."""
+    loader = make()
+    next(iter(loader))  # imports, and what a process does once
+
+    def counted() -> Calls:
+        found, before = Calls(), sys.getprofile()
+        sys.setprofile(found)
+        try:
+            iterator = iter(loader)
+        finally:
+            sys.setprofile(before)
+        iterator.close()
+        return found
+
+    counts = least(counted)
+    assert counts.total() <= calls, counts
+    assert len({name.partition(".")[0] for name in counts}) <= modules
