@@ -731,7 +731,12 @@ class BlockReader:
             )
             with self._lock:
                 self._threads.add(thread)
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as error:  # no more threads: its samples are read one by one
+                self._threads.discard(thread)
+                self._have(*found, _Failure(error))
+                return
 
     def _run(self, source: Source, plan: _Plan, block: _Block) -> None:
         found: tuple[_Plan, _Block] | None = (plan, block)
@@ -750,16 +755,17 @@ class BlockReader:
         Its samples can be read before it is in the cache, unless other processes read them there.
         """
         early = None if self._sent else partial(self._have, plan, block, writes=True)
-        found: Any
+        found: Any = _Failure(InterruptedError())  # Ctrl-C: its samples are read one by one
         try:
             found = self._bytes_of(source, block.place, early)
         except Exception as error:
             found = _Failure(error)
-        if not block.fetched.is_set():
-            self._have(plan, block, found)
-        else:  # it is written, or can't be
-            with self._lock:
-                plan.release(block)
+        finally:
+            if not block.fetched.is_set():
+                self._have(plan, block, found)
+            else:  # it is written, or can't be
+                with self._lock:
+                    plan.release(block)
 
     def _have(self, plan: _Plan, block: _Block, found: Any, *, writes: bool = False) -> None:
         failed = type(found) is _Failure

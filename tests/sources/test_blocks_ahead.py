@@ -108,7 +108,7 @@ class Gated(Shards[int]):
         self.size, self.gate, self.began = size, threading.Event(), threading.Semaphore(0)
         self.fetches: Counter[tuple[int, int, int]] = Counter()
         self.alone: list[int] = []
-        self.errors: dict[int, list[Exception]] = {}
+        self.errors: dict[int, list[BaseException]] = {}
         self.each = each
         super().__init__([f"shard {n}" for n in range(shards)], [each] * shards)
 
@@ -196,6 +196,32 @@ def test_a_block_that_failed_is_read_sample_by_sample(gated: Any) -> None:
     source.errors = {2: [OSError("503")]}
     assert sorted(map(source.__getitem__, BlockShuffleSampler(source, seed=0))) == [*range(12)]
     assert sorted(source.alone) == [6, 7, 8]
+
+
+def test_samples_of_an_interrupted_block_are_read_one_by_one(gated: Any) -> None:
+    """Ctrl-C, in the thread that fetches a block as there is no room for it ahead of time."""
+    source = gated(4, 2, limit=100)
+    source.gate.set()
+    indices = [*BlockShuffleSampler(source, seed=0, window_blocks=1)]
+    interrupted = indices[2] // 2
+    source.errors = {interrupted: [KeyboardInterrupt()]}
+    assert source[indices[0]] == indices[0]
+    with pytest.raises(KeyboardInterrupt):
+        source[indices[2]]
+    assert [source[index] for index in indices[1:]] == indices[1:]
+    assert sorted(source.alone) == [2 * interrupted, 2 * interrupted + 1]
+
+
+def test_blocks_are_read_one_by_one_if_no_thread_can_start(
+    gated: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    source = gated(4, 2)
+    source.gate.set()
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert sorted(map(source.__getitem__, BlockShuffleSampler(source, seed=0))) == [*range(8)]
 
 
 def test_a_shard_that_is_not_there_is_asked_for_once(gated: Any) -> None:
