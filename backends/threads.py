@@ -185,9 +185,9 @@ class _TaskSharing:
     A worker whose `init_fn` has seeded generators draws from them in the order of its tasks, so no task
     of such a crew is shared.
 
-    `mean`, `limit` and `whole` are there for the crew, which notes the seconds of every task by
-    `mean` and calls `turn` if ``whole == (mean > limit)``. They are changed without a lock: a lost
-    note is no harm.
+    `mean`, `limit` and `shares` are there for the crew, which notes the seconds of every task by
+    `mean` and calls `turn` if ``shares != (mean > limit)``. They are changed without a lock: a lost
+    note is no harm. Sharing begins above `_worth` seconds and ends below half of that.
     """
 
     def __init__(
@@ -196,9 +196,9 @@ class _TaskSharing:
         self._samples_of = samples_of
         self._worth = max(_LEAST, workers * _EACH)
         # All the mutable state:
-        self.whole = False  # each task is done by one worker
+        self.shares = True  # all workers do each task together
         self.mean = 0.0  # recent seconds of a task
-        self.limit = float("inf")  # for `mean`; crossing it changes `whole`
+        self.limit = float("inf")  # for `mean`; crossing it changes `shares`
         self._workers: list[Worker] = []
         self._inboxes: list[_Inbox] = []
         self._known = waits  # the duration of tasks is known
@@ -231,7 +231,7 @@ class _TaskSharing:
                     self._held = [*(task for task in self._held if task.items), shared]
                     self._inboxes[worker].put(UnsharedTask(shared))
                     return True
-        if self.whole:
+        if not self.shares:
             return False
         shared.shared = True
         queued += [(inbox, shared) for inbox in self._inboxes]
@@ -244,14 +244,14 @@ class _TaskSharing:
                 self.mean = seconds
                 self._decide(self.mean > self._worth)
                 held, self._held = self._held, []
-                if not self.whole:
+                if self.shares:
                     for task in held:
                         task.shared = True
                         for inbox in self._inboxes:
                             inbox.put(task)
                 self._known = True
-            elif self.whole == (self.mean > self.limit):
-                self._decide(self.whole)
+            elif self.shares != (self.mean > self.limit):
+                self._decide(not self.shares)
 
     def at_work(self, worker: int) -> tuple[SharedTask, dict[int, int]] | None:
         """Return the oldest task of `worker` that any worker is fetching, and its samples in flight.
@@ -268,10 +268,8 @@ class _TaskSharing:
     def _decide(self, share: bool) -> None:
         # After a failed `init_fn` all tasks of the worker are errors.
         never = any(worker.broken or worker.draws_in_turn for worker in self._workers)
-        self.whole = never or not share
-        self.limit = self._worth / 2 if share else self._worth
-        if never:
-            self.limit = float("inf")
+        self.shares = share and not never
+        self.limit = float("inf") if never else self._worth / 2 if share else self._worth
 
 
 class _ThreadCrew(Crew):
@@ -322,7 +320,7 @@ class _ThreadCrew(Crew):
             self._threads[worker].messages.put(message)
         elif (
             self._sharing is None
-            or self._sharing.whole
+            or not self._sharing.shares
             or not self._sharing.send(worker, message, self._queued)
         ):
             self._queued.append((self._threads[worker].messages, message))
@@ -359,6 +357,6 @@ class _ThreadCrew(Crew):
         sharing = self._sharing
         if sharing is not None and type(event) is Done:
             sharing.mean += (event.seconds - sharing.mean) * NEW
-            if sharing.whole == (sharing.mean > sharing.limit):
+            if sharing.shares != (sharing.mean > sharing.limit):
                 sharing.turn(event.seconds)
         self.report(event)

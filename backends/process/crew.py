@@ -647,12 +647,12 @@ class ProcessCrew(Crew):
         The task then counts as not answered.
         """
         found = frames.decode_fields(frame.parts)
-        kind, seq, body, returned, slot_map, extras, count, seconds, position = found
+        seq, slot_map = found.seq, found.slot_map
         channel = self._workers[worker].channel
-        if returned:
-            channel.take_back(returned)
-        if kind == frames.DONE:
-            metadata = None if extras is None else frames.decode_extras(extras)
+        if found.returned:
+            channel.take_back(found.returned)
+        if found.kind == frames.DONE:
+            metadata = None if found.extras is None else frames.decode_extras(found.extras)
             slots = channel.results
             if slot_map is not None:
                 slots.learn(slot_map, frame.fds)
@@ -660,24 +660,24 @@ class ProcessCrew(Crew):
                     return None
             if channel.forwarded:
                 channel.answered(seq)
+            parts = (found.body, frame.parts[1:], found.items, self._starter.forks)
             if slot_map is None:
-                result = ProcessResult(body, frame.parts[1:], count, self._starter.forks)
+                result = ProcessResult(*parts)
             else:
                 self._overflow = self._overflow or slot_map.refusal or slots.overflow
-                result = SlottedResult(
-                    body, frame.parts[1:], count, self._starter.forks, slots, slot_map
-                )
-            return Done(worker, seq, result, seconds, position, metadata)
-        if kind == frames.FAILED:
+                result = SlottedResult(*parts, slots, slot_map)
+            return Done(worker, seq, result, found.seconds, found.position, metadata)
+        if found.kind == frames.FAILED:
             channel.answered(seq)
-            return Failed(worker, seq, frames.decode_failure(body), position)
-        if kind == frames.EXHAUSTED:
+            return Failed(worker, seq, frames.decode_failure(found.body), found.position)
+        if found.kind == frames.EXHAUSTED:
             channel.all_answered()
-            return Exhausted(worker, seq, position, frames.decode_shard_start(body))
-        if kind != frames.READY:
+            start = frames.decode_shard_start(found.body)
+            return Exhausted(worker, seq, found.position, start)
+        if found.kind != frames.READY:
             raise DamagedMessage("a worker sent a message that is not an event")
         self._starter.arrived(worker)
-        return Ready(worker, frames.decode_shard_start(body))
+        return Ready(worker, frames.decode_shard_start(found.body))
 
     def _has_ended(self, worker: int) -> bool:
         handle = self._handles[worker]

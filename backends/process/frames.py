@@ -247,12 +247,22 @@ def encode_fields(
     return whole
 
 
-def decode_fields(
-    parts: Sequence[memoryview],
-) -> tuple[
-    int, int, memoryview, Sequence[int], SlotMap | None, bytes | None, int | None, float, int
-]:
-    """Read the parameters of `encode_fields`, in their order; items is None where there is no list.
+class Fields(NamedTuple):
+    """Parameters of `encode_fields`; `items` is None where there is no list."""
+
+    kind: int
+    seq: int
+    body: memoryview
+    returned: Sequence[int]
+    slot_map: SlotMap | None
+    extras: bytes | None
+    items: int | None
+    seconds: float
+    position: int
+
+
+def decode_fields(parts: Sequence[memoryview]) -> Fields:
+    """Read the parameters of `encode_fields`.
 
     Raises `DamagedMessage` if `encode_fields` has not written it.
     """
@@ -265,7 +275,7 @@ def decode_fields(
         raise DamagedMessage("a message has no valid head")
     items = None if count < 0 else count
     if not (size or back):
-        return kind, seq, part[_BEGIN:], (), None, None, items, spent * 1e-9, position
+        return Fields(kind, seq, part[_BEGIN:], (), None, None, items, spent * 1e-9, position)
     start = _BEGIN + 8 * back
     end = start + size
     if end > len(part):
@@ -277,7 +287,8 @@ def decode_fields(
         if tuple(map(type, meta)) not in _METAS:
             raise DamagedMessage(f"a message has invalid metadata: {meta!r:.100}")
         slot_map, extras = meta
-    return kind, seq, part[end:], returned, slot_map, extras, items, spent * 1e-9, position
+    body = part[end:]
+    return Fields(kind, seq, body, returned, slot_map, extras, items, spent * 1e-9, position)
 
 
 def _loaded(pickled: Any, kind: type | tuple[type, ...], what: str) -> Any:
@@ -312,8 +323,9 @@ def decode_message(
 
     Raises `Unreadable` if the index of a task can't be loaded, and `DamagedMessage`.
     """
-    kind, seq, body, returned, slot_map, _, item, *_ = decode_fields(parts)
-    if kind == OTHER:
+    found = decode_fields(parts)
+    body, returned = found.body, found.returned
+    if found.kind == OTHER:
         try:
             message = unpack(body, parts[1:])
         except Exception as error:  # damaged bytes may raise any error
@@ -322,14 +334,16 @@ def decode_message(
             ) from error
         if isinstance(message, (Begin, Stop)):
             return message, returned
-    if kind != TASK:
+    if found.kind != TASK:
         raise DamagedMessage("the parent sent a message of an unknown kind")
     try:
-        if slot_map is None:
-            return Task(seq, unpack(body, parts[1:]), item or 0), returned
-        return Task(seq, open_packed(body, parts[1:], slots, slot_map, fds), item or 0), returned
+        if found.slot_map is None:
+            index = unpack(body, parts[1:])
+        else:
+            index = open_packed(body, parts[1:], slots, found.slot_map, fds)
+        return Task(found.seq, index, found.items or 0), returned
     except Exception as error:
-        raise Unreadable(seq, returned, error) from error
+        raise Unreadable(found.seq, returned, error) from error
 
 
 def open_packed(
