@@ -2,7 +2,7 @@
 
 - The front (`dataloader`, `stateful_dataloader`) makes a plan (`plan`), which reads the attributes of
   the loader once.
-- The iterator (`iterator`) runs an epoch of the plan. `pass_start` begins the epoch, and `progress`
+- The iterator (`iterator`) runs an epoch of the plan. `state` begins the epoch, and `progress`
   counts it.
 - The state (`state`, `torchdata_form`) is a dict of these counts and the samplers' states.
 

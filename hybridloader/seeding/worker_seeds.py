@@ -213,7 +213,7 @@ def _borrowed() -> Iterator[None]:
 # -- exclusive and shared use of the global generators of this process, with their states restored after
 #
 # An inline worker borrows the generators alone and sets its own states. Threads that run an `init_fn`
-# borrow them together. Each of these threads draws from its own replacements (see `thread_sample_rng`).
+# borrow them together. Each of these threads draws from its own replacements (see `thread_generators`).
 # Some generators, such as those of devices, have no replacement; their states are restored after the
 # last thread. This module seeds nothing itself, except a library imported during a loan.
 
