@@ -4,7 +4,7 @@ python examples/pack_text.py
 Documents of two sources are written into Parquet shards. A pipeline shuffles each, tokenizes them on
 threads, mixes them by weight and packs them into rows of one length. It stops after some batches;
 another one resumes from its state. Together they made the batches of a run that was not stopped.
-Needs: pip install 'hybridloader[parquet]'
+Needs: pip install -e ".[parquet]" (in the clone)
 """
 
 import json

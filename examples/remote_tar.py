@@ -3,7 +3,7 @@
 Archives in the form of webdataset lie behind a local server, which stands for an object store. They are
 indexed once, and samples are read by ranges of bytes, in random order. The loader stops after some
 batches; another one, with other workers, goes on from its state. Together they had every sample once.
-Needs: pip install 'hybridloader[files]'
+Needs: pip install -e ".[files]" (in the clone)
 """
 
 import io

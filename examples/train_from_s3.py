@@ -4,7 +4,7 @@ A local server stands for S3. `pack` writes shards with their indices into a buc
 train a model on them: each reads blocks of its own ahead, and both share one cache on the local disk.
 They stop in the middle of the epoch, save a checkpoint, and two new processes with other workers resume
 from it. Together, all ranks have trained on each sample once.
-Needs: pip install 'hybridloader[files]' s3fs 'moto[server]'
+Needs: pip install -e ".[files]" s3fs "moto[server]" (in the clone)
 """
 
 import io

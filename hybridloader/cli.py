@@ -447,7 +447,7 @@ def _demo(arguments: argparse.Namespace) -> str | None:
         needed |= {"skimage": "scikit-image", "sklearn": "scikit-learn"}
     missing = [package for name, package in needed.items() if not importlib.util.find_spec(name)]
     if missing:
-        return f"needs {' and '.join(missing)}; install it with: pip install 'hybridloader[demo]'"
+        return f"needs {' and '.join(missing)}; install it with: pip install {' '.join(missing)}"
     from hybridloader.demo import DemoError, run
     from hybridloader.errors import BackendUnavailable
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from hybridloader.errors import SourceError
 
-INSTALL = "pip install 'hybridloader[parquet]'"
+INSTALL = "pip install pyarrow"
 
 Ints = npt.NDArray[np.int64]
 Names = tuple[str, ...]

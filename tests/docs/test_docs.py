@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import doctest
 import importlib.util
 import json
@@ -222,3 +223,20 @@ def test_a_report_of_a_run_becomes_a_record(tmp_path: Path) -> None:
     found = tested.counted(report, "tests/stress")
     assert (found["passed"], found["failed"], found["errors"]) == (3, 2, 1)
     assert f"| tests/stress | 3 | 2 | 1 | {found['date']} |" in tested.table([found])
+
+
+def test_install_lines_work_without_a_registry() -> None:
+    """Check that only the page of installation names the package as a registry would have it."""
+    sources = [
+        path
+        for folder in ("hybridloader", "backends", "examples")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+    ]
+    extras = re.compile(r"install ['\"]?hybridloader\b|['\"]hybridloader\[|-e ['\"]?\.\[(\w+)\]")
+    found = {path: extras.findall(path.read_text()) for path in [*PAGES, *sources]}
+    del found[ROOT / "RELEASING.md"]  # of a release, by its name
+    assert found.pop(ROOT / "docs" / "installation.md").count("") == 1
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    for path, names in found.items():
+        assert {*names} <= {*config["options.extras_require"]}, path.name
