@@ -44,7 +44,10 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         for name, count in (("web", 300), ("books", 40)):
             counts = pack(
-                documents(name, count), f"{folder}/{name}", format="parquet", samples_per_shard=100
+                documents(name, count),
+                f"{folder}/{name}",
+                format="parquet",
+                samples_per_shard=100,
             )
             print(f"{name}: {sum(counts)} documents in {len(counts)} shards")
         whole = list(pipeline(folder).run())
@@ -60,10 +63,14 @@ def main():
 
     assert len(found) == len(whole)
     assert all(
-        torch.equal(a[name], b[name]) for a, b in zip(found, whole, strict=True) for name in a
+        torch.equal(a[name], b[name])
+        for a, b in zip(found, whole, strict=True)
+        for name in a
     )
     segments = torch.cat([batch["segment_ids"] for batch in found])
-    print(f"and resumed: the same {len(segments)} rows of {LENGTH} tokens, none of them padding")
+    print(
+        f"and resumed: the same {len(segments)} rows of {LENGTH} tokens, none of them padding"
+    )
     assert segments.min() == 1
 
 

@@ -47,7 +47,10 @@ class Store(BaseHTTPRequestHandler):
     def do_GET(self):
         data, status = self.server.files[self.path], 200
         if asked := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
-            data, status = data[int(asked[1]) : int(asked[2]) + 1 if asked[2] else None], 206
+            data, status = (
+                data[int(asked[1]) : int(asked[2]) + 1 if asked[2] else None],
+                206,
+            )
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
@@ -84,7 +87,9 @@ def loader_of(url, index, workers):
 
 def main():
     server = ThreadingHTTPServer(("127.0.0.1", 0), Store)
-    server.files = {f"/train-{n:02d}.tar": archive(n * SAMPLES) for n in range(ARCHIVES)}
+    server.files = {
+        f"/train-{n:02d}.tar": archive(n * SAMPLES) for n in range(ARCHIVES)
+    }
     threading.Thread(target=server.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{server.server_port}"
     seen = []

@@ -47,7 +47,9 @@ def write_shards(endpoint):
     for number in range(SAMPLES):
         values = torch.randn(4, generator=generator)
         label = int(values.sum() > 0)
-        samples.append({"__key__": f"{number:06d}", "npy": values.numpy(), "cls": label})
+        samples.append(
+            {"__key__": f"{number:06d}", "npy": values.numpy(), "cls": label}
+        )
     pack(samples, URL, shards=SHARDS, storage_options=options_of(endpoint))
 
 
@@ -71,7 +73,9 @@ def train(endpoint, folder, workers, stop_after):
     sampler = BlockShuffleSampler(
         samples, seed=0, block_size=25, window_blocks=4, num_canonical_ranks=RANKS
     )
-    loader = DataLoader(samples, BATCH, sampler=sampler, num_workers=workers, backend="threads")
+    loader = DataLoader(
+        samples, BATCH, sampler=sampler, num_workers=workers, backend="threads"
+    )
     model = DistributedDataParallel(torch.nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     checkpoint = Path(folder, "checkpoint.pt")
@@ -105,11 +109,22 @@ def launch(endpoint, folder, *, workers, stop_after):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    command = [sys.executable, __file__, endpoint, folder, str(workers), str(stop_after)]
+    command = [
+        sys.executable,
+        __file__,
+        endpoint,
+        folder,
+        str(workers),
+        str(stop_after),
+    ]
     ranks = []
     for rank in range(RANKS):
         environ = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
-        environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+        environ |= {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "OMP_NUM_THREADS": "1",
+        }
         ranks.append(subprocess.Popen(command, env={**os.environ, **environ}))
     codes = [rank.wait() for rank in ranks]
     if any(codes):
