@@ -16,6 +16,7 @@ from types import ModuleType
 
 import pytest
 import torch
+import yaml
 from support.excerpts import is_part
 
 import hybridloader
@@ -174,6 +175,26 @@ def test_links_to_headings_find_them() -> None:
         for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", page.read_text()):
             there = page.parent / target if target else page
             assert anchor in anchors(there), f"{page.name}: {target}#{anchor}"
+
+
+def test_titles_in_the_navigation_are_those_of_pages() -> None:
+    """Check that only two entries have a title beside that of their page, which mkdocs takes."""
+    entries = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    pages = []
+    while entries:
+        entry = entries.pop()
+        if isinstance(entry, str):
+            pages.append(entry)
+            continue
+        ((title, below),) = entry.items()
+        if isinstance(below, list):
+            entries += below
+        else:
+            assert title in ("Home", "Troubleshooting")
+            pages.append(below)
+    assert len(pages) == len({*pages}) > 60
+    shown = {path.relative_to(ROOT / "docs").as_posix() for path in PAGES if path.parent != ROOT}
+    assert shown - {*pages} == {"decisions.md"}
 
 
 def test_the_files_that_pages_name_are_there() -> None:
