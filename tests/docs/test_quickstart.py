@@ -1,4 +1,4 @@
-"""The page Quickstart: all of its blocks run, one after the other; 16 batches come once each, 6 of them before the checkpoint."""
+"""The page Quickstart: all blocks run in turn, and 16 batches come once each: 6, and 10 resumed."""
 
 from __future__ import annotations
 
