@@ -22,11 +22,8 @@ def train(folder, backend, *, resume):
         model, torch.optim.Adam(model.parameters(), 0.01)
     )
     pipe = Pipeline.from_dataset(range(320), shuffle=True)
-    pipe = (
-        pipe.map(sample, backend=backend, num_workers=2)
-        .batch(32)
-        .to(accelerator.device)
-    )
+    pipe = pipe.map(sample, backend=backend, num_workers=2)
+    pipe = pipe.batch(32).to(accelerator.device)
     with PipelineLoader(pipe, seed=0) as loader:
         accelerator.register_for_checkpointing(loader)
         if resume:
