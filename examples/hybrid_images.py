@@ -84,7 +84,7 @@ def main(folder, images=None, mermaid=False):
     seconds = time.perf_counter() - start
     red, green, blue = (total / count).tolist()
     print(f"{count:,} images in {seconds:.1f} s: {count / seconds:,.0f} a second")
-    print(f"mean colour: {red:.0f} {green:.0f} {blue:.0f}\n")
+    print(f"mean color: {red:.0f} {green:.0f} {blue:.0f}\n")
     print(stats)
 
 

@@ -2,7 +2,7 @@
 
     python examples/cookbook/medical.py [--volumes N] [--size N] [--rounds N]
 
-It writes NIfTI files with a tumour each, trains on crops of them, and compares loaders.
+It writes NIfTI files with a tumor each, trains on crops of them, and compares loaders.
 """
 
 # needs: monai nibabel

@@ -79,7 +79,7 @@ def layer(before, after):
 
 
 class Network(nn.Module):
-    """Four convolutions and a linear layer, for batches of pixels as they come: bytes, colours last."""
+    """Four convolutions and a linear layer, for batches of pixels as they come: bytes, colors last."""
 
     def __init__(self, classes):
         super().__init__()

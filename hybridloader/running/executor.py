@@ -103,7 +103,7 @@ class Executor(Runner):
         self.stages = RunningStages(self.seed, self.closed, observation)
         self._pinners: dict[Any, Pinner | None] = {}  # by the function that makes them
         self.relays: dict[Path, RunningRelay] = {}
-        self.initialised: set[Path] = set()  # nodes without workers that had their `worker_init_fn`
+        self.initialized: set[Path] = set()  # nodes without workers that had their `worker_init_fn`
         self._coroutines: list[Any] = []  # of functions without workers
         self._inline: dict[tuple[Path, int], TaskContext] = {}  # of these, too, in the latest pass
         self._ending = threading.RLock()

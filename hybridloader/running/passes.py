@@ -263,9 +263,9 @@ class ChainPass:
     ) -> Iterator[Any]:
         stages, policy = self.executor.stages, node.placement.on_error
         init_fn = node.placement.worker_init_fn
-        if init_fn is not None and node.path not in self.executor.initialised:
+        if init_fn is not None and node.path not in self.executor.initialized:
             init_fn(0)  # once for all passes, as in a worker
-            self.executor.initialised.add(node.path)
+            self.executor.initialized.add(node.path)
         ledger = self._ledger(node, begins)
         for number, work in enumerate(node.works):
             sample_rng = stages.sample_rng_of(

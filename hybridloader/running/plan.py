@@ -231,7 +231,7 @@ def _is_one_to_one_work(operator: Operator) -> bool:
 
 
 def _grouped(operators: list[Operator], cuts: Set[int]) -> Iterator[Node]:
-    """Yield nodes, neighbours that may share workers as one; the functions of `cuts` begin one."""
+    """Yield nodes, neighbors that may share workers as one; the functions of `cuts` begin one."""
     group: list[Operator] = []
     shared = Placement()
     functions = others = 0  # before this one

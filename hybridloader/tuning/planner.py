@@ -1,7 +1,7 @@
 """Search for the plan of workers: pure decisions, from measured trials to the next plan to try.
 
 The search first sees one thread and two, from which follow the costs of each stage. From these follow
-first plans; then neighbours of the best one are tried, with more and with fewer workers, until none is
+first plans; then neighbors of the best one are tried, with more and with fewer workers, until none is
 better by more than the noise. It never proposes a plan beyond the limits. No clock, no thread.
 """
 
@@ -209,7 +209,7 @@ class Search:
         base = self._fastest()
         while base is not None:
             moved = False
-            for plan in self._neighbours(base):
+            for plan in self._neighbors(base):
                 if not self._open(plan):
                     continue
                 yield plan
@@ -337,7 +337,7 @@ class Search:
             plan = (*plan[:widest], smaller, *plan[widest + 1 :])
         return plan
 
-    def _neighbours(self, trial: Trial) -> Iterator[Plan]:
+    def _neighbors(self, trial: Trial) -> Iterator[Plan]:
         """Yield plans beside that of `trial`: those of its busiest stage first."""
         busy = set(range(len(self.stages))).difference(self.idle)
         cheaper = self.keeps_up(trial)  # only cheaper ones are of use

@@ -255,7 +255,7 @@ def _backends() -> tuple[tuple[str, ...], dict[str, str]]:
     elif (method := multiprocessing.get_start_method()) != "fork":
         refused["fork"] = f"the start method of multiprocessing is {method!r}"
     elif (device := device_in_use()) is not None:
-        refused["fork"] = f"{device} is initialised, which does not survive a fork"
+        refused["fork"] = f"{device} is initialized, which does not survive a fork"
     elif (hazard := fork_hazard()) is not None:
         refused["fork"] = hazard.runs
     if "fork" in refused:

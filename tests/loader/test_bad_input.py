@@ -311,7 +311,7 @@ def test_an_unknown_option_is_refused_as_by_any_function(options: dict[str, Any]
 
 
 @pytest.mark.parametrize("backend", ["fork", SharedMemory("fork")])
-def test_no_fork_after_cuda_was_initialised(
+def test_no_fork_after_cuda_was_initialized(
     monkeypatch: pytest.MonkeyPatch, backend: str | Backend
 ) -> None:
     loader = DataLoader(Numbers(), num_workers=1, backend=backend)
@@ -334,7 +334,7 @@ def test_no_fork_after_cuda_was_initialised(
         pytest.param("spawn", marks=pytest.mark.full),
     ],
 )
-def test_other_backends_serve_after_cuda_was_initialised(
+def test_other_backends_serve_after_cuda_was_initialized(
     monkeypatch: pytest.MonkeyPatch, backend: str | None
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
