@@ -101,7 +101,7 @@ def from_numpy(folder):
 
 
 def from_parquet(folder):
-    # Columns=[...] reads a part of them
+    # columns=[...] reads a part of them
     rows = Parquet(folder / "parquet", tensors=True)
     sampler = BlockShuffleSampler(rows, seed=0, window_blocks=8)
     return DataLoader(
