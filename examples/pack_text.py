@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from hybridloader import Pipeline
-from hybridloader.sources import Parquet, pack
+from hybridloader.sources import Parquet, write_shards
 
 LENGTH, BATCH = 64, 4
 """Tokens of a row, and rows of a batch."""
@@ -43,7 +43,7 @@ def pipeline(folder):
 def main():
     with tempfile.TemporaryDirectory() as folder:
         for name, count in (("web", 300), ("books", 40)):
-            counts = pack(
+            counts = write_shards(
                 documents(name, count),
                 f"{folder}/{name}",
                 format="parquet",

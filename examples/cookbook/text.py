@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from hybridloader import Pipeline
 from hybridloader.sampling import BlockShuffleSampler
-from hybridloader.sources import Parquet, pack
+from hybridloader.sources import Parquet, write_shards
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are the parallelism
 
@@ -138,7 +138,7 @@ def epoch(made):
 def main(folder, copies, rounds):
     tokenizer = f"{folder}/tokenizer.json"
     train_tokenizer(tokenizer)
-    counts = pack(
+    counts = write_shards(
         documents(copies), f"{folder}/text", format="parquet", samples_per_shard=100
     )
     print(f"{sum(counts)} documents in {len(counts)} files")

@@ -372,8 +372,9 @@ def backend_names() -> tuple[str, ...]:
 
 
 def normalize(name: str) -> str:
-    """Return the registered form of a name: ``"shared-memory"`` for ``"Shared_Memory"``."""
-    return name.strip().lower().replace("_", "-")
+    """Return the registered form of a name: ``"shared-memory"`` for ``"processes"``."""
+    name = name.strip().lower().replace("_", "-")
+    return "shared-memory" if name == "processes" else name
 
 
 def get_backend(backend: Any) -> Backend:
@@ -395,8 +396,7 @@ def get_backend(backend: Any) -> Backend:
     if not isinstance(backend, str):
         hint = f"; use an instance: {backend.__name__}()" if isinstance(backend, type) else ""
         raise TypeError(f"backend must be a name or a Backend, not {backend!r}{hint}")
-    entry = known().get(normalize(backend))
-    if entry is None:
+    if (entry := known().get(normalize(backend))) is None:
         listed = ", ".join(f"{name} ({known()[name].install})" for name in known())
         raise BackendUnavailable(f"unknown backend {backend!r}; there are: {listed}")
     made: Any = _load(backend, entry)()

@@ -319,7 +319,7 @@ class Pipeline(Steps):
         """Return the pipeline with measured workers for the steps with ``"auto"``; see docs/tuning.md.
 
         It is measured at the first call, for at most 5 seconds, and not again. Raises `ValueError` if a
-        pipeline that this one joins, or the one before a fork, has ``"auto"``.
+        pipeline that this one joins, or the one before a tee, has ``"auto"``.
         """
         steps = [s for s in steps_in(self) if s.placement is not None and s.placement.auto]
         if not steps:
@@ -328,7 +328,7 @@ class Pipeline(Steps):
         for step in steps:
             if id(step) not in own:
                 raise ValueError(
-                    f"{step.name} has 'auto', and its pipeline is joined or forked: join or fork "
+                    f"{step.name} has 'auto', and its pipeline is joined or has a tee: join or tee "
                     "pipeline.settled(), which measures that pipeline alone"
                 )
         if not self._chosen:
@@ -393,12 +393,12 @@ def _calls(operators: Sequence[Operator]) -> int:
     """Estimate the greatest depth of nested calls while these are opened, pulled or closed.
 
     The numbers were measured with a row of each operator. A step that itself opens the step before
-    it takes most. A fork is planned again for every branch, so the time doubles with each level of
-    forks.
+    it takes most. A tee is planned again for every branch, so the time doubles with each level of
+    tees.
     """
     deep = 0
     for at, operator in enumerate(operators):
-        place = operator.fork_place
+        place = operator.tee_place
         if place is not None and place[0].count > 1:
             deep += 60
         elif operator.branches() or (at and operator.begins_itself):

@@ -18,9 +18,9 @@ from hybridloader.pipeline.operators.cache import Cache, fingerprint_of_steps, r
 from hybridloader.pipeline.operators.joins import (
     Branch,
     Concat,
-    ForkPoint,
     Interleave,
     Mix,
+    TeePoint,
     Weights,
     Zip,
 )
@@ -172,13 +172,13 @@ class Steps(Chain):
         join = Interleave((self, *others), block_length)
         return self._made([join])
 
-    def fork(self, count: int = 2) -> tuple[Self, ...]:
+    def tee(self, count: int = 2) -> tuple[Self, ...]:
         """`count` pipelines that each return the items of this one, which runs once.
 
         Join all of them again, as in ``Pipeline.zip(a.map(f), b.map(g))``.
         """
-        fork = ForkPoint(self, count)
-        return tuple(self._made([Branch(fork, number)]) for number in range(count))
+        point = TeePoint(self, count)
+        return tuple(self._made([Branch(point, number)]) for number in range(count))
 
     # -- the end -------------------------------------------------------------------------------------
 

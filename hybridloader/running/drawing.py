@@ -26,8 +26,8 @@ def as_table(pipeline: Chain) -> str:
 Row = tuple[str, str, str, str]
 
 
-def _rows(plan: ChainPlan, indent: str, forks: set[Path], taker: str) -> Iterator[Row]:
-    """Yield the rows of a chain and its branches; `forks` are the paths of those that were shown."""
+def _rows(plan: ChainPlan, indent: str, tees: set[Path], taker: str) -> Iterator[Row]:
+    """Yield the rows of a chain and its branches; `tees` are the paths of those that were shown."""
     length: Length = None
     for at, node in enumerate(plan.nodes):
         if isinstance(node, RelayNode):
@@ -36,8 +36,8 @@ def _rows(plan: ChainPlan, indent: str, forks: set[Path], taker: str) -> Iterato
             continue
         where, how, name = _puller(plan.nodes, at, taker), "", node.name
         if isinstance(node, OperatorNode):
-            yield from _branches(node, indent, forks, where)
-            name, place = node.operator.describe(), node.operator.fork_place
+            yield from _branches(node, indent, tees, where)
+            name, place = node.operator.describe(), node.operator.tee_place
             if place is not None:
                 name = f"branch {place[1]} of {_fork(node)}"
         elif isinstance(node, WorkerNode):
@@ -48,22 +48,22 @@ def _rows(plan: ChainPlan, indent: str, forks: set[Path], taker: str) -> Iterato
         yield f"{indent}{name}", where, how, of_length(length)
 
 
-def _branches(node: OperatorNode, indent: str, forks: set[Path], taker: str) -> Iterator[Row]:
-    """Yield the rows of the branches of `node`; a fork is shown where it is met first."""
+def _branches(node: OperatorNode, indent: str, tees: set[Path], taker: str) -> Iterator[Row]:
+    """Yield the rows of the branches of `node`; a tee is shown where it is met first."""
     for number, branch in enumerate(node.branches):
         name = f"{node.name} {number}"
-        if node.operator.fork_place is not None:
-            if branch.path in forks:
+        if node.operator.tee_place is not None:
+            if branch.path in tees:
                 continue
-            forks.add(branch.path)
+            tees.add(branch.path)
             name = _fork(node)
         yield f"{indent}{name}:", "", "", ""
-        yield from _rows(branch, indent + "  ", forks, taker)
+        yield from _rows(branch, indent + "  ", tees, taker)
 
 
 def _fork(node: OperatorNode) -> str:
-    """Name the fork of a branch: the first one has the path -1."""
-    return f"fork {-1 - node.branches[0].path[0]}"
+    """Name the tee of a branch: the first one has the path -1."""
+    return f"tee {-1 - node.branches[0].path[0]}"
 
 
 def _puller(nodes: Sequence[Node], at: int, taker: str) -> str:
@@ -103,7 +103,7 @@ def as_mermaid(pipeline: Chain) -> str:
 
 
 class _Picture:
-    """Boxes, the arrows between them, and the forks that were drawn already."""
+    """Boxes, the arrows between them, and the tees that were drawn already."""
 
     def __init__(self) -> None:
         self.boxes: list[str] = []
@@ -117,7 +117,7 @@ class _Picture:
             if isinstance(node, RelayNode) and node.options.depth is None:
                 arrow = "-. relay .->"
                 continue
-            if isinstance(node, OperatorNode) and node.operator.fork_place is not None:
+            if isinstance(node, OperatorNode) and node.operator.tee_place is not None:
                 trunk = node.branches[0]
                 if trunk.path not in self._forks:
                     self._forks[trunk.path] = self.draw(trunk)

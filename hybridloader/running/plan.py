@@ -27,7 +27,7 @@ AHEAD = 2
 Path = tuple[int, ...]
 """Path of a node: its number in its chain, after those of the nodes and branches around the chain.
 
-A fork has one path, a negative number, wherever it is opened from.
+A tee has one path, a negative number, wherever it is opened from.
 """
 
 
@@ -158,11 +158,11 @@ Cuts = Mapping[Path, Set[int]]
 
 @dataclass
 class _Layout:
-    """Cuts and forks that all chains of one plan share while it is made."""
+    """Cuts and tees that all chains of one plan share while it is made."""
 
     cuts: Cuts
-    forks: dict[int, ChainPlan | None] = field(default_factory=dict)
-    """Trunks of the forks that were met, by the identity of the fork; None while one is laid out."""
+    tees: dict[int, ChainPlan | None] = field(default_factory=dict)
+    """Trunks of the tees that were met, by the identity of the tee; None while one is laid out."""
 
 
 def lay_out(chain: Chain, cuts: Cuts | None = None) -> ChainPlan:
@@ -171,17 +171,17 @@ def lay_out(chain: Chain, cuts: Cuts | None = None) -> ChainPlan:
 
 
 def _branches(operator: Operator, where: Path, layout: _Layout) -> Iterator[ChainPlan]:
-    place = operator.fork_place
+    place = operator.tee_place
     for number, branch in enumerate(operator.branches()):
         if place is None:
             yield _laid(branch, (*where, number), layout)
             continue
-        fork, forks = id(place[0]), layout.forks
-        if fork not in forks:
-            forks[fork] = None
-            forks[fork] = _laid(branch, (-len(forks),), layout)
-        found = forks[fork]
-        assert found is not None  # no fork contains itself
+        tee, tees = id(place[0]), layout.tees
+        if tee not in tees:
+            tees[tee] = None
+            tees[tee] = _laid(branch, (-len(tees),), layout)
+        found = tees[tee]
+        assert found is not None  # no tee contains itself
         yield found
 
 
@@ -358,7 +358,7 @@ _Repeats = tuple[int, ...]
 
 
 def check(plan: ChainPlan) -> None:
-    """Find steps that can't run, before anything is started: forks, devices, steps and backends.
+    """Find steps that can't run, before anything is started: tees, devices, steps and backends.
 
     Raises `ValueError`, `BackendUnavailable` for a backend that can't serve here, or the error of a
     step.
@@ -366,20 +366,20 @@ def check(plan: ChainPlan) -> None:
     _check_devices(plan)
     for operator in steps_in(plan.chain):
         operator.check_run()
-    met: dict[Any, set[int]] = {}  # branches, by their fork
+    met: dict[Any, set[int]] = {}  # branches, by their tee
     repeated: dict[Any, _Repeats] = {}
-    for fork, number, repeats in _fork_places(plan.chain, ()):
-        met.setdefault(fork, set()).add(number)
-        if repeated.setdefault(fork, repeats) != repeats:
+    for tee, number, repeats in _tee_places(plan.chain, ()):
+        met.setdefault(tee, set()).add(number)
+        if repeated.setdefault(tee, repeats) != repeats:
             raise ValueError(
-                "a branch of a fork is repeated, but not its other branches, which get the same items; "
-                "repeat() before the fork, or after its branches are joined"
+                "a branch of a tee is repeated, but not its other branches, which get the same items; "
+                "repeat() before the tee, or after its branches are joined"
             )
-    for fork, numbers in met.items():
-        missing = sorted(set(range(fork.count)) - numbers)
+    for tee, numbers in met.items():
+        missing = sorted(set(range(tee.count)) - numbers)
         if missing:
             raise ValueError(
-                f"of the {fork.count} branches of a fork, {_listed(missing)} never joined, so "
+                f"of the {tee.count} branches of a tee, {_listed(missing)} never joined, so "
                 "their items would pile up. Join all of them, as in Pipeline.zip(a, b)"
             )
     for node in plan.all_nodes:
@@ -414,18 +414,18 @@ def _listed(numbers: list[int]) -> str:
     return f"number {shown} is" if len(numbers) == 1 else f"numbers {shown} are"
 
 
-def _fork_places(pipeline: Chain, repeats: _Repeats) -> Iterator[tuple[Any, int, _Repeats]]:
-    """Yield the fork and number of all branches, each with the repetitions that it is in."""
+def _tee_places(pipeline: Chain, repeats: _Repeats) -> Iterator[tuple[Any, int, _Repeats]]:
+    """Yield the tee and number of all branches, each with the repetitions that it is in."""
     inside = repeats + tuple(id(o) for o in pipeline.operators if o.many_passes)
     source = pipeline.operators[0]
-    if source.fork_place is not None:
-        yield *source.fork_place, inside
+    if source.tee_place is not None:
+        yield *source.tee_place, inside
     for inner in source.branches():
-        yield from _fork_places(inner, inside)
+        yield from _tee_places(inner, inside)
 
 
 def chains_in_rows(plan: ChainPlan) -> set[Path]:
-    """Return the paths of the chains that are in a `zip`, however deep; of a fork, if one branch is."""
+    """Return the paths of the chains that are in a `zip`, however deep; of a tee, if one branch is."""
     met: set[tuple[Path, bool]] = set()
     todo = [(plan, False)]
     while todo:

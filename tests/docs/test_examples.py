@@ -117,7 +117,7 @@ LENGTHS = {
     ".concat(other, ...)": lambda pipe: pipe.concat(pipe),
     ".interleave(other, ...)": lambda pipe: pipe.interleave(pipe),
     ".mix(other, ...)": lambda pipe: pipe.mix(pipe),
-    ".fork(count=2)": lambda pipe: pipe.fork(2)[0],
+    ".tee(count=2)": lambda pipe: pipe.tee(2)[0],
     ".pin_memory()": lambda pipe: pipe.pin_memory(),
     ".to(device)": lambda pipe: pipe.to("cuda"),
 }

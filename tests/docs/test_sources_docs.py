@@ -84,7 +84,7 @@ def test_every_block_about_packing_and_mixing_runs(page: str) -> None:
 def test_the_commands_of_the_page_are_understood() -> None:
     commands = re.findall(r"^hybridloader (.*)$", (DOCS / "packing.md").read_text(), re.MULTILINE)
     assert [parser().parse_args(shlex.split(line)).command for line in commands] == [
-        "pack",
+        "write-shards",
         "index",
     ]
 

@@ -58,9 +58,16 @@ def test_an_unknown_backend_is_refused_with_a_list_of_those_there_are(name: str)
     assert isinstance(caught.value, ValueError)
 
 
-@pytest.mark.parametrize("name", ["Threads", " threads ", "SHARED_MEMORY", "shared-memory", "Fork"])
+@pytest.mark.parametrize(
+    "name", ["Threads", " threads ", "SHARED_MEMORY", "shared-memory", "Fork", "Processes"]
+)
 def test_case_and_underscores_of_a_name_do_not_matter(name: str) -> None:
     assert DataLoader(Numbers(), num_workers=1, backend=name).backend == name
+
+
+def test_processes_are_another_name_of_shared_memory() -> None:
+    assert type(hybridloader.engine.get_backend("processes")) is SharedMemory
+    assert "processes" not in hybridloader.engine.backend_names()
 
 
 @pytest.mark.parametrize("kind", [Inline, Threads, Fork, Spawn, SharedMemory])
