@@ -51,7 +51,11 @@ def photos(files):
 
 def main(folder):
     classes = sorted(path for path in Path(folder).iterdir() if path.is_dir())
-    files = [(path, number) for number, found in enumerate(classes) for path in found.iterdir()]
+    files = [
+        (path, number)
+        for number, found in enumerate(classes)
+        for path in found.iterdir()
+    ]
     began, count = time.perf_counter(), 0
     with photos(files).run(observe=True) as run:
         for images, _ in run:

@@ -44,7 +44,10 @@ class Augment:
         for row in range(height):
             shift = round(strength * math.sin(phase + math.tau * row / 32))
             rippled[row] = np.roll(pixels[row], shift, axis=0)
-        top, left = self.random.integers(height - 160), self.random.integers(width - 160)
+        top, left = (
+            self.random.integers(height - 160),
+            self.random.integers(width - 160),
+        )
         crop = rippled[top : top + 160, left : left + 160]
         if self.random.random() < 0.5:
             crop = crop[:, ::-1]
@@ -64,7 +67,11 @@ def photos(files, count):
 
 def main(folder, images=None, mermaid=False):
     classes = sorted(path for path in Path(folder).iterdir() if path.is_dir())
-    files = [(path, label) for label, name in enumerate(classes) for path in sorted(name.iterdir())]
+    files = [
+        (path, label)
+        for label, name in enumerate(classes)
+        for path in sorted(name.iterdir())
+    ]
     pipe = photos(files, images or len(files))
     print(pipe.to_mermaid() if mermaid else pipe, end="\n\n")
 
@@ -77,15 +84,21 @@ def main(folder, images=None, mermaid=False):
     seconds = time.perf_counter() - start
     red, green, blue = (total / count).tolist()
     print(f"{count:,} images in {seconds:.1f} s: {count / seconds:,.0f} a second")
-    print(f"mean colour: {red:.0f} {green:.0f} {blue:.0f}\n")
+    print(f"mean color: {red:.0f} {green:.0f} {blue:.0f}\n")
     print(stats)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
-    parser.add_argument("folder", nargs="?", metavar="DIR", help="one folder of images per class")
-    parser.add_argument("--images", type=int, metavar="N", help="take so many; without it, all")
-    parser.add_argument("--mermaid", action="store_true", help="print a picture of it, not a table")
+    parser.add_argument(
+        "folder", nargs="?", metavar="DIR", help="one folder of images per class"
+    )
+    parser.add_argument(
+        "--images", type=int, metavar="N", help="take so many; without it, all"
+    )
+    parser.add_argument(
+        "--mermaid", action="store_true", help="print a picture of it, not a table"
+    )
     options = parser.parse_args()
     if options.folder is None:
         from hybridloader.demo import prepare

@@ -18,7 +18,9 @@ class Windows(Operator):
     def __post_init__(self):
         for name in ("size", "step"):
             if getattr(self, name) < 1:
-                raise ValueError(f"windows: {name} must be at least 1, not {getattr(self, name)}")
+                raise ValueError(
+                    f"windows: {name} must be at least 1, not {getattr(self, name)}"
+                )
 
     def open(self, items, context):
         return WindowsIterator(items, self.size, self.step)
@@ -42,7 +44,7 @@ class WindowsIterator:
 
     def __next__(self):
         while self.missing:
-            # What this raises goes on to your loop. Everything is left so that the next call goes on.
+            # An error goes to your loop; the next call continues after it.
             self.window.append(next(self.items))
             self.missing -= 1
         self.missing = self.step

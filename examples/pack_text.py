@@ -4,7 +4,7 @@ python examples/pack_text.py
 Documents of two sources are written into Parquet shards. A pipeline shuffles each, tokenizes them on
 threads, mixes them by weight and packs them into rows of one length. It stops after some batches;
 another one resumes from its state. Together they made the batches of a run that was not stopped.
-Needs: pip install 'hybridloader[parquet]'
+Needs: pip install -e ".[parquet]" (in the clone)
 """
 
 import json
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from hybridloader import Pipeline
-from hybridloader.sources import Parquet, pack
+from hybridloader.sources import Parquet, write_shards
 
 LENGTH, BATCH = 64, 4
 """Tokens of a row, and rows of a batch."""
@@ -43,8 +43,11 @@ def pipeline(folder):
 def main():
     with tempfile.TemporaryDirectory() as folder:
         for name, count in (("web", 300), ("books", 40)):
-            counts = pack(
-                documents(name, count), f"{folder}/{name}", format="parquet", samples_per_shard=100
+            counts = write_shards(
+                documents(name, count),
+                f"{folder}/{name}",
+                format="parquet",
+                samples_per_shard=100,
             )
             print(f"{name}: {sum(counts)} documents in {len(counts)} shards")
         whole = list(pipeline(folder).run())
@@ -60,10 +63,14 @@ def main():
 
     assert len(found) == len(whole)
     assert all(
-        torch.equal(a[name], b[name]) for a, b in zip(found, whole, strict=True) for name in a
+        torch.equal(a[name], b[name])
+        for a, b in zip(found, whole, strict=True)
+        for name in a
     )
     segments = torch.cat([batch["segment_ids"] for batch in found])
-    print(f"and resumed: the same {len(segments)} rows of {LENGTH} tokens, none of them padding")
+    print(
+        f"and resumed: the same {len(segments)} rows of {LENGTH} tokens, none of them padding"
+    )
     assert segments.min() == 1
 
 

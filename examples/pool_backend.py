@@ -1,7 +1,4 @@
-"""A backend in one page: every worker is a process of `multiprocessing`, at the other end of a pipe.
-
-``DataLoader(dataset, num_workers=2, backend=Pool())`` uses it.
-"""
+"""A backend in one page: ``DataLoader(dataset, num_workers=2, backend=Pool())``."""
 
 from __future__ import annotations
 
@@ -50,7 +47,7 @@ class PoolWorker(engine.WorkerHandle):
         self.process.start()
         theirs.close()
         self.outbox: SimpleQueue[bytes | None] = SimpleQueue()
-        self.writer = Thread(target=self.write, daemon=True)  # a pipe may be full: that takes time
+        self.writer = Thread(target=self.write, daemon=True)
         self.reader = Thread(target=self.read, args=(number, crew.report), daemon=True)
         self.writer.start()
         self.reader.start()
@@ -75,12 +72,13 @@ class PoolWorker(engine.WorkerHandle):
     def write(self) -> None:
         with suppress(OSError):  # the process is gone; `read` reports it
             while (message := self.outbox.get()) is not None:
-                self.pipe.send_bytes(message)
+                self.pipe.send_bytes(message)  # waits while the pipe is full
 
     def read(self, number: int, report: Any) -> None:
         event: Any = None
+        receive = self.pipe.recv_bytes
         with suppress(Exception):  # the process is gone, or has sent what can't be read
-            while not isinstance(event := engine.loads(self.pipe.recv_bytes()), engine.Exited):
+            while not isinstance(event := engine.loads(receive()), engine.Exited):
                 report(event)
                 event = None  # a batch must not outlive its consumer
         if event is None:
@@ -89,11 +87,13 @@ class PoolWorker(engine.WorkerHandle):
         self.outbox.put(None)
         self.writer.join()
         self.pipe.close()
-        report(event or engine.Exited(number, f"exited with code {self.process.exitcode}"))
+        exited = engine.Exited(number, f"exited with code {self.process.exitcode}")
+        report(event or exited)
 
 
 def work(number: int, ours: Any, pipe: Any, spec: engine.PackedSpec) -> None:
     """The process: a worker that gets its messages from `pipe`, and reports to it."""
-    ours.close()  # a fork has a copy; while that is open, `recv` would not end with the parent
+    # A fork has a copy; while that is open, `recv` would not end with the parent
+    ours.close()
     worker = engine.process_worker(number, spec)
     engine.serve(worker, pipe.recv, lambda event: pipe.send_bytes(engine.dumps(event)))

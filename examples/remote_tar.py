@@ -3,7 +3,7 @@
 Archives in the form of webdataset lie behind a local server, which stands for an object store. They are
 indexed once, and samples are read by ranges of bytes, in random order. The loader stops after some
 batches; another one, with other workers, goes on from its state. Together they had every sample once.
-Needs: pip install 'hybridloader[files]'
+Needs: pip install -e ".[files]" (in the clone)
 """
 
 import io
@@ -47,7 +47,10 @@ class Store(BaseHTTPRequestHandler):
     def do_GET(self):
         data, status = self.server.files[self.path], 200
         if asked := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
-            data, status = data[int(asked[1]) : int(asked[2]) + 1 if asked[2] else None], 206
+            data, status = (
+                data[int(asked[1]) : int(asked[2]) + 1 if asked[2] else None],
+                206,
+            )
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
@@ -84,7 +87,9 @@ def loader_of(url, index, workers):
 
 def main():
     server = ThreadingHTTPServer(("127.0.0.1", 0), Store)
-    server.files = {f"/train-{n:02d}.tar": archive(n * SAMPLES) for n in range(ARCHIVES)}
+    server.files = {
+        f"/train-{n:02d}.tar": archive(n * SAMPLES) for n in range(ARCHIVES)
+    }
     threading.Thread(target=server.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{server.server_port}"
     seen = []

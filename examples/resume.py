@@ -37,7 +37,9 @@ def train(folder, workers, backend, kill_at=0):
     torch.set_num_threads(1)
     model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 1))
     optimizer = torch.optim.Adam(model.parameters(), 3e-3)
-    loader = DataLoader(Noisy(), BATCH, shuffle=True, num_workers=workers, backend=backend)
+    loader = DataLoader(
+        Noisy(), BATCH, shuffle=True, num_workers=workers, backend=backend
+    )
     checkpoint, log = folder / "checkpoint.pt", folder / "losses.txt"
     epoch, losses = 0, []
     if checkpoint.exists():
@@ -90,7 +92,9 @@ def main():
         killed = running.wait()
         start(other, "3", "threads", "0").wait()
         whole, resumed = losses_in(one), losses_in(other)
-    print(f"killed after step 33 by signal {-killed}; gone on from step 30 on another backend\n")
+    print(
+        f"killed after step 33 by signal {-killed}; gone on from step 30 on another backend\n"
+    )
     print("step  never killed        killed and resumed")
     for step in range(0, len(whole), 6):
         print(f"{step:4}  {whole[step]:<18.15f}  {resumed[step]:<18.15f}")
@@ -110,7 +114,9 @@ def plot(whole, resumed):
 
     figure, axes = pyplot.subplots(figsize=(6, 3))
     axes.plot(whole, linewidth=4, alpha=0.4, label="never killed")
-    axes.plot(resumed, linewidth=1, color="black", label="killed after step 33 and resumed")
+    axes.plot(
+        resumed, linewidth=1, color="black", label="killed after step 33 and resumed"
+    )
     axes.set_xlabel("step")
     axes.set_ylabel("loss")
     axes.legend()

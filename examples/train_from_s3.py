@@ -1,10 +1,10 @@
 """Train from S3 on two ranks, stop, and resume: python examples/train_from_s3.py
 
-A local server stands for S3. `pack` writes shards with their indices into a bucket. Two ranks (gloo)
+A local server stands for S3. `write_shards` fills a bucket with shards and indices. Two ranks (gloo)
 train a model on them: each reads blocks of its own ahead, and both share one cache on the local disk.
 They stop in the middle of the epoch, save a checkpoint, and two new processes with other workers resume
 from it. Together, all ranks have trained on each sample once.
-Needs: pip install 'hybridloader[files]' s3fs 'moto[server]'
+Needs: pip install -e ".[files]" s3fs "moto[server]" (in the clone)
 """
 
 import io
@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hybridloader import DataLoader
 from hybridloader.sampling import BlockShuffleSampler
-from hybridloader.sources import Tar, pack
+from hybridloader.sources import Tar, write_shards
 
 RANKS, SHARDS, SAMPLES, BATCH = 2, 8, 400, 10
 """Number of ranks, of shards, of all samples, and of samples in a batch of one rank."""
@@ -37,7 +37,7 @@ def options_of(endpoint):
     return {"endpoint_url": endpoint, "key": "key", "secret": "secret"}
 
 
-def write_shards(endpoint):
+def fill_bucket(endpoint):
     """Write the samples into the bucket: a tensor of 4 numbers, and the class."""
     import s3fs
 
@@ -47,8 +47,10 @@ def write_shards(endpoint):
     for number in range(SAMPLES):
         values = torch.randn(4, generator=generator)
         label = int(values.sum() > 0)
-        samples.append({"__key__": f"{number:06d}", "npy": values.numpy(), "cls": label})
-    pack(samples, URL, shards=SHARDS, storage_options=options_of(endpoint))
+        samples.append(
+            {"__key__": f"{number:06d}", "npy": values.numpy(), "cls": label}
+        )
+    write_shards(samples, URL, shards=SHARDS, storage_options=options_of(endpoint))
 
 
 def decode(sample):
@@ -62,7 +64,7 @@ def train(endpoint, folder, workers, stop_after):
     dist.init_process_group("gloo")
     samples = Tar(
         f"{URL}/",
-        index="beside",  # as `pack` wrote it
+        index="beside",  # as `write_shards` wrote it
         decode=decode,
         cache_dir=os.path.join(folder, "cache"),
         storage_options=options_of(endpoint),
@@ -71,7 +73,9 @@ def train(endpoint, folder, workers, stop_after):
     sampler = BlockShuffleSampler(
         samples, seed=0, block_size=25, window_blocks=4, num_canonical_ranks=RANKS
     )
-    loader = DataLoader(samples, BATCH, sampler=sampler, num_workers=workers, backend="threads")
+    loader = DataLoader(
+        samples, BATCH, sampler=sampler, num_workers=workers, backend="threads"
+    )
     model = DistributedDataParallel(torch.nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     checkpoint = Path(folder, "checkpoint.pt")
@@ -105,11 +109,22 @@ def launch(endpoint, folder, *, workers, stop_after):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    command = [sys.executable, __file__, endpoint, folder, str(workers), str(stop_after)]
+    command = [
+        sys.executable,
+        __file__,
+        endpoint,
+        folder,
+        str(workers),
+        str(stop_after),
+    ]
     ranks = []
     for rank in range(RANKS):
         environ = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
-        environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+        environ |= {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "OMP_NUM_THREADS": "1",
+        }
         ranks.append(subprocess.Popen(command, env={**os.environ, **environ}))
     codes = [rank.wait() for rank in ranks]
     if any(codes):
@@ -127,7 +142,7 @@ def main():
     host, port = server.get_host_and_port()
     endpoint = f"http://{host}:{port}"
     with tempfile.TemporaryDirectory() as folder:
-        write_shards(endpoint)
+        fill_bucket(endpoint)
         seen = launch(endpoint, folder, workers=2, stop_after=7)
         print(f"stopped after {len(seen)} samples")
         seen += launch(endpoint, folder, workers=1, stop_after=0)

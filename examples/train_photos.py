@@ -48,7 +48,12 @@ def layer(before, after):
 def main(folder, epochs=3, backend="threads"):
     train, heldout = Photos(folder, train=True), Photos(folder, train=False)
     loader = DataLoader(
-        train, batch_size=64, shuffle=True, num_workers=2, persistent_workers=True, backend=backend
+        train,
+        batch_size=64,
+        shuffle=True,
+        num_workers=2,
+        persistent_workers=True,
+        backend=backend,
     )
     layers = layer(3, 16), layer(16, 32), layer(32, 64), layer(64, 128)
     head = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, len(train.classes))
@@ -71,14 +76,19 @@ def main(folder, epochs=3, backend="threads"):
     with torch.no_grad():
         right = sum(
             (model(images).argmax(1) == labels).sum().item()
-            for images, labels in DataLoader(heldout, 64, num_workers=2, backend=backend)
+            for images, labels in DataLoader(
+                heldout, 64, num_workers=2, backend=backend
+            )
         )
-    print(f"{right / len(heldout):.1%} of {len(heldout)} held-out images are named rightly")
+    print(
+        f"{right / len(heldout):.1%} of {len(heldout)} held-out images are named rightly"
+    )
 
 
 if __name__ == "__main__":  # worker processes may import this file
     torch.manual_seed(0)
-    torch.set_num_threads(1)  # the network is small, and the workers have use for the other cores
+    # The network is small, and the workers have use for the other cores
+    torch.set_num_threads(1)
     if len(sys.argv) > 1:
         main(sys.argv[1])
     else:

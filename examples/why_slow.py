@@ -38,7 +38,9 @@ class BySize(torch.utils.data.Sampler):
 
     def __init__(self, photos, once):
         self.photos = photos
-        self.sizes = [self.size(index) for index in range(len(photos))] if once else None
+        self.sizes = (
+            [self.size(index) for index in range(len(photos))] if once else None
+        )
 
     def size(self, index):
         time.sleep(0.001)  # a file system on a network
@@ -55,12 +57,16 @@ class BySize(torch.utils.data.Sampler):
 
 def network(classes):
     layers = layer(3, 16), layer(16, 32), layer(32, 64), layer(64, 128)
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, classes))
+    return nn.Sequential(
+        *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, classes)
+    )
 
 
 def epoch(photos, workers=2, backend="threads", logs_always=False, **options):
     """Train for one epoch; return the statistics of the loader."""
-    loader = DataLoader(photos, 16, num_workers=workers, backend=backend, observe=True, **options)
+    loader = DataLoader(
+        photos, 16, num_workers=workers, backend=backend, observe=True, **options
+    )
     model = network(len(photos.classes))
     optimizer = torch.optim.Adam(model.parameters())
     for images, labels in loader:
@@ -68,15 +74,22 @@ def epoch(photos, workers=2, backend="threads", logs_always=False, **options):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if logs_always:  # 4. the loop does something slow at each step, such as a request
+        # 4. the loop does something slow at each step, such as a request
+        if logs_always:
             time.sleep(0.2)
     return loader.stats()
 
 
 def cases(folder):
     """Yield the name, the slow epoch and the cured one of each."""
-    yield "far away", *both(lambda **cure: epoch(FarAway(folder, True), **cure), workers=8)
-    yield "in Python", *both(lambda **cure: epoch(InPython(folder, True), **cure), backend="fork")
+    yield (
+        "far away",
+        *both(lambda **cure: epoch(FarAway(folder, True), **cure), workers=8),
+    )
+    yield (
+        "in Python",
+        *both(lambda **cure: epoch(InPython(folder, True), **cure), backend="fork"),
+    )
     photos = Photos(folder, True)
 
     def sampled(once=False):

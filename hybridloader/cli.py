@@ -1,4 +1,4 @@
-"""Command line: ``hybridloader demo``, ``run``, ``tune``, ``index`` and ``pack``.
+"""Command line: ``hybridloader demo``, ``run``, ``tune``, ``index``, ``write-shards``.
 
 It parses and reports. Nothing heavy is imported before a subcommand runs, and a user's mistake is
 one line on standard error and exit code 2, never a traceback.
@@ -177,7 +177,7 @@ def _add_index(commands: Any) -> Any:
 
 def _add_pack(commands: Any) -> Any:
     pack = commands.add_parser(
-        "pack",
+        "write-shards",
         help="write a folder or a dataset into shards: tar archives or Parquet files",
         description="Write samples into shards that Tar, Parquet and webdataset read, each archive with "
         "its index. Nothing is overwritten. The same command resumes after an interruption.",
@@ -371,12 +371,12 @@ def _index(arguments: argparse.Namespace) -> str | None:
 
 def _pack(arguments: argparse.Namespace) -> str | None:
     """Pack a source; return the error as text, or None."""
-    from hybridloader.sources.writing import pack
+    from hybridloader.sources.writing import write_shards
 
     try:
         source = _source(arguments)
         with _progress("shards") as report:
-            counts = pack(
+            counts = write_shards(
                 source,
                 arguments.output,
                 format=arguments.format,
@@ -447,7 +447,7 @@ def _demo(arguments: argparse.Namespace) -> str | None:
         needed |= {"skimage": "scikit-image", "sklearn": "scikit-learn"}
     missing = [package for name, package in needed.items() if not importlib.util.find_spec(name)]
     if missing:
-        return f"needs {' and '.join(missing)}; install it with: pip install 'hybridloader[demo]'"
+        return f"needs {' and '.join(missing)}; install it with: pip install {' '.join(missing)}"
     from hybridloader.demo import DemoError, run
     from hybridloader.errors import BackendUnavailable
 

@@ -81,8 +81,8 @@ def crop_box(name: str, index: int, size: tuple[int, int]) -> Box:
     """Return the box of crop number `index` of a photograph of `size`, equal on every machine.
 
     Held-out crops come from inside of four windows and training crops from outside of them, so no pixel
-    of a held-out crop is trained on. The network learns colours and textures of the photograph, and has
-    to recognise them in places that it has not seen. One large window would hide whole objects from it.
+    of a held-out crop is trained on. The network learns colors and textures of the photograph, and has
+    to recognize them in places that it has not seen. One large window would hide whole objects from it.
     """
     chance = random.Random(f"{name}/{index}")
     heldout = index % EVERY == EVERY - 1

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Report dead links, missing pictures and missing anchors of a built site.
+"""Report dead links, missing pictures and missing anchors of a built site, and paths instead of links.
 
     python .ci/site/links.py SITE
 
 mkdocs checks the links of Markdown; this also reads what mkdocstrings and the theme made.
 """
 
+import re
 import sys
 from functools import cache
 from html.parser import HTMLParser
@@ -20,6 +21,7 @@ class Page(HTMLParser):
         super().__init__()
         self.targets: list[str] = []
         self.anchors: set[str] = set()
+        self.paths: list[str] = []
         self.feed(path.read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -28,6 +30,9 @@ class Page(HTMLParser):
                 self.targets.append(value)
             elif name in ("id", "name") and value:
                 self.anchors.add(value)
+
+    def handle_data(self, data: str) -> None:
+        self.paths += re.findall(r"\bdocs/[\w/-]+\.md\b", data)
 
 
 page = cache(Page)
@@ -39,6 +44,9 @@ def dead(site: Path) -> list[str]:
     for path in sorted(site.rglob("*.html")):
         if path.name == "404.html":  # its links are absolute
             continue
+        if path.parent.name == "reference":
+            name = path.relative_to(site)
+            found += [f"{name}: text {text}, no link" for text in page(path).paths]
         for target in sorted({*page(path).targets}):
             parts = urlsplit(target)
             if parts.scheme or parts.netloc:

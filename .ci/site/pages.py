@@ -35,6 +35,17 @@ MOVED = {
     "CONTRIBUTING.md": "project/contributing.md",
 }
 """Path in the repository -> path of the page on the site."""
+UNSEARCHED = ("decisions.md", "examples/")
+"""Pages, or folders of them, that the search does not find."""
+BOOST = {
+    "troubleshooting.md": 2.0,
+    "reference/": 0.1,
+    "project/": 0.1,
+    "benchmarks.md": 0.1,
+    "frameworks/": 0.5,
+    "index.md": 0.5,
+}
+"""Page or folder -> weight of its matches in the search, against 1 of a guide."""
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(([^)\s]+)\)")
 FENCE = re.compile(r"(^(?:```|~~~).*?^(?:```|~~~)\s*$)", re.MULTILINE | re.DOTALL)
 
@@ -93,6 +104,8 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     uri = page.file.src_uri
+    boost = next((weight for name, weight in BOOST.items() if uri.startswith(name)), 1.0)
+    page.meta["search"] = {"exclude": uri.startswith(UNSEARCHED), "boost": boost}
     if uri in MOVED.values() or uri.startswith(("reference/", "examples/")):
         return markdown
     return for_site(markdown, uri)

@@ -8,10 +8,14 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib
+import inspect
 import textwrap
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType as Frozen
+
+import torch.utils.data
+from docstrings import TORCH, linked
 
 from hybridloader import cli
 
@@ -91,6 +95,8 @@ def pages() -> dict[str, str]:
     """Return the text of each page of the reference."""
     if gone := missing():
         raise SystemExit(f"no page of the reference has {', '.join(sorted(gone))}")
+    if odd := TORCH.keys() ^ inspect.signature(torch.utils.data.DataLoader).parameters.keys():
+        raise SystemExit(f"parameters of torch's loader, or texts, that are alone: {sorted(odd)}")
     made = {}
     for page, (title, intro, spec) in PAGES.items():
         blocks = [f"# {title}", intro, *map(_entry, names(spec))]
@@ -151,6 +157,7 @@ def limits() -> str:
                 continue
             if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
                 meaning = " ".join(textwrap.dedent(str(after.value.value)).split())
+                meaning = linked(meaning)
                 rows.append(f"| {path.relative_to(ROOT)} | `{name}` | {number} | {meaning} |")
     return (
         "# Limits and constants\n\nNumbers that decide how the library behaves. They are private: your "

@@ -139,7 +139,7 @@ class SharedMemory(ProcessBackend):
         are multiprocessing's, which run the main script again and so need a ``__main__`` guard. On
         Linux, however, ``"forkserver"`` means ``"loky"``, which forks workers from one process as well.
         None picks fork where that is multiprocessing's default and safe, otherwise loky. Fork is the
-        default on Linux before Python 3.14. It is not safe after a device such as CUDA was initialised,
+        default on Linux before Python 3.14. It is not safe after a device such as CUDA was initialized,
         or with a library whose threads a fork would harm (polars, lance, PyAV, fsspec); the latter
         causes a warning.
     memory
@@ -189,7 +189,7 @@ class SharedMemory(ProcessBackend):
 class AsTorch(SharedMemory):
     """Backend of a loader without `backend=`: processes started as torch would start them.
 
-    This includes forking after a device was initialised, which every training script does that makes
+    This includes forking after a device was initialized, which every training script does that makes
     a new iterator for its second epoch. Workers that leave the device alone are not harmed by it, and
     torch itself raises in those that do not. Where a library is in use that does not survive a fork,
     workers are fresh.
@@ -228,7 +228,7 @@ def check_children_allowed(name: str, method: str) -> None:
 
 
 def check_fork(name: str) -> None:
-    """Refuse where there is no fork, and where a device, which survives no fork, was initialised."""
+    """Refuse where there is no fork, and where a device, which survives no fork, was initialized."""
     if "fork" not in multiprocessing.get_all_start_methods():
         raise BackendUnavailable(
             f"backend {name!r} needs fork, which this platform does not have. "
@@ -237,7 +237,7 @@ def check_fork(name: str) -> None:
     device = device_in_use()
     if device is not None:
         raise BackendUnavailable(
-            f"backend {name!r} would fork this process after {device} was initialised, and {device} "
+            f"backend {name!r} would fork this process after {device} was initialized, and {device} "
             "does not survive a fork. Use backend='threads', 'spawn' or "
             "SharedMemory(start_method='spawn'), or make the iterator before the first use of "
             f"{device}."

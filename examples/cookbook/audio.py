@@ -30,7 +30,8 @@ WINDOW = torch.hann_window(400)
 
 def resample(wave):
     """Keep the frequencies below half of `RATE`, as `scipy.signal.resample` does."""
-    length = len(wave) // TIMES // 160 * 160  # a Fourier transform of a prime length is slow
+    # A Fourier transform of a prime length is slow
+    length = len(wave) // TIMES // 160 * 160
     spectrum = torch.fft.rfft(wave[: length * TIMES])
     return torch.fft.irfft(spectrum[: length // 2 + 1], length) / TIMES
 
@@ -63,14 +64,18 @@ class Crops(torch.utils.data.Dataset):
 
 def loader_of_crops(crops, backend="threads"):
     seeding = SampleSeeding(seed=0)
-    return DataLoader(crops, 16, shuffle=True, num_workers=2, backend=backend, seeding=seeding)
+    return DataLoader(
+        crops, 16, shuffle=True, num_workers=2, backend=backend, seeding=seeding
+    )
 
 
 class Utterances(torch.utils.data.Dataset):
     def __init__(self, paths):
         self.paths = paths
         # Rows of each spectrogram; `info` reads the header only.
-        self.lengths = [soundfile.info(path).frames // (160 * TIMES) + 1 for path in paths]
+        self.lengths = [
+            soundfile.info(path).frames // (160 * TIMES) + 1 for path in paths
+        ]
 
     def __len__(self):
         return len(self.paths)
@@ -82,9 +87,15 @@ class Utterances(torch.utils.data.Dataset):
 
 def loader_of_utterances(utterances, batches, backend="threads"):
     """`batches` is a batch sampler, or a number of utterances a batch."""
-    how = {"batch_sampler": batches} if hasattr(batches, "__iter__") else {"batch_size": batches}
+    how = (
+        {"batch_sampler": batches}
+        if hasattr(batches, "__iter__")
+        else {"batch_size": batches}
+    )
     collate = Pad(padding_value=-10, lengths=True)  # silence
-    return DataLoader(utterances, collate_fn=collate, num_workers=2, backend=backend, **how)
+    return DataLoader(
+        utterances, collate_fn=collate, num_workers=2, backend=backend, **how
+    )
 
 
 def make_file(path, seconds, seed):
@@ -92,7 +103,9 @@ def make_file(path, seconds, seed):
     chance = np.random.default_rng(seed)
     time = np.arange(int(seconds * RATE * TIMES)) / (RATE * TIMES)
     tone = np.sin(2 * math.pi * time * (chance.uniform(100, 400) + 40 * time))
-    soundfile.write(path, 0.5 * tone + 0.01 * chance.standard_normal(len(time)), RATE * TIMES)
+    soundfile.write(
+        path, 0.5 * tone + 0.01 * chance.standard_normal(len(time)), RATE * TIMES
+    )
     return str(path)
 
 
@@ -130,21 +143,33 @@ def main(folder, format, files, rounds):
     chance = random.Random(0)
     spoken = Utterances(
         [
-            make_file(Path(folder, f"{number:03d}.{format}"), 1 + 7 * chance.random() ** 2, number)
+            make_file(
+                Path(folder, f"{number:03d}.{format}"),
+                1 + 7 * chance.random() ** 2,
+                number,
+            )
             for number in range(files)
         ]
     )
     recordings = [
-        make_file(Path(folder, f"long{number}.{format}"), 30, number) for number in range(4)
+        make_file(Path(folder, f"long{number}.{format}"), 30, number)
+        for number in range(4)
     ]
     crops = Crops(recordings, times=files // 4)
-    print(f"a second of a recording, by a seek: {shortest(read_crop, recordings[0]):.2f} ms")
+    print(
+        f"a second of a recording, by a seek: {shortest(read_crop, recordings[0]):.2f} ms"
+    )
     read = partial(soundfile.read, dtype="float32")
     print(f"the whole recording: {shortest(read, recordings[0]):.2f} ms")
 
     samplers = {
         "16 utterances": 16,
-        "16 of similar length": BucketBatchSampler(spoken.lengths, 16, buckets=8, seed=0),
+        "16 of similar length": BucketBatchSampler(
+            spoken.lengths,
+            16,
+            buckets=8,
+            seed=0,
+        ),
         "80 seconds": TokenBudgetBatchSampler(spoken.lengths, max_cost=8000, seed=0),
     }
     for name, batches in samplers.items():
@@ -154,7 +179,9 @@ def main(folder, format, files, rounds):
     loaders = {
         "crops, threads": loader_of_crops(crops, "threads"),
         "crops, fork": loader_of_crops(crops, "fork"),
-        "crops, torch's DataLoader": torch.utils.data.DataLoader(crops, 16, num_workers=2),
+        "crops, torch's DataLoader": torch.utils.data.DataLoader(
+            crops, 16, num_workers=2
+        ),
     }
     times = {name: [] for name in loaders}
     for _ in range(rounds):

@@ -29,13 +29,15 @@ COLUMNS, BATCH, CHUNK = 64, 256, 128
 
 
 class Rows:
-    """Rows of a store. `open` and `read` differ; only `open` is sent to a fresh process."""
+    """Rows of a store; only `open` is sent to a fresh process."""
 
     per, on_fork = "thread", "leave"
 
     def __init__(self, folder, count):
         self.count = count
-        self.handle = PerWorker(partial(self.open, str(folder)), per=self.per, on_fork=self.on_fork)
+        self.handle = PerWorker(
+            partial(self.open, str(folder)), per=self.per, on_fork=self.on_fork
+        )
 
     def __len__(self):
         return self.count
@@ -52,7 +54,9 @@ class Sqlite(Rows):
     def write(folder, rows):
         with sqlite3.connect(f"{folder}/rows.db") as database:
             database.execute("create table rows (data blob)")
-            database.executemany("insert into rows values (?)", ([row.tobytes()] for row in rows))
+            database.executemany(
+                "insert into rows values (?)", ([row.tobytes()] for row in rows)
+            )
         database.close()
 
     @staticmethod
@@ -62,7 +66,8 @@ class Sqlite(Rows):
     def read(self, indices):
         marks = ",".join("?" * len(indices))
         found = self.handle().execute(
-            f"select rowid, data from rows where rowid in ({marks})", (indices + 1).tolist()
+            f"select rowid, data from rows where rowid in ({marks})",
+            (indices + 1).tolist(),
         )
         rows = {rowid - 1: np.frombuffer(data, np.float32) for rowid, data in found}
         return np.stack([rows[index] for index in indices.tolist()])
@@ -95,7 +100,7 @@ class Lmdb(Rows):
 
 
 class Chunked(Rows):
-    """A store of chunks, which are read and decompressed as a whole: once for each batch."""
+    """A store of chunks: each is read and decompressed once for each batch."""
 
     def read(self, indices):
         rows = np.empty((len(indices), COLUMNS), np.float32)
@@ -113,7 +118,9 @@ class Hdf5(Chunked):
         import h5py
 
         with h5py.File(f"{folder}/rows.h5", "w") as file:
-            file.create_dataset("rows", data=rows, chunks=(CHUNK, COLUMNS), compression="gzip")
+            file.create_dataset(
+                "rows", data=rows, chunks=(CHUNK, COLUMNS), compression="gzip"
+            )
 
     @staticmethod
     def open(folder):
@@ -153,7 +160,8 @@ class Memmap(Rows):
         return self.handle()[indices]  # indexing by an array copies
 
 
-STORES = [Memmap, Sqlite, Lmdb, Hdf5, Zarr]  # Zarr last: after its use, its threads stay
+# Zarr last: after its use, its threads stay
+STORES = [Memmap, Sqlite, Lmdb, Hdf5, Zarr]
 
 
 class Early(Sqlite):
@@ -172,7 +180,13 @@ def write(folder, data):
 def show_mistakes(folder, count):
     for backend in ("threads", "spawn"):
         try:
-            next(iter(DataLoader(Early(folder, count), BATCH, num_workers=1, backend=backend)))
+            next(
+                iter(
+                    DataLoader(
+                        Early(folder, count), BATCH, num_workers=1, backend=backend
+                    )
+                )
+            )
         except (sqlite3.ProgrammingError, WorkerPicklingError) as error:
             print(f"an early handle of sqlite on {backend}: {type(error).__name__}")
 
@@ -201,7 +215,10 @@ def variants(dataset):
     options["sampler"] = BlockShuffleSampler(
         [len(dataset)], seed=0, block_size=CHUNK, window_blocks=16
     )
-    yield "torch", theirs(dataset, sampler=options["sampler"], collate_fn=torch.from_numpy)
+    yield (
+        "torch",
+        theirs(dataset, sampler=options["sampler"], collate_fn=torch.from_numpy),
+    )
     for backend in ("fork", "spawn", "threads"):
         yield backend, DataLoader(dataset, backend=backend, collate_fn=whole, **options)
 
@@ -221,11 +238,17 @@ def measure(folder, data, rounds):
             times = []
             for _ in range(rounds + 1):  # the first epoch starts the workers
                 start, used = time.perf_counter(), cpu()
-                total = sum(float(batch.sum()) for batch in map(torch.as_tensor, loader))
+                total = sum(
+                    float(batch.sum()) for batch in map(torch.as_tensor, loader)
+                )
                 times.append((time.perf_counter() - start, cpu() - used))
                 assert abs(total - data.sum()) < 1, "every row once"
-            for table, values in zip((elapsed, busy), zip(*times[1:], strict=True), strict=True):
-                table.setdefault(kind.__name__, {})[name] = min(values) / len(data) * 1e6
+            for table, values in zip(
+                (elapsed, busy), zip(*times[1:], strict=True), strict=True
+            ):
+                table.setdefault(kind.__name__, {})[name] = (
+                    min(values) / len(data) * 1e6
+                )
     for title, table in (("us/row", elapsed), ("CPU us", busy)):
         print(title.ljust(8), *(name.rjust(12) for name in table["Memmap"]))
         for name, row in table.items():
@@ -237,11 +260,17 @@ def main():
     parser.add_argument("--rows", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=1)
     arguments = parser.parse_args()
-    data = np.random.default_rng(0).normal(size=(arguments.rows, COLUMNS)).astype(np.float32)
+    data = (
+        np.random.default_rng(0)
+        .normal(size=(arguments.rows, COLUMNS))
+        .astype(np.float32)
+    )
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         # Another process writes: zarr's threads would live on in this one, and forks would be unsafe.
-        writer = multiprocessing.get_context("fork").Process(target=write, args=(folder, data))
+        writer = multiprocessing.get_context("fork").Process(
+            target=write, args=(folder, data)
+        )
         writer.start()
         writer.join()
         show_mistakes(folder, len(data))

@@ -75,9 +75,16 @@ class Neighbors(BaseSampler):
         nodes = frontier = index.node
         heads, tails = [], []
         for size in self.sizes:
-            first, degree = self.starts[frontier], self.starts[frontier + 1] - self.starts[frontier]
-            frontier, first, degree = (each[degree > 0] for each in (frontier, first, degree))
-            place = (torch.rand(len(frontier), size) * degree[:, None]).long() + first[:, None]
+            first, degree = (
+                self.starts[frontier],
+                self.starts[frontier + 1] - self.starts[frontier],
+            )
+            frontier, first, degree = (
+                each[degree > 0] for each in (frontier, first, degree)
+            )
+            place = (torch.rand(len(frontier), size) * degree[:, None]).long() + first[
+                :, None
+            ]
             found = self.sources[place]
             heads.append(frontier.repeat_interleave(size))
             tails.append(found.flatten())
@@ -85,8 +92,12 @@ class Neighbors(BaseSampler):
             nodes = torch.cat([nodes, frontier[~torch.isin(frontier, nodes)]])
         # The number of a node within the batch; the first ones are those that were asked for.
         known, order = nodes.sort()
-        row, col = (order[torch.searchsorted(known, torch.cat(each))] for each in (tails, heads))
-        return SamplerOutput(nodes, row, col, None, metadata=(index.input_id, index.time))
+        row, col = (
+            order[torch.searchsorted(known, torch.cat(each))] for each in (tails, heads)
+        )
+        return SamplerOutput(
+            nodes, row, col, None, metadata=(index.input_id, index.time)
+        )
 
     def sample_from_edges(self, index, neg_sampling=None):
         raise NotImplementedError
@@ -121,12 +132,17 @@ def train(name, loader, model, loss_of):
 
 
 def loss_of_graphs(model, batch):
-    return torch.nn.functional.mse_loss(model(batch.x, batch.edge_index, batch.batch), batch.y)
+    return torch.nn.functional.mse_loss(
+        model(batch.x, batch.edge_index, batch.batch), batch.y
+    )
 
 
 def loss_of_nodes(model, batch):
-    found = model(batch.x, batch.edge_index)[: batch.batch_size]  # the nodes that were asked for
-    return torch.nn.functional.binary_cross_entropy_with_logits(found, batch.y[: len(found)])
+    # The nodes that were asked for
+    found = model(batch.x, batch.edge_index)[: batch.batch_size]
+    return torch.nn.functional.binary_cross_entropy_with_logits(
+        found, batch.y[: len(found)]
+    )
 
 
 def cpu():
@@ -175,7 +191,9 @@ def main():
 
     theirs = partial(torch_geometric.loader.NodeLoader, data, sampler, **nodes)
     variants = {"PyG's loader": theirs()}
-    variants["PyG's loader, features gathered in workers"] = theirs(filter_per_worker=True)
+    variants["PyG's loader, features gathered in workers"] = theirs(
+        filter_per_worker=True
+    )
     for backend in ("fork", "threads"):
         loader = Nodes(data, sampler, backend=backend, filter_per_worker=True, **nodes)
         variants[f"{backend}, features gathered in workers"] = loader

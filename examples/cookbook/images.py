@@ -49,7 +49,7 @@ class Albumentations:
 
 
 class Torchvision:
-    """torchvision draws from torch's generator, which hybridloader seeds for each sample."""
+    """torchvision draws from torch's generator, seeded for each sample."""
 
     def __init__(self):
         from torchvision.transforms import v2
@@ -70,7 +70,9 @@ class Torchvision:
 
 class Photos(torch.utils.data.Dataset):
     def __init__(self, folder, transform):
-        self.classes = sorted(path.name for path in Path(folder).iterdir() if path.is_dir())
+        self.classes = sorted(
+            path.name for path in Path(folder).iterdir() if path.is_dir()
+        )
         self.files = [
             (str(path), label)
             for label, name in enumerate(self.classes)
@@ -106,7 +108,7 @@ STD = torch.tensor([58.4, 57.1, 57.4]).reshape(3, 1, 1)
 
 
 def normalized(images, device="cpu"):
-    """Workers return bytes. The device makes them floating-point numbers, four times as large."""
+    """Workers return bytes. The device makes them floats, four times as large."""
     return images.to(device, non_blocking=True).float().sub_(MEAN).div_(STD)
 
 
@@ -117,7 +119,11 @@ def epoch(loader):
         sums.append(int(images.sum()))
         normalized(images)
     count = 32 * len(sums)
-    return (time.perf_counter() - start) / count, (sum(os.times()[:4]) - cpu) / count, sums
+    return (
+        (time.perf_counter() - start) / count,
+        (sum(os.times()[:4]) - cpu) / count,
+        sums,
+    )
 
 
 def make_folder(folder, count):
@@ -163,7 +169,9 @@ def main(folder, transform, rounds):
             times[name].append(taken)
     for name, taken in times.items():
         clock, cpu = map(min, zip(*taken, strict=True))
-        print(f"{name}: {1 / clock:.0f} images a second, {1000 * cpu:.1f} ms of CPU an image")
+        print(
+            f"{name}: {1 / clock:.0f} images a second, {1000 * cpu:.1f} ms of CPU an image"
+        )
     print("threads and fork made the same batches:", sums["threads"] == sums["fork"])
 
 
@@ -174,7 +182,9 @@ if __name__ == "__main__":
     parser.add_argument("--images", type=int, default=160, metavar="N")
     parser.add_argument("--rounds", type=int, default=1, metavar="N")
     options = parser.parse_args()
-    transform = Torchvision() if options.transforms == "torchvision" else Albumentations()
+    transform = (
+        Torchvision() if options.transforms == "torchvision" else Albumentations()
+    )
     with TemporaryDirectory() as made:
         if options.folder is None:
             make_folder(made, options.images)

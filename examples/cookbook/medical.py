@@ -2,7 +2,7 @@
 
     python examples/cookbook/medical.py [--volumes N] [--size N] [--rounds N]
 
-It writes NIfTI files with a tumour each, trains on crops of them, and compares loaders.
+It writes NIfTI files with a tumor each, trains on crops of them, and compares loaders.
 """
 
 # needs: monai nibabel
@@ -48,11 +48,15 @@ def write(folder, volumes, size):
     cases = []
     for number in range(volumes):
         center = draw.integers(size // 4, 3 * size // 4, size=3)
-        label = (((grid - center[:, None, None, None]) ** 2).sum(0) < (size // 8) ** 2).astype("u1")
+        label = (
+            ((grid - center[:, None, None, None]) ** 2).sum(0) < (size // 8) ** 2
+        ).astype("u1")
         image = (draw.normal(size=label.shape) * 40 + label * 60).astype("i2")
         case = {key: str(folder / f"{key}-{number}.nii.gz") for key in KEYS}
         for key, volume in zip(KEYS, (image, label), strict=True):
-            nibabel.save(nibabel.Nifti1Image(volume, np.diag([1.5, 1.5, 1.5, 1])), case[key])
+            nibabel.save(
+                nibabel.Nifti1Image(volume, np.diag([1.5, 1.5, 1.5, 1])), case[key]
+            )
         cases.append(case)
     return cases
 
@@ -64,13 +68,14 @@ def deterministic(spacing):
         Spacingd(KEYS, pixdim=[spacing] * 3, mode=("bilinear", "nearest")),
         NormalizeIntensityd("image"),
         FgBgToIndicesd("label"),
-        EnsureTyped(KEYS, track_meta=False),  # plain tensors: cheaper to send and to crop
+        # Plain tensors: cheaper to send and to crop
+        EnsureTyped(KEYS, track_meta=False),
     ]
 
 
 @dataclass
 class Prepare:
-    """The deterministic transforms. The cache file records the repr, which shows `spacing`."""
+    """The deterministic transforms; the cache file records the repr."""
 
     spacing: float
 
@@ -92,7 +97,9 @@ crop = RandCropByPosNegLabeld(
 augment = Compose(
     [
         RandFlipd(KEYS, prob=0.5, spatial_axis=0),
-        RandAffined(KEYS, prob=0.8, rotate_range=[0.3] * 3, mode=("bilinear", "nearest")),
+        RandAffined(
+            KEYS, prob=0.8, rotate_range=[0.3] * 3, mode=("bilinear", "nearest")
+        ),
         RandGaussianNoised("image", prob=0.5),
         EnsureTyped(KEYS, track_meta=False),
     ]
@@ -100,13 +107,14 @@ augment = Compose(
 
 
 class Random:
-    """A random transform of MONAI, seeded for each item; each worker has a copy of it."""
+    """A random transform of MONAI, seeded for each item; each worker has a copy."""
 
     def __init__(self, transform):
         self.transform = transform
 
     def setup(self):
-        self.transform = copy.deepcopy(self.transform)  # a draw is kept in the transform
+        # A draw is kept in the transform
+        self.transform = copy.deepcopy(self.transform)
 
     def __call__(self, sample):
         self.transform.set_random_state(seed=int(rng().numpy.integers(2**32)))
@@ -114,10 +122,13 @@ class Random:
 
 
 class Crops(Random):
-    """Crops of one volume: copies, since a view would keep the volume, and no lists of voxels."""
+    """Crops of one volume: copies, since a view would keep the volume."""
 
     def __call__(self, sample):
-        return [{key: each[key].clone() for key in KEYS} for each in super().__call__(sample)]
+        return [
+            {key: each[key].clone() for key in KEYS}
+            for each in super().__call__(sample)
+        ]
 
 
 def pipeline(cases, backend, cache=None):
@@ -139,18 +150,27 @@ def train(pipe, epochs):
         for number, run in enumerate(runs):
             for batch in run:
                 found = model(batch["image"])
-                loss = torch.nn.functional.binary_cross_entropy_with_logits(found, batch["label"])
+                loss = torch.nn.functional.binary_cross_entropy_with_logits(
+                    found, batch["label"]
+                )
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
-            print(f"epoch {number}: loss {loss.item():.3f}, crops of {tuple(found.shape)}")
+            print(
+                f"epoch {number}: loss {loss.item():.3f}, crops of {tuple(found.shape)}"
+            )
 
 
 def same_crops(cases, cache):
     """Return whether processes and threads make the same batches."""
-    runs = [pipeline(cases, backend, cache).run(epoch=1, seed=0) for backend in ("fork", "threads")]
+    runs = [
+        pipeline(cases, backend, cache).run(epoch=1, seed=0)
+        for backend in ("fork", "threads")
+    ]
     pairs = zip(*runs, strict=True)
-    return all(torch.equal(left[key], right[key]) for left, right in pairs for key in KEYS)
+    return all(
+        torch.equal(left[key], right[key]) for left, right in pairs for key in KEYS
+    )
 
 
 def cpu():
@@ -161,7 +181,9 @@ def cpu():
 
 def theirs(cases, cached):
     # One flat list: CacheDataset counts a Compose as random, and would cache nothing from there on.
-    transform = Compose([*deterministic(SPACING), crop, SelectItemsd(KEYS), *augment.transforms])
+    transform = Compose(
+        [*deterministic(SPACING), crop, SelectItemsd(KEYS), *augment.transforms]
+    )
     if cached:
         data = monai.data.CacheDataset(cases, transform, progress=False, num_workers=2)
     else:

@@ -48,14 +48,19 @@ class ByRow:
     """Rows of two numpy files, one by one: the slow way."""
 
     def __init__(self, folder):
-        self.x = PerWorker(partial(np.load, folder / "x.npy", mmap_mode="r"), per="process")
-        self.y = PerWorker(partial(np.load, folder / "y.npy", mmap_mode="r"), per="process")
+        self.x = PerWorker(
+            partial(np.load, folder / "x.npy", mmap_mode="r"), per="process"
+        )
+        self.y = PerWorker(
+            partial(np.load, folder / "y.npy", mmap_mode="r"), per="process"
+        )
 
     def __len__(self):
         return len(self.y())
 
     def __getitem__(self, index):
-        return np.array(self.x()[index]), self.y()[index]  # a copy: the file is read-only
+        # A copy: the file is read-only
+        return np.array(self.x()[index]), self.y()[index]
 
 
 class Table(ByRow):
@@ -89,14 +94,19 @@ def from_memory(folder):
 
 def from_numpy(folder):
     table = Table(folder)
-    sampler = BlockShuffleSampler([len(table)], seed=0, block_size=BLOCK, window_blocks=8)
+    sampler = BlockShuffleSampler(
+        [len(table)], seed=0, block_size=BLOCK, window_blocks=8
+    )
     return DataLoader(table, BATCH, sampler=sampler, collate_fn=whole, **WORKERS)
 
 
 def from_parquet(folder):
-    rows = Parquet(folder / "parquet", tensors=True)  # columns=[...] reads a part of them
+    # columns=[...] reads a part of them
+    rows = Parquet(folder / "parquet", tensors=True)
     sampler = BlockShuffleSampler(rows, seed=0, window_blocks=8)
-    return DataLoader(rows, BATCH, sampler=sampler, collate_fn=Parquet.collate_fn, **WORKERS)
+    return DataLoader(
+        rows, BATCH, sampler=sampler, collate_fn=Parquet.collate_fn, **WORKERS
+    )
 
 
 def train(name, loader):
@@ -120,7 +130,11 @@ def variants(folder):
     rows = len(table)
     theirs = partial(torch.utils.data.DataLoader, num_workers=2)
     yield "torch, row by row", theirs(slow, BATCH, shuffle=True), rows
-    yield "torch, __getitems__", theirs(table, BATCH, shuffle=True, collate_fn=whole), rows
+    yield (
+        "torch, __getitems__",
+        theirs(table, BATCH, shuffle=True, collate_fn=whole),
+        rows,
+    )
     yield "threads, row by row", DataLoader(slow, BATCH, shuffle=True, **WORKERS), rows
     processes = {"num_workers": 2, "backend": "shared-memory"}
     loader = DataLoader(table, BATCH, shuffle=True, collate_fn=whole, **processes)
@@ -131,7 +145,9 @@ def variants(folder):
     sampler = BatchSampler(RandomSampler(range(rows)), BATCH, drop_last=False)
     loader = DataLoader(slow, batch_size=None, sampler=sampler, **WORKERS)
     yield "threads, BatchSampler as sampler", loader, rows
-    loader = DataLoader(blocks, batch_size=None, sampler=ShuffleSampler(blocks, seed=0), **WORKERS)
+    loader = DataLoader(
+        blocks, batch_size=None, sampler=ShuffleSampler(blocks, seed=0), **WORKERS
+    )
     yield "threads, whole blocks", loader, rows
     yield "threads, TensorDataset", from_memory(folder), rows
     yield "threads, Parquet and shuffled blocks", from_parquet(folder), rows
@@ -139,7 +155,9 @@ def variants(folder):
     warnings.filterwarnings("ignore", "Parquet: row groups are decoded repeatedly")
     small = Parquet(folder / "parquet", tensors=True, memory_cache_bytes=1 << 20)
     few = np.random.default_rng(0).integers(rows, size=4 * 64).tolist()
-    loader = DataLoader(small, 64, sampler=few, collate_fn=Parquet.collate_fn, **WORKERS)
+    loader = DataLoader(
+        small, 64, sampler=few, collate_fn=Parquet.collate_fn, **WORKERS
+    )
     yield "threads, Parquet larger than its cache, shuffled rows", loader, len(few)
 
 
@@ -177,7 +195,9 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--rows", type=int, default=50_000)
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--cold", action="store_true", help="read each time from the disk")
+    parser.add_argument(
+        "--cold", action="store_true", help="read each time from the disk"
+    )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from hybridloader import Pipeline
 from hybridloader.sampling import BlockShuffleSampler
-from hybridloader.sources import Parquet, pack
+from hybridloader.sources import Parquet, write_shards
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are the parallelism
 
@@ -43,7 +43,10 @@ def train_tokenizer(path):
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=2048, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
+        vocab_size=2048,
+        special_tokens=[END],
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
     tokenizer.train_from_iterator(topics.values(), trainer)
     tokenizer.save(path)
@@ -79,7 +82,9 @@ def batches(folder, tokenizer, backend="threads"):
 
 def same(found, wanted):
     return len(found) == len(wanted) and all(
-        torch.equal(a[name], b[name]) for a, b in zip(found, wanted, strict=True) for name in a
+        torch.equal(a[name], b[name])
+        for a, b in zip(found, wanted, strict=True)
+        for name in a
     )
 
 
@@ -115,21 +120,27 @@ class Documents(torch.utils.data.Dataset):
 def with_torch(folder, tokenizer):
     dataset = Documents(folder, tokenizer)
     order = BlockShuffleSampler(dataset.table, seed=0, window_blocks=4)
-    return torch.utils.data.DataLoader(dataset, 32, sampler=order, num_workers=2, collate_fn=list)
+    return torch.utils.data.DataLoader(
+        dataset, 32, sampler=order, num_workers=2, collate_fn=list
+    )
 
 
 def epoch(made):
     """Return the time of a token, and its CPU time in all processes."""
     count, start, cpu = 0, time.perf_counter(), sum(os.times()[:4])
     for batch in made:
-        count += batch["tokens"].numel() if isinstance(batch, dict) else sum(map(len, batch))
+        count += (
+            batch["tokens"].numel() if isinstance(batch, dict) else sum(map(len, batch))
+        )
     return (time.perf_counter() - start) / count, (sum(os.times()[:4]) - cpu) / count
 
 
 def main(folder, copies, rounds):
     tokenizer = f"{folder}/tokenizer.json"
     train_tokenizer(tokenizer)
-    counts = pack(documents(copies), f"{folder}/text", format="parquet", samples_per_shard=100)
+    counts = write_shards(
+        documents(copies), f"{folder}/text", format="parquet", samples_per_shard=100
+    )
     print(f"{sum(counts)} documents in {len(counts)} files")
     folder = f"{folder}/text"
 
@@ -138,7 +149,9 @@ def main(folder, copies, rounds):
     made = {
         "threads": batches(folder, tokenizer),
         "fork": batches(folder, tokenizer, backend="fork"),
-        "no workers": tokens(folder, tokenizer).pack(LENGTH, drop_last=True).batch(ROWS),
+        "no workers": tokens(folder, tokenizer)
+        .pack(LENGTH, drop_last=True)
+        .batch(ROWS),
         "torch's DataLoader, not packed": with_torch(folder, tokenizer),
     }
     times = {name: [] for name in made}
@@ -147,12 +160,16 @@ def main(folder, copies, rounds):
             times[name].append(epoch(one))
     for name, taken in times.items():
         clock, cpu = map(min, zip(*taken, strict=True))
-        print(f"{name}: {1 / clock:,.0f} tokens a second, {1e6 * cpu:.1f} us of CPU a token")
+        print(
+            f"{name}: {1 / clock:,.0f} tokens a second, {1e6 * cpu:.1f} us of CPU a token"
+        )
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
-    parser.add_argument("--copies", type=int, default=1, metavar="N", help="of the text")
+    parser.add_argument(
+        "--copies", type=int, default=1, metavar="N", help="of the text"
+    )
     parser.add_argument("--rounds", type=int, default=1, metavar="N")
     options = parser.parse_args()
     with TemporaryDirectory() as folder:

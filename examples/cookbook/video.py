@@ -32,7 +32,8 @@ class PyAV:
         self.container = av.open(path)
         self.stream = self.container.streams.video[0]
         self.stream.thread_type = "NONE"  # the workers are the parallelism
-        self.ticks = 1 / (self.stream.average_rate * self.stream.time_base)  # between two frames
+        # Between two frames
+        self.ticks = 1 / (self.stream.average_rate * self.stream.time_base)
 
     def clip(self, first):
         start = round(first * self.ticks)
@@ -41,7 +42,9 @@ class PyAV:
         for frame in self.container.decode(self.stream):
             if frame.pts < start:
                 continue  # from the keyframe to the clip: decoded in vain
-            frames.append(frame.to_ndarray(width=SIZE, height=SIZE, format="rgb24", threads=1))
+            frames.append(
+                frame.to_ndarray(width=SIZE, height=SIZE, format="rgb24", threads=1)
+            )
             if len(frames) == LENGTH:
                 return np.stack(frames)
         raise ValueError(f"{self.container.name} ends within the clip at frame {first}")
@@ -92,7 +95,9 @@ def index(path):
     with av.open(path) as container:
         stream = container.streams.video[0]
         times = [
-            (packet.pts, packet.is_keyframe) for packet in container.demux(stream) if packet.size
+            (packet.pts, packet.is_keyframe)
+            for packet in container.demux(stream)
+            if packet.size
         ]
     return len(times), [number for number, (_, key) in enumerate(sorted(times)) if key]
 
@@ -107,7 +112,9 @@ class Clips(torch.utils.data.Dataset):
             frames, keyframes = index(path)
             for first in range(0, frames - LENGTH + 1, step):
                 self.clips.append((path, first))
-                self.decoded += first + LENGTH - max(key for key in keyframes if key <= first)
+                self.decoded += (
+                    first + LENGTH - max(key for key in keyframes if key <= first)
+                )
 
     def __len__(self):
         return len(self.clips)
@@ -127,10 +134,13 @@ def all_clips(path):
         container.streams.video[0].thread_type = "NONE"
         frames = []
         for number, frame in enumerate(container.decode(video=0), start=1):
-            frames.append(frame.to_ndarray(width=SIZE, height=SIZE, format="rgb24", threads=1))
+            frames.append(
+                frame.to_ndarray(width=SIZE, height=SIZE, format="rgb24", threads=1)
+            )
             if len(frames) == LENGTH:
                 yield np.stack(frames), number - LENGTH
-                frames = frames[LENGTH // 2 :]  # the next clip begins in the middle of this one
+                # The next clip begins in the middle of this one
+                frames = frames[LENGTH // 2 :]
 
 
 def streamed_clips(paths):
@@ -145,23 +155,40 @@ def streamed_clips(paths):
 def make(path, gop, frames, seed):
     """Write a moving pattern; ten squares at the top are the bits of the frame's number."""
     random = np.random.default_rng(seed)
-    pattern = random.integers(256, size=(80, 90, 3), dtype=np.uint8).repeat(8, 0).repeat(8, 1)
-    options = {"g": str(gop), "keyint_min": str(gop), "sc_threshold": "0", "threads": "1"}
+    pattern = (
+        random.integers(256, size=(80, 90, 3), dtype=np.uint8).repeat(8, 0).repeat(8, 1)
+    )
+    options = {
+        "g": str(gop),
+        "keyint_min": str(gop),
+        "sc_threshold": "0",
+        "threads": "1",
+    }
     with av.open(path, "w") as container:
-        stream = container.add_stream("libx264", rate=30, options=options | {"preset": "veryfast"})
+        stream = container.add_stream(
+            "libx264", rate=30, options=options | {"preset": "veryfast"}
+        )
         stream.width, stream.height, stream.pix_fmt = 320, 240, "yuv420p"
         for number in range(frames):
-            y, x = int(200 + 150 * np.sin(number / 20)), int(200 + 150 * np.cos(number / 33))
+            y, x = (
+                int(200 + 150 * np.sin(number / 20)),
+                int(200 + 150 * np.cos(number / 33)),
+            )
             pixels = pattern[y : y + 240, x : x + 320].copy()
             for bit in range(10):
                 pixels[:24, bit * 32 : (bit + 1) * 32] = 255 * (number >> bit & 1)
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+            container.mux(
+                stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24"))
+            )
         container.mux(stream.encode())
 
 
 def number_of(frame):
     """Read the squares."""
-    bits = [frame[5, round((bit + 0.5) * SIZE / 10)].float().mean() > 128 for bit in range(10)]
+    bits = [
+        frame[5, round((bit + 0.5) * SIZE / 10)].float().mean() > 128
+        for bit in range(10)
+    ]
     return sum(1 << bit for bit, white in enumerate(bits) if white)
 
 
@@ -181,7 +208,9 @@ def main(folder, decoder, gop, frames, rounds):
         make(path, gop, frames, seed=number)
     clips = Clips(paths, decoder)
     print(f"{len(paths)} videos of {frames} frames, a keyframe every {gop}")
-    print(f"a random clip of {LENGTH} frames decodes {clips.decoded / len(clips):.1f} frames")
+    print(
+        f"a random clip of {LENGTH} frames decodes {clips.decoded / len(clips):.1f} frames"
+    )
 
     loaders = {
         "random, threads": random_clips(clips, "threads"),
@@ -197,7 +226,9 @@ def main(folder, decoder, gop, frames, rounds):
             times[name].append(epoch(loader))
     for name, taken in times.items():
         clock, cpu = map(min, zip(*taken, strict=True))
-        print(f"{name}: {1 / clock:.0f} clips a second, {1000 * cpu:.1f} ms of CPU a clip")
+        print(
+            f"{name}: {1 / clock:.0f} clips a second, {1000 * cpu:.1f} ms of CPU a clip"
+        )
 
 
 if __name__ == "__main__":

@@ -18,9 +18,12 @@ def train(folder, backend, *, resume):
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True)
     model = nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1))
-    model, optimizer = accelerator.prepare(model, torch.optim.Adam(model.parameters(), 0.01))
+    model, optimizer = accelerator.prepare(
+        model, torch.optim.Adam(model.parameters(), 0.01)
+    )
     pipe = Pipeline.from_dataset(range(320), shuffle=True)
-    pipe = pipe.map(sample, backend=backend, num_workers=2).batch(32).to(accelerator.device)
+    pipe = pipe.map(sample, backend=backend, num_workers=2)
+    pipe = pipe.batch(32).to(accelerator.device)
     with PipelineLoader(pipe, seed=0) as loader:
         accelerator.register_for_checkpointing(loader)
         if resume:

@@ -14,7 +14,9 @@ def sample(index):
 
 def loader_of(backend):
     pipe = Pipeline.from_dataset(range(60), shuffle=True)
-    return PipelineLoader(pipe.map(sample, backend=backend, num_workers=2).batch(10), seed=0)
+    return PipelineLoader(
+        pipe.map(sample, backend=backend, num_workers=2).batch(10), seed=0
+    )
 
 
 def trainer_of(model):
@@ -44,14 +46,18 @@ def main():
             engine.terminate()
 
         trainer.run(loader, max_epochs=5)
-    print(f"stopped after {trainer.state.iteration} steps, loss {trainer.state.output:.3f}")
+    print(
+        f"stopped after {trainer.state.iteration} steps, loss {trainer.state.output:.3f}"
+    )
 
     resumed = trainer_of(model)
     resumed.load_state_dict(saved["engine"])
     with loader_of("fork") as loader:
         loader.load_state_dict(saved["loader"])
         resumed.run(loader)  # the rest of that epoch, and three more
-    print(f"ended after {resumed.state.iteration} steps, loss {resumed.state.output:.3f}")
+    print(
+        f"ended after {resumed.state.iteration} steps, loss {resumed.state.output:.3f}"
+    )
 
 
 if __name__ == "__main__":

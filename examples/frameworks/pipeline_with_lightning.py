@@ -19,7 +19,9 @@ def sample(index):
 
 def loader_of(backend):
     pipe = Pipeline.from_dataset(range(320), shuffle=True)
-    return PipelineLoader(pipe.map(sample, backend=backend, num_workers=2).batch(32), seed=0)
+    return PipelineLoader(
+        pipe.map(sample, backend=backend, num_workers=2).batch(32), seed=0
+    )
 
 
 class Line(lightning.LightningModule):
@@ -30,7 +32,7 @@ class Line(lightning.LightningModule):
 
     def train_dataloader(self):
         loader = loader_of(self.backend)
-        # For a checkpoint at an epoch's end, from which Lightning loads no state of the loader.
+        # After an epoch's end Lightning loads no state of the loader.
         loader.set_epoch(self.trainer.fit_loop.epoch_progress.current.processed)
         return loader
 
@@ -74,8 +76,10 @@ def with_fabric(folder):
 
 def main():
     with tempfile.TemporaryDirectory() as folder:
-        fit(folder, "threads", max_steps=14)  # ends in the second epoch, after 4 of its 10 batches
-        fit(folder, "fork", Path(folder) / "step=14.ckpt")  # the other 6, and one more epoch
+        # Ends in the second epoch, after 4 of its 10 batches
+        fit(folder, "threads", max_steps=14)
+        # The other 6, and one more epoch
+        fit(folder, "fork", Path(folder) / "step=14.ckpt")
         with_fabric(Path(folder))
 
 

@@ -29,7 +29,8 @@ class Curve(nn.Module):
 
 class PipelineTrainer(Trainer):
     def __init__(self, loader, **options):
-        super().__init__(train_dataset=[], **options)  # required by the Trainer, not read
+        # Required by the Trainer, not read
+        super().__init__(train_dataset=[], **options)
         self.loader = loader
 
     def get_train_dataloader(self):
@@ -47,10 +48,14 @@ class LoaderState(TrainerCallback):
 
 def train(folder, backend, **options):
     pipe = Pipeline.from_dataset(range(320), shuffle=True)
-    loader = PipelineLoader(pipe.map(sample, backend=backend, num_workers=2).batch(32), seed=0)
+    loader = PipelineLoader(
+        pipe.map(sample, backend=backend, num_workers=2).batch(32), seed=0
+    )
     checkpoint = get_last_checkpoint(folder)
     if checkpoint:
-        loader.load_state_dict(json.loads((Path(checkpoint) / "loader.json").read_text()))
+        loader.load_state_dict(
+            json.loads((Path(checkpoint) / "loader.json").read_text())
+        )
     arguments = TrainingArguments(
         folder,
         num_train_epochs=3,
@@ -73,7 +78,8 @@ def train(folder, backend, **options):
 
 def main():
     with tempfile.TemporaryDirectory() as folder:
-        train(folder, "threads", max_steps=14)  # in the second epoch, after 4 of its 10 batches
+        # In the second epoch, after 4 of its 10 batches
+        train(folder, "threads", max_steps=14)
         train(folder, "fork")  # the other 6, and one more epoch
 
 

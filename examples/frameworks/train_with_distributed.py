@@ -46,17 +46,21 @@ def train():
         if dist.get_rank() == 0:
             both = {index for part in parts for index in part}
             sizes = " + ".join(str(len(part)) for part in parts)
-            print(f"epoch {epoch}: {sizes} samples, {len(both)} different, loss {loss.item():.3f}")
+            print(
+                f"epoch {epoch}: {sizes} samples, {len(both)} different, loss {loss.item():.3f}"
+            )
 
 
 def rank_of_two(rank, meeting):
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=2
+    )
     train()
     leave()
 
 
 def leave():
-    """Leave together: otherwise SIGABRT may end a rank, with any loader (torch 2.13, gloo)."""
+    """Leave together: otherwise SIGABRT may end a rank (torch 2.13, gloo)."""
     gc.collect()  # DDP is part of a reference cycle, and holds threads of the group
     dist.barrier()  # no rank leaves while another one is in a collective
     dist.destroy_process_group()
@@ -69,7 +73,9 @@ def main():
         leave()
         return
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(rank_of_two, (os.path.join(folder, "meeting"),), nprocs=2)
+        torch.multiprocessing.spawn(
+            rank_of_two, (os.path.join(folder, "meeting"),), nprocs=2
+        )
 
 
 if __name__ == "__main__":

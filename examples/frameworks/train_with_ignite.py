@@ -43,12 +43,16 @@ def main():
         engine.terminate()
 
     trainer.run(loader, max_epochs=5)
-    print(f"stopped after {trainer.state.iteration} steps, loss {trainer.state.output:.3f}")
+    print(
+        f"stopped after {trainer.state.iteration} steps, loss {trainer.state.output:.3f}"
+    )
 
     resumed = trainer_of(model)
     resumed.load_state_dict(saved)
     resumed.run(loader)  # the rest of that epoch, and three more
-    print(f"ended after {resumed.state.iteration} steps, loss {resumed.state.output:.3f}")
+    print(
+        f"ended after {resumed.state.iteration} steps, loss {resumed.state.output:.3f}"
+    )
 
 
 if __name__ == "__main__":

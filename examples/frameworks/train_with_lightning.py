@@ -56,8 +56,10 @@ def fit(folder, backend, checkpoint=None, **options):
 
 def main():
     with tempfile.TemporaryDirectory() as folder:
-        fit(folder, "threads", max_steps=14)  # ends in the second epoch, after 4 of its 10 batches
-        fit(folder, "fork", Path(folder) / "step=14.ckpt")  # the other 6, and one more epoch
+        # Ends in the second epoch, after 4 of its 10 batches
+        fit(folder, "threads", max_steps=14)
+        # The other 6, and one more epoch
+        fit(folder, "fork", Path(folder) / "step=14.ckpt")
 
 
 if __name__ == "__main__":

@@ -26,10 +26,13 @@ def main():
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 64))
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
 
-    # MONAI's random transforms keep state, so threads must not share them: each gets a copy.
+    # MONAI's random transforms keep state: each thread gets a copy.
     threads = Threads(copy_dataset=True)
     options = {"batch_size": 4, "shuffle": True, "num_workers": 2}
-    for loader in (Loader(dataset, backend=threads, **options), BufferedLoader(dataset, **options)):
+    for loader in (
+        Loader(dataset, backend=threads, **options),
+        BufferedLoader(dataset, **options),
+    ):
         for batch in loader:
             wanted = batch.as_tensor().flatten(1)
             optimizer.zero_grad()

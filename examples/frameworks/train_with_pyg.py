@@ -45,20 +45,32 @@ def main():
     model = nn.Linear(8, 1)
     optimizer = torch.optim.Adam(model.parameters(), 3e-2)
 
-    options = {"batch_size": 32, "shuffle": True, "num_workers": 2, "filter_per_worker": False}
+    options = {
+        "batch_size": 32,
+        "shuffle": True,
+        "num_workers": 2,
+        "filter_per_worker": False,
+    }
     loader = Nodes(data, Neighbors(data), backend="threads", **options)
     for epoch in range(3):
         for batch in loader:
             source, target = batch.edge_index
             around = torch.zeros_like(batch.x).index_add(0, target, batch.x[source])
-            found = model(torch.cat([batch.x, around], 1)).squeeze(1)[: batch.batch_size]
-            loss = nn.functional.binary_cross_entropy_with_logits(found, batch.y[: len(found)])
+            found = model(torch.cat([batch.x, around], 1)).squeeze(1)[
+                : batch.batch_size
+            ]
+            loss = nn.functional.binary_cross_entropy_with_logits(
+                found, batch.y[: len(found)]
+            )
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
         print(f"epoch {epoch}: loss {loss.item():.3f}")
 
-    graphs = [Data(x=torch.randn(k, 2), edge_index=torch.zeros(2, 0).long()) for k in range(1, 9)]
+    graphs = [
+        Data(x=torch.randn(k, 2), edge_index=torch.zeros(2, 0).long())
+        for k in range(1, 9)
+    ]
     for batch in Graphs(graphs, batch_size=4, num_workers=2, backend="fork"):
         print(f"{batch.num_graphs} graphs, {batch.num_nodes} nodes")
 

@@ -32,7 +32,9 @@ class Log(torch.utils.data.IterableDataset, Stateful):
 
 def main():
     def loader():
-        return StatefulDataLoader(Log(list(range(20))), 3, num_workers=2, backend="threads")
+        return StatefulDataLoader(
+            Log(list(range(20))), 3, num_workers=2, backend="threads"
+        )
 
     first = iter(interrupted := loader())
     print("before:", [next(first).tolist() for _ in range(3)])
@@ -44,7 +46,9 @@ def main():
 
     data = torch.utils.data.TensorDataset(torch.arange(8))
     sampler = RandomSampler(data, generator=torch.Generator().manual_seed(0))
-    shuffled = StatefulDataLoader(data, 4, sampler=sampler, num_workers=2, backend="threads")
+    shuffled = StatefulDataLoader(
+        data, 4, sampler=sampler, num_workers=2, backend="threads"
+    )
     print("by torchdata's sampler:", [batch.tolist() for (batch,) in shuffled])
 
 

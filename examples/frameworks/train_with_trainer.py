@@ -64,7 +64,8 @@ def train(folder, resume, **options):
 def main():
     keep_loaders()
     with tempfile.TemporaryDirectory() as folder:
-        train(folder, resume=False, max_steps=14)  # in the second epoch, after 4 of 10 batches
+        # In the second epoch, after 4 of 10 batches
+        train(folder, resume=False, max_steps=14)
         train(folder, resume=True)
 
 

@@ -18,11 +18,17 @@ class Archives(IterableDataset):
         self.shard_names = list(urls)
 
     def read_shard(self, name, start):
-        # The splitters are left out: hybridloader divides the archives among ranks and workers.
+        # No splitters: hybridloader divides the archives among ranks and workers.
         samples = webdataset.WebDataset(
-            name, nodesplitter=None, workersplitter=None, shardshuffle=False, empty_check=False
+            name,
+            nodesplitter=None,
+            workersplitter=None,
+            shardshuffle=False,
+            empty_check=False,
         )
-        yield from itertools.islice(samples.decode().to_tuple("txt", "cls"), start, None)
+        yield from itertools.islice(
+            samples.decode().to_tuple("txt", "cls"), start, None
+        )
 
     def __iter__(self):
         for name in self.shard_names:
@@ -35,7 +41,10 @@ def make_archives():
         urls.append(f"shard-{shard}.tar")
         with tarfile.open(urls[-1], "w") as archive:
             for number in range(10 * shard, 10 * shard + 10):
-                for suffix, text in (("txt", f"text {number}"), ("cls", str(number % 7))):
+                for suffix, text in (
+                    ("txt", f"text {number}"),
+                    ("cls", str(number % 7)),
+                ):
                     member = tarfile.TarInfo(f"{number:04d}.{suffix}")
                     member.size = len(text)
                     archive.addfile(member, io.BytesIO(text.encode()))

@@ -66,11 +66,18 @@ line = display(Pretty("waiting for the first batch"), display_id=True)
 
 def show(stats):
     rate, stall = stats.items / stats.seconds, stats.stall.share
-    line.update(Pretty(f"{stats.items} batches, {rate:.0f} a second, waited {stall:.0%}"))
+    line.update(
+        Pretty(f"{stats.items} batches, {rate:.0f} a second, waited {stall:.0%}")
+    )
 
 
 loader = DataLoader(
-    discs, 32, shuffle=True, num_workers=2, backend="spawn", observe=Observe(show, every=0.5)
+    discs,
+    32,
+    shuffle=True,
+    num_workers=2,
+    backend="spawn",
+    observe=Observe(show, every=0.5),
 )
 for images, radii in loader:
     time.sleep(0.02)  # the training step
@@ -129,7 +136,9 @@ class Client(nbclient.NotebookClient):
 def notebook():
     cells = []
     for number, source in enumerate(CELLS.split("\n# Cell ")[1:]):
-        cell = nbformat.v4.new_code_cell(f"# Cell {source.strip()}", id=f"cell-{number + 1}")
+        cell = nbformat.v4.new_code_cell(
+            f"# Cell {source.strip()}", id=f"cell-{number + 1}"
+        )
         if "(raises)" in source.splitlines()[0]:
             cell.metadata["tags"] = ["raises-exception"]
         cells.append(cell)

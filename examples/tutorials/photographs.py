@@ -25,7 +25,7 @@ SIZE = 96, 72
 
 
 def list_photographs(folder):
-    """Return the names of the classes, and (path, label) of the images: to train on, and held out."""
+    """Return the names of the classes, and (path, label) to train on and held out."""
     classes = sorted(path.name for path in Path(folder).iterdir() if path.is_dir())
     train, heldout = [], []
     for label, name in enumerate(classes):
@@ -79,7 +79,7 @@ def layer(before, after):
 
 
 class Network(nn.Module):
-    """Four convolutions and a linear layer, for batches of pixels as they come: bytes, colours last."""
+    """Four convolutions and a linear layer, for batches of pixels as they come: bytes, colors last."""
 
     def __init__(self, classes):
         super().__init__()
@@ -96,7 +96,9 @@ def train(network, pipe, count):
     """Train for `count` epochs; return the statistics of the loading."""
     network.train()
     optimizer = torch.optim.Adam(network.parameters())
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=count * len(pipe))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, 3e-3, total_steps=count * len(pipe)
+    )
     with pipe.epochs(count, seed=0, observe=True) as epochs:
         for epoch in epochs:
             for pixels, labels in epoch:
@@ -123,7 +125,9 @@ def accuracy(network, pipe):
 
 def main(folder, count):
     classes, photographs, heldout = list_photographs(folder)
-    print(f"{len(classes)} classes, {len(photographs)} photographs, {len(heldout)} held out\n")
+    print(
+        f"{len(classes)} classes, {len(photographs)} photographs, {len(heldout)} held out\n"
+    )
     pipe = for_training(photographs)
     print(pipe, end="\n\n")
     network = Network(len(classes))
@@ -136,11 +140,14 @@ def main(folder, count):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", nargs="?", type=Path, metavar="DIR")
-    parser.add_argument("--crops", type=int, default=40, metavar="N", help="for each photograph")
+    parser.add_argument(
+        "--crops", type=int, default=40, metavar="N", help="for each photograph"
+    )
     parser.add_argument("--epochs", type=int, default=4, metavar="N")
     options = parser.parse_args()
     torch.manual_seed(0)
-    torch.set_num_threads(1)  # the network is small, and the workers need the other cores
+    # The network is small, and the workers need the other cores
+    torch.set_num_threads(1)
     if options.folder is None:
         from hybridloader.demo import prepare
 

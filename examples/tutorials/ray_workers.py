@@ -79,7 +79,9 @@ def main():
         expected = list(images(paths, "threads").run())
 
         cluster, machines = start_cluster()
-        print(f"cluster of {len(ray.nodes())} machines, {ray.cluster_resources()['CPU']:.0f} CPUs")
+        print(
+            f"cluster of {len(ray.nodes())} machines, {ray.cluster_resources()['CPU']:.0f} CPUs"
+        )
         found = []
         with images(paths, Ray(scheduling_strategy="SPREAD")).run(observe=True) as run:
             for batch in run:
@@ -94,7 +96,9 @@ def main():
                     break
             state = run.state_dict()
             restarted = sum(stage.faults.restarted for stage in run.stats().stages)
-            print(f"{len(found)} batches, {restarted} worker restarted; the cluster is shut down")
+            print(
+                f"{len(found)} batches, {restarted} worker restarted; the cluster is shut down"
+            )
         ray.shutdown()
         cluster.shutdown()
 
@@ -102,7 +106,10 @@ def main():
     print(f"{len(found)} batches, the rest decoded on threads")
     numbers = [number for batch in found for number in batch[0].tolist()]
     print("every image exactly once:", sorted(numbers) == [*range(IMAGES)])
-    same = all(torch.equal(one[2], other[2]) for one, other in zip(found, expected, strict=True))
+    same = all(
+        torch.equal(one[2], other[2])
+        for one, other in zip(found, expected, strict=True)
+    )
     print("the same batches as without a cluster:", same)
 
 

@@ -55,7 +55,9 @@ class Curve(lightning.LightningModule):
     def train_dataloader(self):
         data = Points()
         sampler = ShuffleSampler(data, seed=0)
-        loader = DataLoader(data, BATCH, sampler=sampler, num_workers=2, backend=self.backend)
+        loader = DataLoader(
+            data, BATCH, sampler=sampler, num_workers=2, backend=self.backend
+        )
         loader.set_epoch(self.trainer.fit_loop.epoch_progress.current.processed)
         return loader
 
@@ -143,9 +145,11 @@ def slurm(program, *callbacks):
     """Run a job as Slurm does. If it was interrupted, start it again. Return its result."""
     variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "1"}
     variables |= {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
-    forks = multiprocessing.get_context("fork")  # saves the imports; sbatch starts Python
+    # Saves the imports; sbatch starts Python
+    forks = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
-        scontrol = Path(folder, "scontrol")  # `scontrol requeue` ends a job, and queues it
+        # `scontrol requeue` ends a job, and queues it
+        scontrol = Path(folder, "scontrol")
         scontrol.write_text('#!/bin/sh\necho "  scontrol $*"\nkill -TERM 0\n')
         scontrol.chmod(0o755)
         variables["PATH"] = f"{folder}:{os.environ['PATH']}"
@@ -158,7 +162,9 @@ def slurm(program, *callbacks):
             )
             process.start()
             process.join()
-            print(f"  start {restarts + 1}, workers on {backend}: exit code {process.exitcode}")
+            print(
+                f"  start {restarts + 1}, workers on {backend}: exit code {process.exitcode}"
+            )
             if result.exists():
                 break
         return torch.load(result)
@@ -167,10 +173,13 @@ def slurm(program, *callbacks):
 def compare(whole, result):
     """Print whether a result is that of the uninterrupted run."""
     same = all(
-        torch.equal(whole["weights"][name], result["weights"][name]) for name in whole["weights"]
+        torch.equal(whole["weights"][name], result["weights"][name])
+        for name in whole["weights"]
     )
     missing = [batch for batch in whole["batches"] if batch not in result["batches"]]
-    print(f"  trained on {len(result['batches'])} batches; missing: {missing or 'none'}")
+    print(
+        f"  trained on {len(result['batches'])} batches; missing: {missing or 'none'}"
+    )
     print(
         f"  same batches, same order: {result['batches'] == whole['batches']}; same weights: {same}"
     )
@@ -180,7 +189,9 @@ def main():
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     print("uninterrupted", flush=True)
     whole = slurm(train)
-    print("SIGTERM, a checkpoint after the batch, a requeue by the job script", flush=True)
+    print(
+        "SIGTERM, a checkpoint after the batch, a requeue by the job script", flush=True
+    )
     compare(whole, slurm(train, Signal(signal.SIGTERM)))
     print("SIGUSR1, Lightning's own checkpoint and requeue", flush=True)
     compare(whole, slurm(train_by_auto_requeue, Signal(signal.SIGUSR1)))

@@ -94,7 +94,8 @@ def train(stop_after):
         for step, (numbers, values, labels) in enumerate(batches, 1):
             model.zero_grad()
             torch.nn.functional.cross_entropy(model(values), labels).backward()
-            for parameter in model.parameters():  # as DistributedDataParallel and SGD would
+            # As DistributedDataParallel and SGD would
+            for parameter in model.parameters():
                 dist.all_reduce(parameter.grad)
                 parameter.data -= 0.1 * parameter.grad / ranks
             seen += numbers.tolist()
@@ -129,11 +130,19 @@ def launch(ranks, stop_after):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    print(f"\n$ torchrun --nproc-per-node {ranks} train.py", flush=True)
+    print(f"\n{ranks} ranks, started as by torchrun", flush=True)
     processes = []
     for rank in range(ranks):
-        variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+        variables = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(ranks),
+        }
+        variables |= {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "OMP_NUM_THREADS": "1",
+        }
         command = [sys.executable, __file__, str(stop_after)]
         processes.append(subprocess.Popen(command, env={**os.environ, **variables}))
     codes = [process.wait() for process in processes]
@@ -149,7 +158,10 @@ def main():
     server.start()
     host, port = server.get_host_and_port()
     # A real bucket needs none of these but the credentials.
-    os.environ |= {"AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_DEFAULT_REGION": "us-east-1"}
+    os.environ |= {
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
     os.environ |= {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)

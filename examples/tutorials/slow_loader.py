@@ -47,7 +47,9 @@ class Training:
 
     def __init__(self):
         torch.manual_seed(0)
-        self.model = nn.Sequential(nn.AvgPool2d(8), nn.Flatten(), nn.Linear(3 * 9 * 12, 3))
+        self.model = nn.Sequential(
+            nn.AvgPool2d(8), nn.Flatten(), nn.Linear(3 * 9 * 12, 3)
+        )
         self.optimizer = torch.optim.Adam(self.model.parameters())
 
     def step(self, batch):
@@ -73,16 +75,21 @@ def step_import():
     photos = Photos(120)
     for library in torch.utils.data, hybridloader:
         loader = library.DataLoader(photos, batch_size=8, shuffle=True, num_workers=2)
-        Training().step(next(iter(loader)))  # the first use of a library imports its modules
+        # The first use of a library imports its modules
+        Training().step(next(iter(loader)))
         start = time.perf_counter()
         loss = epoch(loader)
         seconds = time.perf_counter() - start
-        print(f"{library.__name__}: {len(photos) / seconds:.0f} images/s, last loss {loss:.6f}")
+        print(
+            f"{library.__name__}: {len(photos) / seconds:.0f} images/s, last loss {loss:.6f}"
+        )
 
 
 def step_verdict():
     """Measure an epoch, and the possible gain."""
-    loader = hybridloader.DataLoader(Photos(160), 8, shuffle=True, num_workers=2, observe=True)
+    loader = hybridloader.DataLoader(
+        Photos(160), 8, shuffle=True, num_workers=2, observe=True
+    )
     epoch(loader)
     print(loader.stats())
     print(headroom(loader, Training().step, steps=12))
@@ -108,7 +115,12 @@ def step_tune():
     loader = tuning.apply()
 
 
-STEPS = {"import": step_import, "verdict": step_verdict, "cure": step_cure, "tune": step_tune}
+STEPS = {
+    "import": step_import,
+    "verdict": step_verdict,
+    "cure": step_cure,
+    "tune": step_tune,
+}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)  # the network is small

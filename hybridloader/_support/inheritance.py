@@ -5,7 +5,7 @@ operating system: a descriptor, or on Windows a handle made for that one process
 is pickled once for all workers. So that pickle leaves out objects with a handle. They are put into a
 table, `Inherited`, which is pickled with the arguments of each process that is started.
 
-Within a process nothing is sent. `Shared` recognises such objects, so that they are not copied there.
+Within a process nothing is sent. `Shared` recognizes such objects, so that they are not copied there.
 """
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ class _Start:
 
 
 class Shared:
-    """Recognises the objects that are never copied within a process."""
+    """Recognizes the objects that are never copied within a process."""
 
     def __init__(self) -> None:
         self._sockets = _known((("socket", "socket"),))

@@ -278,7 +278,7 @@ def modules() -> dict[str, Any]:
     return found
 
 
-def initialised(module: Any) -> bool | None:
+def initialized(module: Any) -> bool | None:
     """Return True if this process has a context on such a device; None if the module can't report it."""
     query = getattr(module, "is_initialized", None)
     return None if query is None else bool(query())
@@ -287,6 +287,6 @@ def initialised(module: Any) -> bool | None:
 def device_in_use() -> str | None:
     """Return the kind of device on which this process has a context, for messages; None if none."""
     for kind, module in modules().items():
-        if initialised(module):
+        if initialized(module):
             return kind.upper() if kind in _ACRONYMS else kind
     return None

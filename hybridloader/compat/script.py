@@ -64,7 +64,7 @@ def _beginning_with_its_own() -> Iterator[None]:
 @_beginning_with_its_own()
 def script(path: str) -> Program:
     """Return the file at `path`, or the ``__main__.py`` of the folder or archive there."""
-    file = os.path.join(os.getcwd(), path)  # as Python does: absolute, but not normalised
+    file = os.path.join(os.getcwd(), path)  # as Python does: absolute, but not normalized
     finder: Any = pkgutil.get_importer(file)
     if finder is not None:
         spec = finder.find_spec("__main__")

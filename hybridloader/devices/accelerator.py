@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from hybridloader._support.torch_env import initialised
+from hybridloader._support.torch_env import initialized
 from hybridloader.memory.accelerator import Accelerator
 from hybridloader.memory.packing import dense_parts
 
@@ -234,8 +234,8 @@ def _current_index(kind: torch.device) -> int:
     """Return the current device's index without making a context: workers may yet have to be forked."""
     import torch
 
-    if initialised(torch.get_device_module(kind)) is False:
-        return 0  # selecting another device initialises it
+    if initialized(torch.get_device_module(kind)) is False:
+        return 0  # selecting another device initializes it
     return torch.accelerator.current_device_index()
 
 

@@ -349,7 +349,7 @@ _OURS = {
     "threads": Entry(f"{_HOME}.threads:Threads", _INCLUDED),
     "fork": Entry(f"{_HOME}.process.backend:Fork", _INCLUDED),
     "spawn": Entry(f"{_HOME}.process.backend:Spawn", "pip install loky cloudpickle"),
-    "ray": Entry(f"{_HOME}.ray:Ray", "pip install 'hybridloader[ray]'"),
+    "ray": Entry(f"{_HOME}.ray:Ray", "pip install ray"),
     "shared-memory": Entry(f"{_HOME}.process.backend:SharedMemory", _INCLUDED),
 }
 
@@ -362,7 +362,7 @@ def known() -> Mapping[str, Entry]:
     entries = dict(_OURS)
     for point in entry_points(group=GROUP):
         package = point.dist.name if point.dist is not None else point.value.partition(":")[0]
-        entries.setdefault(normalise(point.name), Entry(point.value, f"pip install {package}"))
+        entries.setdefault(normalize(point.name), Entry(point.value, f"pip install {package}"))
     return MappingProxyType(entries)
 
 
@@ -371,9 +371,10 @@ def backend_names() -> tuple[str, ...]:
     return tuple(known())
 
 
-def normalise(name: str) -> str:
-    """Return the registered form of a name: ``"shared-memory"`` for ``"Shared_Memory"``."""
-    return name.strip().lower().replace("_", "-")
+def normalize(name: str) -> str:
+    """Return the registered form of a name: ``"shared-memory"`` for ``"processes"``."""
+    name = name.strip().lower().replace("_", "-")
+    return "shared-memory" if name == "processes" else name
 
 
 def get_backend(backend: Any) -> Backend:
@@ -395,8 +396,7 @@ def get_backend(backend: Any) -> Backend:
     if not isinstance(backend, str):
         hint = f"; use an instance: {backend.__name__}()" if isinstance(backend, type) else ""
         raise TypeError(f"backend must be a name or a Backend, not {backend!r}{hint}")
-    entry = known().get(normalise(backend))
-    if entry is None:
+    if (entry := known().get(normalize(backend))) is None:
         listed = ", ".join(f"{name} ({known()[name].install})" for name in known())
         raise BackendUnavailable(f"unknown backend {backend!r}; there are: {listed}")
     made: Any = _load(backend, entry)()

@@ -651,7 +651,7 @@ the worker gains by starting at once (docs/decisions.md)."""
 class Stage(Iterator[Any]):
     """Running stage: a scheduler and a crew, and the iterator over their results.
 
-    One lock serialises the thread that pulls and the one that closes; the crew and the scheduler need
+    One lock serializes the thread that pulls and the one that closes; the crew and the scheduler need
     none. A call that uses them holds `_pulling` and is counted in `_inside`. If they were closed
     meanwhile (by the user's code, a signal's handler or a finalizer), it ends all at last: a caller of
     `close` that can't have the lock, or is the pulling thread itself, leaves the end to it.

@@ -491,7 +491,7 @@ class Worker:
                 context.slices.worker = worker
         self._modes = TakenModes()
         self._fetcher: Fetcher | None = None
-        self._initialised = False
+        self._initialized = False
         self._deferred = spec.deferred
         self._broken: Exception | None = None
         self._reported = False  # `_broken` was reported in this epoch
@@ -515,7 +515,7 @@ class Worker:
         spec = self._spec
         self._modes.take(spec.modes)
         self.context.rng = self._rng
-        with self._seeds.initialising(spec.base_seed, self.worker):
+        with self._seeds.initializing(spec.base_seed, self.worker):
             if self._rng is not None:
                 self._rng.prepare()
             try:
@@ -526,7 +526,7 @@ class Worker:
                     spec.init_fn(self.worker)
                 if self._rng is not None:
                     self._seeds.keep_for(self._rng, spec.base_seed, self.worker)
-                self._initialised = True
+                self._initialized = True
                 if not spec.deferred:
                     self._fetcher = self._opened(None)
             except Exception as error:
@@ -606,7 +606,7 @@ class Worker:
         if self._rng is not None and self._spec.seeding is not None:
             self._rng.begin(replace(self._spec.seeding, epoch=message.epoch))
             self.context.rng = self._rng
-        if not self._initialised:
+        if not self._initialized:
             return  # init_fn failed, and its error answers every task
         self._broken = None
         try:

@@ -29,7 +29,7 @@ from hybridloader.memory.slots import OWN, on_this_thread, when_slots_are_used
 def slot_for(
     shape: tuple[int, ...], dtype: Any, over: Callable[[Any, Any, Any], Any] = tensor_over
 ) -> Any | None:
-    """Return an uninitialised tensor over a slot of this thread; None if it is not worth one."""
+    """Return an uninitialized tensor over a slot of this thread; None if it is not worth one."""
     slots, size = on_this_thread.slots, dtype.itemsize * prod(shape)
     buffer = None if slots is None or size < OWN else slots.empty(size)
     return None if buffer is None else over(buffer, dtype, shape)

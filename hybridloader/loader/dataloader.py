@@ -67,9 +67,9 @@ persistent_workers, pin_memory_device, in_order
         and their order do not depend on it; with ``seeding="sample"``, random numbers do not, either.
     backend
         Kind of the workers: a name, or a `Backend` with options, such as
-        ``SharedMemory(start_method="forkserver")``. Names are ``"inline"``, ``"threads"``, ``"fork"``,
-        ``"spawn"``, ``"shared-memory"``, ``"ray"``, and those of installed extensions; case does not
-        matter, and ``_`` equals ``-``. None starts processes as torch does on this platform, by
+        ``SharedMemory(start_method="forkserver")``. Names: ``"inline"``, ``"threads"``, ``"fork"``,
+        ``"spawn"``, ``"shared-memory"`` or ``"processes"``, ``"ray"``, those of extensions; case does
+        not matter, and ``_`` equals ``-``. None starts processes as torch does on this platform, by
         `multiprocessing_context`; their batches return through shared memory. With
         ``num_workers=0`` the calling thread does the work on any backend. ``"auto"`` chooses as
         ``num_workers="auto"`` does.

@@ -1,4 +1,4 @@
-"""Iterator of a `DataLoader`: the behaviour of torch's iterator, on one `Stage`.
+"""Iterator of a `DataLoader`: the behavior of torch's iterator, on one `Stage`.
 
 Torch's base class provides seeds, the sampler's iterator and the order of draws from the generators.
 Workers get batches by torch's rule of dispatch.

@@ -99,7 +99,7 @@ class SlotWriter:
         self._taking = threading.Lock()
 
     def empty(self, size: int) -> Any | None:
-        """Return an uninitialised buffer of `size` bytes; None if no slot is available."""
+        """Return an uninitialized buffer of `size` bytes; None if no slot is available."""
         with self._taking:
             return self.pool.empty(size)
 

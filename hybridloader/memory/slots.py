@@ -143,7 +143,7 @@ class Pool:
         self._takes = 0
 
     def empty(self, size: int) -> Any | None:
-        """Return an uninitialised buffer of `size` bytes over a new slot; None if there is no slot.
+        """Return an uninitialized buffer of `size` bytes over a new slot; None if there is no slot.
 
         The slot is in use until the last view of the buffer dies.
         """
@@ -350,7 +350,7 @@ class PrivateSlots:
         self.pool = Pool(_make_lockable, self._limit, locks)
 
     def empty(self, size: int) -> Any | None:
-        """Return an uninitialised buffer of `size` bytes; None if no slot is available."""
+        """Return an uninitialized buffer of `size` bytes; None if no slot is available."""
         with self._taking:
             found = self.pool.empty(size)
         if found is None and not self._warned:
@@ -397,7 +397,7 @@ class Slots(Protocol):
     """Source of memory for a worker's batches."""
 
     def empty(self, size: int) -> Any | None:
-        """Return an uninitialised buffer of `size` bytes; None if no slot is available."""
+        """Return an uninitialized buffer of `size` bytes; None if no slot is available."""
 
 
 class _ThreadLocals(threading.local):

@@ -93,7 +93,7 @@ def asked(observe: bool | Observe) -> Asked | None:
 class Observation(ABC):
     """Observation of one iterator, or of one pipeline's epochs. `stats` is for any thread.
 
-    A watch shows it as `name` and recognises it by `key`. It refers to no iterator and no worker.
+    A watch shows it as `name` and recognizes it by `key`. It refers to no iterator and no worker.
     """
 
     def __init__(self, asked: Asked, name: str, key: Hashable) -> None:

@@ -336,24 +336,24 @@ class Stats(Shown):
         Raises
         ------
         ImportError
-            matplotlib is not installed; `pip install 'hybridloader[plot]'` installs it.
+            matplotlib is not installed; `pip install matplotlib` installs it.
         """
         try:
             # Not pyplot, which would pick a display and keep every figure.
             from matplotlib.figure import Figure
         except ImportError as error:
             raise ImportError(
-                "plot() needs matplotlib; install it with: pip install 'hybridloader[plot]'"
+                "plot() needs matplotlib; install it with: pip install matplotlib"
             ) from error
         names = [stage.name for stage in self.stages]
         figure = Figure(figsize=(9, 1.9 + 0.45 * len(names)), layout="constrained")
         times, waits = figure.subplots(1, 2, sharey=True, width_ratios=(2, 1))
         rows = [[getattr(stage, cause) for cause in _CAUSES] for stage in self.stages]
         shares = [[100 * part / (sum(row) or 1.0) for part in row] for row in rows]
-        colours = "#4c72b0", "#dddddd", "#dd8452", "#999999"
-        for at, (cause, colour) in enumerate(zip(_CAUSES, colours, strict=True)):
+        colors = "#4c72b0", "#dddddd", "#dd8452", "#999999"
+        for at, (cause, color) in enumerate(zip(_CAUSES, colors, strict=True)):
             left = [sum(row[:at]) for row in shares]
-            times.barh(names, [row[at] for row in shares], left=left, color=colour, label=cause)
+            times.barh(names, [row[at] for row in shares], left=left, color=color, label=cause)
         times.invert_yaxis()
         times.set_xlabel("% of the workers' time")
         times.legend(ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)

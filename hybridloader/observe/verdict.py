@@ -500,8 +500,8 @@ def for_store(figures: Figures, stage: StageRecord, use: StoreUse) -> str:
         )
     if use.waited >= MOST * use.seconds > 0:  # no blocks: each worker waits for its own requests
         return (
-            f"{_more_workers(figures, stage, 'waits')} Or pack small files into archives (hybridloader "
-            "pack), which are read in blocks."
+            f"{_more_workers(figures, stage, 'waits')} Or write small files into archives (hybridloader "
+            "write-shards), which are read in blocks."
         )
     if use.hits + use.misses:
         return (

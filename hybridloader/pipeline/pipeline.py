@@ -27,9 +27,9 @@ from hybridloader.pipeline.operators.cache import Cache, fingerprint_of_steps, r
 from hybridloader.pipeline.operators.joins import (
     Branch,
     Concat,
-    ForkPoint,
     Interleave,
     Mix,
+    TeePoint,
     Weights,
     Zip,
 )
@@ -207,13 +207,13 @@ class Steps(Chain):
         join = Interleave((self, *others), block_length)
         return self._made([join])
 
-    def fork(self, count: int = 2) -> tuple[Self, ...]:
+    def tee(self, count: int = 2) -> tuple[Self, ...]:
         """`count` pipelines that each return the items of this one, which runs once.
 
         Join all of them again, as in ``Pipeline.zip(a.map(f), b.map(g))``.
         """
-        fork = ForkPoint(self, count)
-        return tuple(self._made([Branch(fork, number)]) for number in range(count))
+        point = TeePoint(self, count)
+        return tuple(self._made([Branch(point, number)]) for number in range(count))
 
     # -- the end -------------------------------------------------------------------------------------
 
@@ -528,7 +528,7 @@ class Pipeline(Steps):
         """Return the pipeline with measured workers for the steps with ``"auto"``; see docs/tuning.md.
 
         It is measured at the first call, for at most 5 seconds, and not again. Raises `ValueError` if a
-        pipeline that this one joins, or the one before a fork, has ``"auto"``.
+        pipeline that this one joins, or the one before a tee, has ``"auto"``.
         """
         steps = [s for s in steps_in(self) if s.placement is not None and s.placement.auto]
         if not steps:
@@ -537,7 +537,7 @@ class Pipeline(Steps):
         for step in steps:
             if id(step) not in own:
                 raise ValueError(
-                    f"{step.name} has 'auto', and its pipeline is joined or forked: join or fork "
+                    f"{step.name} has 'auto', and its pipeline is joined or has a tee: join or tee "
                     "pipeline.settled(), which measures that pipeline alone"
                 )
         if not self._chosen:
@@ -602,12 +602,12 @@ def _calls(operators: Sequence[Operator]) -> int:
     """Estimate the greatest depth of nested calls while these are opened, pulled or closed.
 
     The numbers were measured with a row of each operator. A step that itself opens the step before
-    it takes most. A fork is planned again for every branch, so the time doubles with each level of
-    forks.
+    it takes most. A tee is planned again for every branch, so the time doubles with each level of
+    tees.
     """
     deep = 0
     for at, operator in enumerate(operators):
-        place = operator.fork_place
+        place = operator.tee_place
         if place is not None and place[0].count > 1:
             deep += 60
         elif operator.branches() or (at and operator.begins_itself):

@@ -30,7 +30,7 @@ _PLAIN = frozenset([str, bytes, int, float, bool, type(None)])
 _LOW, _WORD = 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF
 
 _GOLDEN = 0x9E3779B97F4A7C15
-"""2**64 divided by the golden ratio: products of neighbours with it are far apart (Knuth, The Art of
+"""2**64 divided by the golden ratio: products of neighbors with it are far apart (Knuth, The Art of
 Computer Programming 3, 6.4). A CRC is linear: the names of numbered files would form clusters."""
 
 

@@ -201,7 +201,7 @@ class Executor(Runner):
         self.stages = RunningStages(self.seed, self.closed, observation)
         self._pinners: dict[Any, Pinner | None] = {}  # by the function that makes them
         self.relays: dict[Path, RunningRelay] = {}
-        self.initialised: set[Path] = set()  # nodes without workers that had their `worker_init_fn`
+        self.initialized: set[Path] = set()  # nodes without workers that had their `worker_init_fn`
         self._coroutines: list[Any] = []  # of functions without workers
         self._inline: dict[tuple[Path, int], TaskContext] = {}  # of these, too, in the latest pass
         self._ending = threading.RLock()
@@ -883,9 +883,9 @@ class ChainPass:
     ) -> Iterator[Any]:
         stages, policy = self.executor.stages, node.placement.on_error
         init_fn = node.placement.worker_init_fn
-        if init_fn is not None and node.path not in self.executor.initialised:
+        if init_fn is not None and node.path not in self.executor.initialized:
             init_fn(0)  # once for all passes, as in a worker
-            self.executor.initialised.add(node.path)
+            self.executor.initialized.add(node.path)
         ledger = self._ledger(node, begins)
         for number, work in enumerate(node.works):
             sample_rng = stages.sample_rng_of(

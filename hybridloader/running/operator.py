@@ -474,8 +474,8 @@ class Operator(ABC):
         return None
 
     @property
-    def fork_place(self) -> tuple[Any, int] | None:
-        """The `ForkPoint` whose pass it shares, if it shares one, and the number of its branch there."""
+    def tee_place(self) -> tuple[Any, int] | None:
+        """The `TeePoint` whose pass it shares, if it shares one, and the number of its branch there."""
         return None
 
     def step(self) -> Any:

@@ -36,7 +36,7 @@ AHEAD = 2
 Path = tuple[int, ...]
 """Path of a node: its number in its chain, after those of the nodes and branches around the chain.
 
-A fork has one path, a negative number, wherever it is opened from.
+A tee has one path, a negative number, wherever it is opened from.
 """
 
 
@@ -167,11 +167,11 @@ Cuts = Mapping[Path, Set[int]]
 
 @dataclass
 class _Layout:
-    """Cuts and forks that all chains of one plan share while it is made."""
+    """Cuts and tees that all chains of one plan share while it is made."""
 
     cuts: Cuts
-    forks: dict[int, ChainPlan | None] = field(default_factory=dict)
-    """Trunks of the forks that were met, by the identity of the fork; None while one is laid out."""
+    tees: dict[int, ChainPlan | None] = field(default_factory=dict)
+    """Trunks of the tees that were met, by the identity of the tee; None while one is laid out."""
 
 
 def lay_out(chain: Chain, cuts: Cuts | None = None) -> ChainPlan:
@@ -180,17 +180,17 @@ def lay_out(chain: Chain, cuts: Cuts | None = None) -> ChainPlan:
 
 
 def _branches(operator: Operator, where: Path, layout: _Layout) -> Iterator[ChainPlan]:
-    place = operator.fork_place
+    place = operator.tee_place
     for number, branch in enumerate(operator.branches()):
         if place is None:
             yield _laid(branch, (*where, number), layout)
             continue
-        fork, forks = id(place[0]), layout.forks
-        if fork not in forks:
-            forks[fork] = None
-            forks[fork] = _laid(branch, (-len(forks),), layout)
-        found = forks[fork]
-        assert found is not None  # no fork contains itself
+        tee, tees = id(place[0]), layout.tees
+        if tee not in tees:
+            tees[tee] = None
+            tees[tee] = _laid(branch, (-len(tees),), layout)
+        found = tees[tee]
+        assert found is not None  # no tee contains itself
         yield found
 
 
@@ -240,7 +240,7 @@ def _is_one_to_one_work(operator: Operator) -> bool:
 
 
 def _grouped(operators: list[Operator], cuts: Set[int]) -> Iterator[Node]:
-    """Yield nodes, neighbours that may share workers as one; the functions of `cuts` begin one."""
+    """Yield nodes, neighbors that may share workers as one; the functions of `cuts` begin one."""
     group: list[Operator] = []
     shared = Placement()
     functions = others = 0  # before this one
@@ -367,7 +367,7 @@ _Repeats = tuple[int, ...]
 
 
 def check(plan: ChainPlan) -> None:
-    """Find steps that can't run, before anything is started: forks, devices, steps and backends.
+    """Find steps that can't run, before anything is started: tees, devices, steps and backends.
 
     Raises `ValueError`, `BackendUnavailable` for a backend that can't serve here, or the error of a
     step.
@@ -375,20 +375,20 @@ def check(plan: ChainPlan) -> None:
     _check_devices(plan)
     for operator in steps_in(plan.chain):
         operator.check_run()
-    met: dict[Any, set[int]] = {}  # branches, by their fork
+    met: dict[Any, set[int]] = {}  # branches, by their tee
     repeated: dict[Any, _Repeats] = {}
-    for fork, number, repeats in _fork_places(plan.chain, ()):
-        met.setdefault(fork, set()).add(number)
-        if repeated.setdefault(fork, repeats) != repeats:
+    for tee, number, repeats in _tee_places(plan.chain, ()):
+        met.setdefault(tee, set()).add(number)
+        if repeated.setdefault(tee, repeats) != repeats:
             raise ValueError(
-                "a branch of a fork is repeated, but not its other branches, which get the same items; "
-                "repeat() before the fork, or after its branches are joined"
+                "a branch of a tee is repeated, but not its other branches, which get the same items; "
+                "repeat() before the tee, or after its branches are joined"
             )
-    for fork, numbers in met.items():
-        missing = sorted(set(range(fork.count)) - numbers)
+    for tee, numbers in met.items():
+        missing = sorted(set(range(tee.count)) - numbers)
         if missing:
             raise ValueError(
-                f"of the {fork.count} branches of a fork, {_listed(missing)} never joined, so "
+                f"of the {tee.count} branches of a tee, {_listed(missing)} never joined, so "
                 "their items would pile up. Join all of them, as in Pipeline.zip(a, b)"
             )
     for node in plan.all_nodes:
@@ -423,18 +423,18 @@ def _listed(numbers: list[int]) -> str:
     return f"number {shown} is" if len(numbers) == 1 else f"numbers {shown} are"
 
 
-def _fork_places(pipeline: Chain, repeats: _Repeats) -> Iterator[tuple[Any, int, _Repeats]]:
-    """Yield the fork and number of all branches, each with the repetitions that it is in."""
+def _tee_places(pipeline: Chain, repeats: _Repeats) -> Iterator[tuple[Any, int, _Repeats]]:
+    """Yield the tee and number of all branches, each with the repetitions that it is in."""
     inside = repeats + tuple(id(o) for o in pipeline.operators if o.many_passes)
     source = pipeline.operators[0]
-    if source.fork_place is not None:
-        yield *source.fork_place, inside
+    if source.tee_place is not None:
+        yield *source.tee_place, inside
     for inner in source.branches():
-        yield from _fork_places(inner, inside)
+        yield from _tee_places(inner, inside)
 
 
 def chains_in_rows(plan: ChainPlan) -> set[Path]:
-    """Return the paths of the chains that are in a `zip`, however deep; of a fork, if one branch is."""
+    """Return the paths of the chains that are in a `zip`, however deep; of a tee, if one branch is."""
     met: set[tuple[Path, bool]] = set()
     todo = [(plan, False)]
     while todo:
@@ -456,8 +456,8 @@ def as_table(pipeline: Chain) -> str:
 Row = tuple[str, str, str, str]
 
 
-def _rows(plan: ChainPlan, indent: str, forks: set[Path], taker: str) -> Iterator[Row]:
-    """Yield the rows of a chain and its branches; `forks` are the paths of those that were shown."""
+def _rows(plan: ChainPlan, indent: str, tees: set[Path], taker: str) -> Iterator[Row]:
+    """Yield the rows of a chain and its branches; `tees` are the paths of those that were shown."""
     length: Length = None
     for at, node in enumerate(plan.nodes):
         if isinstance(node, RelayNode):
@@ -466,8 +466,8 @@ def _rows(plan: ChainPlan, indent: str, forks: set[Path], taker: str) -> Iterato
             continue
         where, how, name = _puller(plan.nodes, at, taker), "", node.name
         if isinstance(node, OperatorNode):
-            yield from _drawn_branches(node, indent, forks, where)
-            name, place = node.operator.describe(), node.operator.fork_place
+            yield from _drawn_branches(node, indent, tees, where)
+            name, place = node.operator.describe(), node.operator.tee_place
             if place is not None:
                 name = f"branch {place[1]} of {_fork(node)}"
         elif isinstance(node, WorkerNode):
@@ -478,22 +478,22 @@ def _rows(plan: ChainPlan, indent: str, forks: set[Path], taker: str) -> Iterato
         yield f"{indent}{name}", where, how, of_length(length)
 
 
-def _drawn_branches(node: OperatorNode, indent: str, forks: set[Path], taker: str) -> Iterator[Row]:
-    """Yield the rows of the branches of `node`; a fork is shown where it is met first."""
+def _drawn_branches(node: OperatorNode, indent: str, tees: set[Path], taker: str) -> Iterator[Row]:
+    """Yield the rows of the branches of `node`; a tee is shown where it is met first."""
     for number, branch in enumerate(node.branches):
         name = f"{node.name} {number}"
-        if node.operator.fork_place is not None:
-            if branch.path in forks:
+        if node.operator.tee_place is not None:
+            if branch.path in tees:
                 continue
-            forks.add(branch.path)
+            tees.add(branch.path)
             name = _fork(node)
         yield f"{indent}{name}:", "", "", ""
-        yield from _rows(branch, indent + "  ", forks, taker)
+        yield from _rows(branch, indent + "  ", tees, taker)
 
 
 def _fork(node: OperatorNode) -> str:
-    """Name the fork of a branch: the first one has the path -1."""
-    return f"fork {-1 - node.branches[0].path[0]}"
+    """Name the tee of a branch: the first one has the path -1."""
+    return f"tee {-1 - node.branches[0].path[0]}"
 
 
 def _puller(nodes: Sequence[Node], at: int, taker: str) -> str:
@@ -533,7 +533,7 @@ def as_mermaid(pipeline: Chain) -> str:
 
 
 class _Picture:
-    """Boxes, the arrows between them, and the forks that were drawn already."""
+    """Boxes, the arrows between them, and the tees that were drawn already."""
 
     def __init__(self) -> None:
         self.boxes: list[str] = []
@@ -547,7 +547,7 @@ class _Picture:
             if isinstance(node, RelayNode) and node.options.depth is None:
                 arrow = "-. relay .->"
                 continue
-            if isinstance(node, OperatorNode) and node.operator.fork_place is not None:
+            if isinstance(node, OperatorNode) and node.operator.tee_place is not None:
                 trunk = node.branches[0]
                 if trunk.path not in self._forks:
                     self._forks[trunk.path] = self.draw(trunk)

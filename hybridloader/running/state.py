@@ -174,18 +174,18 @@ def descriptions(pipeline: Chain) -> list[str]:
     return list(_described(pipeline, "", {}))
 
 
-def _described(pipeline: Chain, indent: str, forks: dict[int, int]) -> Iterator[str]:
+def _described(pipeline: Chain, indent: str, tees: dict[int, int]) -> Iterator[str]:
     for operator in pipeline.operators:
-        text, place = operator.identity(), operator.fork_place
+        text, place = operator.identity(), operator.tee_place
         if text is None:
             continue
         branches = operator.branches()
         if place is not None:
-            branches = () if id(place[0]) in forks else branches
-            text = f"{text} of fork {forks.setdefault(id(place[0]), len(forks))}"
+            branches = () if id(place[0]) in tees else branches
+            text = f"{text} of tee {tees.setdefault(id(place[0]), len(tees))}"
         yield f"{indent}{text}"
         for branch in branches:
-            yield from _described(branch, indent + "| ", forks)
+            yield from _described(branch, indent + "| ", tees)
 
 
 # -- checks ------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Checks of the arguments of samplers: seeds, numbers of samples, lengths and weights.
 
 Errors are raised at once and name the argument. Nothing is rounded, clipped or guessed. The module does
-not import torch: it recognises a tensor by its methods.
+not import torch: it recognizes a tensor by its methods.
 """
 
 from __future__ import annotations

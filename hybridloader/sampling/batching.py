@@ -38,7 +38,7 @@ class EpochPlan(NamedTuple):
 
 
 class PlannedBatchSampler(ResumableSampler[list[int]]):
-    """Sampler of batches, each with samples of one class or of neighbouring classes.
+    """Sampler of batches, each with samples of one class or of neighboring classes.
 
     A subclass sets `_classes`, a number for each sample, and `_cuts`, or it overrides `_cut`. `shuffle`
     shuffles the samples within a class, and the batches. The lengths have been checked.

@@ -58,7 +58,7 @@ class BlockShuffleSampler(DistributedShuffleSampler):
         there are shuffle everything.
     num_replicas, rank
         The number of processes that share the samples, and this one's number, from 0. Default: those
-        of `torch.distributed` if it was initialised, otherwise one process.
+        of `torch.distributed` if it was initialized, otherwise one process.
     uneven
         ``"pad"``, ``"drop"`` or ``"exact"``; see `DistributedShuffleSampler`.
     num_canonical_ranks

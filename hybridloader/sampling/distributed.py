@@ -38,7 +38,7 @@ def _group(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
         if not (dist.is_available() and dist.is_initialized()):
             raise ValueError(
                 f"num_replicas is {num_replicas} and rank is {rank}, but torch.distributed is not "
-                "initialised, from which a None is taken: call torch.distributed.init_process_group "
+                "initialized, from which a None is taken: call torch.distributed.init_process_group "
                 "first, or pass both"
             )
         num_replicas = dist.get_world_size() if num_replicas is None else num_replicas
@@ -61,7 +61,7 @@ class DistributedShuffleSampler(ResumableSampler[int]):
         From 0 to ``2**64 - 1``, the same on all ranks.
     num_replicas, rank
         The number of processes that share the indices, and this one's number, from 0. Default: those
-        of `torch.distributed`, which must have been initialised.
+        of `torch.distributed`, which must have been initialized.
     uneven
         Treatment of the last indices if they are too few for all ranks. ``"pad"`` adds indices from
         the beginning, as torch's `DistributedSampler` does, so some come twice. ``"drop"`` leaves

@@ -22,7 +22,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hybridloader._support import system
-from hybridloader._support.torch_env import initialised, modules, when_imported
+from hybridloader._support.torch_env import initialized, modules, when_imported
 from hybridloader.seeding.sample_rng import GLOBALS, NUMPY, Kind, SampleRng, SeedTriple, now
 
 if TYPE_CHECKING:
@@ -74,13 +74,13 @@ class WorkerSeeds:
     method: ClassVar[str] = "caller"
     """Name of the method in `WorkerInfo.worker_method`."""
     working: Callable[[], AbstractContextManager[None]] | None = None
-    """Context of the worker's work after `initialising`; None: no context is needed."""
+    """Context of the worker's work after `initializing`; None: no context is needed."""
 
     def generators(self, base_seed: int, worker: int) -> WorkerGenerators | None:
         """Return the worker's own generators, for `WorkerInfo.rng`."""
         return None
 
-    def initialising(self, base_seed: int, worker: int) -> AbstractContextManager[None]:
+    def initializing(self, base_seed: int, worker: int) -> AbstractContextManager[None]:
         """Return the context of `init_fn` and of the opening of the first fetcher."""
         return nullcontext() if self.working is None else self.working()
 
@@ -97,7 +97,7 @@ class ProcessSeeds(WorkerSeeds):
 
     method = "multiprocessing"
 
-    def initialising(self, base_seed: int, worker: int) -> AbstractContextManager[None]:
+    def initializing(self, base_seed: int, worker: int) -> AbstractContextManager[None]:
         # numpy and torch are seeded when they are imported: a worker may need neither. Since
         # numpy 2, `numpy.random` is imported on first access, which takes 15 ms.
         random.seed(base_seed + worker)
@@ -136,7 +136,7 @@ class ThreadSeeds(WorkerSeeds):
         )
 
     @contextmanager
-    def initialising(self, base_seed: int, worker: int) -> Iterator[None]:
+    def initializing(self, base_seed: int, worker: int) -> Iterator[None]:
         if not self._borrows:
             yield
             return
@@ -168,7 +168,7 @@ class InlineSeeds(WorkerSeeds):
         self._mine: Globals | None = None
 
     @contextmanager
-    def initialising(self, base_seed: int, worker: int) -> Iterator[None]:
+    def initializing(self, base_seed: int, worker: int) -> Iterator[None]:
         import torch  # noqa: F401
 
         found = _seeds(base_seed, worker)
@@ -269,7 +269,7 @@ def _device_states() -> list[tuple[Any, int, Any]]:
     return [
         (module, number, module.get_rng_state(number))
         for module in modules().values()
-        if initialised(module) is not False
+        if initialized(module) is not False
         and hasattr(module, "get_rng_state")
         and not getattr(module, "_is_in_bad_fork", bool)()
         for number in range(module.device_count())

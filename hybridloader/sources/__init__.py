@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from hybridloader.sources.shards import Shards as Shards
     from hybridloader.sources.tar import Tar as Tar
     from hybridloader.sources.writing import ShardWriter as ShardWriter
-    from hybridloader.sources.writing import pack as pack
+    from hybridloader.sources.writing import write_shards as write_shards
 
 __getattr__, __dir__, __all__ = lazily(
     __name__,
@@ -26,6 +26,6 @@ __getattr__, __dir__, __all__ = lazily(
         "per_worker": "PerWorker",
         "shards": "Shards",
         "tar": "Tar",
-        "writing": "ShardWriter pack",
+        "writing": "ShardWriter write_shards",
     },
 )

@@ -28,7 +28,7 @@ from hybridloader.sources.per_worker import PerWorker
 from hybridloader.sources.shards import Shards
 from hybridloader.sources.store import GAP, RETRY, Stamp, Store, each
 
-INSTALL = "pip install 'hybridloader[parquet]'"
+INSTALL = "pip install pyarrow"
 
 Ints = npt.NDArray[np.int64]
 Names = tuple[str, ...]

@@ -47,7 +47,7 @@ _jitter = random.SystemRandom()
 _FOR_GOOD = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 """Errors that a retry would meet again; they stay unchanged."""
 
-INSTALL = "pip install 'hybridloader[files]'"
+INSTALL = "pip install fsspec aiohttp"
 
 _DAMAGED = (zipfile.BadZipFile, zlib.error)
 """Errors of an archive whose contents are bad."""

@@ -1,4 +1,4 @@
-"""`ShardWriter` and `pack`: samples into shards of a given size, in a folder or a store.
+"""`ShardWriter` and `write_shards`: samples into shards of a given size, in a folder or a store.
 
 A small file beside the shards, the manifest, names their pack and the complete shards. With it a
 pack that was interrupted is resumed. Without it nothing is written where something is.
@@ -575,7 +575,7 @@ def _shard_file(form: str, file: Any, schema: Any) -> TarFile | ParquetFile:
     return TarFile(file) if form == "tar" else ParquetFile(file, schema)
 
 
-def pack(
+def write_shards(
     source: Any,
     url: str,
     *,

@@ -1,7 +1,7 @@
 """Search for the plan of workers: pure decisions, from measured trials to the next plan to try.
 
 The search first sees one thread and two, from which follow the costs of each stage. From these follow
-first plans; then neighbours of the best one are tried, with more and with fewer workers, until none is
+first plans; then neighbors of the best one are tried, with more and with fewer workers, until none is
 better by more than the noise. It never proposes a plan beyond the limits. No clock, no thread.
 """
 
@@ -263,7 +263,7 @@ def _backends() -> tuple[tuple[str, ...], dict[str, str]]:
     elif (method := multiprocessing.get_start_method()) != "fork":
         refused["fork"] = f"the start method of multiprocessing is {method!r}"
     elif (device := device_in_use()) is not None:
-        refused["fork"] = f"{device} is initialised, which does not survive a fork"
+        refused["fork"] = f"{device} is initialized, which does not survive a fork"
     elif (hazard := fork_hazard()) is not None:
         refused["fork"] = hazard.runs
     if "fork" in refused:
@@ -473,7 +473,7 @@ class Search:
         base = self._fastest()
         while base is not None:
             moved = False
-            for plan in self._neighbours(base):
+            for plan in self._neighbors(base):
                 if not self._open(plan):
                     continue
                 yield plan
@@ -601,7 +601,7 @@ class Search:
             plan = (*plan[:widest], smaller, *plan[widest + 1 :])
         return plan
 
-    def _neighbours(self, trial: Trial) -> Iterator[Plan]:
+    def _neighbors(self, trial: Trial) -> Iterator[Plan]:
         """Yield plans beside that of `trial`: those of its busiest stage first."""
         busy = set(range(len(self.stages))).difference(self.idle)
         cheaper = self.keeps_up(trial)  # only cheaper ones are of use

@@ -55,11 +55,11 @@ def squares() -> list[int]:
 
 
 @pytest.mark.parametrize("backend", ["fork", SharedMemory("fork")])
-def test_a_fork_is_refused_after_any_device_was_initialised(
+def test_a_fork_is_refused_after_any_device_was_initialized(
     module: Module, backend: str | Backend
 ) -> None:
     loader = DataLoader(squares(), num_workers=1, backend=backend)  # type: ignore[arg-type]
-    with pytest.raises(BackendUnavailable, match="after XPU was initialised") as caught:
+    with pytest.raises(BackendUnavailable, match="after XPU was initialized") as caught:
         iter(loader)
     for way_out in ("threads", "spawn", "before the first use of XPU"):
         assert way_out in str(caught.value)

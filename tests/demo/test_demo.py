@@ -38,10 +38,10 @@ def cut(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
     """Two classes of four plain images."""
-    for name, colour in (("blue", (20, 30, 220)), ("red", (220, 30, 20))):
+    for name, color in (("blue", (20, 30, 220)), ("red", (220, 30, 20))):
         (tmp_path / name).mkdir()
         for index in range(4):
-            Image.new("RGB", (40, 30), colour).save(tmp_path / name / f"{index}.png")
+            Image.new("RGB", (40, 30), color).save(tmp_path / name / f"{index}.png")
     return tmp_path
 
 
@@ -220,7 +220,7 @@ def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--epochs", "0"], "--epochs: must be at least 1"),
         (["--limit", "0"], "--limit: must be at least 1"),
         (["--backend", "nope"], "unknown backend 'nope'; there are: inline"),
-        (["--colour"], "--colour"),
+        (["--color"], "--color"),
         (["--data", "no/such/folder"], "no/such/folder must hold one folder of images per class"),
         (["--data", __file__], "must hold one folder of images per class"),
         (["--data", "a [1]"], "no folder with *, ?, [ or { in its path"),
@@ -275,7 +275,7 @@ def test_a_missing_extra_says_what_to_install(
     )
     line = refusal([], capsys)
     assert "needs pillow and scikit-image" in line
-    assert "pip install 'hybridloader[demo]'" in line
+    assert "pip install pillow scikit-image" in line
 
 
 def test_ctrl_c_is_one_line_and_130(
@@ -317,10 +317,10 @@ def _example() -> ModuleType:
 
 
 def test_the_example_runs_and_is_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, colour in (("blue", (20, 30, 220)), ("red", (220, 30, 20))):
+    for name, color in (("blue", (20, 30, 220)), ("red", (220, 30, 20))):
         (tmp_path / name).mkdir()
         for index in range(10):
-            Image.new("RGB", (64, 48), colour).save(tmp_path / name / f"{index}.jpg")
+            Image.new("RGB", (64, 48), color).save(tmp_path / name / f"{index}.jpg")
     _example().main(tmp_path, epochs=1)
     assert "of 2 held-out images are named rightly" in capsys.readouterr().out
     assert len((ROOT / "examples" / "train_photos.py").read_text().splitlines()) < 100

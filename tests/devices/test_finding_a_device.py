@@ -48,7 +48,7 @@ def test_one_number_too_many_or_another_kind_is_refused(monkeypatch: pytest.Monk
         find("xpu")
     with pytest.raises(ValueError, match=r"the accelerator that torch .* is 'cuda'"):
         find("meta")
-    # Nothing may be initialised by asking: workers may still have to be forked.
+    # Nothing may be initialized by asking: workers may still have to be forked.
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1 / 0)
     for device, name in (
         ("cuda:1", "cuda:1"),

@@ -47,7 +47,7 @@ def taken_for_granted(tmp_path: Path) -> dict[str, Any]:
 
 @pytest.mark.classes
 def test_every_block_of_the_page_runs(
-    taken_for_granted: dict[str, Any], capsys: pytest.CaptureFixture[str]
+    taken_for_granted: dict[str, Any],
 ) -> None:
     names = taken_for_granted
     try:
@@ -56,8 +56,6 @@ def test_every_block_of_the_page_runs(
         assert sum(len(labels) for _, labels in names["pipe"]) == 10
         assert list(names["words"]) == [["one", "two"]] * 2 + [["three"]] * 2
         assert list(names["rows"]) == ["a", "b"]
-        assert names["kept"] == [0.5, 0.25]
-        assert "left out: ZeroDivisionError" in capsys.readouterr().out
     finally:
         names.clear()  # a kept iterator keeps a descriptor for each worker process, closed or not
 
@@ -117,7 +115,7 @@ LENGTHS = {
     ".concat(other, ...)": lambda pipe: pipe.concat(pipe),
     ".interleave(other, ...)": lambda pipe: pipe.interleave(pipe),
     ".mix(other, ...)": lambda pipe: pipe.mix(pipe),
-    ".fork(count=2)": lambda pipe: pipe.fork(2)[0],
+    ".tee(count=2)": lambda pipe: pipe.tee(2)[0],
     ".pin_memory()": lambda pipe: pipe.pin_memory(),
     ".to(device)": lambda pipe: pipe.to("cuda"),
 }

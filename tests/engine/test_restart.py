@@ -49,7 +49,7 @@ def test_a_worker_is_not_forked_in_anothers_place_once_a_device_is_in_use(
             assert {int(batch) for batch in iterator} - {first}
             return
         with pytest.raises(
-            WorkerDied, match=r"could not be restarted: .*after fake:0 was initialised"
+            WorkerDied, match=r"could not be restarted: .*after fake:0 was initialized"
         ):
             list(iterator)
 

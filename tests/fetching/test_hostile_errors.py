@@ -204,7 +204,7 @@ PLACES: dict[str, tuple[Callable[[], Any], list[Any]]] = {
         [(0, 0), (1, 1), (2, 2), Hostile, (4, 4), (5, 5)],
     ),
     "branches": (
-        lambda: (lambda a, b: a.zip(b.map(abs)))(*items().fork(2)),
+        lambda: (lambda a, b: a.zip(b.map(abs)))(*items().tee(2)),
         [(0, 0), (1, 1), (2, 2), Hostile, (4, 4), (5, 5)],
     ),
     "thread between": (lambda: items().prefetch(2), [0, 1, 2, Hostile, 4, 5]),

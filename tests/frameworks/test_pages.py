@@ -63,7 +63,7 @@ def test_the_page_shows_a_part_of_the_example_first_and_that_of_pipelines_in_its
     assert block is not None, "the page shows no code"
     assert is_part(block[1], example_of(page, kind).read_text()), "not in the example"
     compile(block[1], page, "exec")
-    assert 10 <= sum(map(bool, block[1].splitlines())) <= 30
+    assert 4 <= sum(map(bool, block[1].splitlines())) <= 30
     assert f"(../../examples/frameworks/{example_of(page, kind).name}):" in text[: block.start()]
 
 

@@ -1,6 +1,6 @@
 """PyG: its loaders adopt ours by mixin, wherever the features are gathered.
 
-Its own neighbour samplers need pyg-lib or torch-sparse, which have no wheels for every torch; the
+Its own neighbor samplers need pyg-lib or torch-sparse, which have no wheels for every torch; the
 sampler here is a plain one with PyG's interface, so what runs is PyG's loaders, not its samplers.
 """
 

@@ -58,9 +58,16 @@ def test_an_unknown_backend_is_refused_with_a_list_of_those_there_are(name: str)
     assert isinstance(caught.value, ValueError)
 
 
-@pytest.mark.parametrize("name", ["Threads", " threads ", "SHARED_MEMORY", "shared-memory", "Fork"])
+@pytest.mark.parametrize(
+    "name", ["Threads", " threads ", "SHARED_MEMORY", "shared-memory", "Fork", "Processes"]
+)
 def test_case_and_underscores_of_a_name_do_not_matter(name: str) -> None:
     assert DataLoader(Numbers(), num_workers=1, backend=name).backend == name
+
+
+def test_processes_are_another_name_of_shared_memory() -> None:
+    assert type(hybridloader.engine.get_backend("processes")) is SharedMemory
+    assert "processes" not in hybridloader.engine.backend_names()
 
 
 @pytest.mark.parametrize("kind", [Inline, Threads, Fork, Spawn, SharedMemory])
@@ -311,7 +318,7 @@ def test_an_unknown_option_is_refused_as_by_any_function(options: dict[str, Any]
 
 
 @pytest.mark.parametrize("backend", ["fork", SharedMemory("fork")])
-def test_no_fork_after_cuda_was_initialised(
+def test_no_fork_after_cuda_was_initialized(
     monkeypatch: pytest.MonkeyPatch, backend: str | Backend
 ) -> None:
     loader = DataLoader(Numbers(), num_workers=1, backend=backend)
@@ -334,7 +341,7 @@ def test_no_fork_after_cuda_was_initialised(
         pytest.param("spawn", marks=pytest.mark.full),
     ],
 )
-def test_other_backends_serve_after_cuda_was_initialised(
+def test_other_backends_serve_after_cuda_was_initialized(
     monkeypatch: pytest.MonkeyPatch, backend: str | None
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)

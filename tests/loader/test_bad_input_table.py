@@ -91,8 +91,8 @@ EARLY: dict[str, Row] = {
     "shard str": (lambda: BASE.shard("2", "0"), TypeError, "shard: num_replicas .*got '2'"),  # type: ignore[arg-type]
     "shard nan": (lambda: BASE.shard(2, nan), TypeError, "shard: rank .*got nan"),  # type: ignore[arg-type]
     "shard below": (lambda: BASE.shard(2, -1), ValueError, "shard: rank .*got -1"),
-    "fork bool": (lambda: BASE.fork(True), TypeError, "fork: count .*got True"),
-    "fork str": (lambda: BASE.fork("2"), TypeError, "fork: count .*got '2'"),  # type: ignore[arg-type]
+    "fork bool": (lambda: BASE.tee(True), TypeError, "tee: count .*got True"),
+    "fork str": (lambda: BASE.tee("2"), TypeError, "tee: count .*got '2'"),  # type: ignore[arg-type]
     "weights text": (lambda: BASE.mix(BASE, weights="12"), TypeError, r"mix: weights\[0\] .*'1'"),  # type: ignore[arg-type]
     "weight None": (lambda: BASE.mix(BASE, weights=[1, None]), TypeError, r"mix: weights\[1\]"),  # type: ignore[list-item]
     "weight bool": (lambda: BASE.mix(BASE, weights=[1, True]), TypeError, r"mix: weights\[1\]"),

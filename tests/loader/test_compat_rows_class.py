@@ -1,4 +1,4 @@
-"""Behaviour that frameworks rely on, R1 to R11: the class, its constructor, its attributes.
+"""Behavior that frameworks rely on, R1 to R11: the class, its constructor, its attributes.
 
 No framework is imported. A test does with our loader what the framework does with any loader.
 """

@@ -1,4 +1,4 @@
-"""Behaviour beside the rows: `set_epoch` and persistent workers, batches of threads, objects sent."""
+"""Behavior beside the rows: `set_epoch` and persistent workers, batches of threads, objects sent."""
 
 from __future__ import annotations
 

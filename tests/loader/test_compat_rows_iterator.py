@@ -1,4 +1,4 @@
-"""Behaviour that frameworks rely on, R13 to R24: the iterator, and how long it lives.
+"""Behavior that frameworks rely on, R13 to R24: the iterator, and how long it lives.
 
 No framework is imported. A test does with our loader what the framework does with any loader.
 """

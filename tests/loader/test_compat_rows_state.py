@@ -1,4 +1,4 @@
-"""Behaviour that frameworks rely on, R35 to R37: state of a loader (more: test_loader_state*.py).
+"""Behavior that frameworks rely on, R35 to R37: state of a loader (more: test_loader_state*.py).
 
 No framework is imported. A test does with our loader what the framework does with any loader.
 """

@@ -1,4 +1,4 @@
-"""Behaviour that frameworks rely on, R25 to R34: what code finds inside workers.
+"""Behavior that frameworks rely on, R25 to R34: what code finds inside workers.
 
 No framework is imported. A test does with our loader what the framework does with any loader.
 """

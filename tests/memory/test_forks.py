@@ -94,7 +94,7 @@ def test_a_segment_of_which_nothing_can_be_filled_again_is_given_back() -> None:
     assert pool.size <= size
 
 
-def test_a_slot_that_is_lost_is_not_taken_and_its_neighbours_are() -> None:
+def test_a_slot_that_is_lost_is_not_taken_and_its_neighbors_are() -> None:
     def make(size: int, number: int) -> Any:
         return segments.make_private(size), None, None
 

@@ -22,7 +22,7 @@ from support.comparison import same
 from support.packed_values import (
     NUMPY_DTYPES,
     WAYS,
-    Colour,
+    Color,
     Keyed,
     Point,
     Record,
@@ -342,13 +342,13 @@ def test_a_subclass_of_tensor_whose_registered_way_sends_its_storage_is_sent(
 
 
 def test_a_way_that_is_registered_later_counts_from_then_on() -> None:
-    pack([Colour.RED])
-    copyreg.pickle(Colour, lambda colour: (str, ("registered",)))  # type: ignore[arg-type]
+    pack([Color.RED])
+    copyreg.pickle(Color, lambda color: (str, ("registered",)))  # type: ignore[arg-type]
     try:
-        assert unpack(*pack([Colour.RED])) == ["registered"]
+        assert unpack(*pack([Color.RED])) == ["registered"]
     finally:
-        del copyreg.dispatch_table[Colour]
-    assert unpack(*pack([Colour.RED])) == [Colour.RED]
+        del copyreg.dispatch_table[Color]
+    assert unpack(*pack([Color.RED])) == [Color.RED]
 
 
 @pytest.mark.skipif(

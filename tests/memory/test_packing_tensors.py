@@ -203,7 +203,7 @@ def test_an_empty_view_of_a_storage_that_others_share_arrives() -> None:
     assert [t.tolist() for t in others] == [[16, 17, 18, 19], [17, 18, 19, 20]]
 
 
-def test_views_of_neighbouring_parts_of_a_storage_share_what_they_shared() -> None:
+def test_views_of_neighboring_parts_of_a_storage_share_what_they_shared() -> None:
     memory = torch.arange(64, dtype=torch.uint8)
     back = streamed([memory[:20], memory[17:20], memory[24:40], memory[30:40]])
     back[1][:], back[3][:] = 99, 98  # the parts begin within the same 16 bytes

@@ -208,7 +208,7 @@ def test_few_numbers_in_each_of_many_values_are_few() -> None:
 
 
 def pieces(tensors: list[torch.Tensor]) -> list[int]:
-    """Sizes of the memory that the tensors lie in together: neighbours in one page count as one."""
+    """Sizes of the memory that the tensors lie in together: neighbors in one page count as one."""
     spans = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors)
     joined = [list(spans[0])]
     for start, end in spans[1:]:

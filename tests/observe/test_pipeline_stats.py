@@ -244,7 +244,7 @@ def test_whoever_joins_branches_waits_for_the_stages_at_their_ends(forked: bool)
         return pipe.map(str, backend="threads", num_workers=1)
 
     one, two = (
-        Pipeline.from_dataset(range(50)).fork(2)
+        Pipeline.from_dataset(range(50)).tee(2)
         if forked
         else [Pipeline.from_dataset(range(50))] * 2
     )

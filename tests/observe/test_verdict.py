@@ -92,7 +92,7 @@ TRUTHS: dict[str, tuple[Recording, str, str | None, str | None, str]] = {
         "store",
         "map(f)",
         "waits",
-        "hybridloader pack",
+        "hybridloader write-shards",
     ),
     "blocks from a store": (
         from_store(requests=48, seconds=100.0, retries=3),

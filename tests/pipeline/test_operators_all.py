@@ -35,7 +35,7 @@ from hybridloader.pipeline.operators.batches import (
     Unbatch,
 )
 from hybridloader.pipeline.operators.cache import Cache
-from hybridloader.pipeline.operators.joins import Branch, Concat, ForkPoint, Interleave, Mix, Zip
+from hybridloader.pipeline.operators.joins import Branch, Concat, Interleave, Mix, TeePoint, Zip
 from hybridloader.pipeline.operators.order import (
     Enumerate,
     Repeat,
@@ -221,7 +221,7 @@ def test_a_length_that_is_told_is_true(name: str, count: int) -> None:
 
 
 CHAINS = (scripted(1, 2, 3), scripted("a", "b", "c"))
-FORK = ForkPoint(CHAINS[0], 2)
+FORK = TeePoint(CHAINS[0], 2)
 
 DESCRIPTIONS: list[Any] = [
     *(operator for operator, _ in CASES.values()),
@@ -255,9 +255,9 @@ def test_a_description_is_a_value(operator: Any) -> None:
 def test_a_fork_stays_one_fork_through_a_pickle() -> None:
     one, other = Branch(FORK, 0), Branch(FORK, 1)
     again, another = pickle.loads(pickle.dumps((one, other)))
-    assert again.fork is another.fork
+    assert again.tee is another.tee
     assert (again.number, another.number) == (0, 1)
-    assert ForkPoint(CHAINS[0], 2) != FORK
+    assert TeePoint(CHAINS[0], 2) != FORK
 
 
 BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
@@ -310,10 +310,10 @@ BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: Mix(CHAINS, (1, 0)), ValueError, r"weights\[1\] must be above 0"),
     (lambda: Mix(CHAINS, stop="any"), ValueError, "stop must be 'all' or 'first'"),
     (lambda: Interleave(CHAINS, 0), ValueError, "block_length must be at least 1"),
-    (lambda: ForkPoint([], 2), TypeError, "fork: pipeline must be a pipeline"),  # type: ignore[arg-type]
-    (lambda: ForkPoint(CHAINS[0], 0), ValueError, "fork: count must be at least 1"),
-    (lambda: Branch(CHAINS[0], 0), TypeError, "fork must be a ForkPoint"),
-    (lambda: Branch(FORK, 2), ValueError, "there is no branch 2: a fork of 2 has branches 0 to 1"),
+    (lambda: TeePoint([], 2), TypeError, "tee: pipeline must be a pipeline"),  # type: ignore[arg-type]
+    (lambda: TeePoint(CHAINS[0], 0), ValueError, "tee: count must be at least 1"),
+    (lambda: Branch(CHAINS[0], 0), TypeError, "tee must be a TeePoint"),
+    (lambda: Branch(FORK, 2), ValueError, "there is no branch 2: a tee of 2 has branches 0 to 1"),
     (lambda: Cache(3), TypeError, "cache: path must be that of a file, not 3"),  # type: ignore[arg-type]
     (lambda: Cache("folder/"), ValueError, "names no file"),
     (lambda: Cache("x", 3), TypeError, "fingerprint must be a text"),  # type: ignore[arg-type]

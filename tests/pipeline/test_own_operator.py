@@ -156,7 +156,7 @@ def beside_another(own: Step) -> Pipeline:
 
 
 def in_a_fork(own: Step) -> Pipeline:
-    one, other = numbers().fork()
+    one, other = numbers().tee()
     return Pipeline.zip(own(one), other.map(up, backend="threads", num_workers=1), strict=False)
 
 
@@ -180,7 +180,7 @@ PLACES: dict[str, Callable[[Step], Pipeline]] = {
     "before a batch": lambda own: own(numbers()).batch(3, collate_fn=list),
     "before a prefetch": lambda own: own(numbers()).prefetch(2),
     "in a zip": beside_another,
-    "in a fork": in_a_fork,
+    "in a tee": in_a_fork,
     "in a concat": lambda own: own(numbers()).concat(own(numbers()), numbers()),
     "repeated": lambda own: own(numbers().shuffle(4, seed=2)).repeat(2),
     "over a repetition": lambda own: own(numbers().repeat(2)),
@@ -311,7 +311,7 @@ class Needing(Totals):
         raise FileNotFoundError(f"{self.name}: it is not there")
 
 
-@pytest.mark.parametrize("place", ["alone", "in a fork", "in a concat", "between stages"])
+@pytest.mark.parametrize("place", ["alone", "in a tee", "in a concat", "between stages"])
 def test_a_step_may_refuse_before_anything_is_started(place: str) -> None:
     pipe, threads = PLACES[place](lambda pipe: pipe.apply(Needing())), threading.active_count()
     for run in (pipe.run, pipe.epochs):
@@ -337,9 +337,9 @@ def test_a_step_may_pass_over_its_items_several_times() -> None:
     pipe = Pipeline.from_dataset("abc", shuffle=True, seed=1)
     assert list(pipe.apply(Twice())) == [*pipe.run(epoch=0), *pipe.run(epoch=1)]
     assert pipe.apply(Twice()).repeats
-    one, other = numbers().fork()
+    one, other = numbers().tee()
     with pytest.raises(
-        ValueError, match="a branch of a fork is repeated, but not its other branches"
+        ValueError, match="a branch of a tee is repeated, but not its other branches"
     ):
         one.apply(Twice()).zip(other, strict=False).run()
 

@@ -336,7 +336,7 @@ def test_forks_and_joins_give_what_plain_loops_give(
 
     before, left, right, behind = work(), work(), work(), work()
     forked = data.draw(st.booleans())
-    a, b = built(before, count).fork(2) if forked else (built(before, count), built(before, count))
+    a, b = built(before, count).tee(2) if forked else (built(before, count), built(before, count))
     for one in left:
         a = a.map(tag, **dict(one.where))
     for one in right:

@@ -185,7 +185,7 @@ NUMBERS: dict[str, Case] = {
         ValueError,
         "shard: num_replicas must be at least 1",
     ),
-    "fork": (lambda: BASE.fork(0), ValueError, "fork: count must be at least 1"),
+    "fork": (lambda: BASE.tee(0), ValueError, "tee: count must be at least 1"),
     "block": (lambda: BASE.interleave(BASE, block_length=0), ValueError, "interleave: block"),
     "budget": (lambda: BASE.batch_by(double, math.nan), ValueError, "batch_by: max_cost"),
 }
@@ -234,7 +234,7 @@ def generator() -> Iterator[int]:
 
 
 def branch_left_over() -> Pipeline:
-    a, _, c = BASE.map(double, backend="fork", num_workers=1).fork(3)
+    a, _, c = BASE.map(double, backend="fork", num_workers=1).tee(3)
     return a.zip(c).map(str, backend="fork", num_workers=1)
 
 
@@ -242,7 +242,7 @@ LATE: dict[str, Case] = {
     "branch left over": (
         branch_left_over,
         ValueError,
-        "3 branches of a fork, number 1 is never joined",
+        "3 branches of a tee, number 1 is never joined",
     ),
     "unpicklable function": (
         lambda: BASE.map(functools.partial(two, threading.Lock()), backend="spawn", num_workers=1),
@@ -260,9 +260,9 @@ LATE: dict[str, Case] = {
         "must give",
     ),
     "branch used twice": (
-        lambda: (lambda a: a.concat(a))(BASE.fork(1)[0]),
+        lambda: (lambda a: a.concat(a))(BASE.tee(1)[0]),
         ValueError,
-        "branch 0 of a fork was opened twice",
+        "branch 0 of a tee was opened twice",
     ),
     "sizes that do not collate": (
         lambda: Pipeline.from_iterable([[1], [1, 2]]).batch(2),
@@ -355,9 +355,9 @@ GAPS: dict[str, Case] = {
     "epoch of a run": (lambda: BASE.run(epoch=True), TypeError, "epoch must be a whole number"),
     "the class of an operator": (lambda: BASE.apply(Batch), TypeError, "apply takes an Operator"),
     "a branch repeated alone": (
-        lambda: (lambda a, b: a.filter(double).repeat(2).zip(b).run())(*BASE.fork(2)),
+        lambda: (lambda a, b: a.filter(double).repeat(2).zip(b).run())(*BASE.tee(2)),
         ValueError,
-        r"repeat\(\) before the fork",
+        r"repeat\(\) before the tee",
     ),
 }
 

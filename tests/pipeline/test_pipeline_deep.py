@@ -19,7 +19,7 @@ STEPS: dict[str, Callable[[Pipeline], Pipeline]] = {
     "cache": lambda pipe: pipe.cache(),
     "concat": lambda pipe: pipe.concat(Pipeline.from_dataset([])),
     "zip": lambda pipe: pipe.zip(),
-    "fork": lambda pipe: Pipeline.zip(*pipe.fork()).map(max),
+    "fork": lambda pipe: Pipeline.zip(*pipe.tee()).map(max),
 }
 
 

@@ -64,7 +64,7 @@ def stick_in_the_middle(gate: Gate, backend: str) -> Pipeline:
 
 
 def stick_in_a_branch(gate: Gate, backend: str) -> Pipeline:
-    a, b = Pipeline.from_dataset(range(100)).map(abs, backend=backend, num_workers=1).fork(2)
+    a, b = Pipeline.from_dataset(range(100)).map(abs, backend=backend, num_workers=1).tee(2)
     return a.map(Stick(gate), backend=backend, num_workers=1).zip(
         b.map(str, backend=backend, num_workers=1)
     )

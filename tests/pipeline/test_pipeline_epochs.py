@@ -304,7 +304,7 @@ def test_a_pickled_copy_gives_the_same(backend: str) -> None:
         assert list(pickle.loads(pickle.dumps(pipe))) == list(range(0, 40, 2))
         return
     pipe = pipe.batch(2).map(tuple, backend=backend, num_workers=2).shuffle(5).enumerate()
-    a, b = pipe.fork(2)
+    a, b = pipe.tee(2)
     pipe = a.zip(b.map(tuple)).concat(pipe.take(3))
     copy = pickle.loads(pickle.dumps(pipe))
     assert repr(copy) == repr(pipe)
@@ -317,7 +317,7 @@ EXTENSIONS: dict[str, Callable[[Pipeline], Pipeline]] = {
     "batch": lambda pipe: pipe.batch(3, collate_fn=list),
     "take": lambda pipe: pipe.take(1),
     "repeat": lambda pipe: pipe.repeat(),
-    "fork": lambda pipe: pipe.fork(2)[0],
+    "fork": lambda pipe: pipe.tee(2)[0],
     "zip": lambda pipe: pipe.zip(pipe),
 }
 
@@ -373,7 +373,7 @@ LENGTHS: dict[str, tuple[Pipeline, float | None]] = {
     "zip": (BASE.zip(BASE.take(2), strict=False), 2),
     "concat": (BASE.concat(BASE), 14),
     "endless concat": (BASE.concat(BASE.repeat()), float("inf")),
-    "fork": (BASE.fork(2)[1], 7),
+    "fork": (BASE.tee(2)[1], 7),
     "prefetch": (BASE.prefetch(3), 7),
 }
 

@@ -113,7 +113,7 @@ def test_an_item_that_can_not_be_sent_is_lost_alone() -> None:
 
 
 def test_branches_of_a_fork_are_repeated_together_or_not_at_all() -> None:
-    a, b = Pipeline.from_dataset(range(4)).map(abs, backend="threads", num_workers=1).fork(2)
+    a, b = Pipeline.from_dataset(range(4)).map(abs, backend="threads", num_workers=1).tee(2)
     with a.zip(b).repeat(2).run() as run:
         assert list(run) == [(k, k) for k in [0, 1, 2, 3] * 2]
     with pytest.raises(ValueError, match="repeated, but not its other branches"):
@@ -202,7 +202,7 @@ WAYS: dict[str, Way] = {
     ),
     "counted": lambda pipe, f: pipe.map(f).take(7).skip(0).enumerate().map(lambda pair: pair[1]),
     "rows": lambda pipe, f: pairs(pipe.map(f).zip(pipe.map(abs))),
-    "branches": lambda pipe, f: pairs((lambda a, b: a.zip(b))(*pipe.map(f).fork(2))),
+    "branches": lambda pipe, f: pairs((lambda a, b: a.zip(b))(*pipe.map(f).tee(2))),
     "collation": lambda pipe, f: pipe.batch(1, collate_fn=f).map(lambda batch: batch[0]),
     "a bucket": lambda pipe, f: pipe.bucket_by(f, 1, collate_fn=list).map(lambda batch: batch[0]),
     "a cost": lambda pipe, f: pipe.batch_by(f, 1, oversize="alone", collate_fn=list).map(

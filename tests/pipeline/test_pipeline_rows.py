@@ -70,7 +70,7 @@ PLACES = [{}, {"backend": "inline"}, THREADS, {"backend": "fork", "num_workers":
 @pytest.mark.parametrize("place", PLACES, ids=["nobody", "inline", "threads", "fork"])
 def test_an_item_that_fails_takes_its_row_along(place: dict[str, Any]) -> None:
     numbers = Pipeline.from_dataset(range(6))
-    one, other = numbers.fork()
+    one, other = numbers.tee()
     error = ("error", "ValueError: 3")
     for left, right in [(numbers, numbers), (one, other)]:
         raised = Pipeline.zip(left.map(fails_at(3), **place), right.map(abs, **place))
@@ -125,7 +125,7 @@ def test_both_of_a_row_may_fail_and_an_inner_zip_tells_the_outer() -> None:
 
 def test_a_fork_that_leaves_out_keeps_rows_and_leaves_no_places_elsewhere() -> None:
     trunk = Pipeline.from_dataset(range(4)).map(fails_at(1), on_error="skip")
-    one, other = trunk.fork()
+    one, other = trunk.tee()
     joined = one.zip(Pipeline.from_dataset(range(4))).concat(other)
     assert [item for _, item in events(iter(joined))] == [(0, 0), (2, 2), (3, 3), 0, 2, 3]
 

@@ -112,7 +112,7 @@ def test_work_is_not_done_again_where_the_parameters_say_what_was_had() -> None:
 
 def test_both_branches_of_a_fork_go_on_without_what_they_had() -> None:
     before, one, other = Counting(), Counting(), Counting()
-    left, right = Pipeline.from_dataset(range(50)).map(before).fork()
+    left, right = Pipeline.from_dataset(range(50)).map(before).tee()
     pipe = left.map(one).zip(right.map(other)).batch(5, collate_fn=list)
     run = pipe.run()
     events(run, 8)

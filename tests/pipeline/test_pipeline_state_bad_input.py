@@ -138,8 +138,8 @@ def test_branches_forks_readers_and_shards_must_agree() -> None:
 
     def forked(second: bool) -> Pipeline:
         pipe = Pipeline.from_dataset(range(9))
-        one, other = pipe.fork()
-        _, third = pipe.map(abs).fork()
+        one, other = pipe.tee()
+        _, third = pipe.map(abs).tee()
         return one.zip(third if second else other)
 
     def ranked(replicas: int) -> Pipeline:
@@ -152,7 +152,7 @@ def test_branches_forks_readers_and_shards_must_agree() -> None:
         (line.zip(line), line.zip(line.map(abs)), r"nothing more.*\| map\(abs\)"),
         (readers(2), readers(3), r"'2 x read\(read\)' in the state and '3 x read"),
         (line.shard(2, 0), line.shard(2, 1), r"num_replicas=2, rank=0.*num_replicas=2, rank=1"),
-        (line.fork(1)[0], line, "of fork 0"),
+        (line.tee(1)[0], line, "of tee 0"),
     ):
         state = a_state(one, 1)
         with pytest.raises(StateError, match=message):

@@ -199,7 +199,7 @@ def test_marks_do_not_pile_up(behind: str) -> None:
     if behind == "concat":
         pipe = pipe.concat(Pipeline.from_dataset(range(2), sampler=Often(2, seed=2)))
     if behind == "fork":
-        pipe = Pipeline.zip(*pipe.fork())
+        pipe = Pipeline.zip(*pipe.tee())
     pipe = pipe.repeat()
     if behind == "shuffle":
         pipe = pipe.shuffle(5)

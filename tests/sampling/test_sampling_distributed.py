@@ -126,7 +126,7 @@ def test_number_and_rank_are_those_of_the_group(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("given", [{}, {"rank": 0}, {"num_replicas": 2}])
 def test_without_a_group_both_must_be_given(given: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match=r"torch\.distributed is not initialised, from"):
+    with pytest.raises(ValueError, match=r"torch\.distributed is not initialized, from"):
         DistributedShuffleSampler(10, 0, **given)
 
 

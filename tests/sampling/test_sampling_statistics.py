@@ -72,7 +72,7 @@ def value_at_a_position(order: Order, n: int, many: int) -> float:
     return min(1.0, 3 * min(ps))
 
 
-def neighbours_over_seeds(order: Order, n: int, many: int) -> float:
+def neighbors_over_seeds(order: Order, n: int, many: int) -> float:
     """Over seeds, are the differences of the first two values even, modulo n?"""
     found = np.array([order(n, seed, 0)[:2] for seed in range(many)])
     return _even(np.bincount((found[:, 1] - found[:, 0]) % n, minlength=n)[1:])
@@ -83,7 +83,7 @@ def value_by_position(order: Order, n: int, seed: int) -> float:
     return _even_grid(np.arange(n) * 64 // n, order(n, seed, 0) * 64 // n)
 
 
-def neighbours(order: Order, n: int, seed: int) -> float:
+def neighbors(order: Order, n: int, seed: int) -> float:
     """In one order, are the steps from one value to the next even, modulo n?"""
     steps = np.diff(order(n, seed, 0)) % n
     return _even(np.bincount(steps * 1000 // n, minlength=1000))
@@ -119,8 +119,8 @@ def fixed_points(order: Order, n: int, many: int) -> float:
     return float(stats.chisquare(observed, expected * many).pvalue)
 
 
-MANY = [value_at_a_position, neighbours_over_seeds, fixed_points]
-ONE = [value_by_position, neighbours, ascents, across_epochs, across_seeds, low_bits]
+MANY = [value_at_a_position, neighbors_over_seeds, fixed_points]
+ONE = [value_by_position, neighbors, ascents, across_epochs, across_seeds, low_bits]
 SMALL = [(12, 4000), (100, 4000), (4096, 1000), (4097, 1000), (6000, 500)]
 LARGE = [65_536, 100_000, 1_000_003]
 
@@ -146,7 +146,7 @@ def test_within_one_order(order: Order, n: int) -> None:
         assert statistic(order, n, 1) > BELOW, statistic.__name__
 
 
-@pytest.mark.parametrize("statistic", [value_at_a_position, neighbours_over_seeds])
+@pytest.mark.parametrize("statistic", [value_at_a_position, neighbors_over_seeds])
 def test_over_seeds_a_poor_order_is_found_out(statistic: Callable[..., float]) -> None:
     assert min(statistic(order, 100, 1000) for order in (stride, coarse)) < BELOW
 

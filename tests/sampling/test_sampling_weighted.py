@@ -145,7 +145,7 @@ def test_fifty_million_weights() -> None:
     assert p_of(parts, weights[::1000].reshape(1000, -1).sum(1)) > BELOW
 
 
-def test_epochs_and_neighbouring_draws_are_unrelated() -> None:
+def test_epochs_and_neighboring_draws_are_unrelated() -> None:
     sampler = WeightedSampler(np.ones(64), 400_000, seed=1)
     first, second = drawn(sampler), drawn(sampler)
     for a, b in ((first, second), (first[:-1], first[1:]), (first[::2], second[1::2])):

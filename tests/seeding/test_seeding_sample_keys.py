@@ -36,7 +36,7 @@ class Pair(NamedTuple):
     right: str
 
 
-class Colour(enum.Enum):
+class Color(enum.Enum):
     RED = 1
 
 
@@ -52,7 +52,7 @@ class Place:
 
 KEYS: list[Any] = [
     3, -3, 1 << 70, "3", "ä", b"3", 3.0, 3.5, True, None, 2j, (3,), [3], (3, "a"), ("3", "a"),
-    ((3,), "a"),    (3, ("a",)), Pair(1, "x"), {"a": 3}, {3}, slice(1, 2), Colour.RED, Name.RED,
+    ((3,), "a"),    (3, ("a",)), Pair(1, "x"), {"a": 3}, {3}, slice(1, 2), Color.RED, Name.RED,
     Place("f", 3),    pathlib.PurePosixPath("a/b"), np.arange(3), "", (), [],
 ]  # fmt: skip
 
@@ -140,8 +140,8 @@ def test_they_are_pinned() -> None:
 PINNED = "789af5e82ad08d5b54511b0551aff807c2fc3cb4a84f9b9b4c9f18d965a181b6"
 
 
-def test_every_bit_of_neighbours_is_unrelated() -> None:
-    """Over 4,096 pairs of neighbours, each of 256 bits differs in half of them: 5.5 sigma, all bits."""
+def test_every_bit_of_neighbors_is_unrelated() -> None:
+    """Over 4,096 pairs of neighbors, each of 256 bits differs in half of them: 5.5 sigma, all bits."""
     found = digests(4097)
     differing = np.zeros(256)
     for one, other in itertools.pairwise(found):
@@ -152,7 +152,7 @@ def test_every_bit_of_neighbours_is_unrelated() -> None:
 
 
 @pytest.mark.parametrize("library", ["random", "numpy", "torch"])
-def test_first_draws_of_neighbours_are_uniform_and_not_correlated(library: str) -> None:
+def test_first_draws_of_neighbors_are_uniform_and_not_correlated(library: str) -> None:
     first: list[float] = []
     for digest in digests(4096):
         found = seeds(digest)

@@ -206,7 +206,7 @@ def test_a_missing_library_is_told_with_the_line_that_installs_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, "fsspec", None)
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
-    with pytest.raises(ImportError, match=r"pip install 'hybridloader\[files\]'"):
+    with pytest.raises(ImportError, match="pip install fsspec aiohttp"):
         Files(folder)
 
 

@@ -18,7 +18,7 @@ from support.archives import sample_members, tar_bytes
 from hybridloader import DataLoader
 from hybridloader.errors import SourceError, StoreError
 from hybridloader.sampling import BlockShuffleSampler
-from hybridloader.sources import Files, Parquet, Tar, indexing, pack
+from hybridloader.sources import Files, Parquet, Tar, indexing, write_shards
 
 pytest.importorskip("s3fs")
 moto = pytest.importorskip("moto.server")
@@ -147,10 +147,10 @@ def test_shards_are_written_resumed_and_read_with_their_index(
 
     options: Any = {"samples_per_shard": 4, "storage_options": s3}
     with pytest.raises(KeyError):
-        pack(samples(9), "s3://photos/packed", **options)
-    assert pack(samples(-1), "s3://photos/packed", **options) == [4, 4, 2]
+        write_shards(samples(9), "s3://photos/packed", **options)
+    assert write_shards(samples(-1), "s3://photos/packed", **options) == [4, 4, 2]
     with pytest.raises(FileExistsError, match="has a complete pack"):
-        pack(samples(-1), "s3://photos/packed", **options)
+        write_shards(samples(-1), "s3://photos/packed", **options)
     monkeypatch.setattr(indexing, "make_index", None)  # none is made
     tar = Tar("s3://photos/packed/", fields=("txt",), index="beside", storage_options=s3)
     assert [text for (text,) in tar] == [b"text %d" % number for number in range(10)]

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from hybridloader.cli import main
-from hybridloader.sources import Parquet, ShardWriter, Tar, indexing, pack
+from hybridloader.sources import Parquet, ShardWriter, Tar, indexing, write_shards
 from hybridloader.sources.store import MANIFEST
 from hybridloader.sources.writing import _Folder
 
@@ -61,7 +61,7 @@ def test_a_tar_comes_back_with_its_index(
 ) -> None:
     url = str(tmp_path / "out") if where == "local" else "memory://out"
     source: Any = Samples(100) if kind == "dataset" else map(sample, range(100))
-    counts = pack(source, url, samples_per_shard=30)
+    counts = write_shards(source, url, samples_per_shard=30)
     assert counts == ([25] * 4 if kind == "dataset" else [30, 30, 30, 10])
     monkeypatch.setattr(indexing, "make_index", None)  # none is made
     assert contents(f"{url}/", index="beside") == expected(100)  # the manifest is no archive
@@ -81,7 +81,7 @@ print([(one["__key__"], one["txt"], one["cls"], one["bin"]) for one in dataset])
 @pytest.mark.full
 def test_webdataset_reads_it(tmp_path: Path) -> None:
     pytest.importorskip("webdataset")
-    pack(Samples(20), str(tmp_path / "out"), shards=2)
+    write_shards(Samples(20), str(tmp_path / "out"), shards=2)
     urls = sorted(map(str, (tmp_path / "out").glob("*.tar")))
     done = subprocess.run(  # it leaves files open
         [sys.executable, "-c", READ, *urls], capture_output=True, text=True, check=True
@@ -91,7 +91,7 @@ def test_webdataset_reads_it(tmp_path: Path) -> None:
 
 def test_the_same_samples_make_the_same_archives(tmp_path: Path) -> None:
     for name in "ab":
-        pack(Samples(20), str(tmp_path / name), shards=2, workers=2)
+        write_shards(Samples(20), str(tmp_path / name), shards=2, workers=2)
     (one, _), (other, _) = (sorted((tmp_path / name).glob("*.tar")) for name in "ab")
     assert one.read_bytes() == other.read_bytes()
 
@@ -105,7 +105,7 @@ def test_parquet_comes_back(kind: str, tmp_path: Path) -> None:
         return {"x": number / 2, "name": None if number == 0 else f"n{number}", "tokens": tokens}
 
     rows: Any = [row(number) for number in range(3000)]
-    counts = pack(
+    counts = write_shards(
         rows if kind == "dataset" else iter(rows),
         str(tmp_path / "out"),
         format="parquet",
@@ -122,21 +122,26 @@ def test_parquet_comes_back(kind: str, tmp_path: Path) -> None:
 
 def test_bytes_decide_how_many_shards(tmp_path: Path) -> None:
     rows = [{"bin": bytes(9728)}] * 100  # 10 KiB with its header
-    assert pack(rows, str(tmp_path / "a"), bytes_per_shard=200 << 10) == [20] * 5
-    assert pack(iter(rows), str(tmp_path / "b"), bytes_per_shard=300 << 10) == [30, 30, 30, 10]
-    assert pack(rows, str(tmp_path / "c")) == [100]
-    assert pack(rows[:3], str(tmp_path / "d"), shards=9) == [1, 1, 1]
+    assert write_shards(rows, str(tmp_path / "a"), bytes_per_shard=200 << 10) == [20] * 5
+    assert write_shards(iter(rows), str(tmp_path / "b"), bytes_per_shard=300 << 10) == [
+        30,
+        30,
+        30,
+        10,
+    ]
+    assert write_shards(rows, str(tmp_path / "c")) == [100]
+    assert write_shards(rows[:3], str(tmp_path / "d"), shards=9) == [1, 1, 1]
 
 
 def test_a_dataset_is_resumed_with_the_shards_that_lack(tmp_path: Path) -> None:
     url, samples = str(tmp_path / "out"), Samples(400, bad=299)
     with pytest.raises(KeyError, match="bad") as failed:
-        pack(samples, url, shards=4, workers=1)
+        write_shards(samples, url, shards=4, workers=1)
     assert "packing sample 299" in failed.value.__notes__
     assert not [*(tmp_path / "out").glob(".part*")]
     (tmp_path / "out" / ".part-left").write_bytes(b"half")
     samples.bad, samples.read = -1, [0] * 400
-    assert pack(samples, url, shards=4) == [100] * 4
+    assert write_shards(samples, url, shards=4) == [100] * 4
     assert sum(samples.read[:200]) == 16  # those that were tried; the rest was there
     assert all(samples.read[200:])
     assert contents(f"{url}/*.tar", index="beside") == expected(400)
@@ -156,11 +161,11 @@ def test_an_iterable_is_resumed_after_its_last_whole_shard(form: str, tmp_path: 
             yield sample(number)
 
     with pytest.raises(KeyError, match="bad"):
-        pack(items(35), url, format=form, samples_per_shard=10)
+        write_shards(items(35), url, format=form, samples_per_shard=10)
     shards = sorted((tmp_path / "out").glob(f"shard-*.{form}"))
     assert len(shards) == 3
     times = [path.stat().st_mtime_ns for path in shards]
-    assert pack(items(-1), url, format=form, samples_per_shard=10) == [10] * 5
+    assert write_shards(items(-1), url, format=form, samples_per_shard=10) == [10] * 5
     assert [path.stat().st_mtime_ns for path in shards] == times
     found: Any = Tar(f"{url}/*.tar") if form == "tar" else Parquet(f"{url}/*.parquet")
     texts = [one["txt"] for one in found]
@@ -174,16 +179,16 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     with pytest.raises(
         FileExistsError, match=r"out is not empty \(mine\.txt\), and no file is over"
     ):
-        pack(Samples(4), url)
+        write_shards(Samples(4), url)
     (tmp_path / "out" / "mine.txt").unlink()
     with pytest.raises(KeyError, match="bad"):
-        pack(Samples(100, bad=99), url, shards=2)
+        write_shards(Samples(100, bad=99), url, shards=2)
     with pytest.raises(FileExistsError, match="another source or with other sizes"):
-        pack(Samples(99), url, shards=3)
+        write_shards(Samples(99), url, shards=3)
     with pytest.raises(FileExistsError, match="has an unfinished pack"):
         ShardWriter(url)
-    pack(Samples(4), str(tmp_path / "whole"))
-    for again in (pack, lambda _, url: ShardWriter(url, resume=True)):
+    write_shards(Samples(4), str(tmp_path / "whole"))
+    for again in (write_shards, lambda _, url: ShardWriter(url, resume=True)):
         with pytest.raises(FileExistsError, match="has a complete pack"):
             again(Samples(4), str(tmp_path / "whole"))
 
@@ -271,7 +276,7 @@ def test_arrays_and_json_are_members(tmp_path: Path) -> None:
 def test_rows_that_do_not_fit_the_schema_are_refused(last: Any, told: str, tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
     with pytest.raises(ValueError, match=f"{told}.* pass schema="):
-        pack([{"x": 1}] * 1024 + [last], str(tmp_path), format="parquet")
+        write_shards([{"x": 1}] * 1024 + [last], str(tmp_path), format="parquet")
 
 
 def test_arguments_are_checked(tmp_path: Path) -> None:
@@ -282,12 +287,12 @@ def test_arguments_are_checked(tmp_path: Path) -> None:
         ({"format": "zip"}, "format must be 'tar' or 'parquet'"),
     ]:
         with pytest.raises(ValueError, match=told):
-            pack(Samples(3), url, **options)  # type: ignore[arg-type]
+            write_shards(Samples(3), url, **options)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"shards= needs a source with len\(\)"):
-        pack(iter([sample(0)]), url, shards=2)
+        write_shards(iter([sample(0)]), url, shards=2)
     for empty in ([], iter([])):
         with pytest.raises(ValueError, match="the source has no samples"):
-            pack(empty, url)
+            write_shards(empty, url)
     with pytest.raises(ValueError, match="not both"):
         ShardWriter(url, samples_per_shard=1, bytes_per_shard=1)
     assert not [*tmp_path.iterdir()]
@@ -309,7 +314,7 @@ def test_the_command_packs_a_folder(
     photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = str(tmp_path / "out")
-    assert main(["pack", str(photos), "-o", out, "--classes", "--shards", "2"]) == 0
+    assert main(["write-shards", str(photos), "-o", out, "--classes", "--shards", "2"]) == 0
     told = capsys.readouterr().err
     assert "2 files are skipped" in told
     assert "2 of 2 shards are done\n2 samples, 1 to 1 in a shard" in told
@@ -317,7 +322,7 @@ def test_the_command_packs_a_folder(
     assert [*tar.keys] == ["cat/1", "dog/2"]
     assert [*tar] == [(b"cat/1.jpg", b"0"), (b"dog/2.jpg", b"1")]
     assert tar.extensions == ["cls", "jpg", "json"]
-    assert main(["pack", str(photos), "-o", out]) == 2
+    assert main(["write-shards", str(photos), "-o", out]) == 2
     assert "FileExistsError" in capsys.readouterr().err
 
 
@@ -329,10 +334,10 @@ def test_the_command_packs_what_a_module_has(
     )
     monkeypatch.chdir(tmp_path)
     arguments = ["-o", "out", "--bytes-per-shard", "2K", "--format", "tar"]
-    assert main(["pack", "my_samples:words", *arguments]) == 0
+    assert main(["write-shards", "my_samples:words", *arguments]) == 0
     assert "5 samples, 1 to 2 in a shard" in capsys.readouterr().err
     assert [one["txt"] for one in Tar("out/*.tar")] == [b"%d" % n for n in range(5)]
-    assert main(["pack", "my_samples:others", "-o", "b"]) == 2
+    assert main(["write-shards", "my_samples:others", "-o", "b"]) == 2
     assert "my_samples has no others" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        main(["pack", "a", "-o", "b", "--bytes-per-shard", "1X"])
+        main(["write-shards", "a", "-o", "b", "--bytes-per-shard", "1X"])

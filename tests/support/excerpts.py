@@ -13,7 +13,7 @@ def is_part(block: str, source: str) -> bool:
     as a whole: a part of a function is shown so that it can be compiled.
     """
     pieces = re.split(r"^ *\.\.\.\n", block, flags=re.MULTILINE)
-    for indent in range(0, 16, 4):
+    for indent in range(0, 24, 4):
         at, rest = 0, f"\n{source}"
         for piece in pieces:
             found = rest.find("\n" + textwrap.indent(piece.strip("\n"), " " * indent) + "\n", at)

@@ -49,7 +49,7 @@ class Trial(NamedTuple):
     thread), ``run`` or ``epochs``."""
 
     stuck: str = ""
-    """Behaviour of workers in their first sample: ``wait`` for ever, ``deaf`` (and ignore SIGTERM too),
+    """Behavior of workers in their first sample: ``wait`` for ever, ``deaf`` (and ignore SIGTERM too),
     ``stopped`` (by SIGSTOP). Else they work."""
 
     def __str__(self) -> str:

@@ -25,7 +25,7 @@ _NUMPY = "? b h i q B H I Q e f d g F D G S5 U7 M8[ns] M8[D] m8[us] V6 >f4 <i2 f
 NUMPY_DTYPES = _NUMPY.split()
 
 
-class Colour(enum.Enum):
+class Color(enum.Enum):
     RED = 1
 
 

@@ -182,18 +182,18 @@ STEPS = sorted(_STEPS)
 
 
 def _joined(pipe: Pipeline, settings: Settings, skipped: int) -> Pipeline:
-    one, other = pipe.fork()
+    one, other = pipe.tee()
     one = one.map(changed, **settings.place())
     return Pipeline.zip(one, settings.ahead(other).skip(skipped), strict=False)
 
 
 def _in_a_row(pipe: Pipeline, settings: Settings) -> Pipeline:
-    one, other = pipe.fork()
+    one, other = pipe.tee()
     return one.map(changed, **settings.place()).concat(settings.ahead(other))
 
 
 def _filtered(pipe: Pipeline, settings: Settings) -> Pipeline:
-    one, other = pipe.fork()
+    one, other = pipe.tee()
     return one.filter(kept, **settings.place()).interleave(other)
 
 

@@ -56,7 +56,7 @@ def wait(number):
 
 few = Pipeline.from_dataset(range(7)).map(str)
 list(few)
-one, two = Pipeline.from_dataset(range(1000)).map(str).fork()
+one, two = Pipeline.from_dataset(range(1000)).map(str).tee()
 pipe = Pipeline.zip(one, two).map(wait)
 for item in pipe:
     time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""Operators of several pipelines: forks, rows of a zip, and joins."""
+"""Operators of several pipelines: tees, rows of a zip, and joins."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from hybridloader.running.operator import (
     steps_in,
 )
 
-# -- a fork: several pipelines share one iteration of the steps before them
+# -- a tee: several pipelines share one iteration of the steps before them
 #
 # Every branch gets every item, the same object as the others. Items that one branch has returned and
 # another has not yet wait in a queue without bound, as with `itertools.tee`: for a branch that is never
@@ -56,10 +56,10 @@ from hybridloader.running.operator import (
 
 
 @dataclass(frozen=True, eq=False)
-class ForkPoint:
+class TeePoint:
     """Place where `pipeline` continues in `count` branches.
 
-    Every fork is another, even with the same parts. All branches are to be pulled, or closed: see the
+    Every tee is another, even with the same parts. All branches are to be pulled, or closed: see the
     module.
     """
 
@@ -68,7 +68,7 @@ class ForkPoint:
 
     @property
     def name(self) -> str:
-        return "fork"
+        return "tee"
 
     def __post_init__(self) -> None:
         if not isinstance(self.pipeline, Chain):
@@ -81,46 +81,46 @@ class ForkPoint:
 
 @dataclass(frozen=True)
 class Branch(Source):
-    """One of the pipelines that a fork makes, opened once in an epoch; `number` counts from 0."""
+    """One of the pipelines that a tee makes, opened once in an epoch; `number` counts from 0."""
 
-    fork: ForkPoint = field(repr=False)
+    tee: TeePoint = field(repr=False)
     number: int
 
-    not_fingerprinted = ("fork",)
+    not_fingerprinted = ("tee",)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.fork, ForkPoint):
-            raise TypeError(f"{self.name}: fork must be a ForkPoint, not {short(self.fork)}")
-        instead = f"a fork of {self.fork.count} has branches 0 to {self.fork.count - 1}"
+        if not isinstance(self.tee, TeePoint):
+            raise TypeError(f"{self.name}: tee must be a TeePoint, not {short(self.tee)}")
+        instead = f"a tee of {self.tee.count} has branches 0 to {self.tee.count - 1}"
         settle_whole(self, "number", 0, instead)
-        if self.number >= self.fork.count:
+        if self.number >= self.tee.count:
             raise ValueError(f"{self.name}: there is no branch {self.number}: {instead}")
 
     @property
-    def fork_place(self) -> tuple[ForkPoint, int]:
-        return self.fork, self.number
+    def tee_place(self) -> tuple[TeePoint, int]:
+        return self.tee, self.number
 
     def branches(self) -> tuple[Chain, ...]:
-        return (self.fork.pipeline,)
+        return (self.tee.pipeline,)
 
     def start(self, context: Context) -> Iterator[Any]:
-        trunk = context.shared.setdefault(self.fork, _Trunk(self.fork.count))
+        trunk = context.shared.setdefault(self.tee, _Trunk(self.tee.count))
         return trunk.branch(self, context)  # type: ignore[no-any-return]
 
     def seek(self, n: int) -> int:
-        return n  # of all branches of a fork, which `may_begin_at` sees to
+        return n  # of all branches of a tee, which `may_begin_at` sees to
 
     def before(self, n: int, epoch: int, mark: Mark | None) -> Sequence[UpstreamPart] | None:
-        if n and leaves_out([self.fork.pipeline]):  # in a zip, what is left out has a number
+        if n and leaves_out([self.tee.pipeline]):  # in a zip, what is left out has a number
             return None
         return [UpstreamPart(0, n, epoch)]
 
     def length(self, upstream: Length) -> Length:
-        return self.fork.pipeline.length
+        return self.tee.pipeline.length
 
 
 class _Trunk:
-    """Items and queues that the branches of one fork share in one pass."""
+    """Items and queues that the branches of one tee share in one pass."""
 
     def __init__(self, count: int) -> None:
         self._pulling = threading.Lock()
@@ -135,11 +135,11 @@ class _Trunk:
         with self._pulling:
             if number in self._opened:
                 raise ValueError(
-                    f"branch {number} of a fork was opened twice in one pass; repeat what comes before "
-                    "the fork, or fork into more branches"
+                    f"branch {number} of a tee was opened twice in one pass; repeat what comes before "
+                    "the tee, or tee into more branches"
                 )
             if self._items is None:
-                self._items = context.open(branch.fork.pipeline, context.start)
+                self._items = context.open(branch.tee.pipeline, context.start)
             self._opened.add(number)
         queue = self.queues[number]
         assert queue is not None  # only its iterator closes it
@@ -220,22 +220,22 @@ def leaves_out(pipelines: Sequence[Chain]) -> bool:
 def may_begin_at(pipelines: Sequence[Chain], n: int) -> bool:
     """Return True if pipelines that are pulled in step can each begin after `n` items.
 
-    Branches of a fork can if all of them are here and want the same items next: else one of them
+    Branches of a tee can if all of them are here and want the same items next: else one of them
     would have to be given items that the others are not to see again.
     """
-    wanted: dict[ForkPoint, dict[int, int | None]] = {}
+    wanted: dict[TeePoint, dict[int, int | None]] = {}
     for pipeline in pipelines:
-        place = pipeline.operators[0].fork_place
+        place = pipeline.operators[0].tee_place
         if place is not None:
             wanted.setdefault(place[0], {})[place[1]] = _begins_at(pipeline, n)
         elif reaches_out(pipeline):
             return False
     return not any(
-        len(places) < fork.count
+        len(places) < tee.count
         or len({*places.values()}) > 1
         or None in places.values()
-        or reaches_out(fork.pipeline)
-        for fork, places in wanted.items()
+        or reaches_out(tee.pipeline)
+        for tee, places in wanted.items()
     )
 
 
@@ -250,12 +250,12 @@ def _begins_at(pipeline: Chain, n: int) -> int | None:
 
 
 def reaches_out(pipeline: Chain) -> bool:
-    """Return True if it holds some branches of a fork, and not all of them."""
-    met: dict[ForkPoint, set[int]] = {}
+    """Return True if it holds some branches of a tee, and not all of them."""
+    met: dict[TeePoint, set[int]] = {}
     for operator in steps_in(pipeline):
-        if operator.fork_place is not None:
-            met.setdefault(operator.fork_place[0], set()).add(operator.fork_place[1])
-    return any(len(numbers) < fork.count for fork, numbers in met.items())
+        if operator.tee_place is not None:
+            met.setdefault(operator.tee_place[0], set()).add(operator.tee_place[1])
+    return any(len(numbers) < tee.count for tee, numbers in met.items())
 
 
 # -- rows: items of several pipelines that belong together by their numbers
@@ -506,7 +506,7 @@ class Concat(Join):
     def before(self, n: int, epoch: int, mark: Mark | None) -> Sequence[UpstreamPart] | None:
         if mark is None:
             return None if n else [UpstreamPart(0, 0, epoch)]
-        # Of a fork, other branches may be in pipelines that are over, and would pile up.
+        # Of a tee, other branches may be in pipelines that are over, and would pile up.
         if n and any(map(reaches_out, self.pipelines)):
             return None
         return [UpstreamPart(mark.value, n - mark.at, epoch)]
@@ -542,7 +542,7 @@ class _InTurn(Join):
     def before(self, n: int, epoch: int, mark: Mark | None) -> Sequence[UpstreamPart] | None:
         if not n:
             return super().before(n, epoch, mark)
-        # Branches of a fork would have to begin at one place.
+        # Branches of a tee would have to begin at one place.
         if mark is None or any(map(reaches_out, self.pipelines)):
             return None
         counts, over = mark.value[:2]

@@ -500,7 +500,7 @@ class ShardByRank(Operator):
     ----------
     num_replicas, rank
         Number of shards, and the number of this one, from 0. None takes those of `torch.distributed` if
-        it is initialised when the epoch begins, else shard 0 of 1.
+        it is initialized when the epoch begins, else shard 0 of 1.
     """
 
     num_replicas: int | None = None

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.operator_context import Oops, ScriptedContext, drain, no_deadline, scripted
 
-from hybridloader.pipeline.operators.joins import Branch, ForkPoint
+from hybridloader.pipeline.operators.joins import Branch, TeePoint
 from hybridloader.running.operator import Chain
 
 PATIENCE = 30.0
@@ -23,7 +23,7 @@ scripts = st.lists(st.one_of(st.integers(), st.none(), errors), max_size=10)
 
 
 def branches(source: Any, count: int, stand: ScriptedContext | None = None) -> list[Any]:
-    fork, stand = ForkPoint(source, count), stand or ScriptedContext()
+    fork, stand = TeePoint(source, count), stand or ScriptedContext()
     return [Branch(fork, number).start(stand) for number in range(count)]
 
 
@@ -118,24 +118,24 @@ def test_all_get_the_same_objects() -> None:
 
 
 def test_a_branch_that_is_opened_late_lacks_nothing() -> None:
-    stand, fork = ScriptedContext(), ForkPoint(scripted(1, 2, 3), 2)
+    stand, fork = ScriptedContext(), TeePoint(scripted(1, 2, 3), 2)
     assert drain(Branch(fork, 0).start(stand)) == [1, 2, 3]
     assert drain(Branch(fork, 1).start(stand)) == [1, 2, 3]
     assert len(stand.opened) == 1
 
 
 def test_a_branch_is_opened_once_in_a_pass() -> None:
-    stand, branch = ScriptedContext(), Branch(ForkPoint(scripted(1), 2), 1)
+    stand, branch = ScriptedContext(), Branch(TeePoint(scripted(1), 2), 1)
     kept = branch.start(stand)
-    with pytest.raises(ValueError, match="branch 1 of a fork was opened twice in one pass"):
+    with pytest.raises(ValueError, match="branch 1 of a tee was opened twice in one pass"):
         branch.start(stand)
     assert drain(kept) == drain(branch.start(ScriptedContext())) == [1]
 
 
 def test_forks_of_one_pipeline_have_passes_of_their_own() -> None:
     stand, source = ScriptedContext(), scripted(1, 2)
-    one = Branch(ForkPoint(source, 1), 0).start(stand)
-    other = Branch(ForkPoint(source, 1), 0).start(stand)
+    one = Branch(TeePoint(source, 1), 0).start(stand)
+    other = Branch(TeePoint(source, 1), 0).start(stand)
     assert drain(one) == drain(other) == [1, 2]
     assert len(stand.opened) == 2
 
@@ -153,7 +153,7 @@ def test_a_pipeline_that_cannot_be_opened_may_be_opened_again() -> None:
             return iter([5])
 
     broken: Any = Broken()
-    stand, branch = ScriptedContext(), Branch(ForkPoint(broken, 1), 0)
+    stand, branch = ScriptedContext(), Branch(TeePoint(broken, 1), 0)
     with pytest.raises(Oops):
         branch.start(stand)
     assert drain(branch.start(stand)) == [5]
