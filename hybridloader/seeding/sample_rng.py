@@ -2,7 +2,7 @@
 
 The wrapped calls are those of the fetchers: `dataset[index]`, `next` of a shard, `collate_fn` and the
 functions of a stage. They seed the global generators. The worker must be a process or must have borrowed
-the generators; for workers on threads see `thread_sample_rng`. This module imports numpy and torch only
+the generators; for workers on threads see `thread_generators`. This module imports numpy and torch only
 once the program has done so: until then they need no seed, and their import seeds them.
 """
 
