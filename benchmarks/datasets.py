@@ -1,0 +1,164 @@
+"""Datasets of the cases. Importing this module imports neither torch nor numpy, so a fresh worker starts
+without them unless its samples need them."""
+
+from __future__ import annotations
+
+import functools
+import io
+import random
+import time
+from typing import Any
+
+ENDLESS = 1 << 40
+"""Samples of a dataset that a case cuts to the length that it needs."""
+
+
+class Ints:
+    """Samples that cost nothing: their own index."""
+
+    def __init__(self, length: int = ENDLESS) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        return index
+
+
+class Paths(Ints):
+    """Names of files in a list; a sample is the length of one, as a tensor."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        chance = random.Random(0)
+        letters = "abcdefghijklmnopqrstuvwxyz" * 2
+        self.names = [f"/data/train/{letters[: chance.randint(1, 31)]}{i}" for i in range(length)]
+
+    def __getitem__(self, index: int) -> Any:
+        import torch
+
+        return torch.tensor(len(self.names[index]))
+
+
+class Images(Ints):
+    """Images of 3x224x224 bytes out of a pool of 64, so all that is left is to collate and hand over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        import torch
+
+        generator = torch.Generator().manual_seed(0)
+        self.pool = [
+            torch.randint(0, 255, (3, 224, 224), generator=generator).to(torch.uint8)
+            for _ in range(64)
+        ]
+
+    def __getitem__(self, index: int) -> Any:
+        return self.pool[index % len(self.pool)]
+
+
+class Jpegs(Ints):
+    """JPEG files of 500x375 in memory: decode, resize to 224x224, make a tensor."""
+
+    def __init__(self, length: int = ENDLESS) -> None:
+        super().__init__(length)
+        self.files = jpeg_files(500, 40)
+
+    def __getitem__(self, index: int) -> Any:
+        import numpy
+        import torch
+        from PIL import Image
+
+        with Image.open(io.BytesIO(self.files[index % len(self.files)])) as image:
+            small = image.convert("RGB").resize((224, 224), Image.Resampling.BILINEAR)
+        return torch.from_numpy(numpy.array(small)).permute(2, 0, 1).contiguous()
+
+
+class Python(Ints):
+    """Samples that are a loop in Python of some 0.3 ms, which holds the GIL where there is one."""
+
+    def __getitem__(self, index: int) -> Any:
+        return spin(4_000, index) & 1
+
+
+class Hybrid(Ints):
+    """Samples that wait 20 ms as for a server, decode a JPEG file, and loop in Python."""
+
+    def __init__(self, length: int = ENDLESS) -> None:
+        super().__init__(length)
+        self.files = jpeg_files(640, 8)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.augment(self.decode(self.read(index)))
+
+    def read(self, index: int) -> bytes:
+        time.sleep(0.02)
+        return self.files[index % len(self.files)]
+
+    def decode(self, data: bytes) -> Any:
+        import numpy
+        from PIL import Image
+
+        with Image.open(io.BytesIO(data)) as image:
+            small = image.convert("RGB").resize((160, 160), Image.Resampling.BILINEAR)
+        return numpy.array(small)
+
+    def augment(self, pixels: Any) -> Any:
+        import numpy
+
+        mirrored = spin(20_000, int(pixels[0, 0, 0])) & 1
+        return numpy.ascontiguousarray(pixels[:, ::-1]) if mirrored else pixels
+
+
+class Slow(Ints):
+    """Samples that sleep 3 ms, and exactly one in 16, at random, 60 ms."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.slow = set(random.Random(0).sample(range(length), length // 16))
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.06 if index in self.slow else 0.003)
+        return index
+
+
+def spin(loops: int, value: int = 1) -> int:
+    """Run a loop of `loops` turns in Python, some 0.1 us each."""
+    for _ in range(loops):
+        value = (value * 1_103_515_245 + 12_345) & 0x7FFFFFFF
+    return value
+
+
+@functools.cache
+def jpeg_files(width: int, count: int) -> list[bytes]:
+    """Return JPEG files of that width, of the demo's photographs, or of waves without them."""
+    from PIL import Image
+
+    try:
+        from hybridloader.demo import PHOTOGRAPHS, photograph
+
+        sources = [photograph(name) for name in PHOTOGRAPHS]
+    except Exception:  # of any kind: scikit-image is not installed, or has other files
+        sources = [_waves()]
+    files = []
+    for index in range(count):
+        source = sources[index % len(sources)]
+        box = (7 * index % (source.width // 4), 0, source.width, source.height)
+        size = (width, width * 3 // 4)
+        out = io.BytesIO()
+        source.resize(size, Image.Resampling.BICUBIC, box=box).save(out, "JPEG", quality=90)
+        files.append(out.getvalue())
+    return files
+
+
+def _waves() -> Any:
+    import numpy
+    from PIL import Image
+
+    y, x = numpy.mgrid[0:480, 0:640]
+    planes = [numpy.sin(x / a) * numpy.cos(y / b) for a, b in ((7, 31), (19, 11), (53, 5))]
+    return Image.fromarray((numpy.stack(planes, -1) * 127 + 128).astype(numpy.uint8))
+
+
+DATASETS = {kind.__name__: kind for kind in (Ints, Paths, Images, Jpegs, Python, Hybrid, Slow)}
