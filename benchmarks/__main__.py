@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             continue
         failed |= any(not is_rival(one) for one in result.failures)
         row = page.record(case, result, rounds, about)
-        print(f"\n{case.title}", *page.lines(row), sep="\n  ")
+        print(f"\n{case.title}", *page.lines(row), sep="\n  ", flush=True)
         if options.json and not options.quick:
             page.keep(options.json, name, row)  # after each case: nothing measured is lost
     if options.pages:

@@ -1,9 +1,9 @@
 """``python -m benchmarks.page``: write the kept results into the pages that quote them.
 
-It fills the blocks from ``<!-- benchmarks:begin NAME -->`` to ``<!-- benchmarks:end NAME -->``,
-and the figures ``<!-- figure CASE; LOADER -->...<!-- end -->``. A row that was measured while the machine
-was not quiet is left out. With ``--check`` it writes nothing, and fails if a page differs from the
-results, or a result is of an old commit.
+It fills the blocks from ``<!-- benchmarks:begin NAME -->`` to ``<!-- benchmarks:end NAME -->``, and the
+figures ``<!-- figure CASE; LOADER -->...<!-- end -->``. A row that was measured while the machine was
+not quiet is left out. With ``--check`` it writes nothing, and fails if a page differs from the results,
+or a result is of an old commit.
 """
 
 from __future__ import annotations

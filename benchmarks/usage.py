@@ -1,12 +1,8 @@
-"""Resources that a tree of processes holds: memory, descriptors, threads; and its CPU seconds.
-
-Without Linux' /proc some of them are missing.
-"""
+"""Resources that a tree of processes holds; without Linux' /proc some of them are missing."""
 
 from __future__ import annotations
 
 import os
-import resource
 from pathlib import Path
 
 import psutil
@@ -52,29 +48,3 @@ def holdings() -> dict[str, float]:
         "threads": threads,
         "processes": len(processes),
     }
-
-
-class CpuMeter:
-    """CPU seconds of this process and all below it, those that have ended included."""
-
-    def __init__(self) -> None:
-        self._before = 0.0
-
-    def start(self) -> None:
-        self._before = self._spent()
-
-    def stop(self) -> float:
-        return self._spent() - self._before
-
-    def _spent(self) -> float:
-        spent = 0.0
-        for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
-            usage = resource.getrusage(who)
-            spent += usage.ru_utime + usage.ru_stime
-        for process in tree(os.getpid())[1:]:
-            try:
-                times = process.cpu_times()
-            except psutil.Error:
-                continue
-            spent += times.user + times.system
-        return spent
