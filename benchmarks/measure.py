@@ -105,9 +105,8 @@ def pace(loader: str, spec: Spec, rehearsal: bool) -> Answer:
     if rehearsal:
         with opened(loader, spec) as running:
             first = digest(list(itertools.islice(running.epoch(), 2)))
-        one, two = _epoch(loader, spec, short), _epoch(loader, spec, 3 * short)
-        each = max((two - one) / (2 * short), 1e-6)
-        _kept["long"] = short + max(short, math.ceil(spec["seconds"] / each))
+        each = _epoch(loader, spec, 3 * short) / (3 * short)
+        _kept["long"] = 2 * short + math.ceil(spec["seconds"] / each)
         return {"digest": first}
     long = _kept["long"]
     seconds = _epoch(loader, spec, long) - _epoch(loader, spec, short)
