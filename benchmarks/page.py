@@ -198,7 +198,6 @@ def _machine(rows: Rows) -> str:
 
 BLOCKS: dict[str, Callable[[Rows], str]] = {
     "headlines": lambda rows: _summary(rows, HEADLINES),
-    "headlines machine": lambda rows: _machine({n: rows[n] for n in HEADLINES if n in rows}),
     "summary": lambda rows: _summary(rows, list(CASES)),
     "figures": _figures,
     "machine": _machine,

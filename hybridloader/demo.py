@@ -192,6 +192,7 @@ def network(classes: int) -> nn.Sequential:
 def train(model: nn.Module, loader: Any, epochs: int) -> None:
     """Train `model`, and print a line for each epoch."""
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
+    decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1, 0.01, epochs * len(loader))
     model.train()
     for epoch in range(1, epochs + 1):
         start, count, total = time.perf_counter(), 0, 0.0
@@ -200,6 +201,7 @@ def train(model: nn.Module, loader: Any, epochs: int) -> None:
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
+            decay.step()
             count += len(labels)
             total += loss.item() * len(labels)
         rate = count / (time.perf_counter() - start)
@@ -239,16 +241,16 @@ def memory(make: Any) -> float:
     return total / 1e3
 
 
-def comparisons(images: Photographs, size: int, workers: int, backend: str) -> Iterator[Any]:
+def comparisons(images: Photographs, workers: int, backend: str) -> Iterator[Any]:
     """Yield title, unit, a reason to be level, a function, and its argument for torch and for ours."""
+    size = min(32, len(images))
     kinds: Any = TorchLoader, partial(DataLoader, backend=backend)
     for title, data, batch, count, reason in (
         (f"{size} photographs, decoded", images, size, workers, ": decoding keeps all cores busy"),
         ("64 integers: overhead alone", range(25_600), 64, workers, ""),
         ("16 samples, some slow; 8 workers", Slow(range(640)), 16, 8, ": all workers wait"),
     ):
-        more: dict[str, Any] = {"num_workers": count, "persistent_workers": True}
-        loaders = [kind(data, batch, **more) for kind in kinds]
+        loaders = [kind(data, batch, num_workers=count, persistent_workers=True) for kind in kinds]
         _ = list(map(took, loaders))  # warms up
         yield title, "ms", reason, took, *loaders
         del loaders, _
@@ -265,11 +267,11 @@ def comparisons(images: Photographs, size: int, workers: int, backend: str) -> I
     yield f"resume after {at} of {len(ours)} batches", "ms", "", lambda call: call(), *calls
 
 
-def show(images: Photographs, size: int, workers: int, backend: str) -> None:
+def show(images: Photographs, workers: int, backend: str) -> None:
     """Print a table: the median, and the spread of three rounds in which the loaders take turns."""
     warnings.filterwarnings("ignore", "This DataLoader will create")  # 8 workers on fewer cores
     print(f"{'':36}{'torch':>26}{f'hybridloader, {backend}':>26}")
-    for title, unit, reason, took, *loaders in comparisons(images, size, workers, backend):
+    for title, unit, reason, took, *loaders in comparisons(images, workers, backend):
         rounds = [[took(loader) for loader in loaders] for _ in range(3)]
         one, other = map(sorted, zip(*rounds, strict=True))
         ratio = one[1] / max(other[1], 1e-9)
@@ -309,9 +311,8 @@ def run(
     named = backend or "as torch would choose"
     print(f"{folder}: {found}\nbackend {named}, {workers} workers, batches of {batch_size}")
     options: dict[str, Any] = {"batch_size": batch_size, "num_workers": workers, "backend": backend}
-    images = Photographs(files, chosen, augment=True)
     options |= {"persistent_workers": workers > 0, "seeding": "sample"}
-    loader = DataLoader(images, shuffle=True, **options)
+    loader = DataLoader(Photographs(files, chosen, augment=True), shuffle=True, **options)
     torch.manual_seed(0)
     model = network(classes)
     # A computing thread that shares its core with a worker delays all: 20 s instead of 6.
@@ -322,13 +323,11 @@ def run(
         right = correct(model, DataLoader(Photographs(files, heldout, augment=False), **options))
     finally:
         torch.set_num_threads(threads)
-    print(
-        f"accuracy on held-out images: {right / len(heldout):.1%} ({right} of {len(heldout)}; "
-        f"guessing would give {1 / classes:.0%})"
-    )
+    counts = f"({right} of {len(heldout)}; guessing would give {1 / classes:.0%})"
+    print(f"accuracy on held-out images: {right / len(heldout):.1%} {counts}")
     if compare:
         del loader
         plain = Photographs(files, chosen[:512], augment=False)
-        show(plain, min(32, len(plain)), max(1, workers), backend or "threads")
+        show(plain, max(1, workers), backend or "threads")
     print(f"done in {time.perf_counter() - start:.0f} s")
     return right / len(heldout)
