@@ -229,6 +229,7 @@ def test_the_table_has_the_median_the_spread_and_a_verdict(
     assert line.endswith(f"  {verdict}")
 
 
+@pytest.mark.forkserver  # fresh processes: one descriptor stays, for all of them
 @pytest.mark.filterwarnings("ignore")  # of workers for which pytest leaves no core, or no fork
 def test_each_comparison_measures_both_loaders(cut: Path) -> None:
     files, train, _ = read_folder(cut)
