@@ -133,6 +133,7 @@ def spin(loops: int, value: int = 1) -> int:
 @functools.cache
 def jpeg_files(width: int, count: int) -> list[bytes]:
     """Return JPEG files of that width, of the demo's photographs, or of waves without them."""
+    import numpy
     from PIL import Image
 
     try:
@@ -140,7 +141,9 @@ def jpeg_files(width: int, count: int) -> list[bytes]:
 
         sources = [photograph(name) for name in PHOTOGRAPHS]
     except Exception:  # of any kind: scikit-image is not installed, or has other files
-        sources = [_waves()]
+        y, x = numpy.mgrid[0:480, 0:640]
+        planes = [numpy.sin(x / a) * numpy.cos(y / b) for a, b in ((7, 31), (19, 11), (53, 5))]
+        sources = [Image.fromarray((numpy.stack(planes, -1) * 127 + 128).astype(numpy.uint8))]
     files = []
     for index in range(count):
         source = sources[index % len(sources)]
@@ -150,15 +153,6 @@ def jpeg_files(width: int, count: int) -> list[bytes]:
         source.resize(size, Image.Resampling.BICUBIC, box=box).save(out, "JPEG", quality=90)
         files.append(out.getvalue())
     return files
-
-
-def _waves() -> Any:
-    import numpy
-    from PIL import Image
-
-    y, x = numpy.mgrid[0:480, 0:640]
-    planes = [numpy.sin(x / a) * numpy.cos(y / b) for a, b in ((7, 31), (19, 11), (53, 5))]
-    return Image.fromarray((numpy.stack(planes, -1) * 127 + 128).astype(numpy.uint8))
 
 
 DATASETS = {kind.__name__: kind for kind in (Ints, Paths, Images, Jpegs, Python, Hybrid, Slow)}

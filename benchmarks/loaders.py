@@ -59,15 +59,7 @@ def missing(loader: str) -> str:
 
 @dataclass(frozen=True)
 class Work:
-    """Batches to deliver, in the order of the dataset.
-
-    Attributes
-    ----------
-    start
-        Start method of worker processes, where a loader lets one choose.
-    keep
-        True if workers are kept from one epoch to the next.
-    """
+    """Batches to deliver in order, by workers of a start method, kept from epoch to epoch or not."""
 
     dataset: Any
     batch: int
@@ -107,14 +99,8 @@ class Opened:
         self._iterator = None
 
 
-class Fetch:
-    """Function from a list of indices to a batch; can be pickled."""
-
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-
-    def __call__(self, indices: list[int]) -> Any:
-        return default_collate([self.dataset[index] for index in indices])
+def _fetch(dataset: Any, indices: list[int]) -> Any:
+    return default_collate([dataset[index] for index in indices])
 
 
 # -- torch and hybridloader --------------------------------------------------------------------------
@@ -196,20 +182,17 @@ def _nodes(method: str, work: Work) -> Opened:
     node: Any = Batcher(
         SamplerWrapper(SequentialSampler(work.dataset)), work.batch, drop_last=False
     )
-    node = _mapped(node, Fetch(work.dataset), work.workers, method, work)
+    node = _mapped(node, partial(_fetch, work.dataset), work.workers, method, work)
     return Opened(partial(iter, Loader(Prefetcher(node, PREFETCH * work.workers))))
 
 
-def _nodes_by_samples(staged: bool, work: Work) -> Opened:
+def _nodes_stages(work: Work) -> Opened:
     from torchdata.nodes import Batcher, Loader, Mapper, Prefetcher, SamplerWrapper
 
     node: Any = SamplerWrapper(SequentialSampler(work.dataset))
-    if staged:
-        node = _mapped(node, work.dataset.read, READERS, "thread", work)
-        node = _mapped(node, work.dataset.decode, work.workers, "thread", work)
-        node = _mapped(node, work.dataset.augment, work.workers, "process", work)
-    else:
-        node = _mapped(node, work.dataset.__getitem__, work.workers, "thread", work)
+    node = _mapped(node, work.dataset.read, READERS, "thread", work)
+    node = _mapped(node, work.dataset.decode, work.workers, "thread", work)
+    node = _mapped(node, work.dataset.augment, work.workers, "process", work)
     node = Mapper(Batcher(node, work.batch, drop_last=False), default_collate)
     return Opened(partial(iter, Loader(Prefetcher(node, PREFETCH * work.workers))))
 
@@ -227,7 +210,7 @@ def _spdl_batches(work: Work) -> Any:
     from spdl.pipeline import PipelineBuilder
 
     builder: Any = PipelineBuilder().add_source(work.indices)
-    builder.pipe(Fetch(work.dataset), concurrency=work.workers, output_order="input")
+    builder.pipe(partial(_fetch, work.dataset), concurrency=work.workers, output_order="input")
     return builder.add_sink(PREFETCH * work.workers)
 
 
@@ -255,27 +238,21 @@ def _spdl_subprocess(work: Work) -> Opened:
     return Opened(partial(iter, source))
 
 
-def _spdl_by_samples(staged: bool, work: Work) -> Iterator[Any]:
-    """Samples on threads; staged, augmentation in a `ProcessPoolExecutor`, as its guide has it."""
+def _spdl_stages(work: Work) -> Iterator[Any]:
+    """Read and decode on threads, augment in a `ProcessPoolExecutor`, as its guide has it."""
     from spdl.pipeline import PipelineBuilder
 
-    dataset, pool, threads = work.dataset, None, work.workers + 1
+    dataset, tasks = work.dataset, 2 * work.workers  # one to work on, and one to follow it
+    pool = ProcessPoolExecutor(work.workers, multiprocessing.get_context(work.start))
     builder: Any = PipelineBuilder().add_source(SequentialSampler(dataset))
-    if staged:
-        context = multiprocessing.get_context(work.start)
-        pool, threads = ProcessPoolExecutor(work.workers, mp_context=context), READERS + 3
-        builder.pipe(dataset.read, concurrency=READERS, output_order="input")
-        builder.pipe(dataset.decode, concurrency=work.workers, output_order="input")
-        tasks = 2 * work.workers  # for each process one to work on, and one to follow it
-        builder.pipe(dataset.augment, executor=pool, concurrency=tasks, output_order="input")
-    else:
-        builder.pipe(dataset.__getitem__, concurrency=work.workers, output_order="input")
+    builder.pipe(dataset.read, concurrency=READERS, output_order="input")
+    builder.pipe(dataset.decode, concurrency=work.workers, output_order="input")
+    builder.pipe(dataset.augment, executor=pool, concurrency=tasks, output_order="input")
     builder.aggregate(work.batch).pipe(default_collate).add_sink(PREFETCH * work.workers)
     try:
-        yield from _items(builder, threads)
+        yield from _items(builder, READERS + 3)
     finally:
-        if pool is not None:
-            pool.shutdown(cancel_futures=True)
+        pool.shutdown(cancel_futures=True)
 
 
 # -- Grain, which carries numpy: tensors go in and come out without a copy -----------------------------
@@ -334,12 +311,10 @@ LOADERS: dict[str, Callable[[Work], Opened]] = {
     "pipeline, threads in processes": _threads_in_processes,
     "torchdata threads": partial(_nodes, "thread"),
     "torchdata processes": partial(_nodes, "process"),
-    "torchdata by samples": partial(_nodes_by_samples, False),
-    "torchdata 3 stages": partial(_nodes_by_samples, True),
+    "torchdata 3 stages": _nodes_stages,
     "SPDL threads": _spdl_threads,
     "SPDL subprocess": _spdl_subprocess,
-    "SPDL by samples": lambda work: Opened(partial(_spdl_by_samples, False, work)),
-    "SPDL 3 stages": lambda work: Opened(partial(_spdl_by_samples, True, work)),
+    "SPDL 3 stages": lambda work: Opened(partial(_spdl_stages, work)),
     "Grain threads": lambda work: _grain(0, work.workers, work),
     "Grain processes": lambda work: _grain(work.workers, 0, work),
     "Grain by samples": lambda work: _grain(0, work.workers, work, samples=True),

@@ -25,7 +25,7 @@ def about() -> dict[str, Any]:
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
-        "os": _system(),
+        "os": platform.platform(terse=True),
         "python": platform.python_version(),
         "versions": ", ".join(filter(None, map(_version, PACKAGES))),
         "date": datetime.date.today().isoformat(),
@@ -40,12 +40,9 @@ def commit() -> str:
 
 
 def commits_since(commit: str) -> int | None:
-    """Return the number of library commits after `commit`; None without git or its history.
+    """Return the number of library commits after `commit`; None without git or its whole history.
 
-    Raises
-    ------
-    ValueError
-        The history has no such commit, or the library was not as in it.
+    Raises ValueError if the history has no such commit, or the library was not as in it.
     """
     if git("rev-parse", "--is-shallow-repository") != "false":
         return None
@@ -79,11 +76,3 @@ def _cpu() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
-
-
-def _system() -> str:
-    try:
-        name = platform.freedesktop_os_release()["PRETTY_NAME"]
-    except OSError:
-        name = platform.system()
-    return f"{name} ({platform.system()} {platform.release()})"

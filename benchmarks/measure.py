@@ -96,10 +96,9 @@ def digest(batches: Any) -> str:
 
 
 def pace(loader: str, spec: Spec, rehearsal: bool) -> Answer:
-    """Seconds a batch: what a long whole epoch takes more than a short one, for its further batches.
+    """Seconds a batch, or an item: what a long whole epoch takes more than a short one.
 
-    Batches that were prefetched when the clock started are as many in both, so they cancel. A figure
-    from the middle of an epoch would favor the loader that prefetches most.
+    Batches that were prefetched when the clock started are as many in both, so they cancel.
     """
     short = spec.get("short", 8 * spec["workers"] + 8)
     if rehearsal:
@@ -110,7 +109,7 @@ def pace(loader: str, spec: Spec, rehearsal: bool) -> Answer:
         return {"digest": first}
     long = _kept["long"]
     seconds = _epoch(loader, spec, long) - _epoch(loader, spec, short)
-    return {"value": seconds / (long - short)}
+    return {"value": seconds / (long - short) / (spec["batch"] if spec.get("items") else 1)}
 
 
 def _epoch(loader: str, spec: Spec, batches: int) -> float:
@@ -125,12 +124,6 @@ def _epoch(loader: str, spec: Spec, batches: int) -> float:
     if count != batches:
         raise RuntimeError(f"an epoch of {batches} batches had {count}")
     return seconds
-
-
-def per_item(loader: str, spec: Spec, rehearsal: bool) -> Answer:
-    """Seconds an item, as `pace` has it of batches."""
-    answer = pace(loader, spec, rehearsal)
-    return answer if rehearsal else {"value": answer["value"] / spec["batch"]}
 
 
 def whole(loader: str, spec: Spec, rehearsal: bool) -> Answer:
@@ -149,7 +142,8 @@ def stored(loader: str, spec: Spec, rehearsal: bool) -> Answer:
     """Seconds of an epoch over stored samples; each must come once, in order where the case has one."""
     import torch
 
-    from benchmarks.stored import EPOCHS, ObjectStore, archives, numbers
+    from benchmarks.store import ObjectStore
+    from benchmarks.stored import EPOCHS, archives, numbers
 
     torch.set_num_threads(1)
     spec = dict(spec)
@@ -259,7 +253,7 @@ def _with_states(loader: str, spec: Spec) -> Any:
 
 MEASURES: dict[str, Callable[[str, Spec, bool], Answer]] = {
     function.__name__: function
-    for function in (pace, per_item, whole, stored, first_batch, turn, worker_memory, resume)
+    for function in (pace, whole, stored, first_batch, turn, worker_memory, resume)
 }
 
 

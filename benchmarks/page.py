@@ -61,10 +61,8 @@ def record(case: Case, result: Result, rounds: int, about: dict[str, Any]) -> Ro
 
 def sentence(about: dict[str, Any]) -> str:
     """Return a line about the machine of a run."""
-    return (
-        f"{about['cpu']}, {about['cores']} cores, {about['memory_gb']} GB, {about['os']}, "
-        f"Python {about['python']}; {about['versions']}"
-    )
+    where = "{cpu}, {cores} cores, {memory_gb} GB, {os}, Python {python}; {versions}"
+    return where.format(**about)
 
 
 def keep(file: Path, name: str, row: Row) -> None:
@@ -142,7 +140,11 @@ def cells(name: str, row: Row) -> list[str]:
     unit, reason = row["unit"], CASES[name].level
     first = against(torch, ours[best], row, reason)
     second = against(rivals.get(rival), ours[best], row, "" if "level" in first else reason)
-    of_rival = f"{number(rivals[rival])} {unit} ({_project(rival)})" if rival else ""
+    of_rival = (
+        f"{number(rivals[rival])} {unit} ({NAMES.get(project(rival), project(rival))})"
+        if rival
+        else ""
+    )
     return [
         CASES[name].title,
         "" if torch is None else f"{number(torch)} {unit}",
@@ -151,10 +153,6 @@ def cells(name: str, row: Row) -> list[str]:
         first,
         second,
     ]
-
-
-def _project(loader: str) -> str:
-    return NAMES.get(project(loader), project(loader))
 
 
 # -- blocks ------------------------------------------------------------------------------------------
@@ -207,13 +205,7 @@ _FIGURE = re.compile(r"(<!-- figure\s+([^;>]*?);\s+([^>]*?)\s+-->).*?<!-- end --
 
 
 def rewritten(text: str, rows: Rows) -> str:
-    """Return a page with its blocks and figures of now.
-
-    Raises
-    ------
-    BadPage
-        It has a block or a figure that the results do not have.
-    """
+    """Return a page with its blocks and figures. Raises `BadPage` if the results lack one of these."""
     rows = {name: row for name, row in rows.items() if shown(row)}
 
     def block(match: re.Match[str]) -> str:

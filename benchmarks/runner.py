@@ -16,11 +16,11 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 
-from benchmarks.cases import Case
+from benchmarks.cases import SCALES, Case
 from benchmarks.machine import ROOT
 
 AGAIN = " (again)"
@@ -49,26 +49,11 @@ class Mismatch(Exception):
     """Loaders did not deliver the same batches."""
 
 
-class ProcessLike(Protocol):
-    """Process of one loader; tests bring their own."""
-
-    def ask(self, measure: str, loader: str, spec: dict[str, Any], rehearsal: bool) -> Any: ...
-    def close(self) -> None: ...
-
-
 class Process:
     """Python process that answers questions, a line of JSON each.
 
-    Parameters
-    ----------
-    module
-        Module to run: it reads questions from its standard input.
-    prefix
-        Command to run it under.
-    timeout
-        Seconds to wait for an answer; then the process is killed with all that it started.
-    library
-        Folder with another hybridloader, as ``pip install --target`` makes it.
+    It runs `module` under the command `prefix`. After `timeout` seconds without an answer it is killed
+    with all that it started. `library` is a folder with another hybridloader.
     """
 
     def __init__(
@@ -92,13 +77,7 @@ class Process:
         )
 
     def ask(self, measure: str, loader: str, spec: dict[str, Any], rehearsal: bool = False) -> Any:
-        """Return the answer to a question.
-
-        Raises
-        ------
-        Failed
-            The measurement raised, or no answer came.
-        """
+        """Return the answer to a question. Raises `Failed` if it is an error, or does not come."""
         asked = {"measure": measure, "loader": loader, "spec": spec, "rehearsal": rehearsal}
         assert self._process.stdin is not None
         try:
@@ -212,24 +191,15 @@ def run(
     spec: dict[str, Any],
     rounds: int,
     say: Say,
-    make: Callable[[str], ProcessLike],
+    make: Callable[[str], Any],
     quiet: Callable[[], bool] = wait_for_quiet,
 ) -> Result:
     """Measure the loaders of a case.
 
-    Parameters
-    ----------
-    loaders
-        Names; an end in `AGAIN` or `BEFORE` is no part of the loader that is asked for.
-    make
-        Starts the process of a loader.
-
-    Raises
-    ------
-    Mismatch
-        Two loaders did not deliver the same batches.
+    `AGAIN` and `BEFORE` are no part of the loader that is asked for. `make` starts the process of a
+    loader. Raises `Mismatch` if two loaders did not deliver the same batches.
     """
-    processes: dict[str, ProcessLike] = {}
+    processes: dict[str, Any] = {}
     values: dict[str, list[float]] = {name: [] for name in loaders}
     failures: dict[str, str] = {}
     digests: dict[str, tuple[str, str]] = {}
@@ -249,7 +219,7 @@ def run(
             if answer["digest"] != expected:
                 raise Mismatch(f"{name} did not deliver the batches that {first} delivers")
         if not rehearsal:
-            values[name].append(answer["value"] * case.scale)
+            values[name].append(answer["value"] * SCALES[case.unit])
 
     try:
         for name in loaders:

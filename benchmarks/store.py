@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 import threading
@@ -46,11 +45,8 @@ class ObjectStore:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
     folder = Path()
-
-    def setup(self) -> None:
-        super().setup()
-        self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def log_message(self, *arguments: object) -> None:
         pass
@@ -121,14 +117,10 @@ class _Handler(BaseHTTPRequestHandler):
         return f"{head}{contents}<IsTruncated>false</IsTruncated></ListBucketResult>".encode()
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = 256
-
-
 def _serve(folder: str) -> None:
     _Handler.folder = Path(folder).resolve()
-    server = _Server(("127.0.0.1", 0), _Handler)
+    ThreadingHTTPServer.request_queue_size = 256
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
     print(server.server_address[1], flush=True)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     sys.stdin.read()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import os
-import shutil
 import tarfile
 import tempfile
 from collections.abc import Callable, Iterator
@@ -18,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.datasets import jpeg_files
-from benchmarks.store import ObjectStore
 
 Spec = dict[str, Any]
 READERS = 8
@@ -29,15 +27,11 @@ def made(name: str, make: Callable[[Path], None]) -> Path:
     """Return a folder that `make` has filled, now or in an earlier run."""
     base = Path(tempfile.gettempdir(), f"hybridloader-benchmarks-{os.getuid()}")
     base.mkdir(exist_ok=True, mode=0o700)
-    folder = base / name
-    if not folder.exists():
+    if not (base / name).exists():  # processes of one run make it one after the other
         beside = Path(tempfile.mkdtemp(dir=base))
         make(beside)
-        try:
-            beside.rename(folder)
-        except OSError:  # another process was faster
-            shutil.rmtree(beside)
-    return folder
+        beside.rename(base / name)
+    return base / name
 
 
 def archives(spec: Spec) -> list[str]:
@@ -96,20 +90,6 @@ def _tar_webdataset(spec: Spec) -> Iterator[Any]:
     yield from wds.WebLoader(dataset, batch_size=None, num_workers=spec["workers"])
 
 
-def _tar_torchdata(spec: Spec) -> Iterator[Any]:
-    import torchdata.nodes as nodes
-    from torch.utils.data import default_collate
-
-    def pairs() -> Iterator[Any]:
-        for path in archives(spec):
-            with tarfile.open(path) as archive:
-                yield from pairs_of(archive)
-
-    mapped = nodes.ParallelMapper(nodes.IterableWrapper(pairs()), decoded, spec["workers"])
-    batches = nodes.Batcher(mapped, spec["batch"], drop_last=False)
-    yield from nodes.Loader(nodes.Mapper(batches, default_collate))
-
-
 # -- archives in a store, not decoded ----------------------------------------------------------------
 
 
@@ -144,14 +124,6 @@ def _archive(url: str) -> list[Any]:
         data = answer.read()
     with tarfile.open(fileobj=io.BytesIO(data)) as archive:
         return list(pairs_of(archive))
-
-
-def _whole_archives(spec: Spec) -> Iterator[Any]:
-    from hybridloader import Pipeline
-
-    pipe: Any = Pipeline.from_iterable(_urls(spec))
-    pipe = pipe.flat_map(_archive, backend="threads", num_workers=READERS)
-    yield from pipe.batch(spec["batch"], collate_fn=list)
 
 
 def _store_spdl(spec: Spec) -> Iterator[Any]:
@@ -260,11 +232,9 @@ EPOCHS: dict[str, dict[str, Callable[[Spec], Iterator[Any]]]] = {
         "threads": partial(_tar, "threads"),
         "fork": partial(_tar, "fork"),
         "webdataset": _tar_webdataset,
-        "torchdata threads": _tar_torchdata,
     },
     "store": {
         "threads": _blocks,
-        "pipeline": _whole_archives,
         "SPDL threads": _store_spdl,
         "webdataset": _store_webdataset,
         "litdata": _store_litdata,
@@ -281,6 +251,3 @@ def numbers(batch: Any) -> list[int]:
     if hasattr(batch[-1], "tolist"):
         return [int(number) for number in batch[-1].tolist()]
     return [int(pair["cls"] if isinstance(pair, dict) else pair[1]) for pair in batch]
-
-
-__all__ = ["EPOCHS", "ObjectStore", "archives", "numbers"]

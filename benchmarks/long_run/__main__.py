@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks.runner import Failed, Process, ProcessLike
+from benchmarks.runner import Failed, Process
 
 BACKENDS = ("inline", "threads", "fork", "spawn", "shared-memory")
 MEMORY_MB = 8.0
@@ -29,9 +29,7 @@ PATIENCE = 300.0
 """Seconds beyond its time after which a part counts as a hang."""
 
 
-def main(
-    arguments: Sequence[str] | None = None, make: Callable[[float], ProcessLike] | None = None
-) -> int:
+def main(arguments: Sequence[str] | None = None, make: Callable[[float], Any] | None = None) -> int:
     """Do a part for each backend. Return 1 if one failed or something grew."""
     made = argparse.ArgumentParser(prog="python -m benchmarks.long_run", description=__doc__)
     made.add_argument("--minutes", type=float, default=24.0, help="for each backend (24)")
@@ -54,7 +52,7 @@ def main(
     return worst
 
 
-def _process(timeout: float) -> ProcessLike:
+def _process(timeout: float) -> Process:
     return Process("benchmarks.long_run.part", ONE_ARENA, timeout)
 
 

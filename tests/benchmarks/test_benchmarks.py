@@ -16,7 +16,7 @@ from benchmarks import loaders, measure, page, runner
 from benchmarks.cases import CASES, Case
 from benchmarks.runner import AGAIN, BEFORE, Failed, Mismatch, Process
 
-CASE = Case("a case", "ms", 1e3, "pace", {}, ())
+CASE = Case("a case", "ms", "pace", (), {}, {})
 
 
 # -- rounds --------------------------------------------------------------------------------------------
