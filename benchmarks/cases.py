@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+REHEARSED = ("pace", "stored", "resume")
+"""Measurements before whose rounds each loader does the work once, untimed."""
+
 SCALES = {"s": 1.0, "ms": 1e3, "us": 1e6, "MB": 1.0}
 """Unit of the page -> its factor from the unit of a measurement."""
 
@@ -20,7 +23,7 @@ class Case:
     spec, quick
         Its parameters, and those that differ in a short run.
     alone
-        True if nothing is measured twice and nothing rehearsed: it takes long, and differs little.
+        True if no loader is measured twice: it takes long, and differs little.
     level
         Reason that the page gives where loaders are level.
     """
@@ -48,14 +51,14 @@ FEW = {"workers": 2, "length": 300}
 CASES: dict[str, Case] = {
     "large": Case(
         "a batch of 256 images (38 MB), collated and handed over", "ms", "pace", BATCHES,
-        {"dataset": "Images", "batch": 256, "workers": 2, "seconds": 0.6},
+        {"dataset": "Images", "batch": 256, "workers": 2, "seconds": 0.6, "short": 16},
         {"batch": 16, "seconds": 0.05}),
     "small": Case(
         "a batch of 64 integers: overhead alone", "us", "pace", BATCHES,
         {"dataset": "Ints", "batch": 64, "workers": 2, "seconds": 0.6}, {"seconds": 0.05}),
     "jpeg": Case(
         "32 photographs (JPEG), decoded and resized", "ms", "pace", BATCHES,
-        {"dataset": "Jpegs", "batch": 32, "workers": 2, "seconds": 1.0},
+        {"dataset": "Jpegs", "batch": 32, "workers": 2, "seconds": 1.0, "short": 12},
         {"batch": 2, "seconds": 0.05}, level="the decoder keeps both cores busy"),
     "hybrid": Case(
         "a sample that waits 20 ms, decodes a JPEG and loops in Python", "ms", "pace",
@@ -63,17 +66,17 @@ CASES: dict[str, Case] = {
          "torchdata 3 stages", "SPDL 3 stages", "Grain, threads in processes"),
         {"dataset": "Hybrid", "batch": 8, "workers": 2, "torch_workers": 16, "seconds": 1.5,
          "short": 40, "items": True},
-        {"batch": 2, "torch_workers": 2, "seconds": 0.05, "short": 8},
+        {"batch": 2, "torch_workers": 2, "seconds": 0.05, "short": 8}, rounds=3,
         level="the work itself keeps both cores busy"),
     "start2": Case(
         "first batch of 2 fresh workers, dataset without torch", "s", "first_batch",
-        ("torch", "spawn", *PROCESSES), START | {"workers": 2}, {"workers": 1}),
+        ("torch", "spawn", *PROCESSES), START | {"workers": 2}, {"workers": 1}, rounds=3),
     "start16": Case(
         "first batch of 16 fresh workers, dataset without torch", "s", "first_batch",
-        ("torch", "spawn", *PROCESSES), START, {"workers": 2}, rounds=3),
+        ("torch", "spawn", *PROCESSES), START, {"workers": 2}, rounds=2),
     "start16-torch": Case(
         "first batch of 16 fresh workers that import torch", "s", "first_batch",
-        ("torch", "spawn"), TENSORS, FEW, rounds=3),
+        ("torch", "spawn"), TENSORS, FEW, rounds=2),
     "memory": Case(
         "memory of each further one of 16 fresh workers that import torch", "MB", "worker_memory",
         ("torch", "spawn", "torchdata processes"), TENSORS, FEW, rounds=1, alone=True),

@@ -38,13 +38,9 @@ def opened(loader: str, spec: Spec, **more: Any) -> Iterator[Opened]:
     from benchmarks.loaders import LOADERS, Work
 
     names = ("batch", "workers", "start", "keep")
+    if loader == "torch" and "torch_workers" in spec:
+        spec = spec | {"workers": spec["torch_workers"]}
     options = {name: spec[name] for name in names if name in spec} | more
-    if (
-        loader.startswith("torch")
-        and "torch_workers" in spec
-        and not loader.startswith("torchdata")
-    ):
-        options["workers"] = spec["torch_workers"]
     running = LOADERS[loader](Work(dataset(spec), **options))
     with contextlib.closing(running):
         yield running
@@ -90,9 +86,6 @@ def digest(batches: Any) -> str:
 
     add(batches)
     return found.hexdigest()
-
-
-# -- throughput --------------------------------------------------------------------------------------
 
 
 def pace(loader: str, spec: Spec, rehearsal: bool) -> Answer:
@@ -160,9 +153,6 @@ def stored(loader: str, spec: Spec, rehearsal: bool) -> Answer:
     if spec["storage"] == "disk" and loader != "webdataset":  # its workers take turns by archive
         return {"value": seconds, "digest": digest(found)}
     return {"value": seconds, "digest": digest(sorted(found))}
-
-
-# -- start, end, memory, resuming --------------------------------------------------------------------
 
 
 def first_batch(loader: str, spec: Spec, rehearsal: bool) -> Answer:
@@ -248,8 +238,6 @@ def _with_states(loader: str, spec: Spec) -> Any:
 
     return DataLoader(data, batch, num_workers=workers, backend=loader)
 
-
-# -- the process -------------------------------------------------------------------------------------
 
 MEASURES: dict[str, Callable[[str, Spec, bool], Answer]] = {
     function.__name__: function

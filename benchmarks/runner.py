@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.cases import SCALES, Case
+from benchmarks.cases import REHEARSED, SCALES, Case
 from benchmarks.machine import ROOT
 
 AGAIN = " (again)"
@@ -223,9 +223,9 @@ def run(
 
     try:
         for name in loaders:
-            say(f"{name}, rehearsal")
             processes[name] = make(name)
-            if not case.alone:
+            if case.measure in REHEARSED:
+                say(f"{name}, rehearsal")
                 ask(name, True)
         before = -1
         for number, name in interleaved(loaders, rounds):

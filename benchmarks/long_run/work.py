@@ -14,23 +14,17 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.datasets import spin
+from benchmarks.datasets import Ints, spin
 from benchmarks.machine import ROOT
 
 LOOPS = 100
 """Turns of the loop in a plain sample: some 10 us."""
 
 
-class Plain:
+class Plain(Ints):
     """Samples that are their own index, and some work."""
 
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> int:
+    def __getitem__(self, index: int) -> Any:
         spin(LOOPS)
         return index
 
