@@ -74,6 +74,7 @@ class Process:
             stderr=self._errors,
             env={**os.environ, **environment},
             start_new_session=True,
+            cwd=library or None,  # which Python searches first
         )
 
     def ask(self, measure: str, loader: str, spec: dict[str, Any], rehearsal: bool = False) -> Any:
@@ -248,5 +249,5 @@ def noise(values: dict[str, list[float]]) -> float | None:
         other = values.get(name + AGAIN)
         if other:
             one, two = statistics.median(found), statistics.median(other)
-            return abs(one - two) / min(one, two)
+            return abs(one - two) / max(min(one, two), 1e-9)
     return None

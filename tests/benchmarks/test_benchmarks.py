@@ -141,7 +141,6 @@ def measured(name: str, loader: str, monkeypatch: pytest.MonkeyPatch, **more: An
         ("epochs", {}),
         ("resume", {}),
         ("python", {"batch": 2}),
-        ("start2", {"start": "fork", "length": 32}),
     ],
 )
 def test_loaders_deliver_the_batches_of_torchs(
@@ -167,6 +166,14 @@ def test_rivals_deliver_the_batches_of_torchs(loader: str, monkeypatch: pytest.M
     expected = measured(name, "torch", monkeypatch, **more)
     with contextlib.closing(Process()) as process:
         assert process.ask("pace", loader, spec, True)["digest"] == expected[0]["digest"]
+
+
+def test_fresh_workers_deliver_the_batch_of_torchs() -> None:
+    spec, found = CASES["start2"].spec | {"workers": 1, "length": 32}, set()
+    for loader in ("torch", "spawn"):
+        with contextlib.closing(Process()) as process:
+            found.add(process.ask("first_batch", loader, spec)["digest"])
+    assert len(found) == 1
 
 
 @pytest.mark.parametrize("name", ["disk", "store", "tables"])
