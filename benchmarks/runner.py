@@ -38,8 +38,6 @@ NOISE = 0.1
 PATIENCE = 15.0
 """Seconds that a round waits for a quiet machine."""
 
-Say = Callable[[str], None]
-
 
 class Failed(Exception):
     """A loader raised, died or gave no answer in time."""
@@ -74,7 +72,7 @@ class Process:
             stderr=self._errors,
             env={**os.environ, **environment},
             start_new_session=True,
-            cwd=library or None,  # which Python searches first
+            cwd=library or None,
         )
 
     def ask(self, measure: str, loader: str, spec: dict[str, Any], rehearsal: bool = False) -> Any:
@@ -191,7 +189,7 @@ def run(
     loaders: Sequence[str],
     spec: dict[str, Any],
     rounds: int,
-    say: Say,
+    say: Callable[[str], None],
     make: Callable[[str], Any],
     quiet: Callable[[], bool] = wait_for_quiet,
 ) -> Result:
