@@ -272,7 +272,8 @@ def show(images: Photographs, workers: int, backend: str) -> None:
     warnings.filterwarnings("ignore", "This DataLoader will create")  # 8 workers on fewer cores
     print(f"{'':36}{'torch':>26}{f'hybridloader, {backend}':>26}")
     for title, unit, reason, took, *loaders in comparisons(images, workers, backend):
-        rounds = [[took(loader) for loader in loaders] for _ in range(3)]
+        count = 1 if unit == "MB" else 3  # memory does not vary
+        rounds = [[took(loader) for loader in loaders] for _ in range(count)] * (3 // count)
         one, other = map(sorted, zip(*rounds, strict=True))
         ratio = one[1] / max(other[1], 1e-9)
         words = ("more", "less") if unit == "MB" else ("slower", "faster")
@@ -327,7 +328,6 @@ def run(
     print(f"accuracy on held-out images: {right / len(heldout):.1%} {counts}")
     if compare:
         del loader
-        plain = Photographs(files, chosen[:512], augment=False)
-        show(plain, max(1, workers), backend or "threads")
+        show(Photographs(files, chosen[:512], augment=False), max(1, workers), backend or "threads")
     print(f"done in {time.perf_counter() - start:.0f} s")
     return right / len(heldout)

@@ -160,14 +160,14 @@ class Stats(Shown):
         Raises
         ------
         ImportError
-            matplotlib is not installed; `pip install 'hybridloader[plot]'` installs it.
+            matplotlib is not installed; `pip install matplotlib` installs it.
         """
         try:
             # Not pyplot, which would pick a display and keep every figure.
             from matplotlib.figure import Figure
         except ImportError as error:
             raise ImportError(
-                "plot() needs matplotlib; install it with: pip install 'hybridloader[plot]'"
+                "plot() needs matplotlib; install it with: pip install matplotlib"
             ) from error
         names = [stage.name for stage in self.stages]
         figure = Figure(figsize=(9, 1.9 + 0.45 * len(names)), layout="constrained")
