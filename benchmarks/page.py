@@ -189,8 +189,8 @@ def _machine(rows: Rows) -> str:
         )
     if len(groups) == 1:
         return f"{next(iter(groups))}."
-    return "\n".join(
-        f"- {', '.join(f'`{name}`' for name in names)}: {about}." for about, names in groups.items()
+    return " ".join(
+        f"{', '.join(f'`{name}`' for name in names)}: {about}." for about, names in groups.items()
     )
 
 

@@ -274,10 +274,9 @@ def test_a_figure_is_written_and_one_that_is_missing_is_an_error() -> None:
 def test_the_machines_are_listed_with_their_rows() -> None:
     rows = {"small": row(), "large": row() | {"commit": "def"}}
     assert page._machine({"small": row()}) == "a machine; commit abc, 2026-01-02."
-    assert page._machine(rows).splitlines() == [
-        "- `small`: a machine; commit abc, 2026-01-02.",
-        "- `large`: a machine; commit def, 2026-01-02.",
-    ]
+    assert page._machine(rows) == (
+        "`small`: a machine; commit abc, 2026-01-02. `large`: a machine; commit def, 2026-01-02."
+    )
 
 
 @pytest.mark.parametrize(("age", "lines"), [(20, 0), (21, 1), (None, 0)])
