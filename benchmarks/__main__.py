@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks import machine, page, runner
 from benchmarks.cases import CASES
-from benchmarks.loaders import is_rival, missing, project
+from benchmarks.loaders import is_rival, missing
 from benchmarks.runner import AGAIN, BEFORE, Process
 
 
@@ -24,9 +24,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--no-rivals", action="store_true", help="torch and hybridloader alone")
     made.add_argument("--json", type=Path, metavar="FILE", help="keep the results of these cases")
     made.add_argument("--pages", action="store_true", help="write the kept results into the pages")
-    made.add_argument(
-        "--against", metavar="DIR", help="alternate with the hybridloader of `pip install -t DIR`"
-    )
+    made.add_argument("--against", metavar="DIR", help="alternate with `pip install -t DIR`'s")
     return made
 
 
@@ -45,8 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not case.alone:
             loaders.insert(1, loaders[0] + AGAIN)
         if options.against:
-            ours = [one for one in case.loaders if project(one) != "torch" and not is_rival(one)]
-            loaders += [one + BEFORE for one in ours]
+            loaders += [one + BEFORE for one in case.loaders if page.is_ours(one)]
 
         def start(loader: str) -> Process:
             return Process(library=options.against if loader.endswith(BEFORE) else "")

@@ -26,55 +26,6 @@ class Ints:
         return index
 
 
-class Paths(Ints):
-    """Names of files in a list; a sample is the length of one, as a tensor."""
-
-    def __init__(self, length: int) -> None:
-        super().__init__(length)
-        chance = random.Random(0)
-        letters = "abcdefghijklmnopqrstuvwxyz" * 2
-        self.names = [f"/data/train/{letters[: chance.randint(1, 31)]}{i}" for i in range(length)]
-
-    def __getitem__(self, index: int) -> Any:
-        import torch
-
-        return torch.tensor(len(self.names[index]))
-
-
-class Images(Ints):
-    """Images of 3x224x224 bytes out of a pool of 64, so all that is left is to collate and hand over."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        import torch
-
-        generator = torch.Generator().manual_seed(0)
-        self.pool = [
-            torch.randint(0, 255, (3, 224, 224), generator=generator).to(torch.uint8)
-            for _ in range(64)
-        ]
-
-    def __getitem__(self, index: int) -> Any:
-        return self.pool[index % len(self.pool)]
-
-
-class Jpegs(Ints):
-    """JPEG files of 500x375 in memory: decode, resize to 224x224, make a tensor."""
-
-    def __init__(self, length: int = ENDLESS) -> None:
-        super().__init__(length)
-        self.files = jpeg_files(500, 40)
-
-    def __getitem__(self, index: int) -> Any:
-        import numpy
-        import torch
-        from PIL import Image
-
-        with Image.open(io.BytesIO(self.files[index % len(self.files)])) as image:
-            small = image.convert("RGB").resize((224, 224), Image.Resampling.BILINEAR)
-        return torch.from_numpy(numpy.array(small)).permute(2, 0, 1).contiguous()
-
-
 class Python(Ints):
     """Samples that are a loop in Python of some 0.3 ms, which holds the GIL where there is one."""
 
@@ -155,4 +106,4 @@ def jpeg_files(width: int, count: int) -> list[bytes]:
     return files
 
 
-DATASETS = {kind.__name__: kind for kind in (Ints, Paths, Images, Jpegs, Python, Hybrid, Slow)}
+DATASETS = {kind.__name__: kind for kind in (Ints, Python, Hybrid, Slow)}

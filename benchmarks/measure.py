@@ -50,6 +50,8 @@ def dataset(spec: Spec) -> Any:
     """Return the dataset of a case, made once in a process, at its length of now."""
     from benchmarks.datasets import DATASETS
 
+    if spec["dataset"] not in DATASETS:
+        from benchmarks.tensors import DATASETS
     if "dataset" not in _kept:
         length = [spec["length"]] if "length" in spec else []
         _kept["dataset"] = DATASETS[spec["dataset"]](*length)
@@ -226,17 +228,14 @@ def _with_states(loader: str, spec: Spec) -> Any:
         from benchmarks.loaders import Work, grain_dataset
 
         return grain_dataset(Work(data, batch, workers), 0, workers)
-    if loader == "torchdata stateful":
-        from torchdata.stateful_dataloader import StatefulDataLoader
-
-        return StatefulDataLoader(data, batch, num_workers=workers)
+    more = {} if loader.startswith("torch") else {"backend": loader}
     if loader == "torch":
-        from torch.utils.data import DataLoader as Torch
-
-        return Torch(data, batch, num_workers=workers)
-    from hybridloader import DataLoader
-
-    return DataLoader(data, batch, num_workers=workers, backend=loader)
+        from torch.utils.data import DataLoader as Loader
+    elif loader == "torchdata stateful":
+        from torchdata.stateful_dataloader import StatefulDataLoader as Loader
+    else:
+        from hybridloader import DataLoader as Loader
+    return Loader(data, batch, num_workers=workers, **more)
 
 
 MEASURES: dict[str, Callable[[str, Spec, bool], Answer]] = {

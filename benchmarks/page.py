@@ -67,8 +67,7 @@ def sentence(about: dict[str, Any]) -> str:
 
 def keep(file: Path, name: str, row: Row) -> None:
     """Write the results of a case into the file, a line for each loader; others stay."""
-    rows = json.loads(file.read_text()) if file.exists() else {}
-    rows[name] = row
+    rows = (json.loads(file.read_text()) if file.exists() else {}) | {name: row}
     rows = {one: rows[one] for one in CASES if one in rows}
     text = json.dumps(rows, indent=1)
     text = re.sub(r"\[\s+([^\[\]{}]*?)\s+\]", lambda m: f"[{' '.join(m[1].split())}]", text)
@@ -196,6 +195,7 @@ def _machine(rows: Rows) -> str:
 
 BLOCKS: dict[str, Callable[[Rows], str]] = {
     "headlines": lambda rows: _summary(rows, HEADLINES),
+    "rivals": lambda rows: _summary(rows, (*HEADLINES, "slow", "disk", "store", "tables")),
     "summary": lambda rows: _summary(rows, list(CASES)),
     "figures": _figures,
     "machine": _machine,
