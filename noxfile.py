@@ -25,7 +25,7 @@ TORCH_WITHOUT_GIL = {"3.13t": "2.12.0", "3.14t": "2.13.0"}
 # Not the extra [test]: its newest hypothesis has no wheel for Python 3.13t, and builds with Rust.
 WITHOUT_GIL = """
     numpy loky cloudpickle aiohttp fsspec hypothesis<6.150 matplotlib pillow psutil pyarrow
-    pytest pytest-timeout pytest-xdist rich scikit-image scikit-learn scipy setuptools<82
+    pytest pytest-timeout pytest-xdist scikit-image scikit-learn scipy setuptools<82
 """
 """Further packages for a free-threaded Python."""
 

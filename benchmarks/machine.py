@@ -1,65 +1,71 @@
-"""The machine that a run was made on, by name. Nothing large is imported to find out versions."""
+"""The machine and the commit of a run. Nothing large is imported to find out versions."""
 
 from __future__ import annotations
 
 import datetime
-import hashlib
 import importlib.metadata
 import os
 import platform
+import subprocess
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 
-_SHOWING = ("__main__.py", "display.py", "plot.py", "report.py", "targets.py", "recording.py")
-"""Modules of the benchmarks that no figure of a run depends on; nor on the long run's."""
+LIBRARY = ("hybridloader", "backends")
+"""Folders whose commits make a result older."""
 
 PACKAGES = ("hybridloader", "torch", "numpy", "pillow", "torchdata", "spdl-core", "grain")
+PACKAGES += ("webdataset", "litdata", "pyarrow")
 
 
-def about(**more: Any) -> dict[str, Any]:
-    """CPU, cores, memory, system, versions and the day; a package that is missing has None."""
+def about() -> dict[str, Any]:
+    """Return CPU, cores, memory, system, Python, versions, the day, and the commit."""
     return {
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
-        "os": _system(),
+        "os": platform.platform(terse=True),
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in PACKAGES},
+        "versions": ", ".join(filter(None, map(_version, PACKAGES))),
         "date": datetime.date.today().isoformat(),
-        "load": round(os.getloadavg()[0], 1),
-        "revision": revision(),
-        **more,
+        "commit": commit(),
     }
 
 
-def revision(root: Path = ROOT) -> str:
-    """Hash of all code that a figure depends on: of the library, its backends and the benchmarks."""
-    found = hashlib.blake2b(digest_size=8)
-    for package in ("hybridloader", "backends", "benchmarks"):
-        for file in sorted((root / package).rglob("*.py")):
-            apart = file.name in _SHOWING or file.parent.name == "long_run"
-            if package != "benchmarks" or not apart:
-                found.update(f"{file.relative_to(root)}\n".encode())
-                found.update(file.read_bytes())
-    return found.hexdigest()
+def commit() -> str:
+    """Return the commit of the library, with a + if it was changed since; "" without git."""
+    head = git("log", "-1", "--format=%h", "--abbrev=12", "--", *LIBRARY)
+    return head + ("+" if head and git("status", "--porcelain", "--", *LIBRARY) else "")
 
 
-def sentence(about: dict[str, Any]) -> str:
-    """One sentence about the machine of a run."""
-    versions = ", ".join(f"{k} {v}" for k, v in about["versions"].items() if v)
-    return (
-        f"{about['cpu']}, {about['cores']} cores, {about['memory_gb']} GB, {about['os']}, "
-        f"Python {about['python']}; {versions}; {about['date']}, {about['rounds']} rounds"
-    )
+def commits_since(commit: str) -> int | None:
+    """Return the number of library commits after `commit`; None without git or its whole history.
 
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
+    Raises ValueError if the history has no such commit, or the library was not as in it.
+    """
+    if git("rev-parse", "--is-shallow-repository") != "false":
         return None
+    found = git("rev-list", "--count", f"{commit}..HEAD", "--", *LIBRARY)
+    if not found:
+        raise ValueError(f"{commit!r} is no commit of this history")
+    return int(found)
+
+
+def git(*arguments: str) -> str:
+    """Return what git prints; "" if it fails, or there is no git."""
+    command = ["git", "-C", str(ROOT), *arguments]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def _version(name: str) -> str:
+    try:
+        return f"{name} {importlib.metadata.version(name)}"
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def _cpu() -> str:
@@ -70,11 +76,3 @@ def _cpu() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
-
-
-def _system() -> str:
-    try:
-        name = platform.freedesktop_os_release()["PRETTY_NAME"]
-    except OSError:
-        name = platform.system()
-    return f"{name} ({platform.system()} {platform.release()})"

@@ -72,9 +72,9 @@ def _parser() -> argparse.ArgumentParser:
 def _add_demo(commands: Any) -> Any:
     demo = commands.add_parser(
         "demo",
-        help="train a small network on photographs, and choose its workers",
+        help="train a small network on photographs, and compare with torch's loader",
         description="Train a small network that recognizes from which of ten photographs a crop comes, "
-        "then measure which workers load the images fastest. The first run cuts the photographs, which "
+        "then compare with torch's loader. The first run cuts the photographs, which "
         "scikit-image and scikit-learn contain, into 4,500 JPEG files.",
     )
     demo.set_defaults(run=_demo)
@@ -85,14 +85,14 @@ def _add_demo(commands: Any) -> Any:
         ("--backend", str, "NAME", "backend of the training; default: processes, as by torch"),
         ("--workers", _at_least(0), "N", "number of workers; default: one per core, at most 4"),
         ("--batch-size", _at_least(1), "N", "default: 64", 64),
-        ("--epochs", _at_least(1), "N", "default: 4", 4),
+        ("--epochs", _at_least(1), "N", "default: 2", 2),
         ("--limit", _at_least(1), "N", "train on the first N images only"),
     )
     demo.add_argument(
         "--compare",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="measure plans of workers after the training (default: yes)",
+        help="compare with torch's loader after the training (default: yes)",
     )
     return demo
 

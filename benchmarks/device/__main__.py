@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.section:
         return section(options.section, file, small=options.small)
     file.unlink(missing_ok=True)
-    Record(file, "machine")("code", machine.revision())
+    Record(file, "machine")("code", machine.commit())
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="hybridloader-device-") as folder:
         run = Run(Path(folder), file, began + LIMIT * (SLOW if options.small else 1), options.small)

@@ -17,9 +17,8 @@ import torch
 from torch.utils.data import DataLoader as Torch
 
 from benchmarks.device.record import Record
-from benchmarks.device.steps import Device, each, stepping
+from benchmarks.device.steps import Device, each, percentile, stepping
 from benchmarks.machine import about
-from benchmarks.timing import percentile
 from hybridloader import DataLoader, Memory, SharedMemory, Threads
 from hybridloader.devices.accelerator import TorchAccelerator
 from hybridloader.memory import segments

@@ -7,7 +7,7 @@ clock meanwhile and records how late it is.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 Clock = Callable[[], float]
@@ -90,3 +90,8 @@ def stepping(
         before = done
     gpu.synchronize()
     return (clock() - start) / steps, waits, late
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Return the value that `share` of `values` do not pass; 0 if there are none."""
+    return sorted(values)[int(share * (len(values) - 1))] if values else 0.0

@@ -18,7 +18,7 @@ import pytest
 from benchmarks.device import __main__ as command
 from benchmarks.device import steps
 from benchmarks.device.record import KEPT, Line, passage, read, table, written
-from benchmarks.timing import percentile
+from benchmarks.device.steps import percentile
 
 ROOT = Path(__file__).parents[2]
 STUB = ROOT / "tests" / "support" / "stub_cuda"

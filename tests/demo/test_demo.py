@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import random
 import re
 import subprocess
 import sys
@@ -144,8 +143,13 @@ def test_an_image_becomes_a_tensor_augmented_or_not(cut: Path) -> None:
     pixels, label = plain[7]
     assert (pixels.shape, pixels.dtype, label) == ((3, SIDE, SIDE), torch.float32, 1)
     assert torch.equal(pixels, plain[7][0])
-    image, chance = Image.open(files.paths[train[7]]), random.Random(0)
-    one, other = demo.augmented(image, chance), demo.augmented(image, chance)
+    augmented = Photographs(files, [train[7]] * 2, augment=True)
+    one, other = (
+        pixels
+        for pixels, _ in iter(
+            hybridloader.DataLoader(augmented, None, num_workers=0, seeding="sample")
+        )
+    )
     assert not torch.equal(one, other)
     assert 0 <= min(one.min(), other.min()) <= max(one.max(), other.max()) <= 1
 
@@ -185,16 +189,57 @@ def test_the_demo_from_end_to_end(cut: Path, capsys: pytest.CaptureFixture[str])
 def test_the_command_line_trains_and_compares(
     cut: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tuned: list[Any] = []
-    monkeypatch.setattr(demo, "tune", lambda loader, seconds: tuned.append(loader) or "table")
+    shown: list[Any] = []
+    monkeypatch.setattr(demo, "show", lambda images, *given: shown.append((len(images), *given)))
     arguments = ["demo", "--data", str(cut), "--epochs", "1", "--workers", "0", "--limit", "9"]
     assert cli.main(arguments) == 0
     printed = capsys.readouterr()
     assert "9 images to train on, 10 held out" in printed.out
-    assert "\ntable\n" in printed.out
     assert not printed.err
     assert cli.main([*arguments, "--no-compare"]) == 0
-    assert len(tuned) == 1
+    assert shown == [(9, 1, "threads")]
+
+
+@pytest.mark.parametrize(
+    ("torchs", "ours", "unit", "verdict"),
+    [
+        ([90.0, 91.0, 89.0], [30.0, 31.0, 29.0], "ms", "3.0 times faster"),
+        ([30.0, 31.0, 29.0], [90.0, 91.0, 89.0], "ms", "3.0 times slower"),
+        ([90.0] * 3, [30.0] * 3, "MB", "3.0 times less"),
+        ([95.0, 96.0, 94.0], [90.0, 91.0, 89.0], "ms", "level: a reason"),
+        ([50.0, 99.0, 40.0], [30.0, 41.0, 29.0], "ms", "level: a reason"),
+    ],
+)
+def test_the_table_has_the_median_the_spread_and_a_verdict(
+    torchs: list[float],
+    ours: list[float],
+    unit: str,
+    verdict: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    row = ("a title", unit, ": a reason", lambda values: values.pop(0), [*torchs], [*ours])
+    monkeypatch.setattr(demo, "comparisons", lambda *given: [row])
+    demo.show(None, 2, "threads")  # type: ignore[arg-type]
+    heading, line = capsys.readouterr().out.splitlines()
+    assert heading.split() == ["torch", "hybridloader,", "threads"]
+    low, middle, high = sorted(torchs)
+    assert line.startswith("a title ")
+    assert f"{middle:.0f} {unit} ({low:.0f} to {high:.0f})" in line
+    assert line.endswith(f"  {verdict}")
+
+
+@pytest.mark.forkserver  # fresh processes: one descriptor stays, for all of them
+@pytest.mark.filterwarnings("ignore")  # of workers for which pytest leaves no core, or no fork
+def test_each_comparison_measures_both_loaders(cut: Path) -> None:
+    files, train, _ = read_folder(cut)
+    images = Photographs(files, train[:50], augment=False)
+    units = []
+    for _, unit, _, function, *both in demo.comparisons(images, 1, "threads"):
+        units.append(unit)
+        for loader in both:
+            assert function(loader) >= (0 if unit == "MB" else 1e-6)
+    assert units == ["ms"] * 4 + ["MB", "ms"]
 
 
 def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -235,7 +280,9 @@ def test_bad_arguments_are_one_line(
 def test_folders_with_too_little_in_them_are_one_line(
     small: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "holds no folder with files" in refusal(["--data", str(small / "red")], capsys)
+    assert "must hold one folder of images per class" in refusal(
+        ["--data", str(small / "red")], capsys
+    )
     (small / "green").mkdir()
     Image.new("RGB", (8, 8)).save(small / "green" / "0.png")
     few = f"{small} must hold two folders or more, of two images or more each"
@@ -275,7 +322,7 @@ def test_a_missing_extra_says_what_to_install(
     )
     line = refusal([], capsys)
     assert "needs pillow and scikit-image" in line
-    assert "pip install pillow scikit-image" in line
+    assert line.endswith("install it with: pip install pillow scikit-image\n")
 
 
 def test_ctrl_c_is_one_line_and_130(

@@ -1,1 +1,0 @@
-"""Cases, one module for each group: the work, the loaders, the measurement and the targets."""

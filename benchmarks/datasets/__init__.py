@@ -1,1 +1,0 @@
-"""Datasets that the cases load."""
