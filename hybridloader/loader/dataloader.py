@@ -63,7 +63,7 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # Ligh
     ----------
     dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, collate_fn, pin_memory
         As torch's. ``num_workers="auto"`` measures for at most 5 seconds before the first batch and
-        keeps its choice (docs/tuning.md). Batches do not depend on it, nor numbers of ``seeding="sample"``.
+        keeps its choice (docs/tuning.md). Batches and ``seeding="sample"`` do not depend on it.
     drop_last, timeout, worker_init_fn, multiprocessing_context, generator, prefetch_factor
         As torch's. `timeout` is in seconds.
     persistent_workers, pin_memory_device, in_order
