@@ -46,7 +46,8 @@ TORCH = {
     '`"forkserver"`), or a context of `multiprocessing`. Used where `backend` leaves the choice.',
     "generator": "Generator from which the orders of samples and the base seeds of workers are drawn. "
     "None is torch's default generator.",
-    "prefetch_factor": "Number of batches that each worker has in flight or prefetched. None is 2.",
+    "prefetch_factor": "Number of batches that each worker has in flight. None is 2, or more while "
+    "one is late.",
     "persistent_workers": "True keeps the workers and their copies of the dataset for the next epoch.",
     "pin_memory_device": "Device for which memory is page-locked. Deprecated by torch.",
     "in_order": "False returns batches in the order in which they are ready.",

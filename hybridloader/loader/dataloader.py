@@ -59,12 +59,13 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # Ligh
 
     Parameters
     ----------
-    dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, collate_fn, pin_memory, \
-drop_last, timeout, worker_init_fn, multiprocessing_context, generator, prefetch_factor, \
-persistent_workers, pin_memory_device, in_order
-        As torch's. `timeout` is in seconds. ``num_workers="auto"`` measures for at most 5
-        seconds before the first batch of the first epoch, and keeps its choice (docs/tuning.md). Batches
-        and their order do not depend on it; with ``seeding="sample"``, random numbers do not, either.
+    dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, collate_fn, pin_memory
+        As torch's. ``num_workers="auto"`` measures for at most 5 seconds before the first batch and
+        keeps its choice (docs/tuning.md). Batches and ``seeding="sample"`` do not depend on it.
+    drop_last, timeout, worker_init_fn, multiprocessing_context, generator, prefetch_factor
+        As torch's. `timeout` is in seconds.
+    persistent_workers, pin_memory_device, in_order
+        As torch's.
     backend
         Kind of the workers: a name, or a `Backend` with options, such as
         ``SharedMemory(start_method="forkserver")``. Names: ``"inline"``, ``"threads"``, ``"fork"``,
@@ -127,8 +128,7 @@ persistent_workers, pin_memory_device, in_order
         A `ValueError`: there is no such backend (the message lists the existing ones), or, when the
         iterator is made, it can't work in this process.
     WorkerPicklingError
-        A `TypeError`, when the iterator is made: an object that a process needs can't be pickled.
-        The message names the attribute.
+        A `TypeError` of ``iter``: an object for a process can't be pickled. It names the attribute.
     ValueError
         Parameters contradict each other.
 

@@ -1,4 +1,4 @@
-"""Statistical tests of our orders and torch's; run as a script it prints the table of docs/samplers.md.
+"""Statistical tests of our orders and torch's; run as a script it prints a table of P-values.
 
 Seeds are fixed, so a p-value never changes. Each test must also find fault with an order that is
 visibly not random, or it would be none.
