@@ -255,7 +255,7 @@ def main() -> None:
             measure = MEASURES[asked["measure"]]
             answer = measure(asked["loader"], asked["spec"], asked["rehearsal"])
         except Exception as error:
-            answer = {"failed": f"{type(error).__name__}: {error}"}
+            answer = {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
 

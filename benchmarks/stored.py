@@ -8,6 +8,7 @@ folder.
 from __future__ import annotations
 
 import io
+import multiprocessing
 import os
 import tarfile
 import tempfile
@@ -68,9 +69,6 @@ def decoded(sample: Any) -> tuple[Any, int]:
 
     with Image.open(io.BytesIO(sample[0])) as image:
         return torch.from_numpy(numpy.array(image.convert("RGB"))), int(sample[1])
-
-
-# -- archives on disk, decoded -----------------------------------------------------------------------
 
 
 def _tar(backend: str, spec: Spec) -> Iterator[Any]:
@@ -148,23 +146,28 @@ def _pair(spec: Spec, number: int) -> dict[str, Any]:
     return {"jpg": jpeg_files(spec["width"], 32)[number % 32], "cls": str(number).encode()}
 
 
+def _optimize(spec: Spec, folder: Path) -> None:
+    import litdata
+
+    pair, numbers = partial(_pair, spec), list(range(spec["samples"]))
+    options: Any = {"chunk_bytes": "8MB", "num_workers": 1, "verbose": False}
+    litdata.optimize(pair, numbers, str(folder / "litdata"), **options)
+
+
 def _store_litdata(spec: Spec) -> Iterator[Any]:
     import litdata
     from litdata.streaming import downloader
 
     downloader._OBSTORE_CLIENT_OPTIONS["allow_http"] = True  # else it asks for https alone
     bucket = Path(os.path.dirname(archives(spec)[0]), "bucket")
-    if not bucket.exists():
-        with tempfile.TemporaryDirectory(dir=bucket.parent) as beside:
-            litdata.optimize(
-                partial(_pair, spec),
-                list(range(spec["samples"])),
-                f"{beside}/made/litdata",
-                chunk_bytes="8MB",
-                num_workers=1,
-                verbose=False,
-            )
-            Path(beside, "made").rename(bucket)
+    if not bucket.exists():  # in another process: reading fails in one that has optimized
+        folder = Path(tempfile.mkdtemp(dir=bucket.parent))
+        context = multiprocessing.get_context("spawn")
+        optimizing = context.Process(target=_optimize, args=(spec, folder))
+        optimizing.start()
+        optimizing.join()
+        assert optimizing.exitcode == 0, "litdata.optimize failed"
+        folder.rename(bucket)
     os.environ |= {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
     os.environ |= {"S3_ENDPOINT_URL": spec["url"], "AWS_DEFAULT_REGION": "us-east-1"}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
@@ -178,9 +181,6 @@ def _store_litdata(spec: Spec) -> Iterator[Any]:
             dataset, batch_size=spec["batch"], num_workers=spec["workers"], collate_fn=list
         )
         yield from loader
-
-
-# -- tables ------------------------------------------------------------------------------------------
 
 
 def _tables(spec: Spec) -> list[str]:
