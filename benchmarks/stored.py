@@ -88,9 +88,6 @@ def _tar_webdataset(spec: Spec) -> Iterator[Any]:
     yield from wds.WebLoader(dataset, batch_size=None, num_workers=spec["workers"])
 
 
-# -- archives in a store, not decoded ----------------------------------------------------------------
-
-
 def _urls(spec: Spec) -> list[str]:
     return [f"{spec['url']}/{os.path.basename(path)}" for path in archives(spec)]
 
@@ -102,7 +99,10 @@ def _blocks(spec: Spec) -> Iterator[Any]:
     from hybridloader.sources import Tar
 
     index = os.path.join(os.path.dirname(archives(spec)[0]), "index")
-    tar = Tar(_urls(spec), fields=("jpg", "cls"), index=index)
+    try:
+        tar = Tar(_urls(spec), fields=("jpg", "cls"), index=index)
+    except TypeError:  # a version before 0.2.0
+        tar = Tar(_urls(spec), members=("jpg", "cls"), index=index)
     loader: Any = DataLoader(
         tar,
         spec["batch"],
