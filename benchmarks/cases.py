@@ -5,9 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-REHEARSED = ("pace", "stored", "resume")
-"""Measurements before whose rounds each loader does the work once, untimed."""
-
 SCALES = {"s": 1.0, "ms": 1e3, "us": 1e6, "MB": 1.0}
 """Unit of the page -> its factor from the unit of a measurement."""
 
@@ -23,7 +20,7 @@ class Case:
     spec, quick
         Its parameters, and those that differ in a short run.
     alone
-        True if no loader is measured twice: it takes long, and differs little.
+        True if nothing is rehearsed or measured twice: it takes long, and differs little.
     level
         Reason that the page gives where loaders are level.
     """

@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.cases import REHEARSED, SCALES, Case
+from benchmarks.cases import SCALES, Case
 from benchmarks.machine import ROOT
 
 AGAIN = " (again)"
@@ -223,7 +223,7 @@ def run(
     try:
         for name in loaders:
             processes[name] = make(name)
-            if case.measure in REHEARSED:
+            if not case.alone:
                 say(f"{name}, rehearsal")
                 ask(name, True)
         before = -1

@@ -8,6 +8,7 @@ folder.
 from __future__ import annotations
 
 import io
+import multiprocessing
 import os
 import tarfile
 import tempfile
@@ -70,9 +71,6 @@ def decoded(sample: Any) -> tuple[Any, int]:
         return torch.from_numpy(numpy.array(image.convert("RGB"))), int(sample[1])
 
 
-# -- archives on disk, decoded -----------------------------------------------------------------------
-
-
 def _tar(backend: str, spec: Spec) -> Iterator[Any]:
     from hybridloader import DataLoader
     from hybridloader.sources import Tar
@@ -90,9 +88,6 @@ def _tar_webdataset(spec: Spec) -> Iterator[Any]:
     yield from wds.WebLoader(dataset, batch_size=None, num_workers=spec["workers"])
 
 
-# -- archives in a store, not decoded ----------------------------------------------------------------
-
-
 def _urls(spec: Spec) -> list[str]:
     return [f"{spec['url']}/{os.path.basename(path)}" for path in archives(spec)]
 
@@ -104,7 +99,10 @@ def _blocks(spec: Spec) -> Iterator[Any]:
     from hybridloader.sources import Tar
 
     index = os.path.join(os.path.dirname(archives(spec)[0]), "index")
-    tar = Tar(_urls(spec), fields=("jpg", "cls"), index=index)
+    try:
+        tar = Tar(_urls(spec), fields=("jpg", "cls"), index=index)
+    except TypeError:  # a version before 0.2.0
+        tar = Tar(_urls(spec), members=("jpg", "cls"), index=index)
     loader: Any = DataLoader(
         tar,
         spec["batch"],
@@ -148,23 +146,28 @@ def _pair(spec: Spec, number: int) -> dict[str, Any]:
     return {"jpg": jpeg_files(spec["width"], 32)[number % 32], "cls": str(number).encode()}
 
 
+def _optimize(spec: Spec, folder: Path) -> None:
+    import litdata
+
+    pair, numbers = partial(_pair, spec), list(range(spec["samples"]))
+    options: Any = {"chunk_bytes": "8MB", "num_workers": 1, "verbose": False}
+    litdata.optimize(pair, numbers, str(folder / "litdata"), **options)
+
+
 def _store_litdata(spec: Spec) -> Iterator[Any]:
     import litdata
     from litdata.streaming import downloader
 
     downloader._OBSTORE_CLIENT_OPTIONS["allow_http"] = True  # else it asks for https alone
     bucket = Path(os.path.dirname(archives(spec)[0]), "bucket")
-    if not bucket.exists():
-        with tempfile.TemporaryDirectory(dir=bucket.parent) as beside:
-            litdata.optimize(
-                partial(_pair, spec),
-                list(range(spec["samples"])),
-                f"{beside}/made/litdata",
-                chunk_bytes="8MB",
-                num_workers=1,
-                verbose=False,
-            )
-            Path(beside, "made").rename(bucket)
+    if not bucket.exists():  # in another process: reading fails in one that has optimized
+        folder = Path(tempfile.mkdtemp(dir=bucket.parent))
+        context = multiprocessing.get_context("spawn")
+        optimizing = context.Process(target=_optimize, args=(spec, folder))
+        optimizing.start()
+        optimizing.join()
+        assert optimizing.exitcode == 0, "litdata.optimize failed"
+        folder.rename(bucket)
     os.environ |= {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
     os.environ |= {"S3_ENDPOINT_URL": spec["url"], "AWS_DEFAULT_REGION": "us-east-1"}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
@@ -178,9 +181,6 @@ def _store_litdata(spec: Spec) -> Iterator[Any]:
             dataset, batch_size=spec["batch"], num_workers=spec["workers"], collate_fn=list
         )
         yield from loader
-
-
-# -- tables ------------------------------------------------------------------------------------------
 
 
 def _tables(spec: Spec) -> list[str]:
