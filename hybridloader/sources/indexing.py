@@ -210,7 +210,7 @@ def _members(name: str, file: Any) -> Iterator[tarfile.TarInfo]:
     last = "its beginning"
     try:
         archive = tarfile.open(fileobj=file, mode="r:")  # noqa: SIM115  # the file is the caller's
-        while (member := archive.next()) is not None:
+        for member in archive:
             archive.members.clear()  # type: ignore[attr-defined]  # otherwise it keeps all members
             last = f"member {member.name!r}"
             if member.issparse():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,11 @@ class Config(dict[str, Any]):
     """Many projects have one like this."""
 
     __getattr__ = dict.__getitem__
+
+    if sys.version_info < (3, 11):  # there pickle asks __getattr__ for it, as no object has it
+
+        def __getstate__(self) -> None:
+            pass
 
 
 class Raising:

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-_ACCELERATOR = torch.accelerator.current_accelerator()
+from hybridloader._support.installed_torch import current_accelerator
+
+_ACCELERATOR = current_accelerator()
 KIND = "meta" if _ACCELERATOR is None else _ACCELERATOR.type
 """Argument of ``device=``; any name where there is no device, and all tests are skipped."""
 
