@@ -275,7 +275,7 @@ def _check(address: str | None, *, start: bool) -> None:
         ray.init  # noqa: B018
     except (ImportError, AttributeError) as error:
         raise engine.BackendUnavailable(
-            f"backend 'ray' needs Ray: pip install 'ray>=2.60' ({error})"
+            f"backend 'ray' needs Ray: pip install ray ({error})"
         ) from error
     wanted = _wanted(address)
     if (wanted or "").startswith("ray://") or ray.util.client.ray.is_connected():

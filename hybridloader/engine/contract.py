@@ -349,7 +349,7 @@ _OURS = {
     "threads": Entry(f"{_HOME}.threads:Threads", _INCLUDED),
     "fork": Entry(f"{_HOME}.process.backend:Fork", _INCLUDED),
     "spawn": Entry(f"{_HOME}.process.backend:Spawn", "pip install loky cloudpickle"),
-    "ray": Entry(f"{_HOME}.ray:Ray", "pip install 'ray>=2.60'"),
+    "ray": Entry(f"{_HOME}.ray:Ray", "pip install ray"),
     "shared-memory": Entry(f"{_HOME}.process.backend:SharedMemory", _INCLUDED),
 }
 

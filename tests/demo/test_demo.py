@@ -322,7 +322,7 @@ def test_a_missing_extra_says_what_to_install(
     )
     line = refusal([], capsys)
     assert "needs pillow and scikit-image" in line
-    assert line.endswith("install it with: pip install pillow scikit-image\n")
+    assert "pip install pillow scikit-image" in line
 
 
 def test_ctrl_c_is_one_line_and_130(
