@@ -17,7 +17,7 @@ TORCH = {"3.10": "2.11.0", "3.11": "2.13.0", "3.12": "2.13.0", "3.13": "2.13.0",
 OTHER_TORCH = [("3.10", "2.6.0")] + [
     ("3.11", torch) for torch in ("2.6.0", "2.8.0", "2.10.0", "2.12.0", "2.14.1", "2.15.0")
 ]
-"""Further pairs of a Python and a torch, from the oldest of both on."""
+"""Further pairs of a Python and a torch, from the oldest of both on. README's table has what ran."""
 
 TORCH_WITHOUT_GIL = {"3.13t": "2.12.0", "3.14t": "2.13.0"}
 """torch for each free-threaded Python: 2.12 is the last with wheels for 3.13t."""
