@@ -70,11 +70,11 @@ class Starter:
         If `runs_script`, the processes of loky run the top of the script, as multiprocessing's do.
         """
         if method == "loky":
-            from loky.backend import get_context
+            # Not by this name: joblib, a part of scikit-learn, registers its copy of loky under it.
+            from loky.backend.context import ctx_loky as context
         else:
-            from multiprocessing import get_context
-        self.transport = transport
-        self._method, self._context = method, get_context(method)
+            context = multiprocessing.get_context(method)
+        self.transport, self._method, self._context = transport, method, context
         known = _script() if runs_script or method in ("spawn", "forkserver") else None
         self._script = known if method == "loky" else None
         self._by_name = known is not None  # workers have the script's objects, too

@@ -5,13 +5,17 @@ functions and notebooks, lambdas, closures over tensors, partial functions.
 from __future__ import annotations
 
 import json
+import multiprocessing.context
 import os
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from hybridloader import DataLoader
 
 ROOT = Path(__file__).parents[2]
 
@@ -187,3 +191,10 @@ def test_cells_of_a_notebook_send_what_they_define(tmp_path: Path) -> None:
         "[[0, -1, -4, -9]]\n",
         "[0, 1, 2]\n",
     ]
+
+
+def test_a_copy_of_loky_under_its_name_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """joblib, which scikit-learn imports, registers one. Its processes import numpy at once."""
+    monkeypatch.setitem(multiprocessing.context._concrete_contexts, "loky", None)  # type: ignore[attr-defined]
+    loader: Any = DataLoader(range(6), 3, num_workers=1, backend="spawn", collate_fn=list)  # type: ignore[arg-type]
+    assert list(loader) == [[0, 1, 2], [3, 4, 5]]

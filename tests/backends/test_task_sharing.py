@@ -571,7 +571,7 @@ class Sharing(thread_backend._TaskSharing):
     def took(self, seconds: float) -> None:
         """Note the seconds of a task, as the crew does."""
         self.mean += (seconds - self.mean) * thread_backend.NEW
-        if self.whole == (self.mean > self.limit):
+        if self.shares != (self.mean > self.limit):
             self.turn(seconds)
 
 
