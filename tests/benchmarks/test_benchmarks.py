@@ -308,6 +308,7 @@ def test_the_pages_quote_the_kept_results() -> None:
         assert page.rewritten(text, rows) == text, f"{file}: run python -m benchmarks.page"
 
 
-@pytest.mark.xfail(reason="the run on record of this version is not made yet", strict=True)
+# Not strict: a shallow clone does not know how old a commit is.
+@pytest.mark.xfail(reason="the run on record of this version is not made yet", strict=False)
 def test_the_kept_results_are_of_a_recent_commit() -> None:
     assert not page.stale(json.loads(page.RESULTS.read_text()))
