@@ -1,4 +1,4 @@
-"""Measurements of one loader, in a process of its own that the runner starts and asks.
+"""Measurements of one loader, in a separate process that the runner starts and asks.
 
 Each function takes the loader's name, the parameters of the case, and True for a rehearsal, which is not
 timed. It returns a value, and a hash of the batches where loaders are compared by them. Nothing large is

@@ -28,7 +28,7 @@ _PORTION = 1 << 18
 
 
 class ObjectStore:
-    """The server of a folder, in a process of its own that ends with this one."""
+    """The server of a folder, in a separate process that ends with this one."""
 
     def __init__(self, folder: str) -> None:
         command = [sys.executable, "-m", "benchmarks.store", folder]

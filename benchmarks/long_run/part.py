@@ -1,4 +1,4 @@
-"""One backend's part of the long run, in a process of its own: cycles of work, and a look after each."""
+"""One backend's part of the long run, in a separate process: cycles of work, and a look after each."""
 
 from __future__ import annotations
 
