@@ -19,7 +19,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the options."""
     made = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     made.add_argument("--case", nargs="+", default=[*CASES], choices=CASES, metavar="CASE")
-    made.add_argument("--rounds", type=int, help="rounds of each case, in place of the one given")
+    made.add_argument("--rounds", type=int, help="rounds of each case, in place of its number")
     made.add_argument("--quick", action="store_true", help="tiny work: proves that all cases run")
     made.add_argument("--no-rivals", action="store_true", help="torch and hybridloader alone")
     made.add_argument("--json", type=Path, metavar="FILE", help="keep the results of these cases")

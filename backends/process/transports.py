@@ -1,4 +1,4 @@
-"""POSIX transport between parent and worker: a socket pair per worker, polled, never blocking.
+"""Transports between parent and worker: polled socket pairs on POSIX; pipes and threads elsewhere.
 
 Nothing is shared between workers and there is no lock that a dying worker could take along. Frames that
 do not fit into the socket at once wait in a queue and are written by the next `wait`. A worker is known

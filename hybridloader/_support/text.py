@@ -1,4 +1,4 @@
-"""Words for people: short forms of values, tables, units, warnings at the user's line, the log."""
+"""Words for people: short forms of values, tables, units, warnings, checks of arguments, the log."""
 
 from __future__ import annotations
 

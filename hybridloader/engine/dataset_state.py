@@ -1,4 +1,4 @@
-"""State of a dataset: workers send it to the parent with results, and resume from it.
+"""States of a dataset in workers: sent with results, loaded for an epoch, changed between epochs.
 
 A dataset, or the iterator over it, may have `state_dict` and `load_state_dict`. Its state is taken after
 a result, because only then does it belong to that result. A `Cadence` decides how often. The state is

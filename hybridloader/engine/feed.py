@@ -1,4 +1,4 @@
-"""Input of a pipeline's stage: its feed, batched into tasks.
+"""Input of a pipeline's stage: its feed, batched into tasks, and the relay between two stages.
 
 A feed gives several items at a time where each takes so little work that handing it to a worker
 alone would cost much beside the work. It learns their number from the seconds and the bytes of the tasks

@@ -1,6 +1,6 @@
-"""Messages from a stage to its workers, and events from the workers.
+"""Messages from a stage to its workers, events from the workers, and the contract of their work.
 
-They depend on no transport. Every class is frozen and made of plain values, so that it can go by
+They depend on no transport. Every message is frozen and made of plain values, so that it can go by
 reference to a thread and by pickle to a process. Those of which there is one a batch are named
 tuples, which are made in a third of the time that a frozen dataclass takes.
 """

@@ -1,4 +1,4 @@
-"""State of a loader as a dict: written, read and checked.
+"""State of a loader as a dict: written, read and checked; and the start of an epoch from it.
 
 The keys are torchdata's if it has them, because frameworks edit these. The other fields are under one
 key, `OWN`. Writing and reading change no sampler, generator or worker.

@@ -1,4 +1,4 @@
-"""States of runs as dicts of JSON values: written here, and checked here.
+"""States of runs as dicts of JSON values, written and checked; and the position that they hold.
 
 A state holds the position of a run and the descriptions of its steps, and no item. A state that can't be
 gone on from exactly is refused before anything is started; the error names the field and both values.
