@@ -265,7 +265,7 @@ def undo_load(thing: Any, *, ended: bool = False) -> None:
     With `ended`, no item followed the load: its state was the end of an epoch. Then it is certain that
     the load is in force, and each attribute is judged alone.
     """
-    left = _left_by_load(thing)
+    left = _left_by_load(thing) if id(thing) in _loads else []
     for changes in ([change] for change in left) if ended else filter(None, [left]):
         _undo(thing, changes)
 

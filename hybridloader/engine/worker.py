@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from threading import get_ident
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -604,7 +604,7 @@ class Worker:
         self._let_go()
         self._modes.take(message.modes)
         if self._rng is not None and self._spec.seeding is not None:
-            self._rng.begin(replace(self._spec.seeding, epoch=message.epoch))
+            self._rng.begin(message.epoch)
             self.context.rng = self._rng
         if not self._initialized:
             return  # init_fn failed, and its error answers every task

@@ -127,9 +127,9 @@ class SeedTriple(NamedTuple):
     torch: int  # 63 bits, of which torch's generator for the CPU uses the lowest 32
 
 
-def root(origin: Origin, stage: str) -> Any:
+def root(seed: int, epoch: int, stage: str) -> Any:
     """Return the hash of seed, epoch and stage. blake2b mixes keys of any length, in under 1 us."""
-    parts = _framed((origin.seed, origin.epoch, stage))
+    parts = _framed((seed, epoch, stage))
     return blake2b(parts, digest_size=32, person=b"hybridloader-1")
 
 
@@ -280,23 +280,29 @@ class SampleRng:
     """Generators of a worker on threads that samples don't reseed, for the libraries in `reseeded`."""
 
     def __init__(self, origin: Origin, worker: int, number: int = 0) -> None:
-        self.worker, self._number = worker, number
+        self.origin, self.worker, self._number = origin, worker, number
         # All the mutable state:
         self.first_item = 0  # number of the first item of the current task
         self._parts: dict[int, SampleRng] = {}  # by the number of their function
-        self.begin(origin)
+        self.begin(origin.epoch)
 
-    def begin(self, origin: Origin) -> None:
-        self.origin = origin
-        self._root = root(origin, origin.stages[self._number])
+    def begin(self, epoch: int) -> None:
+        """Begin an epoch. Its hash is made at the first draw: most workers on threads draw nothing."""
+        self._epoch, self._root = epoch, None
         for part in self._parts.values():
-            part.begin(origin)
+            part.begin(epoch)
+
+    def _new_root(self) -> Any:
+        origin = self.origin
+        self._root = root(origin.seed, self._epoch, origin.stages[self._number])
+        return self._root
 
     def for_function(self, number: int) -> SampleRng:
         if not self.by_function:
             return self
         if number not in self._parts:
             self._parts[number] = self._part(number)
+            self._parts[number].begin(self._epoch)
         return self._parts[number]
 
     def key_of(self, index: Any) -> bytes:
@@ -305,7 +311,7 @@ class SampleRng:
 
     def digest(self, kind: bytes, key: bytes) -> bytes:
         """Return the hash of a call."""
-        found = self._root.copy()
+        found = (self._root or self._new_root()).copy()
         found.update(kind + key)
         digest: bytes = found.digest()
         return digest
@@ -335,7 +341,7 @@ class SampleRng:
 
     def call(self, kind: bytes, key: Key, function: Callable[..., T], *arguments: Any) -> T:
         """Return ``function(*arguments)``, seeded by `kind` and `key`."""
-        found = self._root.copy()  # `digest`, inlined
+        found = (self._root or self._new_root()).copy()  # `digest`, inlined
         found.update(kind + (key if isinstance(key, bytes) else key()))
         now.digest = digest = found.digest()
         now.own = None
