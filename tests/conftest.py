@@ -146,7 +146,7 @@ def _named() -> list[str]:
 
 _BEFORE = frozenset(_named())
 
-LEFT_OUT = ("full", "recipes")
+LEFT_OUT = ("full", "recipes", "frameworks")
 """Markers of tests that run only if `-m` or an argument names them."""
 
 _left_out = pytest.StashKey[int]()
@@ -168,15 +168,15 @@ def pytest_xdist_auto_num_workers() -> int:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out tests with a marker of `LEFT_OUT`, unless `-m` names one or an argument names the test.
 
-    A test that is given both kinds of forked workers is `full` for the second, but in tests of the
+    A test that is given forked workers and other processes is `full` for the others, but in tests of the
     backends. They have one crew, one transport and the same slots; how they start is tested there.
 
     A deselection by `-m "not full"` in `addopts` would be lost as soon as somebody gives a `-m`.
     """
-    names = {item.nodeid for item in items}
+    names = {item.nodeid for item in items} if system.FORK else set()
     for item in items:
-        twin = item.nodeid.replace("shared-memory", "fork")
-        if twin != item.nodeid and twin in names and "tests/backends/" not in item.nodeid:
+        twins = {item.nodeid.replace(other, "fork") for other in ("shared-memory", "spawn")}
+        if "tests/backends/" not in item.nodeid and (twins - {item.nodeid}) & names:
             item.add_marker("full")
     if any(marker in config.option.markexpr for marker in LEFT_OUT):
         return
@@ -246,7 +246,7 @@ def pytest_testnodedown(node: Any) -> None:
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     if left_out := config.stash.get(_left_out, 0):
         terminalreporter.write_line(
-            f"{left_out} tests marked full or recipes left out: pytest -m full runs them"
+            f"{left_out} tests marked {' or '.join(LEFT_OUT)} left out: pytest -m full runs the first"
         )
 
 

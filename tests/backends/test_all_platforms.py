@@ -26,6 +26,9 @@ from hybridloader.testing.tools import DEADLINE
 BACKENDS = ["inline", "threads", "spawn", "shared-memory", None]
 PROCESSES = ["spawn", "shared-memory"]
 
+shown_by_forks = pytest.mark.full if system.FORK else ()
+"""Of tests that other files make with forked workers, which start faster."""
+
 
 class Samples(Dataset[Any]):
     """Tensors, arrays and objects; the large ones go through shared memory."""
@@ -64,7 +67,11 @@ def make(cls: Any, dataset: Any, **options: Any) -> Any:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("dataset", [Samples(), Stream()], ids=["map", "iterable"])
+@pytest.mark.parametrize(
+    "dataset",
+    [Samples(), pytest.param(Stream(), marks=shown_by_forks)],
+    ids=["map", "iterable"],
+)
 def test_batches_are_those_of_torch(dataset: Any) -> None:
     expected = flat(list(make(torch.utils.data.DataLoader, dataset)))
     for backend in BACKENDS:
@@ -87,7 +94,9 @@ def test_a_pipeline_mixes_backends_and_takes_functions_made_on_the_spot(backend:
         ]
 
 
-@pytest.mark.parametrize("backend", ["threads", "spawn", "shared-memory"])
+@pytest.mark.parametrize(
+    "backend", ["threads", pytest.param("spawn", marks=shown_by_forks), "shared-memory"]
+)
 @pytest.mark.timeout(400)
 def test_workers_are_kept_and_an_epoch_resumes_where_it_was_left(backend: str) -> None:
     loader = make(StatefulDataLoader, Samples(), backend=backend, persistent_workers=True)
@@ -109,7 +118,7 @@ KILLED = "killed by signal SIGKILL" if system.KILL else "killed by signal SIGTER
     [
         ("exit", WorkerDied, "exited with code 3"),
         ("kill", WorkerDied, KILLED),
-        ("hang", TaskTimeout, "has been at 3 for"),
+        pytest.param("hang", TaskTimeout, "has been at 3 for", marks=shown_by_forks),
     ],
 )
 @pytest.mark.parametrize("backend", PROCESSES)
@@ -152,8 +161,15 @@ time.sleep(600)
 """It has neither a ``__main__`` guard nor an importable dataset."""
 
 
-@pytest.mark.parametrize("workers", ["idle", "busy"])
-@pytest.mark.parametrize("end", ["exit", "kill"])
+@pytest.mark.parametrize(
+    ("end", "workers"),
+    [
+        ("exit", "idle"),
+        ("kill", "busy"),
+        pytest.param("exit", "busy", marks=shown_by_forks),
+        pytest.param("kill", "idle", marks=shown_by_forks),
+    ],
+)
 def test_no_worker_outlives_its_parent(workers: str, end: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

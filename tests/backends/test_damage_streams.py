@@ -183,7 +183,9 @@ class Scribbler:
         return index
 
 
-@pytest.mark.parametrize("backend", ["fork", "shared-memory", "spawn"])
+@pytest.mark.parametrize(
+    "backend", ["fork", "shared-memory", pytest.param("spawn", marks=pytest.mark.full)]
+)
 def test_a_dataset_that_writes_into_the_line_costs_its_worker_and_nothing_else(
     backend: str,
 ) -> None:

@@ -39,12 +39,12 @@ def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("method", "keep", "tops"),
     [
-        ("fork", (), 1),
-        # Two of torch's workers run it, and once one process for ours.
-        pytest.param("forkserver", (), 4, marks=zygote),
-        # An open file is a reason not to fork: then the workers run it, too.
-        pytest.param("forkserver", ("keep",), 6, marks=[zygote, pytest.mark.full]),
-        ("spawn", (), 5),
+        pytest.param("fork", (), 1, marks=pytest.mark.full),
+        # torch's worker runs it, and for ours the process that forks them.
+        pytest.param("forkserver", (), 3, marks=zygote),
+        # An open file is a reason not to fork: then the worker runs it, too.
+        pytest.param("forkserver", ("keep",), 4, marks=[zygote, pytest.mark.full]),
+        ("spawn", (), 3),
     ],
     ids=["fork", "forkserver", "forkserver one by one", "spawn"],
 )
@@ -100,7 +100,7 @@ EXITS = """
     [
         (UNGUARDED, r"BackendUnavailable: .*pass backend='spawn', whose workers do not run the"),
         (BELOW, r"WorkerPicklingError: .*Define it above that line.* or pass backend='spawn'"),
-        (EXITS, r"no licence"),
+        pytest.param(EXITS, r"no licence", marks=pytest.mark.full),
     ],
     ids=["without a guard", "class below the guard", "exit"],
 )
@@ -123,9 +123,9 @@ def test_a_script_that_can_not_run_again_gets_an_error_with_the_cure(
 @pytest.mark.parametrize(
     ("backend", "collate_fn"),
     [
-        ("spawn", None),
+        pytest.param("spawn", None, marks=pytest.mark.full),
         ("spawn", lambda samples: default_collate(samples)),
-        (Spawn(preload=False), None),
+        pytest.param(Spawn(preload=False), None, marks=pytest.mark.full),
         pytest.param(SharedMemory(start_method="spawn"), None, marks=pytest.mark.full),
     ],
     ids=["spawn", "own collate_fn", "one by one", "multiprocessing"],

@@ -105,7 +105,16 @@ def test_nobody_listens_and_no_socket_has_a_name(backend: str, transport: str) -
 
 
 @linux
-@pytest.mark.parametrize("backend", PROCESSES)
+@pytest.mark.parametrize(
+    ("backend", "transport"),
+    [
+        ("fork", "sockets"),
+        ("shared-memory", "portable"),
+        pytest.param("spawn", "sockets", marks=pytest.mark.full),
+        ("spawn", "portable"),
+    ],
+    indirect=["transport"],
+)
 def test_a_program_that_a_dataset_starts_inherits_nothing_of_ours(
     backend: str, transport: str
 ) -> None:

@@ -124,9 +124,15 @@ def test_every_backend_delivers_what_the_plain_loop_makes(
         assert_equal(list(batches), expected)
 
 
-@pytest.mark.parametrize("backend", ONE_OF_A_KIND, ids=repr)
-@pytest.mark.parametrize("collate", [default_collate, as_they_are])
-def test_every_tensor_begins_at_a_cache_line_as_with_torch(collate: Any, backend: Any) -> None:
+@pytest.mark.parametrize(
+    ("backend", "collate"),
+    [
+        (Fork(), default_collate),
+        *((backend, as_they_are) for backend in BACKENDS[:3]),
+        pytest.param(Spawn(), as_they_are, marks=pytest.mark.full),
+    ],
+)
+def test_every_tensor_begins_at_a_cache_line_as_with_torch(backend: Any, collate: Any) -> None:
     dataset = OfAllSizes()
     loader = DataLoader(dataset, 2, num_workers=1, backend=backend, collate_fn=collate)
     for number, batch in enumerate(loader):
@@ -135,8 +141,15 @@ def test_every_tensor_begins_at_a_cache_line_as_with_torch(collate: Any, backend
             assert {key: t.data_ptr() % 64 for key, t in sample.items() if t.data_ptr() % 64} == {}
 
 
-@pytest.mark.parametrize("first", BACKENDS[1:4], ids=repr)
-@pytest.mark.parametrize("second", BACKENDS[1:4], ids=repr)
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        pytest.param(one, other, marks=() if kind == (at + 1) % 3 else pytest.mark.full)
+        for at, one in enumerate(BACKENDS[1:4])
+        for kind, other in enumerate(BACKENDS[1:4])
+    ],
+    ids=repr,
+)
 def test_so_does_every_one_that_goes_from_process_to_process(first: Any, second: Any) -> None:
     pipe = Pipeline.from_dataset(OfAllSizes(), backend=first, num_workers=1)
     for places in pipe.map(places_in_a_line, backend=second, num_workers=1, fuse=False):

@@ -75,7 +75,9 @@ def writer_of(crew: CrewDriver, worker: int = 0) -> Any:
 # -- whole and writable ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", [*FORKS, pytest.param(Spawn(), id="spawn")])
+@pytest.mark.parametrize(
+    "backend", [*FORKS, pytest.param(Spawn(), id="spawn", marks=pytest.mark.full)]
+)
 def test_large_tasks_of_every_kind_arrive_as_they_are(backend: Any) -> None:
     values = kinds_of_values()
     with CrewDriver(backend, echo) as crew:

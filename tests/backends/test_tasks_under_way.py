@@ -22,7 +22,7 @@ LENGTHY = 23
 WARM = [21, 22, LENGTHY]
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
-places = pytest.mark.parametrize("backend", ["threads", "fork", "spawn", "shared-memory"])
+places = pytest.mark.parametrize("backend", ["threads", "fork", "shared-memory"])
 
 
 class Numbers:

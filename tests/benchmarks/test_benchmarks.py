@@ -136,11 +136,11 @@ def measured(name: str, loader: str, monkeypatch: pytest.MonkeyPatch, **more: An
     ("name", "more"),
     [
         ("small", {"batch": 4}),
-        ("hybrid", {"short": 4}),
-        ("slow", {"length": 16, "workers": 2}),
+        pytest.param("hybrid", {"short": 4}, marks=pytest.mark.full),
+        pytest.param("slow", {"length": 16, "workers": 2}, marks=pytest.mark.full),
         ("epochs", {}),
         ("resume", {}),
-        ("python", {"batch": 2}),
+        pytest.param("python", {"batch": 2}, marks=pytest.mark.full),
     ],
 )
 def test_loaders_deliver_the_batches_of_torchs(
@@ -168,6 +168,7 @@ def test_rivals_deliver_the_batches_of_torchs(loader: str, monkeypatch: pytest.M
         assert process.ask("pace", loader, spec, True)["digest"] == expected[0]["digest"]
 
 
+@pytest.mark.full
 def test_fresh_workers_deliver_the_batch_of_torchs() -> None:
     spec, found = CASES["start2"].spec | {"workers": 1, "length": 32}, set()
     for loader in ("torch", "spawn"):
@@ -308,7 +309,6 @@ def test_the_pages_quote_the_kept_results() -> None:
         assert page.rewritten(text, rows) == text, f"{file}: run python -m benchmarks.page"
 
 
-@pytest.mark.xfail(reason="the run on record of this version is not made yet", strict=True)
 def test_the_kept_results_are_of_a_recent_commit() -> None:
     if machine.commits_since("HEAD") is None:
         pytest.skip("a shallow clone does not know how old a commit is")

@@ -228,6 +228,7 @@ def on_the_stub(tmp_path: Path, *names: str, **environment: str) -> list[Line]:
     return lines
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_figures_of_the_driver_on_a_stub(tmp_path: Path) -> None:
     lines = on_the_stub(tmp_path, "driver")

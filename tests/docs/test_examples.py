@@ -236,6 +236,7 @@ def test_hybrid_images_runs_as_a_script(photographs: Path) -> None:
     assert items.items() <= rows.items()
 
 
+@pytest.mark.full
 def test_hybrid_images_takes_all_and_draws_the_picture_of_the_page(photographs: Path) -> None:
     told = run_example("hybrid_images.py", str(photographs), "--mermaid")
     picture, summary, _ = told.strip().split("\n\n")

@@ -220,8 +220,15 @@ def check(make: Callable[[], Any], epoch: int, taken: int, elsewhere: Any = None
             loader._iterator.close()
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("kind", KINDS)
+FORKS_OF_SOME: list[Any] = [
+    pytest.param(kind, place, marks=pytest.mark.full if "fork" in place and number % 3 else ())
+    for number, kind in enumerate(KINDS)
+    for place in PLACES
+]
+"""Each kind at each place; with forked workers a third of the kinds."""
+
+
+@pytest.mark.parametrize(("kind", "place"), FORKS_OF_SOME)
 def test_epochs_after_a_resumed_one_are_those_of_the_run_that_was_not_interrupted(
     kind: Any, place: str
 ) -> None:
@@ -292,8 +299,7 @@ def test_a_state_that_is_loaded_in_the_middle_of_an_epoch_stays_for_one_epoch(ki
     assert [listed(loader) for _ in range(3)] == [whole[1:], whole, whole]
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "place"), FORKS_OF_SOME)
 def test_a_state_of_an_epochs_end_resumes_at_the_beginning_of_the_next(
     kind: Any, place: str
 ) -> None:

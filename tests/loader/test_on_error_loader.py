@@ -61,7 +61,9 @@ EXPECTED = [
 ]
 
 
-@pytest.mark.parametrize(("backend", "workers"), [*PLACES, ("spawn", 1)])
+@pytest.mark.parametrize(
+    ("backend", "workers"), [*PLACES, pytest.param("spawn", 1, marks=pytest.mark.full)]
+)
 def test_batches_are_full_and_the_same_everywhere(backend: str, workers: int) -> None:
     made = loader(Samples(), 4, backend=backend, num_workers=workers, on_error="skip")
     assert made.skipped == ()

@@ -181,7 +181,7 @@ def answers(loader: Any) -> dict[str, Any]:
     made = loader(
         Probed(),
         batch_size=None,
-        num_workers=2,
+        num_workers=1,
         worker_init_fn=init,
         multiprocessing_context=METHOD,
     )
