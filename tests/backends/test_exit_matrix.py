@@ -1,8 +1,8 @@
 """However, wherever and whenever a program ends: its workers are gone, quickly and without a word.
 
-Causes by backends by ways to use them, each trial a process of its own (see `exit_trial`). A part of the
-matrix is run each time; there every cause meets forked workers, fresh ones, and this process. The rest
-is marked `full`.
+Causes by backends by ways to use them, each trial in a separate process (see `exit_trial`). A part of
+the matrix is run each time; there every cause meets forked workers, and either other processes or
+workers of this process. The rest is marked `full`.
 """
 
 from __future__ import annotations
@@ -97,17 +97,17 @@ def part(trials: list[Trial]) -> list[Trial]:
         for group in groups.values()
         if not group[0].stuck and group[0].backend in _backends(group[0].cause)
     ]
-    # Stuck workers take the two seconds that they may: of them a sixth.
-    stuck = [group for group in groups.values() if group[0].stuck][::6]
+    # Stuck workers take the two seconds that they may: of them an eighth.
+    stuck = [group for group in groups.values() if group[0].stuck][::8]
     return [group[_turn(group[0]) % len(group)] for group in [*plain, *stuck]]
 
 
 def _backends(cause: str) -> tuple[str, ...]:
-    """Forked workers, workers of this process, and fresh ones: one of the kinds of each, in turn."""
+    """Forked workers, and in turn workers of this process and one kind of fresh or other ones."""
     turn = list(CAUSES).index(cause)
-    own = "threads" if turn % 2 or cause == "from-a-daemon-thread" else "inline"
-    named = ("named",) if turn % 2 else ()
-    return "fork", own, ("spawn", "shared-memory", "fresh")[turn % 3], *named
+    own = "threads" if turn % 4 or cause == "from-a-daemon-thread" else "inline"
+    other = ("spawn", "named", "shared-memory", "fresh")[turn // 2 % 4]
+    return "fork", other if turn % 2 else own
 
 
 def _turn(trial: Trial) -> int:

@@ -100,6 +100,7 @@ def test_spawned_processes_read_it_and_send_it_back(memory: str) -> None:
     assert list(shared) == ["a", "b", "c"]
 
 
+@pytest.mark.forkserver  # the first executor of loky may start its tracker anew, which keeps a pipe
 def test_loky_reads_it(memory: str) -> None:
     from loky import ProcessPoolExecutor
 
