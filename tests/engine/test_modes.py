@@ -83,9 +83,10 @@ AROUND: dict[str, Around] = {
     "set_default_device": default_device,
     "device": lambda: torch.device("cpu", 0),
     "a context variable": variable,
-    "numpy.errstate": lambda: np.errstate(divide="raise"),
     "several": several,
 }
+if np.lib.NumpyVersion(np.__version__) >= "2.0.0":  # before, it is no context variable
+    AROUND["numpy.errstate"] = lambda: np.errstate(divide="raise")
 
 
 class Looks(Dataset[Modes]):

@@ -195,7 +195,7 @@ def lightning_seeds(found: torch.Tensor, worker: int) -> None:
     sequence = np.random.SeedSequence([process_seed - worker, worker, 0])
     np.random.seed(sequence.generate_state(4))
     torch_sequence, python_sequence = sequence.spawn(2)
-    torch.manual_seed(int(torch_sequence.generate_state(1, dtype=np.uint64)[0] >> 1))
+    torch.manual_seed(int(torch_sequence.generate_state(1, dtype=np.uint64)[0]) >> 1)
     random.seed(int(python_sequence.generate_state(2, dtype=np.uint64)[0]))
 
 
