@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +37,9 @@ CODES = {
     **{name: -signal.Signals[name] for name in SIGNALS if hasattr(signal, name)},
 }
 """Exit codes of programs; 0 for those that are not named."""
+
+NAMED = ("break", "del", "sys.exit", "os._exit", *SIGNALS)
+"""Causes that meet workers whose segments have names, which outlive a process if anything does."""
 
 TRACEBACKS = {"raise": "LookupError: the end of the script", "SIGINT": "KeyboardInterrupt"}
 """The last line of what the cause itself prints."""
@@ -61,12 +65,7 @@ def matrix() -> list[Trial]:
         # through C++, which aborts: "terminate called without an active exception".
         if (cause, backend) != ("from-a-daemon-thread", "inline")
     ]
-    # What outlives the process if anything does: segments with names.
-    trials += [
-        Trial(cause, "named", mode)
-        for cause in ("break", "del", "sys.exit", "os._exit", *SIGNALS)
-        for mode in MODES
-    ]
+    trials += [Trial(cause, "named", mode) for cause in NAMED for mode in MODES]
     # Workers that do not listen. A stopped one can't see that its parent has gone, so these causes
     # leave the parent the time to end it.
     for cause in ("del", "raise", "sys.exit", "SIGINT"):
@@ -97,8 +96,8 @@ def part(trials: list[Trial]) -> list[Trial]:
         for group in groups.values()
         if not group[0].stuck and group[0].backend in _backends(group[0].cause)
     ]
-    # Stuck workers take the two seconds that they may: of them an eighth.
-    stuck = [group for group in groups.values() if group[0].stuck][::8]
+    # Stuck workers take the two seconds that they may: of them a seventh.
+    stuck = [group for group in groups.values() if group[0].stuck][::7]
     return [group[_turn(group[0]) % len(group)] for group in [*plain, *stuck]]
 
 
@@ -106,7 +105,8 @@ def _backends(cause: str) -> tuple[str, ...]:
     """Forked workers, and in turn workers of this process and one kind of fresh or other ones."""
     turn = list(CAUSES).index(cause)
     own = "threads" if turn % 4 or cause == "from-a-daemon-thread" else "inline"
-    other = ("spawn", "named", "shared-memory", "fresh")[turn // 2 % 4]
+    named = "named" if cause in NAMED else "fresh"
+    other = ("spawn", named, "shared-memory", "fresh")[turn // 2 % 4]
     return "fork", other if turn % 2 else own
 
 
@@ -232,15 +232,14 @@ def test_no_finalizer_needs_what_may_be_gone_when_python_ends() -> None:
 # -- the instrument --------------------------------------------------------------------------------
 
 
-def test_in_the_part_of_the_matrix_every_cause_meets_three_kinds_of_workers() -> None:
+def test_in_the_part_of_the_matrix_every_cause_meets_two_kinds_of_workers() -> None:
     trials = part(matrix())
     plain = [trial for trial in trials if not trial.stuck]
-    others = [trial for trial in plain if trial.backend != "named"]
-    kinds = {"inline": "own", "threads": "own", "fork": "forked"}
-    met = {(trial.cause, kinds.get(trial.backend, "fresh")) for trial in others}
-    assert met == {(cause, kind) for cause in CAUSES for kind in ("own", "forked", "fresh")}
+    met = Counter(trial.cause for trial in plain)
+    assert met == dict.fromkeys(CAUSES, 2)
+    assert {trial.cause for trial in plain if trial.backend == "fork"} == {*CAUSES}
     assert {trial.backend for trial in plain} == {*BACKENDS, "named"}
-    for backend in BACKENDS:
+    for backend in ("fork", "threads"):
         assert len({t.mode for t in plain if t.backend == backend}) >= 3, backend
     for stuck in ("wait", "deaf", "stopped"):
         assert len({(t.cause, t.backend) for t in trials if t.stuck == stuck}) >= 2
