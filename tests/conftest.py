@@ -178,13 +178,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         twins = {item.nodeid.replace(other, "fork") for other in ("shared-memory", "spawn")}
         if "tests/backends/" not in item.nodeid and (twins - {item.nodeid}) & names:
             item.add_marker("full")
-    if any(marker in config.option.markexpr for marker in LEFT_OUT):
+    left = [marker for marker in LEFT_OUT if marker not in config.option.markexpr]
+    if "full" not in left:
         return
     named = [part for argument in config.args for part in argument.split("::", 1)[1:]]
     kept, left_out = [], []
     for item in items:
         name = item.nodeid.partition("::")[2]
-        marked = any(item.get_closest_marker(marker) for marker in LEFT_OUT)
+        marked = any(item.get_closest_marker(marker) for marker in left)
         asked = not marked or name.startswith(tuple(named))
         (kept if asked else left_out).append(item)
     items[:] = kept
@@ -246,7 +247,7 @@ def pytest_testnodedown(node: Any) -> None:
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     if left_out := config.stash.get(_left_out, 0):
         terminalreporter.write_line(
-            f"{left_out} tests marked {' or '.join(LEFT_OUT)} left out: pytest -m full runs the first"
+            f"{left_out} tests left out, marked {', '.join(LEFT_OUT)}: pytest -m MARKER runs them"
         )
 
 
