@@ -127,12 +127,6 @@ class SeedTriple(NamedTuple):
     torch: int  # 63 bits, of which torch's generator for the CPU uses the lowest 32
 
 
-def root(seed: int, epoch: int, stage: str) -> Any:
-    """Return the hash of seed, epoch and stage. blake2b mixes keys of any length, in under 1 us."""
-    parts = _framed((seed, epoch, stage))
-    return blake2b(parts, digest_size=32, person=b"hybridloader-1")
-
-
 def seeds(digest: bytes) -> SeedTriple:
     number = int.from_bytes
     python, numpy = number(digest[:16], "little"), number(digest[16:20], "little")
@@ -258,9 +252,7 @@ class Now(threading.local):
     digest: bytes | None = None  # hash of the sample's key; None outside of any sample
     own: Any = None  # generators that the sample got from `rng`
     item: bytes = b""  # number of the item that a stage works on
-    first: Key | None = (
-        None  # key of the first sample of the current task; None outside of any task
-    )
+    first: Key | None = None  # key of the current task's first sample; None outside of any task
     generators: Any = GLOBALS  # that code on this thread draws from: `GLOBALS` or the thread's
 
 
@@ -288,13 +280,15 @@ class SampleRng:
 
     def begin(self, epoch: int) -> None:
         """Begin an epoch. Its hash is made at the first draw: most workers on threads draw nothing."""
-        self._epoch, self._root = epoch, None
+        self._epoch = epoch
+        self._root: Any = None
         for part in self._parts.values():
             part.begin(epoch)
 
     def _new_root(self) -> Any:
-        origin = self.origin
-        self._root = root(origin.seed, self._epoch, origin.stages[self._number])
+        """Hash seed, epoch and stage. blake2b mixes keys of any length, in under 1 us."""
+        parts = _framed((self.origin.seed, self._epoch, self.origin.stages[self._number]))
+        self._root = blake2b(parts, digest_size=32, person=b"hybridloader-1")
         return self._root
 
     def for_function(self, number: int) -> SampleRng:
