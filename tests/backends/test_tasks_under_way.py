@@ -22,7 +22,10 @@ LENGTHY = 23
 WARM = [21, 22, LENGTHY]
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
-places = pytest.mark.parametrize("backend", ["threads", "fork", "shared-memory"])
+places = pytest.mark.parametrize(
+    "backend",
+    ["threads", "fork", pytest.param("spawn", marks=pytest.mark.full), "shared-memory"],
+)
 
 
 class Numbers:

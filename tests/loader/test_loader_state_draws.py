@@ -165,7 +165,7 @@ table = [
 def in_short(cases: list[Any]) -> list[Any]:
     """Return the cases, six of seven of which are `full`.
 
-    A kind has 25 pairs of workers, and 7 does not divide 25: each pair is met with some kind.
+    A kind has 25 pairs of workers, and 7 does not divide 25: seven kinds meet each pair.
     """
     return [
         case if number % 7 == 0 else pytest.param(*case, marks=pytest.mark.full)
