@@ -93,12 +93,12 @@ class Opened:
         gc.collect()  # torchdata and SPDL end their workers when nothing refers to them
 
     def _end(self) -> None:
-        for name in ("close", "_shutdown_workers"):
-            if hasattr(self._iterator, name):
-                # One in ten of torch 2.13's fresh workers aborts as it exits, which is its RuntimeError.
-                with contextlib.suppress(RuntimeError):
-                    getattr(self._iterator, name)()
-                break
+        if hasattr(self._iterator, "close"):
+            self._iterator.close()
+        elif hasattr(self._iterator, "_shutdown_workers"):
+            # One in ten of torch 2.13's fresh workers aborts as it exits, which is its RuntimeError.
+            with contextlib.suppress(RuntimeError):
+                self._iterator._shutdown_workers()
         self._iterator = None
 
 
