@@ -16,6 +16,7 @@ import cloudpickle
 import pytest
 from support.containers import READ, forked, linux, output, owner, read_pickle
 
+from hybridloader._support import system
 from hybridloader.records import shared_buffer
 from hybridloader.records.shared_buffer import BufferGone
 from hybridloader.records.shared_dict import SharedDict
@@ -100,7 +101,18 @@ def test_spawned_processes_read_it_and_send_it_back(memory: str) -> None:
     assert list(shared) == ["a", "b", "c"]
 
 
-@pytest.mark.forkserver  # the first executor of loky may start its tracker anew, which keeps a pipe
+@pytest.fixture(scope="module")
+def tracker() -> None:
+    """Start multiprocessing's tracker: loky does so if none runs, and its pipe stays open."""
+    if system.FORK:
+        from multiprocessing import resource_tracker
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a test may have killed the one before
+            resource_tracker.ensure_running()
+
+
+@pytest.mark.usefixtures("tracker")
 def test_loky_reads_it(memory: str) -> None:
     from loky import ProcessPoolExecutor
 
