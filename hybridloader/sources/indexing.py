@@ -30,7 +30,7 @@ from hybridloader._support.text import warn_once
 from hybridloader.errors import SourceError
 from hybridloader.memory.limits import local_rank, ranks_here
 from hybridloader.sources.listing import Urls, list_files
-from hybridloader.sources.store import MANIFEST, RETRY, Stamp, Store, each, write_whole
+from hybridloader.sources.store import MANIFEST, RETRY, RemoteFile, Stamp, Store, each, write_whole
 
 # -- Index of one tar archive: samples by key, and the place of each of their members.
 #
@@ -107,41 +107,23 @@ class TarIndex:
     ignored: int
 
 
-class Headers(io.RawIOBase):
+class Headers(RemoteFile):
     """A remote archive that is read from its beginning on by leaps: only the parts that are read."""
 
     def __init__(self, store: Store, path: str, size: int) -> None:
-        self._store, self._path, self._size = store, path, size
-        # All the mutable state:
-        self._at = self._reads = 0
+        super().__init__(store, path, size)
+        # All the mutable state, beside that of the base:
+        self._reads = 0
         self._start, self._data = 0, b""  # the part that was fetched last
 
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = offset + (0, self._at, self._size)[whence]
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
-    def read(self, size: int = -1, /) -> bytes:
+    def fetch(self, start: int, stop: int) -> bytes:
         self._reads += 1
-        start = self._at
-        stop = self._size if size < 0 else min(start + size, self._size)
-        if stop <= start:
-            return b""
         if not self._start <= start <= stop <= self._start + len(self._data):
             members = self._reads / 3  # tarfile and the index read three times for each member
             ahead = _SMALL if start > members * _LEAP else _LARGE
-            end = min(max(stop, start + (ahead if self._data else _FIRST)), self._size)
-            self._data = self._store.remote_range(self._path, start, end)
+            end = min(max(stop, start + (ahead if self._data else _FIRST)), self.size)
+            self._data = self.store.remote_range(self.path, start, end)
             self._start = start
-        self._at = stop
         return self._data[start - self._start : stop - self._start]
 
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import errno
-import os
 import threading
-from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, partial, reduce
-from itertools import accumulate, chain, count
+from itertools import chain, count
 from operator import and_
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, NoReturn
@@ -26,7 +24,15 @@ from hybridloader.sources.block_reader import CACHE as DISK
 from hybridloader.sources.listing import Root, Urls, list_files
 from hybridloader.sources.per_worker import PerWorker
 from hybridloader.sources.shards import Shards
-from hybridloader.sources.store import GAP, RETRY, Stamp, Store, each
+from hybridloader.sources.store import (
+    RETRY,
+    Ranges,
+    RemoteFile,
+    Stamp,
+    Store,
+    check_unchanged,
+    each,
+)
 
 INSTALL = "pip install pyarrow"
 
@@ -322,14 +328,6 @@ class OpenParquet(NamedTuple):
         self.source.close()
 
 
-class Ranges(NamedTuple):
-    """Parts of a file that are fetched together, and where each lies in the bytes of all."""
-
-    starts: list[int]
-    stops: list[int]
-    places: list[int]
-
-
 class ParquetFile(NamedTuple):
     """A file that was indexed."""
 
@@ -355,7 +353,12 @@ class ParquetFile(NamedTuple):
             if self.store.is_local:
                 source = pyarrow.OSFile(self.path)
             else:
-                remote = _RemoteFile(self)
+                if self.stamp.size < 0:
+                    raise SourceError(
+                        f"{self.name} can't be read by ranges, as its store reports no size; copy it "
+                        "to a store that does"
+                    )
+                remote = _RemoteFile(self.store, self.path, self.stamp.size)
                 source = pyarrow.PythonFile(remote, mode="r")
             fields = (
                 dataset.field(name) == value if value.is_valid else dataset.field(name).is_null()
@@ -394,52 +397,27 @@ class ParquetFile(NamedTuple):
         self.store.raise_named(error, self.path, what)
 
 
-class _RemoteFile:
+class _RemoteFile(RemoteFile):
     """A remote file for pyarrow, which asks for each range once, and not beyond the end.
 
     One thread at a time reads it: pyarrow has a lock around it.
     """
 
-    closed = False
+    fetched: tuple[Ranges, Any] | None = None
+    """Parts that are fetched already, and their bytes."""
 
-    def __init__(self, file: ParquetFile) -> None:
-        self._file, self._size = file, file.stamp.size
-        if self._size < 0:
-            raise SourceError(
-                f"{file.name} can't be read by ranges, as its store reports no size; copy it to a "
-                "store that does"
-            )
-        # All the mutable state:
-        self._at = 0
-        self.fetched: tuple[Ranges, Any] | None = None  # parts that are fetched already
-
-    def read(self, size: int) -> bytes:
-        start, stop = self._at, min(self._at + size, self._size)
-        self._at = max(start, stop)
-        if stop <= start:
-            return b""
+    def fetch(self, start: int, stop: int) -> bytes:
         if self.fetched is not None:
             ranges, data = self.fetched
-            part = bisect_right(ranges.starts, start) - 1
-            if part >= 0 and stop <= ranges.stops[part]:
-                at = ranges.places[part] + start - ranges.starts[part]
+            at = ranges.find(start, stop)
+            if at is not None:
                 return bytes(data[at : at + stop - start])
         try:
-            return self._file.store.remote_range(self._file.path, start, stop)
+            return self.store.remote_range(self.path, start, stop)
         except OSError as error:
             if error.errno is None:  # pyarrow would report an error without errno as bad data
                 error.errno = errno.EIO
             raise
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = offset + (0, self._at, self._size)[whence]
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def close(self) -> None:
-        self.closed = True
 
 
 _LATELY, _OFTEN = 8, 16
@@ -588,7 +566,8 @@ class RowGroups:
             at = [one.number for one in self._idle][::-1]
             kept = self._idle.pop(-1 - at.index(file.number)) if file.number in at else None
         if kept is None or file.store.is_local:  # checking a remote file takes a request
-            self._check_unchanged(file)
+            found = file.store.stamp(file.path, refresh=True)
+            check_unchanged(file.name, file.stamp, found, "Parquet source")
         opened = kept or file.open(what)
         try:
             yield opened
@@ -602,16 +581,6 @@ class RowGroups:
         for one in surplus:
             one.source.close()
 
-    @staticmethod
-    def _check_unchanged(file: ParquetFile) -> None:
-        found = file.store.stamp(file.path, refresh=True)
-        if found != file.stamp:
-            raise SourceError(
-                f"{file.name} has changed since it was indexed: it had {file.stamp.size} bytes "
-                f"({file.stamp.mark}), and has {found.size} ({found.mark}); make the Parquet source "
-                "again"
-            )
-
     def close(self) -> None:
         with self._lock:
             self._closed = True
@@ -623,7 +592,7 @@ class RowGroups:
 
 
 def _ranges_of(row_group: Any, columns: Sequence[str]) -> Ranges:
-    """Return the parts that have the column chunks of a row group; those close together are one."""
+    """Return the parts of a file that have the column chunks of a row group."""
     chunks = []
     for number in range(row_group.num_columns):
         chunk = row_group.column(number)
@@ -632,16 +601,7 @@ def _ranges_of(row_group: Any, columns: Sequence[str]) -> Ranges:
             first = chunk.dictionary_page_offset or chunk.data_page_offset
             start = min(first, chunk.data_page_offset)
             chunks.append((start, start + chunk.total_compressed_size))
-    starts: list[int] = []
-    stops: list[int] = []
-    for start, stop in sorted(chunks):
-        if starts and start - stops[-1] <= GAP:
-            stops[-1] = max(stop, stops[-1])
-        else:
-            starts.append(start)
-            stops.append(stop)
-    sizes = [stop - start for start, stop in zip(starts, stops, strict=True)]
-    return Ranges(starts, stops, [0, *accumulate(sizes)])
+    return Ranges.joining(chunks)
 
 
 def _with_folders(table: Any, file: ParquetFile, columns: Sequence[str]) -> Any:
@@ -886,16 +846,10 @@ class Parquet(Shards[Any]):
 
     def fetch(self, shard: int, first: int, last: int) -> bytes:
         file, number, _ = self._groups[self._group_at(shard, first)].tolist()
-        place = self._files[file]
+        place: ParquetFile = self._files[file]
         ranges = self._places().ranges(place, number, self.columns)
-        try:
-            found = [
-                place.store.remote_range(place.path, start, stop)
-                for start, stop in zip(ranges.starts, ranges.stops, strict=True)
-            ]
-        except Exception as error:
-            place.raise_named(error, f"row group {number}")
-        return found[0] if len(found) == 1 else b"".join(found)
+        what = f"row group {number}"
+        return place.store.read_ranges(place.path, ranges, place.stamp, lambda _: what)
 
     def fetch_key(self, shard: int, first: int, last: int) -> str:
         file, number, _ = self._groups[self._group_at(shard, first)].tolist()

@@ -5,6 +5,7 @@ Errors are distinguished here: files that are not there, a store that did not se
 
 from __future__ import annotations
 
+import io
 import itertools
 import os
 import random
@@ -12,11 +13,13 @@ import sys
 import threading
 import zipfile
 import zlib
-from collections import OrderedDict
+from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
+from functools import lru_cache, partial
+from operator import sub
 from time import monotonic, perf_counter, sleep
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -91,6 +94,34 @@ class Stamp(NamedTuple):
     mark: str  # time of the last change, or a checksum; empty: unknown
 
 
+class Ranges(NamedTuple):
+    """Parts of a file that are fetched together, and where each lies in the bytes of all."""
+
+    starts: list[int]
+    stops: list[int]
+    places: list[int]  # one more: the number of all bytes
+
+    @classmethod
+    def joining(cls, spans: Iterable[tuple[int, int]]) -> Ranges:
+        """Return the parts that have these spans of bytes; those close together are one."""
+        starts: list[int] = []
+        stops: list[int] = []
+        for start, stop in sorted(spans):
+            if starts and start - stops[-1] <= GAP:
+                stops[-1] = max(stop, stops[-1])
+            else:
+                starts.append(start)
+                stops.append(stop)
+        return cls(starts, stops, [0, *itertools.accumulate(map(sub, stops, starts))])
+
+    def find(self, start: int, stop: int) -> int | None:
+        """Return where the bytes from `start` to before `stop` of the file lie in the bytes of all."""
+        part = bisect_right(self.starts, start) - 1
+        if part < 0 or stop > self.stops[part]:
+            return None
+        return self.places[part] + start - self.starts[part]
+
+
 class WrongLength(Exception):
     """A store did not send the bytes from `start` to before `stop`, for so many `times`."""
 
@@ -128,7 +159,7 @@ class Store:
         self.is_local = is_local(url)
         # A file in an archive has a file position. Other stores serve all threads.
         self._opened = PerWorker(partial(_opened, url, self._options), close=_nothing)
-        self._files = PerWorker(_LocalFiles, per="process")
+        self._files = PerWorker(_local_files, close=_close_all, per="process")
 
     @property
     def fs(self) -> Any:
@@ -192,28 +223,32 @@ class Store:
             )
         return bytes(data)
 
-    def read_range(
-        self, path: str, start: int, stop: int, stamp: Stamp, what: Callable[[], str]
+    def read_ranges(
+        self, path: str, ranges: Ranges, stamp: Stamp, what: Callable[[int], str]
     ) -> bytes:
-        """Return the bytes from `start` to before `stop` of a file; `what()` names them in errors.
+        """Return the bytes of all parts; `what` of the first byte of a part names it in errors.
 
         A local file must have the `stamp`.
         """
-        try:
-            if not self.is_local:
-                return self.remote_range(path, start, stop)
-            data = self._files().read(path, start, stop, stamp)
-        except SourceError as error:
-            add_note(error, f"reading {what()}")
-            raise
-        except Exception as error:
-            self.raise_named(error, path, what())
-        if len(data) < stop - start:
-            raise SourceError(
-                f"{self.name(path)}, {what()}: the file ends after {len(data)} of the {stop - start} "
-                f"bytes from byte {start}: it is truncated; write it again"
-            )
-        return data
+        found = []
+        for start, stop in zip(ranges.starts, ranges.stops, strict=True):
+            try:
+                if self.is_local:
+                    data = self._files()(path, stamp).read(start, stop)
+                else:
+                    data = self.remote_range(path, start, stop)
+            except SourceError as error:
+                add_note(error, f"reading {what(start)}")
+                raise
+            except Exception as error:
+                self.raise_named(error, path, what(start))
+            if len(data) < stop - start:
+                raise SourceError(
+                    f"{self.name(path)}, {what(start)}: the file ends after {len(data)} of the "
+                    f"{stop - start} bytes from byte {start}: it is truncated; write it again"
+                )
+            found.append(data)
+        return found[0] if len(found) == 1 else b"".join(found)
 
     def remote_range(self, path: str, start: int, stop: int) -> bytes:
         """Return the bytes from `start` to before `stop` of a remote file.
@@ -401,6 +436,15 @@ def _stamp_of(stat: os.stat_result) -> Stamp:
     return Stamp(stat.st_size, f"mtime {stat.st_mtime_ns}")
 
 
+def check_unchanged(name: str, indexed: Stamp, found: Stamp, source: str) -> None:
+    """Raise `SourceError` if the file `name` of a `source` has another stamp than when indexed."""
+    if found != indexed:
+        raise SourceError(
+            f"{name} has changed since it was indexed: it had {indexed.size} bytes ({indexed.mark}), "
+            f"and has {found.size} ({found.mark}); make the {source} again"
+        )
+
+
 def write_whole(path: str, data: Any) -> None:
     """Write a local file at once or not at all; a link at `path` is replaced, not written through."""
     beside = f"{path}.{os.urandom(6).hex()}"
@@ -416,58 +460,63 @@ def write_whole(path: str, data: Any) -> None:
 
 
 class _LocalFile:
-    """Open local file, closed when nothing refers to it."""
+    """Open local file, closed when nothing refers to it. Raises `SourceError` for another `stamp`."""
 
-    def __init__(self, path: str) -> None:
-        self.fd = os.open(path, os.O_RDONLY)
+    def __init__(self, path: str, stamp: Stamp) -> None:
+        self._path, self._fd = path, os.open(path, os.O_RDONLY)
+        check_unchanged(path, stamp, _stamp_of(os.fstat(self._fd)), "source")
 
-    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not ending() and hasattr(self, "fd"):
-            os.close(self.fd)
-
-
-class _LocalFiles:
-    """Local files that are open, the last `_OPEN` of them. A file stays open while it is read."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        # All the mutable state:
-        self._files: OrderedDict[str, _LocalFile] = OrderedDict()
-
-    def read(self, path: str, start: int, stop: int, stamp: Stamp) -> bytes:
-        file = self._file(path, stamp)
+    def read(self, start: int, stop: int) -> bytes:
         if not system.PREAD:
-            with open(path, "rb", buffering=0) as own:
+            with open(self._path, "rb", buffering=0) as own:
                 own.seek(start)
                 return own.read(stop - start)
         parts: list[bytes] = []
         while start < stop:
-            part = os.pread(file.fd, stop - start, start)  # a call returns at most 2 GiB
+            part = os.pread(self._fd, stop - start, start)  # a call returns at most 2 GiB
             if not part:
                 break
             parts.append(part)
             start += len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def _file(self, path: str, stamp: Stamp) -> _LocalFile:
-        with self._lock:
-            file = self._files.get(path)
-            if file is not None:
-                self._files.move_to_end(path)
-                return file
-        file = _LocalFile(path)
-        found = _stamp_of(os.fstat(file.fd))
-        if found != stamp:
-            raise SourceError(
-                f"{path} has changed since it was indexed: it had {stamp.size} bytes ({stamp.mark}), "
-                f"and has {found.size} ({found.mark}); make the source again"
-            )
-        with self._lock:
-            file = self._files.setdefault(path, file)
-            while len(self._files) > _OPEN:
-                self._files.popitem(last=False)
-        return file
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not ending() and hasattr(self, "_fd"):
+            os.close(self._fd)
 
-    def close(self) -> None:
-        with self._lock:
-            self._files.clear()
+
+def _local_files() -> Any:
+    """Return a function that opens local files; the last `_OPEN` of them stay open."""
+    return lru_cache(_OPEN)(_LocalFile)
+
+
+def _close_all(files: Any) -> None:
+    files.cache_clear()
+
+
+class RemoteFile(io.RawIOBase, ABC):
+    """A remote file of `size` bytes. A subclass defines `fetch`, which chooses the requests."""
+
+    def __init__(self, store: Store, path: str, size: int) -> None:
+        self.store, self.path, self.size = store, path, size
+        self._at = 0
+
+    @abstractmethod
+    def fetch(self, start: int, stop: int) -> bytes:
+        """Return the bytes from `start` to before `stop`, of which there is at least one."""
+
+    def readable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1, /) -> bytes:
+        start = self._at
+        stop = self.size if size < 0 else min(start + size, self.size)
+        self._at = max(start, stop)
+        return self.fetch(start, stop) if start < stop else b""
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + (0, self._at, self.size)[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
