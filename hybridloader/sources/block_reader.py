@@ -23,7 +23,7 @@ from array import array
 from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import islice
 from time import perf_counter
@@ -47,6 +47,11 @@ from hybridloader.sources.store import ahead
 
 fcntl = system.module("fcntl")  # None on Windows, which can't remove an open file either
 
+_SHARED, _ALONE, _IF_FREE = (
+    (0, 0, 0) if fcntl is None else (fcntl.LOCK_SH, fcntl.LOCK_EX, fcntl.LOCK_EX | fcntl.LOCK_NB)
+)
+"""Locks: with others, alone, and alone or not at all."""
+
 _LOCKS = 256
 """Lock files for blocks that are being fetched; blocks whose names end alike share one."""
 
@@ -58,6 +63,9 @@ _SPARE = 0.05
 
 _PRIVATE = "hybridloader-blocks-"
 """Prefix of the names of folders that are removed when their process ends."""
+
+_OWNER = "owner"
+"""File in such a folder that its process has locked."""
 
 
 class BlockCache:
@@ -102,48 +110,44 @@ class BlockCache:
         name = hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:32]
         path = os.path.join(self.folder, f"{name}.block")
         found = self._open(path)
-        if found is None:
+        if found is not None:
+            return found
+        with ExitStack() as locks:
             try:
                 os.makedirs(self.folder, exist_ok=True)
-                lock = _locked(os.path.join(self.folder, f"{int(name[:8], 16) % _LOCKS:03d}.lock"))
+                lock = f"{int(name[:8], 16) % _LOCKS:03d}.lock"
+                locks.enter_context(_locked(os.path.join(self.folder, lock)))
             except OSError as error:
                 self._warn(error)
                 return fetch()
-            with lock:
-                found = self._open(path)
-                if found is None:
-                    data = fetch()
-                    if fetched is not None:
-                        fetched(data)
-                        self._write(path, data)
-                        return data
-                    # Map the written file, so that the block takes no private memory.
-                    found = self._open(path, check=False) if self._write(path, data) else None
-                    return data if found is None else found
-        return found
+            found = self._open(path)
+            if found is not None:
+                return found
+            data = fetch()
+            if fetched is not None:
+                fetched(data)
+                self._write(path, data)
+                return data
+            # Map the written file, so that the block takes no private memory.
+            found = self._open(path, check=False) if self._write(path, data) else None
+            return data if found is None else found
 
     def _open(self, path: str, *, check: bool = True) -> Any:
         """Return the data of a file if it is whole. It is in use as long as these are."""
         try:
-            fd = os.open(path, os.O_RDONLY)
-        except OSError:
-            return None
-        try:
-            if fcntl is not None:
-                fcntl.flock(fd, fcntl.LOCK_SH)
-            held = mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
-            data = memoryview(held)[:-_TRAILER]
-            if check and held[-_TRAILER:] != _trailer(data):
-                data.release()
-                held.close()
-                return None
-            with suppress(OSError):
-                os.utime(path)
+            with _locked(path, _SHARED, os.O_RDONLY) as fd:
+                # The map keeps a duplicate of the descriptor, and with it the lock.
+                held = mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
+                data = memoryview(held)[:-_TRAILER]
+                if check and held[-_TRAILER:] != _trailer(data):
+                    data.release()
+                    held.close()
+                    return None
+                with suppress(OSError):
+                    os.utime(path)
+                return data
         except (OSError, ValueError):  # ValueError: the file is empty
             return None
-        finally:
-            os.close(fd)  # the map keeps a duplicate of it, and with it the lock
-        return data
 
     def _write(self, path: str, data: Any) -> bool:
         part = f"{path[: -len('.block')]}.part"  # one left by a killed process is overwritten
@@ -200,34 +204,24 @@ def private_cache(limit: int) -> BlockCache:
     if not os.access(base, os.W_OK) or shutil.disk_usage(base).free < 2 * limit:
         base = tempfile.gettempdir()
     for name in os.listdir(base):
-        if name.startswith(_PRIVATE):
-            with suppress(OSError):
-                _remove_abandoned(os.path.join(base, name))
-    folder = tempfile.mkdtemp(prefix=f"{_PRIVATE}", dir=base)
-    owner = _locked(os.path.join(folder, "owner"))
-    owner.__enter__()
+        if name.startswith(_PRIVATE) and fcntl is not None:
+            folder = os.path.join(base, name)
+            # The lock is free if its owner does not live.
+            with suppress(OSError), _locked(os.path.join(folder, _OWNER), _IF_FREE, os.O_RDWR):
+                shutil.rmtree(folder, ignore_errors=True)
+    folder = tempfile.mkdtemp(prefix=_PRIVATE, dir=base)
+    owner = ExitStack()
+    owner.enter_context(_locked(os.path.join(folder, _OWNER)))
     cache = BlockCache(folder, limit)
     cache.private = True
     weakref.finalize(cache, _remove, folder, owner, os.getpid())
     return cache
 
 
-def _remove(folder: str, owner: _locked, process: int) -> None:
+def _remove(folder: str, owner: ExitStack, process: int) -> None:
     if os.getpid() == process:  # not in a fork of the process
         shutil.rmtree(folder, ignore_errors=True)
-    owner.__exit__()
-
-
-def _remove_abandoned(folder: str) -> None:
-    """Remove a folder whose owner does not live."""
-    if fcntl is None:
-        return
-    fd = os.open(os.path.join(folder, "owner"), os.O_RDWR)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(folder, ignore_errors=True)
-    finally:
-        os.close(fd)
+    owner.close()
 
 
 def _trailer(data: Any) -> bytes:
@@ -238,13 +232,8 @@ def _trailer(data: Any) -> bytes:
 def _removed(path: str) -> bool:
     """Remove a file unless some process uses it."""
     try:
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            if fcntl is not None:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with _locked(path, _IF_FREE, os.O_RDONLY):
             os.unlink(path)
-        finally:
-            os.close(fd)
     except FileNotFoundError:
         return True
     except OSError:
@@ -252,18 +241,16 @@ def _removed(path: str) -> bool:
     return True
 
 
-class _locked:
-    """Lock of a file, against threads and processes. It is gone with the process."""
-
-    def __init__(self, path: str) -> None:
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-
-    def __enter__(self) -> None:
+@contextmanager
+def _locked(path: str, how: int = _ALONE, flags: int = os.O_RDWR | os.O_CREAT) -> Iterator[int]:
+    """Lock a file against threads and processes. The lock is gone with the process."""
+    fd = os.open(path, flags, 0o666)
+    try:
         if fcntl is not None:
-            fcntl.flock(self._fd, fcntl.LOCK_EX)
-
-    def __exit__(self, *_: Any) -> None:
-        os.close(self._fd)
+            fcntl.flock(fd, how)
+        yield fd
+    finally:
+        os.close(fd)
 
 
 Ints = npt.NDArray[np.int64]
@@ -330,17 +317,16 @@ class _Block:
     """A block of a plan. Its fields change under the lock of the reader; `found` is set once."""
 
     __slots__ = (
-        *("chunk", "fetched", "found", "holders", "left"),
-        *("place", "size", "started", "stop", "uses"),
+        *("fetched", "found", "holders", "left", "place"),
+        *("size", "started", "stop", "uses"),
     )
 
     def __init__(self, place: _Place, size: int) -> None:
         self.place = place
         self.left = place[2] - place[1]  # samples not read yet
         self.size = size  # bytes, fetched or reserved; -1: unknown
-        # Samples planned and not read; number of the last part of the order that has one.
-        self.uses = self.chunk = 0
-        self.stop = 0  # samples of the order up to the end of that part
+        self.uses = 0  # samples planned and not read
+        self.stop = 0  # samples of the order up to the end of the last part that has one of these
         self.started = False  # a thread fetches it or has fetched it
         self.fetched = threading.Event()
         self.found: Any = None  # then its data, or a `_Failure`; None: in the cache, for others
@@ -391,14 +377,13 @@ class _Plan:
         self.held = 0  # bytes
         self.begun = False  # a sample was read
         self._seen: set[int] = set()  # all blocks so far
-        self._chunk = self._looked = 0  # parts of the order, and samples, looked at so far
+        self._looked = 0  # samples of the order so far
         self._drawn = 0  # samples that the sampler returned
 
     def look_ahead(self, blocks: int) -> None:
         """Have `blocks` blocks in the queue, if as many are left."""
         while self.order is not None and len(self.queue) < blocks:
             samples = next(self.order, None)
-            self._chunk += 1
             if samples is None:
                 self.order = None
                 return
@@ -417,7 +402,7 @@ class _Plan:
         block = self.blocks.get(number)
         if block is not None:
             block.uses += uses
-            block.chunk, block.stop = self._chunk, self._looked
+            block.stop = self._looked
 
     def advance(self, samples: int) -> bool:
         """Let go of the blocks that other processes have read, as so many more samples were drawn."""
@@ -448,7 +433,7 @@ class _Plan:
         if len(self.queue) < _QUEUED:
             self.look_ahead(len(self.queue) + 1)
         for number, block in [*self.blocks.items()]:
-            over = block.chunk < self._chunk or self.order is None
+            over = block.stop < self._looked or self.order is None
             if over and block.uses <= 0 and block.fetched.is_set():
                 self.drop(number)
                 if self.held + size <= limit:
@@ -492,8 +477,7 @@ class BlockReader:
         self._begins = True  # False: another process announces blocks and counts them
         self._starts: array[int] = array("q")  # first samples of the sampler's blocks
         self._window = 1  # blocks in use at a time
-        self._open: OrderedDict[int, Any] = OrderedDict()  # blocks read without a plan
-        self._failed: dict[int, _Failure] = {}  # those of them that could not be fetched
+        self._open: OrderedDict[int, Any] = OrderedDict()  # data and `_Failure`s without a plan
         self._plan: _Plan | None = None
         self._largest = 0  # bytes of the largest block
         self._threads: set[threading.Thread] = set()
@@ -636,22 +620,20 @@ class BlockReader:
         starts = self._starts or self._shards
         number = bisect_right(starts, index) - 1
         place = _place_of(starts, self._shard_ends, number)
-        data = self._open.get(number)
-        if data is None:
-            failure = self._failed.get(number)
-            if failure is not None and not failure.raise_once(index):
-                self._failed.pop(number, None)
+        found = self._open.get(number)
+        if found is None or (type(found) is _Failure and not found.raise_once(index)):
             try:
-                data = self._bytes_of(source, place)
+                found = self._bytes_of(source, place)
             except Exception as error:
-                failure = self._failed[number] = _Failure(error)
-                failure.raise_once(index)
-                return None
+                found = _Failure(error)
             with self._lock:
-                self._open[number] = data
+                self._open[number] = found
                 while len(self._open) > 2 * self._window:
                     self._open.popitem(last=False)
-        return Fetched(data, *place[1:])
+        if type(found) is _Failure:
+            found.raise_once(index)
+            return None
+        return Fetched(found, *place[1:])
 
     def _bytes_of(
         self,
