@@ -6,7 +6,7 @@ import errno
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import cache, partial, reduce
 from itertools import chain, count
 from operator import and_
@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from hybridloader._support.text import flag, warn_once, whole
 from hybridloader.errors import SourceError
-from hybridloader.sources.block_reader import AHEAD
+from hybridloader.sources.block_reader import AHEAD, Fetched
 from hybridloader.sources.block_reader import CACHE as DISK
 from hybridloader.sources.listing import Root, Urls, list_files
 from hybridloader.sources.per_worker import PerWorker
@@ -34,28 +34,8 @@ from hybridloader.sources.store import (
     each,
 )
 
-INSTALL = "pip install pyarrow"
-
 Ints = npt.NDArray[np.int64]
 Names = tuple[str, ...]
-
-
-def pyarrow_modules() -> tuple[Any, Any]:
-    """Import pyarrow and pyarrow.dataset. Raises `ImportError` with the line that installs them."""
-    try:
-        import pyarrow
-        import pyarrow.dataset
-        import pyarrow.fs
-    except ImportError as error:
-        raise ImportError(f"reading Parquet requires pyarrow: {INSTALL}") from error
-    return pyarrow, pyarrow.dataset
-
-
-def parquet_module() -> Any:
-    """Import pyarrow.parquet."""
-    import pyarrow.parquet
-
-    return pyarrow.parquet
 
 
 class Columns:
@@ -74,7 +54,7 @@ class Columns:
         self.nbytes, self._rows = int(self.table.nbytes), len(table)
         self._lock = threading.Lock()
         # All the mutable state, and `table`:
-        self._arrays: dict[str, Any] = {}
+        self._arrays: dict[str, npt.NDArray[Any] | None] = {}
         self._matrices: dict[Names, npt.NDArray[Any]] = {}
 
     def __len__(self) -> int:
@@ -86,12 +66,10 @@ class Columns:
         Lists of a fixed size are rows of a matrix. Raises `SourceError` for numbers with nulls.
         """
         try:
-            found = self._arrays[name]
+            return self._arrays[name]
         except KeyError:
             with self._lock:
-                found = self._array(name)
-        array: npt.NDArray[Any] | None = found
-        return array
+                return self._make(name)
 
     def matrix(self, names: Names) -> npt.NDArray[Any]:
         """Return several columns of numbers of one dtype side by side: a row of each sample.
@@ -101,24 +79,27 @@ class Columns:
         try:
             return self._matrices[names]
         except KeyError:
-            pass
-        with self._lock:
-            if names not in self._matrices:
-                matrix = _side_by_side([self._array(name) for name in names])
-                # Other threads may be reading: replace the arrays before the matrix appears.
-                self._arrays.update((name, matrix[:, at]) for at, name in enumerate(names))
-                self._matrices[names] = matrix
-                self.table = self.table.drop_columns(list(names))
-            return self._matrices[names]
+            with self._lock:
+                if names not in self._matrices:
+                    self._join(names)
+                return self._matrices[names]
 
-    def _array(self, name: str) -> Any:
+    def _join(self, names: Names) -> None:
+        matrix = _side_by_side([self._make(name) for name in names])
+        # Other threads may be reading: replace the arrays before the matrix appears.
+        self._arrays.update((name, matrix[:, at]) for at, name in enumerate(names))
+        self._matrices[names] = matrix
+        self.table = self.table.drop_columns(list(names))
+
+    def _make(self, name: str) -> npt.NDArray[Any] | None:
         if name not in self._arrays:
             self._arrays[name] = self._made(name)
         return self._arrays[name]
 
     def _made(self, name: str) -> npt.NDArray[Any] | None:
-        pyarrow, _ = pyarrow_modules()
-        types = pyarrow.types
+        import pyarrow
+        from pyarrow import types
+
         column = self.table.column(name)
         kind, widths = column.type, []
         while types.is_fixed_size_list(kind):
@@ -150,7 +131,7 @@ part releases the GIL twice: parts of 1,024 rows take as long on one thread, and
 two."""
 
 
-def _side_by_side(columns: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+def _side_by_side(columns: list[Any]) -> npt.NDArray[Any]:
     """Return columns as a matrix with a row of each sample; a quarter of the time of one transpose."""
     rows = len(columns[0])
     matrix = np.empty((rows, len(columns)), columns[0].dtype)
@@ -166,6 +147,8 @@ class Part(NamedTuple):
     columns: Columns
     rows: Any
     """Array of row numbers; a slice for consecutive samples."""
+    at: slice
+    """Position of these samples among those of all parts."""
 
 
 class Selection(NamedTuple):
@@ -180,7 +163,7 @@ class Selection(NamedTuple):
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the samples as dicts of Python's objects."""
-        return self._listed(_rows_of(columns.table, rows) for columns, rows in self.parts)
+        return self._listed(_rows_of(one.columns.table, one.rows) for one in self.parts)
 
     def tensors(self, names: Sequence[str]) -> dict[str, Any]:
         """Return these columns of the batch: tensors of numbers, and lists of Python's objects."""
@@ -191,7 +174,7 @@ class Selection(NamedTuple):
             array = first.columns.array(name)
             if array is None:
                 batch[name] = self._listed(
-                    _rows_of(columns.table.column(name), rows) for columns, rows in self.parts
+                    _rows_of(one.columns.table.column(name), one.rows) for one in self.parts
                 )
             elif array.ndim > 1:
                 batch[name] = self._tensor(name, array)
@@ -210,16 +193,12 @@ class Selection(NamedTuple):
         tensor = _empty((self.size, *first.shape[1:]), first.dtype)
         target = tensor.numpy()
         part = target if self.order is None else np.empty_like(target)
-        stop = 0
-        for columns, rows in self.parts:
+        for columns, rows, at in self.parts:
             array: Any = columns.array(name)
             if isinstance(rows, slice):
-                start, stop = stop, stop + rows.stop - rows.start
-                part[start:stop] = array[rows]
-            else:
-                start, stop = stop, stop + len(rows)
-                # mode="raise" would copy twice.
-                array.take(rows, axis=0, out=part[start:stop], mode="clip")
+                part[at] = array[rows]
+            else:  # mode="raise" would copy twice
+                array.take(rows, axis=0, out=part[at], mode="clip")
         if self.order is not None:
             # An assignment by index takes twice as long as two takes into the target.
             part.take(self.order, axis=0, out=target, mode="clip")
@@ -251,23 +230,19 @@ class Selection(NamedTuple):
         """Return columns at rows that follow each other, as the rows of an array."""
         joined: Any = np.empty((len(names), self.size), dtype)
         for target, name in zip(joined, names, strict=True):
-            stop = 0
-            for columns, rows in self.parts:
+            for columns, rows, at in self.parts:
                 array: Any = columns.array(name)
-                start, stop = stop, stop + rows.stop - rows.start
-                if (stop - start) * array.strides[0] <= _SHORT:
-                    memoryview(target)[start:stop] = memoryview(array)[rows]
+                if (at.stop - at.start) * array.strides[0] <= _SHORT:
+                    memoryview(target)[at] = memoryview(array)[rows]
                 else:
-                    target[start:stop] = array[rows]
+                    target[at] = array[rows]
         return joined  # type: ignore[no-any-return]
 
     def _gathered(self, names: tuple[str, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         """Return columns at rows in any order, as the columns of an array."""
-        joined, stop = np.empty((self.size, len(names)), dtype), 0
-        for columns, rows in self.parts:
-            start, stop = stop, stop + len(rows)
-            # mode="raise" would copy twice.
-            columns.matrix(names).take(rows, axis=0, out=joined[start:stop], mode="clip")
+        joined = np.empty((self.size, len(names)), dtype)
+        for columns, rows, at in self.parts:  # mode="raise" would copy twice
+            columns.matrix(names).take(rows, axis=0, out=joined[at], mode="clip")
         order: Any = self.order
         return joined.take(order, axis=0)  # type: ignore[no-any-return]
 
@@ -310,7 +285,7 @@ def _dtype_of(dtype: npt.DTypeLike) -> Any:
 
 
 class OpenParquet(NamedTuple):
-    """A file that is open, and closed at the end of a ``with`` block."""
+    """A file that is open."""
 
     number: int
     """Number of the file in the table."""
@@ -320,12 +295,6 @@ class OpenParquet(NamedTuple):
     """Fragment of pyarrow.dataset, with its metadata."""
     remote: _RemoteFile | None
     """The remote file that `source` reads, if it is remote."""
-
-    def __enter__(self) -> OpenParquet:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.source.close()
 
 
 class ParquetFile(NamedTuple):
@@ -347,7 +316,9 @@ class ParquetFile(NamedTuple):
         """Open the file; `what` of it is named in errors."""
         # Not through a file system of pyarrow: that closes files late, on its threads, and reports
         # every failure of fsspec as a missing file.
-        pyarrow, dataset = pyarrow_modules()
+        import pyarrow
+        from pyarrow import dataset
+
         source = remote = None
         try:
             if self.store.is_local:
@@ -377,7 +348,8 @@ class ParquetFile(NamedTuple):
 
     def schema(self, fragment: Any) -> Any:
         """Return the schema that a filter may name: that of the file, and the columns of its folders."""
-        pyarrow, _ = pyarrow_modules()
+        import pyarrow
+
         schema = fragment.physical_schema
         for name, value in self.folders.items():
             if name not in schema.names:
@@ -386,7 +358,8 @@ class ParquetFile(NamedTuple):
 
     def raise_named(self, error: Exception, what: str = "") -> NoReturn:
         """Raise `error`, or a hybridloader error in its place, that names the file and `what` of it."""
-        pyarrow, _ = pyarrow_modules()
+        import pyarrow
+
         # pyarrow reports bad data by its classes, or by an OSError without errno.
         bad = isinstance(error, pyarrow.ArrowException)
         if bad or (type(error) is OSError and error.errno is None):
@@ -453,13 +426,13 @@ class RowGroups:
         rows: int,
         *,
         wait: bool = True,
-        fetched: Callable[[], Any] | None = None,
+        fetched: Callable[[], Fetched | None] | None = None,
     ) -> Columns | None:
         """Return the row group of number `group` in its file.
 
         None if another thread decodes it, and this one shall not `wait`. `fetched` returns the bytes of
-        its `ranges`, if these are there, or None. Raises `SourceError` if it has
-        not the `rows` rows that were counted.
+        its `ranges`, or None if these are not there. Raises `SourceError` if it has not the `rows` rows
+        that were counted.
         """
         key = file.number, group
         with self._lock:
@@ -471,7 +444,8 @@ class RowGroups:
             return None
         try:
             if entry.columns is None:
-                data = None if fetched is None else fetched()
+                block = None if fetched is None else fetched()
+                data = None if block is None else block.data
                 found = self._read(file, group, columns, condition, data)
                 if len(found) != rows:
                     raise SourceError(
@@ -530,6 +504,8 @@ class RowGroups:
     def _read(
         self, file: ParquetFile, group: int, columns: Sequence[str], condition: Any, data: Any
     ) -> Columns:
+        from pyarrow import parquet
+
         what = f"row group {group}"
         ranges = None if data is None else self.ranges(file, group, columns)
         with self._opened(file, what) as (_, source, fragment, remote):
@@ -539,8 +515,8 @@ class RowGroups:
                 names = [name for name in columns if name not in file.folders]
                 # On this thread only: there are many workers, and some are forked.
                 if condition is None:  # in 0.6 of the time of a scan, which reads on other threads
-                    parquet = parquet_module().ParquetFile(source, metadata=fragment.metadata)
-                    table = parquet.read_row_group(group, names, use_threads=False).select(names)
+                    reader = parquet.ParquetFile(source, metadata=fragment.metadata)
+                    table = reader.read_row_group(group, names, use_threads=False).select(names)
                 else:
                     table = fragment.subset(row_group_ids=[group]).to_table(
                         columns=names,
@@ -606,13 +582,12 @@ def _ranges_of(row_group: Any, columns: Sequence[str]) -> Ranges:
 
 def _with_folders(table: Any, file: ParquetFile, columns: Sequence[str]) -> Any:
     """Return `table` with the columns that the folders name, in the order of `columns`."""
-    pyarrow, _ = pyarrow_modules()
-    rows = len(table)
-    arrays = [
-        pyarrow.repeat(file.folders[name], rows) if name in file.folders else table.column(name)
-        for name in columns
-    ]
-    return pyarrow.table(dict(zip(columns, arrays, strict=True)))
+    import pyarrow
+
+    for name in columns:
+        if name in file.folders:
+            table = table.append_column(name, pyarrow.repeat(file.folders[name], len(table)))
+    return table.select(columns)
 
 
 class _Entry:
@@ -734,7 +709,10 @@ class Parquet(Shards[Any]):
         retry_seconds: float = RETRY,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        pyarrow_modules()
+        try:
+            import pyarrow.dataset  # noqa: F401
+        except ImportError as error:
+            raise ImportError("reading Parquet requires pyarrow: pip install pyarrow") from error
         if isinstance(columns, str):
             raise TypeError(f"columns must be a sequence of names, such as [{columns!r}]")
         if columns is not None and len(set(columns)) < len(columns):
@@ -774,7 +752,8 @@ class Parquet(Shards[Any]):
         """Return file, number and rows of each row group that has rows."""
 
         def described(file: ParquetFile) -> tuple[Any, list[tuple[int, int]] | Exception]:
-            with file.open() as (_, _, fragment, _):
+            _, source, fragment, _ = file.open()
+            with closing(source):
                 try:
                     return fragment.physical_schema, self._counted(file, fragment)
                 except Exception as error:  # a missing column explains it better
@@ -845,20 +824,21 @@ class Parquet(Shards[Any]):
         return sizes
 
     def fetch(self, shard: int, first: int, last: int) -> bytes:
-        file, number, _ = self._groups[self._group_at(shard, first)].tolist()
-        place: ParquetFile = self._files[file]
+        place, number = self._group_at(shard, first)
         ranges = self._places().ranges(place, number, self.columns)
         what = f"row group {number}"
         return place.store.read_ranges(place.path, ranges, place.stamp, lambda _: what)
 
     def fetch_key(self, shard: int, first: int, last: int) -> str:
-        file, number, _ = self._groups[self._group_at(shard, first)].tolist()
-        place = self._files[file]
+        place, number = self._group_at(shard, first)
         return f"parquet {place.name} {tuple(place.stamp)} {number} {self.columns}"
 
-    def _group_at(self, shard: int, number: int) -> int:
+    def _group_at(self, shard: int, number: int) -> tuple[ParquetFile, int]:
+        """Return the file of a sample, and the number of its row group there."""
         index = number + (self._ends[shard - 1] if shard else 0)
-        return int(np.searchsorted(self._group_stops, index, "right"))
+        group = np.searchsorted(self._group_stops, index, "right")
+        file, found, _ = self._groups[group].tolist()
+        return self._files[file], found
 
     def read_ahead(
         self, sizes: Ints, order: Iterator[Ints] | None, blocks: int
@@ -908,8 +888,9 @@ class Parquet(Shards[Any]):
         for group in range(first, last + 1):
             end = int(self._group_stops[group])
             begin = end - int(self._groups[group, 2])
-            rows = slice(max(start, begin) - begin, min(stop, end) - begin)
-            parts.append(Part(row_groups[group], rows))
+            one, other = max(start, begin), min(stop, end)
+            rows, at = slice(one - begin, other - begin), slice(one - start, other - start)
+            parts.append(Part(row_groups[group], rows, at))
         return Selection(parts, None, stop - start)
 
     def _shuffled(self, wanted: Ints) -> Selection:
@@ -922,7 +903,8 @@ class Parquet(Shards[Any]):
         parts = []
         for group, start, stop in zip(found, starts, starts[1:], strict=False):
             begin = self._group_stops[group] - self._groups[group, 2]
-            parts.append(Part(row_groups[group], indices[start:stop] - begin))
+            rows, at = indices[start:stop] - begin, slice(start, stop)
+            parts.append(Part(row_groups[group], rows, at))
         order = np.empty_like(by_group)
         order[by_group] = np.arange(len(wanted))
         return Selection(parts, order, len(wanted))
@@ -948,17 +930,13 @@ class Parquet(Shards[Any]):
         file, number, rows = self._groups[group].tolist()
         fetched = None
         if self._reader is not None:
-            fetched = partial(self._fetched_bytes, int(self._group_stops[group]) - rows, rows)
+            first = int(self._group_stops[group]) - rows
+            fetched = partial(self._reader.find, self, first, rows)
         return cache.get(
             *(self._files[file], number, self.columns, self._filter, rows),
             wait=wait,
             fetched=fetched,
         )
-
-    def _fetched_bytes(self, index: int, rows: int) -> Any:
-        """Return the bytes of the row group that begins with this sample, if they were fetched."""
-        found = None if self._reader is None else self._reader.find(self, index, rows)
-        return None if found is None else found.data
 
     @staticmethod
     def collate_fn(samples: Any) -> Any:
@@ -1004,7 +982,8 @@ def _folder_columns(roots: Sequence[Root]) -> list[dict[str, Any]]:
 
     Hive and Spark write them, as ``year=2024/a.parquet``.
     """
-    pyarrow, _ = pyarrow_modules()
+    import pyarrow
+
     paths = [path for root in roots for path in root.paths]
     found: list[dict[str, Any]] = []
     for root in roots:

@@ -311,19 +311,19 @@ class Store:
         # For HTTP, fsspec reports a missing file for every answer to its request for the size.
         cause = error.__cause__
         unknown = isinstance(error, FileNotFoundError) and _is_of_connection(cause)
-        status = attribute(cause, "status", 503 if unknown else 404)
-        if isinstance(error, _FOR_GOOD) and status in (404, 410):
+        gone = attribute(cause, "status", 503 if unknown else 404) in (404, 410)
+        damaged = isinstance(error, _DAMAGED) or (isinstance(error, KeyError) and "::" in self._url)
+        mistake = isinstance(error, _MISTAKES) and type(error).__module__ == "builtins"
+        if (
+            (isinstance(error, _FOR_GOOD) and gone)
+            or (isinstance(error, OSError) and self.is_local)
+            or (mistake and not damaged)
+        ):
             add_note(error, f"reading {where}")
             return error
-        if self.is_local and isinstance(error, OSError):
-            add_note(error, f"reading {where}")
-            return error
-        text = described(error if cause is None or status in (404, 410) else cause).rstrip(": ")
-        if isinstance(error, _DAMAGED) or (isinstance(error, KeyError) and "::" in self._url):
+        text = described(error if cause is None or gone else cause).rstrip(": ")
+        if damaged:
             return SourceError(f"{where} can't be read: {text}")
-        if isinstance(error, _MISTAKES) and type(error).__module__ == "builtins":
-            add_note(error, f"reading {where}")
-            return error
         return StoreError(
             f"{where} was not served: {text}. Requests that a retry could help were repeated for up to "
             f"{self._retry:g} s; a larger retry_seconds= waits longer for the store"
