@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from hybridloader._support.text import function, whole
 from hybridloader._support.user_objects import add_note
 from hybridloader.errors import SourceError
 from hybridloader.sources.block_reader import AHEAD, CACHE
-from hybridloader.sources.indexing import BLOCK, TarIndex, archives, header_sum, indexed
+from hybridloader.sources.indexing import BLOCK, TarIndex, archives, indexed
 from hybridloader.sources.listing import Urls
 from hybridloader.sources.shards import Shards
 from hybridloader.sources.store import RETRY, Ranges
@@ -198,7 +199,7 @@ class Tar(Shards[Any]):
         for member in members:
             start, stop = member.offset - BLOCK, member.offset + member.size
             at: Any = parts.find(start, stop)
-            if header_sum(data[at : at + BLOCK]) != member.header:
+            if crc32(data[at : at + BLOCK]) != member.header:
                 raise SourceError(
                     f"{self.shard_names[shard]}, {self._named(shard, start)}: another header is at "
                     f"byte {start}: the archive has changed since it was indexed; make the Tar source "
