@@ -12,10 +12,9 @@ import numpy as np
 from hybridloader._support.text import flag
 from hybridloader._support.user_objects import add_note
 from hybridloader.errors import SourceError
-from hybridloader.sources.listing import Root, Urls, list_files
+from hybridloader.sources.listing import Root, Texts, Urls, list_files
 from hybridloader.sources.shards import Shards
 from hybridloader.sources.store import RETRY
-from hybridloader.sources.texts import Texts
 
 Decode = Literal["bytes", "text"] | Callable[[bytes], Any]
 

@@ -15,10 +15,9 @@ from hybridloader._support.user_objects import add_note
 from hybridloader.errors import SourceError
 from hybridloader.sources.block_reader import AHEAD, CACHE
 from hybridloader.sources.indexing import BLOCK, TarIndex, archives, indexed
-from hybridloader.sources.listing import Urls
+from hybridloader.sources.listing import Texts, Urls
 from hybridloader.sources.shards import Shards
 from hybridloader.sources.store import RETRY, Ranges
-from hybridloader.sources.texts import Texts
 
 _PARTS = 1024
 """Blocks whose parts are kept: about 300 bytes each."""
