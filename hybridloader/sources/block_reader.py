@@ -549,9 +549,7 @@ class BlockReader:
                 "ahead_bytes=",
                 "large-window",
             )
-            plan.order = iter(())
-            plan.blocks.clear()
-            plan.queue.clear()
+            plan = _Plan(self._starts, self._shard_ends, iter(()), source.fetch_size)
         self._plan = plan
         if self._sent:  # other processes read the samples
             plan.begun = True
@@ -615,7 +613,13 @@ class BlockReader:
     def _unplanned(self, source: Source, index: int) -> Fetched | None:
         """Return the block of a sample from the cache, if there is one."""
         if self._cache is None:
-            self._count_alone()
+            self._alone += 1
+            if self._alone == _MANY and self._warns:
+                warn_once(
+                    "samples of a remote source are read one by one, with a request each; pass the "
+                    "loader sampler=BlockShuffleSampler(source, seed), which reads whole blocks",
+                    "read-one-by-one",
+                )
             return None
         starts = self._starts or self._shards
         number = bisect_right(starts, index) - 1
@@ -673,15 +677,6 @@ class BlockReader:
             threads = [*self._threads]
         for thread in threads:
             thread.join(_JOIN)
-
-    def _count_alone(self) -> None:
-        self._alone += 1
-        if self._alone == _MANY and self._warns:
-            warn_once(
-                "samples of a remote source are read one by one, with a request each; pass the loader "
-                "sampler=BlockShuffleSampler(source, seed), which reads whole blocks",
-                "read-one-by-one",
-            )
 
     def _size(self, block: _Block) -> int:
         return block.size if block.size >= 0 else self._largest

@@ -192,16 +192,14 @@ class Selection(NamedTuple):
         """Return a column of arrays; `first` is that of the first part."""
         tensor = _empty((self.size, *first.shape[1:]), first.dtype)
         target = tensor.numpy()
-        part = target if self.order is None else np.empty_like(target)
-        for columns, rows, at in self.parts:
-            array: Any = columns.array(name)
-            if isinstance(rows, slice):
-                part[at] = array[rows]
-            else:  # mode="raise" would copy twice
-                array.take(rows, axis=0, out=part[at], mode="clip")
-        if self.order is not None:
+        if self.order is None:
+            for columns, rows, at in self.parts:
+                array: Any = columns.array(name)
+                target[at] = array[rows]
+        else:
+            arrays = [one.columns.array(name) for one in self.parts]
             # An assignment by index takes twice as long as two takes into the target.
-            part.take(self.order, axis=0, out=target, mode="clip")
+            self._gathered(arrays).take(self.order, axis=0, out=target, mode="clip")
         return tensor
 
     def _unbound(self, names: tuple[str, ...], dtype: npt.DTypeLike) -> Sequence[Any]:
@@ -217,7 +215,8 @@ class Selection(NamedTuple):
         if self.order is None:
             matrix, axis = torch.from_numpy(self._copied(names, dtype)), 0
         else:
-            matrix, axis = torch.from_numpy(self._gathered(names, dtype)), 1
+            matrices = [one.columns.matrix(names) for one in self.parts]
+            matrix, axis = torch.from_numpy(self._gathered(matrices).take(self.order, axis=0)), 1
         unbind_copy: Any = torch.unbind_copy  # torch's stubs lack the form without `out`
         slot = slot_for((self.size,), matrix.dtype)
         if slot is None:
@@ -238,13 +237,12 @@ class Selection(NamedTuple):
                     target[at] = array[rows]
         return joined  # type: ignore[no-any-return]
 
-    def _gathered(self, names: tuple[str, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        """Return columns at rows in any order, as the columns of an array."""
-        joined = np.empty((self.size, len(names)), dtype)
-        for columns, rows, at in self.parts:  # mode="raise" would copy twice
-            columns.matrix(names).take(rows, axis=0, out=joined[at], mode="clip")
-        order: Any = self.order
-        return joined.take(order, axis=0)  # type: ignore[no-any-return]
+    def _gathered(self, arrays: Sequence[Any]) -> npt.NDArray[Any]:
+        """Return rows of an array of each part, which lie in any order, one part after the other."""
+        joined = np.empty((self.size, *arrays[0].shape[1:]), arrays[0].dtype)
+        for array, (_, rows, at) in zip(arrays, self.parts, strict=True):
+            array.take(rows, axis=0, out=joined[at], mode="clip")  # "raise" would copy twice
+        return joined
 
 
 _SHORT = 1 << 16
@@ -984,19 +982,17 @@ def _folder_columns(roots: Sequence[Root]) -> list[dict[str, Any]]:
     """
     import pyarrow
 
-    paths = [path for root in roots for path in root.paths]
+    paths = [(path, root.folder) for root in roots for path in root.paths]
     found: list[dict[str, Any]] = []
-    for root in roots:
-        for path in root.paths:
-            parts = path[len(root.folder) :].split("/")[:-1]
-            pairs = (part.split("=", 1) for part in parts if "=" in part)
-            found.append({unquote(name): unquote(value) for name, value in pairs})
-            if found[-1].keys() != found[0].keys():
-                here, there = (", ".join(one) or "none" for one in (found[-1], found[0]))
-                raise SourceError(
-                    f"{path} has the columns {here} in the names of its folders, and {paths[0]} has "
-                    f"{there}; pass files with the same columns"
-                )
+    for path, folder in paths:
+        pairs = [part.split("=", 1) for part in path[len(folder) :].split("/")[:-1] if "=" in part]
+        found.append({unquote(name): unquote(value) for name, value in pairs})
+        if found[-1].keys() != found[0].keys():
+            here, there = (", ".join(one) or "none" for one in (found[-1], found[0]))
+            raise SourceError(
+                f"{path} has the columns {here} in the names of its folders, and {paths[0][0]} has "
+                f"{there}; pass files with the same columns"
+            )
     for name in found[0] if found else ():
         values = [None if one[name] == _NULL else one[name] for one in found]
         column = pyarrow.array(values, pyarrow.string())

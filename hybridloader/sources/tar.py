@@ -164,15 +164,11 @@ class Tar(Shards[Any]):
         firsts = np.cumsum([0, *(len(one.offset) for one in indices)])
         rows = [one.starts[:-1] + first for one, first in zip(indices, firsts, strict=False)]
         self._starts = np.concatenate([*rows, firsts[-1:]])
-        codes = [
-            np.array([number[name] for name in one.extensions], np.int64)[one.extension]
-            for one in indices
-        ]
-        columns = [
-            np.concatenate([getattr(one, name) for one in indices])
-            for name in ("offset", "size", "header")
-        ]
-        self._members = np.stack([*columns, np.concatenate(codes)], axis=1)
+        members = []
+        for one in indices:
+            codes = np.array([number[name] for name in one.extensions], np.int64)[one.extension]
+            members.append(np.stack([one.offset, one.size, one.header, codes], axis=1))
+        self._members = np.concatenate(members)
 
     @property
     def waits(self) -> bool:
