@@ -458,6 +458,9 @@ class BlockReader:
         Folder that keeps blocks from one epoch to the next.
     warns
         Warn if many samples are read without a plan.
+    starts, window
+        First samples of the blocks of a sampler in another process, which announces them, and how many
+        are in use at a time.
     """
 
     def __init__(
@@ -465,8 +468,9 @@ class BlockReader:
         shard_ends: array[int],
         limit: int = AHEAD,
         cache: BlockCache | None = None,
-        *,
         warns: bool = True,
+        starts: array[int] | None = None,
+        window: int = 1,
     ) -> None:
         self._shard_ends, self._limit, self._warns = shard_ends, limit, warns
         self._shards = array("q", [0, *shard_ends])  # blocks, if no sampler announces any
@@ -474,9 +478,9 @@ class BlockReader:
         # All the mutable state:
         self._cache = cache
         self._sent = False  # True: other processes have a copy of this reader
-        self._begins = True  # False: another process announces blocks and counts them
-        self._starts: array[int] = array("q")  # first samples of the sampler's blocks
-        self._window = 1  # blocks in use at a time
+        self._begins = starts is None  # False: another process announces blocks and counts them
+        self._starts = starts  # first samples of the sampler's blocks
+        self._window = window  # blocks in use at a time
         self._open: OrderedDict[int, Any] = OrderedDict()  # data and `_Failure`s without a plan
         self._plan: _Plan | None = None
         self._largest = 0  # bytes of the largest block
@@ -484,18 +488,17 @@ class BlockReader:
         self._alone = 0  # samples read without a plan
 
     def __reduce__(self) -> Any:
-        if self._starts:  # empty: no sampler has described its blocks
+        if self._starts is not None:
             self._cache = self._cache or private_cache(2 * self._limit)
             self._sent = True
-        return _received, (
-            *(self._shard_ends, self._limit, self._cache),
-            *(self._starts, self._window),
-        )
+        # In the other process no sampler announces anything, so none is missed.
+        described = self._shard_ends, self._limit, self._cache, False, self._starts, self._window
+        return BlockReader, described
 
     @property
     def divided(self) -> bool:
         """True if a sampler has announced its blocks."""
-        return bool(self._starts)
+        return self._starts is not None
 
     def divide(self, sizes: Ints, window: int) -> bool:
         """Have blocks of so many samples, of which `window` are in use at the same time.
@@ -530,23 +533,23 @@ class BlockReader:
         blocks
             Number of blocks that are in use at the same time.
         """
-        if not self.divide(sizes, blocks):
+        if not self.divide(sizes, blocks) or self._starts is None:
             return
         plan = _Plan(self._starts, self._shard_ends, order, source.fetch_size)
         plan.look_ahead(blocks)
-        window = sum(block.size for block in islice(plan.queue, blocks))
+        first = [*islice(plan.queue, blocks)]
+        window = sum(block.size for block in first)
         if self._cache is not None and window > self._cache.limit:
             raise ValueError(
-                f"cache_bytes={self._cache.limit} has no room for the {min(blocks, len(plan.queue))} "
-                f"blocks of a window ({window} bytes); raise it, or pass a smaller block_size= or "
-                "window_blocks= to BlockShuffleSampler"
+                f"cache_bytes={self._cache.limit} has no room for the {len(first)} blocks of a window "
+                f"({window} bytes); raise it, or pass a smaller block_size= or window_blocks= to "
+                "BlockShuffleSampler"
             )
         if window > self._limit:
             warn_once(
-                f"the {min(blocks, len(plan.queue))} blocks of a window have {window} bytes, "
-                f"more than ahead_bytes={self._limit}, so samples are read one by one, with a request "
-                "each; pass a smaller block_size= or window_blocks= to BlockShuffleSampler, or raise "
-                "ahead_bytes=",
+                f"the {len(first)} blocks of a window have {window} bytes, more than ahead_bytes="
+                f"{self._limit}, so samples are read one by one, with a request each; pass a smaller "
+                "block_size= or window_blocks= to BlockShuffleSampler, or raise ahead_bytes=",
                 "large-window",
             )
             plan = _Plan(self._starts, self._shard_ends, iter(()), source.fetch_size)
@@ -621,7 +624,7 @@ class BlockReader:
                     "read-one-by-one",
                 )
             return None
-        starts = self._starts or self._shards
+        starts = self._shards if self._starts is None else self._starts
         number = bisect_right(starts, index) - 1
         place = _place_of(starts, self._shard_ends, number)
         found = self._open.get(number)
@@ -753,17 +756,3 @@ class BlockReader:
             self._largest = max(self._largest, size)
         block.found = None if self._sent and not failed else found
         block.fetched.set()
-
-
-def _received(
-    shard_ends: array[int],
-    limit: int,
-    cache: BlockCache | None,
-    starts: array[int],
-    window: int,
-) -> BlockReader:
-    """Return a reader in another process, where no sampler announces anything, so none is missed."""
-    reader = BlockReader(shard_ends, limit, cache, warns=False)
-    reader._begins = not starts
-    reader._starts, reader._window = starts, window
-    return reader
