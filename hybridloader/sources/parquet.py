@@ -400,10 +400,13 @@ _OPEN = 32
 
 
 class RowGroups:
-    """Row groups of one process, the last ones used, up to `limit` bytes and at least one."""
+    """Row groups of one process, the last ones used, up to `limit` bytes and at least one.
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
+    They have these `columns`, and the rows that meet a `condition` (None: all).
+    """
+
+    def __init__(self, limit: int, columns: Sequence[str], condition: Any) -> None:
+        self._limit, self._columns, self._condition = limit, columns, condition
         self._lock = threading.Lock()
         # All the mutable state:
         self._idle: list[OpenParquet] = []  # unused files, the most recently used one last
@@ -419,8 +422,6 @@ class RowGroups:
         self,
         file: ParquetFile,
         group: int,
-        columns: Sequence[str],
-        condition: Any,
         rows: int,
         *,
         wait: bool = True,
@@ -444,7 +445,7 @@ class RowGroups:
             if entry.columns is None:
                 block = None if fetched is None else fetched()
                 data = None if block is None else block.data
-                found = self._read(file, group, columns, condition, data)
+                found = self._read(file, group, data)
                 if len(found) != rows:
                     raise SourceError(
                         f"{file.name}, row group {group} has {len(found)} rows, and had {rows} when it "
@@ -485,44 +486,42 @@ class RowGroups:
                 "decoded-again",
             )
 
-    def ranges(self, file: ParquetFile, group: int, columns: Sequence[str]) -> Ranges:
-        """Return the parts of a file that have these columns of a row group."""
+    def ranges(self, file: ParquetFile, group: int) -> Ranges:
+        """Return the parts of a file that have the columns of a row group."""
         with self._ranges_lock:  # otherwise each thread would open the file
             found = self._ranges.get(file.number)
             if found is None:
                 with self._opened(file, f"row group {group}") as opened:
                     metadata = opened.fragment.metadata
                 found = [
-                    _ranges_of(metadata.row_group(number), columns)
+                    _ranges_of(metadata.row_group(number), self._columns)
                     for number in range(metadata.num_row_groups)
                 ]
                 self._ranges[file.number] = found
         return found[group]
 
-    def _read(
-        self, file: ParquetFile, group: int, columns: Sequence[str], condition: Any, data: Any
-    ) -> Columns:
+    def _read(self, file: ParquetFile, group: int, data: Any) -> Columns:
         from pyarrow import parquet
 
         what = f"row group {group}"
-        ranges = None if data is None else self.ranges(file, group, columns)
+        ranges = None if data is None else self.ranges(file, group)
+        names = [name for name in self._columns if name not in file.folders]
         with self._opened(file, what) as (_, source, fragment, remote):
             try:
-                if remote is not None:
-                    remote.fetched = None if ranges is None else (ranges, data)
-                names = [name for name in columns if name not in file.folders]
+                if ranges is not None and remote is not None:
+                    remote.fetched = ranges, data
                 # On this thread only: there are many workers, and some are forked.
-                if condition is None:  # in 0.6 of the time of a scan, which reads on other threads
+                if self._condition is None:  # in 0.6 of the time of a scan, on other threads
                     reader = parquet.ParquetFile(source, metadata=fragment.metadata)
                     table = reader.read_row_group(group, names, use_threads=False).select(names)
                 else:
                     table = fragment.subset(row_group_ids=[group]).to_table(
                         columns=names,
-                        filter=condition,
+                        filter=self._condition,
                         schema=file.schema(fragment),
                         use_threads=False,
                     )
-                table = _with_folders(table, file, columns) if file.folders else table
+                table = _with_folders(table, file, self._columns) if file.folders else table
             except Exception as error:
                 file.raise_named(error, what)
             finally:
@@ -741,9 +740,10 @@ class Parquet(Shards[Any]):
         remote = filter is None and any(not file.store.is_local for file in self._files)
         self._read_blocks(ahead if remote else None, cache_dir, cache_bytes, warns=False)
         # Separate from `_cache`, so that the decoded row groups are in the workers that share it.
-        self._places = PerWorker(partial(RowGroups, 0), per="process")
-        self._cache = PerWorker(
-            partial(RowGroups, whole("memory_cache_bytes", memory_cache_bytes, 0)), per="process"
+        limit = whole("memory_cache_bytes", memory_cache_bytes, 0)
+        self._places, self._cache = (
+            PerWorker(partial(RowGroups, most, self.columns, filter), per="process")
+            for most in (0, limit)
         )
 
     def _index(self, all_columns: bool) -> Ints:
@@ -823,7 +823,7 @@ class Parquet(Shards[Any]):
 
     def fetch(self, shard: int, first: int, last: int) -> bytes:
         place, number = self._group_at(shard, first)
-        ranges = self._places().ranges(place, number, self.columns)
+        ranges = self._places().ranges(place, number)
         what = f"row group {number}"
         return place.store.read_ranges(place.path, ranges, place.stamp, lambda _: what)
 
@@ -930,11 +930,7 @@ class Parquet(Shards[Any]):
         if self._reader is not None:
             first = int(self._group_stops[group]) - rows
             fetched = partial(self._reader.find, self, first, rows)
-        return cache.get(
-            *(self._files[file], number, self.columns, self._filter, rows),
-            wait=wait,
-            fetched=fetched,
-        )
+        return cache.get(self._files[file], number, rows, wait=wait, fetched=fetched)
 
     @staticmethod
     def collate_fn(samples: Any) -> Any:

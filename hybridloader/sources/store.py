@@ -123,11 +123,11 @@ class Ranges(NamedTuple):
 
 
 class WrongLength(Exception):
-    """A store did not send the bytes from `start` to before `stop`, for so many `times`."""
+    """A store did not send the bytes from `start` to before `stop`."""
 
-    def __init__(self, start: int, stop: int, got: int, times: int) -> None:
-        super().__init__(start, stop, got, times)
-        self.asked, self.start, self.got, self.times = stop - start, start, got, times
+    def __init__(self, start: int, stop: int, got: int) -> None:
+        super().__init__(start, stop, got)
+        self.asked, self.start, self.got = stop - start, start, got
 
     def named(self, where: str) -> Exception:
         named = (
@@ -255,12 +255,11 @@ class Store:
 
         Raises the errors of its file system, or `WrongLength`; `raise_named` converts them.
         """
-        times = itertools.count(1)
 
         def asked() -> bytes:
             data = bytes(self.fs.cat_file(path, start=start, end=stop))
             if len(data) != stop - start:
-                raise WrongLength(start, stop, len(data), next(times))
+                raise WrongLength(start, stop, len(data))
             return data
 
         return self.patiently(asked)
@@ -268,26 +267,36 @@ class Store:
     def patiently(self, call: Callable[[], R]) -> R:
         """Return the result of `call`, which is repeated after errors of the store that may pass."""
         # A local name such as zip::b is no chain, which the file system of its "URL" would be.
-        if counting() and not self.is_local:
-            call = _counted(call, self._url)
+        counts = counting() and not self.is_local
         # The pauses are random ("full jitter"), so that workers which failed together do not come back
         # together. None begins that would end more than `_retry` seconds after the first failure.
-        longest, until = _FIRST, None
+        longest, until, tries, short = _FIRST, None, 0, 0
         while True:
             try:
-                return call()
+                return self._counted(call, int(tries > 0)) if counts else call()
             except Exception as error:
                 now = monotonic()
                 until = now + self._retry if until is None else until
                 pause = _jitter.uniform(longest / 10, longest)
-                if now + pause > until or not self._may_pass(error):
+                tries, short = tries + 1, short + isinstance(error, WrongLength)
+                if now + pause > until or short >= _SHORT or not self._may_pass(error):
                     raise
             sleep(pause)
             longest = min(2 * longest, _LONGEST)
 
+    def _counted(self, call: Callable[[], R], again: int) -> R:
+        """Make a request and count it; `again` is 1 if it repeats one."""
+        began, size = perf_counter(), 0
+        try:
+            found = call()
+            size = len(found) if isinstance(found, bytes) else 0
+            return found
+        finally:
+            seconds = perf_counter() - began
+            waited = 0.0 if attribute(ahead, "reads", False) else seconds
+            count(self._url, requests=1, retries=again, bytes=size, seconds=seconds, waited=waited)
+
     def _may_pass(self, error: Exception) -> bool:
-        if isinstance(error, WrongLength) and error.times >= _SHORT:
-            return False
         if not isinstance(self._named(error, ""), StoreError):
             return False
         statuses = (attribute(one, "status") for one in (error, attribute(error, "__cause__")))
@@ -345,25 +354,6 @@ def each(function: Callable[[T], R], files: Sequence[T], stores: Iterable[Store]
         return [*map(function, files)]
     with ThreadPoolExecutor(_AT_ONCE) as threads:
         return [*threads.map(function, files)]
-
-
-def _counted(call: Callable[[], R], url: str) -> Callable[[], R]:
-    """Return `call`, a request, as a function that counts each time it is called."""
-    tries = itertools.count()
-
-    def request() -> R:
-        again = int(next(tries) > 0)
-        began, size = perf_counter(), 0
-        try:
-            found = call()
-            size = len(found) if isinstance(found, bytes) else 0
-            return found
-        finally:
-            seconds = perf_counter() - began
-            waited = 0.0 if attribute(ahead, "reads", False) else seconds
-            count(url, requests=1, retries=again, bytes=size, seconds=seconds, waited=waited)
-
-    return request
 
 
 def _nothing(_: Any) -> None:
