@@ -736,9 +736,9 @@ class Parquet(Shards[Any]):
         self._groups = groups
         self._group_stops: Ints = np.cumsum(groups[:, 2])
         self._finder = Finder(self._group_stops)
-        ahead = whole("ahead_bytes", ahead_bytes, 0) or None
-        remote = filter is None and any(not file.store.is_local for file in self._files)
-        self._read_blocks(ahead if remote else None, cache_dir, cache_bytes, warns=False)
+        self._shard_stores = list(dict.fromkeys(file.store for file in self._files))
+        remote = self._is_remote and filter is None
+        self._read_blocks(ahead_bytes, cache_dir, cache_bytes, remote=remote, warns=False)
         # Separate from `_cache`, so that the decoded row groups are in the workers that share it.
         limit = whole("memory_cache_bytes", memory_cache_bytes, 0)
         self._places, self._cache = (
@@ -848,8 +848,6 @@ class Parquet(Shards[Any]):
         super().close()
         self._places.close()
         self._cache.close()
-        for file in self._files:
-            file.store.close()
 
     def read(self, shard: int, number: int) -> dict[str, Any]:
         index = int(number + (self._ends[shard - 1] if shard else 0))

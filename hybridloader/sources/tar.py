@@ -10,7 +10,7 @@ from zlib import crc32
 
 import numpy as np
 
-from hybridloader._support.text import function, whole
+from hybridloader._support.text import function
 from hybridloader._support.user_objects import add_note
 from hybridloader.errors import SourceError
 from hybridloader.sources.block_reader import AHEAD, CACHE
@@ -138,15 +138,14 @@ class Tar(Shards[Any]):
             [store.name(path) for store, path in places], [len(one.keys) for one in indices]
         )
         self._places = places
+        self._shard_stores = list(dict.fromkeys(store for store, _ in places))
         self._stamps = [one.stamp for one in indices]
         self.keys: Texts = Texts(chain.from_iterable(one.keys for one in indices))
         self.extensions = sorted({name for one in indices for name in one.extensions})
         self.ignored = sum(one.ignored for one in indices)
         self._gather(indices)
         self._parts: dict[tuple[int, int, int], Ranges] = {}
-        remote = any(not store.is_local for store, _ in places)
-        limit = whole("ahead_bytes", ahead_bytes, 0) or None
-        self._read_blocks(limit if remote else None, cache_dir, cache_bytes)
+        self._read_blocks(ahead_bytes, cache_dir, cache_bytes, remote=self._is_remote)
         self.fields = None if fields is None else tuple(fields)
         self._wanted = None
         if fields is not None:
@@ -173,13 +172,7 @@ class Tar(Shards[Any]):
     @property
     def waits(self) -> bool:
         """True for remote archives without a sampler that reads blocks."""
-        remote = any(not store.is_local for store, _ in self._places)
-        return remote and (self._reader is None or not self._reader.divided)
-
-    def close(self) -> None:
-        super().close()
-        for store, _ in self._places:
-            store.close()
+        return self._is_remote and (self._reader is None or not self._reader.divided)
 
     def read(self, shard: int, number: int) -> Any:
         index = number + (self._ends[shard - 1] if shard else 0)
