@@ -316,21 +316,17 @@ def _place_of(starts: array[int], shard_ends: array[int], number: int) -> _Place
 class _Block:
     """A block of a plan. Its fields change under the lock of the reader; `found` is set once."""
 
-    __slots__ = (
-        *("fetched", "found", "holders", "left", "place"),
-        *("size", "started", "stop", "uses"),
-    )
+    __slots__ = ("fetched", "found", "left", "number", "place", "size", "stop", "uses", "writing")
 
-    def __init__(self, place: _Place, size: int) -> None:
-        self.place = place
+    def __init__(self, number: int, place: _Place, size: int) -> None:
+        self.number, self.place = number, place
         self.left = place[2] - place[1]  # samples not read yet
         self.size = size  # bytes, fetched or reserved; -1: unknown
         self.uses = 0  # samples planned and not read
         self.stop = 0  # samples of the order up to the end of the last part that has one of these
-        self.started = False  # a thread fetches it or has fetched it
         self.fetched = threading.Event()
         self.found: Any = None  # then its data, or a `_Failure`; None: in the cache, for others
-        self.holders = 1  # of its bytes: the plan, and a thread that writes them into the cache
+        self.writing = False  # fetched, and its thread still writes it into the cache
 
 
 class _Failure:
@@ -397,7 +393,7 @@ class _Plan:
         if number not in self._seen:
             self._seen.add(number)
             place = _place_of(self.starts, self._shard_ends, number)
-            made = self.blocks[number] = _Block(place, self._size_of(*place))
+            made = self.blocks[number] = _Block(number, place, self._size_of(*place))
             self.queue.append(made)
         block = self.blocks.get(number)
         if block is not None:
@@ -408,34 +404,32 @@ class _Plan:
         """Let go of the blocks that other processes have read, as so many more samples were drawn."""
         self._drawn += samples
         over = [
-            number
-            for number, block in self.blocks.items()
+            block
+            for block in self.blocks.values()
             if block.fetched.is_set() and block.stop <= self._drawn
         ]
-        for number in over:
-            self.drop(number)
+        for block in over:
+            self.drop(block)
         return bool(over)
 
     def start(self, block: _Block, size: int) -> None:
-        block.started, block.size = True, size
+        self.queue.remove(block)  # mostly the first one
+        block.size = size
         self.held += size
 
-    def drop(self, number: int) -> None:
-        self.release(self.blocks.pop(number))
-
-    def release(self, block: _Block) -> None:
-        block.holders -= 1
-        if not block.holders:
+    def drop(self, block: _Block) -> None:
+        """Let go of a block, unless it is being written: its bytes count until then."""
+        if not block.writing and self.blocks.pop(block.number, None) is not None:
             self.held -= block.size
 
     def make_room(self, size: int, limit: int) -> bool:
         """Drop blocks of which some samples never come: a run was resumed, or ranks share a block."""
         if len(self.queue) < _QUEUED:
             self.look_ahead(len(self.queue) + 1)
-        for number, block in [*self.blocks.items()]:
+        for block in [*self.blocks.values()]:
             over = block.stop < self._looked or self.order is None
             if over and block.uses <= 0 and block.fetched.is_set():
-                self.drop(number)
+                self.drop(block)
                 if self.held + size <= limit:
                     return True
         return False
@@ -579,7 +573,7 @@ class BlockReader:
                 self._fill(source)
                 plan.begun = True  # not sooner: no thread shall find its block not started
             with self._lock:
-                mine = not block.started
+                mine = block in plan.queue
                 if mine:
                     plan.start(block, self._size(block))
             if mine:
@@ -598,8 +592,8 @@ class BlockReader:
             block.left -= samples
             block.uses -= samples
             done = block.left <= 0
-            if done and number in plan.blocks:
-                plan.drop(number)
+            if done:
+                plan.drop(block)
         if done:
             self._fill(source)
         return Fetched(data, *block.place[1:])
@@ -690,18 +684,15 @@ class BlockReader:
             plan = self._plan
             if plan is None or plan.process != os.getpid():
                 return None
-            while True:
-                plan.look_ahead(1)
-                if not plan.queue:
-                    return None
-                block = plan.queue[0]
-                if not block.started:
-                    size = self._size(block)
-                    if plan.held + size > self._limit and not plan.make_room(size, self._limit):
-                        return None
-                    plan.start(block, size)
-                    return plan, plan.queue.popleft()
-                plan.queue.popleft()  # the thread that needs the block fetches it already
+            plan.look_ahead(1)
+            if not plan.queue:
+                return None
+            block = plan.queue[0]
+            size = self._size(block)
+            if plan.held + size > self._limit and not plan.make_room(size, self._limit):
+                return None
+            plan.start(block, size)
+            return plan, block
 
     def _fill(self, source: Source) -> None:
         """Start threads while there are blocks to fetch, and room for them."""
@@ -745,14 +736,16 @@ class BlockReader:
                 self._have(plan, block, found)
             else:  # it is written, or can't be
                 with self._lock:
-                    plan.release(block)
+                    block.writing = False
+                    if block.left <= 0:
+                        plan.drop(block)
 
     def _have(self, plan: _Plan, block: _Block, found: Any, *, writes: bool = False) -> None:
         failed = type(found) is _Failure
         size = 0 if failed else len(found)
         with self._lock:
             plan.held += size - block.size
-            block.size, block.holders = size, block.holders + writes
+            block.size, block.writing = size, writes
             self._largest = max(self._largest, size)
         block.found = None if self._sent and not failed else found
         block.fetched.set()
