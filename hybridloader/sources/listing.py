@@ -133,7 +133,8 @@ def list_files(
         paths, sizes = [root.paths[at] for at in fresh], [root.sizes[at] for at in fresh]
         roots.append(root._replace(paths=paths, sizes=sizes))
     if kept is not None:
-        _write(kept, roots)
+        text = json.dumps({"version": VERSION, "roots": roots}, ensure_ascii=False)
+        write_whole(kept, text.encode("utf-8", "surrogateescape"))
     return roots, stores
 
 
@@ -150,14 +151,10 @@ def _place_of(url: str) -> str:
     return f"{protocol}://{path.partition('/')[0]}"
 
 
-def _first_named(url: str) -> str:
-    """Return the first part of a chain that names a file: of simplecache::http://a, the second."""
-    return next(part for part in url.split("::") if "://" in part)
-
-
 def _listed(url: str, store: Store, ignored: tuple[str, ...]) -> Root:
     fs = _following_links(url) if store.is_local else store.fs
-    named = url if store.is_local else _first_named(url)
+    # The first part of a chain that names a file: of simplecache::http://a, the second.
+    named = url if store.is_local else next(part for part in url.split("::") if "://" in part)
     path = str(fs._strip_protocol(named))
     asks = "://" not in url or "::" in url[url.find(named) :]  # in http, ? begins a query
     magic = re.search(r"[*?\[]" if asks else r"[*\[]", path)
@@ -168,7 +165,8 @@ def _listed(url: str, store: Store, ignored: tuple[str, ...]) -> Root:
         folder = path.rstrip("/")
         found = fs.find(folder + "/" if folder else "", detail=True)
         if ignored:
-            found = {name: found[name] for name in found if not _is_ignored(name, folder, ignored)}
+            hidden = re.compile(f"(?:^|/)(?:{'|'.join(map(re.escape, ignored))})")
+            found = {n: info for n, info in found.items() if not hidden.search(n, len(folder))}
     else:  # not checked: a list of a million URLs would take as many requests
         if store.is_local:
             return Root(url, os.path.dirname(path), [path], [os.stat(path).st_size])
@@ -183,10 +181,6 @@ def _listed(url: str, store: Store, ignored: tuple[str, ...]) -> Root:
     paths = sorted(files)
     sizes = [files[name].get("size") for name in paths]
     return Root(url, folder, paths, [-1 if size is None else int(size) for size in sizes])
-
-
-def _is_ignored(name: str, folder: str, beginnings: tuple[str, ...]) -> bool:
-    return any(part.startswith(beginnings) for part in name[len(folder) :].split("/"))
 
 
 def _following_links(url: str) -> Any:
@@ -231,11 +225,6 @@ def _read(kept: str, urls: list[str]) -> list[Root]:
             "name another file"
         )
     return roots
-
-
-def _write(kept: str, roots: list[Root]) -> None:
-    text = json.dumps({"version": VERSION, "roots": roots}, ensure_ascii=False)
-    write_whole(kept, text.encode("utf-8", "surrogateescape"))
 
 
 _AT_ONCE = 4096

@@ -312,7 +312,10 @@ class Store:
 
     def _named(self, error: Exception, path: str, what: str = "") -> Exception:
         """Return `error`, or a hybridloader error, that names the file."""
-        where = f"{self._name_or(path)}{what and ', '}{what}"
+        try:
+            where = f"{self.name(path)}{what and ', '}{what}"
+        except Exception:  # the store could not be opened
+            where = f"{path}{what and ', '}{what}"
         if isinstance(error, (SourceError, StoreError, MemoryError)):
             return error
         if isinstance(error, WrongLength):
@@ -337,12 +340,6 @@ class Store:
             f"{where} was not served: {text}. Requests that a retry could help were repeated for up to "
             f"{self._retry:g} s; a larger retry_seconds= waits longer for the store"
         )
-
-    def _name_or(self, path: str) -> str:
-        try:
-            return self.name(path)
-        except Exception:  # the store could not be opened
-            return path
 
 
 def each(function: Callable[[T], R], files: Sequence[T], stores: Iterable[Store]) -> list[R]:
