@@ -6,7 +6,6 @@ Errors are distinguished here: files that are not there, a store that did not se
 from __future__ import annotations
 
 import io
-import itertools
 import os
 import random
 import sys
@@ -19,7 +18,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import lru_cache, partial
-from operator import sub
 from time import monotonic, perf_counter, sleep
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -106,13 +104,19 @@ class Ranges(NamedTuple):
         """Return the parts that have these spans of bytes; those close together are one."""
         starts: list[int] = []
         stops: list[int] = []
+        places: list[int] = []
+        size, end = 0, -GAP - 1
         for start, stop in sorted(spans):
-            if starts and start - stops[-1] <= GAP:
-                stops[-1] = max(stop, stops[-1])
-            else:
+            if start - end > GAP:
                 starts.append(start)
                 stops.append(stop)
-        return cls(starts, stops, [0, *itertools.accumulate(map(sub, stops, starts))])
+                places.append(size)
+                size, end = size + stop - start, stop
+            elif stop > end:
+                stops[-1] = stop
+                size, end = size + stop - end, stop
+        places.append(size)
+        return cls(starts, stops, places)
 
     def find(self, start: int, stop: int) -> int | None:
         """Return where the bytes from `start` to before `stop` of the file lie in the bytes of all."""

@@ -179,11 +179,13 @@ class Tar(Shards[Any]):
         members = self._members_of(index)
         block = None if self._reader is None else self.fetched(shard, number)
         if block is None:
-            parts = Ranges.joining((one.offset - BLOCK, one.offset + one.size) for one in members)
-            data = memoryview(self._read(shard, parts, partial(self._named, shard)))
+            parts = Ranges.joining([(one.offset - BLOCK, one.offset + one.size) for one in members])
+            what = partial(self._named, shard)
+            store, path = self._places[shard]
+            data: Any = store.read_ranges(path, parts, self._stamps[shard], what)
         else:
             parts, data = self._parts_of(shard, block.first, block.last), memoryview(block.data)
-        contents = []
+        contents = {}
         for member in members:
             start, stop = member.offset - BLOCK, member.offset + member.size
             at: Any = parts.find(start, stop)
@@ -193,16 +195,26 @@ class Tar(Shards[Any]):
                     f"byte {start}: the archive has changed since it was indexed; make the Tar source "
                     "again"
                 )
-            contents.append(bytes(data[at + BLOCK : at + stop - start]))
-        return self._made(shard, index, members, contents)
-
-    def _read(self, shard: int, parts: Ranges, what: Callable[[int], str]) -> bytes:
-        store, path = self._places[shard]
-        return store.read_ranges(path, parts, self._stamps[shard], what)
+            contents[member.extension] = bytes(data[at + BLOCK : at + stop - start])
+        sample: Any
+        if self._wanted is not None:
+            sample = tuple([contents[member.extension] for member in members])
+        else:
+            sample = {"__key__": self.keys[index], "__url__": self.shard_names[shard]}
+            for extension, content in contents.items():
+                sample[self.extensions[extension]] = content
+        if self._decode is None:
+            return sample
+        try:
+            return self._decode(sample)
+        except Exception as error:
+            add_note(error, f"loading sample {self.keys[index]!r} of {self.shard_names[shard]}")
+            raise
 
     def fetch(self, shard: int, first: int, last: int) -> bytes:
-        what = f"samples {first} to {last - 1}"
-        return self._read(shard, self._parts_of(shard, first, last), lambda _: what)
+        what, parts = f"samples {first} to {last - 1}", self._parts_of(shard, first, last)
+        store, path = self._places[shard]
+        return store.read_ranges(path, parts, self._stamps[shard], lambda _: what)
 
     def fetch_size(self, shard: int, first: int, last: int) -> int:
         return self._parts_of(shard, first, last).places[-1]
@@ -236,7 +248,7 @@ class Tar(Shards[Any]):
     def _members_of(self, index: int) -> list[_Member]:
         """Return the members of a sample that are to be read. Raises `SourceError` if one lacks."""
         first, last = self._starts[index : index + 2].tolist()
-        members = [_Member(*row) for row in self._members[first:last].tolist()]
+        members = [*map(_Member._make, self._members[first:last].tolist())]
         if self._wanted is None:
             return members
         by_name = {self.extensions[member.extension]: member for member in members}
@@ -260,21 +272,3 @@ class Tar(Shards[Any]):
         row = begin + int((self._members[begin:end, 0] == start + BLOCK).argmax())
         index = first + int(np.searchsorted(rows, row, "right")) - 1
         return f"member {self.keys[index]}.{self.extensions[self._members[row, 3]]}"
-
-    def _made(
-        self, shard: int, index: int, members: Sequence[_Member], contents: Sequence[bytes]
-    ) -> Any:
-        sample: Any
-        if self._wanted is not None:
-            sample = tuple(contents)
-        else:
-            sample = {"__key__": self.keys[index], "__url__": self.shard_names[shard]}
-            for member, data in zip(members, contents, strict=True):
-                sample[self.extensions[member.extension]] = data
-        if self._decode is None:
-            return sample
-        try:
-            return self._decode(sample)
-        except Exception as error:
-            add_note(error, f"loading sample {self.keys[index]!r} of {self.shard_names[shard]}")
-            raise
