@@ -131,22 +131,20 @@ class Staging:
         name = f"hl-{os.getpid()}-{os.urandom(6).hex()}"  # macOS takes 30 characters
         try:
             segment = shared_memory.SharedMemory(name, create=True, size=self.size)
+            try:
+                if system.FALLOCATE:  # a full /dev/shm would be a SIGBUS
+                    os.posix_fallocate(segment._fd, 0, self.size)  # type: ignore[attr-defined]
+                assert segment.buf is not None
+                segment.buf[: self.size] = file.getbuffer()
+                ticket = BufferTicket(self._token, self.size, self.what, segment.name, (0, 0), ())
+                buffer = SharedBuffer(_map_named(ticket), ticket)
+            except BaseException:
+                segment.unlink()
+                raise
+            finally:
+                segment.close()
         except OSError as error:
             raise _no_room(self.what, self.size, error) from error
-        try:
-            if system.FALLOCATE:  # a full /dev/shm would be a SIGBUS
-                os.posix_fallocate(segment._fd, 0, self.size)  # type: ignore[attr-defined]
-            assert segment.buf is not None
-            segment.buf[: self.size] = file.getbuffer()
-            ticket = BufferTicket(self._token, self.size, self.what, segment.name, (0, 0), ())
-            buffer = SharedBuffer(_map_named(ticket), ticket)
-        except BaseException as error:
-            segment.unlink()
-            if isinstance(error, OSError):
-                raise _no_room(self.what, self.size, error) from error
-            raise
-        finally:
-            segment.close()
         weakref.finalize(buffer, _unlink, segment, os.getpid())
         return buffer
 

@@ -23,7 +23,7 @@ from array import array
 from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import islice
 from time import perf_counter
@@ -47,6 +47,11 @@ from hybridloader.sources.store import ahead
 
 fcntl = system.module("fcntl")  # None on Windows, which can't remove an open file either
 
+_SHARED, _ALONE, _IF_FREE = (
+    (0, 0, 0) if fcntl is None else (fcntl.LOCK_SH, fcntl.LOCK_EX, fcntl.LOCK_EX | fcntl.LOCK_NB)
+)
+"""Locks: with others, alone, and alone or not at all."""
+
 _LOCKS = 256
 """Lock files for blocks that are being fetched; blocks whose names end alike share one."""
 
@@ -58,6 +63,9 @@ _SPARE = 0.05
 
 _PRIVATE = "hybridloader-blocks-"
 """Prefix of the names of folders that are removed when their process ends."""
+
+_OWNER = "owner"
+"""File in such a folder that its process has locked."""
 
 
 class BlockCache:
@@ -102,48 +110,44 @@ class BlockCache:
         name = hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:32]
         path = os.path.join(self.folder, f"{name}.block")
         found = self._open(path)
-        if found is None:
+        if found is not None:
+            return found
+        with ExitStack() as locks:
             try:
                 os.makedirs(self.folder, exist_ok=True)
-                lock = _locked(os.path.join(self.folder, f"{int(name[:8], 16) % _LOCKS:03d}.lock"))
+                lock = f"{int(name[:8], 16) % _LOCKS:03d}.lock"
+                locks.enter_context(_locked(os.path.join(self.folder, lock)))
             except OSError as error:
                 self._warn(error)
                 return fetch()
-            with lock:
-                found = self._open(path)
-                if found is None:
-                    data = fetch()
-                    if fetched is not None:
-                        fetched(data)
-                        self._write(path, data)
-                        return data
-                    # Map the written file, so that the block takes no private memory.
-                    found = self._open(path, check=False) if self._write(path, data) else None
-                    return data if found is None else found
-        return found
+            found = self._open(path)
+            if found is not None:
+                return found
+            data = fetch()
+            if fetched is not None:
+                fetched(data)
+                self._write(path, data)
+                return data
+            # Map the written file, so that the block takes no private memory.
+            found = self._open(path, check=False) if self._write(path, data) else None
+            return data if found is None else found
 
     def _open(self, path: str, *, check: bool = True) -> Any:
         """Return the data of a file if it is whole. It is in use as long as these are."""
         try:
-            fd = os.open(path, os.O_RDONLY)
-        except OSError:
-            return None
-        try:
-            if fcntl is not None:
-                fcntl.flock(fd, fcntl.LOCK_SH)
-            held = mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
-            data = memoryview(held)[:-_TRAILER]
-            if check and held[-_TRAILER:] != _trailer(data):
-                data.release()
-                held.close()
-                return None
-            with suppress(OSError):
-                os.utime(path)
+            with _locked(path, _SHARED, os.O_RDONLY) as fd:
+                # The map keeps a duplicate of the descriptor, and with it the lock.
+                held = mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
+                data = memoryview(held)[:-_TRAILER]
+                if check and held[-_TRAILER:] != _trailer(data):
+                    data.release()
+                    held.close()
+                    return None
+                with suppress(OSError):
+                    os.utime(path)
+                return data
         except (OSError, ValueError):  # ValueError: the file is empty
             return None
-        finally:
-            os.close(fd)  # the map keeps a duplicate of it, and with it the lock
-        return data
 
     def _write(self, path: str, data: Any) -> bool:
         part = f"{path[: -len('.block')]}.part"  # one left by a killed process is overwritten
@@ -200,34 +204,24 @@ def private_cache(limit: int) -> BlockCache:
     if not os.access(base, os.W_OK) or shutil.disk_usage(base).free < 2 * limit:
         base = tempfile.gettempdir()
     for name in os.listdir(base):
-        if name.startswith(_PRIVATE):
-            with suppress(OSError):
-                _remove_abandoned(os.path.join(base, name))
-    folder = tempfile.mkdtemp(prefix=f"{_PRIVATE}", dir=base)
-    owner = _locked(os.path.join(folder, "owner"))
-    owner.__enter__()
+        if name.startswith(_PRIVATE) and fcntl is not None:
+            folder = os.path.join(base, name)
+            # The lock is free if its owner does not live.
+            with suppress(OSError), _locked(os.path.join(folder, _OWNER), _IF_FREE, os.O_RDWR):
+                shutil.rmtree(folder, ignore_errors=True)
+    folder = tempfile.mkdtemp(prefix=_PRIVATE, dir=base)
+    owner = ExitStack()
+    owner.enter_context(_locked(os.path.join(folder, _OWNER)))
     cache = BlockCache(folder, limit)
     cache.private = True
     weakref.finalize(cache, _remove, folder, owner, os.getpid())
     return cache
 
 
-def _remove(folder: str, owner: _locked, process: int) -> None:
+def _remove(folder: str, owner: ExitStack, process: int) -> None:
     if os.getpid() == process:  # not in a fork of the process
         shutil.rmtree(folder, ignore_errors=True)
-    owner.__exit__()
-
-
-def _remove_abandoned(folder: str) -> None:
-    """Remove a folder whose owner does not live."""
-    if fcntl is None:
-        return
-    fd = os.open(os.path.join(folder, "owner"), os.O_RDWR)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(folder, ignore_errors=True)
-    finally:
-        os.close(fd)
+    owner.close()
 
 
 def _trailer(data: Any) -> bytes:
@@ -238,13 +232,8 @@ def _trailer(data: Any) -> bytes:
 def _removed(path: str) -> bool:
     """Remove a file unless some process uses it."""
     try:
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            if fcntl is not None:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with _locked(path, _IF_FREE, os.O_RDONLY):
             os.unlink(path)
-        finally:
-            os.close(fd)
     except FileNotFoundError:
         return True
     except OSError:
@@ -252,18 +241,16 @@ def _removed(path: str) -> bool:
     return True
 
 
-class _locked:
-    """Lock of a file, against threads and processes. It is gone with the process."""
-
-    def __init__(self, path: str) -> None:
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-
-    def __enter__(self) -> None:
+@contextmanager
+def _locked(path: str, how: int = _ALONE, flags: int = os.O_RDWR | os.O_CREAT) -> Iterator[int]:
+    """Lock a file against threads and processes. The lock is gone with the process."""
+    fd = os.open(path, flags, 0o666)
+    try:
         if fcntl is not None:
-            fcntl.flock(self._fd, fcntl.LOCK_EX)
-
-    def __exit__(self, *_: Any) -> None:
-        os.close(self._fd)
+            fcntl.flock(fd, how)
+        yield fd
+    finally:
+        os.close(fd)
 
 
 Ints = npt.NDArray[np.int64]
@@ -329,22 +316,17 @@ def _place_of(starts: array[int], shard_ends: array[int], number: int) -> _Place
 class _Block:
     """A block of a plan. Its fields change under the lock of the reader; `found` is set once."""
 
-    __slots__ = (
-        *("chunk", "fetched", "found", "holders", "left"),
-        *("place", "size", "started", "stop", "uses"),
-    )
+    __slots__ = ("fetched", "found", "left", "number", "place", "size", "stop", "uses", "writing")
 
-    def __init__(self, place: _Place, size: int) -> None:
-        self.place = place
+    def __init__(self, number: int, place: _Place, size: int) -> None:
+        self.number, self.place = number, place
         self.left = place[2] - place[1]  # samples not read yet
         self.size = size  # bytes, fetched or reserved; -1: unknown
-        # Samples planned and not read; number of the last part of the order that has one.
-        self.uses = self.chunk = 0
-        self.stop = 0  # samples of the order up to the end of that part
-        self.started = False  # a thread fetches it or has fetched it
+        self.uses = 0  # samples planned and not read
+        self.stop = 0  # samples of the order up to the end of the last part that has one of these
         self.fetched = threading.Event()
         self.found: Any = None  # then its data, or a `_Failure`; None: in the cache, for others
-        self.holders = 1  # of its bytes: the plan, and a thread that writes them into the cache
+        self.writing = False  # fetched, and its thread still writes it into the cache
 
 
 class _Failure:
@@ -391,14 +373,13 @@ class _Plan:
         self.held = 0  # bytes
         self.begun = False  # a sample was read
         self._seen: set[int] = set()  # all blocks so far
-        self._chunk = self._looked = 0  # parts of the order, and samples, looked at so far
+        self._looked = 0  # samples of the order so far
         self._drawn = 0  # samples that the sampler returned
 
     def look_ahead(self, blocks: int) -> None:
         """Have `blocks` blocks in the queue, if as many are left."""
         while self.order is not None and len(self.queue) < blocks:
             samples = next(self.order, None)
-            self._chunk += 1
             if samples is None:
                 self.order = None
                 return
@@ -412,45 +393,43 @@ class _Plan:
         if number not in self._seen:
             self._seen.add(number)
             place = _place_of(self.starts, self._shard_ends, number)
-            made = self.blocks[number] = _Block(place, self._size_of(*place))
+            made = self.blocks[number] = _Block(number, place, self._size_of(*place))
             self.queue.append(made)
         block = self.blocks.get(number)
         if block is not None:
             block.uses += uses
-            block.chunk, block.stop = self._chunk, self._looked
+            block.stop = self._looked
 
     def advance(self, samples: int) -> bool:
         """Let go of the blocks that other processes have read, as so many more samples were drawn."""
         self._drawn += samples
         over = [
-            number
-            for number, block in self.blocks.items()
+            block
+            for block in self.blocks.values()
             if block.fetched.is_set() and block.stop <= self._drawn
         ]
-        for number in over:
-            self.drop(number)
+        for block in over:
+            self.drop(block)
         return bool(over)
 
     def start(self, block: _Block, size: int) -> None:
-        block.started, block.size = True, size
+        self.queue.remove(block)  # mostly the first one
+        block.size = size
         self.held += size
 
-    def drop(self, number: int) -> None:
-        self.release(self.blocks.pop(number))
-
-    def release(self, block: _Block) -> None:
-        block.holders -= 1
-        if not block.holders:
+    def drop(self, block: _Block) -> None:
+        """Let go of a block, unless it is being written: its bytes count until then."""
+        if not block.writing and self.blocks.pop(block.number, None) is not None:
             self.held -= block.size
 
     def make_room(self, size: int, limit: int) -> bool:
         """Drop blocks of which some samples never come: a run was resumed, or ranks share a block."""
         if len(self.queue) < _QUEUED:
             self.look_ahead(len(self.queue) + 1)
-        for number, block in [*self.blocks.items()]:
-            over = block.chunk < self._chunk or self.order is None
+        for block in [*self.blocks.values()]:
+            over = block.stop < self._looked or self.order is None
             if over and block.uses <= 0 and block.fetched.is_set():
-                self.drop(number)
+                self.drop(block)
                 if self.held + size <= limit:
                     return True
         return False
@@ -473,6 +452,9 @@ class BlockReader:
         Folder that keeps blocks from one epoch to the next.
     warns
         Warn if many samples are read without a plan.
+    starts, window
+        First samples of the blocks of a sampler in another process, which announces them, and how many
+        are in use at a time.
     """
 
     def __init__(
@@ -480,8 +462,9 @@ class BlockReader:
         shard_ends: array[int],
         limit: int = AHEAD,
         cache: BlockCache | None = None,
-        *,
         warns: bool = True,
+        starts: array[int] | None = None,
+        window: int = 1,
     ) -> None:
         self._shard_ends, self._limit, self._warns = shard_ends, limit, warns
         self._shards = array("q", [0, *shard_ends])  # blocks, if no sampler announces any
@@ -489,29 +472,27 @@ class BlockReader:
         # All the mutable state:
         self._cache = cache
         self._sent = False  # True: other processes have a copy of this reader
-        self._begins = True  # False: another process announces blocks and counts them
-        self._starts: array[int] = array("q")  # first samples of the sampler's blocks
-        self._window = 1  # blocks in use at a time
-        self._open: OrderedDict[int, Any] = OrderedDict()  # blocks read without a plan
-        self._failed: dict[int, _Failure] = {}  # those of them that could not be fetched
+        self._begins = starts is None  # False: another process announces blocks and counts them
+        self._starts = starts  # first samples of the sampler's blocks
+        self._window = window  # blocks in use at a time
+        self._open: OrderedDict[int, Any] = OrderedDict()  # data and `_Failure`s without a plan
         self._plan: _Plan | None = None
         self._largest = 0  # bytes of the largest block
         self._threads: set[threading.Thread] = set()
         self._alone = 0  # samples read without a plan
 
     def __reduce__(self) -> Any:
-        if self._starts:  # empty: no sampler has described its blocks
+        if self._starts is not None:
             self._cache = self._cache or private_cache(2 * self._limit)
             self._sent = True
-        return _received, (
-            *(self._shard_ends, self._limit, self._cache),
-            *(self._starts, self._window),
-        )
+        # In the other process no sampler announces anything, so none is missed.
+        described = self._shard_ends, self._limit, self._cache, False, self._starts, self._window
+        return BlockReader, described
 
     @property
     def divided(self) -> bool:
         """True if a sampler has announced its blocks."""
-        return bool(self._starts)
+        return self._starts is not None
 
     def divide(self, sizes: Ints, window: int) -> bool:
         """Have blocks of so many samples, of which `window` are in use at the same time.
@@ -546,28 +527,26 @@ class BlockReader:
         blocks
             Number of blocks that are in use at the same time.
         """
-        if not self.divide(sizes, blocks):
+        if not self.divide(sizes, blocks) or self._starts is None:
             return
         plan = _Plan(self._starts, self._shard_ends, order, source.fetch_size)
         plan.look_ahead(blocks)
-        window = sum(block.size for block in islice(plan.queue, blocks))
+        first = [*islice(plan.queue, blocks)]
+        window = sum(block.size for block in first)
         if self._cache is not None and window > self._cache.limit:
             raise ValueError(
-                f"cache_bytes={self._cache.limit} has no room for the {min(blocks, len(plan.queue))} "
-                f"blocks of a window ({window} bytes); raise it, or pass a smaller block_size= or "
-                "window_blocks= to BlockShuffleSampler"
+                f"cache_bytes={self._cache.limit} has no room for the {len(first)} blocks of a window "
+                f"({window} bytes); raise it, or pass a smaller block_size= or window_blocks= to "
+                "BlockShuffleSampler"
             )
         if window > self._limit:
             warn_once(
-                f"the {min(blocks, len(plan.queue))} blocks of a window have {window} bytes, "
-                f"more than ahead_bytes={self._limit}, so samples are read one by one, with a request "
-                "each; pass a smaller block_size= or window_blocks= to BlockShuffleSampler, or raise "
-                "ahead_bytes=",
+                f"the {len(first)} blocks of a window have {window} bytes, more than ahead_bytes="
+                f"{self._limit}, so samples are read one by one, with a request each; pass a smaller "
+                "block_size= or window_blocks= to BlockShuffleSampler, or raise ahead_bytes=",
                 "large-window",
             )
-            plan.order = iter(())
-            plan.blocks.clear()
-            plan.queue.clear()
+            plan = _Plan(self._starts, self._shard_ends, iter(()), source.fetch_size)
         self._plan = plan
         if self._sent:  # other processes read the samples
             plan.begun = True
@@ -594,7 +573,7 @@ class BlockReader:
                 self._fill(source)
                 plan.begun = True  # not sooner: no thread shall find its block not started
             with self._lock:
-                mine = not block.started
+                mine = block in plan.queue
                 if mine:
                     plan.start(block, self._size(block))
             if mine:
@@ -613,8 +592,8 @@ class BlockReader:
             block.left -= samples
             block.uses -= samples
             done = block.left <= 0
-            if done and number in plan.blocks:
-                plan.drop(number)
+            if done:
+                plan.drop(block)
         if done:
             self._fill(source)
         return Fetched(data, *block.place[1:])
@@ -631,27 +610,31 @@ class BlockReader:
     def _unplanned(self, source: Source, index: int) -> Fetched | None:
         """Return the block of a sample from the cache, if there is one."""
         if self._cache is None:
-            self._count_alone()
+            self._alone += 1
+            if self._alone == _MANY and self._warns:
+                warn_once(
+                    "samples of a remote source are read one by one, with a request each; pass the "
+                    "loader sampler=BlockShuffleSampler(source, seed), which reads whole blocks",
+                    "read-one-by-one",
+                )
             return None
-        starts = self._starts or self._shards
+        starts = self._shards if self._starts is None else self._starts
         number = bisect_right(starts, index) - 1
         place = _place_of(starts, self._shard_ends, number)
-        data = self._open.get(number)
-        if data is None:
-            failure = self._failed.get(number)
-            if failure is not None and not failure.raise_once(index):
-                self._failed.pop(number, None)
+        found = self._open.get(number)
+        if found is None or (type(found) is _Failure and not found.raise_once(index)):
             try:
-                data = self._bytes_of(source, place)
+                found = self._bytes_of(source, place)
             except Exception as error:
-                failure = self._failed[number] = _Failure(error)
-                failure.raise_once(index)
-                return None
+                found = _Failure(error)
             with self._lock:
-                self._open[number] = data
+                self._open[number] = found
                 while len(self._open) > 2 * self._window:
                     self._open.popitem(last=False)
-        return Fetched(data, *place[1:])
+        if type(found) is _Failure:
+            found.raise_once(index)
+            return None
+        return Fetched(found, *place[1:])
 
     def _bytes_of(
         self,
@@ -692,15 +675,6 @@ class BlockReader:
         for thread in threads:
             thread.join(_JOIN)
 
-    def _count_alone(self) -> None:
-        self._alone += 1
-        if self._alone == _MANY and self._warns:
-            warn_once(
-                "samples of a remote source are read one by one, with a request each; pass the loader "
-                "sampler=BlockShuffleSampler(source, seed), which reads whole blocks",
-                "read-one-by-one",
-            )
-
     def _size(self, block: _Block) -> int:
         return block.size if block.size >= 0 else self._largest
 
@@ -710,18 +684,15 @@ class BlockReader:
             plan = self._plan
             if plan is None or plan.process != os.getpid():
                 return None
-            while True:
-                plan.look_ahead(1)
-                if not plan.queue:
-                    return None
-                block = plan.queue[0]
-                if not block.started:
-                    size = self._size(block)
-                    if plan.held + size > self._limit and not plan.make_room(size, self._limit):
-                        return None
-                    plan.start(block, size)
-                    return plan, plan.queue.popleft()
-                plan.queue.popleft()  # the thread that needs the block fetches it already
+            plan.look_ahead(1)
+            if not plan.queue:
+                return None
+            block = plan.queue[0]
+            size = self._size(block)
+            if plan.held + size > self._limit and not plan.make_room(size, self._limit):
+                return None
+            plan.start(block, size)
+            return plan, block
 
     def _fill(self, source: Source) -> None:
         """Start threads while there are blocks to fetch, and room for them."""
@@ -765,28 +736,16 @@ class BlockReader:
                 self._have(plan, block, found)
             else:  # it is written, or can't be
                 with self._lock:
-                    plan.release(block)
+                    block.writing = False
+                    if block.left <= 0:
+                        plan.drop(block)
 
     def _have(self, plan: _Plan, block: _Block, found: Any, *, writes: bool = False) -> None:
         failed = type(found) is _Failure
         size = 0 if failed else len(found)
         with self._lock:
             plan.held += size - block.size
-            block.size, block.holders = size, block.holders + writes
+            block.size, block.writing = size, writes
             self._largest = max(self._largest, size)
         block.found = None if self._sent and not failed else found
         block.fetched.set()
-
-
-def _received(
-    shard_ends: array[int],
-    limit: int,
-    cache: BlockCache | None,
-    starts: array[int],
-    window: int,
-) -> BlockReader:
-    """Return a reader in another process, where no sampler announces anything, so none is missed."""
-    reader = BlockReader(shard_ends, limit, cache, warns=False)
-    reader._begins = not starts
-    reader._starts, reader._window = starts, window
-    return reader

@@ -12,10 +12,9 @@ import numpy as np
 from hybridloader._support.text import flag
 from hybridloader._support.user_objects import add_note
 from hybridloader.errors import SourceError
-from hybridloader.sources.listing import Root, Urls, list_files
+from hybridloader.sources.listing import Root, Texts, Urls, list_files
 from hybridloader.sources.shards import Shards
 from hybridloader.sources.store import RETRY
-from hybridloader.sources.texts import Texts
 
 Decode = Literal["bytes", "text"] | Callable[[bytes], Any]
 
@@ -98,7 +97,7 @@ class Files(Shards[Any]):
         super().__init__(Texts(root.url for root in roots), [len(root.paths) for root in roots])
         self._decode = decode
         numbers = {store: number for number, store in enumerate(dict.fromkeys(stores))}
-        self._stores = list(numbers)
+        self._shard_stores = list(numbers)
         self._store_of = array("L", (numbers[store] for store in stores))
         self.paths: Texts = Texts(chain.from_iterable(root.paths for root in roots))
         self._sizes = np.array([size for root in roots for size in root.sizes], np.int64)
@@ -121,15 +120,11 @@ class Files(Shards[Any]):
     @property
     def waits(self) -> bool:
         """True for remote files."""
-        return any(not store.is_local for store in self._stores)
-
-    def close(self) -> None:
-        for store in self._stores:
-            store.close()
+        return self._is_remote
 
     def read(self, shard: int, number: int) -> Any:
         index = number + (self._ends[shard - 1] if shard else 0)
-        store, path = self._stores[self._store_of[shard]], self.paths[index]
+        store, path = self._shard_stores[self._store_of[shard]], self.paths[index]
         data: Any = store.read(path, int(self._sizes[index]))
         try:
             if callable(self._decode):

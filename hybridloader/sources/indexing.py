@@ -13,14 +13,13 @@ import os
 import re
 import tarfile
 import zipfile
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +29,7 @@ from hybridloader._support.text import warn_once
 from hybridloader.errors import SourceError
 from hybridloader.memory.limits import local_rank, ranks_here
 from hybridloader.sources.listing import Urls, list_files
-from hybridloader.sources.store import MANIFEST, RETRY, Stamp, Store, each, write_whole
+from hybridloader.sources.store import MANIFEST, RETRY, RemoteFile, Stamp, Store, each, write_whole
 
 # -- Index of one tar archive: samples by key, and the place of each of their members.
 #
@@ -107,47 +106,24 @@ class TarIndex:
     ignored: int
 
 
-class Headers(io.RawIOBase):
+class Headers(RemoteFile):
     """A remote archive that is read from its beginning on by leaps: only the parts that are read."""
 
     def __init__(self, store: Store, path: str, size: int) -> None:
-        self._store, self._path, self._size = store, path, size
-        # All the mutable state:
-        self._at = self._reads = 0
+        super().__init__(store, path, size)
+        # All the mutable state, beside that of the base:
+        self._reads = 0
         self._start, self._data = 0, b""  # the part that was fetched last
 
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = offset + (0, self._at, self._size)[whence]
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
-    def read(self, size: int = -1, /) -> bytes:
+    def fetch(self, start: int, stop: int) -> bytes:
         self._reads += 1
-        start = self._at
-        stop = self._size if size < 0 else min(start + size, self._size)
-        if stop <= start:
-            return b""
         if not self._start <= start <= stop <= self._start + len(self._data):
             members = self._reads / 3  # tarfile and the index read three times for each member
             ahead = _SMALL if start > members * _LEAP else _LARGE
-            end = min(max(stop, start + (ahead if self._data else _FIRST)), self._size)
-            self._data = self._store.remote_range(self._path, start, end)
+            end = min(max(stop, start + (ahead if self._data else _FIRST)), self.size)
+            self._data = self.store.remote_range(self.path, start, end)
             self._start = start
-        self._at = stop
         return self._data[start - self._start : stop - self._start]
-
-
-def header_sum(block: bytes | memoryview) -> int:
-    """Return the checksum of a header, by which it is known again."""
-    return zlib.crc32(block)
 
 
 def name_parts(name: str) -> tuple[str, str] | None:
@@ -190,7 +166,7 @@ def make_index(name: str, file: Any, stamp: Stamp) -> TarIndex:
                 f"{name} has two members {key}.{extension}, so one would be lost; rename one"
             )
         file.seek(member.offset_data - BLOCK)
-        header = header_sum(file.read(BLOCK))
+        header = crc32(file.read(BLOCK))
         parts[extension] = member.offset_data, member.size, header
     extensions = sorted({extension for parts in members.values() for extension in parts})
     number = {extension: at for at, extension in enumerate(extensions)}
@@ -247,11 +223,6 @@ def _members(name: str, file: Any) -> Iterator[tarfile.TarInfo]:
             )
 
 
-def save_index(path: str, index: TarIndex) -> None:
-    """Write an index to a local file, at once or not at all."""
-    write_whole(path, packed_index(index))
-
-
 def packed_index(index: TarIndex) -> memoryview:
     """Return the contents of the file of an index."""
     about = {
@@ -276,7 +247,10 @@ _ARRAYS = ("starts", "extension", "offset", "size", "header")
 
 
 def load_index(path: str | io.BytesIO, stamp: Stamp) -> TarIndex | None:
-    """Read a kept index from its file or its contents; None if there is none with this stamp."""
+    """Read a kept index from its file or its contents; None if there is none with this stamp.
+
+    The file is a zip archive, whose checksums detect damage.
+    """
     try:
         with np.load(path, allow_pickle=False) as held:
             about = json.loads(held["about"].tobytes())
@@ -285,29 +259,11 @@ def load_index(path: str | io.BytesIO, stamp: Stamp) -> TarIndex | None:
             arrays = {name: held[name] for name in _ARRAYS}
             text = held["keys"].tobytes().decode("utf-8", "surrogateescape")
             keys = text.split("\0") if len(arrays["starts"]) > 1 else []
-            index = TarIndex(
+            return TarIndex(
                 stamp, keys, extensions=about["extensions"], ignored=about["ignored"], **arrays
             )
-            return index if _agrees(index) else None
     except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile):
         return None
-
-
-def _agrees(index: TarIndex) -> bool:
-    """True if the arrays of an index agree with each other, and with the size of the archive."""
-    starts, size = index.starts, index.stamp.size
-    members = len(index.offset)
-    columns = [getattr(index, name) for name in _ARRAYS]
-    return (
-        all(column.ndim == 1 and column.dtype == np.int64 for column in columns)
-        and all(len(column) == members for column in columns[1:])
-        and len(starts) == len(index.keys) + 1
-        and (starts[0], starts[-1]) == (0, members)
-        and bool((np.diff(starts) > 0).all())
-        and bool(((index.extension >= 0) & (index.extension < len(index.extensions))).all())
-        and bool(((index.offset >= BLOCK) & (index.size >= 0)).all())
-        and (size < 0 or bool((index.offset + index.size <= size).all()))
-    )
 
 
 fcntl = system.module("fcntl")  # None on Windows: each process makes the indices that are missing
@@ -326,8 +282,6 @@ _NAMED = 100
 
 Place = tuple[Store, str]
 """Store of an archive, and its path there."""
-
-Wanted = tuple[Place, Stamp]
 
 
 def archives(urls: Urls, options: Mapping[str, Any], retry: float = RETRY) -> list[Place]:
@@ -355,127 +309,111 @@ def indexed(places: Sequence[Place], kept: str | None) -> list[TarIndex]:
     Of the processes that share a folder one makes those that are missing, while the others wait.
     """
     stores = [store for store, _ in places]
-    stamps = each(lambda place: place[0].stamp(place[1]), places, stores)
-    wanted = [*zip(places, stamps, strict=True)]
-    found = each(partial(_loaded, kept=kept), wanted, stores)
-    missing = [one for one, index in zip(wanted, found, strict=True) if index is None]
+    wanted = each(lambda place: Archive(*place, place[0].stamp(place[1]), kept), places, stores)
+    found = dict(zip(wanted, each(Archive.load, wanted, stores), strict=True))
+    missing = [archive for archive, index in found.items() if index is None]
     if missing:
         with _alone(kept):
-            made = each(partial(_index_of, kept=kept), missing, [place[0] for place, _ in missing])
-        left = iter(made)
-        found = [index or next(left) for index in found]
-    return [index for index in found if index is not None]
+            made = each(Archive.index, missing, [archive.store for archive in missing])
+        found.update(zip(missing, made, strict=True))
+    return [index for archive in wanted if (index := found[archive]) is not None]
 
 
-def _index_of(wanted: Wanted, kept: str | None) -> TarIndex:
-    """Return the index of one archive, which is kept if it can be."""
-    (store, path), stamp = wanted
-    if stamp == Stamp(stamp.size, ""):  # a change would not be noticed, so no index is kept
-        _warn_many_ranks(store)
-        return _made(store, path, stamp)
-    if kept is None or (kept == BESIDE and not store.is_local):
-        _refuse_many_ranks(store, path)
-        return _made(store, path, stamp)
-    file = _file_of(store, path, kept)
-    index = load_index(file, stamp)  # another process may have made it
-    if index is None:
-        index = _made(store, path, stamp)
-        _save(file, index)
-    return index
+@dataclass(frozen=True)
+class Archive:
+    """An archive to be indexed."""
 
+    store: Store
+    path: str
+    stamp: Stamp
+    kept: str | None
+    """The option `index` of `Tar`."""
 
-def _made(store: Store, path: str, stamp: Stamp) -> TarIndex:
-    name = store.name(path)
-    whole = store.is_local or stamp.size < 0
-    with store.open(path) if whole else Headers(store, path, stamp.size) as file:
+    @property
+    def name(self) -> str:
+        return self.store.name(self.path)
+
+    @property
+    def file(self) -> str:
+        """Path of the file of its index: on this machine, or in the store of the archive."""
+        if self.kept is None or self.kept == BESIDE:
+            return f"{self.path}{SUFFIX}"
+        name = self.name
+        if name.startswith(("http://", "https://")):
+            name = name.partition("?")[0]  # a query may be a signature, which differs each time
+        digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).hexdigest()[:16]
+        return os.path.join(self.kept, f"{os.path.basename(name)[:_NAMED]}.{digest}{SUFFIX}")
+
+    def load(self) -> TarIndex | None:
+        """Return the kept index, if there is one with the stamp of the archive."""
+        if self.kept is None:
+            return None
+        if self.kept != BESIDE or self.store.is_local:
+            return load_index(self.file, self.stamp)
         try:
-            return make_index(name, file, stamp)
-        except Exception as error:
-            store.raise_named(error, path)
+            return load_index(io.BytesIO(self.store.read(self.file)), self.stamp)
+        except FileNotFoundError:
+            return None
 
+    def index(self) -> TarIndex:
+        """Return the index, which is kept if it can be.
 
-def _refuse_many_ranks(store: Store, path: str) -> None:
-    ranks = _ranks()
-    if ranks > 1 and not store.is_local:
-        name = store.name(path)
-        raise ValueError(
-            f"{name} has no kept index, so each of the {ranks} ranks of this machine would read the "
-            "archive; set index= to a folder that all ranks share, where one rank makes each index. To "
-            f"fill the folder ahead of time, run: hybridloader index {name} ... -o FOLDER"
-        )
+        Raises `ValueError` if several ranks would index a remote archive, as they keep nothing.
+        """
+        noticed = bool(self.stamp.mark)  # else a change would not be, so no index is kept
+        keeps = self.store.is_local or self.kept not in (None, BESIDE)
+        ranks = 1 if self.store.is_local else max(ranks_here(), local_rank() + 1)
+        if ranks > 1 and not noticed:
+            warn_once(
+                f"each of the {ranks} ranks of this machine reads the headers of all archives: the "
+                "store reports neither a time nor a checksum, so a change would not be noticed, and no "
+                "index is kept; copy the archives to a store that reports one of them",
+                "read-by-each-rank",
+            )
+        elif ranks > 1 and not keeps:
+            raise ValueError(
+                f"{self.name} has no kept index, so each of the {ranks} ranks of this machine would "
+                "read the archive; set index= to a folder that all ranks share, where one rank makes "
+                f"each index. To fill the folder ahead of time, run: hybridloader index {self.name} ... "
+                "-o FOLDER"
+            )
+        if self.kept is None or not (noticed and keeps):
+            return self._make()
+        index = load_index(self.file, self.stamp)  # another process may have made it
+        if index is None:
+            index = self._make()
+            try:
+                write_whole(self.file, packed_index(index))
+            except OSError as error:  # this index works; the next process indexes the archive again
+                warn_once(
+                    f"indices of archives are not kept in {os.path.dirname(self.file)}: "
+                    f"{type(error).__name__}: {error.strerror}; set index= to a writable folder",
+                    "index-not-kept",
+                )
+        return index
 
-
-def _warn_many_ranks(store: Store) -> None:
-    ranks = _ranks()
-    if ranks > 1 and not store.is_local:
-        warn_once(
-            f"each of the {ranks} ranks of this machine reads the headers of all archives: the store "
-            "reports neither a time nor a checksum, so a change would not be noticed, and no index is "
-            "kept; copy the archives to a store that reports one of them",
-            "read-by-each-rank",
-        )
-
-
-def _ranks() -> int:
-    """Return the number of ranks on this machine, or how many there are at least."""
-    return max(ranks_here(), local_rank() + 1)
-
-
-def _loaded(wanted: Wanted, kept: str | None) -> TarIndex | None:
-    """Return the kept index of an archive, if there is one with its stamp."""
-    (store, path), stamp = wanted
-    if kept is None:
-        return None
-    file = _file_of(store, path, kept)
-    if kept != BESIDE or store.is_local:
-        return load_index(file, stamp)
-    try:
-        return load_index(io.BytesIO(store.read(file)), stamp)
-    except FileNotFoundError:
-        return None
-
-
-def _save(file: str, index: TarIndex) -> None:
-    try:
-        save_index(file, index)
-    except OSError as error:  # this index still works; the next process indexes the archive again
-        warn_once(
-            f"indices of archives are not kept in {os.path.dirname(file)}: {type(error).__name__}: "
-            f"{error.strerror}; set index= to a writable folder",
-            "index-not-kept",
-        )
-
-
-def _file_of(store: Store, path: str, kept: str) -> str:
-    """Return the path of the file of an index: on this machine, or in the store of the archive."""
-    if kept == BESIDE:
-        return f"{path}{SUFFIX}"
-    name = store.name(path)
-    if name.startswith(("http://", "https://")):
-        name = name.partition("?")[0]  # a query may be a signature, which differs each time
-    digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).hexdigest()[:16]
-    return os.path.join(kept, f"{os.path.basename(name)[:_NAMED]}.{digest}{SUFFIX}")
+    def _make(self) -> TarIndex:
+        whole = self.store.is_local or self.stamp.size < 0
+        store, path, size = self.store, self.path, self.stamp.size
+        with store.open(path) if whole else Headers(store, path, size) as file:
+            try:
+                return make_index(self.name, file, self.stamp)
+            except Exception as error:
+                store.raise_named(error, path)
 
 
 @contextmanager
 def _alone(kept: str | None) -> Iterator[None]:
     """Hold the lock of a folder of indices; a process that ends, also by a signal, gives it back."""
-    if kept in (None, BESIDE):
-        yield
-        return
-    assert kept is not None
-    os.makedirs(kept, exist_ok=True)
-    try:
-        lock = open(os.path.join(kept, _LOCK), "ab")  # noqa: SIM115
-    except OSError:  # the folder isn't writable; saving an index warns about it
-        yield
-        return
-    with lock:
-        if fcntl is not None:
-            with suppress(
-                OSError
-            ):  # a file system without locks: each process makes what is missing
-                fcntl.lockf(lock, fcntl.LOCK_EX)
+    with ExitStack() as locked:
+        if kept is not None and kept != BESIDE:
+            os.makedirs(kept, exist_ok=True)
+            # OSError: the folder isn't writable, of which saving an index warns; or the file system has
+            # no locks, and each process makes what is missing.
+            with suppress(OSError):
+                lock = locked.enter_context(open(os.path.join(kept, _LOCK), "ab"))
+                if fcntl is not None:
+                    fcntl.lockf(lock, fcntl.LOCK_EX)
         yield
 
 
@@ -536,9 +474,10 @@ def index_archives(
 
 def _keep(place: Place, folder: str) -> None:
     store, path = place
-    index = _index_of((place, store.stamp(path)), folder)
-    if index.stamp == Stamp(index.stamp.size, ""):
+    archive = Archive(store, path, store.stamp(path), folder)
+    archive.index()
+    if not archive.stamp.mark:
         raise ValueError(
-            f"{store.name(path)}: the store reports neither a time nor a checksum, so a change would "
-            "not be noticed, and no index is kept; copy the archive to a store that reports one of them"
+            f"{archive.name}: the store reports neither a time nor a checksum, so a change would not "
+            "be noticed, and no index is kept; copy the archive to a store that reports one of them"
         )

@@ -1,15 +1,21 @@
-"""Lists of files: globs and folders of several places, in an order that is always the same."""
+"""Lists of files: globs and folders of several places, in an order that is always the same.
+
+`Texts` keeps many names as two arrays, which workers of other processes map instead of copying them.
+"""
 
 from __future__ import annotations
 
 import itertools
 import json
+import operator
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
+
+import numpy as np
 
 from hybridloader._support.text import seconds
 from hybridloader.errors import CacheError, SourceError
@@ -127,7 +133,8 @@ def list_files(
         paths, sizes = [root.paths[at] for at in fresh], [root.sizes[at] for at in fresh]
         roots.append(root._replace(paths=paths, sizes=sizes))
     if kept is not None:
-        _write(kept, roots)
+        text = json.dumps({"version": VERSION, "roots": roots}, ensure_ascii=False)
+        write_whole(kept, text.encode("utf-8", "surrogateescape"))
     return roots, stores
 
 
@@ -144,14 +151,10 @@ def _place_of(url: str) -> str:
     return f"{protocol}://{path.partition('/')[0]}"
 
 
-def _first_named(url: str) -> str:
-    """Return the first part of a chain that names a file: of simplecache::http://a, the second."""
-    return next(part for part in url.split("::") if "://" in part)
-
-
 def _listed(url: str, store: Store, ignored: tuple[str, ...]) -> Root:
     fs = _following_links(url) if store.is_local else store.fs
-    named = url if store.is_local else _first_named(url)
+    # The first part of a chain that names a file: of simplecache::http://a, the second.
+    named = url if store.is_local else next(part for part in url.split("::") if "://" in part)
     path = str(fs._strip_protocol(named))
     asks = "://" not in url or "::" in url[url.find(named) :]  # in http, ? begins a query
     magic = re.search(r"[*?\[]" if asks else r"[*\[]", path)
@@ -162,7 +165,8 @@ def _listed(url: str, store: Store, ignored: tuple[str, ...]) -> Root:
         folder = path.rstrip("/")
         found = fs.find(folder + "/" if folder else "", detail=True)
         if ignored:
-            found = {name: found[name] for name in found if not _is_ignored(name, folder, ignored)}
+            hidden = re.compile(f"(?:^|/)(?:{'|'.join(map(re.escape, ignored))})")
+            found = {n: info for n, info in found.items() if not hidden.search(n, len(folder))}
     else:  # not checked: a list of a million URLs would take as many requests
         if store.is_local:
             return Root(url, os.path.dirname(path), [path], [os.stat(path).st_size])
@@ -177,10 +181,6 @@ def _listed(url: str, store: Store, ignored: tuple[str, ...]) -> Root:
     paths = sorted(files)
     sizes = [files[name].get("size") for name in paths]
     return Root(url, folder, paths, [-1 if size is None else int(size) for size in sizes])
-
-
-def _is_ignored(name: str, folder: str, beginnings: tuple[str, ...]) -> bool:
-    return any(part.startswith(beginnings) for part in name[len(folder) :].split("/"))
 
 
 def _following_links(url: str) -> Any:
@@ -227,6 +227,66 @@ def _read(kept: str, urls: list[str]) -> list[Root]:
     return roots
 
 
-def _write(kept: str, roots: list[Root]) -> None:
-    text = json.dumps({"version": VERSION, "roots": roots}, ensure_ascii=False)
-    write_whole(kept, text.encode("utf-8", "surrogateescape"))
+_AT_ONCE = 4096
+"""Texts that an iterator decodes at a time."""
+
+
+class Texts(Sequence[str]):
+    """Texts that do not change.
+
+    A list of a million names takes some 100 MB, and in a forked process each name that is looked at is
+    copied with its page. Two arrays are sent to fresh processes as they are.
+
+    Parameters
+    ----------
+    texts
+        Any texts; names of files that are not UTF-8 too.
+
+    Examples
+    --------
+    >>> names = Texts(["a.jpg", "b.jpg"])
+    >>> names[-1], names[:1], len(names), "b.jpg" in names
+    ('b.jpg', ['a.jpg'], 2, True)
+    """
+
+    def __init__(self, texts: Iterable[str] = ()) -> None:
+        parts = [text.encode("utf-8", "surrogatepass") for text in texts]
+        self._ends = np.cumsum([0, *map(len, parts)], dtype=np.int64)
+        self._data = np.frombuffer(b"".join(parts), np.uint8)
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[at] for at in range(len(self))[index]]
+        at = operator.index(index)
+        at += len(self) if at < 0 else 0
+        if not 0 <= at < len(self):
+            raise IndexError(f"no text {index} of {len(self)}")
+        start, stop = self._ends[at : at + 2].tolist()
+        return self._data[start:stop].tobytes().decode("utf-8", "surrogatepass")
+
+    def __iter__(self) -> Iterator[str]:
+        for first in range(0, len(self), _AT_ONCE):
+            ends = self._ends[first : first + _AT_ONCE + 1].tolist()
+            data = self._data[ends[0] : ends[-1]].tobytes()
+            for start, stop in itertools.pairwise(ends):
+                yield data[start - ends[0] : stop - ends[0]].decode("utf-8", "surrogatepass")
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, (Texts, list, tuple)):
+            return NotImplemented
+        return len(self) == len(other) and all(map(operator.eq, self, other))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        more = ", ..." if len(self) > 3 else ""
+        return f"Texts([{', '.join(map(repr, self[:3]))}{more}])"

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import errno
-import os
 import threading
-from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import cache, partial, reduce
-from itertools import accumulate, chain, count
+from itertools import chain, count
 from operator import and_
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, NoReturn
@@ -21,35 +19,23 @@ import numpy.typing as npt
 
 from hybridloader._support.text import flag, warn_once, whole
 from hybridloader.errors import SourceError
-from hybridloader.sources.block_reader import AHEAD
+from hybridloader.sources.block_reader import AHEAD, Fetched
 from hybridloader.sources.block_reader import CACHE as DISK
 from hybridloader.sources.listing import Root, Urls, list_files
 from hybridloader.sources.per_worker import PerWorker
 from hybridloader.sources.shards import Shards
-from hybridloader.sources.store import GAP, RETRY, Stamp, Store, each
-
-INSTALL = "pip install pyarrow"
+from hybridloader.sources.store import (
+    RETRY,
+    Ranges,
+    RemoteFile,
+    Stamp,
+    Store,
+    check_unchanged,
+    each,
+)
 
 Ints = npt.NDArray[np.int64]
 Names = tuple[str, ...]
-
-
-def pyarrow_modules() -> tuple[Any, Any]:
-    """Import pyarrow and pyarrow.dataset. Raises `ImportError` with the line that installs them."""
-    try:
-        import pyarrow
-        import pyarrow.dataset
-        import pyarrow.fs
-    except ImportError as error:
-        raise ImportError(f"reading Parquet requires pyarrow: {INSTALL}") from error
-    return pyarrow, pyarrow.dataset
-
-
-def parquet_module() -> Any:
-    """Import pyarrow.parquet."""
-    import pyarrow.parquet
-
-    return pyarrow.parquet
 
 
 class Columns:
@@ -68,7 +54,7 @@ class Columns:
         self.nbytes, self._rows = int(self.table.nbytes), len(table)
         self._lock = threading.Lock()
         # All the mutable state, and `table`:
-        self._arrays: dict[str, Any] = {}
+        self._arrays: dict[str, npt.NDArray[Any] | None] = {}
         self._matrices: dict[Names, npt.NDArray[Any]] = {}
 
     def __len__(self) -> int:
@@ -80,12 +66,10 @@ class Columns:
         Lists of a fixed size are rows of a matrix. Raises `SourceError` for numbers with nulls.
         """
         try:
-            found = self._arrays[name]
+            return self._arrays[name]
         except KeyError:
             with self._lock:
-                found = self._array(name)
-        array: npt.NDArray[Any] | None = found
-        return array
+                return self._make(name)
 
     def matrix(self, names: Names) -> npt.NDArray[Any]:
         """Return several columns of numbers of one dtype side by side: a row of each sample.
@@ -95,24 +79,27 @@ class Columns:
         try:
             return self._matrices[names]
         except KeyError:
-            pass
-        with self._lock:
-            if names not in self._matrices:
-                matrix = _side_by_side([self._array(name) for name in names])
-                # Other threads may be reading: replace the arrays before the matrix appears.
-                self._arrays.update((name, matrix[:, at]) for at, name in enumerate(names))
-                self._matrices[names] = matrix
-                self.table = self.table.drop_columns(list(names))
-            return self._matrices[names]
+            with self._lock:
+                if names not in self._matrices:
+                    self._join(names)
+                return self._matrices[names]
 
-    def _array(self, name: str) -> Any:
+    def _join(self, names: Names) -> None:
+        matrix = _side_by_side([self._make(name) for name in names])
+        # Other threads may be reading: replace the arrays before the matrix appears.
+        self._arrays.update((name, matrix[:, at]) for at, name in enumerate(names))
+        self._matrices[names] = matrix
+        self.table = self.table.drop_columns(list(names))
+
+    def _make(self, name: str) -> npt.NDArray[Any] | None:
         if name not in self._arrays:
             self._arrays[name] = self._made(name)
         return self._arrays[name]
 
     def _made(self, name: str) -> npt.NDArray[Any] | None:
-        pyarrow, _ = pyarrow_modules()
-        types = pyarrow.types
+        import pyarrow
+        from pyarrow import types
+
         column = self.table.column(name)
         kind, widths = column.type, []
         while types.is_fixed_size_list(kind):
@@ -144,7 +131,7 @@ part releases the GIL twice: parts of 1,024 rows take as long on one thread, and
 two."""
 
 
-def _side_by_side(columns: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+def _side_by_side(columns: list[Any]) -> npt.NDArray[Any]:
     """Return columns as a matrix with a row of each sample; a quarter of the time of one transpose."""
     rows = len(columns[0])
     matrix = np.empty((rows, len(columns)), columns[0].dtype)
@@ -160,6 +147,8 @@ class Part(NamedTuple):
     columns: Columns
     rows: Any
     """Array of row numbers; a slice for consecutive samples."""
+    at: slice
+    """Position of these samples among those of all parts."""
 
 
 class Selection(NamedTuple):
@@ -174,7 +163,7 @@ class Selection(NamedTuple):
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the samples as dicts of Python's objects."""
-        return self._listed(_rows_of(columns.table, rows) for columns, rows in self.parts)
+        return self._listed(_rows_of(one.columns.table, one.rows) for one in self.parts)
 
     def tensors(self, names: Sequence[str]) -> dict[str, Any]:
         """Return these columns of the batch: tensors of numbers, and lists of Python's objects."""
@@ -185,7 +174,7 @@ class Selection(NamedTuple):
             array = first.columns.array(name)
             if array is None:
                 batch[name] = self._listed(
-                    _rows_of(columns.table.column(name), rows) for columns, rows in self.parts
+                    _rows_of(one.columns.table.column(name), one.rows) for one in self.parts
                 )
             elif array.ndim > 1:
                 batch[name] = self._tensor(name, array)
@@ -203,20 +192,14 @@ class Selection(NamedTuple):
         """Return a column of arrays; `first` is that of the first part."""
         tensor = _empty((self.size, *first.shape[1:]), first.dtype)
         target = tensor.numpy()
-        part = target if self.order is None else np.empty_like(target)
-        stop = 0
-        for columns, rows in self.parts:
-            array: Any = columns.array(name)
-            if isinstance(rows, slice):
-                start, stop = stop, stop + rows.stop - rows.start
-                part[start:stop] = array[rows]
-            else:
-                start, stop = stop, stop + len(rows)
-                # mode="raise" would copy twice.
-                array.take(rows, axis=0, out=part[start:stop], mode="clip")
-        if self.order is not None:
+        if self.order is None:
+            for columns, rows, at in self.parts:
+                array: Any = columns.array(name)
+                target[at] = array[rows]
+        else:
+            arrays = [one.columns.array(name) for one in self.parts]
             # An assignment by index takes twice as long as two takes into the target.
-            part.take(self.order, axis=0, out=target, mode="clip")
+            self._gathered(arrays).take(self.order, axis=0, out=target, mode="clip")
         return tensor
 
     def _unbound(self, names: tuple[str, ...], dtype: npt.DTypeLike) -> Sequence[Any]:
@@ -232,7 +215,8 @@ class Selection(NamedTuple):
         if self.order is None:
             matrix, axis = torch.from_numpy(self._copied(names, dtype)), 0
         else:
-            matrix, axis = torch.from_numpy(self._gathered(names, dtype)), 1
+            matrices = [one.columns.matrix(names) for one in self.parts]
+            matrix, axis = torch.from_numpy(self._gathered(matrices).take(self.order, axis=0)), 1
         unbind_copy: Any = torch.unbind_copy  # torch's stubs lack the form without `out`
         slot = slot_for((self.size,), matrix.dtype)
         if slot is None:
@@ -245,25 +229,20 @@ class Selection(NamedTuple):
         """Return columns at rows that follow each other, as the rows of an array."""
         joined: Any = np.empty((len(names), self.size), dtype)
         for target, name in zip(joined, names, strict=True):
-            stop = 0
-            for columns, rows in self.parts:
+            for columns, rows, at in self.parts:
                 array: Any = columns.array(name)
-                start, stop = stop, stop + rows.stop - rows.start
-                if (stop - start) * array.strides[0] <= _SHORT:
-                    memoryview(target)[start:stop] = memoryview(array)[rows]
+                if (at.stop - at.start) * array.strides[0] <= _SHORT:
+                    memoryview(target)[at] = memoryview(array)[rows]
                 else:
-                    target[start:stop] = array[rows]
+                    target[at] = array[rows]
         return joined  # type: ignore[no-any-return]
 
-    def _gathered(self, names: tuple[str, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        """Return columns at rows in any order, as the columns of an array."""
-        joined, stop = np.empty((self.size, len(names)), dtype), 0
-        for columns, rows in self.parts:
-            start, stop = stop, stop + len(rows)
-            # mode="raise" would copy twice.
-            columns.matrix(names).take(rows, axis=0, out=joined[start:stop], mode="clip")
-        order: Any = self.order
-        return joined.take(order, axis=0)  # type: ignore[no-any-return]
+    def _gathered(self, arrays: Sequence[Any]) -> npt.NDArray[Any]:
+        """Return rows of an array of each part, which lie in any order, one part after the other."""
+        joined = np.empty((self.size, *arrays[0].shape[1:]), arrays[0].dtype)
+        for array, (_, rows, at) in zip(arrays, self.parts, strict=True):
+            array.take(rows, axis=0, out=joined[at], mode="clip")  # "raise" would copy twice
+        return joined
 
 
 _SHORT = 1 << 16
@@ -304,7 +283,7 @@ def _dtype_of(dtype: npt.DTypeLike) -> Any:
 
 
 class OpenParquet(NamedTuple):
-    """A file that is open, and closed at the end of a ``with`` block."""
+    """A file that is open."""
 
     number: int
     """Number of the file in the table."""
@@ -314,20 +293,6 @@ class OpenParquet(NamedTuple):
     """Fragment of pyarrow.dataset, with its metadata."""
     remote: _RemoteFile | None
     """The remote file that `source` reads, if it is remote."""
-
-    def __enter__(self) -> OpenParquet:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.source.close()
-
-
-class Ranges(NamedTuple):
-    """Parts of a file that are fetched together, and where each lies in the bytes of all."""
-
-    starts: list[int]
-    stops: list[int]
-    places: list[int]
 
 
 class ParquetFile(NamedTuple):
@@ -349,13 +314,20 @@ class ParquetFile(NamedTuple):
         """Open the file; `what` of it is named in errors."""
         # Not through a file system of pyarrow: that closes files late, on its threads, and reports
         # every failure of fsspec as a missing file.
-        pyarrow, dataset = pyarrow_modules()
+        import pyarrow
+        from pyarrow import dataset
+
         source = remote = None
         try:
             if self.store.is_local:
                 source = pyarrow.OSFile(self.path)
             else:
-                remote = _RemoteFile(self)
+                if self.stamp.size < 0:
+                    raise SourceError(
+                        f"{self.name} can't be read by ranges, as its store reports no size; copy it "
+                        "to a store that does"
+                    )
+                remote = _RemoteFile(self.store, self.path, self.stamp.size)
                 source = pyarrow.PythonFile(remote, mode="r")
             fields = (
                 dataset.field(name) == value if value.is_valid else dataset.field(name).is_null()
@@ -374,7 +346,8 @@ class ParquetFile(NamedTuple):
 
     def schema(self, fragment: Any) -> Any:
         """Return the schema that a filter may name: that of the file, and the columns of its folders."""
-        pyarrow, _ = pyarrow_modules()
+        import pyarrow
+
         schema = fragment.physical_schema
         for name, value in self.folders.items():
             if name not in schema.names:
@@ -383,7 +356,8 @@ class ParquetFile(NamedTuple):
 
     def raise_named(self, error: Exception, what: str = "") -> NoReturn:
         """Raise `error`, or a hybridloader error in its place, that names the file and `what` of it."""
-        pyarrow, _ = pyarrow_modules()
+        import pyarrow
+
         # pyarrow reports bad data by its classes, or by an OSError without errno.
         bad = isinstance(error, pyarrow.ArrowException)
         if bad or (type(error) is OSError and error.errno is None):
@@ -394,52 +368,27 @@ class ParquetFile(NamedTuple):
         self.store.raise_named(error, self.path, what)
 
 
-class _RemoteFile:
+class _RemoteFile(RemoteFile):
     """A remote file for pyarrow, which asks for each range once, and not beyond the end.
 
     One thread at a time reads it: pyarrow has a lock around it.
     """
 
-    closed = False
+    fetched: tuple[Ranges, Any] | None = None
+    """Parts that are fetched already, and their bytes."""
 
-    def __init__(self, file: ParquetFile) -> None:
-        self._file, self._size = file, file.stamp.size
-        if self._size < 0:
-            raise SourceError(
-                f"{file.name} can't be read by ranges, as its store reports no size; copy it to a "
-                "store that does"
-            )
-        # All the mutable state:
-        self._at = 0
-        self.fetched: tuple[Ranges, Any] | None = None  # parts that are fetched already
-
-    def read(self, size: int) -> bytes:
-        start, stop = self._at, min(self._at + size, self._size)
-        self._at = max(start, stop)
-        if stop <= start:
-            return b""
+    def fetch(self, start: int, stop: int) -> bytes:
         if self.fetched is not None:
             ranges, data = self.fetched
-            part = bisect_right(ranges.starts, start) - 1
-            if part >= 0 and stop <= ranges.stops[part]:
-                at = ranges.places[part] + start - ranges.starts[part]
+            at = ranges.find(start, stop)
+            if at is not None:
                 return bytes(data[at : at + stop - start])
         try:
-            return self._file.store.remote_range(self._file.path, start, stop)
+            return self.store.remote_range(self.path, start, stop)
         except OSError as error:
             if error.errno is None:  # pyarrow would report an error without errno as bad data
                 error.errno = errno.EIO
             raise
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = offset + (0, self._at, self._size)[whence]
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def close(self) -> None:
-        self.closed = True
 
 
 _LATELY, _OFTEN = 8, 16
@@ -451,10 +400,13 @@ _OPEN = 32
 
 
 class RowGroups:
-    """Row groups of one process, the last ones used, up to `limit` bytes and at least one."""
+    """Row groups of one process, the last ones used, up to `limit` bytes and at least one.
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
+    They have these `columns`, and the rows that meet a `condition` (None: all).
+    """
+
+    def __init__(self, limit: int, columns: Sequence[str], condition: Any) -> None:
+        self._limit, self._columns, self._condition = limit, columns, condition
         self._lock = threading.Lock()
         # All the mutable state:
         self._idle: list[OpenParquet] = []  # unused files, the most recently used one last
@@ -470,18 +422,16 @@ class RowGroups:
         self,
         file: ParquetFile,
         group: int,
-        columns: Sequence[str],
-        condition: Any,
         rows: int,
         *,
         wait: bool = True,
-        fetched: Callable[[], Any] | None = None,
+        fetched: Callable[[], Fetched | None] | None = None,
     ) -> Columns | None:
         """Return the row group of number `group` in its file.
 
         None if another thread decodes it, and this one shall not `wait`. `fetched` returns the bytes of
-        its `ranges`, if these are there, or None. Raises `SourceError` if it has
-        not the `rows` rows that were counted.
+        its `ranges`, or None if these are not there. Raises `SourceError` if it has not the `rows` rows
+        that were counted.
         """
         key = file.number, group
         with self._lock:
@@ -493,8 +443,9 @@ class RowGroups:
             return None
         try:
             if entry.columns is None:
-                data = None if fetched is None else fetched()
-                found = self._read(file, group, columns, condition, data)
+                block = None if fetched is None else fetched()
+                data = None if block is None else block.data
+                found = self._read(file, group, data)
                 if len(found) != rows:
                     raise SourceError(
                         f"{file.name}, row group {group} has {len(found)} rows, and had {rows} when it "
@@ -535,42 +486,42 @@ class RowGroups:
                 "decoded-again",
             )
 
-    def ranges(self, file: ParquetFile, group: int, columns: Sequence[str]) -> Ranges:
-        """Return the parts of a file that have these columns of a row group."""
+    def ranges(self, file: ParquetFile, group: int) -> Ranges:
+        """Return the parts of a file that have the columns of a row group."""
         with self._ranges_lock:  # otherwise each thread would open the file
             found = self._ranges.get(file.number)
             if found is None:
                 with self._opened(file, f"row group {group}") as opened:
                     metadata = opened.fragment.metadata
                 found = [
-                    _ranges_of(metadata.row_group(number), columns)
+                    _ranges_of(metadata.row_group(number), self._columns)
                     for number in range(metadata.num_row_groups)
                 ]
                 self._ranges[file.number] = found
         return found[group]
 
-    def _read(
-        self, file: ParquetFile, group: int, columns: Sequence[str], condition: Any, data: Any
-    ) -> Columns:
+    def _read(self, file: ParquetFile, group: int, data: Any) -> Columns:
+        from pyarrow import parquet
+
         what = f"row group {group}"
-        ranges = None if data is None else self.ranges(file, group, columns)
+        ranges = None if data is None else self.ranges(file, group)
+        names = [name for name in self._columns if name not in file.folders]
         with self._opened(file, what) as (_, source, fragment, remote):
             try:
-                if remote is not None:
-                    remote.fetched = None if ranges is None else (ranges, data)
-                names = [name for name in columns if name not in file.folders]
+                if ranges is not None and remote is not None:
+                    remote.fetched = ranges, data
                 # On this thread only: there are many workers, and some are forked.
-                if condition is None:  # in 0.6 of the time of a scan, which reads on other threads
-                    parquet = parquet_module().ParquetFile(source, metadata=fragment.metadata)
-                    table = parquet.read_row_group(group, names, use_threads=False).select(names)
+                if self._condition is None:  # in 0.6 of the time of a scan, on other threads
+                    reader = parquet.ParquetFile(source, metadata=fragment.metadata)
+                    table = reader.read_row_group(group, names, use_threads=False).select(names)
                 else:
                     table = fragment.subset(row_group_ids=[group]).to_table(
                         columns=names,
-                        filter=condition,
+                        filter=self._condition,
                         schema=file.schema(fragment),
                         use_threads=False,
                     )
-                table = _with_folders(table, file, columns) if file.folders else table
+                table = _with_folders(table, file, self._columns) if file.folders else table
             except Exception as error:
                 file.raise_named(error, what)
             finally:
@@ -588,7 +539,8 @@ class RowGroups:
             at = [one.number for one in self._idle][::-1]
             kept = self._idle.pop(-1 - at.index(file.number)) if file.number in at else None
         if kept is None or file.store.is_local:  # checking a remote file takes a request
-            self._check_unchanged(file)
+            found = file.store.stamp(file.path, refresh=True)
+            check_unchanged(file.name, file.stamp, found, "Parquet source")
         opened = kept or file.open(what)
         try:
             yield opened
@@ -602,16 +554,6 @@ class RowGroups:
         for one in surplus:
             one.source.close()
 
-    @staticmethod
-    def _check_unchanged(file: ParquetFile) -> None:
-        found = file.store.stamp(file.path, refresh=True)
-        if found != file.stamp:
-            raise SourceError(
-                f"{file.name} has changed since it was indexed: it had {file.stamp.size} bytes "
-                f"({file.stamp.mark}), and has {found.size} ({found.mark}); make the Parquet source "
-                "again"
-            )
-
     def close(self) -> None:
         with self._lock:
             self._closed = True
@@ -623,7 +565,7 @@ class RowGroups:
 
 
 def _ranges_of(row_group: Any, columns: Sequence[str]) -> Ranges:
-    """Return the parts that have the column chunks of a row group; those close together are one."""
+    """Return the parts of a file that have the column chunks of a row group."""
     chunks = []
     for number in range(row_group.num_columns):
         chunk = row_group.column(number)
@@ -632,27 +574,17 @@ def _ranges_of(row_group: Any, columns: Sequence[str]) -> Ranges:
             first = chunk.dictionary_page_offset or chunk.data_page_offset
             start = min(first, chunk.data_page_offset)
             chunks.append((start, start + chunk.total_compressed_size))
-    starts: list[int] = []
-    stops: list[int] = []
-    for start, stop in sorted(chunks):
-        if starts and start - stops[-1] <= GAP:
-            stops[-1] = max(stop, stops[-1])
-        else:
-            starts.append(start)
-            stops.append(stop)
-    sizes = [stop - start for start, stop in zip(starts, stops, strict=True)]
-    return Ranges(starts, stops, [0, *accumulate(sizes)])
+    return Ranges.joining(chunks)
 
 
 def _with_folders(table: Any, file: ParquetFile, columns: Sequence[str]) -> Any:
     """Return `table` with the columns that the folders name, in the order of `columns`."""
-    pyarrow, _ = pyarrow_modules()
-    rows = len(table)
-    arrays = [
-        pyarrow.repeat(file.folders[name], rows) if name in file.folders else table.column(name)
-        for name in columns
-    ]
-    return pyarrow.table(dict(zip(columns, arrays, strict=True)))
+    import pyarrow
+
+    for name in columns:
+        if name in file.folders:
+            table = table.append_column(name, pyarrow.repeat(file.folders[name], len(table)))
+    return table.select(columns)
 
 
 class _Entry:
@@ -774,7 +706,10 @@ class Parquet(Shards[Any]):
         retry_seconds: float = RETRY,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        pyarrow_modules()
+        try:
+            import pyarrow.dataset  # noqa: F401
+        except ImportError as error:
+            raise ImportError("reading Parquet requires pyarrow: pip install pyarrow") from error
         if isinstance(columns, str):
             raise TypeError(f"columns must be a sequence of names, such as [{columns!r}]")
         if columns is not None and len(set(columns)) < len(columns):
@@ -801,20 +736,22 @@ class Parquet(Shards[Any]):
         self._groups = groups
         self._group_stops: Ints = np.cumsum(groups[:, 2])
         self._finder = Finder(self._group_stops)
-        ahead = whole("ahead_bytes", ahead_bytes, 0) or None
-        remote = filter is None and any(not file.store.is_local for file in self._files)
-        self._read_blocks(ahead if remote else None, cache_dir, cache_bytes, warns=False)
+        self._shard_stores = list(dict.fromkeys(file.store for file in self._files))
+        remote = self._is_remote and filter is None
+        self._read_blocks(ahead_bytes, cache_dir, cache_bytes, remote=remote, warns=False)
         # Separate from `_cache`, so that the decoded row groups are in the workers that share it.
-        self._places = PerWorker(partial(RowGroups, 0), per="process")
-        self._cache = PerWorker(
-            partial(RowGroups, whole("memory_cache_bytes", memory_cache_bytes, 0)), per="process"
+        limit = whole("memory_cache_bytes", memory_cache_bytes, 0)
+        self._places, self._cache = (
+            PerWorker(partial(RowGroups, most, self.columns, filter), per="process")
+            for most in (0, limit)
         )
 
     def _index(self, all_columns: bool) -> Ints:
         """Return file, number and rows of each row group that has rows."""
 
         def described(file: ParquetFile) -> tuple[Any, list[tuple[int, int]] | Exception]:
-            with file.open() as (_, _, fragment, _):
+            _, source, fragment, _ = file.open()
+            with closing(source):
                 try:
                     return fragment.physical_schema, self._counted(file, fragment)
                 except Exception as error:  # a missing column explains it better
@@ -885,26 +822,21 @@ class Parquet(Shards[Any]):
         return sizes
 
     def fetch(self, shard: int, first: int, last: int) -> bytes:
-        file, number, _ = self._groups[self._group_at(shard, first)].tolist()
-        place = self._files[file]
-        ranges = self._places().ranges(place, number, self.columns)
-        try:
-            found = [
-                place.store.remote_range(place.path, start, stop)
-                for start, stop in zip(ranges.starts, ranges.stops, strict=True)
-            ]
-        except Exception as error:
-            place.raise_named(error, f"row group {number}")
-        return found[0] if len(found) == 1 else b"".join(found)
+        place, number = self._group_at(shard, first)
+        ranges = self._places().ranges(place, number)
+        what = f"row group {number}"
+        return place.store.read_ranges(place.path, ranges, place.stamp, lambda _: what)
 
     def fetch_key(self, shard: int, first: int, last: int) -> str:
-        file, number, _ = self._groups[self._group_at(shard, first)].tolist()
-        place = self._files[file]
+        place, number = self._group_at(shard, first)
         return f"parquet {place.name} {tuple(place.stamp)} {number} {self.columns}"
 
-    def _group_at(self, shard: int, number: int) -> int:
+    def _group_at(self, shard: int, number: int) -> tuple[ParquetFile, int]:
+        """Return the file of a sample, and the number of its row group there."""
         index = number + (self._ends[shard - 1] if shard else 0)
-        return int(np.searchsorted(self._group_stops, index, "right"))
+        group = np.searchsorted(self._group_stops, index, "right")
+        file, found, _ = self._groups[group].tolist()
+        return self._files[file], found
 
     def read_ahead(
         self, sizes: Ints, order: Iterator[Ints] | None, blocks: int
@@ -916,8 +848,6 @@ class Parquet(Shards[Any]):
         super().close()
         self._places.close()
         self._cache.close()
-        for file in self._files:
-            file.store.close()
 
     def read(self, shard: int, number: int) -> dict[str, Any]:
         index = int(number + (self._ends[shard - 1] if shard else 0))
@@ -954,8 +884,9 @@ class Parquet(Shards[Any]):
         for group in range(first, last + 1):
             end = int(self._group_stops[group])
             begin = end - int(self._groups[group, 2])
-            rows = slice(max(start, begin) - begin, min(stop, end) - begin)
-            parts.append(Part(row_groups[group], rows))
+            one, other = max(start, begin), min(stop, end)
+            rows, at = slice(one - begin, other - begin), slice(one - start, other - start)
+            parts.append(Part(row_groups[group], rows, at))
         return Selection(parts, None, stop - start)
 
     def _shuffled(self, wanted: Ints) -> Selection:
@@ -968,7 +899,8 @@ class Parquet(Shards[Any]):
         parts = []
         for group, start, stop in zip(found, starts, starts[1:], strict=False):
             begin = self._group_stops[group] - self._groups[group, 2]
-            parts.append(Part(row_groups[group], indices[start:stop] - begin))
+            rows, at = indices[start:stop] - begin, slice(start, stop)
+            parts.append(Part(row_groups[group], rows, at))
         order = np.empty_like(by_group)
         order[by_group] = np.arange(len(wanted))
         return Selection(parts, order, len(wanted))
@@ -994,17 +926,9 @@ class Parquet(Shards[Any]):
         file, number, rows = self._groups[group].tolist()
         fetched = None
         if self._reader is not None:
-            fetched = partial(self._fetched_bytes, int(self._group_stops[group]) - rows, rows)
-        return cache.get(
-            *(self._files[file], number, self.columns, self._filter, rows),
-            wait=wait,
-            fetched=fetched,
-        )
-
-    def _fetched_bytes(self, index: int, rows: int) -> Any:
-        """Return the bytes of the row group that begins with this sample, if they were fetched."""
-        found = None if self._reader is None else self._reader.find(self, index, rows)
-        return None if found is None else found.data
+            first = int(self._group_stops[group]) - rows
+            fetched = partial(self._reader.find, self, first, rows)
+        return cache.get(self._files[file], number, rows, wait=wait, fetched=fetched)
 
     @staticmethod
     def collate_fn(samples: Any) -> Any:
@@ -1050,20 +974,19 @@ def _folder_columns(roots: Sequence[Root]) -> list[dict[str, Any]]:
 
     Hive and Spark write them, as ``year=2024/a.parquet``.
     """
-    pyarrow, _ = pyarrow_modules()
-    paths = [path for root in roots for path in root.paths]
+    import pyarrow
+
+    paths = [(path, root.folder) for root in roots for path in root.paths]
     found: list[dict[str, Any]] = []
-    for root in roots:
-        for path in root.paths:
-            parts = path[len(root.folder) :].split("/")[:-1]
-            pairs = (part.split("=", 1) for part in parts if "=" in part)
-            found.append({unquote(name): unquote(value) for name, value in pairs})
-            if found[-1].keys() != found[0].keys():
-                here, there = (", ".join(one) or "none" for one in (found[-1], found[0]))
-                raise SourceError(
-                    f"{path} has the columns {here} in the names of its folders, and {paths[0]} has "
-                    f"{there}; pass files with the same columns"
-                )
+    for path, folder in paths:
+        pairs = [part.split("=", 1) for part in path[len(folder) :].split("/")[:-1] if "=" in part]
+        found.append({unquote(name): unquote(value) for name, value in pairs})
+        if found[-1].keys() != found[0].keys():
+            here, there = (", ".join(one) or "none" for one in (found[-1], found[0]))
+            raise SourceError(
+                f"{path} has the columns {here} in the names of its folders, and {paths[0][0]} has "
+                f"{there}; pass files with the same columns"
+            )
     for name in found[0] if found else ():
         values = [None if one[name] == _NULL else one[name] for one in found]
         column = pyarrow.array(values, pyarrow.string())

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any, Generic, Literal, TypeVar, cast
+from typing import Any, Generic, Literal, TypeVar
 
 from hybridloader._support import system
 from hybridloader._support.text import brief, function, one_of
@@ -71,41 +71,38 @@ class PerWorker(Generic[T]):
         one_of("PerWorker: per", per, ("thread", "process"))
         one_of("PerWorker: on_fork", on_fork, ("leave", "close"))
         self._open, self._close, self._per, self._on_fork = open, close, per, on_fork
+        self._shared = per == "process"
         self._key = os.urandom(12)
         # All the mutable state, by process id: the handles from before a fork are kept.
-        self._handles: dict[int, _Handles[T]] = {}
+        self._places: dict[int, _Place[T]] = {}
         _known[self._key] = self
 
     def __call__(self) -> T:
         """Return the handle of this worker."""
-        handles = self._handles.get(os.getpid()) or self._join()
-        if self._per == "process":
-            return handles.shared(self._opened)
-        here = handles.here
-        opened = here.opened
-        if opened is None or not opened.is_open:
-            opened = here.opened = self._opened()
-            if not here.ends_with_worker:
-                here.ends_with_worker = at_end_of_worker(partial(_end_here, weakref.ref(handles)))
-        return cast("T", opened.handle)
+        place = self._places.get(os.getpid()) or self._join()
+        slot = place.slot
+        opened = slot.opened
+        if opened is None or (self._shared and _user() not in slot.users):
+            return slot.join(place)
+        return opened[0]
 
-    def _join(self) -> _Handles[T]:
-        """Return the handles of this process."""
+    def _join(self) -> _Place[T]:
+        """Return the place of the handles of this process."""
         pid = os.getpid()
         if self._on_fork == "close":
-            for process, handles in [*self._handles.items()]:
+            for process, place in [*self._places.items()]:
                 if process != pid:  # another thread may have added its process
-                    handles.close_inherited()
-        return self._handles.setdefault(pid, _Handles())  # atomic: all threads get the same one
-
-    def _opened(self) -> _Opened[T]:
-        return _Opened(self._open(), self._close or close_if_it_can)
+                    # Without the lock: a fork may have copied it held.
+                    place.slot.shut(inherited=True)
+        kind = _Place if self._shared else _PlaceByThread
+        made = kind(partial(_Slot, self._open, self._close or close_if_it_can))
+        return self._places.setdefault(pid, made)  # atomic: all threads get the same one
 
     def close(self) -> None:
         """Close the handle of this thread (or process), if it is open. The next call opens another."""
-        handles = self._handles.get(os.getpid())
-        if handles is not None:
-            handles.close()
+        place = self._places.get(os.getpid())
+        if place is not None:
+            place.slot.close()
 
     def __reduce__(self) -> Any:
         options = {"close": self._close, "per": self._per, "on_fork": self._on_fork}
@@ -144,28 +141,54 @@ def _received(key: bytes, open: Callable[[], T], options: dict[str, Any]) -> Per
     return found
 
 
-class _Opened(Generic[T]):
-    """An open handle, which knows in which process."""
+def _user() -> int | None:
+    """Return the worker on this thread; None outside of any."""
+    info = get_worker_info()
+    return None if info is None else id(info)
 
-    __slots__ = ("__weakref__", "_close", "_pid", "handle", "is_open", "users")
 
-    def __init__(self, handle: T, close: Callable[[T], Any]) -> None:
-        self._close, self._pid = close, os.getpid()
+class _Slot(Generic[T]):
+    """A handle of one thread, or of all threads of a process, which may be open."""
+
+    def __init__(self, open: Callable[[], T], close: Callable[[T], Any]) -> None:
+        self._open, self._close, self._pid = open, close, os.getpid()
+        self._lock = threading.RLock()  # a finalizer may end a worker on a thread that opens
         # All the mutable state:
-        self.handle: T | None = handle
-        self.is_open = True
-        self.users: set[int | None] = set()  # workers that share it; None: others
+        self.opened: tuple[T] | None = None
+        self.users: set[int | None] = set()  # workers at whose ends it is closed; None: others
+
+    def join(self, place: _Place[T]) -> T:
+        """Make this worker one of the users, and open the handle unless it is open."""
+        user = _user()
+        with self._lock:
+            if user not in self.users:
+                self.users.add(user)  # before the next line, or a finalizer could close the handle
+                at_end_of_worker(partial(_leave, weakref.ref(place), user))
+            if self.opened is None:
+                self.opened = (self._open(),)
+            return self.opened[0]
+
+    def leave(self, user: int | None) -> None:
+        """Close the handle if this was the last worker that used it."""
+        with self._lock:
+            self.users.discard(user)
+            if not self.users:
+                self.shut()
+
+    def close(self) -> None:
+        with self._lock:
+            self.users.discard(None)
+            self.shut()
 
     def shut(self, *, inherited: bool = False) -> None:
         """Close the handle; one that is inherited only with `inherited`. Idempotent."""
-        if not self.is_open:
+        opened, self.opened = self.opened, None
+        if opened is None:
             return
-        self.is_open = False
-        handle, self.handle = cast("T", self.handle), None
         if inherited or os.getpid() == self._pid:
-            self._close(handle)
+            self._close(opened[0])
         else:
-            _inherited.append(handle)
+            _inherited.append(opened)
 
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
         if not ending():
@@ -173,84 +196,19 @@ class _Opened(Generic[T]):
                 self.shut()
 
 
-def _end_here(reference: weakref.ref[_Handles[Any]]) -> None:
-    """Close the handle of a worker's thread at its end; one of a helper thread waits for that one's."""
-    handles = reference()
-    if handles is not None:
-        here = handles.here
-        here.ends_with_worker = False
-        opened, here.opened = here.opened, None
-        if opened is not None:
-            opened.shut()
+class _Place(Generic[T]):
+    """The slot of a process, which all its threads share."""
+
+    def __init__(self, make: Callable[[], _Slot[T]]) -> None:
+        self.slot = make()
 
 
-class _Handles(Generic[T]):
-    """Handles of one process."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()  # a finalizer may end a worker on a thread that opens
-        # All the mutable state:
-        self.here: _ThreadLocals = _ThreadLocals()
-        self._shared: _Opened[T] | None = None
-
-    def shared(self, make: Callable[[], _Opened[T]]) -> T:
-        """Return the handle that all threads share."""
-        info = get_worker_info()
-        user = None if info is None else id(info)
-        opened = self._shared
-        if opened is None or user not in opened.users:
-            opened = self._join(make, user)
-        return cast("T", opened.handle)
-
-    def _join(self, make: Callable[[], _Opened[T]], user: int | None) -> _Opened[T]:
-        """Open the shared handle unless it is open, and make this worker one of its users."""
-        with self._lock:
-            opened = self._shared
-            if opened is not None:  # in use before the next line, or a finalizer could close it
-                self._use(opened, user)
-            if opened is None or not opened.is_open:
-                opened = self._shared = make()
-                self._use(opened, user)
-            return opened
-
-    def _use(self, opened: _Opened[T], user: int | None) -> None:
-        if user not in opened.users:
-            opened.users.add(user)
-            if user is not None:
-                at_end_of_worker(partial(_leave, weakref.ref(self), user))
-
-    def leave(self, user: int) -> None:
-        """Close the shared handle if this was the last worker that used it."""
-        with self._lock:
-            opened = self._shared
-            if opened is not None:
-                opened.users.discard(user)
-                if not opened.users:
-                    self._shared = None
-                    opened.shut()
-
-    def close_inherited(self) -> None:
-        """Close the object that was opened before the fork that made this process."""
-        # Without the lock: a fork may have copied it held.
-        for opened in (self.here.opened, self._shared):
-            if opened is not None:
-                opened.shut(inherited=True)
-
-    def close(self) -> None:
-        here, self.here.opened = self.here.opened, None
-        with self._lock:
-            shared, self._shared = self._shared, None
-            for opened in (here, shared):
-                if opened is not None:
-                    opened.shut()
+class _PlaceByThread(threading.local, _Place[T]):
+    """The slots of the threads of a process: each thread that asks makes one."""
 
 
-def _leave(reference: weakref.ref[_Handles[Any]], user: int) -> None:
-    handles = reference()
-    if handles is not None:
-        handles.leave(user)
-
-
-class _ThreadLocals(threading.local):
-    opened: _Opened[Any] | None = None
-    ends_with_worker = False  # True: closed when the worker on this thread ends
+def _leave(reference: weakref.ref[_Place[Any]], user: int | None) -> None:
+    """End the use of a handle: on the thread of the worker, as one of a helper thread ends with it."""
+    place = reference()
+    if place is not None:
+        place.slot.leave(user)

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from hybridloader._support.store_use import count, counting
 from hybridloader._support.text import whole
 from hybridloader.sources.block_reader import AHEAD, BlockCache, BlockReader, Fetched
+from hybridloader.sources.store import Store
 
 T_co = TypeVar("T_co", covariant=True)
 Ints = npt.NDArray[np.int64]
@@ -70,25 +71,31 @@ class Shards(ABC, Generic[T_co]):
             )
         # Not a list: of a million shards, forked workers would copy the pages of all its ints.
         self._ends: array[int] = array("q", np.cumsum(self.shard_sizes, dtype=np.int64).tobytes())
+        self._shard_stores: Sequence[Store] = ()  # closed with this source
         self._reader: BlockReader | None = None
         if type(self).fetch is not Shards.fetch:
             self._read_blocks(AHEAD)
 
+    @property
+    def _is_remote(self) -> bool:
+        return any(not store.is_local for store in self._shard_stores)
+
     def _read_blocks(
         self,
-        limit: int | None,
+        ahead_bytes: int,
         cache_dir: str | None = None,
         cache_bytes: int | None = None,
         *,
+        remote: bool = True,
         warns: bool = True,
     ) -> None:
-        """Hold up to `limit` bytes of blocks; None: read each sample alone, as from a local disk."""
+        """Hold up to so many bytes of blocks. 0, or not `remote`: read each sample alone."""
         self._reader = None
-        if limit is not None:
+        if whole("ahead_bytes", ahead_bytes, 0) and remote:
             cache = None
             if cache_dir is not None:
                 cache = BlockCache(os.path.abspath(cache_dir), whole("cache_bytes", cache_bytes, 1))
-            self._reader = BlockReader(self._ends, limit, cache, warns=warns)
+            self._reader = BlockReader(self._ends, ahead_bytes, cache, warns=warns)
 
     @abstractmethod
     def read(self, shard: int, number: int) -> T_co:
@@ -219,6 +226,8 @@ class Shards(ABC, Generic[T_co]):
         """Close the handles of this process. They are opened again when they are needed."""
         if self._reader is not None:
             self._reader.close()
+        for store in self._shard_stores:
+            store.close()
 
     def locate(self, index: int) -> tuple[int, int]:
         """Return the number of the shard that has the sample `index`, and its number there."""

@@ -5,18 +5,19 @@ Errors are distinguished here: files that are not there, a store that did not se
 
 from __future__ import annotations
 
-import itertools
+import io
 import os
 import random
 import sys
 import threading
 import zipfile
 import zlib
-from collections import OrderedDict
+from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
+from functools import lru_cache, partial
 from time import monotonic, perf_counter, sleep
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -91,12 +92,46 @@ class Stamp(NamedTuple):
     mark: str  # time of the last change, or a checksum; empty: unknown
 
 
-class WrongLength(Exception):
-    """A store did not send the bytes from `start` to before `stop`, for so many `times`."""
+class Ranges(NamedTuple):
+    """Parts of a file that are fetched together, and where each lies in the bytes of all."""
 
-    def __init__(self, start: int, stop: int, got: int, times: int) -> None:
-        super().__init__(start, stop, got, times)
-        self.asked, self.start, self.got, self.times = stop - start, start, got, times
+    starts: list[int]
+    stops: list[int]
+    places: list[int]  # one more: the number of all bytes
+
+    @classmethod
+    def joining(cls, spans: Iterable[tuple[int, int]]) -> Ranges:
+        """Return the parts that have these spans of bytes; those close together are one."""
+        starts: list[int] = []
+        stops: list[int] = []
+        places: list[int] = []
+        size, end = 0, -GAP - 1
+        for start, stop in sorted(spans):
+            if start - end > GAP:
+                starts.append(start)
+                stops.append(stop)
+                places.append(size)
+                size, end = size + stop - start, stop
+            elif stop > end:
+                stops[-1] = stop
+                size, end = size + stop - end, stop
+        places.append(size)
+        return cls(starts, stops, places)
+
+    def find(self, start: int, stop: int) -> int | None:
+        """Return where the bytes from `start` to before `stop` of the file lie in the bytes of all."""
+        part = bisect_right(self.starts, start) - 1
+        if part < 0 or stop > self.stops[part]:
+            return None
+        return self.places[part] + start - self.starts[part]
+
+
+class WrongLength(Exception):
+    """A store did not send the bytes from `start` to before `stop`."""
+
+    def __init__(self, start: int, stop: int, got: int) -> None:
+        super().__init__(start, stop, got)
+        self.asked, self.start, self.got = stop - start, start, got
 
     def named(self, where: str) -> Exception:
         named = (
@@ -128,7 +163,7 @@ class Store:
         self.is_local = is_local(url)
         # A file in an archive has a file position. Other stores serve all threads.
         self._opened = PerWorker(partial(_opened, url, self._options), close=_nothing)
-        self._files = PerWorker(_LocalFiles, per="process")
+        self._files = PerWorker(_local_files, close=_close_all, per="process")
 
     @property
     def fs(self) -> Any:
@@ -192,40 +227,43 @@ class Store:
             )
         return bytes(data)
 
-    def read_range(
-        self, path: str, start: int, stop: int, stamp: Stamp, what: Callable[[], str]
+    def read_ranges(
+        self, path: str, ranges: Ranges, stamp: Stamp, what: Callable[[int], str]
     ) -> bytes:
-        """Return the bytes from `start` to before `stop` of a file; `what()` names them in errors.
+        """Return the bytes of all parts; `what` of the first byte of a part names it in errors.
 
         A local file must have the `stamp`.
         """
-        try:
-            if not self.is_local:
-                return self.remote_range(path, start, stop)
-            data = self._files().read(path, start, stop, stamp)
-        except SourceError as error:
-            add_note(error, f"reading {what()}")
-            raise
-        except Exception as error:
-            self.raise_named(error, path, what())
-        if len(data) < stop - start:
-            raise SourceError(
-                f"{self.name(path)}, {what()}: the file ends after {len(data)} of the {stop - start} "
-                f"bytes from byte {start}: it is truncated; write it again"
-            )
-        return data
+        found = []
+        for start, stop in zip(ranges.starts, ranges.stops, strict=True):
+            try:
+                if self.is_local:
+                    data = self._files()(path, stamp).read(start, stop)
+                else:
+                    data = self.remote_range(path, start, stop)
+            except SourceError as error:
+                add_note(error, f"reading {what(start)}")
+                raise
+            except Exception as error:
+                self.raise_named(error, path, what(start))
+            if len(data) < stop - start:
+                raise SourceError(
+                    f"{self.name(path)}, {what(start)}: the file ends after {len(data)} of the "
+                    f"{stop - start} bytes from byte {start}: it is truncated; write it again"
+                )
+            found.append(data)
+        return found[0] if len(found) == 1 else b"".join(found)
 
     def remote_range(self, path: str, start: int, stop: int) -> bytes:
         """Return the bytes from `start` to before `stop` of a remote file.
 
         Raises the errors of its file system, or `WrongLength`; `raise_named` converts them.
         """
-        times = itertools.count(1)
 
         def asked() -> bytes:
             data = bytes(self.fs.cat_file(path, start=start, end=stop))
             if len(data) != stop - start:
-                raise WrongLength(start, stop, len(data), next(times))
+                raise WrongLength(start, stop, len(data))
             return data
 
         return self.patiently(asked)
@@ -233,26 +271,36 @@ class Store:
     def patiently(self, call: Callable[[], R]) -> R:
         """Return the result of `call`, which is repeated after errors of the store that may pass."""
         # A local name such as zip::b is no chain, which the file system of its "URL" would be.
-        if counting() and not self.is_local:
-            call = _counted(call, self._url)
+        counts = counting() and not self.is_local
         # The pauses are random ("full jitter"), so that workers which failed together do not come back
         # together. None begins that would end more than `_retry` seconds after the first failure.
-        longest, until = _FIRST, None
+        longest, until, tries, short = _FIRST, None, 0, 0
         while True:
             try:
-                return call()
+                return self._counted(call, int(tries > 0)) if counts else call()
             except Exception as error:
                 now = monotonic()
                 until = now + self._retry if until is None else until
                 pause = _jitter.uniform(longest / 10, longest)
-                if now + pause > until or not self._may_pass(error):
+                tries, short = tries + 1, short + isinstance(error, WrongLength)
+                if now + pause > until or short >= _SHORT or not self._may_pass(error):
                     raise
             sleep(pause)
             longest = min(2 * longest, _LONGEST)
 
+    def _counted(self, call: Callable[[], R], again: int) -> R:
+        """Make a request and count it; `again` is 1 if it repeats one."""
+        began, size = perf_counter(), 0
+        try:
+            found = call()
+            size = len(found) if isinstance(found, bytes) else 0
+            return found
+        finally:
+            seconds = perf_counter() - began
+            waited = 0.0 if attribute(ahead, "reads", False) else seconds
+            count(self._url, requests=1, retries=again, bytes=size, seconds=seconds, waited=waited)
+
     def _may_pass(self, error: Exception) -> bool:
-        if isinstance(error, WrongLength) and error.times >= _SHORT:
-            return False
         if not isinstance(self._named(error, ""), StoreError):
             return False
         statuses = (attribute(one, "status") for one in (error, attribute(error, "__cause__")))
@@ -268,7 +316,10 @@ class Store:
 
     def _named(self, error: Exception, path: str, what: str = "") -> Exception:
         """Return `error`, or a hybridloader error, that names the file."""
-        where = f"{self._name_or(path)}{what and ', '}{what}"
+        try:
+            where = f"{self.name(path)}{what and ', '}{what}"
+        except Exception:  # the store could not be opened
+            where = f"{path}{what and ', '}{what}"
         if isinstance(error, (SourceError, StoreError, MemoryError)):
             return error
         if isinstance(error, WrongLength):
@@ -276,29 +327,23 @@ class Store:
         # For HTTP, fsspec reports a missing file for every answer to its request for the size.
         cause = error.__cause__
         unknown = isinstance(error, FileNotFoundError) and _is_of_connection(cause)
-        status = attribute(cause, "status", 503 if unknown else 404)
-        if isinstance(error, _FOR_GOOD) and status in (404, 410):
+        gone = attribute(cause, "status", 503 if unknown else 404) in (404, 410)
+        damaged = isinstance(error, _DAMAGED) or (isinstance(error, KeyError) and "::" in self._url)
+        mistake = isinstance(error, _MISTAKES) and type(error).__module__ == "builtins"
+        if (
+            (isinstance(error, _FOR_GOOD) and gone)
+            or (isinstance(error, OSError) and self.is_local)
+            or (mistake and not damaged)
+        ):
             add_note(error, f"reading {where}")
             return error
-        if self.is_local and isinstance(error, OSError):
-            add_note(error, f"reading {where}")
-            return error
-        text = described(error if cause is None or status in (404, 410) else cause).rstrip(": ")
-        if isinstance(error, _DAMAGED) or (isinstance(error, KeyError) and "::" in self._url):
+        text = described(error if cause is None or gone else cause).rstrip(": ")
+        if damaged:
             return SourceError(f"{where} can't be read: {text}")
-        if isinstance(error, _MISTAKES) and type(error).__module__ == "builtins":
-            add_note(error, f"reading {where}")
-            return error
         return StoreError(
             f"{where} was not served: {text}. Requests that a retry could help were repeated for up to "
             f"{self._retry:g} s; a larger retry_seconds= waits longer for the store"
         )
-
-    def _name_or(self, path: str) -> str:
-        try:
-            return self.name(path)
-        except Exception:  # the store could not be opened
-            return path
 
 
 def each(function: Callable[[T], R], files: Sequence[T], stores: Iterable[Store]) -> list[R]:
@@ -310,25 +355,6 @@ def each(function: Callable[[T], R], files: Sequence[T], stores: Iterable[Store]
         return [*map(function, files)]
     with ThreadPoolExecutor(_AT_ONCE) as threads:
         return [*threads.map(function, files)]
-
-
-def _counted(call: Callable[[], R], url: str) -> Callable[[], R]:
-    """Return `call`, a request, as a function that counts each time it is called."""
-    tries = itertools.count()
-
-    def request() -> R:
-        again = int(next(tries) > 0)
-        began, size = perf_counter(), 0
-        try:
-            found = call()
-            size = len(found) if isinstance(found, bytes) else 0
-            return found
-        finally:
-            seconds = perf_counter() - began
-            waited = 0.0 if attribute(ahead, "reads", False) else seconds
-            count(url, requests=1, retries=again, bytes=size, seconds=seconds, waited=waited)
-
-    return request
 
 
 def _nothing(_: Any) -> None:
@@ -401,6 +427,15 @@ def _stamp_of(stat: os.stat_result) -> Stamp:
     return Stamp(stat.st_size, f"mtime {stat.st_mtime_ns}")
 
 
+def check_unchanged(name: str, indexed: Stamp, found: Stamp, source: str) -> None:
+    """Raise `SourceError` if the file `name` of a `source` has another stamp than when indexed."""
+    if found != indexed:
+        raise SourceError(
+            f"{name} has changed since it was indexed: it had {indexed.size} bytes ({indexed.mark}), "
+            f"and has {found.size} ({found.mark}); make the {source} again"
+        )
+
+
 def write_whole(path: str, data: Any) -> None:
     """Write a local file at once or not at all; a link at `path` is replaced, not written through."""
     beside = f"{path}.{os.urandom(6).hex()}"
@@ -416,58 +451,63 @@ def write_whole(path: str, data: Any) -> None:
 
 
 class _LocalFile:
-    """Open local file, closed when nothing refers to it."""
+    """Open local file, closed when nothing refers to it. Raises `SourceError` for another `stamp`."""
 
-    def __init__(self, path: str) -> None:
-        self.fd = os.open(path, os.O_RDONLY)
+    def __init__(self, path: str, stamp: Stamp) -> None:
+        self._path, self._fd = path, os.open(path, os.O_RDONLY)
+        check_unchanged(path, stamp, _stamp_of(os.fstat(self._fd)), "source")
 
-    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not ending() and hasattr(self, "fd"):
-            os.close(self.fd)
-
-
-class _LocalFiles:
-    """Local files that are open, the last `_OPEN` of them. A file stays open while it is read."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        # All the mutable state:
-        self._files: OrderedDict[str, _LocalFile] = OrderedDict()
-
-    def read(self, path: str, start: int, stop: int, stamp: Stamp) -> bytes:
-        file = self._file(path, stamp)
+    def read(self, start: int, stop: int) -> bytes:
         if not system.PREAD:
-            with open(path, "rb", buffering=0) as own:
+            with open(self._path, "rb", buffering=0) as own:
                 own.seek(start)
                 return own.read(stop - start)
         parts: list[bytes] = []
         while start < stop:
-            part = os.pread(file.fd, stop - start, start)  # a call returns at most 2 GiB
+            part = os.pread(self._fd, stop - start, start)  # a call returns at most 2 GiB
             if not part:
                 break
             parts.append(part)
             start += len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def _file(self, path: str, stamp: Stamp) -> _LocalFile:
-        with self._lock:
-            file = self._files.get(path)
-            if file is not None:
-                self._files.move_to_end(path)
-                return file
-        file = _LocalFile(path)
-        found = _stamp_of(os.fstat(file.fd))
-        if found != stamp:
-            raise SourceError(
-                f"{path} has changed since it was indexed: it had {stamp.size} bytes ({stamp.mark}), "
-                f"and has {found.size} ({found.mark}); make the source again"
-            )
-        with self._lock:
-            file = self._files.setdefault(path, file)
-            while len(self._files) > _OPEN:
-                self._files.popitem(last=False)
-        return file
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not ending() and hasattr(self, "_fd"):
+            os.close(self._fd)
 
-    def close(self) -> None:
-        with self._lock:
-            self._files.clear()
+
+def _local_files() -> Any:
+    """Return a function that opens local files; the last `_OPEN` of them stay open."""
+    return lru_cache(_OPEN)(_LocalFile)
+
+
+def _close_all(files: Any) -> None:
+    files.cache_clear()
+
+
+class RemoteFile(io.RawIOBase, ABC):
+    """A remote file of `size` bytes. A subclass defines `fetch`, which chooses the requests."""
+
+    def __init__(self, store: Store, path: str, size: int) -> None:
+        self.store, self.path, self.size = store, path, size
+        self._at = 0
+
+    @abstractmethod
+    def fetch(self, start: int, stop: int) -> bytes:
+        """Return the bytes from `start` to before `stop`, of which there is at least one."""
+
+    def readable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1, /) -> bytes:
+        start = self._at
+        stop = self.size if size < 0 else min(start + size, self.size)
+        self._at = max(start, stop)
+        return self.fetch(start, stop) if start < stop else b""
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + (0, self._at, self.size)[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import numpy as np
 
-from hybridloader._support.text import function, whole
+from hybridloader._support.text import function
 from hybridloader._support.user_objects import add_note
 from hybridloader.errors import SourceError
 from hybridloader.sources.block_reader import AHEAD, CACHE
-from hybridloader.sources.indexing import BLOCK, TarIndex, archives, header_sum, indexed
-from hybridloader.sources.listing import Urls
+from hybridloader.sources.indexing import BLOCK, TarIndex, archives, indexed
+from hybridloader.sources.listing import Texts, Urls
 from hybridloader.sources.shards import Shards
-from hybridloader.sources.store import GAP, RETRY
-from hybridloader.sources.texts import Texts
+from hybridloader.sources.store import RETRY, Ranges
 
 _PARTS = 1024
 """Blocks whose parts are kept: about 300 bytes each."""
@@ -31,14 +30,6 @@ class _Member(NamedTuple):
     size: int
     header: int
     extension: int
-
-
-class _Parts(NamedTuple):
-    """Parts of an archive that are fetched together, and where each lies in the bytes of all."""
-
-    starts: list[int]
-    stops: list[int]
-    places: list[int]  # one more: the number of all bytes
 
 
 class Tar(Shards[Any]):
@@ -147,15 +138,14 @@ class Tar(Shards[Any]):
             [store.name(path) for store, path in places], [len(one.keys) for one in indices]
         )
         self._places = places
+        self._shard_stores = list(dict.fromkeys(store for store, _ in places))
         self._stamps = [one.stamp for one in indices]
         self.keys: Texts = Texts(chain.from_iterable(one.keys for one in indices))
         self.extensions = sorted({name for one in indices for name in one.extensions})
         self.ignored = sum(one.ignored for one in indices)
         self._gather(indices)
-        self._parts: dict[tuple[int, int, int], _Parts] = {}
-        remote = any(not store.is_local for store, _ in places)
-        limit = whole("ahead_bytes", ahead_bytes, 0) or None
-        self._read_blocks(limit if remote else None, cache_dir, cache_bytes)
+        self._parts: dict[tuple[int, int, int], Ranges] = {}
+        self._read_blocks(ahead_bytes, cache_dir, cache_bytes, remote=self._is_remote)
         self.fields = None if fields is None else tuple(fields)
         self._wanted = None
         if fields is not None:
@@ -173,52 +163,58 @@ class Tar(Shards[Any]):
         firsts = np.cumsum([0, *(len(one.offset) for one in indices)])
         rows = [one.starts[:-1] + first for one, first in zip(indices, firsts, strict=False)]
         self._starts = np.concatenate([*rows, firsts[-1:]])
-        codes = [
-            np.array([number[name] for name in one.extensions], np.int64)[one.extension]
-            for one in indices
-        ]
-        columns = [
-            np.concatenate([getattr(one, name) for one in indices])
-            for name in ("offset", "size", "header")
-        ]
-        self._members = np.stack([*columns, np.concatenate(codes)], axis=1)
+        members = []
+        for one in indices:
+            codes = np.array([number[name] for name in one.extensions], np.int64)[one.extension]
+            members.append(np.stack([one.offset, one.size, one.header, codes], axis=1))
+        self._members = np.concatenate(members)
 
     @property
     def waits(self) -> bool:
         """True for remote archives without a sampler that reads blocks."""
-        remote = any(not store.is_local for store, _ in self._places)
-        return remote and (self._reader is None or not self._reader.divided)
-
-    def close(self) -> None:
-        super().close()
-        for store, _ in self._places:
-            store.close()
+        return self._is_remote and (self._reader is None or not self._reader.divided)
 
     def read(self, shard: int, number: int) -> Any:
         index = number + (self._ends[shard - 1] if shard else 0)
         members = self._members_of(index)
         block = None if self._reader is None else self.fetched(shard, number)
         if block is None:
-            contents = self._contents(shard, members)
+            parts = Ranges.joining([(one.offset - BLOCK, one.offset + one.size) for one in members])
+            what = partial(self._named, shard)
+            store, path = self._places[shard]
+            data: Any = store.read_ranges(path, parts, self._stamps[shard], what)
         else:
-            contents = {}
-            parts = self._parts_of(shard, block.first, block.last)
-            data = memoryview(block.data)
-            for member in members:
-                at = member.offset - parts.starts[bisect_right(parts.starts, member.offset) - 1]
-                at += parts.places[bisect_right(parts.starts, member.offset) - 1]
-                self._take(shard, member, data, at, contents)
-        return self._made(shard, index, members, contents)
+            parts, data = self._parts_of(shard, block.first, block.last), memoryview(block.data)
+        contents = {}
+        for member in members:
+            start, stop = member.offset - BLOCK, member.offset + member.size
+            at: Any = parts.find(start, stop)
+            if crc32(data[at : at + BLOCK]) != member.header:
+                raise SourceError(
+                    f"{self.shard_names[shard]}, {self._named(shard, start)}: another header is at "
+                    f"byte {start}: the archive has changed since it was indexed; make the Tar source "
+                    "again"
+                )
+            contents[member.extension] = bytes(data[at + BLOCK : at + stop - start])
+        sample: Any
+        if self._wanted is not None:
+            sample = tuple([contents[member.extension] for member in members])
+        else:
+            sample = {"__key__": self.keys[index], "__url__": self.shard_names[shard]}
+            for extension, content in contents.items():
+                sample[self.extensions[extension]] = content
+        if self._decode is None:
+            return sample
+        try:
+            return self._decode(sample)
+        except Exception as error:
+            add_note(error, f"loading sample {self.keys[index]!r} of {self.shard_names[shard]}")
+            raise
 
     def fetch(self, shard: int, first: int, last: int) -> bytes:
+        what, parts = f"samples {first} to {last - 1}", self._parts_of(shard, first, last)
         store, path = self._places[shard]
-        parts = self._parts_of(shard, first, last)
-        what = f"samples {first} to {last - 1}"
-        found = [
-            store.read_range(path, start, stop, self._stamps[shard], lambda: what)
-            for start, stop in zip(parts.starts, parts.stops, strict=True)
-        ]
-        return found[0] if len(found) == 1 else b"".join(found)
+        return store.read_ranges(path, parts, self._stamps[shard], lambda _: what)
 
     def fetch_size(self, shard: int, first: int, last: int) -> int:
         return self._parts_of(shard, first, last).places[-1]
@@ -227,7 +223,7 @@ class Tar(Shards[Any]):
         parts = self._parts_of(shard, first, last)
         return f"tar {self.shard_names[shard]} {tuple(self._stamps[shard])} {parts.starts} {parts.stops}"
 
-    def _parts_of(self, shard: int, first: int, last: int) -> _Parts:
+    def _parts_of(self, shard: int, first: int, last: int) -> Ranges:
         """Return the parts of an archive that have the members of these samples."""
         key = shard, first, last
         found = self._parts.get(key)
@@ -237,7 +233,7 @@ class Tar(Shards[Any]):
             found = self._parts[key] = self._make_parts(*key)
         return found
 
-    def _make_parts(self, shard: int, first: int, last: int) -> _Parts:
+    def _make_parts(self, shard: int, first: int, last: int) -> Ranges:
         before = self._ends[shard - 1] if shard else 0
         begin, end = self._starts[[before + first, before + last]].tolist()
         members = self._members[begin:end]
@@ -245,20 +241,14 @@ class Tar(Shards[Any]):
             wanted = {name for names in self._wanted for name in names}
             codes = [code for code, name in enumerate(self.extensions) if name in wanted]
             members = members[np.isin(members[:, 3], codes)]
-        if not len(members):
-            return _Parts([0], [0], [0, 0])
-        members = members[members[:, 0].argsort(kind="stable")]
-        starts, stops = members[:, 0] - BLOCK, members[:, 0] + members[:, 1]
-        parted = np.flatnonzero(starts[1:] - stops[:-1] > GAP) + 1
-        starts = starts[[0, *parted.tolist()]]
-        stops = stops[[*(parted - 1).tolist(), len(members) - 1]]
-        places = np.concatenate([[0], np.cumsum(stops - starts)])
-        return _Parts(starts.tolist(), stops.tolist(), places.tolist())
+        offsets, sizes = members[:, 0], members[:, 1]
+        spans = zip((offsets - BLOCK).tolist(), (offsets + sizes).tolist(), strict=True)
+        return Ranges.joining(spans)
 
     def _members_of(self, index: int) -> list[_Member]:
         """Return the members of a sample that are to be read. Raises `SourceError` if one lacks."""
         first, last = self._starts[index : index + 2].tolist()
-        members = [_Member(*row) for row in self._members[first:last].tolist()]
+        members = [*map(_Member._make, self._members[first:last].tolist())]
         if self._wanted is None:
             return members
         by_name = {self.extensions[member.extension]: member for member in members}
@@ -274,63 +264,11 @@ class Tar(Shards[Any]):
             chosen.append(member)
         return chosen
 
-    def _contents(self, shard: int, members: Sequence[_Member]) -> dict[int, bytes]:
-        """Return the data of members by their offsets; those close together are read together."""
-        parts: list[list[_Member]] = []
-        end = -GAP - 1
-        for member in sorted(set(members)):
-            if member.offset - BLOCK - end > GAP:
-                parts.append([])
-            parts[-1].append(member)
-            end = max(end, member.offset + member.size)
-        contents: dict[int, bytes] = {}
-        for part in parts:
-            self._read_part(shard, part, contents)
-        return contents
-
-    def _read_part(self, shard: int, part: Sequence[_Member], contents: dict[int, bytes]) -> None:
-        store, path = self._places[shard]
-        start, stop = part[0].offset - BLOCK, max(one.offset + one.size for one in part)
-        what = partial(self._named, shard, part[0])
-        data = memoryview(store.read_range(path, start, stop, self._stamps[shard], what))
-        for member in part:
-            self._take(shard, member, data, member.offset - start, contents)
-
-    def _take(
-        self, shard: int, member: _Member, data: memoryview, at: int, contents: dict[int, bytes]
-    ) -> None:
-        """Take a member, which begins `at` this byte of `data`, where its header is in front of it."""
-        if header_sum(data[at - BLOCK : at]) != member.header:
-            raise SourceError(
-                f"{self.shard_names[shard]}, {self._named(shard, member)}: another header is at "
-                f"byte {member.offset - BLOCK}: the archive has changed since it was indexed; make "
-                "the Tar source again"
-            )
-        contents[member.offset] = bytes(data[at : at + member.size])
-
-    def _named(self, shard: int, member: _Member) -> str:
-        """Return the name of a member for errors."""
+    def _named(self, shard: int, start: int) -> str:
+        """Return the name, for errors, of the member whose header begins at this byte."""
         first = self._ends[shard - 1] if shard else 0
         rows = self._starts[first : self._ends[shard]]
         begin, end = int(self._starts[first]), int(self._starts[self._ends[shard]])
-        row = begin + int((self._members[begin:end, 0] == member.offset).argmax())
+        row = begin + int((self._members[begin:end, 0] == start + BLOCK).argmax())
         index = first + int(np.searchsorted(rows, row, "right")) - 1
-        return f"member {self.keys[index]}.{self.extensions[member.extension]}"
-
-    def _made(
-        self, shard: int, index: int, members: Sequence[_Member], contents: Mapping[int, bytes]
-    ) -> Any:
-        sample: Any
-        if self._wanted is not None:
-            sample = tuple(contents[member.offset] for member in members)
-        else:
-            sample = {"__key__": self.keys[index], "__url__": self.shard_names[shard]}
-            for member in members:
-                sample[self.extensions[member.extension]] = contents[member.offset]
-        if self._decode is None:
-            return sample
-        try:
-            return self._decode(sample)
-        except Exception as error:
-            add_note(error, f"loading sample {self.keys[index]!r} of {self.shard_names[shard]}")
-            raise
+        return f"member {self.keys[index]}.{self.extensions[self._members[row, 3]]}"

@@ -47,10 +47,12 @@ ROWS = 1024
 class TarFile:
     """Tar archive with one member for each field of a sample, as webdataset names them."""
 
-    def __init__(self, file: Any) -> None:
+    schema = None
+
+    def __init__(self, file: Any, _: Any) -> None:
+        self.file = file
         self.samples = self.size = 0  # bytes, with headers
-        self.schema = None
-        self._archive = tarfile.open(fileobj=file, mode="w")  # noqa: SIM115  # `finish` closes it
+        self._archive = tarfile.open(fileobj=file, mode="w")  # noqa: SIM115  # `close` closes it
         self._names: set[str] = set()
 
     def add(self, sample: Any, number: int) -> None:
@@ -85,11 +87,10 @@ class TarFile:
             self.size += 512 + -len(data) // 512 * -512
         self.samples += 1
 
-    def finish(self) -> None:
-        self.close()
-
     def close(self) -> None:
         self._archive.close()
+
+    finish = close
 
 
 class ParquetFile:
@@ -102,10 +103,11 @@ class ParquetFile:
     """
 
     def __init__(self, file: Any, schema: Any) -> None:
-        self._file = file
+        self.file = file
         # All the mutable state:
         self.samples = self.size = 0  # bytes before compression
         self.schema = schema
+        self._last = 0  # number of the last row
         self._rows: list[dict[str, Any]] = []
         self._writer: Any = None
 
@@ -114,11 +116,12 @@ class ParquetFile:
         if KEY not in sample:
             del row[KEY]
         self._rows.append(row)
+        self._last = number
         self.samples += 1
         if len(self._rows) == ROWS:
-            self._write(number)
+            self._write()
 
-    def _write(self, number: int) -> None:
+    def _write(self) -> None:
         import pyarrow
         from pyarrow import parquet
 
@@ -133,22 +136,25 @@ class ParquetFile:
             table = pyarrow.Table.from_pylist(rows, schema=self.schema)
         except (pyarrow.ArrowException, TypeError, ValueError) as error:
             raise ValueError(
-                f"samples {number + 1 - len(rows)} to {number} don't fit the schema of the first ones: "
-                f"{error}; pass schema="
+                f"samples {self._last + 1 - len(rows)} to {self._last} don't fit the schema of the "
+                f"first ones: {error}; pass schema="
             ) from error
         if self._writer is None:
-            self._writer = parquet.ParquetWriter(self._file, self.schema)
+            self._writer = parquet.ParquetWriter(self.file, self.schema)
         self._writer.write_table(table, row_group_size=ROWS)
         self.size += table.nbytes
 
     def finish(self) -> None:
-        if self._rows or self._writer is None:
-            self._write(self.samples - 1)
+        if self._rows:
+            self._write()
         self.close()
 
     def close(self) -> None:
         if self._writer is not None:
             self._writer.close()
+
+
+_FORMATS: dict[str, type[TarFile | ParquetFile]] = {"tar": TarFile, "parquet": ParquetFile}
 
 
 def fields_of(sample: Any, number: int) -> dict[str, Any]:
@@ -417,11 +423,7 @@ class ShardWriter:
         `plan` has the sizes of the shards (``samples`` in so many ``shards``, ``samples_per_shard`` or
         ``bytes_per_shard``), and other marks of the source.
         """
-        one_of("format", form, ("tar", "parquet"))
-        self._samples: int = plan.get("samples", 0)
-        self._total: int | None = plan.get("shards")
-        self._most_samples: int | None = plan.get("samples_per_shard")
-        self._most_bytes: int = plan.get("bytes_per_shard", BYTES)
+        one_of("format", form, _FORMATS)
         self._folder = _Folder(url, options)
         self._form, self._plan = form, {"format": form, **plan}
         # All the mutable state:
@@ -429,8 +431,7 @@ class ShardWriter:
         self._schema = schema or self._schema_there()
         self.written = sum(self._counts)
         self.shards = len(self._counts)  # before the one that is being filled
-        self._shard: TarFile | ParquetFile | None = None
-        self._file: Any = None  # of that shard
+        self._shard: TarFile | ParquetFile | None = None  # that is being filled
         self._uploads = ThreadPoolExecutor(1, "hybridloader-write")
         self._upload: Future[None] | None = None  # of the shard before
         self._closed = False
@@ -489,8 +490,7 @@ class ShardWriter:
         if self._closed:
             raise ValueError("this ShardWriter is closed; open another one")
         if self._shard is None:
-            self._file = self._folder.part()
-            self._shard = _shard_file(self._form, self._file, self._schema)
+            self._shard = _FORMATS[self._form](self._folder.part(), self._schema)
         self._shard.add(sample, self.written)
         self.written += 1
         if self._is_full(self._shard):
@@ -501,28 +501,27 @@ class ShardWriter:
                 raise
 
     def _is_full(self, shard: TarFile | ParquetFile) -> bool:
-        if self._total is not None:  # even shards: this one ends where the next one begins
-            return self.written == self._samples * (self.shards + 1) // self._total
-        if self._most_samples is not None:
-            return shard.samples == self._most_samples
-        return shard.size >= self._most_bytes
+        plan = self._plan
+        if "shards" in plan:  # even shards: this one ends where the next one begins
+            return bool(self.written == plan["samples"] * (self.shards + 1) // plan["shards"])
+        if "samples_per_shard" in plan:
+            return bool(shard.samples == plan["samples_per_shard"])
+        return bool(shard.size >= plan.get("bytes_per_shard", BYTES))
 
     def _end_shard(self) -> None:
         shard = self._shard
-        if shard is None:
-            return
-        self._wait()  # so that there are at most two local files
-        shard.finish()
-        self._schema = shard.schema
-        self._upload = self._uploads.submit(self._place, self._file, self.shards, shard.samples)
-        self._shard = self._file = None
-        self.shards += 1
+        if shard is not None and shard.samples:
+            self._wait()  # so that there are at most two local files
+            shard.finish()
+            self._schema = shard.schema
+            self._upload = self._uploads.submit(self._place, shard, self.shards)
+            self._shard = None
+            self.shards += 1
 
-    def _place(self, file: Any, number: int, samples: int) -> None:
+    def _place(self, shard: TarFile | ParquetFile, number: int) -> None:
         """Put a full shard and its index in their places, then note it in the manifest."""
-        name, folder = self._name(number), self._folder
-        index = None
-        with file:
+        name, folder, index = self._name(number), self._folder, None
+        with shard.file as file:
             if self._form == "tar":
                 size = file.tell()
                 file.seek(0)
@@ -531,13 +530,12 @@ class ShardWriter:
         if index is not None:
             stamp = folder.store.stamp(folder.path(name), refresh=True)
             folder.put_bytes(f"{name}.index", bytes(packed_index(replace(index, stamp=stamp))))
-        self._counts.append(samples)
+        self._counts.append(shard.samples)
         self._save(self._counts)
 
     def _wait(self) -> None:
-        upload, self._upload = self._upload, None
-        if upload is not None:
-            upload.result()
+        if self._upload is not None:
+            self._upload.result()
 
     def close(self) -> None:
         """Write the last shard, and wait until all are in their places. Idempotent."""
@@ -564,15 +562,11 @@ class ShardWriter:
         """Close, and drop the shard that is being filled."""
         self._closed = True
         self._uploads.shutdown()
-        shard, file, self._shard, self._file = self._shard, self._file, None, None
+        shard, self._shard = self._shard, None
         if shard is not None:
-            with suppress(Exception), file:
+            with suppress(Exception), shard.file:
                 shard.close()
-            os.unlink(file.name)
-
-
-def _shard_file(form: str, file: Any, schema: Any) -> TarFile | ParquetFile:
-    return TarFile(file) if form == "tar" else ParquetFile(file, schema)
+            os.unlink(shard.file.name)
 
 
 def write_shards(
@@ -634,7 +628,7 @@ def write_shards(
     given = {name: whole(name, value, 1) for name, value in sizes.items() if value is not None}
     if len(given) > 1:
         raise ValueError(f"pass only one of {', '.join(given)}")
-    one_of("format", format, ("tar", "parquet"))
+    one_of("format", format, _FORMATS)
     workers = whole("workers", workers, 1)
     encode = encode or (lambda sample: sample)
     if hasattr(source, "__len__") and hasattr(source, "__getitem__"):
@@ -716,7 +710,7 @@ def _shards_of(
         return given["shards"]
     if "samples_per_shard" in given:
         return math.ceil(count / given["samples_per_shard"])
-    trial = _shard_file(form, io.BytesIO(), schema)
+    trial = _FORMATS[form](io.BytesIO(), schema)
     for number, one in enumerate(tried):
         trial.add(one, number)
     trial.finish()

@@ -423,10 +423,10 @@ def test_runs_are_resumed_at_any_place_with_other_ranks_workers_and_caches(
         ranks, step = chosen.choice([2, 3, 5]), chosen.randrange(1, 9)
         options: dict[str, Any] = {
             "seed": trial,
-            "block": 3,
-            "window": 2,
+            "block_size": 3,
+            "window_blocks": 2,
             "uneven": "exact",
-            "spans": 2,
+            "num_canonical_ranks": 2,
         }
         before: list[Any] = []
         for rank in range(2):

@@ -399,7 +399,7 @@ def test_row_groups_are_fetched_once_ahead(store: HttpStore, tensors: bool, back
     made = Counter(store.requests)
     for file in range(2):
         for group in range(5):
-            ranges = rows._cache().ranges(rows._files[file], group, rows.columns)
+            ranges = rows._cache().ranges(rows._files[file], group)
             assert len(ranges.starts) == 2  # what lies between is not asked for
             for start, stop in zip(ranges.starts, ranges.stops, strict=True):
                 assert made[f"/{file}.parquet", f"bytes={start}-{stop - 1}"] == 1

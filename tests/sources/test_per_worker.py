@@ -148,17 +148,17 @@ def test_an_iterator_may_be_collected_while_the_shared_handle_is_opened() -> Non
 def test_a_shared_handle_is_not_closed_between_two_workers() -> None:
     """The last user leaves, in a finalizer, after another worker has found the handle open."""
     handle = PerWorker(object, per="process", close=lambda handle: None)
-    handles = handle._join()
-    opened = handles._join(handle._opened, 1)
+    slot = handle._join().slot
 
     class Users(set[int | None]):
         def add(self, user: int | None) -> None:
             super().add(user)
-            handles.leave(1)
+            slot.leave(1)
 
-    opened.users = Users(opened.users)
-    assert handles._join(handle._opened, 2) is opened
-    assert opened.is_open
+    first = handle()
+    slot.users = Users([1])
+    assert handle() is first
+    assert slot.opened == (first,)
 
 
 def test_steps_of_a_pipeline_close_theirs(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import json
 import os
 import pickle
 import tarfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,19 @@ from hybridloader import DataLoader, Retry, Skip
 from hybridloader.errors import SourceError, StoreError
 from hybridloader.sampling import BlockShuffleSampler, ShuffleSampler
 from hybridloader.sources import Files, Tar, indexing
-from hybridloader.sources.indexing import VERSION, load_index, make_index, save_index
+from hybridloader.sources.indexing import VERSION, load_index, make_index, packed_index
 from hybridloader.sources.store import Stamp, Store
 
 
 def written(path: Path, members: Any) -> str:
     path.write_bytes(tar_bytes(members))
     return str(path)
+
+
+def flipped(data: bytes) -> bytes:
+    """Return the file of an index with one wrong bit in the offset of its first member."""
+    at = data.index((512).to_bytes(8, "little"))
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
 
 
 def text(number: int) -> bytes:
@@ -139,8 +144,9 @@ def test_an_index_is_kept_beside_the_archive_or_in_a_folder(tmp_path: Path) -> N
         Path(path).write_bytes(tar_bytes(sample_members(10, 2)))
         assert list(Tar(path, index=index).keys) == ["s0010", "s0011"]
         assert kept.stat().st_ino != before
-        kept.write_bytes(b"damaged")
-        assert len(Tar(path, index=index)) == 2
+        for damaged in (b"damaged", flipped(kept.read_bytes())):
+            kept.write_bytes(damaged)
+            assert len(Tar(path, index=index)) == 2
         assert len(Tar(f"{tmp_path}/d/", index=index)) == 2  # an index is no archive
         assert [*place.glob("*.index")] == [kept]
         Path(path).write_bytes(tar_bytes(sample_members(0, 4)))
@@ -186,7 +192,7 @@ def test_an_index_comes_back_as_it_was(tmp_path_factory: Any, pairs: list[Any]) 
     packed = tar_bytes([(f"{key}.{ext}", b"x" * len(key)) for key, ext in pairs])
     stamp = Stamp(len(packed), "m")
     index = make_index("a.tar", io.BytesIO(packed), stamp)
-    save_index(str(path), index)
+    path.write_bytes(packed_index(index))
     found = load_index(str(path), stamp)
     assert found is not None
     assert found.keys == index.keys == [*dict(pairs)]
@@ -301,31 +307,6 @@ def test_a_folder_of_indices_alone_has_no_archives(tmp_path: Path) -> None:
     (tmp_path / "a.tar.index").write_bytes(b"")
     with pytest.raises(FileNotFoundError, match="names only indices and no archives"):
         Tar(f"{tmp_path}/")
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"starts": np.array([0, 2])},
-        {"starts": np.array([1, 1, 3])},
-        {"starts": np.array([0, 0, 3])},
-        {"extension": np.array([0, 1, 2])},
-        {"offset": np.array([512, 1536, 1 << 40])},
-        {"size": np.array([1, 1])},
-        {"size": np.array([1.0, 1.0, 1.0])},
-    ],
-    ids=str,
-)
-def test_a_kept_index_whose_parts_disagree_is_made_again(
-    changed: dict[str, Any], tmp_path: Path
-) -> None:
-    packed = tar_bytes([("a.x", b"1"), ("b.x", b"2"), ("b.y", b"3")])
-    index = make_index("a.tar", io.BytesIO(packed), stamp := Stamp(len(packed), "m"))
-    path = str(tmp_path / "kept")
-    save_index(path, index)
-    assert load_index(path, stamp) is not None
-    save_index(path, replace(index, **changed))
-    assert load_index(path, stamp) is None
 
 
 def test_a_kept_index_that_lacks_a_part_is_made_again(tmp_path: Path) -> None:
