@@ -47,7 +47,7 @@ from hybridloader.loader.plan import LoaderPlan
 from hybridloader.loader.progress import FullBatches, Progress, Results
 from hybridloader.loader.record import LoaderObservation
 from hybridloader.loader.state import Drawn, PassStart, ResumedDispatch
-from hybridloader.observe.headroom_trials import KeptBatches, running_reuse
+from hybridloader.observe.headroom_trials import KeptBatches, Reuse
 from hybridloader.observe.measures import LoopWaits, TimedPulls
 from hybridloader.observe.observation import asked
 from hybridloader.observe.stats import Stats
@@ -842,7 +842,7 @@ class ReusingIterator(LoaderIterator):
         batch = super()._next_data()
         if kept.keep(batch):
             self.close()  # workers would take cores from the steps
-            kept.times.mark()
+            kept.mark()
         return batch
 
 
@@ -863,7 +863,7 @@ class ReplayIterator(_BaseDataLoaderIter):
 
 def iterator_of(loader: Any, plan: LoaderPlan) -> _BaseDataLoaderIter:
     """Make the iterator of a loader: one that reuses batches, if the command asks for that."""
-    reuse = running_reuse()
+    reuse = Reuse.running()
     if reuse is None:
         return LoaderIterator(loader, plan)
     kept = plan.record.kept
