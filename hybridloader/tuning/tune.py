@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -14,7 +14,7 @@ from hybridloader._support.text import seconds as check_seconds
 from hybridloader._support.threads import gil_enabled
 from hybridloader._support.user_objects import add_note
 from hybridloader.errors import WorkerTimeout
-from hybridloader.tuning.planner import Limits, Place, Plan, Search, Trial, limits_here, shown
+from hybridloader.tuning.planner import Limits, Plan, Search, Trial, limits_here, shown
 from hybridloader.tuning.subjects import LoaderSubject, PipelineSubject, subject_of
 from hybridloader.tuning.trials import Empty, Measured, Subject, measure
 
@@ -113,8 +113,9 @@ class Tuning(Shown):
             rate = f"{trial.rate:,.1f}" if trial.rates else ""
             noise = f"{trial.noise:.0%}" if len(trial.rates) > 1 else ""
             rows.append([shown(trial.plan), rate, noise, ", ".join(marks), trial.error or ""])
-        for plan, why in self._search.refused.items():
-            rows.append([shown(plan), "", "", "as it was", f"beyond the limits: {why}"])
+        if (why := self._search.refused) is not None:
+            start = shown(self._search.start)
+            rows.append([start, "", "", "as it was", f"beyond the limits: {why}"])
         return [rows if any(row[4] for row in rows) else [row[:4] for row in rows]]
 
     def _lines(self) -> list[str]:
@@ -385,20 +386,6 @@ MEMORY = 0.5
 """Share of this process's memory that a plan may take."""
 
 
-@dataclass
-class GivenWorkers(Search):
-    """Search over backends with a number of workers that the user has given."""
-
-    def plans(self) -> Iterator[Plan]:
-        """Yield a plan for each backend that is offered."""
-        (start,) = self.start
-        for name in self.limits.backends:
-            plan = (start._replace(backend=name),)
-            if name != "inline" and plan not in self.trials:
-                yield plan
-        yield from self._confirm()
-
-
 def choose(loader: Any, auto: Auto) -> Tuning:
     """Measure, set the attributes of `loader` that are ``"auto"``, and report the choice in one line."""
     subject = LoaderSubject(loader, keep_threads=True)
@@ -435,15 +422,11 @@ def _report(name: str, tuning: Tuning, stages: Sequence[str] = ()) -> None:
 def tuner_of(subject: LoaderSubject, auto: Auto, limits: Limits, **more: Any) -> Tuner:
     """Return a tuner that changes only the parameters that are ``"auto"``."""
     (start,) = subject.start
-    if auto.workers and not auto.backend:  # only the number
+    if not auto.backend:
         limits = with_the_users(limits, subject.start)
         limits = replace(limits, backends=("inline", start.backend))
-    if not auto.workers:
-        offered = tuple(name for name in limits.backends if name != "inline")
-        limits = replace(limits, backends=offered)
     tuner = Tuner(subject, limits, SECONDS, **more)
     if not auto.workers:
-        old = tuner.search
-        place = Place("threads", start.workers)
-        tuner.search = GivenWorkers(old.stages, (place,), limits, old.gil)
+        offered = [name for name in limits.backends if name != "inline"]
+        tuner.search.given = tuple((start._replace(backend=name, threads=1),) for name in offered)
     return tuner
