@@ -25,7 +25,7 @@ from hybridloader.loader.progress import Progress
 from hybridloader.observe.figures import LoopRecord, Recording, StageRecord
 from hybridloader.observe.headroom_trials import KeptBatches
 from hybridloader.observe.measures import SourceTimes, TimedPulls, record_of_relay
-from hybridloader.observe.observation import Asked, Observation
+from hybridloader.observe.observation import Observation, Observe
 from hybridloader.observe.stats import Stats, stats_of
 from hybridloader.observe.tracing import traced
 
@@ -42,7 +42,7 @@ class LoaderObservation(Observation):
 
     def __init__(
         self,
-        asked: Asked,
+        observe: bool | Observe,
         number: int,
         backend: Backend,
         fetch: Fetch,
@@ -50,7 +50,7 @@ class LoaderObservation(Observation):
         window: int,
         options: Mapping[str, Any],
     ) -> None:
-        super().__init__(asked, STAGE, number)
+        super().__init__(observe, STAGE, number)
         self.stage = self.measures(STAGE, number, backend, fetch, workers, window, options)
         self._batch_size: int | None = None
         # All the other mutable state, of the present epoch:

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 from hybridloader._support.store_use import StoreUse, start_counting, together, uses, uses_since
 from hybridloader._support.text import flag, function, seconds, warn
@@ -68,26 +68,15 @@ class Observe:
         seconds("every", self.every, above=True)
 
 
-class Asked(NamedTuple):
-    """Consumers of an observation: a trace, a watch, reports."""
-
-    policy: Observe | None
-    trace: Trace | None
-    watch: Watch | None
-
-
 def check_observe(value: bool | Observe) -> None:
     """Check the `observe` of a loader or a pipeline. Raises `TypeError`."""
     if not isinstance(value, Observe):
         flag("observe", value)
 
 
-def asked(observe: bool | Observe) -> Asked | None:
-    """Return the consumers for an iterator that is made now; None if there are none."""
-    trace, watch = Trace.running(), Watch.running()
-    if trace is None and watch is None and not observe:
-        return None
-    return Asked(observe if isinstance(observe, Observe) else None, trace, watch)
+def is_observed(observe: bool | Observe) -> bool:
+    """Return True if an iterator that is made now is observed: by its user, a trace or a watch."""
+    return bool(observe) or Trace.running() is not None or Watch.running() is not None
 
 
 class Observation(ABC):
@@ -96,8 +85,9 @@ class Observation(ABC):
     A watch shows it as `name` and recognizes it by `key`. It refers to no iterator and no worker.
     """
 
-    def __init__(self, asked: Asked, name: str, key: Hashable) -> None:
-        self._policy, self.trace, self._watch = asked
+    def __init__(self, observe: bool | Observe, name: str, key: Hashable) -> None:
+        self._policy = observe if isinstance(observe, Observe) else None
+        self.trace, self._watch = Trace.running(), Watch.running()
         self._name, self._key = name, key
         # All the mutable state:
         self._warned = False
