@@ -8,6 +8,7 @@ is busy belongs to none. Half of a moment belongs to none if the only busy worke
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -73,8 +74,7 @@ class Faults:
     restarted: int = 0
 
     def __add__(self, other: Faults) -> Faults:
-        pairs = zip(self.counts, other.counts, strict=True)
-        return Faults(*(one + two for one, two in pairs))
+        return Faults(*map(operator.add, self.counts, other.counts))
 
     @property
     def counts(self) -> tuple[int, int, int, int]:

@@ -63,18 +63,13 @@ def _within_quotas(cores: float, mounts: Path, proc: Path) -> Limit:
     return found
 
 
-def available(mounts: Path = _CGROUPS, proc: Path = _PROC) -> float:
-    """Return the number of cores that this process may use; a quota may make it a fraction."""
-    return limit(mounts, proc).cores
-
-
 def share(ranks: int, mounts: Path = _CGROUPS, proc: Path = _PROC) -> float:
     """Return this process's share of the cores of a machine with `ranks` ranks.
 
     The cores that the cgroups leave to the job are divided by `ranks`. A rank whose affinity is already
     narrower than that keeps all cores of its affinity.
     """
-    own = available(mounts, proc)
+    own = limit(mounts, proc).cores
     if ranks == 1:
         return own
     return min(own, _within_quotas(_cores_of_job(mounts, proc), mounts, proc).cores / ranks)
@@ -418,14 +413,11 @@ class StageMeasures:
         self._tasks = 0  # returned; without `each`, those that measures have reported
         self.restarted = 0
         self.opens_slowly = False
-        self.busy = 0.0
+        self.busy = self.sending = 0.0
         self.first: float | None = None  # begin of the first task
         self.full: float | None = None  # when the stage was full for the first time
-        self.sending = 0.0
-        self._cpu: float | None = None
-        self._for_core: float | None = None
-        self._packing = self._collating = self._idle = self._held = 0.0
-        self._coroutines = 0
+        self._seconds: dict[str, float] = {}  # those that are known, by their field of the record
+        self._use = CoroutineUse("", self._concurrency, 0, 0.0, 0.0)
         self._firsts: list[Wait] = []
         self._busy_of = [0.0] * self.workers
         self._retried = 0
@@ -511,19 +503,26 @@ class StageMeasures:
         for began, ended, busy in measures.spans:
             self._add(began, ended, min(1.0, busy / (ended - began)) if ended > began else 1.0)
         self.busy += measures.busy
-        self._cpu = _plus(self._cpu, measures.cpu)
-        self._for_core = _plus(self._for_core, measures.wait_for_core)
+        for name, seconds in (
+            ("cpu", measures.cpu),
+            ("wait_for_core", measures.wait_for_core),
+            ("collating", measures.collating * measures.busy),
+            ("packing", measures.packing * measures.busy),
+        ):
+            if seconds is not None:
+                self._seconds[name] = self._seconds.get(name, 0.0) + seconds
         if measures.wait_for_gil is not None:
             self._gil_waits.append(measures.wait_for_gil)
         if measures.first:
             self._firsts.append(Wait(measures.spans[0][0], measures.spans[-1][1]))
-        self._collating += measures.collating * measures.busy
-        self._idle += measures.idle
-        self._held += measures.held
-        self._coroutines += measures.coroutines
+        use = self._use
+        self._use = use._replace(
+            begun=use.begun + measures.coroutines,
+            idle=use.idle + measures.idle,
+            held=use.held + measures.held,
+        )
         if measures.stores:
             self.stores = together((*self.stores, *measures.stores))
-        self._packing += measures.packing * measures.busy
         self.sending += self._scale * measures.reporting
         self._retried += measures.retried
         ended = measures.spans[-1][1]
@@ -600,11 +599,6 @@ class StageMeasures:
 
         Without `each`, the caller replaces the seconds of workers that were busy, and those by cause.
         """
-        coroutines = None
-        if self._concurrency:
-            coroutines = CoroutineUse(
-                name, self._concurrency, self._coroutines, self._idle, self._held
-            )
         firsts = tuple(self._firsts)
         others = self._tasks - len(firsts)
         return StageRecord(
@@ -616,11 +610,8 @@ class StageMeasures:
             starved=self.starved,
             blocked=self.blocked,
             other=self.other,
-            cpu=self._cpu,
-            wait_for_core=self._for_core,
+            **self._seconds,
             gil_waits=snapshot(self._gil_waits),
-            collating=self._collating,
-            packing=self._packing,
             sending=self.sending,
             bytes=self._weight * self._tasks // self._weighed if self._weighed else None,
             arrays=self._array_weight / self._weight if self._weight else 0.0,
@@ -633,18 +624,13 @@ class StageMeasures:
             firsts=firsts,
             later=(self.busy - length(firsts)) / others if firsts and others > 0 else None,
             parts=tuple(self._busy_of) if self._in_turn else (),
-            coroutines=coroutines,
+            coroutines=self._use._replace(step=name) if self._concurrency else None,
             full=self.full,
             in_process=self.backend.in_process,
             source=source,
             reads=source or reads,
             options=self._options,
         )
-
-
-def _plus(seconds: float | None, others: float | None) -> float | None:
-    """Return the sum of the seconds that are known."""
-    return seconds if others is None else (seconds or 0.0) + others
 
 
 def reported_bytes(payload: Any) -> int | None:
