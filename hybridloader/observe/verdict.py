@@ -1,7 +1,7 @@
 """Verdict on a recording: the bottleneck of the loop, the evidence, and advice.
 
-Pure functions. `judge` asks the rules of `RULES` in turn. docs/decisions.md has the reasons for the
-rules and their order. Advice only names `StageRecord.options`, which the constructor takes.
+Pure functions. `judge` has the rules in their order. docs/decisions.md has the reasons for both. Advice
+only names `StageRecord.options`, which the constructor takes.
 """
 
 from __future__ import annotations
@@ -125,18 +125,18 @@ class Verdict:
 
 def judge(figures: Figures) -> Verdict:
     """Return the verdict of the first rule that has one."""
-    for rule in RULES:
-        verdict = rule(figures)
-        if verdict is not None:
-            return verdict
-    return _of_stage(figures, figures.by_stage.index(max(figures.by_stage)))
-
-
-def _nothing_yet(figures: Figures) -> Verdict | None:
-    if figures.recording.loop.items:
-        return None
-    advice = "Call stats() again after the loop has run for a while."
-    return Verdict("unknown", None, None, "No batch has come yet.", advice)
+    if not figures.recording.loop.items:
+        advice = "Call stats() again after the loop has run for a while."
+        return Verdict("unknown", None, None, "No batch has come yet.", advice)
+    return (
+        _slow_start(figures)
+        or _too_short(figures)
+        or _held_loop(figures)
+        or _slow_beginning(figures)
+        or _fast(figures)
+        or _no_stage(figures)
+        or _of_stage(figures)
+    )
 
 
 def _slow_start(figures: Figures) -> Verdict | None:
@@ -252,14 +252,9 @@ def _no_stage(figures: Figures) -> Verdict | None:
     return Verdict("unknown", None, None, f"{waited}.", advice)
 
 
-RULES = (
-    *(_nothing_yet, _slow_start, _too_short),
-    *(_held_loop, _slow_beginning, _fast, _no_stage),
-)
-
-
-def _of_stage(figures: Figures, number: int) -> Verdict:
+def _of_stage(figures: Figures) -> Verdict:
     """Judge a run with a stage that most of the stall belongs to."""
+    number = figures.by_stage.index(max(figures.by_stage))
     stage, name = figures.recording.stages[number], figures.names[number]
     cores = figures.recording.cores
     kind, why = kind_of(stage, figures.recording.switch_interval, cores)
@@ -356,7 +351,8 @@ def _kind_by_times(
     stage: StageRecord, switch_interval: float, cores: CoreUse | None
 ) -> tuple[str | None, str]:
     """Return the kind by the times of CPU, cores and GIL, and these as evidence."""
-    late = _late_by(stage)
+    known = sorted(stage.latencies)
+    late = known[3 * len(known) // 4] if len(known) >= 3 else 0.0  # upper quartile
     # `wait_for_core` also counts waits between tasks.
     for_core = min(stage.wait_for_core or 0.0, max(0.0, stage.busy - (stage.cpu or 0.0)))
     overdue = stage.in_process and late >= HELD * switch_interval
@@ -402,12 +398,6 @@ def _takes_turns(stage: StageRecord, for_core: float, switch_interval: float) ->
     if turn <= 0:
         turn = (stage.busy - for_core) / stage.workers
     return stage.cpu is None or stage.cpu >= TURN * turn > 0
-
-
-def _late_by(stage: StageRecord) -> float:
-    """Return the upper quartile of the delay with which results were picked up."""
-    known = sorted(stage.latencies)
-    return known[3 * len(known) // 4] if len(known) >= 3 else 0.0
 
 
 def late_of(waits: Sequence[float], seconds: float) -> list[float]:
