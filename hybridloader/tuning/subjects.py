@@ -27,7 +27,7 @@ from hybridloader.loader.options import Options
 from hybridloader.pipeline.pipeline import Pipeline
 from hybridloader.running.operator import Placement, steps_in
 from hybridloader.tuning.planner import INLINE, Place, Plan, Stage
-from hybridloader.tuning.trials import AND, Endless, Running, Subject
+from hybridloader.tuning.trials import AND, Running, Subject
 
 DRAWN = 1 << 16
 """Indices, or batches of them, that are drawn from a sampler for a measurement, at most."""
@@ -116,7 +116,7 @@ class LoaderSubject(Subject):
         with untouched_generators(ours, ours.dataset):
             loader = DataLoader(ours.dataset, **keywords)
             epochs = iter(lambda: iter(loader), None)
-            running = Endless(epochs, lambda _: loader.stats(), ("DataLoader",))
+            running = Running(epochs, lambda _: loader.stats(), ("DataLoader",))
             try:
                 yield running
             finally:
@@ -214,7 +214,7 @@ class PipelineSubject(Subject):
         with untouched_generators(*steps_in(self._pipeline)):
             epochs = self._placed(plan, timeout).epochs(None, seed=0, observe=True)
             with epochs:
-                yield Endless(iter(epochs), lambda run: run.stats(), rows)
+                yield Running(iter(epochs), lambda run: run.stats(), rows)
 
     def apply(self, plan: Plan) -> Pipeline:
         return self._placed(plan, None)

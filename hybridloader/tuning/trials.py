@@ -32,22 +32,11 @@ MESSAGE = 200
 """Characters of an error that are kept."""
 
 
-class Running(ABC):
-    """A subject that runs with one plan: an endless iterator over its results."""
-
-    @abstractmethod
-    def __next__(self) -> Any: ...
-
-    @abstractmethod
-    def stages(self) -> tuple[StageTrial | None, ...]:
-        """Return the figures of each stage until now."""
-
-
 _END: Any = object()
 
 
-class Endless(Running):
-    """Results of epoch after epoch; `epoch` is the present one."""
+class Running(Iterator[Any]):
+    """Results of a subject with one plan, epoch after epoch; `epoch` is the present one."""
 
     def __init__(
         self, epochs: Iterator[Any], stats: Callable[[Any], Stats], names: Sequence[str]
@@ -63,6 +52,7 @@ class Endless(Running):
         return next(self.epoch)  # raises at an epoch without a result
 
     def stages(self) -> tuple[StageTrial | None, ...]:
+        """Return the figures of each stage until now."""
         stats = self._stats(self.epoch)
         return tuple(_figures(stats, name) for name in self._names)
 
@@ -157,7 +147,7 @@ def measure(
         with subject.open(plan, max(1.0, deadline - began)) as running:
             times = [began]
             together = _together(plan)
-            for result in _results(running):
+            for result in running:
                 if step is not None:
                     step(result)
                 if len(kept) < keep:
@@ -184,14 +174,6 @@ def measure(
 def _together(plan: Plan) -> int:
     """Return the number of results that come at once, as all workers began at the same time."""
     return max((place.concurrent for place in plan), default=1)
-
-
-def _results(running: Running) -> Iterator[Any]:
-    while True:
-        try:
-            yield next(running)
-        except StopIteration:
-            return
 
 
 def rates_of(times: list[float], together: int) -> tuple[float, ...]:

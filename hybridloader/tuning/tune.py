@@ -21,7 +21,6 @@ from hybridloader.tuning.trials import Empty, Measured, Subject, measure
 if TYPE_CHECKING:
     from hybridloader.loader.dataloader import Auto
     from hybridloader.pipeline.pipeline import Pipeline
-    from hybridloader.tuning.trials import Subject
 
 
 @dataclass(frozen=True)
@@ -280,9 +279,7 @@ class Tuner:
         for plan in self.search.plans():
             now = self._clock()
             backends = [place.backend for place in plan]
-            slowest = max(
-                self._closings.values(), default=0.0
-            )  # for backends that are not measured
+            slowest = max(self._closings.values(), default=0.0)  # for those that are not measured
             closing = max(self._closings.get(name, slowest) for name in backends)
             needed = max(closing, *(self._overheads.get(name, 5.0) for name in backends))
             end = deadline - closing
@@ -389,12 +386,8 @@ MEMORY = 0.5
 def choose(loader: Any, auto: Auto) -> Tuning:
     """Measure, set the attributes of `loader` that are ``"auto"``, and report the choice in one line."""
     subject = LoaderSubject(loader, keep_threads=True)
-    tuner = tuner_of(subject, auto, limits_here(None, MEMORY))
-    tuning = tuner.run()
-    if tuning.interrupted:
-        raise KeyboardInterrupt
+    tuning = _chosen(tuner_of(subject, auto, limits_here(None, MEMORY)), [""])
     tuning.apply()
-    _report("DataLoader", tuning)
     return tuning
 
 
@@ -402,21 +395,22 @@ def choose_for_pipeline(pipeline: Pipeline) -> Pipeline:
     """Return `pipeline` with measured workers for its steps with ``"auto"``; report them in a line."""
     subject = PipelineSubject(pipeline, only_auto=True)
     limits = with_the_users(limits_here(None, MEMORY), subject.start)
-    tuning = Tuner(subject, limits, SECONDS).run()
+    names = [f"{stage.name} on " for stage in subject.stages]
+    return subject.apply(_chosen(Tuner(subject, limits, SECONDS), names).plan)
+
+
+def _chosen(tuner: Tuner, names: Sequence[str]) -> Tuning:
+    """Measure, and report the places in one line, each after a name."""
+    tuning = tuner.run()
     if tuning.interrupted:
         raise KeyboardInterrupt
-    _report("Pipeline", tuning, [stage.name for stage in subject.stages])
-    return subject.apply(tuning.plan)
-
-
-def _report(name: str, tuning: Tuning, stages: Sequence[str] = ()) -> None:
-    names = [f"{stage} on " for stage in stages] or [""]
-    places = "; ".join(f"{n}{p}" for n, p in zip(names, tuning.plan, strict=True))
+    places = "; ".join(f"{name}{place}" for name, place in zip(names, tuning.plan, strict=True))
     print(
-        f"hybridloader: {name} uses {places}: {tuning.rate:,.1f}/s, chosen from "
+        f"hybridloader: {tuner.subject.name} uses {places}: {tuning.rate:,.1f}/s, chosen from "
         f"{len(tuning.trials)} plans in {tuning.seconds:.1f} s",
         file=sys.stderr,
     )
+    return tuning
 
 
 def tuner_of(subject: LoaderSubject, auto: Auto, limits: Limits, **more: Any) -> Tuner:
