@@ -22,7 +22,7 @@ from hybridloader.engine.messages import Fetch
 from hybridloader.engine.stage import Stage
 from hybridloader.fetching.on_error import ErrorBudget
 from hybridloader.loader.progress import Progress
-from hybridloader.observe.figures import LoopRecord, Recording, StageRecord
+from hybridloader.observe.figures import Faults, LoopRecord, Recording, StageRecord
 from hybridloader.observe.headroom_trials import KeptBatches
 from hybridloader.observe.measures import SourceTimes, TimedPulls, record_of_relay
 from hybridloader.observe.observation import Observation, Observe
@@ -138,11 +138,9 @@ class LoaderObservation(Observation):
         if measures.backend.in_caller:  # the loop's thread does the work
             idle = 0.0
         starved = min(idle, measures.workers * asking)
-        skipped = len(records) - replaced
+        faults = Faults(len(records) - replaced, replaced)
         return replace(
-            measures.record(
-                *(STAGE, loop.items, queued), skipped=skipped, replaced=replaced, reads=True
-            ),
+            measures.record(STAGE, loop.items, queued, faults, reads=True),
             busy=measures.busy,
             starved=starved,
             blocked=idle - starved,

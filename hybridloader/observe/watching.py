@@ -66,21 +66,6 @@ class _Watched:
         )
 
 
-class SameObject:
-    """Key that is equal only for the same object, which it keeps alive."""
-
-    __slots__ = ("_object",)
-
-    def __init__(self, object: object) -> None:
-        self._object = object
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, SameObject) and other._object is self._object
-
-    def __hash__(self) -> int:
-        return id(self._object)
-
-
 class Watch(ProgramBlock):
     """Watch of all loaders and pipelines whose iterators are made while it runs; for one use.
 

@@ -24,7 +24,6 @@ from hybridloader.observe.figures import CoroutineUse, Faults, StageRecord
 from hybridloader.observe.measures import LoopWaits, record_of_caller, record_of_relay
 from hybridloader.observe.observation import Observation, Observe, check_observe, is_observed
 from hybridloader.observe.stats import Stats
-from hybridloader.observe.watching import SameObject
 from hybridloader.running.executor import Executor, open_run
 from hybridloader.running.flow import Withheld
 from hybridloader.running.operator import Chain
@@ -39,7 +38,7 @@ class RunObservation(Observation):
     """Observation of the runs of one executor, over all passes until now. It does not hold it."""
 
     def __init__(self, observe: bool | Observe, chain: Chain) -> None:
-        super().__init__(observe, "Pipeline", SameObject(chain))
+        super().__init__(observe, "Pipeline", chain)
         self._executor: weakref.ref[Executor] | None = None
 
     def of(self, executor: Executor) -> None:
@@ -70,15 +69,13 @@ def _rows(executor: Executor, loop: LoopWaits) -> Iterator[StageRecord]:
     for where in sorted([*executor.stages, *executor.relays]):
         running = executor.stages.get(where)
         if running is not None:
-            faults = _faults(executor, [running.node])
             flow, measures = running.flow, running.measures
             assert measures is not None
             yield measures.record(
                 running.node.name,
                 items=flow.items_out,
                 queued=flow.queued,
-                skipped=faults.skipped,
-                replaced=faults.replaced,
+                faults=_faults(executor, [running.node]),
                 source=running.node.reads,
                 reads=isinstance(running.node.works[0].step().function, MapFetch),
             )
