@@ -224,7 +224,7 @@ class Limits:
         return min(MOST_THREADS, max(2, math.ceil(OVERLAP * self.whole_cores / costs.computing)))
 
 
-def limits_here(cpus: float | None, memory: int | float) -> Limits:
+def limits_here(cpus: float | None, memory: int | float, start: Plan = ()) -> Limits:
     """Return the limits of this process: those given, within those of the machine and its ranks.
 
     Parameters
@@ -233,17 +233,20 @@ def limits_here(cpus: float | None, memory: int | float) -> Limits:
         CPUs at most; None: no other limit than affinity, quota and ranks.
     memory
         Share of this process's memory (a float up to 1), or bytes (an int).
+    start
+        Plan of the user, whose backends are offered, too, unless they are not safe here.
     """
     from hybridloader.memory.limits import Memory, ranks_here
     from hybridloader.observe.measures import share
 
     own = share(ranks_here())
     offered, refused = _backends()
+    safe = {place.backend for place in start if place.backend != "fork" or "fork" not in refused}
     return Limits(
         own if cpus is None else min(own, cpus),
         Memory(limit=memory).bytes(),
-        offered,
-        refused,
+        (*offered, *sorted(safe.difference(offered))),
+        {name: why for name, why in refused.items() if name not in safe},
     )
 
 

@@ -207,17 +207,8 @@ def tune(
             f"tune: step must be a function of a batch, or batches a second above 0, not {step!r}"
         )
     subject = subject_of(loader_or_pipeline)
-    limits = with_the_users(limits_here(cpus, memory), subject.start)
+    limits = limits_here(cpus, memory, subject.start)
     return Tuner(subject, limits, seconds, step).run()
-
-
-def with_the_users(limits: Limits, start: Plan) -> Limits:
-    """Return the limits with the backends that the user has chosen, unless they are not safe here."""
-    mine = {place.backend for place in start} - {*limits.backends}
-    if "fork" in limits.refused:
-        mine.discard("fork")
-    refused = {name: why for name, why in limits.refused.items() if name not in mine}
-    return replace(limits, backends=(*limits.backends, *sorted(mine)), refused=refused)
 
 
 class Tuner:
@@ -386,7 +377,8 @@ MEMORY = 0.5
 def choose(loader: Any, auto: Auto) -> Tuning:
     """Measure, set the attributes of `loader` that are ``"auto"``, and report the choice in one line."""
     subject = LoaderSubject(loader, keep_threads=True)
-    tuning = _chosen(tuner_of(subject, auto, limits_here(None, MEMORY)), [""])
+    limits = limits_here(None, MEMORY, () if auto.backend else subject.start)
+    tuning = _chosen(tuner_of(subject, auto, limits), [""])
     tuning.apply()
     return tuning
 
@@ -394,7 +386,7 @@ def choose(loader: Any, auto: Auto) -> Tuning:
 def choose_for_pipeline(pipeline: Pipeline) -> Pipeline:
     """Return `pipeline` with measured workers for its steps with ``"auto"``; report them in a line."""
     subject = PipelineSubject(pipeline, only_auto=True)
-    limits = with_the_users(limits_here(None, MEMORY), subject.start)
+    limits = limits_here(None, MEMORY, subject.start)
     names = [f"{stage.name} on " for stage in subject.stages]
     return subject.apply(_chosen(Tuner(subject, limits, SECONDS), names).plan)
 
@@ -417,7 +409,6 @@ def tuner_of(subject: LoaderSubject, auto: Auto, limits: Limits, **more: Any) ->
     """Return a tuner that changes only the parameters that are ``"auto"``."""
     (start,) = subject.start
     if not auto.backend:
-        limits = with_the_users(limits, subject.start)
         limits = replace(limits, backends=("inline", start.backend))
     tuner = Tuner(subject, limits, SECONDS, **more)
     if not auto.workers:
