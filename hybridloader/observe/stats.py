@@ -11,15 +11,7 @@ from typing import Any
 
 from hybridloader._support.store_use import StoreUse
 from hybridloader._support.text import Shown, size, time
-from hybridloader.observe.figures import (
-    LOOP,
-    REST,
-    CoreUse,
-    Faults,
-    Figures,
-    Recording,
-    StageRecord,
-)
+from hybridloader.observe.figures import LOOP, REST, CoreUse, Faults, Figures, Recording
 from hybridloader.observe.verdict import Verdict, judge
 
 LITTLE = 0.01
@@ -318,16 +310,11 @@ class Stats(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the attributes and the properties as a dict of JSON types."""
-        return {
-            "seconds": self.seconds,
+        return asdict(self) | {
             "items": self.items,
-            "batch_size": self.batch_size,
             "stages": [asdict(stage) | {"load": stage.load} for stage in self.stages],
-            "stall": {**vars(self.stall), "by_stage": dict(self.stall.by_stage)},
-            "verdict": asdict(self.verdict),
-            "cores": None if self.cores is None else asdict(self.cores),
-            "faults": asdict(self.faults),
             "stores": [asdict(use) for use in self.stores],
+            "faults": asdict(self.faults),
         }
 
     def plot(self, path: str | os.PathLike[str]) -> None:
@@ -410,39 +397,27 @@ class Stats(Shown):
         ]
 
 
+_OF_RECORD = ("backend", "items", *_CAUSES, "cpu", "bytes", "queued", "faults")
+"""Attributes of `StageStats` that a `StageRecord` has under the same names."""
+
+
 def stats_of(recording: Recording) -> Stats:
     """Return the statistics of a recording."""
-    figures = Figures.of(recording)
-    loop = recording.loop
+    figures, loop = Figures.of(recording), recording.loop
     seconds = loop.ended - loop.began
-    named = zip(figures.names, recording.stages, figures.by_stage, strict=True)
-    rows = [_row(name, stage, stall) for name, stage, stall in named]
-    waited = min(loop.waited, seconds)
+    rows = []
+    for name, stage, stall in zip(figures.names, recording.stages, figures.by_stage, strict=True):
+        of_record = {attribute: getattr(stage, attribute) for attribute in _OF_RECORD}
+        rows.append(StageStats(name, num_workers=stage.workers, stall=stall, **of_record))
     by_stage = {row.name: row.stall for row in rows}
     if figures.rest > 0:
         by_stage[REST] = figures.rest
+    waits = Stall(
+        *(figures.stall, figures.share, figures.p50, figures.p99, by_stage, figures.warmup)
+    )
+    waited = min(loop.waited, seconds)
     mine = StageStats(LOOP, "caller", 1, loop.items, seconds - waited, waited, 0.0, 0.0)
-    stall = Stall(
-        figures.stall,
-        figures.share,
-        figures.p50,
-        figures.p99,
-        by_stage,
-        figures.warmup,
-    )
     return Stats(
-        *((*rows, mine), stall, judge(figures), seconds),
+        *((*rows, mine), waits, judge(figures), seconds),
         *(recording.cores, recording.batch_size, recording.stores),
-    )
-
-
-def _row(name: str, stage: StageRecord, stall: float) -> StageStats:
-    return StageStats(
-        *(name, stage.backend, stage.workers, stage.items),
-        *(stage.busy, stage.starved, stage.blocked, stage.other),
-        cpu=stage.cpu,
-        bytes=stage.bytes,
-        queued=stage.queued,
-        stall=stall,
-        faults=stage.faults,
     )
