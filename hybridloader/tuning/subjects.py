@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import random
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,6 +24,7 @@ from hybridloader.loader.dataloader import DataLoader
 from hybridloader.loader.options import Options
 from hybridloader.pipeline.pipeline import Pipeline
 from hybridloader.running.operator import Placement, steps_in
+from hybridloader.seeding.worker_seeds import kept
 from hybridloader.tuning.planner import INLINE, Place, Plan, Stage
 from hybridloader.tuning.trials import AND, Running, Subject
 
@@ -318,7 +317,7 @@ def _moved(placement: Placement, place: Place) -> Placement:
 def untouched_generators(*holders: Any) -> Iterator[None]:
     """Restore the generators of this process afterwards, and those that `holders` have as attributes.
 
-    They are those of `random`, of NumPy and of torch on the CPU. Samplers within samplers count, too.
+    Samplers within samplers count, too.
     """
     found: dict[int, torch.Generator] = {}
     met: set[int] = set()
@@ -335,15 +334,9 @@ def untouched_generators(*holders: Any) -> Iterator[None]:
             with contextlib.suppress(Exception):
                 todo.append(getattr(one, name))
     states = [(generator, generator.get_state()) for generator in found.values()]
-    torchs, pythons = torch.get_rng_state(), random.getstate()
-    numpy: Any = sys.modules.get("numpy")
-    numpys = None if numpy is None else numpy.random.get_state()
-    try:
-        yield
-    finally:
-        for generator, state in states:
-            generator.set_state(state)
-        torch.set_rng_state(torchs)
-        random.setstate(pythons)
-        if numpy is not None:
-            numpy.random.set_state(numpys)
+    with kept():
+        try:
+            yield
+        finally:
+            for generator, state in states:
+                generator.set_state(state)
