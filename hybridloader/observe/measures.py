@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from hybridloader._support import system
 from hybridloader._support.store_use import StoreUse, together
 from hybridloader._support.threads import REMEMBERED, Waits, gil_enabled, snapshot
-from hybridloader._support.user_objects import attribute
+from hybridloader._support.user_objects import size_of
 from hybridloader.engine.contract import Backend
 from hybridloader.engine.feed import RelayQueue
 from hybridloader.engine.messages import ByReference, Done, Fetch, Result, known_bytes
@@ -358,9 +358,9 @@ def record_of_caller(
 _SLOW = 1e-4
 """If opening a result takes at least this many seconds, the next results are timed, too."""
 
-_WEIGHED, _NESTED = 8, 2
-"""Items of a container that are weighed, and depth of nested containers, at most. Weighing an item takes
-0.2 us; the other items are assumed to be like the first ones."""
+_WEIGHED = 8
+"""Items of a container that are weighed, at most. Weighing an item takes 0.2 us; the other items are
+assumed to be like the first ones."""
 
 
 def metering_of(backend: Backend, fetch: Fetch, *, by_pass: bool) -> Metering:
@@ -480,9 +480,13 @@ class StageMeasures:
         for others in measures.others:
             self._note(others, math.inf, now)  # the consumer does not wait for these
         self._busy_of[event.worker] += measures.busy
-        size = reported_bytes(event.payload)
-        if size is not None:
-            self._array_weight += event.payload.array_bytes
+        payload = event.payload
+        if isinstance(payload, ByReference):
+            size = size_of(payload.peek(), _WEIGHED)
+        else:
+            size = known_bytes(payload)
+        if size:
+            self._array_weight += payload.array_bytes
             self._weight += size
             self._weighed += 1
 
@@ -630,24 +634,3 @@ class StageMeasures:
             reads=source or reads,
             options=self._options,
         )
-
-
-def reported_bytes(payload: Any) -> int | None:
-    """Return the bytes of a result; None if it does not report them at once."""
-    if not isinstance(payload, ByReference):
-        return known_bytes(payload) or None
-    try:
-        return _nbytes(payload.peek(), _NESTED) or None
-    except Exception:  # an `nbytes` that raises
-        return None
-
-
-def _nbytes(value: Any, depth: int) -> int:
-    size = attribute(value, "nbytes")
-    if isinstance(size, int):
-        return size
-    if not depth or not isinstance(value, (list, tuple, dict)) or not value:
-        return 0
-    count = min(len(value), _WEIGHED)
-    items = itertools.islice(value.values() if isinstance(value, dict) else value, count)
-    return sum(_nbytes(item, depth - 1) for item in items) * len(value) // count
