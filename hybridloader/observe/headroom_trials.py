@@ -17,7 +17,7 @@ from typing import Any, TextIO
 from hybridloader._support.text import Shown, function, short, whole
 from hybridloader._support.text import time as shown
 from hybridloader._support.torch_env import device_in_use
-from hybridloader._support.user_objects import attribute, length_of
+from hybridloader._support.user_objects import attribute, close, length_of
 from hybridloader.observe.program_block import ProgramBlock, numbered
 
 WARM_UP = 4
@@ -156,11 +156,12 @@ def measure(
         raise TypeError(
             f"headroom() takes a loader or a pipeline as `loader`, not {short(loader)}: {error}"
         ) from None
+    now = partial(_since, clock, wait)
     kept, taken, warm = list[Any](), 0, WARM_UP
     length = length_of(loader)
     if length is not None:
         warm = min(warm, length // 2)
-    began = _since(clock, wait) if not warm else 0.0
+    began = now()
     try:
         for batch in iterator:
             if len(kept) < batches:
@@ -168,16 +169,14 @@ def measure(
             step(batch)
             taken += 1
             if taken == warm:
-                began = _since(clock, wait)
+                began = now()
             if taken == warm + steps:
                 break
-        ended = _since(clock, wait)
+        ended = now()
     finally:
         batch = None
         if not attribute(loader, "persistent_workers"):
-            close = attribute(iterator, "close")
-            if callable(close):
-                close()
+            close(iterator)
         del iterator
     timed = taken - warm
     if timed < 1:
@@ -186,10 +185,10 @@ def measure(
             "data or smaller batches"
         )
     loading = (ended - began) / timed
-    began = _since(clock, wait)
+    began = now()
     for number in range(timed):
         step(kept[number % len(kept)])
-    ready = (_since(clock, wait) - began) / timed
+    ready = (now() - began) / timed
     return Headroom(loading, ready, timed, len(kept))
 
 

@@ -24,7 +24,7 @@ from hybridloader.engine.contract import Backend
 from hybridloader.engine.feed import RelayQueue
 from hybridloader.engine.messages import ByReference, Done, Fetch, Result, known_bytes
 from hybridloader.engine.meter import MEASURES, Measures, Metering
-from hybridloader.memory.limits import cgroups, ranks_here, text_of
+from hybridloader.memory.limits import cgroups, number_in, ranks_here, text_of, whole_number
 from hybridloader.observe.figures import (
     CoreUse,
     CoroutineUse,
@@ -126,21 +126,12 @@ def read(cores: Iterable[int], folder: Path | None = None, proc: Path = _PROC) -
     now, own = time.perf_counter(), time.process_time()
     if folder is None:
         return _Reading(now, _busy(set(cores), proc), own)
-    counts = _counts(folder / "cpu.stat")
-    used = counts.get("usage_usec", 0.0) * 1e-6  # version 2
-    used = used or _counts(folder / "cpuacct.usage", "ns").get("ns", 0.0) * 1e-9
-    return _Reading(
-        now, used or None, own, counts.get("nr_periods", 0.0), counts.get("nr_throttled", 0.0)
-    )
-
-
-def _counts(path: Path, name: str | None = None) -> dict[str, float]:
-    """Return the numbers of a file by name; `name` is for a file that is one number without a name."""
-    try:
-        words = [*([] if name is None else [name]), *text_of(path).split()]
-        return {words[i]: float(words[i + 1]) for i in range(0, len(words), 2)}
-    except (ValueError, IndexError):
-        return {}
+    words = text_of(folder / "cpu.stat").split()
+    counts = dict(zip(words[::2], map(whole_number, words[1::2]), strict=False))
+    used = (counts.get("usage_usec") or 0) * 1e-6  # version 2
+    used = used or (number_in(folder / "cpuacct.usage") or 0) * 1e-9
+    periods, throttled = (counts.get(name) or 0 for name in ("nr_periods", "nr_throttled"))
+    return _Reading(now, used or None, own, periods, throttled)
 
 
 def _busy(cores: set[int], proc: Path) -> float | None:

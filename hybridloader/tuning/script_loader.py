@@ -18,6 +18,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from hybridloader._support.user_objects import close
+
 ENOUGH = 8
 """Batches or items that a loader or a run has had when it is tuned."""
 
@@ -136,8 +138,7 @@ class _Counted(Iterator[Any]):
 
     def _end(self) -> Any:
         inner, self._inner = self._inner, iter(())
-        if callable(close := getattr(inner, "close", None)):
-            close()
+        close(inner)
         return self._loader  # workers of torch's end with their iterator
 
     def __getattr__(self, name: str) -> Any:

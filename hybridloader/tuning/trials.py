@@ -13,6 +13,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+from hybridloader._support.text import beginning
+from hybridloader._support.user_objects import described
 from hybridloader.observe.stats import Stats
 from hybridloader.tuning.planner import Plan, Stage, StageTrial, Trial
 
@@ -199,7 +201,5 @@ def rates_of(times: list[float], together: int) -> tuple[float, ...]:
 
 
 def in_a_line(error: BaseException) -> str:
-    """Return the type and the last line of an error's message; torch's own have a traceback in it."""
-    lines = str(error).strip().splitlines()
-    text = f"{type(error).__name__}: {lines[0] if lines else ''}"
-    return text if len(text) <= MESSAGE else text[: MESSAGE - 3] + "..."
+    """Return the type and the first line of an error's message; torch's own have a traceback in it."""
+    return beginning(described(error).splitlines()[0], MESSAGE)
