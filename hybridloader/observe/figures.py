@@ -357,7 +357,8 @@ class Figures:
         seen = within(later, max(known), loop.ended)
         shares = stall_by_stage([stage.spans for stage in recording.stages], seen)
         if not seen and stall > 0:  # only short calls: divide the stall by the loads of the stages
-            shares = _by_load(recording.stages)
+            loads = [load_of(stage) for stage in recording.stages]
+            shares = [load / max(1.0, sum(loads)) for load in loads]
         measured = length(seen) if seen else 1.0
         stages = recording.stages
         firsts = [stage.first for stage in stages if stage.first is not None]
@@ -403,12 +404,6 @@ def _full(recording: Recording) -> float | None:
     if not begun:
         return recording.loop.began if recording.loop.items else None
     return max((stage.full for stage in begun if stage.full is not None), default=None)
-
-
-def _by_load(stages: Sequence[StageRecord]) -> list[float]:
-    loads = [load_of(stage) for stage in stages]
-    whole = max(1.0, sum(loads))
-    return [load / whole for load in loads]
 
 
 def load_of(stage: StageRecord) -> float:

@@ -137,8 +137,9 @@ def compare(a: Stats, b: Stats) -> Comparison:
                 "compare(before.stats(), after.stats())"
             )
     unit = _unit_of(a, b)
+    was, now = (s.items * _size(s, unit) / s.seconds if s.seconds > 0 else 0.0 for s in (a, b))
     changes = [
-        Change(f"{unit}s a second", _rate(a, unit), _rate(b, unit), "/s"),
+        Change(f"{unit}s a second", was, now, "/s"),
         Change("stall, share of the time", a.stall.share, b.stall.share, "%"),
         Change("stall, median a batch", a.stall.p50, b.stall.p50, "s"),
         Change("stall, 99 % a batch", a.stall.p99, b.stall.p99, "s"),
@@ -176,10 +177,6 @@ def _unit_of(a: Stats, b: Stats) -> str:
 def _size(stats: Stats, unit: str) -> int:
     """Return the units of an item."""
     return 1 if unit == "item" else stats.batch_size or 1
-
-
-def _rate(stats: Stats, unit: str) -> float:
-    return stats.items * _size(stats, unit) / stats.seconds if stats.seconds > 0 else 0.0
 
 
 _CAUSES = ("busy", "starved", "blocked", "other")

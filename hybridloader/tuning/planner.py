@@ -425,9 +425,13 @@ class Search:
     def best(self) -> Trial | None:
         """Chosen trial: the cheapest that keeps up, else the cheapest as fast as the fastest."""
         good = self.good
-        enough = [trial for trial in good if self.keeps_up(trial)]
-        close = [t for t in good if t.rate >= good[0].rate * (1 - _close(good[0], t))]
-        return min(enough or close, key=lambda t: (price(t.plan), -t.rate), default=None)
+        found = [trial for trial in good if self.keeps_up(trial)]
+        if not found:
+            for trial in good:
+                less = min(CLOSE, max(0.02, good[0].noise + trial.noise))
+                if trial.rate >= good[0].rate * (1 - less):
+                    found.append(trial)
+        return min(found, key=lambda t: (price(t.plan), -t.rate), default=None)
 
     def better(self, one: Trial, other: Trial) -> bool:
         """Return True if `one` is better than `other` by more than the noise, or as good and cheaper."""
@@ -650,11 +654,6 @@ _WORDS = {
     "holds-gil": "computes and holds the GIL",
     "releases-gil": "computes, and its threads work at the same time",
 }
-
-
-def _close(first: Trial, other: Trial) -> float:
-    """Return the share by which `other` may be slower than `first` and still counts as equally fast."""
-    return min(CLOSE, max(0.02, first.noise + other.noise))
 
 
 def _load(trial: Trial, at: int) -> float:

@@ -148,7 +148,7 @@ def measure(
     try:
         with subject.open(plan, max(1.0, deadline - began)) as running:
             times = [began]
-            together = _together(plan)
+            together = max((place.concurrent for place in plan), default=1)  # results at once
             for result in running:
                 if step is not None:
                     step(result)
@@ -171,11 +171,6 @@ def measure(
     trial = Trial(plan, rates_of(times, together), stages)
     closing = clock() - times[-1]
     return Measured(trial, None, closing + times[1] - began, closing, tuple(kept))
-
-
-def _together(plan: Plan) -> int:
-    """Return the number of results that come at once, as all workers began at the same time."""
-    return max((place.concurrent for place in plan), default=1)
 
 
 def rates_of(times: list[float], together: int) -> tuple[float, ...]:
