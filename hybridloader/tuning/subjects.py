@@ -21,7 +21,6 @@ from hybridloader.compat.from_torch import from_torch
 from hybridloader.engine.contract import get_backend
 from hybridloader.fetching.readers import MapFetch
 from hybridloader.loader.dataloader import DataLoader
-from hybridloader.loader.options import Options
 from hybridloader.pipeline.pipeline import Pipeline
 from hybridloader.running.operator import Placement, steps_in
 from hybridloader.seeding.worker_seeds import kept
@@ -75,15 +74,6 @@ class LoaderSubject(Subject):
             return Place(get_backend(loader.backend).name, workers, threads)
         return Place("shared-memory", workers, threads)
 
-    def _options(self, place: Place) -> dict[str, Any]:
-        return {
-            "num_workers": place.workers,
-            "backend": None if not place.workers else self._backend(place),
-            "threads_per_worker": (
-                self._loader.threads_per_worker if self._keep_threads else place.threads
-            ),
-        }
-
     def _backend(self, place: Place) -> Any:
         """Return the backend of a place: the user's object if it is of that kind."""
         mine = self._loader.backend
@@ -94,26 +84,21 @@ class LoaderSubject(Subject):
     @contextlib.contextmanager
     def open(self, plan: Plan, timeout: float) -> Iterator[Running]:
         ours, (place,) = self._loader, plan
-        own = Options.of(ours)
-        keywords: dict[str, Any] = own._asdict() | self._options(place) | {"observe": True}
-        keywords |= {
-            "collate_fn": ours.collate_fn,
-            "pin_memory": ours.pin_memory,
-            "worker_init_fn": ours.worker_init_fn,
-            "in_order": ours.in_order,
-            "timeout": timeout if place.workers else 0,
-            "generator": torch.Generator().manual_seed(0),
-            "prefetch_factor": ours.prefetch_factor if place.workers else None,
-            "persistent_workers": bool(place.workers),
-        }
-        if self._iterable:
-            keywords |= {"batch_size": ours.batch_size, "drop_last": ours.drop_last}
-        elif ours.batch_sampler is not None:
-            keywords["batch_sampler"] = _Again(self._drawn(ours.batch_sampler))
-        else:
-            keywords |= {"batch_size": None, "sampler": _Again(self._drawn(ours.sampler))}
+        loader = DataLoader.__new__(DataLoader)  # the constructor would wrap a data pipe again
+        vars(loader).update(
+            vars(ours),
+            observe=True,
+            timeout=timeout if place.workers else 0,
+            generator=torch.Generator().manual_seed(0),
+            persistent_workers=bool(place.workers),
+            _auto=None,
+            _iterator=None,
+        )
+        if not self._iterable:
+            drawn = "sampler" if ours.batch_sampler is None else "batch_sampler"
+            vars(loader)[drawn] = _Again(self._drawn(getattr(ours, drawn)))
+        self._place_on(loader, place)
         with untouched_generators(ours, ours.dataset):
-            loader = DataLoader(ours.dataset, **keywords)
             epochs = iter(lambda: iter(loader), None)
             running = Running(epochs, lambda _: loader.stats(), ("DataLoader",))
             try:
@@ -130,19 +115,24 @@ class LoaderSubject(Subject):
         return self._indices
 
     def apply(self, plan: Plan) -> DataLoader:
-        (place,) = plan
         loader: DataLoader = self._loader
         if plan != self.start:
             loader._iterator = None  # persistent workers of the plan before end
-            for name, value in self._options(place).items():
-                setattr(loader, name, value)
-            if place.workers and place.backend != self.start[0].backend:
-                loader.multiprocessing_context = None
-            if not place.workers:
-                loader.prefetch_factor = None
-            elif loader.prefetch_factor is None:
-                loader.prefetch_factor = 2  # torch's default
+            self._place_on(loader, *plan)
         return loader
+
+    def _place_on(self, loader: Any, place: Place) -> None:
+        """Give a loader the workers of a place."""
+        loader.num_workers = place.workers
+        loader.backend = self._backend(place) if place.workers else None
+        if not self._keep_threads:
+            loader.threads_per_worker = place.threads
+        if place.workers and place.backend != self.start[0].backend:
+            loader.multiprocessing_context = None
+        if not place.workers:
+            loader.prefetch_factor = None
+        elif loader.prefetch_factor is None:
+            loader.prefetch_factor = 2  # torch's default
 
     def code(self, plan: Plan) -> str:
         (place,) = plan
