@@ -18,7 +18,7 @@ from hybridloader._support.text import Shown, function, short, whole
 from hybridloader._support.text import time as shown
 from hybridloader._support.torch_env import device_in_use
 from hybridloader._support.user_objects import attribute, close, length_of
-from hybridloader.observe.program_block import ProgramBlock, numbered
+from hybridloader.observe.watching import ProgramBlock, numbered
 
 WARM_UP = 4
 """First steps, which are not timed: workers start, kernels are compiled."""

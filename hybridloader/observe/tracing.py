@@ -27,7 +27,7 @@ from hybridloader.engine.messages import Done, Result
 from hybridloader.engine.meter import LONG, MEASURES, SEEN, TASK, TASKS, SliceReport, Slices
 from hybridloader.fetching.on_error import Skipped
 from hybridloader.observe.measures import BRIEF, LoopWaits, StageMeasures
-from hybridloader.observe.program_block import ProgramBlock, numbered
+from hybridloader.observe.watching import ProgramBlock, numbered
 
 EVENTS = 250_000
 """Events that a trace keeps. They take 60 to 100 MB of memory and a few MB of a compressed file, which

@@ -1,19 +1,73 @@
-"""Watch: statistics of all loaders and pipelines of a program, written while it runs.
+"""Blocks around a whole program, such as a trace, which an iterator looks up once, when it is made.
 
-An iterator or a run looks for a watch once, by `Watch.running`, when it is made. A separate thread
-writes a line for each loader with new batches, so the path of a batch has no part of it.
+One of them is here: a watch. A separate thread writes the statistics of each loader with new batches, so
+the path of a batch has no part of it.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
-from typing import TextIO
+from types import TracebackType
+from typing import TYPE_CHECKING, ClassVar, TextIO
 
 from hybridloader.observe.figures import LOOP
-from hybridloader.observe.program_block import ProgramBlock, numbered
 from hybridloader.observe.stats import Stats
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class ProgramBlock(ABC):
+    """Context manager, for one use. `running` returns the latest of each subclass.
+
+    In a process that is forked inside the block it neither runs nor ends.
+    """
+
+    _latest: ClassVar[ProgramBlock | None] = None
+    """Running block; each subclass sets this attribute on itself."""
+
+    def __init__(self) -> None:
+        self._owner = os.getpid()
+
+    def __enter__(self) -> Self:
+        self._begin()
+        type(self)._latest = self
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if os.getpid() != self._owner:  # a forked child that left the block
+            return
+        if type(self)._latest is self:
+            type(self)._latest = None
+        self._end(error)
+
+    def _begin(self) -> None:  # noqa: B027  # most have nothing to do
+        """Prepare the block; an error raised here keeps it from running."""
+
+    @abstractmethod
+    def _end(self, error: BaseException | None) -> None:
+        """Finish the block; `error` is the exception that ended it, or None."""
+
+    @classmethod
+    def running(cls) -> Self | None:
+        """Return the block that runs in this process, or None."""
+        found = cls._latest
+        return found if isinstance(found, cls) and found._owner == os.getpid() else None
+
+
+def numbered(name: str, number: int) -> str:
+    """Return `name` for number 1, else `name` with its number: ``"DataLoader 2"``."""
+    return name if number == 1 else f"{name} {number}"
+
 
 SHOWN = 12
 """Maximum number of loaders to show, the latest ones."""
