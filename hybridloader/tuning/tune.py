@@ -16,7 +16,7 @@ from hybridloader._support.user_objects import add_note
 from hybridloader.errors import WorkerTimeout
 from hybridloader.tuning.planner import Limits, Plan, Search, Trial, limits_here, shown
 from hybridloader.tuning.subjects import LoaderSubject, PipelineSubject, subject_of
-from hybridloader.tuning.trials import Empty, Measured, Subject, measure
+from hybridloader.tuning.trials import Empty, Subject, measure
 
 if TYPE_CHECKING:
     from hybridloader.loader.dataloader import Auto
@@ -274,11 +274,14 @@ class Tuner:
             closing = max(self._closings.get(name, slowest) for name in backends)
             needed = max(closing, *(self._overheads.get(name, 5.0) for name in backends))
             end = deadline - closing
-            if self.search.best is not None and now + needed + slice_ / 2 > deadline:
+            best = self.search.best
+            if best is not None and now + needed + slice_ / 2 > deadline:
                 if now + slice_ / 2 > deadline:
                     break
                 continue  # another backend may start sooner
-            self._progress(plan, now - began)
+            so_far = "" if best is None else f"; best: {shown(best.plan)}, {best.rate:,.1f}/s"
+            passed = f"{now - began:.0f} of {self.seconds:.0f} s"
+            self._say(f"tune: {passed}, trying {shown(plan)}{so_far}")
             timed = self._call is not None and self.search.target is None
             measured = measure(
                 self.subject,
@@ -289,28 +292,25 @@ class Tuner:
                 step=self._call,
                 keep=KEPT if timed else 0,
             )
-            if measured.error is not None and self._is_final(plan, measured):
+            self.search.note(measured.trial)
+            if measured.error is not None and self._is_final(plan, measured.error):
                 break
             if measured.kept and timed:
                 self.search.target = self._rate_of_step(measured.kept, slice_, deadline)
             self._overheads |= dict.fromkeys(backends, measured.overhead)
             if measured.error is None:
                 self._closings |= dict.fromkeys(backends, measured.closing)
-            self.search.note(measured.trial)
             if self._call is not None and self.search.target is not None:
                 # A trial runs the step, too, so the step alone is at least as fast. Its first calls may
                 # be slow: with torch.compile, for example, or beside the load of another program.
                 self.search.target = max(self.search.target, measured.trial.rate)
 
-    def _is_final(self, plan: Plan, measured: Measured) -> bool:
-        """Note an error; return True if no other plan can do better."""
-        error = measured.error
+    def _is_final(self, plan: Plan, error: Exception) -> bool:
+        """Keep the first error of a plan; return True if no other plan can do better."""
         if self._first_error is None:
             self._first_error = error
-        self.search.note(measured.trial)
-        if self.search.good:
-            return False
-        return isinstance(error, (Empty, WorkerTimeout)) or (plan == self.subject.start)
+        hopeless = isinstance(error, (Empty, WorkerTimeout)) or plan == self.subject.start
+        return hopeless and not self.search.good
 
     def _failure(self) -> Exception:
         error = self._first_error
@@ -347,22 +347,12 @@ class Tuner:
         median = statistics.median(times)
         return 1 / median if median > 0 else None
 
-    # -- progress ------------------------------------------------------------------------------------
-
-    def _progress(self, plan: Plan, passed: float) -> None:
-        best = self.search.best
-        so_far = "" if best is None else f"; best: {shown(best.plan)}, {best.rate:,.1f}/s"
-        self._say(f"tune: {passed:.0f} of {self.seconds:.0f} s, trying {shown(plan)}{so_far}")
-
     def _say(self, text: str) -> None:
         """Show one line of progress in place of the last one, on a terminal."""
-        if self._stream is None or not self._stream.isatty():
-            return
-        self._stream.write("\r" + text.ljust(self._shown))
-        if not text:
-            self._stream.write("\r")
-        self._stream.flush()
-        self._shown = len(text)
+        if self._stream is not None and self._stream.isatty():
+            self._stream.write(f"\r{text.ljust(self._shown)}" + ("" if text else "\r"))
+            self._stream.flush()
+            self._shown = len(text)
 
 
 # -- "auto" ---------------------------------------------------------------------------------------------
