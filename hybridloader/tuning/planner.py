@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -119,6 +119,8 @@ class Costs:
         Results that two threads make, as a multiple of those of one; None if not known.
     gil
         False on a Python whose threads run at the same time.
+    load
+        Busy share of the workers in the trial that found this, from 0 to 1.
     """
 
     wall: float
@@ -126,6 +128,7 @@ class Costs:
     bytes: int = 0
     speedup: float | None = None
     gil: bool = True
+    load: float = 0.0
 
     @property
     def computing(self) -> float:
@@ -151,7 +154,9 @@ class Costs:
         return "holds-gil" if holds else "releases-gil"
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"kind": self.kind}
+        found = asdict(self) | {"kind": self.kind}
+        del found["load"]  # of one trial
+        return found
 
 
 TINY = 100e-6
@@ -296,16 +301,6 @@ KEEPS_UP = 0.95
 
 
 @dataclass(frozen=True)
-class StageTrial:
-    """Figures of one stage in a trial, for one result: seconds, CPU seconds, bytes; and the load."""
-
-    busy: float
-    cpu: float | None = None
-    bytes: int = 0
-    load: float = 0.0
-
-
-@dataclass(frozen=True)
 class Trial:
     """Measurement of one plan.
 
@@ -316,14 +311,14 @@ class Trial:
     rates
         Results a second, of consecutive parts of the trial; empty if it failed.
     stages
-        Figures of each stage; empty if they are not known.
+        Costs of each stage; empty if they are not known.
     error
         Reason for which it failed, in one line.
     """
 
     plan: Plan
     rates: tuple[float, ...] = ()
-    stages: tuple[StageTrial | None, ...] = ()
+    stages: tuple[Costs | None, ...] = ()
     error: str | None = None
 
     @property
@@ -525,18 +520,18 @@ class Search:
         found = list(self.costs)
         if source is not one or two is None or not two.rates or self.limits.cores < 1.5:
             two = None
-        for at, figures in enumerate(source.stages):
-            if figures is None:
+        for at, cost in enumerate(source.stages):
+            if cost is None:
                 continue
             speedup = None
             if two is not None and len(self.stages) == 1:
                 speedup = two.rate / source.rate
             elif two is not None and two.stages:
                 second = two.stages[at]
-                if second is not None and second.busy > 0:
-                    speedup = 2 * figures.busy / second.busy
-            known = figures.cpu if source.plan[at].threads == 1 else None
-            found[at] = Costs(figures.busy, known, figures.bytes, speedup, self.gil)
+                if second is not None and second.wall > 0:
+                    speedup = 2 * cost.wall / second.wall
+            known = cost.cpu if source.plan[at].threads == 1 else None
+            found[at] = replace(cost, cpu=known, speedup=speedup, gil=self.gil)
         self.costs = tuple(found)
 
     def _first(self, process: str | None) -> Plan:
@@ -657,6 +652,5 @@ _WORDS = {
 
 
 def _load(trial: Trial, at: int) -> float:
-    figures: Sequence[StageTrial | None] = trial.stages
-    found = figures[at] if at < len(figures) else None
+    found = trial.stages[at] if at < len(trial.stages) else None
     return 0.0 if found is None else found.load

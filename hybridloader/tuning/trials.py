@@ -16,7 +16,7 @@ from typing import Any
 from hybridloader._support.text import beginning
 from hybridloader._support.user_objects import described
 from hybridloader.observe.stats import Stats
-from hybridloader.tuning.planner import Plan, Stage, StageTrial, Trial
+from hybridloader.tuning.planner import Costs, Plan, Stage, Trial
 
 PARTS = 8
 """Parts of a trial, each with a rate, at most."""
@@ -53,19 +53,19 @@ class Running(Iterator[Any]):
         self.epoch = next(self._epochs)
         return next(self.epoch)  # raises at an epoch without a result
 
-    def stages(self) -> tuple[StageTrial | None, ...]:
-        """Return the figures of each stage until now."""
+    def stages(self) -> tuple[Costs | None, ...]:
+        """Return the costs of each stage until now."""
         stats = self._stats(self.epoch)
-        return tuple(_figures(stats, name) for name in self._names)
+        return tuple(_costs(stats, name) for name in self._names)
 
 
-def _figures(stats: Stats, name: str) -> StageTrial | None:
-    """Return the figures of the stage `name`, which may be a part of a row."""
+def _costs(stats: Stats, name: str) -> Costs | None:
+    """Return the costs of the stage `name`, which may be a part of a row."""
     for row in stats.stages:
         if {*name.split(AND)} <= {*row.name.split(AND)} and row.items:
             count = row.items
             cpu = None if row.cpu is None else row.cpu / count
-            return StageTrial(row.busy / count, cpu, (row.bytes or 0) // count, row.load)
+            return Costs(row.busy / count, cpu, (row.bytes or 0) // count, load=row.load)
     return None
 
 
