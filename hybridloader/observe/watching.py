@@ -76,9 +76,8 @@ SHOWN = 12
 class _Watched:
     """Loader or pipeline that is watched; `stats` returns None once it is gone."""
 
-    def __init__(self, name: str, stats: Callable[[], Stats | None]) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
-        self.begin(stats)
 
     def begin(self, stats: Callable[[], Stats | None]) -> None:
         """Begin an epoch."""
@@ -151,14 +150,13 @@ class Watch(ProgramBlock):
     def see(self, name: str, key: Hashable, stats: Callable[[], Stats | None]) -> None:
         """Watch the result of `stats`, in place of an earlier entry with this `key`."""
         with self._lock:
-            before = self._watched.pop(key, None)
-            if before is not None:
-                before.begin(stats)
-                self._watched[key] = before  # moved to the end: the latest
-                return
-            number = self._numbers[name] = self._numbers.get(name, 0) + 1
-            self._watched[key] = _Watched(numbered(name, number), stats)
-            while len(self._watched) > SHOWN:
+            watched = self._watched.pop(key, None)
+            if watched is None:
+                number = self._numbers[name] = self._numbers.get(name, 0) + 1
+                watched = _Watched(numbered(name, number))
+            watched.begin(stats)
+            self._watched[key] = watched  # at the end: the latest
+            if len(self._watched) > SHOWN:
                 del self._watched[next(iter(self._watched))]
 
     def look(self, key: Hashable) -> None:
