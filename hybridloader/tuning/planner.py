@@ -448,8 +448,9 @@ class Search:
             for process in dict.fromkeys((self._process_backend(), None)):
                 if self._is_open(plan := self._first(process)):
                     yield plan
-            if not any(t.rates and self._problem(t.plan) is None for t in self.trials.values()):
-                yield self._all(INLINE)
+            within = any(t.rates and self._problem(t.plan) is None for t in self.trials.values())
+            if not within and self._is_open(plan := self._all(INLINE)):
+                yield plan
             yield from self._climb()
         # The plans that lead once more, so that no lucky trial decides.
         leaders = dict.fromkeys(trial.plan for trial in (*self.good[:2], self.best) if trial)
@@ -583,7 +584,8 @@ class Search:
         """Yield plans beside that of `trial`: those of its busiest stage first."""
         busy = set(range(len(self.stages))).difference(self.idle)
         cheaper = self.keeps_up(trial)  # only cheaper ones are of use
-        for at in sorted(busy, key=lambda at: -_load(trial, at)):
+        loads = [0.0 if cost is None else cost.load for cost in trial.stages or self.costs]
+        for at in sorted(busy, key=lambda at: -loads[at]):
             for place in self._beside(trial.plan[at], self.stages[at]):
                 plan = (*trial.plan[:at], place, *trial.plan[at + 1 :])
                 if not cheaper or price(plan) < price(trial.plan):
@@ -649,8 +651,3 @@ _WORDS = {
     "holds-gil": "computes and holds the GIL",
     "releases-gil": "computes, and its threads work at the same time",
 }
-
-
-def _load(trial: Trial, at: int) -> float:
-    found = trial.stages[at] if at < len(trial.stages) else None
-    return 0.0 if found is None else found.load
