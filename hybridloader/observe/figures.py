@@ -256,10 +256,8 @@ def between(began: float, ended: float, pauses: Iterable[tuple[float, float]]) -
 
 def overlap(waits: Iterable[Wait], times: Sequence[Wait | Span]) -> float:
     """Return the seconds of `waits` that are in any of the `times`."""
-    last = max((time.ended for time in times), default=-math.inf)
-    early = [wait for wait in waits if wait.began < last]
-    pauses = [time[:2] for time in times]
-    return length(early) - math.fsum(length(between(*wait, pauses)) for wait in early)
+    (found,) = stall_by_stage([[Span(*time[:2]) for time in times]], waits)
+    return found
 
 
 def within(waits: Iterable[Wait], began: float, ended: float) -> list[Wait]:

@@ -106,10 +106,8 @@ class Observation(ABC):
         reported: Iterable[StoreUse] = (),
     ) -> Stats:
         """Return the statistics of `stages`, and of stores, with the use `reported` by workers."""
-        processes = [
-            stage.cpu for stage in stages if not stage.in_process and stage.cpu is not None
-        ]
-        loop, cores = self.loop.record(), self.loop.cores.use(sum(processes))
+        processes = sum(stage.cpu or 0.0 for stage in stages if not stage.in_process)
+        loop, cores = self.loop.record(), self.loop.cores.use(processes)
         stores = together((*uses_since(self._stores), *reported))
         return stats_of(Recording(stages, loop, cores, turn_at_gil(), batch_size, stores))
 
