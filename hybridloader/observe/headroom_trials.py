@@ -157,10 +157,8 @@ def measure(
             f"headroom() takes a loader or a pipeline as `loader`, not {short(loader)}: {error}"
         ) from None
     now = partial(_since, clock, wait)
-    kept, taken, warm = list[Any](), 0, WARM_UP
-    length = length_of(loader)
-    if length is not None:
-        warm = min(warm, length // 2)
+    kept, taken, length = list[Any](), 0, length_of(loader)
+    warm = WARM_UP if length is None else min(WARM_UP, length // 2)
     began = now()
     try:
         for batch in iterator:

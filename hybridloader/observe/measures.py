@@ -493,8 +493,8 @@ class StageMeasures:
         pass
 
     def _note(self, measures: Measures, since: float, now: float) -> None:
-        if self.first is None or measures.spans[0][0] < self.first:
-            self.first = measures.spans[0][0]
+        first = measures.spans[0][0]
+        self.first = first if self.first is None else min(first, self.first)
         for began, ended, busy in measures.spans:
             self._add(began, ended, min(1.0, busy / (ended - began)) if ended > began else 1.0)
         self.busy += measures.busy
