@@ -7,6 +7,7 @@ generators; a pipeline by its own operators with other placements, while those t
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Iterator
@@ -54,25 +55,16 @@ class LoaderSubject(Subject):
     ) -> None:
         """Take a loader; with `keep_threads` its `threads_per_worker` stays in every plan."""
         self._keep_threads = keep_threads
-        self._ours = isinstance(loader, DataLoader)
         # Of torch's, one of ours with the same attributes: refused here if it can't be had.
-        self._loader: Any = loader if self._ours else from_torch(loader)
+        ours: Any = loader if isinstance(loader, DataLoader) else from_torch(loader)
+        self._loader = ours
         self._iterable = isinstance(loader.dataset, torch.utils.data.IterableDataset)
         whole = callable(attribute(loader.dataset, "__getitems__"))
         inside = not (self._iterable or whole or keep_threads)
         self.stages = (Stage("DataLoader", inside, shares_task=True),)
-        self.start = (self._place(),)
-        self._indices: list[Any] | None = None
-
-    def _place(self) -> Place:
-        loader = self._loader
-        workers = int(loader.num_workers)
-        threads = 1 if self._keep_threads else int(loader.threads_per_worker)
-        if not workers:
-            return Place("inline", 0, threads)
-        if loader.backend is not None:
-            return Place(get_backend(loader.backend).name, workers, threads)
-        return Place("shared-memory", workers, threads)
+        backend = "shared-memory" if ours.backend is None else get_backend(ours.backend).name
+        place = Place(backend if ours.num_workers else "inline", int(ours.num_workers))
+        self.start = (place if keep_threads else place._replace(threads=ours.threads_per_worker),)
 
     def _backend(self, place: Place) -> Any:
         """Return the backend of a place: the user's object if it is of that kind."""
@@ -95,8 +87,8 @@ class LoaderSubject(Subject):
             _iterator=None,
         )
         if not self._iterable:
-            drawn = "sampler" if ours.batch_sampler is None else "batch_sampler"
-            vars(loader)[drawn] = _Again(self._drawn(getattr(ours, drawn)))
+            name = "sampler" if ours.batch_sampler is None else "batch_sampler"
+            vars(loader)[name] = _Again(self._drawn)
         self._place_on(loader, place)
         with untouched_generators(ours, ours.dataset):
             epochs = iter(lambda: iter(loader), None)
@@ -107,12 +99,13 @@ class LoaderSubject(Subject):
                 if running.epoch is not None:
                     running.epoch.close()
 
-    def _drawn(self, sampler: Any) -> list[Any]:
-        """Return indices of the loader's sampler, drawn once; its generators are as before."""
-        if self._indices is None:
-            with untouched_generators(sampler, self._loader):
-                self._indices = list(itertools.islice(iter(sampler), DRAWN))
-        return self._indices
+    @functools.cached_property
+    def _drawn(self) -> list[Any]:
+        """Indices, or batches of them, from the loader's sampler, whose generators are as before."""
+        ours = self._loader
+        sampler = ours.sampler if ours.batch_sampler is None else ours.batch_sampler
+        with untouched_generators(sampler, ours):
+            return list(itertools.islice(iter(sampler), DRAWN))
 
     def apply(self, plan: Plan) -> DataLoader:
         loader: DataLoader = self._loader
