@@ -162,9 +162,9 @@ def measure(
                     break
             stages = running.stages()
     except Exception as error:
-        return Measured(
-            Trial(plan, error=in_a_line(error)), error, clock() - began, kept=tuple(kept)
-        )
+        line = described(error).splitlines()[0]  # torch's own have a traceback in the next lines
+        trial = Trial(plan, error=beginning(line, MESSAGE))
+        return Measured(trial, error, clock() - began, kept=tuple(kept))
     if len(times) == 1:
         empty = Empty(f"{subject.name} gives no {subject.unit}, so there is nothing to measure")
         return Measured(Trial(plan, error=str(empty)), empty, clock() - began)
@@ -193,8 +193,3 @@ def rates_of(times: list[float], together: int) -> tuple[float, ...]:
     edges = [together * round(part * rounds / parts) for part in range(parts + 1)]
     found = [(high - low, results[high] - results[low]) for low, high in itertools.pairwise(edges)]
     return tuple(count / took for count, took in found if took > 0)
-
-
-def in_a_line(error: BaseException) -> str:
-    """Return the type and the first line of an error's message; torch's own have a traceback in it."""
-    return beginning(described(error).splitlines()[0], MESSAGE)
