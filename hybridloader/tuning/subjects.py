@@ -272,28 +272,13 @@ def _place_of(placement: Placement) -> Place:
 def _moved(placement: Placement, place: Place) -> Placement:
     """Return a placement with the workers of `place`, and all other options that it may have."""
     if place == INLINE:
-        return replace(
-            placement,
-            backend=None,
-            num_workers=1,
-            threads_per_worker=1,
-            prefetch=None,
-            buffer_bytes=None,
-            timeout=0,
-            task_timeout=0,
-            on_worker_death=None,
-        )
-    mine = placement.backend
-    backend = (
-        mine if mine is not None and mine.name == place.backend else get_backend(place.backend)
-    )
-    return replace(
-        placement,
-        backend=backend,
-        num_workers=place.workers,
-        threads_per_worker=place.threads,
-        ranks=1,
-    )
+        kept = ("in_order", "worker_init_fn", "concurrency", "fuse", "on_error", "seeding")
+        return Placement(**{name: getattr(placement, name) for name in kept})
+    backend = placement.backend
+    if backend is None or backend.name != place.backend:
+        backend = get_backend(place.backend)
+    placement = replace(placement, backend=backend, num_workers=place.workers)
+    return replace(placement, threads_per_worker=place.threads, ranks=1)
 
 
 @contextlib.contextmanager
