@@ -82,22 +82,15 @@ class Tuning(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result as a dict of JSON types."""
-        return {
+        same = ("rate", "before", "target", "keeps_up", "seconds", "interrupted", "reason", "code")
+        return {name: getattr(self, name) for name in same} | {
             "trials": [trial.to_dict() for trial in self.trials],
             "plan": [place._asdict() for place in self.plan],
             "stages": [stage.name for stage in self._search.stages],
             "costs": [cost and cost.to_dict() for cost in self._search.costs],
-            "rate": self.rate,
-            "before": self.before,
-            "target": self.target,
-            "keeps_up": self.keeps_up,
-            "seconds": self.seconds,
-            "interrupted": self.interrupted,
             "cores": self.limits.cores,
             "memory": self.limits.memory,
             "refused": dict(self.limits.refused),
-            "reason": self.reason,
-            "code": self.code,
         }
 
     def _tables(self) -> list[list[list[str]]]:
