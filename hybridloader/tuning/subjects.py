@@ -193,15 +193,13 @@ class PipelineSubject(Subject):
     @contextlib.contextmanager
     def open(self, plan: Plan, timeout: float) -> Iterator[Running]:
         rows = [AND.join(step.label for step in group) for group in self._groups]
-        with untouched_generators(*steps_in(self._pipeline)):
-            epochs = self._placed(plan, timeout).epochs(None, seed=0, observe=True)
-            with epochs:
-                yield Running(iter(epochs), lambda run: run.stats(), rows)
+        with (
+            untouched_generators(*steps_in(self._pipeline)),
+            self.apply(plan, timeout).epochs(None, seed=0, observe=True) as epochs,
+        ):
+            yield Running(iter(epochs), lambda run: run.stats(), rows)
 
-    def apply(self, plan: Plan) -> Pipeline:
-        return self._placed(plan, None)
-
-    def _placed(self, plan: Plan, timeout: float | None) -> Pipeline:
+    def apply(self, plan: Plan, timeout: float | None = None) -> Pipeline:
         """Return the pipeline with `plan`; with a `timeout`, for a measurement."""
         operators = list(self._pipeline.operators)
         for group, place, before in zip(self._groups, plan, self.start, strict=True):
@@ -256,10 +254,9 @@ def _groups(pipeline: Pipeline) -> list[list[_Step]]:
             and not operator.step().concurrency
             and not isinstance(operators[at - 1].step().function, MapFetch)
         )
-        if joins:
-            groups[-1].append(step)
-        else:
-            groups.append([step])
+        if not joins:
+            groups.append([])
+        groups[-1].append(step)
     return groups
 
 
