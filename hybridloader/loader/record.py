@@ -24,7 +24,7 @@ from hybridloader.fetching.on_error import ErrorBudget
 from hybridloader.loader.progress import Progress
 from hybridloader.observe.figures import Faults, LoopRecord, Recording, StageRecord
 from hybridloader.observe.headroom_trials import KeptBatches
-from hybridloader.observe.measures import SourceTimes, TimedPulls, record_of_relay
+from hybridloader.observe.measures import BRIEF, SourceTimes, TimedPulls, record_of_relay
 from hybridloader.observe.observation import Observation, Observe
 from hybridloader.observe.stats import Stats, stats_of
 from hybridloader.observe.tracing import traced
@@ -92,7 +92,7 @@ class LoaderObservation(Observation):
 
     def drawn(self, source: Iterator[Any]) -> Iterator[Any]:
         """Return the indices of `source`, some of which are timed."""
-        self._sampler = SourceTimes()
+        self._sampler = SourceTimes(BRIEF)
         traced(self.trace, SAMPLER, self._sampler)
         return self._sampler.timed(source)
 

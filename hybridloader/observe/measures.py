@@ -234,9 +234,6 @@ SAMPLED = 64
 class SourceTimes(Waits):
     """Waits for the items of a source."""
 
-    def __init__(self) -> None:
-        super().__init__(BRIEF)
-
     def timed(self, source: Iterator[Any]) -> Iterator[Any]:
         """Return the items of `source`, timed. An error that it raises passes through."""
         return itertools.chain.from_iterable(self._parts(source))
