@@ -10,7 +10,7 @@ import functools
 import math
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -19,9 +19,7 @@ from hybridloader._support.store_use import StoreUse, start_counting, together, 
 from hybridloader._support.text import flag, function, seconds, warn
 from hybridloader._support.threads import turn_at_gil
 from hybridloader._support.user_objects import described
-from hybridloader.engine.contract import Backend
 from hybridloader.engine.feed import RelayQueue, RelaySleeps
-from hybridloader.engine.messages import Fetch
 from hybridloader.fetching.on_error import ErrorBudget
 from hybridloader.observe.figures import Recording, StageRecord
 from hybridloader.observe.measures import LoopWaits, StageMeasures
@@ -120,19 +118,12 @@ class Observation(ABC):
         return loop
 
     def measures(
-        self,
-        name: str,
-        key: Hashable,  # distinguishes stages of one name in a trace
-        backend: Backend,
-        fetch: Fetch,
-        workers: int,
-        window: int,
-        options: Mapping[str, Any] | None = None,
-        *,
-        each: bool = False,
+        self, name: str, key: Hashable, *of_the_stage: Any, each: bool = False
     ) -> StageMeasures:
-        """Return the observer of a stage; the arguments are those of `StageMeasures`."""
-        of_the_stage = backend, fetch, workers, window, options
+        """Return the observer of a stage; `key` distinguishes stages of one name in a trace.
+
+        The other arguments are those of `StageMeasures`.
+        """
         if self.trace is None:
             return StageMeasures(*of_the_stage, each=each)
         return StageTrace(self.trace, name, key, *of_the_stage, each=each)
