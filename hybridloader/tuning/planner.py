@@ -144,13 +144,11 @@ class Costs:
             return "tiny"
         if self.computing <= WAITS:
             return "waits"
-        known = self.gil and self.speedup is not None
+        least = ALONE if self.computing <= COMPUTES else SPEEDUP
+        holds = self.gil and self.speedup is not None and self.speedup < least
         # On busy cores a thread also waits for a core, and seems to wait for something else.
-        if self.computing <= COMPUTES and not (
-            known and self.computing > 0.5 and (self.speedup or 0.0) < ALONE
-        ):
+        if self.computing <= COMPUTES and not (holds and self.computing > 0.5):
             return "mixed"
-        holds = known and (self.speedup or 0.0) < SPEEDUP
         return "holds-gil" if holds else "releases-gil"
 
     def to_dict(self) -> dict[str, Any]:
