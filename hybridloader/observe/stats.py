@@ -207,7 +207,7 @@ class StageStats:
     cpu
         CPU seconds; None if unknown.
     bytes
-        Bytes of the results, estimated; None if the results do not report their size.
+        Bytes of the results, estimated; None if unknown.
     queued
         Items in flight in the stage, or waiting after it.
     stall
