@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import importlib
 import importlib.util
+import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -401,13 +402,13 @@ def _source(arguments: argparse.Namespace) -> Any:
     module, colon, name = text.partition(":")
     if colon and "://" not in text and "/" not in text and not Path(text).exists():
         sys.path.insert(0, "")  # as in python -m
-        found: Any = importlib.import_module(module)
-        for part in name.split("."):
-            if not hasattr(found, part):
-                raise ValueError(
-                    f"{module} has no {name}; SOURCE must name an attribute of the module"
-                )
-            found = getattr(found, part)
+        imported = importlib.import_module(module)
+        try:
+            found: Any = operator.attrgetter(name)(imported)
+        except AttributeError:
+            raise ValueError(
+                f"{module} has no {name}; SOURCE must name an attribute of the module"
+            ) from None
         if callable(found) and not hasattr(found, "__iter__") and not hasattr(found, "__getitem__"):
             found = found()
         return found
@@ -455,8 +456,6 @@ def _demo(arguments: argparse.Namespace) -> str | None:
     del options["command"], options["run"], options["parser"]
     try:
         run(**options)
-    except BackendUnavailable as error:
-        return str(error)
-    except DemoError as error:
+    except (BackendUnavailable, DemoError) as error:
         return str(error)
     return None

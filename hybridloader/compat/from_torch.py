@@ -76,10 +76,8 @@ def from_torch(
     made = DataLoader.__new__(DataLoader)
     # Not by the constructor: it would wrap a data pipe again, and refuses a batch sampler together with
     # that sampler's batch size.
-    known = {
-        "_prefetch_chosen": True,
-        **vars(loader),
-    }  # torch does not record whether it was passed
+    # torch does not record whether the prefetch was passed.
+    known = {"_prefetch_chosen": True, **vars(loader)}
     taken = sorted(vars(loader).keys() & {"backend", *Options._fields})
     if taken:
         warn(

@@ -42,8 +42,6 @@ class _Place:
     """The installation that makes iterators, or None. Read without the lock."""
     torchs: Any = None
     """torch's method, after ours has replaced it."""
-    awaits: bool = False
-    """True if a hook replaces the method as soon as torch is imported."""
 
     def forked(self) -> None:
         """Make a new lock in a forked child: a thread of the parent may have held the old one."""
@@ -218,9 +216,7 @@ def install(backend: str | Backend | None = None, **options: Unpack[OptionWords]
         if "torch" in sys.modules:
             _put_in()
         _place.installed = made
-        waits, _place.awaits = _place.awaits, True
-    if not waits:
-        when_imported("torch", _torch_is_here)
+    when_imported("torch", _torch_is_here)
     return made
 
 

@@ -47,9 +47,9 @@ from hybridloader.loader.plan import LoaderPlan
 from hybridloader.loader.progress import FullBatches, Progress, Results
 from hybridloader.loader.record import LoaderObservation
 from hybridloader.loader.state import Drawn, PassStart, ResumedDispatch
-from hybridloader.observe.headroom_trials import KeptBatches, running_reuse
+from hybridloader.observe.headroom_trials import KeptBatches, Reuse
 from hybridloader.observe.measures import LoopWaits, TimedPulls
-from hybridloader.observe.observation import asked
+from hybridloader.observe.observation import is_observed
 from hybridloader.observe.stats import Stats
 from hybridloader.records.large import hint_at_large_container
 from hybridloader.running.executor import Runner
@@ -364,13 +364,13 @@ class LoaderIterator(_BaseDataLoaderIter):
         return fetch_of(self._plan, self._backend, self._on_error, sends_states=self._sends_states)
 
     def _observe(self, fetch: Fetch) -> LoaderObservation | None:
-        who = asked(self._plan.options.observe)
-        if who is None:
+        observe = self._plan.options.observe
+        if not is_observed(observe):
             return None
         window, options = self._prefetch_factor * self._num_workers, self._plan.advisable(fetch)
         number = self._plan.record.number  # the same for all iterators of a loader
         made = LoaderObservation(
-            who, number, self._backend, fetch, self._num_workers, window, options
+            observe, number, self._backend, fetch, self._num_workers, window, options
         )
         made.of(self, self._plan.batch_size)
         made.begin()
@@ -842,7 +842,7 @@ class ReusingIterator(LoaderIterator):
         batch = super()._next_data()
         if kept.keep(batch):
             self.close()  # workers would take cores from the steps
-            kept.times.mark()
+            kept.mark()
         return batch
 
 
@@ -863,7 +863,7 @@ class ReplayIterator(_BaseDataLoaderIter):
 
 def iterator_of(loader: Any, plan: LoaderPlan) -> _BaseDataLoaderIter:
     """Make the iterator of a loader: one that reuses batches, if the command asks for that."""
-    reuse = running_reuse()
+    reuse = Reuse.running()
     if reuse is None:
         return LoaderIterator(loader, plan)
     kept = plan.record.kept

@@ -22,10 +22,10 @@ from hybridloader.engine.messages import Fetch
 from hybridloader.engine.stage import Stage
 from hybridloader.fetching.on_error import ErrorBudget
 from hybridloader.loader.progress import Progress
-from hybridloader.observe.figures import LoopRecord, Recording, StageRecord
+from hybridloader.observe.figures import Faults, LoopRecord, Recording, StageRecord
 from hybridloader.observe.headroom_trials import KeptBatches
-from hybridloader.observe.measures import SourceTimes, TimedPulls, record_of_relay
-from hybridloader.observe.observation import Asked, Observation
+from hybridloader.observe.measures import BRIEF, SourceTimes, TimedPulls, record_of_relay
+from hybridloader.observe.observation import Observation, Observe
 from hybridloader.observe.stats import Stats, stats_of
 from hybridloader.observe.tracing import traced
 
@@ -42,7 +42,7 @@ class LoaderObservation(Observation):
 
     def __init__(
         self,
-        asked: Asked,
+        observe: bool | Observe,
         number: int,
         backend: Backend,
         fetch: Fetch,
@@ -50,7 +50,7 @@ class LoaderObservation(Observation):
         window: int,
         options: Mapping[str, Any],
     ) -> None:
-        super().__init__(asked, STAGE, number)
+        super().__init__(observe, STAGE, number)
         self.stage = self.measures(STAGE, number, backend, fetch, workers, window, options)
         self._batch_size: int | None = None
         # All the other mutable state, of the present epoch:
@@ -92,7 +92,7 @@ class LoaderObservation(Observation):
 
     def drawn(self, source: Iterator[Any]) -> Iterator[Any]:
         """Return the indices of `source`, some of which are timed."""
-        self._sampler = SourceTimes()
+        self._sampler = SourceTimes(BRIEF)
         traced(self.trace, SAMPLER, self._sampler)
         return self._sampler.timed(source)
 
@@ -138,11 +138,9 @@ class LoaderObservation(Observation):
         if measures.backend.in_caller:  # the loop's thread does the work
             idle = 0.0
         starved = min(idle, measures.workers * asking)
-        skipped = len(records) - replaced
+        faults = Faults(len(records) - replaced, replaced)
         return replace(
-            measures.record(
-                *(STAGE, loop.items, queued), skipped=skipped, replaced=replaced, reads=True
-            ),
+            measures.record(STAGE, loop.items, queued, faults, reads=True),
             busy=measures.busy,
             starved=starved,
             blocked=idle - starved,

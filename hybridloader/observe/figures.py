@@ -8,6 +8,7 @@ is busy belongs to none. Half of a moment belongs to none if the only busy worke
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -73,8 +74,7 @@ class Faults:
     restarted: int = 0
 
     def __add__(self, other: Faults) -> Faults:
-        pairs = zip(self.counts, other.counts, strict=True)
-        return Faults(*(one + two for one, two in pairs))
+        return Faults(*map(operator.add, self.counts, other.counts))
 
     @property
     def counts(self) -> tuple[int, int, int, int]:
@@ -254,14 +254,6 @@ def between(began: float, ended: float, pauses: Iterable[tuple[float, float]]) -
     return spans
 
 
-def overlap(waits: Iterable[Wait], times: Sequence[Wait | Span]) -> float:
-    """Return the seconds of `waits` that are in any of the `times`."""
-    last = max((time.ended for time in times), default=-math.inf)
-    early = [wait for wait in waits if wait.began < last]
-    pauses = [time[:2] for time in times]
-    return length(early) - math.fsum(length(between(*wait, pauses)) for wait in early)
-
-
 def within(waits: Iterable[Wait], began: float, ended: float) -> list[Wait]:
     """Return `waits` cut to the time from `began` to `ended`."""
     cut = (Wait(max(wait.began, began), min(wait.ended, ended)) for wait in waits)
@@ -340,7 +332,7 @@ class Figures:
 
     @classmethod
     def of(cls, recording: Recording) -> Figures:
-        loop = recording.loop
+        loop, stages = recording.loop, recording.stages
         full = _full(recording)
         since = loop.ended if full is None else min(max(full, loop.began), loop.ended)
         seconds, whole = loop.ended - since, loop.ended - loop.began
@@ -351,22 +343,23 @@ class Figures:
         part = seconds / whole if whole > 0 else 0.0
         stall = min(seconds, length(later) + spread * part)
         # Only the time that the rings of all stages still cover.
-        known = [since, *(s.since for s in recording.stages if s.since is not None)]
+        known = [since, *(s.since for s in stages if s.since is not None)]
         if loop.dropped and loop.waits:
             known.append(loop.waits[0].began)
         seen = within(later, max(known), loop.ended)
-        shares = stall_by_stage([stage.spans for stage in recording.stages], seen)
+        shares = stall_by_stage([stage.spans for stage in stages], seen)
         if not seen and stall > 0:  # only short calls: divide the stall by the loads of the stages
-            shares = _by_load(recording.stages)
+            loads = [load_of(stage) for stage in stages]
+            shares = [load / max(1.0, sum(loads)) for load in loads]
         measured = length(seen) if seen else 1.0
-        stages = recording.stages
         firsts = [stage.first for stage in stages if stage.first is not None]
         sources = [span[:2] for stage in stages if stage.source for span in stage.spans]
         idle = between(loop.began, min(firsts, default=loop.began), sources)
-        opening = [wait for stage in stages for wait in slow_firsts(stage)]
+        slow = [Span(*wait) for stage in stages for wait in slow_firsts(stage)]
+        late, opening = stall_by_stage([idle, slow], loop.waits)
         return cls(
             recording=recording,
-            names=_names(recording.stages),
+            names=_names(stages),
             full=full,
             seconds=seconds,
             calls=0 if full is None else len(later) + loop.brief + loop.dropped,
@@ -375,8 +368,8 @@ class Figures:
             p50=percentile(loop, later, 0.5),
             p99=percentile(loop, later, 0.99),
             by_stage=tuple(stall * share / measured for share in shares),
-            late=overlap(loop.waits, idle),
-            opening=overlap(loop.waits, opening),
+            late=late,
+            opening=opening,
         )
 
 
@@ -403,12 +396,6 @@ def _full(recording: Recording) -> float | None:
     if not begun:
         return recording.loop.began if recording.loop.items else None
     return max((stage.full for stage in begun if stage.full is not None), default=None)
-
-
-def _by_load(stages: Sequence[StageRecord]) -> list[float]:
-    loads = [load_of(stage) for stage in stages]
-    whole = max(1.0, sum(loads))
-    return [load / whole for load in loads]
 
 
 def load_of(stage: StageRecord) -> float:

@@ -2,7 +2,7 @@
 
 `headroom` times a training step with loading, then on batches that are already in memory. ``hybridloader
 run --headroom`` does it for an unchanged script: its loaders return a few of their batches again and
-again. An iterator checks for that once, by `running_reuse`, when it is made.
+again. An iterator checks for that once, by `Reuse.running`, when it is made.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, TextIO
 
 from hybridloader._support.text import Shown, function, short, whole
 from hybridloader._support.text import time as shown
 from hybridloader._support.torch_env import device_in_use
-from hybridloader._support.user_objects import attribute, length_of
-from hybridloader.observe.program_block import ProgramBlock, numbered
+from hybridloader._support.user_objects import attribute, close, length_of
+from hybridloader.observe.watching import ProgramBlock, numbered
 
 WARM_UP = 4
 """First steps, which are not timed: workers start, kernels are compiled."""
@@ -155,11 +156,10 @@ def measure(
         raise TypeError(
             f"headroom() takes a loader or a pipeline as `loader`, not {short(loader)}: {error}"
         ) from None
-    kept, taken, warm = list[Any](), 0, WARM_UP
-    length = length_of(loader)
-    if length is not None:
-        warm = min(warm, length // 2)
-    began = _since(clock, wait) if not warm else 0.0
+    now = partial(_since, clock, wait)
+    kept, taken, length = list[Any](), 0, length_of(loader)
+    warm = WARM_UP if length is None else min(WARM_UP, length // 2)
+    began = now()
     try:
         for batch in iterator:
             if len(kept) < batches:
@@ -167,16 +167,14 @@ def measure(
             step(batch)
             taken += 1
             if taken == warm:
-                began = _since(clock, wait)
+                began = now()
             if taken == warm + steps:
                 break
-        ended = _since(clock, wait)
+        ended = now()
     finally:
         batch = None
         if not attribute(loader, "persistent_workers"):
-            close = attribute(iterator, "close")
-            if callable(close):
-                close()
+            close(iterator)
         del iterator
     timed = taken - warm
     if timed < 1:
@@ -185,10 +183,10 @@ def measure(
             "data or smaller batches"
         )
     loading = (ended - began) / timed
-    began = _since(clock, wait)
+    began = now()
     for number in range(timed):
         step(kept[number % len(kept)])
-    ready = (_since(clock, wait) - began) / timed
+    ready = (now() - began) / timed
     return Headroom(loading, ready, timed, len(kept))
 
 
@@ -211,8 +209,11 @@ LEAST = 2
 """Fewest batches to load: one that is not timed and one that is."""
 
 
-class LoopTimes:
-    """Times of the loop over one loader, with loading and without. One thread writes them."""
+class KeptBatches:
+    """First batches of one loader, returned again and again, and the times of the loop over it.
+
+    One thread uses it: that of the loop.
+    """
 
     def __init__(
         self,
@@ -225,35 +226,60 @@ class LoopTimes:
         half = min(LOADED, (length or 0) // 2)
         self.loads = half if half >= LEAST else 0  # batches to load; 0: all, without reuse
         self.warm = min(WARM_UP, self.loads // 2)
-        self._clock, self._wait = clock, wait
+        self._now = partial(_since, clock, wait)
         # All the mutable state:
-        self._mark = 0.0
-        self.loading = self.ready = 0.0  # seconds
+        self.loading = self.ready = 0.0  # seconds with loading and without
         self.steps = 0  # without loading, finished by the device
-        self._launched = 0  # without loading, not yet waited for
+        self._mark = 0.0
+        self._kept: list[Any] = []
+        self._loaded = self._given = 0  # in this epoch
+        self._launched = 0  # steps without loading, not yet waited for
+
+    def begin(self) -> None:
+        """Begin an epoch: load again, unless the previous epoch loaded enough."""
+        self._given = 0
+        if not self.enough:
+            self._loaded = 0
+            self._kept.clear()
+
+    @property
+    def enough(self) -> bool:
+        """True if no further batch is to be loaded."""
+        return self.steps > 0 or 0 < self.loads <= self._loaded
+
+    def keep(self, batch: Any) -> bool:
+        """Note a loaded batch; return True if it was the last one to load."""
+        if self.loads and len(self._kept) < KEPT:
+            self._kept.append(batch)
+        self._loaded += 1
+        self._given += 1
+        if self._loaded == self.warm:
+            self.mark()
+        if self._loaded == self.loads:
+            self.loading = self._now() - self._mark
+        return self.enough
 
     def mark(self) -> None:
-        """Start the measurement."""
+        """Start a measurement."""
         self._launched = 0
-        self._wait()
-        self._mark = self._clock()
+        self._mark = self._now()
 
-    def loaded(self) -> None:
-        """Note the end of the steps with loading."""
-        self._wait()
-        self.loading = self._clock() - self._mark
-
-    def step(self, *, last: bool) -> None:
-        """Note a step on a reused batch; wait for the device once in several steps."""
-        self._launched += 1
-        if not last and self._launched < WAITS:
-            return
-        self._wait()
-        now = self._clock()
-        self.ready += now - self._mark
-        self._mark = now
-        self.steps += self._launched
-        self._launched = 0
+    def again(self) -> Any:
+        """Return a kept batch; raise `StopIteration` at the end of the epoch."""
+        last = self._given >= (self.length or 0)
+        if self._given:
+            self._launched += 1
+            if last or self._launched == WAITS:
+                self.steps += self._launched
+                before = self._mark
+                self.mark()
+                self.ready += self._mark - before
+        else:
+            self.mark()
+        if last:
+            raise StopIteration
+        self._given += 1
+        return self._kept[self._given % len(self._kept)]
 
     def __str__(self) -> str:
         if self.length is None:
@@ -269,52 +295,6 @@ class LoopTimes:
         return f"{self.name}: {found.summary} {steps}"
 
 
-class KeptBatches:
-    """First batches of one loader, and the order in which they are returned again."""
-
-    def __init__(self, times: LoopTimes) -> None:
-        self.times = times
-        # All the mutable state:
-        self._kept: list[Any] = []
-        self._loaded = self._given = 0  # in this epoch
-
-    def begin(self) -> None:
-        """Begin an epoch: load again, unless the previous epoch loaded enough."""
-        self._given = 0
-        if not self.enough:
-            self._loaded = 0
-            self._kept.clear()
-
-    @property
-    def enough(self) -> bool:
-        """True if no further batch is to be loaded."""
-        return self.times.steps > 0 or 0 < self.times.loads <= self._loaded
-
-    def keep(self, batch: Any) -> bool:
-        """Note a loaded batch; return True if it was the last one to load."""
-        if self.times.loads and len(self._kept) < KEPT:
-            self._kept.append(batch)
-        self._loaded += 1
-        self._given += 1
-        if self._loaded == self.times.warm:
-            self.times.mark()
-        if self._loaded == self.times.loads:
-            self.times.loaded()
-        return self.enough
-
-    def again(self) -> Any:
-        """Return a kept batch; raise `StopIteration` at the end of the epoch."""
-        last = self._given >= (self.times.length or 0)
-        if self._given:
-            self.times.step(last=last)
-        else:
-            self.times.mark()
-        if last:
-            raise StopIteration
-        self._given += 1
-        return self._kept[self._given % len(self._kept)]
-
-
 class Reuse(ProgramBlock):
     """Reuse of batches by all loaders whose iterators are made while it runs; for one use.
 
@@ -325,13 +305,13 @@ class Reuse(ProgramBlock):
         super().__init__()
         self._stream = stream
         # All the mutable state:
-        self.times: list[LoopTimes] = []
+        self.loaders: list[KeptBatches] = []
 
     def _end(self, error: BaseException | None) -> None:
         stream = sys.stderr if self._stream is None else self._stream
-        for times in self.times:
-            print(f"hybridloader: {times}", file=stream)
-        if any(times.steps for times in self.times):
+        for kept in self.loaders:
+            print(f"hybridloader: {kept}", file=stream)
+        if any(kept.steps for kept in self.loaders):
             print(
                 "hybridloader: most steps used the same few batches; discard the trained weights",
                 file=stream,
@@ -339,11 +319,6 @@ class Reuse(ProgramBlock):
 
     def batches_of(self, loader: Any) -> KeptBatches:
         """Return an empty store for the batches of `loader`."""
-        times = LoopTimes(numbered("DataLoader", len(self.times) + 1), length_of(loader))
-        self.times.append(times)
-        return KeptBatches(times)
-
-
-def running_reuse() -> Reuse | None:
-    """Return the reuse that runs in this process, if any."""
-    return Reuse.running()
+        kept = KeptBatches(numbered("DataLoader", len(self.loaders) + 1), length_of(loader))
+        self.loaders.append(kept)
+        return kept

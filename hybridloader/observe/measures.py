@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 from hybridloader._support import system
 from hybridloader._support.store_use import StoreUse, together
 from hybridloader._support.threads import REMEMBERED, Waits, gil_enabled, snapshot
-from hybridloader._support.user_objects import attribute
+from hybridloader._support.user_objects import size_of
 from hybridloader.engine.contract import Backend
 from hybridloader.engine.feed import RelayQueue
 from hybridloader.engine.messages import ByReference, Done, Fetch, Result, known_bytes
 from hybridloader.engine.meter import MEASURES, Measures, Metering
-from hybridloader.memory.limits import cgroups, ranks_here, text_of
+from hybridloader.memory.limits import cgroups, number_in, ranks_here, text_of, whole_number
 from hybridloader.observe.figures import (
     CoreUse,
     CoroutineUse,
@@ -63,18 +63,13 @@ def _within_quotas(cores: float, mounts: Path, proc: Path) -> Limit:
     return found
 
 
-def available(mounts: Path = _CGROUPS, proc: Path = _PROC) -> float:
-    """Return the number of cores that this process may use; a quota may make it a fraction."""
-    return limit(mounts, proc).cores
-
-
 def share(ranks: int, mounts: Path = _CGROUPS, proc: Path = _PROC) -> float:
     """Return this process's share of the cores of a machine with `ranks` ranks.
 
     The cores that the cgroups leave to the job are divided by `ranks`. A rank whose affinity is already
     narrower than that keeps all cores of its affinity.
     """
-    own = available(mounts, proc)
+    own = limit(mounts, proc).cores
     if ranks == 1:
         return own
     return min(own, _within_quotas(_cores_of_job(mounts, proc), mounts, proc).cores / ranks)
@@ -131,21 +126,12 @@ def read(cores: Iterable[int], folder: Path | None = None, proc: Path = _PROC) -
     now, own = time.perf_counter(), time.process_time()
     if folder is None:
         return _Reading(now, _busy(set(cores), proc), own)
-    counts = _counts(folder / "cpu.stat")
-    used = counts.get("usage_usec", 0.0) * 1e-6  # version 2
-    used = used or _counts(folder / "cpuacct.usage", "ns").get("ns", 0.0) * 1e-9
-    return _Reading(
-        now, used or None, own, counts.get("nr_periods", 0.0), counts.get("nr_throttled", 0.0)
-    )
-
-
-def _counts(path: Path, name: str | None = None) -> dict[str, float]:
-    """Return the numbers of a file by name; `name` is for a file that is one number without a name."""
-    try:
-        words = [*([] if name is None else [name]), *text_of(path).split()]
-        return {words[i]: float(words[i + 1]) for i in range(0, len(words), 2)}
-    except (ValueError, IndexError):
-        return {}
+    words = text_of(folder / "cpu.stat").split()
+    counts = dict(zip(words[::2], map(whole_number, words[1::2]), strict=False))
+    used = (counts.get("usage_usec") or 0) * 1e-6  # version 2
+    used = used or (number_in(folder / "cpuacct.usage") or 0) * 1e-9
+    periods, throttled = (counts.get(name) or 0 for name in ("nr_periods", "nr_throttled"))
+    return _Reading(now, used or None, own, periods, throttled)
 
 
 def _busy(cores: set[int], proc: Path) -> float | None:
@@ -247,9 +233,6 @@ SAMPLED = 64
 
 class SourceTimes(Waits):
     """Waits for the items of a source."""
-
-    def __init__(self) -> None:
-        super().__init__(BRIEF)
 
     def timed(self, source: Iterator[Any]) -> Iterator[Any]:
         """Return the items of `source`, timed. An error that it raises passes through."""
@@ -363,9 +346,9 @@ def record_of_caller(
 _SLOW = 1e-4
 """If opening a result takes at least this many seconds, the next results are timed, too."""
 
-_WEIGHED, _NESTED = 8, 2
-"""Items of a container that are weighed, and depth of nested containers, at most. Weighing an item takes
-0.2 us; the other items are assumed to be like the first ones."""
+_WEIGHED = 8
+"""Items of a container that are weighed, at most. Weighing an item takes 0.2 us; the other items are
+assumed to be like the first ones."""
 
 
 def metering_of(backend: Backend, fetch: Fetch, *, by_pass: bool) -> Metering:
@@ -418,14 +401,11 @@ class StageMeasures:
         self._tasks = 0  # returned; without `each`, those that measures have reported
         self.restarted = 0
         self.opens_slowly = False
-        self.busy = 0.0
+        self.busy = self.sending = 0.0
         self.first: float | None = None  # begin of the first task
         self.full: float | None = None  # when the stage was full for the first time
-        self.sending = 0.0
-        self._cpu: float | None = None
-        self._for_core: float | None = None
-        self._packing = self._collating = self._idle = self._held = 0.0
-        self._coroutines = 0
+        self._seconds: dict[str, float] = {}  # those that are known, by their field of the record
+        self._use = CoroutineUse("", self._concurrency, 0, 0.0, 0.0)
         self._firsts: list[Wait] = []
         self._busy_of = [0.0] * self.workers
         self._retried = 0
@@ -488,9 +468,13 @@ class StageMeasures:
         for others in measures.others:
             self._note(others, math.inf, now)  # the consumer does not wait for these
         self._busy_of[event.worker] += measures.busy
-        size = reported_bytes(event.payload)
-        if size is not None:
-            self._array_weight += event.payload.array_bytes
+        payload = event.payload
+        if isinstance(payload, ByReference):
+            size = size_of(payload.peek(), _WEIGHED)
+        else:
+            size = known_bytes(payload)
+        if size:
+            self._array_weight += payload.array_bytes
             self._weight += size
             self._weighed += 1
 
@@ -506,24 +490,31 @@ class StageMeasures:
         pass
 
     def _note(self, measures: Measures, since: float, now: float) -> None:
-        if self.first is None or measures.spans[0][0] < self.first:
-            self.first = measures.spans[0][0]
+        first = measures.spans[0][0]
+        self.first = first if self.first is None else min(first, self.first)
         for began, ended, busy in measures.spans:
             self._add(began, ended, min(1.0, busy / (ended - began)) if ended > began else 1.0)
         self.busy += measures.busy
-        self._cpu = _plus(self._cpu, measures.cpu)
-        self._for_core = _plus(self._for_core, measures.wait_for_core)
+        for name, seconds in (
+            ("cpu", measures.cpu),
+            ("wait_for_core", measures.wait_for_core),
+            ("collating", measures.collating * measures.busy),
+            ("packing", measures.packing * measures.busy),
+        ):
+            if seconds is not None:
+                self._seconds[name] = self._seconds.get(name, 0.0) + seconds
         if measures.wait_for_gil is not None:
             self._gil_waits.append(measures.wait_for_gil)
         if measures.first:
             self._firsts.append(Wait(measures.spans[0][0], measures.spans[-1][1]))
-        self._collating += measures.collating * measures.busy
-        self._idle += measures.idle
-        self._held += measures.held
-        self._coroutines += measures.coroutines
+        use = self._use
+        self._use = use._replace(
+            begun=use.begun + measures.coroutines,
+            idle=use.idle + measures.idle,
+            held=use.held + measures.held,
+        )
         if measures.stores:
             self.stores = together((*self.stores, *measures.stores))
-        self._packing += measures.packing * measures.busy
         self.sending += self._scale * measures.reporting
         self._retried += measures.retried
         ended = measures.spans[-1][1]
@@ -590,9 +581,8 @@ class StageMeasures:
         name: str,
         items: int,
         queued: int,
+        faults: Faults,
         *,
-        skipped: int = 0,
-        replaced: int = 0,
         source: bool = False,
         reads: bool = False,
     ) -> StageRecord:
@@ -600,11 +590,6 @@ class StageMeasures:
 
         Without `each`, the caller replaces the seconds of workers that were busy, and those by cause.
         """
-        coroutines = None
-        if self._concurrency:
-            coroutines = CoroutineUse(
-                name, self._concurrency, self._coroutines, self._idle, self._held
-            )
         firsts = tuple(self._firsts)
         others = self._tasks - len(firsts)
         return StageRecord(
@@ -616,16 +601,13 @@ class StageMeasures:
             starved=self.starved,
             blocked=self.blocked,
             other=self.other,
-            cpu=self._cpu,
-            wait_for_core=self._for_core,
+            **self._seconds,
             gil_waits=snapshot(self._gil_waits),
-            collating=self._collating,
-            packing=self._packing,
             sending=self.sending,
             bytes=self._weight * self._tasks // self._weighed if self._weighed else None,
             arrays=self._array_weight / self._weight if self._weight else 0.0,
             queued=queued,
-            faults=Faults(skipped, replaced, self._retried, self.restarted),
+            faults=faults + Faults(0, 0, self._retried, self.restarted),
             spans=snapshot(self._spans),
             latencies=snapshot(self._latencies),
             since=self._dropped,
@@ -633,36 +615,10 @@ class StageMeasures:
             firsts=firsts,
             later=(self.busy - length(firsts)) / others if firsts and others > 0 else None,
             parts=tuple(self._busy_of) if self._in_turn else (),
-            coroutines=coroutines,
+            coroutines=self._use._replace(step=name) if self._concurrency else None,
             full=self.full,
             in_process=self.backend.in_process,
             source=source,
             reads=source or reads,
             options=self._options,
         )
-
-
-def _plus(seconds: float | None, others: float | None) -> float | None:
-    """Return the sum of the seconds that are known."""
-    return seconds if others is None else (seconds or 0.0) + others
-
-
-def reported_bytes(payload: Any) -> int | None:
-    """Return the bytes of a result; None if it does not report them at once."""
-    if not isinstance(payload, ByReference):
-        return known_bytes(payload) or None
-    try:
-        return _nbytes(payload.peek(), _NESTED) or None
-    except Exception:  # an `nbytes` that raises
-        return None
-
-
-def _nbytes(value: Any, depth: int) -> int:
-    size = attribute(value, "nbytes")
-    if isinstance(size, int):
-        return size
-    if not depth or not isinstance(value, (list, tuple, dict)) or not value:
-        return 0
-    count = min(len(value), _WEIGHED)
-    items = itertools.islice(value.values() if isinstance(value, dict) else value, count)
-    return sum(_nbytes(item, depth - 1) for item in items) * len(value) // count

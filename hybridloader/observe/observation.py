@@ -10,18 +10,16 @@ import functools
 import math
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 from hybridloader._support.store_use import StoreUse, start_counting, together, uses, uses_since
 from hybridloader._support.text import flag, function, seconds, warn
 from hybridloader._support.threads import turn_at_gil
 from hybridloader._support.user_objects import described
-from hybridloader.engine.contract import Backend
 from hybridloader.engine.feed import RelayQueue, RelaySleeps
-from hybridloader.engine.messages import Fetch
 from hybridloader.fetching.on_error import ErrorBudget
 from hybridloader.observe.figures import Recording, StageRecord
 from hybridloader.observe.measures import LoopWaits, StageMeasures
@@ -68,26 +66,15 @@ class Observe:
         seconds("every", self.every, above=True)
 
 
-class Asked(NamedTuple):
-    """Consumers of an observation: a trace, a watch, reports."""
-
-    policy: Observe | None
-    trace: Trace | None
-    watch: Watch | None
-
-
 def check_observe(value: bool | Observe) -> None:
     """Check the `observe` of a loader or a pipeline. Raises `TypeError`."""
     if not isinstance(value, Observe):
         flag("observe", value)
 
 
-def asked(observe: bool | Observe) -> Asked | None:
-    """Return the consumers for an iterator that is made now; None if there are none."""
-    trace, watch = Trace.running(), Watch.running()
-    if trace is None and watch is None and not observe:
-        return None
-    return Asked(observe if isinstance(observe, Observe) else None, trace, watch)
+def is_observed(observe: bool | Observe) -> bool:
+    """Return True if an iterator that is made now is observed: by its user, a trace or a watch."""
+    return bool(observe) or Trace.running() is not None or Watch.running() is not None
 
 
 class Observation(ABC):
@@ -96,8 +83,9 @@ class Observation(ABC):
     A watch shows it as `name` and recognizes it by `key`. It refers to no iterator and no worker.
     """
 
-    def __init__(self, asked: Asked, name: str, key: Hashable) -> None:
-        self._policy, self.trace, self._watch = asked
+    def __init__(self, observe: bool | Observe, name: str, key: Hashable) -> None:
+        self._policy = observe if isinstance(observe, Observe) else None
+        self.trace, self._watch = Trace.running(), Watch.running()
         self._name, self._key = name, key
         # All the mutable state:
         self._warned = False
@@ -116,10 +104,8 @@ class Observation(ABC):
         reported: Iterable[StoreUse] = (),
     ) -> Stats:
         """Return the statistics of `stages`, and of stores, with the use `reported` by workers."""
-        processes = [
-            stage.cpu for stage in stages if not stage.in_process and stage.cpu is not None
-        ]
-        loop, cores = self.loop.record(), self.loop.cores.use(sum(processes))
+        processes = sum(stage.cpu or 0.0 for stage in stages if not stage.in_process)
+        loop, cores = self.loop.record(), self.loop.cores.use(processes)
         stores = together((*uses_since(self._stores), *reported))
         return stats_of(Recording(stages, loop, cores, turn_at_gil(), batch_size, stores))
 
@@ -132,19 +118,12 @@ class Observation(ABC):
         return loop
 
     def measures(
-        self,
-        name: str,
-        key: Hashable,  # distinguishes stages of one name in a trace
-        backend: Backend,
-        fetch: Fetch,
-        workers: int,
-        window: int,
-        options: Mapping[str, Any] | None = None,
-        *,
-        each: bool = False,
+        self, name: str, key: Hashable, *of_the_stage: Any, each: bool = False
     ) -> StageMeasures:
-        """Return the observer of a stage; the arguments are those of `StageMeasures`."""
-        of_the_stage = backend, fetch, workers, window, options
+        """Return the observer of a stage; `key` distinguishes stages of one name in a trace.
+
+        The other arguments are those of `StageMeasures`.
+        """
         if self.trace is None:
             return StageMeasures(*of_the_stage, each=each)
         return StageTrace(self.trace, name, key, *of_the_stage, each=each)

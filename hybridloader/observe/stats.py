@@ -11,15 +11,7 @@ from typing import Any
 
 from hybridloader._support.store_use import StoreUse
 from hybridloader._support.text import Shown, size, time
-from hybridloader.observe.figures import (
-    LOOP,
-    REST,
-    CoreUse,
-    Faults,
-    Figures,
-    Recording,
-    StageRecord,
-)
+from hybridloader.observe.figures import LOOP, REST, CoreUse, Faults, Figures, Recording
 from hybridloader.observe.verdict import Verdict, judge
 
 LITTLE = 0.01
@@ -145,8 +137,9 @@ def compare(a: Stats, b: Stats) -> Comparison:
                 "compare(before.stats(), after.stats())"
             )
     unit = _unit_of(a, b)
+    was, now = (s.items * _size(s, unit) / s.seconds if s.seconds > 0 else 0.0 for s in (a, b))
     changes = [
-        Change(f"{unit}s a second", _rate(a, unit), _rate(b, unit), "/s"),
+        Change(f"{unit}s a second", was, now, "/s"),
         Change("stall, share of the time", a.stall.share, b.stall.share, "%"),
         Change("stall, median a batch", a.stall.p50, b.stall.p50, "s"),
         Change("stall, 99 % a batch", a.stall.p99, b.stall.p99, "s"),
@@ -186,10 +179,6 @@ def _size(stats: Stats, unit: str) -> int:
     return 1 if unit == "item" else stats.batch_size or 1
 
 
-def _rate(stats: Stats, unit: str) -> float:
-    return stats.items * _size(stats, unit) / stats.seconds if stats.seconds > 0 else 0.0
-
-
 _CAUSES = ("busy", "starved", "blocked", "other")
 
 
@@ -218,7 +207,7 @@ class StageStats:
     cpu
         CPU seconds; None if unknown.
     bytes
-        Bytes of the results, estimated; None if the results do not report their size.
+        Bytes of the results, estimated; None if unknown.
     queued
         Items in flight in the stage, or waiting after it.
     stall
@@ -318,16 +307,11 @@ class Stats(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the attributes and the properties as a dict of JSON types."""
-        return {
-            "seconds": self.seconds,
+        return asdict(self) | {
             "items": self.items,
-            "batch_size": self.batch_size,
             "stages": [asdict(stage) | {"load": stage.load} for stage in self.stages],
-            "stall": {**vars(self.stall), "by_stage": dict(self.stall.by_stage)},
-            "verdict": asdict(self.verdict),
-            "cores": None if self.cores is None else asdict(self.cores),
-            "faults": asdict(self.faults),
             "stores": [asdict(use) for use in self.stores],
+            "faults": asdict(self.faults),
         }
 
     def plot(self, path: str | os.PathLike[str]) -> None:
@@ -410,39 +394,27 @@ class Stats(Shown):
         ]
 
 
+_OF_RECORD = ("backend", "items", *_CAUSES, "cpu", "bytes", "queued", "faults")
+"""Attributes of `StageStats` that a `StageRecord` has under the same names."""
+
+
 def stats_of(recording: Recording) -> Stats:
     """Return the statistics of a recording."""
-    figures = Figures.of(recording)
-    loop = recording.loop
+    figures, loop = Figures.of(recording), recording.loop
     seconds = loop.ended - loop.began
-    named = zip(figures.names, recording.stages, figures.by_stage, strict=True)
-    rows = [_row(name, stage, stall) for name, stage, stall in named]
-    waited = min(loop.waited, seconds)
+    rows = []
+    for name, stage, stall in zip(figures.names, recording.stages, figures.by_stage, strict=True):
+        of_record = {attribute: getattr(stage, attribute) for attribute in _OF_RECORD}
+        rows.append(StageStats(name, num_workers=stage.workers, stall=stall, **of_record))
     by_stage = {row.name: row.stall for row in rows}
     if figures.rest > 0:
         by_stage[REST] = figures.rest
+    waits = Stall(
+        *(figures.stall, figures.share, figures.p50, figures.p99, by_stage, figures.warmup)
+    )
+    waited = min(loop.waited, seconds)
     mine = StageStats(LOOP, "caller", 1, loop.items, seconds - waited, waited, 0.0, 0.0)
-    stall = Stall(
-        figures.stall,
-        figures.share,
-        figures.p50,
-        figures.p99,
-        by_stage,
-        figures.warmup,
-    )
     return Stats(
-        *((*rows, mine), stall, judge(figures), seconds),
+        *((*rows, mine), waits, judge(figures), seconds),
         *(recording.cores, recording.batch_size, recording.stores),
-    )
-
-
-def _row(name: str, stage: StageRecord, stall: float) -> StageStats:
-    return StageStats(
-        *(name, stage.backend, stage.workers, stage.items),
-        *(stage.busy, stage.starved, stage.blocked, stage.other),
-        cpu=stage.cpu,
-        bytes=stage.bytes,
-        queued=stage.queued,
-        stall=stall,
-        faults=stage.faults,
     )

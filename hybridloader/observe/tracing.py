@@ -27,7 +27,7 @@ from hybridloader.engine.messages import Done, Result
 from hybridloader.engine.meter import LONG, MEASURES, SEEN, TASK, TASKS, SliceReport, Slices
 from hybridloader.fetching.on_error import Skipped
 from hybridloader.observe.measures import BRIEF, LoopWaits, StageMeasures
-from hybridloader.observe.program_block import ProgramBlock, numbered
+from hybridloader.observe.watching import ProgramBlock, numbered
 
 EVENTS = 250_000
 """Events that a trace keeps. They take 60 to 100 MB of memory and a few MB of a compressed file, which
@@ -297,11 +297,9 @@ class StageTrace(StageMeasures):
         """Add the slices that a worker reported; return its track."""
         trace, name = self._trace, self._name
         worker = f"{name} worker {report.worker}"
-        own = (
-            trace.here()
-            if self.backend.in_caller
-            else (report.process, f"{worker}/{report.thread}")
-        )
+        own = report.process, f"{worker}/{report.thread}"
+        if self.backend.in_caller:
+            own = trace.here()
         trace.name_track(own, worker, f"{worker} ({self.backend.name})")
         trace.drop(report.dropped)
         for kind, began, ended, thread, number in report.slices:
@@ -309,12 +307,8 @@ class StageTrace(StageMeasures):
             if thread != report.thread:
                 track = report.process, f"{worker}/{thread}"
                 trace.name_track(track, f"{worker}, more threads", worker)
-            if kind == TASK:
-                trace.slice(kind, began, ended, track, task=number)
-            elif kind == TASKS:
-                trace.slice(kind, began, ended, track, tasks=number)
-            else:
-                trace.slice(kind, began, ended, track)
+            details = {kind: number} if kind in (TASK, TASKS) else {}
+            trace.slice(kind, began, ended, track, **details)
         return own
 
 

@@ -1,7 +1,7 @@
 """Verdict on a recording: the bottleneck of the loop, the evidence, and advice.
 
-Pure functions. `judge` asks the rules of `RULES` in turn. docs/decisions.md has the reasons for the
-rules and their order. Advice only names `StageRecord.options`, which the constructor takes.
+Pure functions. `judge` has the rules in their order. docs/decisions.md has the reasons for both. Advice
+only names `StageRecord.options`, which the constructor takes.
 """
 
 from __future__ import annotations
@@ -125,18 +125,16 @@ class Verdict:
 
 def judge(figures: Figures) -> Verdict:
     """Return the verdict of the first rule that has one."""
-    for rule in RULES:
-        verdict = rule(figures)
-        if verdict is not None:
-            return verdict
-    return _of_stage(figures, figures.by_stage.index(max(figures.by_stage)))
-
-
-def _nothing_yet(figures: Figures) -> Verdict | None:
-    if figures.recording.loop.items:
-        return None
-    advice = "Call stats() again after the loop has run for a while."
-    return Verdict("unknown", None, None, "No batch has come yet.", advice)
+    if not figures.recording.loop.items:
+        advice = "Call stats() again after the loop has run for a while."
+        return Verdict("unknown", None, None, "No batch has come yet.", advice)
+    found = _slow_start(figures) or _too_short(figures) or _held_loop(figures)
+    if found is not None:
+        return found
+    idle = max(figures.by_stage, default=0.0) <= figures.rest  # no stage was busy
+    if figures.share < (LITTLE if idle else STALL):
+        return _fast(figures)
+    return _of_none(figures) if idle else _of_stage(figures)
 
 
 def _slow_start(figures: Figures) -> Verdict | None:
@@ -198,39 +196,24 @@ def _held_loop(figures: Figures) -> Verdict | None:
     return None
 
 
-def _is_fast(figures: Figures) -> bool:
-    return figures.share < (LITTLE if _no_stage_was_busy(figures) else STALL)
-
-
-def _no_stage_was_busy(figures: Figures) -> bool:
-    return max(figures.by_stage, default=0.0) <= figures.rest
-
-
-def _slow_beginning(figures: Figures) -> Verdict | None:
-    """Judge a loop that waited mostly before the prefetch was full."""
-    loop, warmup = figures.recording.loop, figures.warmup
+def _fast(figures: Figures) -> Verdict:
+    """Judge a loop that hardly waits, unless it did before the prefetch was full."""
+    loop, stages, warmup = figures.recording.loop, figures.recording.stages, figures.warmup
     whole = loop.ended - loop.began
-    if not _is_fast(figures) or warmup < START * whole or warmup <= figures.stall:
-        return None
-    waits = within(loop.waits, loop.began, figures.full or loop.ended)
-    shares = stall_by_stage([stage.spans for stage in figures.recording.stages], waits)
-    most = max(shares, default=0.0)
-    named = bool(shares) and most >= MOST * warmup
-    part = f", most of it for {figures.names[shares.index(most)]}" if named else ""
-    return Verdict(
-        *("start", None, None),
-        f"Your loop waited {time(warmup)} of {time(whole)} before the prefetch was full{part}, "
-        f"and {time(figures.stall)} after that.",
-        "Loading was fast enough after that, so a longer epoch waits for a smaller share of its time; "
-        "make the first batches come sooner.",
-    )
-
-
-def _fast(figures: Figures) -> Verdict | None:
-    if not _is_fast(figures):
-        return None
-    several = any(stage.workers > 1 for stage in figures.recording.stages)
-    fewer = ", or take workers away" if several else ""
+    if warmup >= START * whole and warmup > figures.stall:
+        waits = within(loop.waits, loop.began, figures.full or loop.ended)
+        shares = stall_by_stage([stage.spans for stage in stages], waits)
+        most = max(shares, default=0.0)
+        named = bool(shares) and most >= MOST * warmup
+        part = f", most of it for {figures.names[shares.index(most)]}" if named else ""
+        return Verdict(
+            *("start", None, None),
+            f"Your loop waited {time(warmup)} of {time(whole)} before the prefetch was full{part}, "
+            f"and {time(figures.stall)} after that.",
+            "Loading was fast enough after that, so a longer epoch waits for a smaller share of its "
+            "time; make the first batches come sooner.",
+        )
+    fewer = ", or take workers away" if any(stage.workers > 1 for stage in stages) else ""
     return Verdict(
         *("loop", None, None),
         f"Your loop is the bottleneck: it waited for {figures.share:.1%} of the time, "
@@ -239,9 +222,8 @@ def _fast(figures: Figures) -> Verdict | None:
     )
 
 
-def _no_stage(figures: Figures) -> Verdict | None:
-    if not _no_stage_was_busy(figures):
-        return None
+def _of_none(figures: Figures) -> Verdict:
+    """Judge a loop that waits mostly while no stage is busy."""
     waited = (
         f"Your loop waited for {figures.share:.0%} of the time; during most of it no stage was busy"
     )
@@ -252,14 +234,9 @@ def _no_stage(figures: Figures) -> Verdict | None:
     return Verdict("unknown", None, None, f"{waited}.", advice)
 
 
-RULES = (
-    *(_nothing_yet, _slow_start, _too_short),
-    *(_held_loop, _slow_beginning, _fast, _no_stage),
-)
-
-
-def _of_stage(figures: Figures, number: int) -> Verdict:
+def _of_stage(figures: Figures) -> Verdict:
     """Judge a run with a stage that most of the stall belongs to."""
+    number = figures.by_stage.index(max(figures.by_stage))
     stage, name = figures.recording.stages[number], figures.names[number]
     cores = figures.recording.cores
     kind, why = kind_of(stage, figures.recording.switch_interval, cores)
@@ -340,10 +317,8 @@ def kind_of(
         )
     kind, why = _kind_by_times(stage, switch_interval, cores)
     use = stage.coroutines
-    if use is None or not use.held >= MOST * stage.busy > 0:
-        return kind, why
-    turn = use.held / max(1, use.begun)
-    if turn < OWN_WORK:
+    turn = 0.0 if use is None else use.held / max(1, use.begun)
+    if use is None or turn < OWN_WORK or not use.held >= MOST * stage.busy > 0:
         return kind, why
     held = (
         f"each coroutine of {use.step} kept the event loop for {time(turn)}, and the loop waited for "
@@ -356,7 +331,8 @@ def _kind_by_times(
     stage: StageRecord, switch_interval: float, cores: CoreUse | None
 ) -> tuple[str | None, str]:
     """Return the kind by the times of CPU, cores and GIL, and these as evidence."""
-    late = _late_by(stage)
+    known = sorted(stage.latencies)
+    late = known[3 * len(known) // 4] if len(known) >= 3 else 0.0  # upper quartile
     # `wait_for_core` also counts waits between tasks.
     for_core = min(stage.wait_for_core or 0.0, max(0.0, stage.busy - (stage.cpu or 0.0)))
     overdue = stage.in_process and late >= HELD * switch_interval
@@ -402,12 +378,6 @@ def _takes_turns(stage: StageRecord, for_core: float, switch_interval: float) ->
     if turn <= 0:
         turn = (stage.busy - for_core) / stage.workers
     return stage.cpu is None or stage.cpu >= TURN * turn > 0
-
-
-def _late_by(stage: StageRecord) -> float:
-    """Return the upper quartile of the delay with which results were picked up."""
-    known = sorted(stage.latencies)
-    return known[3 * len(known) // 4] if len(known) >= 3 else 0.0
 
 
 def late_of(waits: Sequence[float], seconds: float) -> list[float]:

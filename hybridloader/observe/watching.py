@@ -1,19 +1,73 @@
-"""Watch: statistics of all loaders and pipelines of a program, written while it runs.
+"""Blocks around a whole program, such as a trace, which an iterator looks up once, when it is made.
 
-An iterator or a run looks for a watch once, by `Watch.running`, when it is made. A separate thread
-writes a line for each loader with new batches, so the path of a batch has no part of it.
+One of them is here: a watch. A separate thread writes the statistics of each loader with new batches, so
+the path of a batch has no part of it.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
-from typing import TextIO
+from types import TracebackType
+from typing import TYPE_CHECKING, ClassVar, TextIO
 
 from hybridloader.observe.figures import LOOP
-from hybridloader.observe.program_block import ProgramBlock, numbered
 from hybridloader.observe.stats import Stats
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class ProgramBlock(ABC):
+    """Context manager, for one use. `running` returns the latest of each subclass.
+
+    In a process that is forked inside the block it neither runs nor ends.
+    """
+
+    _latest: ClassVar[ProgramBlock | None] = None
+    """Running block; each subclass sets this attribute on itself."""
+
+    def __init__(self) -> None:
+        self._owner = os.getpid()
+
+    def __enter__(self) -> Self:
+        self._begin()
+        type(self)._latest = self
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if os.getpid() != self._owner:  # a forked child that left the block
+            return
+        if type(self)._latest is self:
+            type(self)._latest = None
+        self._end(error)
+
+    def _begin(self) -> None:  # noqa: B027  # most have nothing to do
+        """Prepare the block; an error raised here keeps it from running."""
+
+    @abstractmethod
+    def _end(self, error: BaseException | None) -> None:
+        """Finish the block; `error` is the exception that ended it, or None."""
+
+    @classmethod
+    def running(cls) -> Self | None:
+        """Return the block that runs in this process, or None."""
+        found = cls._latest
+        return found if isinstance(found, cls) and found._owner == os.getpid() else None
+
+
+def numbered(name: str, number: int) -> str:
+    """Return `name` for number 1, else `name` with its number: ``"DataLoader 2"``."""
+    return name if number == 1 else f"{name} {number}"
+
 
 SHOWN = 12
 """Maximum number of loaders to show, the latest ones."""
@@ -22,9 +76,8 @@ SHOWN = 12
 class _Watched:
     """Loader or pipeline that is watched; `stats` returns None once it is gone."""
 
-    def __init__(self, name: str, stats: Callable[[], Stats | None]) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
-        self.begin(stats)
 
     def begin(self, stats: Callable[[], Stats | None]) -> None:
         """Begin an epoch."""
@@ -66,21 +119,6 @@ class _Watched:
         )
 
 
-class SameObject:
-    """Key that is equal only for the same object, which it keeps alive."""
-
-    __slots__ = ("_object",)
-
-    def __init__(self, object: object) -> None:
-        self._object = object
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, SameObject) and other._object is self._object
-
-    def __hash__(self) -> int:
-        return id(self._object)
-
-
 class Watch(ProgramBlock):
     """Watch of all loaders and pipelines whose iterators are made while it runs; for one use.
 
@@ -112,14 +150,13 @@ class Watch(ProgramBlock):
     def see(self, name: str, key: Hashable, stats: Callable[[], Stats | None]) -> None:
         """Watch the result of `stats`, in place of an earlier entry with this `key`."""
         with self._lock:
-            before = self._watched.pop(key, None)
-            if before is not None:
-                before.begin(stats)
-                self._watched[key] = before  # moved to the end: the latest
-                return
-            number = self._numbers[name] = self._numbers.get(name, 0) + 1
-            self._watched[key] = _Watched(numbered(name, number), stats)
-            while len(self._watched) > SHOWN:
+            watched = self._watched.pop(key, None)
+            if watched is None:
+                number = self._numbers[name] = self._numbers.get(name, 0) + 1
+                watched = _Watched(numbered(name, number))
+            watched.begin(stats)
+            self._watched[key] = watched  # at the end: the latest
+            if len(self._watched) > SHOWN:
                 del self._watched[next(iter(self._watched))]
 
     def look(self, key: Hashable) -> None:

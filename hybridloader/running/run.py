@@ -22,9 +22,8 @@ from hybridloader.fetching.on_error import Skipped
 from hybridloader.fetching.readers import MapFetch
 from hybridloader.observe.figures import CoroutineUse, Faults, StageRecord
 from hybridloader.observe.measures import LoopWaits, record_of_caller, record_of_relay
-from hybridloader.observe.observation import Asked, Observation, Observe, asked, check_observe
+from hybridloader.observe.observation import Observation, Observe, check_observe, is_observed
 from hybridloader.observe.stats import Stats
-from hybridloader.observe.watching import SameObject
 from hybridloader.running.executor import Executor, open_run
 from hybridloader.running.flow import Withheld
 from hybridloader.running.operator import Chain
@@ -38,8 +37,8 @@ if TYPE_CHECKING:
 class RunObservation(Observation):
     """Observation of the runs of one executor, over all passes until now. It does not hold it."""
 
-    def __init__(self, asked: Asked, chain: Chain) -> None:
-        super().__init__(asked, "Pipeline", SameObject(chain))
+    def __init__(self, observe: bool | Observe, chain: Chain) -> None:
+        super().__init__(observe, "Pipeline", chain)
         self._executor: weakref.ref[Executor] | None = None
 
     def of(self, executor: Executor) -> None:
@@ -70,15 +69,13 @@ def _rows(executor: Executor, loop: LoopWaits) -> Iterator[StageRecord]:
     for where in sorted([*executor.stages, *executor.relays]):
         running = executor.stages.get(where)
         if running is not None:
-            faults = _faults(executor, [running.node])
             flow, measures = running.flow, running.measures
             assert measures is not None
             yield measures.record(
                 running.node.name,
                 items=flow.items_out,
                 queued=flow.queued,
-                skipped=faults.skipped,
-                replaced=faults.replaced,
+                faults=_faults(executor, [running.node]),
                 source=running.node.reads,
                 reads=isinstance(running.node.works[0].step().function, MapFetch),
             )
@@ -437,8 +434,7 @@ def executor_of(
 ) -> Executor:
     """Make the executor of a run, or of several; it is observed if somebody asks for that."""
     chain = chain.settled()
-    who = asked(observe)
-    observation = None if who is None else RunObservation(who, chain)
+    observation = RunObservation(observe, chain) if is_observed(observe) else None
     executor = Executor(chain, seed, resumed, first=first, idle=idle, observation=observation)
     executor.observe = observe
     if observation is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -119,6 +119,8 @@ class Costs:
         Results that two threads make, as a multiple of those of one; None if not known.
     gil
         False on a Python whose threads run at the same time.
+    load
+        Busy share of the workers in the trial that found this, from 0 to 1.
     """
 
     wall: float
@@ -126,6 +128,7 @@ class Costs:
     bytes: int = 0
     speedup: float | None = None
     gil: bool = True
+    load: float = 0.0
 
     @property
     def computing(self) -> float:
@@ -141,17 +144,17 @@ class Costs:
             return "tiny"
         if self.computing <= WAITS:
             return "waits"
-        known = self.gil and self.speedup is not None
+        least = ALONE if self.computing <= COMPUTES else SPEEDUP
+        holds = self.gil and self.speedup is not None and self.speedup < least
         # On busy cores a thread also waits for a core, and seems to wait for something else.
-        if self.computing <= COMPUTES and not (
-            known and self.computing > 0.5 and (self.speedup or 0.0) < ALONE
-        ):
+        if self.computing <= COMPUTES and not (holds and self.computing > 0.5):
             return "mixed"
-        holds = known and (self.speedup or 0.0) < SPEEDUP
         return "holds-gil" if holds else "releases-gil"
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"kind": self.kind}
+        found = asdict(self) | {"kind": self.kind}
+        del found["load"]  # of one trial
+        return found
 
 
 TINY = 100e-6
@@ -224,7 +227,7 @@ class Limits:
         return min(MOST_THREADS, max(2, math.ceil(OVERLAP * self.whole_cores / costs.computing)))
 
 
-def limits_here(cpus: float | None, memory: int | float) -> Limits:
+def limits_here(cpus: float | None, memory: int | float, start: Plan = ()) -> Limits:
     """Return the limits of this process: those given, within those of the machine and its ranks.
 
     Parameters
@@ -233,17 +236,20 @@ def limits_here(cpus: float | None, memory: int | float) -> Limits:
         CPUs at most; None: no other limit than affinity, quota and ranks.
     memory
         Share of this process's memory (a float up to 1), or bytes (an int).
+    start
+        Plan of the user, whose backends are offered, too, unless they are not safe here.
     """
     from hybridloader.memory.limits import Memory, ranks_here
     from hybridloader.observe.measures import share
 
     own = share(ranks_here())
     offered, refused = _backends()
+    safe = {place.backend for place in start if place.backend != "fork" or "fork" not in refused}
     return Limits(
         own if cpus is None else min(own, cpus),
         Memory(limit=memory).bytes(),
-        offered,
-        refused,
+        (*offered, *sorted(safe.difference(offered))),
+        {name: why for name, why in refused.items() if name not in safe},
     )
 
 
@@ -293,16 +299,6 @@ KEEPS_UP = 0.95
 
 
 @dataclass(frozen=True)
-class StageTrial:
-    """Figures of one stage in a trial, for one result: seconds, CPU seconds, bytes; and the load."""
-
-    busy: float
-    cpu: float | None = None
-    bytes: int = 0
-    load: float = 0.0
-
-
-@dataclass(frozen=True)
 class Trial:
     """Measurement of one plan.
 
@@ -313,14 +309,14 @@ class Trial:
     rates
         Results a second, of consecutive parts of the trial; empty if it failed.
     stages
-        Figures of each stage; empty if they are not known.
+        Costs of each stage; empty if they are not known.
     error
         Reason for which it failed, in one line.
     """
 
     plan: Plan
     rates: tuple[float, ...] = ()
-    stages: tuple[StageTrial | None, ...] = ()
+    stages: tuple[Costs | None, ...] = ()
     error: str | None = None
 
     @property
@@ -336,12 +332,6 @@ class Trial:
         deviation = statistics.median(abs(rate - self.rate) for rate in self.rates)
         # 1.4826: deviation of a normal distribution; 1.2533: error of a median against a mean.
         return 1.4826 * 1.2533 * deviation / math.sqrt(len(self.rates)) / self.rate
-
-    def joined(self, other: Trial) -> Trial:
-        """Return both trials of one plan as one."""
-        if other.error is not None:
-            return other
-        return replace(self, rates=self.rates + other.rates)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -378,8 +368,10 @@ class Search:
     target: float | None = None
     trials: dict[Plan, Trial] = field(default_factory=dict)
     costs: tuple[Costs | None, ...] = ()
-    refused: dict[Plan, str] = field(default_factory=dict)
-    """Plans that the user has, and that exceed a limit, with the reason."""
+    given: tuple[Plan, ...] = ()
+    """The only plans to measure, if that is no search."""
+    refused: str | None = None
+    """Limit that the plan of the user exceeds, in words; None if it keeps all."""
 
     def __post_init__(self) -> None:
         self.costs = self.costs or (None,) * len(self.stages)
@@ -389,7 +381,9 @@ class Search:
     def note(self, trial: Trial) -> None:
         """Take the measurement of a plan; a second one of a plan is joined to the first."""
         known = self.trials.get(trial.plan)
-        self.trials[trial.plan] = trial if known is None else known.joined(trial)
+        if known is not None and trial.error is None:
+            trial = replace(known, rates=known.rates + trial.rates)
+        self.trials[trial.plan] = trial
 
     @property
     def good(self) -> list[Trial]:
@@ -399,9 +393,8 @@ class Search:
         out, unless there is no other. So is one that changes an idle stage.
         """
         good = [trial for trial in self.trials.values() if trial.rates]
-        within = [trial for trial in good if self._allowed(trial.plan)]
-        idle = self.idle
-        kept = [t for t in within if all(t.plan[at] == self.start[at] for at in idle)]
+        within = [trial for trial in good if self._problem(trial.plan) is None]
+        kept = [trial for trial in within if self.chosen(trial) == trial.plan]
         return sorted(kept or within or good, key=lambda trial: -trial.rate)
 
     @property
@@ -425,14 +418,13 @@ class Search:
     def best(self) -> Trial | None:
         """Chosen trial: the cheapest that keeps up, else the cheapest as fast as the fastest."""
         good = self.good
-        if not good:
-            return None
-        enough = [trial for trial in good if self.keeps_up(trial)]
-        if enough:
-            return min(enough, key=lambda trial: (price(trial.plan), -trial.rate))
-        first = good[0]
-        close = [t for t in good if t.rate >= first.rate * (1 - _close(first, t))]
-        return min(close, key=lambda trial: (price(trial.plan), -trial.rate))
+        found = [trial for trial in good if self.keeps_up(trial)]
+        if not found:
+            for trial in good:
+                less = min(CLOSE, max(0.02, good[0].noise + trial.noise))
+                if trial.rate >= good[0].rate * (1 - less):
+                    found.append(trial)
+        return min(found, key=lambda t: (price(t.plan), -t.rate), default=None)
 
     def better(self, one: Trial, other: Trial) -> bool:
         """Return True if `one` is better than `other` by more than the noise, or as good and cheaper."""
@@ -447,64 +439,55 @@ class Search:
 
     def plans(self) -> Iterator[Plan]:
         """Yield the plans to measure; each is noted before the next is asked for."""
-        ones = self._all(Place("threads", 1))
-        twos = self._all(Place("threads", 2))
+        if self.given:
+            yield from self.given
+        else:
+            yield from self._opening()
+            for process in dict.fromkeys((self._process_backend(), None)):
+                if self._is_open(plan := self._first(process)):
+                    yield plan
+            within = any(t.rates and self._problem(t.plan) is None for t in self.trials.values())
+            if not within and self._is_open(plan := self._all(INLINE)):
+                yield plan
+            yield from self._climb()
+        # The plans that lead once more, so that no lucky trial decides.
+        leaders = dict.fromkeys(trial.plan for trial in (*self.good[:2], self.best) if trial)
+        if len(leaders) > 1:
+            yield from leaders
+
+    def _opening(self) -> Iterator[Plan]:
+        """Yield the plans from which follow the costs."""
+        ones, twos = self._all(Place("threads", 1)), self._all(Place("threads", 2))
         processes = any(place.processes for place in self.start)
         # A worker process that dies leaves this one alive, so a plan with processes is the first.
-        opening = (self.start, ones, twos) if processes else (ones, twos, self.start)
-        for plan in opening:
-            if plan not in self.trials and self._allowed(plan):
+        for plan in (self.start, ones, twos) if processes else (ones, twos, self.start):
+            if plan in self.trials:
+                continue
+            problem = self._problem(plan)
+            if problem is None:
                 yield plan
-            elif plan == self.start and plan not in self.trials:
-                self.refused[plan] = self._problem(plan) or ""
+            elif plan == self.start:
+                self.refused = problem
             self._learn(ones, twos)
-        for plan in (*self._firsts(), self._all(INLINE)):
-            if self._open(plan) and (plan != self._all(INLINE) or self._is_last_resort):
-                yield plan
-        yield from self._climb()
-
-    @property
-    def _is_last_resort(self) -> bool:
-        """True if no plan within the limits has given a result, or the results are tiny."""
-        tiny = all(cost is not None and cost.kind == "tiny" for cost in self.costs)
-        return tiny or not any(t.rates and self._allowed(t.plan) for t in self.trials.values())
 
     def _climb(self) -> Iterator[Plan]:
-        base = self._fastest()
+        """Yield neighbors of the best plan, until none is better than it."""
+        base = self.best
         while base is not None:
-            moved = False
             for plan in self._neighbors(base):
-                if not self._open(plan):
+                if not self._is_open(plan):
                     continue
                 yield plan
                 trial = self.trials.get(plan)
                 if trial is not None and trial.rates and self.better(trial, base):
-                    base, moved = trial, True
+                    base = trial
                     break
-            if not moved:
-                break
-        yield from self._confirm()
-
-    def _confirm(self) -> Iterator[Plan]:
-        """Yield the two plans that lead once more, so that no lucky trial decides."""
-        leaders = [trial.plan for trial in self.good[:2]]
-        best = self.best
-        if best is not None and best.plan not in leaders:
-            leaders.append(best.plan)
-        for plan in leaders if len(leaders) > 1 else ():
-            if not self.trials[plan].error:
-                yield plan
-
-    def _fastest(self) -> Trial | None:
-        good = self.good
-        return self.best if any(map(self.keeps_up, good)) else next(iter(good), None)
+            else:
+                return
 
     def _all(self, place: Place) -> Plan:
         """Return a plan with `place` for each stage."""
         return tuple(stage.within(place) for stage in self.stages)
-
-    def _allowed(self, plan: Plan) -> bool:
-        return self._problem(plan) is None
 
     def _problem(self, plan: Plan) -> str | None:
         """Return the limit that `plan` exceeds, in words, but for idle stages; None if it keeps all."""
@@ -514,11 +497,11 @@ class Search:
         stages, costs = tuple(self.stages[at] for at in busy), tuple(self.costs[at] for at in busy)
         return self.limits.problem(places, stages, costs)
 
-    def _open(self, plan: Plan) -> bool:
+    def _is_open(self, plan: Plan) -> bool:
         """Return True if a plan may be tried: within the limits, not tried, no backend that failed."""
         return (
             plan not in self.trials
-            and self._allowed(plan)
+            and self._problem(plan) is None
             and not any(self._failed(place.backend) for place in plan)
         )
 
@@ -536,48 +519,56 @@ class Search:
         found = list(self.costs)
         if source is not one or two is None or not two.rates or self.limits.cores < 1.5:
             two = None
-        for at, figures in enumerate(source.stages):
-            if figures is None:
+        for at, cost in enumerate(source.stages):
+            if cost is None:
                 continue
             speedup = None
             if two is not None and len(self.stages) == 1:
                 speedup = two.rate / source.rate
             elif two is not None and two.stages:
                 second = two.stages[at]
-                if second is not None and second.busy > 0:
-                    speedup = 2 * figures.busy / second.busy
-            known = figures.cpu if source.plan[at].threads == 1 else None
-            found[at] = Costs(figures.busy, known, figures.bytes, speedup, self.gil)
+                if second is not None and second.wall > 0:
+                    speedup = 2 * cost.wall / second.wall
+            known = cost.cpu if source.plan[at].threads == 1 else None
+            found[at] = replace(cost, cpu=known, speedup=speedup, gil=self.gil)
         self.costs = tuple(found)
 
-    def _firsts(self) -> list[Plan]:
-        """Return plans that follow from the costs: each stage by its kind."""
-        options = []
-        for at, (stage, cost) in enumerate(zip(self.stages, self.costs, strict=True)):
-            places = [self.start[at]] if at in self.idle else self._first_places(stage, cost)
-            options.append([stage.within(place) if place.workers else place for place in places])
-        return [
-            self._fitted(tuple(places[min(number, len(places) - 1)] for places in options))
-            for number in range(max(map(len, options), default=0))
-        ]
+    def _first(self, process: str | None) -> Plan:
+        """Return the plan that follows from the costs, with fewer workers where a limit asks for it.
 
-    def _first_places(self, stage: Stage, cost: Costs | None) -> list[Place]:
+        `process` is the backend of its processes; None: it has none.
+        """
+        plan = tuple(
+            self.start[at] if at in self.idle else self._first_place(stage, cost, process)
+            for at, (stage, cost) in enumerate(zip(self.stages, self.costs, strict=True))
+        )
+        while self._problem(plan) is not None:
+            widest = max(range(len(plan)), key=lambda at: (plan[at].workers, plan[at].threads))
+            place = plan[widest]
+            if place.threads > 1:
+                place = place._replace(threads=place.threads // 2)
+            elif place.workers > 1:
+                place = place._replace(workers=place.workers - 1)
+            else:
+                break
+            plan = (*plan[:widest], place, *plan[widest + 1 :])
+        return plan
+
+    def _first_place(self, stage: Stage, cost: Costs | None, process: str | None) -> Place:
+        """Return the workers that follow from the kind of the work."""
         cores = self.limits.whole_cores
-        process = self._process_backend()
         if cost is None:
-            return [Place("threads", max(2, cores))]
+            return stage.within(Place("threads", max(2, cores)))
         if cost.kind == "tiny":
-            return [INLINE]
-        if cost.kind == "releases-gil":
-            return [Place("threads", cores)]
-        if cost.kind == "holds-gil":
-            return [Place(process, cores) if process else Place("threads", 1)]
+            return INLINE
         several = math.ceil(cores / cost.computing)
-        threads = Place("threads", max(2, min(several, FIRST, self.limits.most_concurrent(cost))))
-        if cost.kind == "waits" or process is None:
-            return [threads]
-        within = math.ceil(1 / cost.computing) if stage.threads_inside else 1
-        return [threads, Place(process, cores, within)]
+        waiting = max(2, min(several, FIRST, self.limits.most_concurrent(cost)))
+        threads = {"waits": waiting, "mixed": waiting, "releases-gil": cores, "holds-gil": 1}
+        place = Place("threads", threads[cost.kind])
+        if process is not None and cost.kind in ("mixed", "holds-gil"):
+            within = cost.kind == "mixed" and stage.threads_inside
+            place = Place(process, cores, math.ceil(1 / cost.computing) if within else 1)
+        return stage.within(place)
 
     def _process_backend(self) -> str | None:
         """Return the backend of processes that is offered and works."""
@@ -587,52 +578,40 @@ class Search:
                 return name
         return None
 
-    def _fitted(self, plan: Plan) -> Plan:
-        """Return a plan with fewer workers, until it is within the limits."""
-        while not self._allowed(plan):
-            widest = max(range(len(plan)), key=lambda at: (plan[at].workers, plan[at].threads))
-            place = plan[widest]
-            if place.threads > 1:
-                smaller = place._replace(threads=place.threads // 2)
-            elif place.workers > 1:
-                smaller = place._replace(workers=place.workers - 1)
-            else:
-                break
-            plan = (*plan[:widest], smaller, *plan[widest + 1 :])
-        return plan
-
     def _neighbors(self, trial: Trial) -> Iterator[Plan]:
         """Yield plans beside that of `trial`: those of its busiest stage first."""
         busy = set(range(len(self.stages))).difference(self.idle)
         cheaper = self.keeps_up(trial)  # only cheaper ones are of use
-        for at in sorted(busy, key=lambda at: -_load(trial, at)):
-            for place in dict.fromkeys(self._beside(trial.plan[at], self.stages[at])):
+        loads = [0.0 if cost is None else cost.load for cost in trial.stages or self.costs]
+        for at in sorted(busy, key=lambda at: -loads[at]):
+            for place in self._beside(trial.plan[at], self.stages[at]):
                 plan = (*trial.plan[:at], place, *trial.plan[at + 1 :])
                 if not cheaper or price(plan) < price(trial.plan):
                     yield plan
 
-    def _beside(self, place: Place, stage: Stage) -> list[Place]:
+    def _beside(self, place: Place, stage: Stage) -> Iterator[Place]:
+        """Yield places with more and with fewer workers, other threads in each, and other backends."""
         workers, threads = place.workers, place.threads
-        quarter = max(1, workers // 4)
-        inside = [(workers, 2 * threads), (workers, threads // 2), (workers // 2, 2 * threads)]
-        near = [
-            place._replace(workers=several, threads=each)
-            for several, each in (
-                *((2 * workers, threads), (workers // 2, threads), (workers - quarter, threads)),
-                *(inside if stage.threads_inside else ()),
-                (workers + quarter, threads),
-            )
-            if workers and several > 0 and each > 0
-        ]
-        process = self._process_backend()
-        cores = self.limits.whole_cores
-        if place.processes:
-            near += [Place("threads", place.concurrent), Place("threads", max(1, workers))]
-        elif process is not None:
+        if workers:
+            quarter = max(1, workers // 4)
+            near = [(2 * workers, threads), (workers // 2, threads), (workers - quarter, threads)]
+            if stage.threads_inside:
+                near += [
+                    (workers, 2 * threads),
+                    (workers, threads // 2),
+                    (workers // 2, 2 * threads),
+                ]
+            for several, each in (*near, (workers + quarter, threads)):
+                if several and each:
+                    yield place._replace(workers=several, threads=each)
+        process, cores = self._process_backend(), self.limits.whole_cores
+        if place.processes or not workers:
+            yield Place("threads", place.concurrent)
+        if not place.processes and process is not None:
             count = min(cores, max(1, workers))
-            each = max(1, place.concurrent // count) if stage.threads_inside else 1
-            near += [Place(process, cores), Place(process, count, each)]
-        return [*near, *([] if workers else [Place("threads", 1)]), INLINE]
+            yield Place(process, cores)
+            yield Place(process, count, place.concurrent // count if stage.threads_inside else 1)
+        yield INLINE
 
     # -- the choice in words -------------------------------------------------------------------------
 
@@ -670,14 +649,3 @@ _WORDS = {
     "holds-gil": "computes and holds the GIL",
     "releases-gil": "computes, and its threads work at the same time",
 }
-
-
-def _close(first: Trial, other: Trial) -> float:
-    """Return the share by which `other` may be slower than `first` and still counts as equally fast."""
-    return min(CLOSE, max(0.02, first.noise + other.noise))
-
-
-def _load(trial: Trial, at: int) -> float:
-    figures: Sequence[StageTrial | None] = trial.stages
-    found = figures[at] if at < len(figures) else None
-    return 0.0 if found is None else found.load

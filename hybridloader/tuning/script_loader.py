@@ -18,6 +18,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from hybridloader._support.user_objects import close
+
 ENOUGH = 8
 """Batches or items that a loader or a run has had when it is tuned."""
 
@@ -65,9 +67,9 @@ class FirstLoader:
         from hybridloader.running.run import Run
         from hybridloader.tuning.tune import Tuner
 
-        self._wrap(DataLoader, "__iter__", self._loader_begun)
+        self._wrap(DataLoader, "__iter__", lambda begin, it: _Counted(self, it, begin))
         self._wrap(Run, "__next__", self._run_asked)
-        self._wrap(Tuner, "run", self._within)
+        self._wrap(Tuner, "run", self.within)
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -89,16 +91,13 @@ class FirstLoader:
         """True if a result counts that is asked for here and now."""
         return not (self._done or self._nested) and self._here == _here()
 
-    def _within(self, method: Callable[..., Any], *one: Any) -> Any:
+    def within(self, method: Callable[..., Any], *one: Any) -> Any:
         """Call a method, and count nothing meanwhile: loaders and runs within are not the script's."""
         self._nested = True
         try:
             return method(*one)
         finally:
             self._nested = False
-
-    def _loader_begun(self, begin: Any, loader: Any) -> Iterator[Any]:
-        return _Counted(self, loader, self._within(begin, loader))
 
     def _run_asked(self, ask: Any, run: Any) -> Any:
         def end() -> Any:
@@ -119,7 +118,7 @@ class FirstLoader:
             self._done = True
             self._tuned(Found(end(), statistics.median(loop.seconds)))
             raise TunedEnd
-        result = self._within(ask)
+        result = self.within(ask)
         loop.given = self._clock()
         return result
 
@@ -127,8 +126,8 @@ class FirstLoader:
 class _Counted(Iterator[Any]):
     """Iterator of a loader that counts its batches; attributes are those of the iterator."""
 
-    def __init__(self, first: FirstLoader, loader: Any, iterator: Any) -> None:
-        self._first, self._loader, self._inner = first, loader, iterator
+    def __init__(self, first: FirstLoader, loader: Any, begin: Callable[[Any], Any]) -> None:
+        self._first, self._loader, self._inner = first, loader, first.within(begin, loader)
         self._loop = Loop()
 
     def __next__(self) -> Any:
@@ -136,8 +135,7 @@ class _Counted(Iterator[Any]):
 
     def _end(self) -> Any:
         inner, self._inner = self._inner, iter(())
-        if callable(close := getattr(inner, "close", None)):
-            close()
+        close(inner)
         return self._loader  # workers of torch's end with their iterator
 
     def __getattr__(self, name: str) -> Any:

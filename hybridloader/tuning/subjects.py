@@ -7,9 +7,8 @@ generators; a pipeline by its own operators with other placements, while those t
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
-import random
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,11 +22,11 @@ from hybridloader.compat.from_torch import from_torch
 from hybridloader.engine.contract import get_backend
 from hybridloader.fetching.readers import MapFetch
 from hybridloader.loader.dataloader import DataLoader
-from hybridloader.loader.options import Options
 from hybridloader.pipeline.pipeline import Pipeline
 from hybridloader.running.operator import Placement, steps_in
+from hybridloader.seeding.worker_seeds import kept
 from hybridloader.tuning.planner import INLINE, Place, Plan, Stage
-from hybridloader.tuning.trials import AND, Endless, Running, Subject
+from hybridloader.tuning.trials import AND, Running, Subject
 
 DRAWN = 1 << 16
 """Indices, or batches of them, that are drawn from a sampler for a measurement, at most."""
@@ -56,34 +55,16 @@ class LoaderSubject(Subject):
     ) -> None:
         """Take a loader; with `keep_threads` its `threads_per_worker` stays in every plan."""
         self._keep_threads = keep_threads
-        self._ours = isinstance(loader, DataLoader)
         # Of torch's, one of ours with the same attributes: refused here if it can't be had.
-        self._loader: Any = loader if self._ours else from_torch(loader)
+        ours: Any = loader if isinstance(loader, DataLoader) else from_torch(loader)
+        self._loader = ours
         self._iterable = isinstance(loader.dataset, torch.utils.data.IterableDataset)
         whole = callable(attribute(loader.dataset, "__getitems__"))
         inside = not (self._iterable or whole or keep_threads)
         self.stages = (Stage("DataLoader", inside, shares_task=True),)
-        self.start = (self._place(),)
-        self._indices: list[Any] | None = None
-
-    def _place(self) -> Place:
-        loader = self._loader
-        workers = int(loader.num_workers)
-        threads = 1 if self._keep_threads else int(loader.threads_per_worker)
-        if not workers:
-            return Place("inline", 0, threads)
-        if loader.backend is not None:
-            return Place(get_backend(loader.backend).name, workers, threads)
-        return Place("shared-memory", workers, threads)
-
-    def _options(self, place: Place) -> dict[str, Any]:
-        return {
-            "num_workers": place.workers,
-            "backend": None if not place.workers else self._backend(place),
-            "threads_per_worker": (
-                self._loader.threads_per_worker if self._keep_threads else place.threads
-            ),
-        }
+        backend = "shared-memory" if ours.backend is None else get_backend(ours.backend).name
+        place = Place(backend if ours.num_workers else "inline", int(ours.num_workers))
+        self.start = (place if keep_threads else place._replace(threads=ours.threads_per_worker),)
 
     def _backend(self, place: Place) -> Any:
         """Return the backend of a place: the user's object if it is of that kind."""
@@ -95,55 +76,56 @@ class LoaderSubject(Subject):
     @contextlib.contextmanager
     def open(self, plan: Plan, timeout: float) -> Iterator[Running]:
         ours, (place,) = self._loader, plan
-        own = Options.of(ours)
-        keywords: dict[str, Any] = own._asdict() | self._options(place) | {"observe": True}
-        keywords |= {
-            "collate_fn": ours.collate_fn,
-            "pin_memory": ours.pin_memory,
-            "worker_init_fn": ours.worker_init_fn,
-            "in_order": ours.in_order,
-            "timeout": timeout if place.workers else 0,
-            "generator": torch.Generator().manual_seed(0),
-            "prefetch_factor": ours.prefetch_factor if place.workers else None,
-            "persistent_workers": bool(place.workers),
-        }
-        if self._iterable:
-            keywords |= {"batch_size": ours.batch_size, "drop_last": ours.drop_last}
-        elif ours.batch_sampler is not None:
-            keywords["batch_sampler"] = _Again(self._drawn(ours.batch_sampler))
-        else:
-            keywords |= {"batch_size": None, "sampler": _Again(self._drawn(ours.sampler))}
+        loader = DataLoader.__new__(DataLoader)  # the constructor would wrap a data pipe again
+        vars(loader).update(
+            vars(ours),
+            observe=True,
+            timeout=timeout if place.workers else 0,
+            generator=torch.Generator().manual_seed(0),
+            persistent_workers=bool(place.workers),
+            _auto=None,
+            _iterator=None,
+        )
+        if not self._iterable:
+            name = "sampler" if ours.batch_sampler is None else "batch_sampler"
+            vars(loader)[name] = _Again(self._drawn)
+        self._place_on(loader, place)
         with untouched_generators(ours, ours.dataset):
-            loader = DataLoader(ours.dataset, **keywords)
             epochs = iter(lambda: iter(loader), None)
-            running = Endless(epochs, lambda _: loader.stats(), ("DataLoader",))
+            running = Running(epochs, lambda _: loader.stats(), ("DataLoader",))
             try:
                 yield running
             finally:
                 if running.epoch is not None:
                     running.epoch.close()
 
-    def _drawn(self, sampler: Any) -> list[Any]:
-        """Return indices of the loader's sampler, drawn once; its generators are as before."""
-        if self._indices is None:
-            with untouched_generators(sampler, self._loader):
-                self._indices = list(itertools.islice(iter(sampler), DRAWN))
-        return self._indices
+    @functools.cached_property
+    def _drawn(self) -> list[Any]:
+        """Indices, or batches of them, from the loader's sampler, whose generators are as before."""
+        ours = self._loader
+        sampler = ours.sampler if ours.batch_sampler is None else ours.batch_sampler
+        with untouched_generators(sampler, ours):
+            return list(itertools.islice(iter(sampler), DRAWN))
 
     def apply(self, plan: Plan) -> DataLoader:
-        (place,) = plan
         loader: DataLoader = self._loader
         if plan != self.start:
             loader._iterator = None  # persistent workers of the plan before end
-            for name, value in self._options(place).items():
-                setattr(loader, name, value)
-            if place.workers and place.backend != self.start[0].backend:
-                loader.multiprocessing_context = None
-            if not place.workers:
-                loader.prefetch_factor = None
-            elif loader.prefetch_factor is None:
-                loader.prefetch_factor = 2  # torch's default
+            self._place_on(loader, *plan)
         return loader
+
+    def _place_on(self, loader: Any, place: Place) -> None:
+        """Give a loader the workers of a place."""
+        loader.num_workers = place.workers
+        loader.backend = self._backend(place) if place.workers else None
+        if not self._keep_threads:
+            loader.threads_per_worker = place.threads
+        if place.workers and place.backend != self.start[0].backend:
+            loader.multiprocessing_context = None
+        if not place.workers:
+            loader.prefetch_factor = None
+        elif loader.prefetch_factor is None:
+            loader.prefetch_factor = 2  # torch's default
 
     def code(self, plan: Plan) -> str:
         (place,) = plan
@@ -211,15 +193,13 @@ class PipelineSubject(Subject):
     @contextlib.contextmanager
     def open(self, plan: Plan, timeout: float) -> Iterator[Running]:
         rows = [AND.join(step.label for step in group) for group in self._groups]
-        with untouched_generators(*steps_in(self._pipeline)):
-            epochs = self._placed(plan, timeout).epochs(None, seed=0, observe=True)
-            with epochs:
-                yield Endless(iter(epochs), lambda run: run.stats(), rows)
+        with (
+            untouched_generators(*steps_in(self._pipeline)),
+            self.apply(plan, timeout).epochs(None, seed=0, observe=True) as epochs,
+        ):
+            yield Running(iter(epochs), lambda run: run.stats(), rows)
 
-    def apply(self, plan: Plan) -> Pipeline:
-        return self._placed(plan, None)
-
-    def _placed(self, plan: Plan, timeout: float | None) -> Pipeline:
+    def apply(self, plan: Plan, timeout: float | None = None) -> Pipeline:
         """Return the pipeline with `plan`; with a `timeout`, for a measurement."""
         operators = list(self._pipeline.operators)
         for group, place, before in zip(self._groups, plan, self.start, strict=True):
@@ -274,10 +254,9 @@ def _groups(pipeline: Pipeline) -> list[list[_Step]]:
             and not operator.step().concurrency
             and not isinstance(operators[at - 1].step().function, MapFetch)
         )
-        if joins:
-            groups[-1].append(step)
-        else:
-            groups.append([step])
+        if not joins:
+            groups.append([])
+        groups[-1].append(step)
     return groups
 
 
@@ -290,35 +269,20 @@ def _place_of(placement: Placement) -> Place:
 def _moved(placement: Placement, place: Place) -> Placement:
     """Return a placement with the workers of `place`, and all other options that it may have."""
     if place == INLINE:
-        return replace(
-            placement,
-            backend=None,
-            num_workers=1,
-            threads_per_worker=1,
-            prefetch=None,
-            buffer_bytes=None,
-            timeout=0,
-            task_timeout=0,
-            on_worker_death=None,
-        )
-    mine = placement.backend
-    backend = (
-        mine if mine is not None and mine.name == place.backend else get_backend(place.backend)
-    )
-    return replace(
-        placement,
-        backend=backend,
-        num_workers=place.workers,
-        threads_per_worker=place.threads,
-        ranks=1,
-    )
+        kept = ("in_order", "worker_init_fn", "concurrency", "fuse", "on_error", "seeding")
+        return Placement(**{name: getattr(placement, name) for name in kept})
+    backend = placement.backend
+    if backend is None or backend.name != place.backend:
+        backend = get_backend(place.backend)
+    placement = replace(placement, backend=backend, num_workers=place.workers)
+    return replace(placement, threads_per_worker=place.threads, ranks=1)
 
 
 @contextlib.contextmanager
 def untouched_generators(*holders: Any) -> Iterator[None]:
     """Restore the generators of this process afterwards, and those that `holders` have as attributes.
 
-    They are those of `random`, of NumPy and of torch on the CPU. Samplers within samplers count, too.
+    Samplers within samplers count, too.
     """
     found: dict[int, torch.Generator] = {}
     met: set[int] = set()
@@ -335,15 +299,9 @@ def untouched_generators(*holders: Any) -> Iterator[None]:
             with contextlib.suppress(Exception):
                 todo.append(getattr(one, name))
     states = [(generator, generator.get_state()) for generator in found.values()]
-    torchs, pythons = torch.get_rng_state(), random.getstate()
-    numpy: Any = sys.modules.get("numpy")
-    numpys = None if numpy is None else numpy.random.get_state()
-    try:
-        yield
-    finally:
-        for generator, state in states:
-            generator.set_state(state)
-        torch.set_rng_state(torchs)
-        random.setstate(pythons)
-        if numpy is not None:
-            numpy.random.set_state(numpys)
+    with kept():
+        try:
+            yield
+        finally:
+            for generator, state in states:
+                generator.set_state(state)

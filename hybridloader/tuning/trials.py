@@ -13,8 +13,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+from hybridloader._support.text import beginning
+from hybridloader._support.user_objects import described
 from hybridloader.observe.stats import Stats
-from hybridloader.tuning.planner import Plan, Stage, StageTrial, Trial
+from hybridloader.tuning.planner import Costs, Plan, Stage, Trial
 
 PARTS = 8
 """Parts of a trial, each with a rate, at most."""
@@ -32,22 +34,11 @@ MESSAGE = 200
 """Characters of an error that are kept."""
 
 
-class Running(ABC):
-    """A subject that runs with one plan: an endless iterator over its results."""
-
-    @abstractmethod
-    def __next__(self) -> Any: ...
-
-    @abstractmethod
-    def stages(self) -> tuple[StageTrial | None, ...]:
-        """Return the figures of each stage until now."""
-
-
 _END: Any = object()
 
 
-class Endless(Running):
-    """Results of epoch after epoch; `epoch` is the present one."""
+class Running(Iterator[Any]):
+    """Results of a subject with one plan, epoch after epoch; `epoch` is the present one."""
 
     def __init__(
         self, epochs: Iterator[Any], stats: Callable[[Any], Stats], names: Sequence[str]
@@ -62,18 +53,19 @@ class Endless(Running):
         self.epoch = next(self._epochs)
         return next(self.epoch)  # raises at an epoch without a result
 
-    def stages(self) -> tuple[StageTrial | None, ...]:
+    def stages(self) -> tuple[Costs | None, ...]:
+        """Return the costs of each stage until now."""
         stats = self._stats(self.epoch)
-        return tuple(_figures(stats, name) for name in self._names)
+        return tuple(_costs(stats, name) for name in self._names)
 
 
-def _figures(stats: Stats, name: str) -> StageTrial | None:
-    """Return the figures of the stage `name`, which may be a part of a row."""
+def _costs(stats: Stats, name: str) -> Costs | None:
+    """Return the costs of the stage `name`, which may be a part of a row."""
     for row in stats.stages:
         if {*name.split(AND)} <= {*row.name.split(AND)} and row.items:
             count = row.items
             cpu = None if row.cpu is None else row.cpu / count
-            return StageTrial(row.busy / count, cpu, (row.bytes or 0) // count, row.load)
+            return Costs(row.busy / count, cpu, (row.bytes or 0) // count, load=row.load)
     return None
 
 
@@ -156,8 +148,8 @@ def measure(
     try:
         with subject.open(plan, max(1.0, deadline - began)) as running:
             times = [began]
-            together = _together(plan)
-            for result in _results(running):
+            together = max((place.concurrent for place in plan), default=1)  # results at once
+            for result in running:
                 if step is not None:
                     step(result)
                 if len(kept) < keep:
@@ -170,28 +162,15 @@ def measure(
                     break
             stages = running.stages()
     except Exception as error:
-        return Measured(
-            Trial(plan, error=in_a_line(error)), error, clock() - began, kept=tuple(kept)
-        )
+        line = described(error).splitlines()[0]  # torch's own have a traceback in the next lines
+        trial = Trial(plan, error=beginning(line, MESSAGE))
+        return Measured(trial, error, clock() - began, kept=tuple(kept))
     if len(times) == 1:
         empty = Empty(f"{subject.name} gives no {subject.unit}, so there is nothing to measure")
         return Measured(Trial(plan, error=str(empty)), empty, clock() - began)
     trial = Trial(plan, rates_of(times, together), stages)
     closing = clock() - times[-1]
     return Measured(trial, None, closing + times[1] - began, closing, tuple(kept))
-
-
-def _together(plan: Plan) -> int:
-    """Return the number of results that come at once, as all workers began at the same time."""
-    return max((place.concurrent for place in plan), default=1)
-
-
-def _results(running: Running) -> Iterator[Any]:
-    while True:
-        try:
-            yield next(running)
-        except StopIteration:
-            return
 
 
 def rates_of(times: list[float], together: int) -> tuple[float, ...]:
@@ -214,10 +193,3 @@ def rates_of(times: list[float], together: int) -> tuple[float, ...]:
     edges = [together * round(part * rounds / parts) for part in range(parts + 1)]
     found = [(high - low, results[high] - results[low]) for low, high in itertools.pairwise(edges)]
     return tuple(count / took for count, took in found if took > 0)
-
-
-def in_a_line(error: BaseException) -> str:
-    """Return the type and the last line of an error's message; torch's own have a traceback in it."""
-    lines = str(error).strip().splitlines()
-    text = f"{type(error).__name__}: {lines[0] if lines else ''}"
-    return text if len(text) <= MESSAGE else text[: MESSAGE - 3] + "..."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -14,14 +14,13 @@ from hybridloader._support.text import seconds as check_seconds
 from hybridloader._support.threads import gil_enabled
 from hybridloader._support.user_objects import add_note
 from hybridloader.errors import WorkerTimeout
-from hybridloader.tuning.planner import Limits, Place, Plan, Search, Trial, limits_here, shown
+from hybridloader.tuning.planner import Limits, Plan, Search, Trial, limits_here, shown
 from hybridloader.tuning.subjects import LoaderSubject, PipelineSubject, subject_of
-from hybridloader.tuning.trials import Empty, Measured, Subject, measure
+from hybridloader.tuning.trials import Empty, Subject, measure
 
 if TYPE_CHECKING:
     from hybridloader.loader.dataloader import Auto
     from hybridloader.pipeline.pipeline import Pipeline
-    from hybridloader.tuning.trials import Subject
 
 
 @dataclass(frozen=True)
@@ -83,22 +82,15 @@ class Tuning(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result as a dict of JSON types."""
-        return {
+        same = ("rate", "before", "target", "keeps_up", "seconds", "interrupted", "reason", "code")
+        return {name: getattr(self, name) for name in same} | {
             "trials": [trial.to_dict() for trial in self.trials],
             "plan": [place._asdict() for place in self.plan],
             "stages": [stage.name for stage in self._search.stages],
             "costs": [cost and cost.to_dict() for cost in self._search.costs],
-            "rate": self.rate,
-            "before": self.before,
-            "target": self.target,
-            "keeps_up": self.keeps_up,
-            "seconds": self.seconds,
-            "interrupted": self.interrupted,
             "cores": self.limits.cores,
             "memory": self.limits.memory,
             "refused": dict(self.limits.refused),
-            "reason": self.reason,
-            "code": self.code,
         }
 
     def _tables(self) -> list[list[list[str]]]:
@@ -113,8 +105,9 @@ class Tuning(Shown):
             rate = f"{trial.rate:,.1f}" if trial.rates else ""
             noise = f"{trial.noise:.0%}" if len(trial.rates) > 1 else ""
             rows.append([shown(trial.plan), rate, noise, ", ".join(marks), trial.error or ""])
-        for plan, why in self._search.refused.items():
-            rows.append([shown(plan), "", "", "as it was", f"beyond the limits: {why}"])
+        if (why := self._search.refused) is not None:
+            start = shown(self._search.start)
+            rows.append([start, "", "", "as it was", f"beyond the limits: {why}"])
         return [rows if any(row[4] for row in rows) else [row[:4] for row in rows]]
 
     def _lines(self) -> list[str]:
@@ -207,17 +200,8 @@ def tune(
             f"tune: step must be a function of a batch, or batches a second above 0, not {step!r}"
         )
     subject = subject_of(loader_or_pipeline)
-    limits = with_the_users(limits_here(cpus, memory), subject.start)
+    limits = limits_here(cpus, memory, subject.start)
     return Tuner(subject, limits, seconds, step).run()
-
-
-def with_the_users(limits: Limits, start: Plan) -> Limits:
-    """Return the limits with the backends that the user has chosen, unless they are not safe here."""
-    mine = {place.backend for place in start} - {*limits.backends}
-    if "fork" in limits.refused:
-        mine.discard("fork")
-    refused = {name: why for name, why in limits.refused.items() if name not in mine}
-    return replace(limits, backends=(*limits.backends, *sorted(mine)), refused=refused)
 
 
 class Tuner:
@@ -279,17 +263,18 @@ class Tuner:
         for plan in self.search.plans():
             now = self._clock()
             backends = [place.backend for place in plan]
-            slowest = max(
-                self._closings.values(), default=0.0
-            )  # for backends that are not measured
+            slowest = max(self._closings.values(), default=0.0)  # for those that are not measured
             closing = max(self._closings.get(name, slowest) for name in backends)
             needed = max(closing, *(self._overheads.get(name, 5.0) for name in backends))
             end = deadline - closing
-            if self.search.best is not None and now + needed + slice_ / 2 > deadline:
+            best = self.search.best
+            if best is not None and now + needed + slice_ / 2 > deadline:
                 if now + slice_ / 2 > deadline:
                     break
                 continue  # another backend may start sooner
-            self._progress(plan, now - began)
+            so_far = "" if best is None else f"; best: {shown(best.plan)}, {best.rate:,.1f}/s"
+            passed = f"{now - began:.0f} of {self.seconds:.0f} s"
+            self._say(f"tune: {passed}, trying {shown(plan)}{so_far}")
             timed = self._call is not None and self.search.target is None
             measured = measure(
                 self.subject,
@@ -300,28 +285,25 @@ class Tuner:
                 step=self._call,
                 keep=KEPT if timed else 0,
             )
-            if measured.error is not None and self._is_final(plan, measured):
+            self.search.note(measured.trial)
+            if measured.error is not None and self._is_final(plan, measured.error):
                 break
             if measured.kept and timed:
                 self.search.target = self._rate_of_step(measured.kept, slice_, deadline)
             self._overheads |= dict.fromkeys(backends, measured.overhead)
             if measured.error is None:
                 self._closings |= dict.fromkeys(backends, measured.closing)
-            self.search.note(measured.trial)
             if self._call is not None and self.search.target is not None:
                 # A trial runs the step, too, so the step alone is at least as fast. Its first calls may
                 # be slow: with torch.compile, for example, or beside the load of another program.
                 self.search.target = max(self.search.target, measured.trial.rate)
 
-    def _is_final(self, plan: Plan, measured: Measured) -> bool:
-        """Note an error; return True if no other plan can do better."""
-        error = measured.error
+    def _is_final(self, plan: Plan, error: Exception) -> bool:
+        """Keep the first error of a plan; return True if no other plan can do better."""
         if self._first_error is None:
             self._first_error = error
-        self.search.note(measured.trial)
-        if self.search.good:
-            return False
-        return isinstance(error, (Empty, WorkerTimeout)) or (plan == self.subject.start)
+        hopeless = isinstance(error, (Empty, WorkerTimeout)) or plan == self.subject.start
+        return hopeless and not self.search.good
 
     def _failure(self) -> Exception:
         error = self._first_error
@@ -358,22 +340,12 @@ class Tuner:
         median = statistics.median(times)
         return 1 / median if median > 0 else None
 
-    # -- progress ------------------------------------------------------------------------------------
-
-    def _progress(self, plan: Plan, passed: float) -> None:
-        best = self.search.best
-        so_far = "" if best is None else f"; best: {shown(best.plan)}, {best.rate:,.1f}/s"
-        self._say(f"tune: {passed:.0f} of {self.seconds:.0f} s, trying {shown(plan)}{so_far}")
-
     def _say(self, text: str) -> None:
         """Show one line of progress in place of the last one, on a terminal."""
-        if self._stream is None or not self._stream.isatty():
-            return
-        self._stream.write("\r" + text.ljust(self._shown))
-        if not text:
-            self._stream.write("\r")
-        self._stream.flush()
-        self._shown = len(text)
+        if self._stream is not None and self._stream.isatty():
+            self._stream.write(f"\r{text.ljust(self._shown)}" + ("" if text else "\r"))
+            self._stream.flush()
+            self._shown = len(text)
 
 
 # -- "auto" ---------------------------------------------------------------------------------------------
@@ -385,65 +357,44 @@ MEMORY = 0.5
 """Share of this process's memory that a plan may take."""
 
 
-@dataclass
-class GivenWorkers(Search):
-    """Search over backends with a number of workers that the user has given."""
-
-    def plans(self) -> Iterator[Plan]:
-        """Yield a plan for each backend that is offered."""
-        (start,) = self.start
-        for name in self.limits.backends:
-            plan = (start._replace(backend=name),)
-            if name != "inline" and plan not in self.trials:
-                yield plan
-        yield from self._confirm()
-
-
 def choose(loader: Any, auto: Auto) -> Tuning:
     """Measure, set the attributes of `loader` that are ``"auto"``, and report the choice in one line."""
     subject = LoaderSubject(loader, keep_threads=True)
-    tuner = tuner_of(subject, auto, limits_here(None, MEMORY))
-    tuning = tuner.run()
-    if tuning.interrupted:
-        raise KeyboardInterrupt
+    limits = limits_here(None, MEMORY, () if auto.backend else subject.start)
+    tuning = _chosen(tuner_of(subject, auto, limits), [""])
     tuning.apply()
-    _report("DataLoader", tuning)
     return tuning
 
 
 def choose_for_pipeline(pipeline: Pipeline) -> Pipeline:
     """Return `pipeline` with measured workers for its steps with ``"auto"``; report them in a line."""
     subject = PipelineSubject(pipeline, only_auto=True)
-    limits = with_the_users(limits_here(None, MEMORY), subject.start)
-    tuning = Tuner(subject, limits, SECONDS).run()
+    limits = limits_here(None, MEMORY, subject.start)
+    names = [f"{stage.name} on " for stage in subject.stages]
+    return subject.apply(_chosen(Tuner(subject, limits, SECONDS), names).plan)
+
+
+def _chosen(tuner: Tuner, names: Sequence[str]) -> Tuning:
+    """Measure, and report the places in one line, each after a name."""
+    tuning = tuner.run()
     if tuning.interrupted:
         raise KeyboardInterrupt
-    _report("Pipeline", tuning, [stage.name for stage in subject.stages])
-    return subject.apply(tuning.plan)
-
-
-def _report(name: str, tuning: Tuning, stages: Sequence[str] = ()) -> None:
-    names = [f"{stage} on " for stage in stages] or [""]
-    places = "; ".join(f"{n}{p}" for n, p in zip(names, tuning.plan, strict=True))
+    places = "; ".join(f"{name}{place}" for name, place in zip(names, tuning.plan, strict=True))
     print(
-        f"hybridloader: {name} uses {places}: {tuning.rate:,.1f}/s, chosen from "
+        f"hybridloader: {tuner.subject.name} uses {places}: {tuning.rate:,.1f}/s, chosen from "
         f"{len(tuning.trials)} plans in {tuning.seconds:.1f} s",
         file=sys.stderr,
     )
+    return tuning
 
 
 def tuner_of(subject: LoaderSubject, auto: Auto, limits: Limits, **more: Any) -> Tuner:
     """Return a tuner that changes only the parameters that are ``"auto"``."""
     (start,) = subject.start
-    if auto.workers and not auto.backend:  # only the number
-        limits = with_the_users(limits, subject.start)
+    if not auto.backend:
         limits = replace(limits, backends=("inline", start.backend))
-    if not auto.workers:
-        offered = tuple(name for name in limits.backends if name != "inline")
-        limits = replace(limits, backends=offered)
     tuner = Tuner(subject, limits, SECONDS, **more)
     if not auto.workers:
-        old = tuner.search
-        place = Place("threads", start.workers)
-        tuner.search = GivenWorkers(old.stages, (place,), limits, old.gil)
+        offered = [name for name in limits.backends if name != "inline"]
+        tuner.search.given = tuple((start._replace(backend=name, threads=1),) for name in offered)
     return tuner

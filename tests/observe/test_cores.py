@@ -11,7 +11,7 @@ import pytest
 
 from hybridloader import Pipeline
 from hybridloader.observe import measures
-from hybridloader.observe.measures import CoreUsage, affinity, available, limit, read, share
+from hybridloader.observe.measures import CoreUsage, affinity, limit, read, share
 from hybridloader.running.operator import Placement
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files of Linux")
@@ -66,7 +66,7 @@ def machine(folder: Path, cgroup: str, files: dict[str, str], stat: str = "") ->
 def test_a_quota_limits_the_cores(
     cgroup: str, files: dict[str, str], cores: float | None, tmp_path: Path
 ) -> None:
-    found = available(*machine(tmp_path, cgroup, files))
+    found = limit(*machine(tmp_path, cgroup, files)).cores
     assert found == (len(affinity()) if cores is None else cores)
 
 
@@ -147,8 +147,7 @@ def test_a_verdict_counts_the_cores_of_its_rank(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_no_files_limit_nothing(tmp_path: Path) -> None:
-    assert available(tmp_path, tmp_path) == len(affinity())
-    assert limit(tmp_path, tmp_path).folder is None
+    assert limit(tmp_path, tmp_path) == (len(affinity()), None)
     for folder in (None, tmp_path):
         reading = read({0}, folder, tmp_path)
         assert reading.busy is None
@@ -213,7 +212,7 @@ def test_this_process_is_seen_to_work() -> None:
         pass
     usage.end()
     use = usage.use()
-    assert use.cores == available()
+    assert use.cores == limit().cores
     assert use.own is not None
     assert 0 < use.own <= len(affinity()) + 0.5
     assert usage.use(10.0).own > use.own  # type: ignore[operator]

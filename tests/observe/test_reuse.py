@@ -16,7 +16,7 @@ from support.manual_clock import Clock
 
 import hybridloader
 from hybridloader import DataLoader
-from hybridloader.observe.headroom_trials import KEPT, KeptBatches, LoopTimes, Reuse, running_reuse
+from hybridloader.observe.headroom_trials import KEPT, KeptBatches, Reuse
 
 THREADS: dict[str, Any] = {"backend": "threads", "num_workers": 2}
 ROOT = Path(__file__).parents[2]
@@ -48,7 +48,7 @@ def test_epochs_that_are_left_early_count_what_the_device_has_done() -> None:
         clock.now += 0.001
         done[0] = max(done[0], clock.now) + 0.020
 
-    kept = KeptBatches(LoopTimes("DataLoader", 1000, clock, wait))
+    kept = KeptBatches("DataLoader", 1000, clock, wait)
     for _ in range(3):
         kept.begin()
         for batch in range(60):
@@ -57,12 +57,11 @@ def test_epochs_that_are_left_early_count_what_the_device_has_done() -> None:
             else:
                 clock.now += 0.030
                 if kept.keep(batch):
-                    kept.times.mark()
+                    kept.mark()
             step()
         wait()
         clock.now += 5.0
-    times = kept.times
-    assert times.ready / times.steps == pytest.approx(0.020, rel=0.1)
+    assert kept.ready / kept.steps == pytest.approx(0.020, rel=0.1)
 
 
 def test_times_are_those_of_the_loop_with_and_without() -> None:
@@ -78,7 +77,7 @@ def test_times_are_those_of_the_loop_with_and_without() -> None:
         wait()  # what the step before has left
         behind[0] = 1.0
 
-    kept = KeptBatches(LoopTimes("DataLoader", 20, clock, wait))
+    kept = KeptBatches("DataLoader", 20, clock, wait)
     for _ in range(3):
         kept.begin()
         while not kept.enough:
@@ -87,7 +86,7 @@ def test_times_are_those_of_the_loop_with_and_without() -> None:
             kept.keep("batch")
             if kept.enough:
                 clock.now += 50.0  # of closing
-                kept.times.mark()
+                kept.mark()
             step()
         while True:
             try:
@@ -96,12 +95,11 @@ def test_times_are_those_of_the_loop_with_and_without() -> None:
                 break
             step()
         clock.now += 500.0  # between the epochs
-    times = kept.times
-    assert (times.loads, times.warm) == (10, 4)
-    assert times.loading == pytest.approx(6 * 4.0)
-    assert times.steps == 11 + 20 + 20
-    assert times.ready == pytest.approx(times.steps * 2.0, rel=0.02)
-    assert "at most 2.0" in str(times)
+    assert (kept.loads, kept.warm) == (10, 4)
+    assert kept.loading == pytest.approx(6 * 4.0)
+    assert kept.steps == 11 + 20 + 20
+    assert kept.ready == pytest.approx(kept.steps * 2.0, rel=0.02)
+    assert "at most 2.0" in str(kept)
 
 
 @pytest.mark.parametrize("persistent", [False, True])
@@ -111,7 +109,7 @@ def test_most_batches_are_the_same_few(ours: bool, persistent: bool) -> None:
     options: Any = {"persistent_workers": persistent, "num_workers": 2}
     stream = io.StringIO()
     with Reuse(stream) as reuse:
-        assert running_reuse() is reuse
+        assert Reuse.running() is reuse
         if ours:
             loader: Any = DataLoader(data, 2, backend="threads", **options)
             epochs = [[batch.tolist() for batch in loader] for _ in range(3)]
@@ -119,7 +117,7 @@ def test_most_batches_are_the_same_few(ours: bool, persistent: bool) -> None:
             with hybridloader.install("threads"):
                 loader = torch.utils.data.DataLoader(data, 2, **options)
                 epochs = [[batch.tolist() for batch in loader] for _ in range(3)]
-    assert running_reuse() is None
+    assert Reuse.running() is None
     assert [len(epoch) for epoch in epochs] == [100] * 3
     batches = [[2 * number, 2 * number + 1] for number in range(36)]
     assert epochs[0][:36] == batches
@@ -165,7 +163,7 @@ def test_batches_go_with_their_loader() -> None:
         for number in range(3):
             data: Any = [number] * 20
             assert {int(batch) for batch in DataLoader(data)} == {number}, "not those of another"
-    assert len(reuse.times) == 3
+    assert len(reuse.loaders) == 3
 
 
 SCRIPT = """

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from hybridloader.tuning.planner import Plan, Stage, StageTrial
+from hybridloader.tuning.planner import Costs, Plan, Stage
 from hybridloader.tuning.trials import Running, Subject
 from tests.support.manual_clock import Clock
 
@@ -59,8 +59,8 @@ class _Running(Running):
         subject.clock.now += 1 / subject.rate(self._plan)
         return subject.given
 
-    def stages(self) -> tuple[StageTrial | None, ...]:
-        found: list[StageTrial | None] = []
+    def stages(self) -> tuple[Costs | None, ...]:
+        found: list[Costs | None] = []
         for at, cost in enumerate(self._subject.costs):
             if cost.idle:
                 found.append(None)
@@ -70,7 +70,7 @@ class _Running(Running):
             busy = together / alone
             load = min(1.0, self._subject.rate(self._plan) / alone)
             cpu = cost.free + cost.held
-            found.append(StageTrial(busy, cpu, self._subject.bytes, load))
+            found.append(Costs(busy, cpu, self._subject.bytes, load=load))
         return tuple(found)
 
 

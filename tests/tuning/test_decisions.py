@@ -259,7 +259,7 @@ def test_rates_are_of_whole_rounds_of_results_that_come_at_once() -> None:
 
 
 def known(trial: Trial) -> tuple[Costs | None, ...]:
-    return tuple(s and Costs(s.busy, s.cpu, s.bytes) for s in trial.stages)
+    return tuple(s and Costs(s.wall, s.cpu, s.bytes) for s in trial.stages)
 
 
 costs = st.builds(
