@@ -229,8 +229,20 @@ def took(loader: Any, batches: int | None = None) -> float:
     return 1e3 * (time.perf_counter() - start) / (1 if batches else count)
 
 
+def memory(make: Any) -> float:
+    """Return the MB (PSS) of the workers of a new loader after its first batch; 0 without /proc."""
+    batches, total, pids = iter(make()), 0, [os.getpid()]
+    next(batches)
+    for pid in pids:  # which grows meanwhile
+        for file in Path("/proc", str(pid), "task").glob("*/children"):
+            pids += map(int, file.read_text().split())
+    for pid in pids[1:]:
+        total += int(Path(f"/proc/{pid}/smaps_rollup").read_text().split("Pss:")[1].split()[0])
+    return total / 1e3
+
+
 def comparisons(images: Photographs, workers: int, backend: str) -> Iterator[Any]:
-    """Yield title, a reason to be level, a function, and its argument for torch and for ours."""
+    """Yield title, unit, a reason to be level, a function, and its argument for torch and for ours."""
     size = min(32, len(images))
     kinds: Any = TorchLoader, partial(DataLoader, backend=backend)
     for title, data, batch, count, reason in (
@@ -240,31 +252,36 @@ def comparisons(images: Photographs, workers: int, backend: str) -> Iterator[Any
     ):
         loaders = [kind(data, batch, num_workers=count, persistent_workers=True) for kind in kinds]
         _ = list(map(took, loaders))  # warms up
-        yield title, reason, took, *loaders
+        yield title, "ms", reason, took, *loaders
         del loaders, _
+    torchs = partial(TorchLoader, multiprocessing_context="spawn")
+    spawned = torchs, partial(DataLoader, backend="spawn")
+    fresh = [partial(kind, range(4096), 16, num_workers=workers) for kind in spawned]
+    yield "first batch of fresh workers", "ms", "", lambda make: took(make(), 1), *fresh
+    yield "memory of fresh workers", "MB", "", memory, *fresh
     theirs, ours = (kind(images, size, num_workers=workers) for kind in kinds)
     at = len(ours) * 3 // 4
     took(ours, at)
     state = ours.state_dict()
     calls = partial(took, theirs, at + 1), lambda: ours.load_state_dict(state) or took(ours, 1)
-    yield f"resume after {at} of {len(ours)} batches", "", lambda call: call(), *calls
+    yield f"resume after {at} of {len(ours)} batches", "ms", "", lambda call: call(), *calls
 
 
 def show(images: Photographs, workers: int, backend: str) -> None:
     """Print a table: the median, and the spread of three rounds in which the loaders take turns."""
     warnings.filterwarnings("ignore", "This DataLoader will create")  # 8 workers on fewer cores
     print(f"{'':36}{'torch':>26}{f'hybridloader, {backend}':>26}")
-    for title, reason, took, *loaders in comparisons(images, workers, backend):
-        rounds = [[took(loader) for loader in loaders] for _ in range(3)]
+    for title, unit, reason, took, *loaders in comparisons(images, workers, backend):
+        count = 1 if unit == "MB" else 3  # memory does not vary
+        rounds = [[took(loader) for loader in loaders] for _ in range(count)] * (3 // count)
         one, other = map(sorted, zip(*rounds, strict=True))
         ratio = one[1] / max(other[1], 1e-9)
-        verdict = (
-            f"{max(ratio, 1 / max(ratio, 1e-9)):.1f} times {'faster' if ratio > 1 else 'slower'}"
-        )
+        words = ("more", "less") if unit == "MB" else ("slower", "faster")
+        verdict = f"{max(ratio, 1 / max(ratio, 1e-9)):.1f} times {words[ratio > 1]}"
         if 0.9 < ratio < 1.1 or (one[0] <= other[2] and other[0] <= one[2]):
             verdict = f"level{reason}"
         digits = ".2f" if other[1] < 10 else ",.0f"
-        cells = [f"{b:{digits}} ms ({a:{digits}} to {c:{digits}})" for a, b, c in (one, other)]
+        cells = [f"{b:{digits}} {unit} ({a:{digits}} to {c:{digits}})" for a, b, c in (one, other)]
         print(f"{title:36}{cells[0]:>26}{cells[1]:>26}  {verdict}", flush=True)
 
 

@@ -201,42 +201,45 @@ def test_the_command_line_trains_and_compares(
 
 
 @pytest.mark.parametrize(
-    ("torchs", "ours", "verdict"),
+    ("torchs", "ours", "unit", "verdict"),
     [
-        ([90.0, 91.0, 89.0], [30.0, 31.0, 29.0], "3.0 times faster"),
-        ([30.0, 31.0, 29.0], [90.0, 91.0, 89.0], "3.0 times slower"),
-        ([95.0, 96.0, 94.0], [90.0, 91.0, 89.0], "level: a reason"),
-        ([50.0, 99.0, 40.0], [30.0, 41.0, 29.0], "level: a reason"),
+        ([90.0, 91.0, 89.0], [30.0, 31.0, 29.0], "ms", "3.0 times faster"),
+        ([30.0, 31.0, 29.0], [90.0, 91.0, 89.0], "ms", "3.0 times slower"),
+        ([90.0] * 3, [30.0] * 3, "MB", "3.0 times less"),
+        ([95.0, 96.0, 94.0], [90.0, 91.0, 89.0], "ms", "level: a reason"),
+        ([50.0, 99.0, 40.0], [30.0, 41.0, 29.0], "ms", "level: a reason"),
     ],
 )
 def test_the_table_has_the_median_the_spread_and_a_verdict(
     torchs: list[float],
     ours: list[float],
+    unit: str,
     verdict: str,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    row = ("a title", ": a reason", lambda values: values.pop(0), [*torchs], [*ours])
+    row = ("a title", unit, ": a reason", lambda values: values.pop(0), [*torchs], [*ours])
     monkeypatch.setattr(demo, "comparisons", lambda *given: [row])
     demo.show(None, 2, "threads")  # type: ignore[arg-type]
     heading, line = capsys.readouterr().out.splitlines()
     assert heading.split() == ["torch", "hybridloader,", "threads"]
     low, middle, high = sorted(torchs)
     assert line.startswith("a title ")
-    assert f"{middle:.0f} ms ({low:.0f} to {high:.0f})" in line
+    assert f"{middle:.0f} {unit} ({low:.0f} to {high:.0f})" in line
     assert line.endswith(f"  {verdict}")
 
 
+@pytest.mark.forkserver  # fresh processes: one descriptor stays, for all of them
 @pytest.mark.filterwarnings("ignore")  # of workers for which pytest leaves no core, or no fork
 def test_each_comparison_measures_both_loaders(cut: Path) -> None:
     files, train, _ = read_folder(cut)
     images = Photographs(files, train[:50], augment=False)
-    titles = []
-    for title, _, function, *both in demo.comparisons(images, 1, "threads"):
-        titles.append(title)
+    units = []
+    for _, unit, _, function, *both in demo.comparisons(images, 1, "threads"):
+        units.append(unit)
         for loader in both:
-            assert function(loader) >= 1e-6
-    assert len(titles) == 4
+            assert function(loader) >= (0 if unit == "MB" else 1e-6)
+    assert units == ["ms"] * 4 + ["MB", "ms"]
 
 
 def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
