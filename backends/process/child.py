@@ -55,7 +55,7 @@ worker should make the next batch in the meantime."""
 class FirstFrame(NamedTuple):
     """Content of the first frame of the connection: work, and a postmortem record if `recorded`."""
 
-    recorded: bool  # its last descriptor is that of the record
+    recorded: bool | str  # its last descriptor is that of the record; or the path of the record
     # The work, if this process has it; then that in the frame is dropped.
     loaded: WorkerSpec | None = None
     inherited: Inherited | None = None  # objects that can be sent only when the process starts
@@ -63,6 +63,8 @@ class FirstFrame(NamedTuple):
     script: dict[str, str] | None = None
 
     def record(self, frame: Frame) -> PostmortemWriter | None:
+        if isinstance(self.recorded, str):
+            return PostmortemWriter.open(self.recorded)
         # The kernel drops descriptors if there is no room.
         return PostmortemWriter.open(frame.fds.pop()) if self.recorded and frame.fds else None
 

@@ -26,8 +26,9 @@ from hybridloader.backends.process.frames import (
     into_slots,
     open_packed,
 )
-from hybridloader.backends.process.postmortem import OomWatch, PostmortemRecord
+from hybridloader.backends.process.postmortem import WINDOWS_FATAL, OomWatch, PostmortemRecord
 from hybridloader.backends.process.starters import (
+    EXCEPTION,
     ZYGOTE,
     ProcessHandle,
     Starter,
@@ -527,13 +528,14 @@ class ProcessCrew(Crew):
     def start(self, worker: int, spec: WorkerSpec) -> None:
         if worker < len(self._workers):
             self._check()
-        record = PostmortemRecord.make() if self.transport.carries_descriptors else None
+        by_path = bool(system.TEMPORARY)
+        record = PostmortemRecord.make() if by_path or self.transport.carries_descriptors else None
         share, forks = max(1, self._limit // max(1, spec.workers)), self._starter.forks
         channel = SlotChannel(share, self._nameless, forks=forks, locks=self._locks)
         place = _ProcessWorker(channel, record)
-        fd, note = None if record is None else record.fd, partial(self._take_place, worker, place)
+        note = partial(self._take_place, worker, place)
         try:
-            self._starter.start(WorkerStart(worker, spec, channel.slots, fd, note))
+            self._starter.start(WorkerStart(worker, spec, channel.slots, record, note))
         except BaseException:  # for example, no further process or descriptor
             if record is not None and not any(other is place for other in self._workers):
                 record.close()
@@ -729,6 +731,8 @@ class ProcessCrew(Crew):
         task, with_it = record.task, handle.ended_with
         at = -1 if task is None or with_it is not None else record.at
         raised, text = self._starter.end_of(record)
+        if text.startswith(WINDOWS_FATAL) and (handle.exitcode or 0) < EXCEPTION:
+            text = ""  # the program caught that exception, as ctypes does, and ended later
         if raised:
             cause = f"was ended by {raised} ({cause})"
         return Exited(worker, cause, task, at, text, memory, slots, with_it)

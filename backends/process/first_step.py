@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from hybridloader._support import system
 from hybridloader._support.user_objects import described, traceback_of
 
 RAISED = "\nEnded by: "
@@ -24,24 +25,31 @@ class FirstStep(NamedTuple):
 
     function: Callable[..., Any]
     connection: Any  # the process's end
-    recorded: bool  # the last descriptor of the first frame is that of a postmortem record
+    recorded: bool | str  # as `child.FirstFrame` has it
 
     def __reduce__(self) -> tuple[Any, ...]:
         name = self.function.__module__, self.function.__name__
         return _imported, (*name, self.connection, self.recorded)
 
 
-def _imported(module: str, name: str, connection: Any, recorded: bool) -> Any:
+def _imported(module: str, name: str, connection: Any, recorded: bool | str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except BaseException as error:
-        if recorded:
+        if isinstance(recorded, str):
+            record_end(open_record(recorded), error)
+        elif recorded:
             own = os.dup(connection.fileno())
             with socket.socket(fileno=own) as sock:
                 _, fds, flags, _ = socket.recv_fds(sock, 1, 253)  # as `frames.MOST_FDS`
             if fds and not flags & socket.MSG_CTRUNC:
                 record_end(fds[-1], error)
         raise
+
+
+def open_record(path: str, flags: int = os.O_APPEND) -> int:
+    """Open the file of a record by its path; by default, what is written comes at its end."""
+    return os.open(path, os.O_RDWR | system.BINARY | system.TEMPORARY | flags)
 
 
 def record_end(record: int, error: BaseException) -> None:

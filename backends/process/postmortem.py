@@ -3,8 +3,9 @@
 A record is a file without a name that parent and worker both have open. Its first bytes are numbers
 that the worker keeps up to date by plain stores into mapped memory, so they outlive it however it
 dies. After them come the stack dumps that faulthandler writes: by itself when the worker crashes,
-and when the parent asks, by a signal. Neither needs the GIL nor the worker's cooperation. No work
-depends on the record: where there can be none, everything runs the same without.
+and when the parent asks, by a signal. Neither needs the GIL nor the worker's cooperation. (On Windows
+the file has a name, and a thread of the worker answers, which needs the GIL.) No work depends on the
+record: where there can be none, everything runs the same without.
 
 The report of a death also has the kernel's figures about memory (`OomWatch`).
 """
@@ -13,11 +14,14 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import mmap
 import os
 import queue
 import re
+import secrets
 import signal
 import struct
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -27,16 +31,19 @@ from pathlib import Path
 from typing import Any
 
 from hybridloader._support import system, text
-from hybridloader.backends.process.first_step import RAISED, record_end
+from hybridloader.backends.process.first_step import RAISED, open_record, record_end
 from hybridloader.engine.messages import TaskContext
 from hybridloader.memory.limits import memory_cgroups, number_in, text_of, whole_number
-from hybridloader.memory.segments import map_descriptor, nameless_file
+from hybridloader.memory.segments import nameless_file
 from hybridloader.memory.shared_slots import ours
 
 _NUMBERS = struct.Struct("=4q")
 _SIGNAL, _PID, _TASK, _AT = range(4)
 """Order of the numbers: the signal that requests a stack dump (0: none yet), the worker's process, its
 current task, and the sample within it (both -1: none, or unknown)."""
+
+_BY_EVENT = -1
+"""In place of a signal: `system.request` requests the dump."""
 
 _TEXT = 64
 """Offset of faulthandler's text, in bytes."""
@@ -83,27 +90,25 @@ class PostmortemRecord:
     def __init__(
         self,
         fd: int,  # descriptor of the file, at its end; owned by the record from now on
+        path: str | None = None,  # by which the worker opens it; None: it gets a duplicate of `fd`
         *,  # parameters for tests
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
         kill: Callable[[int, int], None] = os.kill,
         status: Callable[[int], Mapping[str, str] | None] = _status_of,
     ) -> None:
-        # A duplicate comes to the worker with its first frame; -1 once closed.
-        self.fd = fd
+        # A duplicate comes to the worker with its first frame, unless there is a path; -1 once closed.
+        self.fd, self.path = fd, path
         self.why_none = ""  # reason why the last `stack` returned no text, as a clause
         self._clock, self._sleep, self._kill, self._status = clock, sleep, kill, status
         ours.add(fd)
 
     @classmethod
-    def make(cls) -> PostmortemRecord | None:  # None: unavailable on this platform
-        if not hasattr(faulthandler, "register"):  # Windows
-            return None
+    def make(cls) -> PostmortemRecord | None:
         try:
-            fd = _record_file()
+            return cls(*_record_file())
         except OSError:  # no memory, descriptor or room; data is loaded without a record
             return None
-        return cls(fd)
 
     @property
     def task(self) -> int | None:  # `Task.seq`; None: no task, or unknown
@@ -156,7 +161,10 @@ class PostmortemRecord:
         # If the signal is pending, an earlier request is still unanswered.
         if not _has(status, "ShdPnd", signum):
             try:
-                send(signum)
+                if signum == _BY_EVENT:
+                    system.request(_event(pid))
+                else:
+                    send(signum)
             except ProcessLookupError:
                 self.why_none = "it has ended"
                 return ""
@@ -164,7 +172,10 @@ class PostmortemRecord:
                 self.why_none = f"the signal for its stack could not be sent: {error}"
                 return ""
         self._await_dump(pid, signum, before, patience)
-        text = shortened(self._text(before), "The thread that does the tasks")
+        text = self._text(before)
+        if signum == _BY_EVENT:
+            text = _main_thread_as_current(text)
+        text = shortened(text, "The thread that does the tasks")
         if not text:
             status = self._status(pid)
             self.why_none = _STATES.get(
@@ -181,7 +192,8 @@ class PostmortemRecord:
         that the worker's code has made writes here as well.
         """
         text = self._last_text()
-        begin = text.rfind(_FATAL)  # the last one, as a fork of the worker may have crashed before
+        # The last one, as a fork of the worker may have crashed before.
+        begin = max(text.rfind(_FATAL), text.rfind(WINDOWS_FATAL))
         return "" if begin < 0 else shortened(text[begin:], "The thread that crashed")
 
     def end(self) -> tuple[str, str]:
@@ -203,7 +215,7 @@ class PostmortemRecord:
     def _numbers(self) -> tuple[int, ...]:
         if self.fd < 0:
             return (0, 0, -1, -1)
-        return _NUMBERS.unpack(os.pread(self.fd, _NUMBERS.size, 0))
+        return _NUMBERS.unpack(self._read(_NUMBERS.size, 0))
 
     def _last_text(self) -> str:
         if self.fd < 0:
@@ -211,7 +223,13 @@ class PostmortemRecord:
         return self._text(max(_TEXT, os.fstat(self.fd).st_size - _READ))
 
     def _text(self, start: int) -> str:
-        return os.pread(self.fd, _READ, start).decode("utf-8", "backslashreplace")
+        return self._read(_READ, start).decode("utf-8", "backslashreplace")
+
+    def _read(self, size: int, start: int) -> bytes:
+        if self.path is None:
+            return os.pread(self.fd, size, start)
+        os.lseek(self.fd, start, os.SEEK_SET)  # the worker's descriptor has an offset of its own
+        return os.read(self.fd, size)
 
     def _await_dump(self, pid: int, signum: int, before: int, patience: float) -> None:
         """Wait until a dump is whole, or patience is at its end.
@@ -237,9 +255,14 @@ def _state(status: Mapping[str, str] | None) -> str:
     return "" if status is None else status.get("State", "")[:1]
 
 
-def _record_file() -> int:
+def _record_file() -> tuple[int, str | None]:
     """Make the file, its numbers written, with a descriptor that programs do not inherit."""
-    fd = nameless_file()
+    path = None
+    if system.TEMPORARY:
+        path = os.path.join(tempfile.gettempdir(), f"hl-{os.getpid()}-{secrets.token_hex(8)}")
+        fd = open_record(path, os.O_CREAT | os.O_EXCL)
+    else:
+        fd = nameless_file()
     try:
         # This write allocates the page, so that the worker's stores can't fail for lack of memory. It
         # also leaves the offset after the numbers. Parent, worker and their forks share one offset, so
@@ -248,7 +271,11 @@ def _record_file() -> int:
     except BaseException:
         os.close(fd)
         raise
-    return fd
+    return fd, path
+
+
+def _event(pid: int) -> str:
+    return f"hybridloader-stack-{pid}"
 
 
 class PostmortemContext(TaskContext):
@@ -280,14 +307,17 @@ class PostmortemWriter:
     def __init__(self, fd: int) -> None:
         os.set_inheritable(fd, False)  # descriptors from a socket are inheritable
         self.fd = fd
-        self._mapping = map_descriptor(fd, _TEXT)
-        address = self._mapping.address
-        self._cells = [ctypes.c_int64.from_address(address + 8 * i) for i in range(_AT + 1)]
+        self._mapping = mmap.mmap(fd, _TEXT)
+        self._cells = [ctypes.c_int64.from_buffer(self._mapping, 8 * i) for i in range(_AT + 1)]
         self._cells[_PID].value = os.getpid()
         # If faulthandler is enabled, as in a fork of pytest, `enable` changes the file but not the
         # handlers. Others may be in their place by now, for example torch's for its own workers.
         faulthandler.disable()
         faulthandler.enable(fd, all_threads=True)
+        if not hasattr(faulthandler, "register"):  # Windows
+            system.on_request(_event(os.getpid()), partial(faulthandler.dump_traceback, fd))
+            self._cells[_SIGNAL].value = _BY_EVENT
+            return
         signum = free_signal()
         if signum is None:
             return
@@ -303,10 +333,17 @@ class PostmortemWriter:
         if signum := self._cells[_SIGNAL].value:
             faulthandler.unregister(signum)
         os.close(self.fd)
+        self._cells.clear()
+        self._mapping.close()
 
     @classmethod
-    def open(cls, fd: int) -> PostmortemWriter | None:
-        """Take over `fd`; None if it can't be used, and then the worker does without."""
+    def open(cls, record: int | str) -> PostmortemWriter | None:
+        """Take over a descriptor, or open a path; None if it can't be used, and then the worker does
+        without."""
+        try:
+            fd = open_record(record) if isinstance(record, str) else record
+        except OSError:
+            return None
         try:
             return cls(fd)
         except (OSError, RuntimeError, ValueError):
@@ -353,7 +390,7 @@ _WIDTH = 160
 _LINES, _INNER, _OUTER = 4, 16, 8
 """Most characters of a line; most lines before the first stack; frames of a stack at both ends."""
 
-_FATAL = "Fatal Python error: "
+_FATAL, WINDOWS_FATAL = "Fatal Python error: ", "Windows fatal exception: "
 _HEADING = " (most recent call first):"
 _CURRENT = re.compile(r"Current thread 0x[0-9a-f]+|Stack(?= \(most)")
 """Beginning of the heading of the thread that crashed or handles the signal, which is the main thread.
@@ -367,12 +404,20 @@ _PACKAGES = ("_support", "devices", "engine", "fetching", "loader", "memory", "p
 _OURS = (
     os.path.join(os.path.dirname(_HERE), ""),
     *(os.path.join(os.path.dirname(_SUPPORT), package, "") for package in _PACKAGES),
-    threading.__file__,  # where this package's threads begin, and wait when they are idle
-    queue.__file__,
+    # Where this package's threads begin, and wait when they are idle. An embedded Python, whose
+    # standard library is in an archive, names these files otherwise than `__file__` does.
+    threading.Thread.run.__code__.co_filename,
+    queue.Queue.get.__code__.co_filename,
 )
 _LOOP = (os.path.join(_HERE, "child.py"), "main")
 """Frame of the worker's loop. Outer frames belong to the code that started the process: in a fork, to
 the whole training script."""
+
+
+def _main_thread_as_current(text: str) -> str:
+    """Mark the main thread, which faulthandler writes last, in a dump that another thread requested."""
+    others, heading, main = text.replace("Current thread", "Thread").rpartition("Thread 0x")
+    return f"{others}Current thread 0x{main}" if heading else text
 
 
 def shortened(text: str, current: str) -> str:

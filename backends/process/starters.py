@@ -48,7 +48,7 @@ class WorkerStart(NamedTuple):
     worker: int
     spec: WorkerSpec
     slots: tuple[int, str | None]  # as `child.main` takes it
-    record: int | None  # descriptor of its postmortem record
+    record: PostmortemRecord | None
     # Gets its handle before a signal is acted on. If the worker must be started another way later, it
     # gets another handle.
     note: Callable[[ProcessHandle], None]
@@ -56,6 +56,11 @@ class WorkerStart(NamedTuple):
     @property
     def name(self) -> str:
         return f"hybridloader-{self.spec.stage}-{self.worker}"
+
+    @property
+    def recorded(self) -> bool | str:
+        """As `FirstFrame` takes it."""
+        return self.record is not None and (self.record.path or True)
 
 
 class Starter:
@@ -93,7 +98,8 @@ class Starter:
         finally:
             theirs.close()
         parts, fds = ([b""], []) if shipment is None else (shipment.parts, shipment.fds)
-        fds = fds if start.record is None else [*fds, start.record]
+        if start.record is not None and start.record.path is None:
+            fds = [*fds, start.record.fd]
         self.transport.send(start.worker, parts, duplicates(fds))
 
     def _shipment(self, spec: WorkerSpec) -> Shipment | None:
@@ -107,7 +113,7 @@ class Starter:
     def _launch(self, start: WorkerStart, connection: Any) -> None:
         """Start a worker at this end of its connection, which the caller closes."""
         process = self._context.Process(
-            target=main if self.forks else FirstStep(main, connection, start.record is not None),
+            target=main if self.forks else FirstStep(main, connection, start.recorded),
             args=(
                 start.worker,
                 self.transport.endpoint,
@@ -128,7 +134,7 @@ class Starter:
     def _first(self, start: WorkerStart) -> FirstFrame:
         _, shipment = self._shipments.get(start.worker, (None, None))
         inherited = None if shipment is None else shipment.inherited
-        return FirstFrame(start.record is not None, inherited=inherited, script=self._script)
+        return FirstFrame(start.recorded, inherited=inherited, script=self._script)
 
     def arrived(self, worker: int) -> None:
         """Let go of a worker's work: the worker has mapped it, or is gone."""
@@ -177,7 +183,7 @@ class ForkStarter(Starter):
         return None
 
     def _first(self, start: WorkerStart) -> FirstFrame:
-        return FirstFrame(start.record is not None, start.spec)
+        return FirstFrame(start.recorded, start.spec)
 
 
 def _script() -> dict[str, str] | None:
@@ -217,6 +223,9 @@ _LOOK = 1e-2
 Such a process is about to end, unless the user's code has closed all files, also those of this package,
 and runs on. So no thread blocks in `waitpid`.
 """
+
+EXCEPTION = 0xC0000000
+"""Exit codes from here on are those of Windows's exceptions (NTSTATUS values of the severity error)."""
 
 reaping = threading.RLock()
 """Lock for starting a process and for reading its exit code.
@@ -373,7 +382,7 @@ class ProcessHandle(WorkerHandle):
                 return f"was killed by signal {signal.Signals(-code).name} ({-code})"
             except ValueError:
                 return f"was killed by signal {-code}"
-        return f"exited with code {code}"
+        return f"exited with code {code}" + (f" ({code:#x})" if code >= EXCEPTION else "")
 
     def unknown(self) -> str:
         """Describe how the worker ended without a known exit code."""

@@ -55,7 +55,7 @@ class Request(NamedTuple):
     worker: int
     name: str  # name of its process
     slots: tuple[int, str | None]  # as `child.main` takes it
-    recorded: bool  # a postmortem record comes with the first frame of the worker's connection
+    recorded: bool | str  # as `child.FirstFrame` has it
     changes: dict[str, Any]  # fields of the specification that differ from the loaded one
 
 

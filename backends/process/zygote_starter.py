@@ -123,7 +123,7 @@ class ZygoteStarter(Starter):
                 start.worker,
                 start.name,
                 start.slots,
-                start.record is not None,
+                start.recorded,
                 _changes(zygote.spec, start.spec),
             )
             message = pickle.dumps(request)

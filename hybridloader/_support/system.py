@@ -10,6 +10,7 @@ import mmap
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -46,6 +47,9 @@ HUGE_PAGES: int | None = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux
 
 BINARY: int = getattr(os, "O_BINARY", 0)
 """Flag of `os.open`, without which Windows changes the ends of lines."""
+
+TEMPORARY: int = getattr(os, "O_TEMPORARY", 0)
+"""Flag of `os.open` on Windows: the file goes with its last descriptor, however that process ends."""
 
 NO_WAITING: int = getattr(os, "O_NONBLOCK", 0)
 """Flag of `os.open`, without which the open of a named pipe waits for a writer. Not on Windows."""
@@ -134,6 +138,37 @@ def _ends_within(windows: Any, pid: int, milliseconds: int) -> bool:
         return bool(windows.WaitForSingleObject(handle, milliseconds) == windows.WAIT_OBJECT_0)
     finally:
         windows.CloseHandle(handle)
+
+
+def on_request(name: str, answer: Callable[[], object]) -> None:
+    """On Windows, call `answer` on a thread of this process whenever one calls `request(name)`."""
+    windows, event = module("_winapi"), _event(name)
+
+    def answer_requests() -> None:
+        while windows.WaitForSingleObject(event, windows.INFINITE) == windows.WAIT_OBJECT_0:
+            answer()
+
+    thread = threading.Thread(target=answer_requests, name="hybridloader-requests", daemon=True)
+    thread.start()
+
+
+def request(name: str) -> None:
+    """On Windows, have the process answer that called `on_request(name)`, if there is one."""
+    event = _event(name)
+    module("ctypes").windll.kernel32.SetEvent(event)
+    module("_winapi").CloseHandle(event)
+
+
+def _event(name: str) -> int:
+    """Make or open an event, which the end of a wait for it resets.
+
+    A handle has 32 significant bits (learn.microsoft.com, "Interprocess Communication Between 32-bit
+    and 64-bit Applications").
+    """
+    event: int = module("ctypes").windll.kernel32.CreateEventW(None, False, False, name)
+    if not event:
+        raise OSError(f"no event named {name!r} could be made or opened")
+    return event
 
 
 @contextmanager

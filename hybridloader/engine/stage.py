@@ -462,6 +462,7 @@ _ADVICE = {
         "Try fewer workers, or backend='threads', which shares one copy of the dataset."
     ),
     "SIGSEGV": f"Native code crashed in the worker. {_DEBUG}",
+    "0xc0000005": f"Native code used memory that it may not use. {_DEBUG}",
     "SIGFPE": f"Native code divided by zero in the worker. {_DEBUG}",
     "SIGABRT": (
         "Native code aborted in the worker: a failed assertion, or an uncaught C++ exception. "

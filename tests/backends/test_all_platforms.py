@@ -111,6 +111,10 @@ def test_workers_are_kept_and_an_epoch_resumes_where_it_was_left(backend: str) -
 
 
 KILLED = "killed by signal SIGKILL" if system.KILL else "killed by signal SIGTERM|exited with code"
+CRASHED = (
+    "killed by signal SIGSEGV" if system.FORK else r"exited with code 3221225477 \(0xc0000005\)"
+)
+AT = r"dying_dataset\.py\", line [0-9]+ in __getitem__"
 
 
 @pytest.mark.parametrize(
@@ -118,7 +122,8 @@ KILLED = "killed by signal SIGKILL" if system.KILL else "killed by signal SIGTER
     [
         ("exit", WorkerDied, "exited with code 3"),
         ("kill", WorkerDied, KILLED),
-        pytest.param("hang", TaskTimeout, "has been at 3 for", marks=shown_by_forks),
+        ("crash", WorkerDied, f"(?s){CRASHED}.*The thread that crashed.*{AT}"),
+        ("hang", TaskTimeout, f"(?s)has been at 3 for.*The thread that does the tasks.*{AT}"),
     ],
 )
 @pytest.mark.parametrize("backend", PROCESSES)

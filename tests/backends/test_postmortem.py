@@ -115,9 +115,6 @@ def test_there_is_no_record_where_no_file_can_be_had(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(postmortem, "_record_file", refuse)
     assert PostmortemRecord.make() is None
-    monkeypatch.undo()
-    monkeypatch.delattr(faulthandler, "register")
-    assert PostmortemRecord.make() is None
 
 
 def test_a_descriptor_that_is_no_record_leaves_the_worker_without(record: PostmortemRecord) -> None:

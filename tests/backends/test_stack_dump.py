@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,26 @@ def test_the_loop_and_what_is_around_it_are_left_out() -> None:
         ]
     )
     assert of_dump(text).splitlines()[1:] == [_frame("/their/dataset.py", "__getitem__")]
+
+
+def test_the_main_thread_comes_first_in_a_dump_by_another_thread() -> None:
+    text = "\n".join(
+        [
+            "Thread 0x03 (most recent call first):",
+            _frame("/their/reader.py", "read"),
+            "Current thread 0x02 (most recent call first):",
+            _frame(threading.Thread.run.__code__.co_filename, "run"),
+            "Thread 0x01 (most recent call first):",
+            _frame("/their/dataset.py", "__getitem__"),
+        ]
+    )
+    assert of_dump(postmortem._main_thread_as_current(text)).splitlines() == [
+        "The thread that does the tasks (most recent call first):",
+        _frame("/their/dataset.py", "__getitem__"),
+        "Another thread (most recent call first):",
+        _frame("/their/reader.py", "read"),
+    ]
+    assert postmortem._main_thread_as_current("") == ""
 
 
 def test_a_worker_that_only_waits_for_a_task_shows_that() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import time
 from pathlib import Path
@@ -29,5 +30,7 @@ class Dying:
                 os._exit(3)
             if self.how == "kill":
                 psutil.Process().kill()
+            if self.how == "crash":
+                faulthandler._read_null()  # type: ignore[attr-defined]
             time.sleep(60)
         return np.full((LARGE,), index)
