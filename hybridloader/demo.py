@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset
 
 from hybridloader import DataLoader, rng
+from hybridloader._support import system
 from hybridloader.engine import get_backend
 from hybridloader.sources import Files
 
@@ -230,14 +231,14 @@ def took(loader: Any, batches: int | None = None) -> float:
 
 
 def memory(make: Any) -> float:
-    """Return the MB (PSS) of the workers of a new loader after its first batch; 0 without /proc."""
+    """Return the MB (PSS) of the workers of a new loader after its first batch."""
     batches, total, pids = iter(make()), 0, [os.getpid()]
     next(batches)
     for pid in pids:  # which grows meanwhile
-        for file in Path("/proc", str(pid), "task").glob("*/children"):
+        for file in Path(system.PROC, str(pid), "task").glob("*/children"):
             pids += map(int, file.read_text().split())
     for pid in pids[1:]:
-        total += int(Path(f"/proc/{pid}/smaps_rollup").read_text().split("Pss:")[1].split()[0])
+        total += int(Path(system.PROC, str(pid), "smaps_rollup").read_text().split("Pss:")[1].split()[0])
     return total / 1e3
 
 
@@ -258,7 +259,8 @@ def comparisons(images: Photographs, workers: int, backend: str) -> Iterator[Any
     spawned = torchs, partial(DataLoader, backend="spawn")
     fresh = [partial(kind, range(4096), 16, num_workers=workers) for kind in spawned]
     yield "first batch of fresh workers", "ms", "", lambda make: took(make(), 1), *fresh
-    yield "memory of fresh workers", "MB", "", memory, *fresh
+    if Path(system.PROC, "self", "smaps_rollup").exists():  # Linux
+        yield "memory of fresh workers", "MB", "", memory, *fresh
     theirs, ours = (kind(images, size, num_workers=workers) for kind in kinds)
     at = len(ours) * 3 // 4
     took(ours, at)

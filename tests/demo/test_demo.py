@@ -238,8 +238,9 @@ def test_each_comparison_measures_both_loaders(cut: Path) -> None:
     for _, unit, _, function, *both in demo.comparisons(images, 1, "threads"):
         units.append(unit)
         for loader in both:
-            assert function(loader) >= (0 if unit == "MB" else 1e-6)
-    assert units == ["ms"] * 4 + ["MB", "ms"]
+            assert function(loader) > 0
+    memory = ["MB"] if sys.platform == "linux" else []  # elsewhere no file of the kernel has it
+    assert units == ["ms"] * 4 + memory + ["ms"]
 
 
 def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
