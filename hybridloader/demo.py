@@ -238,7 +238,9 @@ def memory(make: Any) -> float:
         for file in Path(system.PROC, str(pid), "task").glob("*/children"):
             pids += map(int, file.read_text().split())
     for pid in pids[1:]:
-        total += int(Path(system.PROC, str(pid), "smaps_rollup").read_text().split("Pss:")[1].split()[0])
+        total += int(
+            Path(system.PROC, str(pid), "smaps_rollup").read_text().split("Pss:")[1].split()[0]
+        )
     return total / 1e3
 
 
