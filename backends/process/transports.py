@@ -38,7 +38,9 @@ from hybridloader.memory.shared_slots import ours
 # -- Portable transport between parent and worker: a `multiprocessing` connection and two threads each.
 #
 # It is for platforms without socket pairs that can be polled and carry descriptors (Windows). One
-# thread per worker reads and watches for its end, one writes, so that sending never blocks.
+# thread per worker reads and watches for its end, one writes, so that sending never blocks. The writer
+# also closes the connection, as no thread may be about to use its handle by then: the next connection
+# may get the same.
 
 
 Arrived = tuple[int, "Frame | None"]
@@ -48,6 +50,7 @@ Arrived = tuple[int, "Frame | None"]
 def _read(
     worker: int,
     connection: Any,
+    reading: threading.Lock,
     process: Any,
     arrived: SimpleQueue[tuple[Any, Arrived] | None],
     damaged: dict[int, str],
@@ -56,11 +59,15 @@ def _read(
     try:
         while True:
             ready = mp_connection.wait([connection, process.sentinel])
-            if connection in ready:
-                for frame in decoder.feed(connection.recv_bytes(MOST_BYTES)):
-                    arrived.put((connection, (worker, frame)))
-            elif not connection.poll(0):  # it has ended, and all its frames were read
-                break
+            with reading:
+                if connection.closed:
+                    break
+                # It may have ended with frames that were not read.
+                if connection not in ready and not connection.poll(0):
+                    break
+                data = connection.recv_bytes(MOST_BYTES)
+            for frame in decoder.feed(data):
+                arrived.put((connection, (worker, frame)))
     except (DamagedMessage, MemoryError) as error:  # multiprocessing's frames have no check
         damaged[worker] = str(error) or "there is no memory for one of its messages"
     except (EOFError, OSError):
@@ -69,12 +76,18 @@ def _read(
         arrived.put((connection, (worker, None)))
 
 
-def _write(connection: Any, outgoing: SimpleQueue[bytes | None]) -> None:
+def _write(connection: Any, reading: threading.Lock, outgoing: SimpleQueue[bytes | None]) -> None:
+    """Write until None comes, and hang up then."""
     while (data := outgoing.get()) is not None:
-        try:
+        with suppress(OSError):  # the worker has ended; the reader reports that
             connection.send_bytes(data)
-        except OSError:  # the worker has ended; the reader reports that
-            return
+    ours.discard(connection.fileno())
+    # One of a pair of sockets, which a waiting thread keeps open after `close`.
+    if isinstance(connection, Connection):
+        with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as end:
+            end.shutdown(socket.SHUT_RDWR)
+    with reading:
+        connection.close()
 
 
 class PipeEndpoint:
@@ -119,6 +132,7 @@ class PipeTransport:
         self._arrived: SimpleQueue[tuple[Any, Arrived] | None] = SimpleQueue()
         self._connections: dict[int, Any] = {}
         self._outgoing: dict[int, SimpleQueue[bytes | None]] = {}
+        self._reading: dict[int, threading.Lock] = {}
         self._threads: list[threading.Thread] = []
         self.damaged: dict[int, str] = {}
 
@@ -126,19 +140,19 @@ class PipeTransport:
         self._connections[worker] = connection
         self.damaged.pop(worker, None)
         ours.add(connection.fileno())
-        self._outgoing[worker] = SimpleQueue()
+        self._outgoing[worker], self._reading[worker] = SimpleQueue(), threading.Lock()
+        self._start(worker, _write, connection, self._reading[worker], self._outgoing[worker])
 
     def watch(self, worker: int, process: Any) -> None:
-        connection = self._connections[worker]
-        for target, args in (
-            (_read, (worker, connection, process, self._arrived, self.damaged)),
-            (_write, (connection, self._outgoing[worker])),
-        ):
-            thread = threading.Thread(
-                target=target, args=args, name=f"hybridloader-pipe-{worker}", daemon=True
-            )
-            thread.start()
-            self._threads.append(thread)
+        connection, reading = self._connections[worker], self._reading[worker]
+        args = worker, connection, reading, process, self._arrived, self.damaged
+        self._start(worker, _read, *args)
+
+    def _start(self, worker: int, target: Callable[..., None], *args: Any) -> None:
+        name = f"hybridloader-pipe-{worker}"
+        thread = threading.Thread(target=target, args=args, name=name, daemon=True)
+        thread.start()
+        self._threads.append(thread)
 
     def send(self, worker: int, parts: Sequence[Buffer], fds: Sequence[int] = ()) -> None:
         if worker in self._connections:
@@ -169,17 +183,8 @@ class PipeTransport:
         self._arrived.put(None)
 
     def drop(self, worker: int) -> None:
-        connection = self._connections.pop(worker, None)
-        if connection is None:
-            return
-        self._outgoing[worker].put(None)
-        # Its threads may be in a call of it; they end with the worker.
-        ours.discard(connection.fileno())
-        # One of a pair of sockets, which a waiting thread keeps open after `close`.
-        if isinstance(connection, Connection):
-            with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as end:
-                end.shutdown(socket.SHUT_RDWR)
-        connection.close()
+        if self._connections.pop(worker, None) is not None:
+            self._outgoing[worker].put(None)
 
     def hang_up(self) -> None:
         for worker in list(self._connections):

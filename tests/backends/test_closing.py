@@ -10,6 +10,7 @@ import sys
 import textwrap
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -30,9 +31,11 @@ from support.forking import in_a_fork
 from support.references import merge_references
 from support.short_waits import shorten_waits
 
+from hybridloader.backends.process import transports
 from hybridloader.engine import contract
 from hybridloader.errors import IteratorClosed
 from hybridloader.testing import Gate
+from hybridloader.testing.tools import DEADLINE
 
 # -- closing -------------------------------------------------------------------------------------
 
@@ -332,3 +335,39 @@ def test_at_exit_one_that_can_not_be_closed_keeps_no_other_from_it(
         contract._close_all()
     assert [runner.closed for runner in runners] == [1, 1, 1]
     assert [crew.closed for crew in owned] == [1, 0]
+
+
+class _Pipe:
+    """Connection of Windows: once it is closed, its methods raise TypeError."""
+
+    def __init__(self) -> None:
+        self.closed = False
+        self.now_closed = threading.Event()
+
+    def fileno(self) -> int:
+        return 1_000_000
+
+    def recv_bytes(self, most: int) -> bytes:
+        raise TypeError("ReadFile() argument 1 must be int, not None")
+
+    def close(self) -> None:
+        self.closed = True
+        self.now_closed.set()
+
+
+def test_no_thread_reads_from_a_connection_that_was_closed_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pipe, waiting = _Pipe(), threading.Event()
+
+    def wait(connections: list[Any]) -> list[Any]:
+        waiting.set()
+        assert pipe.now_closed.wait(DEADLINE)
+        return [pipe]
+
+    monkeypatch.setattr(transports.mp_connection, "wait", wait)
+    transport = transports.PipeTransport()
+    transport.connect(0, pipe)
+    transport.watch(0, SimpleNamespace(sentinel=None))
+    assert waiting.wait(DEADLINE)
+    transport.close()  # pytest fails the test for an error in a thread
