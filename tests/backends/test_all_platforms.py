@@ -201,3 +201,64 @@ def test_no_worker_outlives_its_parent(workers: str, end: str, tmp_path: Path) -
     parent.communicate(timeout=DEADLINE)
     _, alive = psutil.wait_procs(children, DEADLINE)
     assert not alive
+
+
+INTERRUPTED = """
+import sys, time
+from hybridloader import DataLoader
+
+class Stuck:
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        time.sleep(600 if index > 1 else 0)
+        return index
+
+iterator = iter(DataLoader(Stuck(), None, num_workers=2, backend=sys.argv[1]))
+print(next(iterator), next(iterator), flush=True)
+try:
+    next(iterator)
+except KeyboardInterrupt:
+    iterator.close()
+    print("closed", flush=True)
+"""
+
+TERMINAL = """
+import os, signal, subprocess, sys
+import psutil
+
+signal.signal(signal.SIGINT, lambda *_: None)
+if os.name == "nt":
+    import ctypes
+    kernel = ctypes.windll.kernel32
+    kernel.FreeConsole()
+    kernel.AllocConsole()
+program = subprocess.Popen([sys.executable, *sys.argv[1:]], stdout=subprocess.PIPE, text=True)
+program.stdout.readline()
+workers = psutil.Process(program.pid).children(recursive=True)
+if os.name == "nt":
+    kernel.GenerateConsoleCtrlEvent(signal.CTRL_C_EVENT, 0)
+else:
+    os.killpg(0, signal.SIGINT)
+print(*program.communicate(), program.returncode, psutil.wait_procs(workers, 20)[1])
+"""
+"""Ctrl-C in a terminal or console, whose processes all get it: the program and its workers."""
+
+
+@pytest.mark.parametrize("backend", ["threads", *PROCESSES])
+def test_ctrl_c_interrupts_the_program_alone_and_leaves_no_worker(
+    backend: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(INTERRUPTED)
+    path = os.pathsep.join([str(Path(hybridloader.__file__).parents[1]), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", TERMINAL, str(script), backend],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=DEADLINE * 5,
+        env={**os.environ, "PYTHONPATH": path},
+        start_new_session=True,
+    )
+    assert done.stdout.split() == ["closed", "None", "0", "[]"]
