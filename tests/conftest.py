@@ -72,7 +72,7 @@ def _name(child: psutil.Process) -> str:
     """Return the name of a process that has ended; it has no command line any more."""
     try:
         return child.name()
-    except psutil.Error:
+    except (OSError, psutil.Error):  # OSError: Wine, while a process starts or ends
         return ""
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.platforms import needs_fork
 
 from hybridloader import DataLoader, SharedMemory
 from hybridloader._support.torch_env import device_in_use, modules
@@ -54,6 +55,7 @@ def squares() -> list[int]:
     return [number**2 for number in range(4)]
 
 
+@needs_fork
 @pytest.mark.parametrize("backend", ["fork", SharedMemory("fork")])
 def test_a_fork_is_refused_after_any_device_was_initialized(
     module: Module, backend: str | Backend

@@ -27,6 +27,7 @@ from support.failing_datasets import (
 from torch.utils.data import IterableDataset, get_worker_info
 
 from hybridloader import DataLoader
+from hybridloader._support import system
 
 # -- what a worker raises ------------------------------------------------------------------------
 
@@ -249,6 +250,8 @@ def test_the_cause_of_an_exception_is_told(backend: str) -> None:
 @pytest.mark.filterwarnings("ignore:.*forks this process while other threads")  # the main one
 @every_backend
 def test_errors_of_a_worker_on_another_thread_of_the_caller_arrive_there(backend: str) -> None:
+    if backend == "fork" and not system.FORK:
+        pytest.skip("needs fork")
     found: list[Any] = []
 
     def work() -> None:

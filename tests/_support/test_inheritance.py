@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from support.inherited_objects import Box, Common, Counting, WithReducer, reduce_by_descriptor
+from support.platforms import posix
 
 from hybridloader import DataLoader, Pipeline, SharedMemory, Threads
 from hybridloader._support import system
@@ -29,6 +30,7 @@ def _heap() -> None:
     multiprocessing.RawValue("i")
 
 
+@posix
 @pytest.mark.parametrize(
     "backend",
     [

@@ -28,6 +28,7 @@ from support.failing_datasets import (
     start,
 )
 from support.forking import in_a_fork
+from support.platforms import needs_fork
 from support.references import merge_references
 from support.short_waits import shorten_waits
 
@@ -208,7 +209,7 @@ def test_a_loader_with_threads_may_be_used_inside_a_worker(backend: str, inner: 
     ("backend", "inner"),
     [
         ("inline", "fork"),
-        ("threads", "fork"),
+        pytest.param("threads", "fork", marks=needs_fork),
         pytest.param("threads", "spawn", marks=pytest.mark.full),
     ],
 )
@@ -224,6 +225,7 @@ def test_a_loader_inside_a_worker_of_torchs_own_does_so_too() -> None:
     assert [int(total) for total in theirs] == [6, 6]
 
 
+@needs_fork
 @pytest.mark.parametrize("persistent", [False, True])
 @every_backend
 def test_a_fork_in_the_middle_that_drops_the_iterator_does_no_harm(
@@ -244,6 +246,7 @@ def test_a_fork_in_the_middle_that_drops_the_iterator_does_no_harm(
     assert found == [[index] for index in range(20)]
 
 
+@needs_fork
 @pytest.mark.parametrize("backend", ["threads", "fork"])
 def test_a_fork_in_the_middle_does_not_take_what_is_the_parents(backend: str) -> None:
     loader = load(Samples(int, 20), backend, persistent_workers=True)
@@ -281,6 +284,7 @@ FORKING_SCRIPT = """
 """
 
 
+@needs_fork
 def test_a_fork_in_the_middle_of_a_script_that_exits_does_no_harm(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(FORKING_SCRIPT))

@@ -18,6 +18,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.crew_driver import CrewDriver
+from support.platforms import posix
 
 from hybridloader import DataLoader, Fork, WorkerDied
 from hybridloader.backends.process import transports
@@ -84,6 +85,7 @@ def wire(request: pytest.FixtureRequest) -> Iterator[Wire]:
     made.close()
 
 
+@posix
 def test_damage_is_the_end_of_that_worker_and_the_reason_is_kept(wire: Wire) -> None:
     wire.write(joined(b"good") + b"print() of a program that has our descriptor")
     found = wire.until_gone()
@@ -97,6 +99,7 @@ def test_damage_is_the_end_of_that_worker_and_the_reason_is_kept(wire: Wire) -> 
     wire.transport.flush()
 
 
+@posix
 def test_a_worker_that_just_ends_is_not_damaged(wire: Wire) -> None:
     wire.write(joined(b"good"))
     wire.theirs.close()
@@ -118,6 +121,7 @@ def test_no_memory_for_a_message_is_the_end_of_that_worker_alone(
     wire.close()
 
 
+@posix
 @thorough
 @given(st.binary(min_size=16, max_size=300))
 def test_any_bytes_end_a_worker_and_leave_nothing(data: bytes) -> None:
@@ -130,6 +134,7 @@ def test_any_bytes_end_a_worker_and_leave_nothing(data: bytes) -> None:
         wire.close()
 
 
+@posix
 def test_descriptors_that_came_with_damage_are_closed() -> None:
     import array
     import socket
@@ -144,7 +149,7 @@ def test_descriptors_that_came_with_damage_are_closed() -> None:
     wire.close()
 
 
-@pytest.mark.parametrize("kind", [SocketEndpoint, PipeEndpoint])
+@pytest.mark.parametrize("kind", [pytest.param(SocketEndpoint, marks=posix), PipeEndpoint])
 def test_a_worker_ends_with_the_reason_when_its_input_is_damaged(kind: Any) -> None:
     ours, theirs = Pipe()
     endpoint = kind(theirs)
@@ -158,6 +163,7 @@ def test_a_worker_ends_with_the_reason_when_its_input_is_damaged(kind: Any) -> N
     ours.close()
 
 
+@posix
 @pytest.mark.parametrize("timeout", [3e6, 1e9, 1e12])
 def test_a_wait_of_years_is_a_wait(timeout: float) -> None:
     wire = Wire(SocketTransport)
@@ -183,6 +189,7 @@ class Scribbler:
         return index
 
 
+@posix
 @pytest.mark.parametrize(
     "backend", ["fork", "shared-memory", pytest.param("spawn", marks=pytest.mark.full)]
 )
@@ -211,7 +218,7 @@ def shipped(share: bool) -> tuple[list[bytearray], list[int]]:
     return parts, fds
 
 
-@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("share", [pytest.param(True, marks=posix), False])
 def test_a_whole_shipment_arrives(share: bool) -> None:
     parts, fds = shipped(share)
     thing = receive([memoryview(part) for part in parts], fds)
@@ -270,7 +277,7 @@ def _fail(error: Exception) -> None:
     raise error
 
 
-@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("share", [pytest.param(True, marks=posix), False])
 @pytest.mark.parametrize("error", [EOFError("short"), LookupError("no GPU"), StopIteration()])
 def test_what_can_not_be_loaded_in_the_worker_is_told_and_is_no_end_of_input(
     error: Exception, share: bool

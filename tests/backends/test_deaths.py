@@ -21,6 +21,7 @@ import pytest
 import torch
 from support.failing_datasets import WAITING, Samples, at_gate, every_process, load, outcomes, start
 from support.named_slots import NamedFork
+from support.platforms import posix
 from torch.utils.data import Dataset
 
 from hybridloader import DataLoader, WorkerDied, WorkerTimeout
@@ -73,6 +74,7 @@ def _deaths() -> Iterator[tuple[str, str, str]]:
     yield "spawn", "segfault", "other thread"  # its workers take their time to start
 
 
+@posix
 @pytest.mark.filterwarnings("ignore:.*forks this process while other threads")  # the main one
 @pytest.mark.parametrize(("backend", "death", "where"), list(_deaths()))
 def test_a_dead_worker_is_named_with_what_killed_it_and_what_it_had_to_do(
@@ -114,6 +116,7 @@ def test_a_dead_worker_is_named_with_what_killed_it_and_what_it_had_to_do(
     assert DEATHS[death][1] in str(error)
 
 
+@posix
 def test_a_worker_that_the_system_killed_is_told_to_lack_memory_perhaps() -> None:
     with pytest.raises(WorkerDied, match=r"memory.*threads"):
         list(load(Samples(_dying("kill")), "fork"))
@@ -166,6 +169,7 @@ def _die_once(flag: Path, die: Callable[[], Any]) -> Callable[[int], int]:
     return sample
 
 
+@posix
 @pytest.mark.parametrize("persistent", [True, False])
 @pytest.mark.parametrize("backend", WAITING)
 def test_after_a_death_the_next_epoch_works_again(
@@ -189,6 +193,7 @@ def test_a_worker_that_dies_at_its_start_is_named(backend: str) -> None:
         list(load(Samples(int), backend, worker_init_fn=_die_at_init))
 
 
+@posix
 @every_process
 def test_an_idle_persistent_worker_that_died_is_replaced_or_told(backend: str) -> None:
     loader = load(Samples(int, 2), backend, persistent_workers=True)
@@ -203,6 +208,7 @@ def test_an_idle_persistent_worker_that_died_is_replaced_or_told(backend: str) -
     assert list(loader) == [[0], [1]]
 
 
+@posix
 def test_a_worker_whose_parent_hangs_up_without_reading_sees_the_end_of_its_input() -> None:
     """Unread bytes in a socket that is closed make the other side's next read an error."""
     ours, theirs = multiprocessing.Pipe(duplex=True)
@@ -216,6 +222,7 @@ def test_a_worker_whose_parent_hangs_up_without_reading_sees_the_end_of_its_inpu
         endpoint.close()
 
 
+@posix
 def test_writing_after_the_worker_has_ended_is_the_end_too() -> None:
     """Its writer thread may still be at a large frame; a traceback of it would be noise."""
     ours, theirs = multiprocessing.Pipe(duplex=True)
@@ -226,6 +233,7 @@ def test_writing_after_the_worker_has_ended_is_the_end_too() -> None:
     ours.close()
 
 
+@posix
 def test_descriptors_of_which_too_many_are_under_way_are_sent_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -317,6 +325,7 @@ def test_workers_live_where_the_kernel_has_no_pidfd(monkeypatch: pytest.MonkeyPa
     assert list(load(Samples(int, 3), "fork")) == [[0], [1], [2]]
 
 
+@posix
 def test_a_process_that_closed_its_files_and_goes_on_is_not_waited_for_longer_than_asked() -> None:
     reading, writing = os.pipe()
     os.close(writing)
@@ -334,6 +343,7 @@ def test_a_process_that_closed_its_files_and_goes_on_is_not_waited_for_longer_th
     os.close(reading)
 
 
+@posix
 def test_what_was_made_for_a_process_that_can_not_be_started_is_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

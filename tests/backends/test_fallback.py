@@ -82,6 +82,7 @@ def test_in_other_processes_everything_stays(backend: Any) -> None:
     assert usable(backend) is backend
 
 
+@needs_fork
 @pytest.mark.parametrize("backend", PROCESSES)
 def test_a_backend_that_is_opened_by_hand_still_refuses(backend: Any, daemonic: None) -> None:
     with pytest.raises(BackendUnavailable, match=r"daemonic.*threads"):

@@ -298,7 +298,7 @@ def standard_streams(index: int) -> list[str]:
     return [os.readlink(f"/proc/self/fd/{fd}") for fd in range(3)]
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="reads /proc")
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_process_without_standard_streams_has_workers_all_the_same(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.platforms import posix
 
 from hybridloader.backends.process.postmortem import OomWatch
 
@@ -161,6 +162,7 @@ def test_where_cgroups_count_nothing_the_machine_does(tmp_path: Path) -> None:
     assert "machine's OOM killer struck (oom_kill rose from 1 to 2" in watch.describe("SIGKILL")
 
 
+@posix
 @pytest.mark.parametrize(
     ("free", "used", "word"),
     [(0, 1, "/dev/shm is full"), (9, 10, "cgroup's limit"), (9, 1, "has become shorter")],

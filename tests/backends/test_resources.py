@@ -20,11 +20,12 @@ import numpy as np
 import psutil
 import pytest
 from support.named_slots import NamedSharedMemory
+from support.platforms import posix
 
 import hybridloader
 from hybridloader import DataLoader, Pipeline, SharedMemory
 
-linux = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="reads /proc")
+linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
 BATCH = 1 << 20
@@ -91,6 +92,7 @@ def epochs_of_a_pipeline(backend: str) -> Iterator[Any]:
             yield [int(batch[1][0]) for batch in epoch]
 
 
+@posix
 @linux
 @pytest.mark.parametrize(
     ("epochs", "backend"),
@@ -291,6 +293,7 @@ def limit_memory(worker: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
+@posix
 @linux
 @pytest.mark.parametrize(
     "backend", ["fork", pytest.param("spawn", marks=pytest.mark.full), "shared-memory"]

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from support.failing_datasets import Samples, load
+from support.platforms import PACKAGE
 from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
@@ -31,7 +32,7 @@ zygote = pytest.mark.skipif(not fork_safety.available(), reason="needs fork, /pr
 
 
 def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": PACKAGE}
     command = [sys.executable, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=150, env=environment)
 

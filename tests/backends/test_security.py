@@ -26,6 +26,7 @@ import pytest
 import torch
 from support.named_slots import NamedSharedMemory
 from support.operator_context import Script, context, drain
+from support.platforms import posix
 
 from hybridloader import DataLoader, Pipeline
 from hybridloader._support import system
@@ -38,7 +39,7 @@ from hybridloader.memory import segments
 from hybridloader.pipeline.operators import cache
 from hybridloader.pipeline.operators.cache import Cache, _who_else
 
-linux = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="reads /proc")
+linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 PROCESSES = ["fork", "shared-memory", "spawn"]
 
 
@@ -104,6 +105,7 @@ def test_nobody_listens_and_no_socket_has_a_name(backend: str, transport: str) -
     loader._iterator.close()
 
 
+@posix
 @linux
 @pytest.mark.parametrize(
     ("backend", "transport"),
@@ -138,6 +140,7 @@ def test_a_program_that_a_dataset_starts_inherits_nothing_of_ours(
         assert not of_ours(inherited())
 
 
+@posix
 @linux
 def test_what_is_kept_to_be_sent_on_is_not_inherited_either() -> None:
     before = set(inherited())
@@ -153,6 +156,7 @@ def test_what_is_kept_to_be_sent_on_is_not_inherited_either() -> None:
             assert set(inherited()) <= before
 
 
+@posix
 @pytest.mark.parametrize("flag", ["the platform's", "none"])
 def test_descriptors_that_arrive_close_on_exec(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if flag == "none":
@@ -253,6 +257,7 @@ def begin(file: Path) -> Any:
     return Cache(file).begin(lambda: Script(*ITEMS), context())
 
 
+@posix
 @pytest.mark.usefixtures("_any_umask")
 def test_a_cache_is_for_this_user_alone_whatever_the_umask(tmp_path: Path) -> None:
     found = begin(tmp_path / "cache")
@@ -263,6 +268,7 @@ def test_a_cache_is_for_this_user_alone_whatever_the_umask(tmp_path: Path) -> No
     assert stat.S_IMODE((tmp_path / "cache").stat().st_mode) == 0o600
 
 
+@posix
 @pytest.mark.parametrize("mode", [0o620, 0o602, 0o666, 0o777])
 def test_a_cache_that_others_may_write_to_is_not_read(tmp_path: Path, mode: int) -> None:
     file = tmp_path / "cache"
@@ -312,6 +318,7 @@ def test_where_files_are_given_to_others_none_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
+@posix
 def test_no_link_at_the_temporary_name_is_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -360,6 +367,7 @@ print([int(item[0]) for item in found], len(told), "without a cache" in str(told
 """
 
 
+@posix
 @linux
 def test_a_disk_that_is_full_leaves_no_half_of_a_file(tmp_path: Path) -> None:
     root = Path(__file__).parents[1]

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.platforms import PACKAGE
 
 from hybridloader import DataLoader
-
-ROOT = Path(__file__).parents[2]
 
 SCRIPT = """
 import functools, multiprocessing, sys
@@ -77,7 +76,7 @@ def run(script: Path, *arguments: str) -> list[str]:
         capture_output=True,
         text=True,
         timeout=100,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": PACKAGE},
     )
     assert (done.stderr, done.returncode) == ("", 0)
     return done.stdout.splitlines()
@@ -182,7 +181,7 @@ def test_cells_of_a_notebook_send_what_they_define(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         timeout=100,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "IPYTHONDIR": str(tmp_path)},
+        env={**os.environ, "PYTHONPATH": PACKAGE, "IPYTHONDIR": str(tmp_path)},
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.platforms import posix
 
 from hybridloader.backends.process import postmortem
 from hybridloader.backends.process.postmortem import MOST, PostmortemRecord, shortened
@@ -96,6 +97,7 @@ def test_what_is_no_stack_is_cut_to_size(noise: str) -> None:
     assert told.endswith("  frame")
 
 
+@posix
 def test_a_crash_is_found_behind_many_stacks(record: PostmortemRecord) -> None:
     for _ in range(40):
         os.write(record.fd, b"Thread 0x1 (most recent call first):\n" + b"  x\n" * 2_500)

@@ -13,10 +13,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.platforms import posix
 from support.postmortem import PATIENCE, Child, child, crash_in_native_code, linux
 
 from hybridloader.backends.process import postmortem
 from hybridloader.backends.process.postmortem import PostmortemRecord, PostmortemWriter, free_signal
+
+pytestmark = posix
+
 
 # -- a stack that is asked for -----------------------------------------------------------------------
 

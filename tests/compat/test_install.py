@@ -9,7 +9,6 @@ import types
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -17,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.installed_torch import warns_without_accelerator
+from support.platforms import PACKAGE
 from support.sample_origin import PROCESS, THREAD, OriginDataset, origin_loader, origins
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import IterableDataset, TensorDataset, get_worker_info
@@ -29,8 +29,6 @@ from hybridloader.loader.iterator import LoaderIterator
 from hybridloader.loader.options import Options
 from hybridloader.loader.plan import LoaderPlan
 from hybridloader.testing.tools import Gate
-
-ROOT = Path(__file__).parents[2]
 
 
 class Stream(IterableDataset[int]):
@@ -356,7 +354,7 @@ print(DataLoader._get_iterator.__module__)
         capture_output=True,
         text=True,
         timeout=100,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": PACKAGE},
     )
     assert (done.stderr, done.returncode) == ("", 0)
     assert done.stdout == "LoaderIterator\ntorch.utils.data.dataloader\n"

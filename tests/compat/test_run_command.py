@@ -10,10 +10,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from support.platforms import PACKAGE
 
 from hybridloader.cli import BAD_INPUT, main
-
-ROOT = Path(__file__).parents[2]
 
 SEES = """
 import atexit, sys
@@ -52,7 +51,7 @@ def python(*arguments: str, cwd: Path) -> tuple[str, str, int]:
         text=True,
         timeout=100,
         cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": PACKAGE},
     )
     return done.stdout, done.stderr, done.returncode
 

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch.utils.data
 from support.manual_clock import Clock
+from support.platforms import PACKAGE
 
 import hybridloader
 from hybridloader import DataLoader
 from hybridloader.observe.headroom_trials import KEPT, KeptBatches, Reuse
 
 THREADS: dict[str, Any] = {"backend": "threads", "num_workers": 2}
-ROOT = Path(__file__).parents[2]
 
 
 class Counting:
@@ -190,7 +190,7 @@ def test_the_command(tmp_path: Path) -> None:
         text=True,
         timeout=100,
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": PACKAGE},
     )
     assert (done.returncode, done.stdout) == (0, "50\n50\n")
     told = done.stderr.splitlines()

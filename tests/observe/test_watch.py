@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.platforms import PACKAGE
 from support.recordings import recording, stage
 
 from hybridloader import DataLoader, Pipeline
@@ -21,7 +22,6 @@ from hybridloader.observe.stats import stats_of
 from hybridloader.observe.watching import Watch
 
 THREADS: dict[str, Any] = {"backend": "threads", "num_workers": 2}
-ROOT = Path(__file__).parents[2]
 
 
 class Lines(io.StringIO):
@@ -187,7 +187,7 @@ def test_the_command(tmp_path: Path) -> None:
         text=True,
         timeout=100,
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": PACKAGE},
     )
     assert (done.returncode, done.stdout) == (3, "epoch 0\nepoch 1\n")
     first, *told = done.stderr.splitlines()
