@@ -225,9 +225,19 @@ def one_of(name: str, value: Any, choices: Collection[str]) -> None:
 def keywords(caller: str, given: Collection[str], known: Collection[str], before: str = "") -> None:
     """Refuse keywords that `caller` does not have. Raises `TypeError`."""
     if unknown := sorted({*given} - {*known}):
+        guess = meant(unknown[0], known)
         raise TypeError(
-            f"{caller} got an unexpected keyword {unknown[0]!r}; there are: {before}{', '.join(known)}"
+            f"{caller} got an unexpected keyword {unknown[0]!r}; {guess}there are: {before}"
+            f"{', '.join(known)}"
         )
+
+
+def meant(word: str, known: Collection[str]) -> str:
+    """Return ``"did you mean 'x'? "`` if a known word is like `word`, or else an empty text."""
+    from difflib import get_close_matches  # only for errors
+
+    close = get_close_matches(word, known, 1)
+    return f"did you mean {close[0]!r}? " if close else ""
 
 
 def policy(

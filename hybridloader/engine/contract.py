@@ -28,7 +28,7 @@ from queue import Empty, SimpleQueue
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from hybridloader._support.text import flag
+from hybridloader._support.text import flag, meant
 from hybridloader._support.threads import snapshot
 from hybridloader.engine.messages import Done, Event, Message, Stop, WorkerSpec
 from hybridloader.errors import BackendUnavailable
@@ -371,10 +371,13 @@ def backend_names() -> tuple[str, ...]:
     return tuple(known())
 
 
+_PROCESSES = "processes"  # what users type first
+
+
 def normalize(name: str) -> str:
     """Return the registered form of a name: ``"shared-memory"`` for ``"processes"``."""
     name = name.strip().lower().replace("_", "-")
-    return "shared-memory" if name == "processes" else name
+    return "shared-memory" if name == _PROCESSES else name
 
 
 def get_backend(backend: Any) -> Backend:
@@ -398,7 +401,8 @@ def get_backend(backend: Any) -> Backend:
         raise TypeError(f"backend must be a name or a Backend, not {backend!r}{hint}")
     if (entry := known().get(normalize(backend))) is None:
         listed = ", ".join(f"{name} ({known()[name].install})" for name in known())
-        raise BackendUnavailable(f"unknown backend {backend!r}; there are: {listed}")
+        guess = meant(backend, [*known(), _PROCESSES])
+        raise BackendUnavailable(f"unknown backend {backend!r}; {guess}there are: {listed}")
     made: Any = _load(backend, entry)()
     if not isinstance(made, Backend):
         raise TypeError(f"backend {backend!r} gave {made!r}, which is not a Backend")

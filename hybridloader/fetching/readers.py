@@ -25,8 +25,9 @@ from types import GeneratorType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hybridloader._support.states import load_into
+from hybridloader._support.text import brief
 from hybridloader._support.torch_env import seed_datapipe
-from hybridloader._support.user_objects import attribute, foreign, is_container
+from hybridloader._support.user_objects import add_note, attribute, foreign, is_container
 from hybridloader.engine.dataset_state import ShardStart, states_of
 from hybridloader.engine.messages import (
     Abandoned,
@@ -358,12 +359,16 @@ class IndexedFetcher(LoaderFetcher):
         if many and (self._whole or (rng is None and not context.tracked)):
             return self._collate_fn(many(index))
         samples: list[Any] = []
-        indices = index if rng is None else rng.enter(index)
+        indices, one = index if rng is None else rng.enter(index), None
         try:
             for one in numbered(indices, context) if context.tracked else indices:
                 samples.append(dataset[one])
                 if context.cancelled:
                     raise Abandoned
+        except Exception as error:
+            if one is not None:
+                _add_index(error, one)
+            raise
         finally:
             if rng is not None:
                 rng.leave()
@@ -402,7 +407,13 @@ class IndexedFetcher(LoaderFetcher):
         return self._collated(indices, samples, [])
 
     def sample(self, index: Any) -> Any:
-        return self._dataset[index] if self._loop is None else self._loop.alone(index)
+        if self._loop is not None:
+            return self._loop.alone(index)
+        try:
+            return self._dataset[index]
+        except Exception as error:
+            _add_index(error, index)
+            raise
 
     def begin(self, index: Any, ring: Callable[[], None]) -> StartedTask:
         assert self._helpers is not None
@@ -426,6 +437,10 @@ class IndexedFetcher(LoaderFetcher):
 
     def key(self, index: Any) -> Key:
         return partial(_key_of_batch, index if self._batched else [index], self._context)
+
+
+def _add_index(error: Exception, index: Any) -> None:
+    add_note(error, f"The dataset was asked for index {brief(index)}.")
 
 
 def _key_of_batch(indices: Any, context: TaskContext) -> bytes:

@@ -190,8 +190,6 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # Ligh
     ) -> None:
         auto = Auto.of(dataset, num_workers, backend, multiprocessing_context)
         num_workers, backend = settled(auto, num_workers, backend)
-        if backend is not None:
-            get_backend(backend)
         if prefetch_factor == 0:
             raise ValueError(
                 "prefetch_factor=0 would leave the workers without tasks; use prefetch_factor=1, or "
@@ -212,6 +210,11 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # Ligh
         if auto is not None:
             self._auto = auto
         self._plan().check()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "backend" and value is not None:
+            get_backend(value)
+        super().__setattr__(name, value)
 
     def _plan(self) -> LoaderPlan:
         return LoaderPlan.of(self, self.backend, Options.of(self))

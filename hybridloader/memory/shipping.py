@@ -419,7 +419,8 @@ def culprit(thing: Any, path: str, attempt: Callable[[Any], None]) -> str:
             kind not in _CONTAINERS and kind in kinds[i + 1 :] for i, kind in enumerate(kinds)
         )
         deepest = next((each for each, again in zip(way, repeated, strict=True) if again), deepest)
-    return f"{deepest[0]} (a {type(deepest[1]).__qualname__})"
+    where = deepest[0].removeprefix("the loader.fetch.")  # as users name a part: "dataset.lock"
+    return f"{where} (a {type(deepest[1]).__qualname__})"
 
 
 def _parts(thing: Any) -> Iterator[tuple[str, Any]]:

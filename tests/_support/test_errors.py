@@ -192,6 +192,13 @@ def test_the_exception_of_a_caller_that_does_the_work_is_the_one_raised(workers:
 
 
 @every_backend
+def test_a_note_names_the_index_of_the_sample_that_failed(backend: str) -> None:
+    with pytest.raises(ArithmeticError) as caught:
+        list(load(Samples(fail_on_third), backend, batch_size=4))
+    assert caught.value.__notes__[0] == "The dataset was asked for index 2."
+
+
+@every_backend
 def test_an_exception_class_made_in_a_function_can_be_caught(backend: str) -> None:
     class Local(Exception):
         pass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import multiprocessing.context
 import os
+import re
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -84,11 +85,18 @@ def test_a_backend_of_the_wrong_type_is_refused(wrong: Any) -> None:
     assert repr(wrong) in str(caught.value)
 
 
-def test_a_backend_set_after_the_constructor_is_checked_by_the_iterator() -> None:
-    loader = DataLoader(Numbers(), num_workers=1)
-    loader.backend = "treads"
-    with pytest.raises(BackendUnavailable, match="treads"):
-        iter(loader)
+def test_a_backend_set_after_the_constructor_is_checked_at_once() -> None:
+    loader = DataLoader(Numbers(), num_workers=1, backend="threads")
+    for backend, kind, words in [
+        ("treads", BackendUnavailable, "'treads'; did you mean 'threads'?"),
+        ("process", BackendUnavailable, "'process'; did you mean 'processes'?"),
+        ("nothing like it", BackendUnavailable, "'nothing like it'; there are: inline"),
+        (3, TypeError, "backend must be a name or a Backend, not 3"),
+        (Threads, TypeError, "use an instance: Threads()"),
+    ]:
+        with pytest.raises(kind, match=re.escape(words)):
+            loader.backend = backend  # type: ignore[assignment]
+    assert loader.backend == "threads"
 
 
 @pytest.mark.parametrize("method", ["Fork", "threads", "", "fork server", 3])

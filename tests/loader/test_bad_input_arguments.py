@@ -134,8 +134,6 @@ CHANGED: list[tuple[str, Any, type[Exception], str]] = [
     ("generator", 3, TypeError, "generator must be a torch.Generator, got 3"),
     ("in_order", "no", TypeError, f"in_order {FLAG} 'no'"),
     ("pin_memory", "x", TypeError, f"pin_memory {FLAG} 'x'"),
-    ("backend", 3, TypeError, "backend must be a name or a Backend, not 3"),
-    ("backend", Threads, TypeError, r"use an instance: Threads\(\)"),
 ]
 
 

@@ -182,7 +182,7 @@ def test_whatever_goes_along_is_named(
     _no_process_may_start(monkeypatch)
     with pytest.raises(WorkerPicklingError) as caught:
         iter(DataLoader(WithInner(make(threading.Lock())), num_workers=1, backend="spawn"))
-    assert str(caught.value).startswith(f"the loader.fetch.dataset.inner{path} can't")
+    assert str(caught.value).startswith(f"dataset.inner{path} can't")
 
 
 def test_a_tensor_that_autograd_knows_more_of_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

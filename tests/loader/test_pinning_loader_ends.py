@@ -66,7 +66,9 @@ def test_errors_of_workers_keep_their_place_and_their_words(backend: str) -> Non
     found = outcomes(iter(loader))
     assert [type(item) for item in found] == [torch.Tensor] * 2 + [ValueError] + [torch.Tensor] * 2
     if sys.version_info >= (3, 11):
-        assert "In stage 'DataLoader', worker 0" in found[2].__notes__[0]
+        index, place = found[2].__notes__
+        assert index == "The dataset was asked for index 2."
+        assert "In stage 'DataLoader', worker 0" in place
 
 
 def exit_at_two(index: int) -> int:

@@ -67,6 +67,11 @@ def placed(error: type[Exception], words: str, **where: Any) -> Case:
 THREADS: dict[str, Any] = {"backend": "threads"}
 
 PLACEMENTS: dict[str, Case] = {
+    "a keyword by another name": (
+        lambda: BASE.map(double, backend="threads", num_worker=2),
+        TypeError,
+        "unexpected keyword 'num_worker'; did you mean 'num_workers'",
+    ),
     "unknown backend": placed(
         BackendUnavailable, "unknown backend 'treads'.*threads", backend="treads"
     ),

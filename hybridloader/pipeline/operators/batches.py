@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from hybridloader._support import text
 from hybridloader._support.text import function, is_number, short, warn
-from hybridloader._support.user_objects import Raised, attribute, counts_as_item, foreign, has
+from hybridloader._support.user_objects import (
+    Raised,
+    add_note,
+    attribute,
+    counts_as_item,
+    foreign,
+    has,
+)
 from hybridloader.devices.batch_parts import like
 from hybridloader.fetching.collate import is_default_collate, slot_for, teach_torch
 from hybridloader.memory.limits import DEFAULT_MEMORY, Memory, check_memory
@@ -147,7 +154,11 @@ class Collating:
     """A collate function and its slots, page-locked if a device is going to read them."""
 
     def __init__(
-        self, collate_fn: CollateFn | None, memory: Memory, locks: PageLocks | None = None
+        self,
+        stage: str,
+        collate_fn: CollateFn | None,
+        memory: Memory,
+        locks: PageLocks | None = None,
     ) -> None:
         if collate_fn is None:
             from torch.utils.data import default_collate
@@ -155,7 +166,7 @@ class Collating:
             collate_fn = default_collate
         if is_default_collate(collate_fn):
             teach_torch()
-        self._function = collate_fn
+        self._stage, self._function = stage, collate_fn
         self._slots = PrivateSlots(memory.bytes())
         if locks is not None:
             self._slots.page_lock(locks)
@@ -165,7 +176,10 @@ class Collating:
         try:
             batch = self._function(samples)
         except Exception as error:
-            Raised(foreign(error, "a collate_fn")).throw()
+            raised = foreign(error, "a collate_fn")
+            place = f"In stage {self._stage!r}, the calling thread, collating {len(samples)} items."
+            add_note(raised, place)
+            Raised(raised).throw()
         finally:
             set_slots(before)
         if self._slots.refusal is not None:
@@ -236,7 +250,7 @@ class Batch(_OfSize):
         check_collation(self, self.collate_fn, self.memory)
 
     def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
-        collate = Collating(self.collate_fn, self.memory, context.locks)
+        collate = Collating(self.name, self.collate_fn, self.memory, context.locks)
         return BatchIterator(items, self.batch_size, self.drop_last, collate, context)
 
 
@@ -271,7 +285,9 @@ class PaddedBatch(_OfSize):
             raise TypeError(f"{self.name}: {error}") from None
 
     def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
-        collate = Collating(Pad(self.padding_value, self.lengths), self.memory, context.locks)
+        collate = Collating(
+            self.name, Pad(self.padding_value, self.lengths), self.memory, context.locks
+        )
         return BatchIterator(items, self.batch_size, self.drop_last, collate, context)
 
 
@@ -682,7 +698,7 @@ class BucketBy(Operator):
         check_collation(self, self.collate_fn, self.memory)
 
     def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
-        collate = Collating(self.collate_fn, self.memory, context.locks)
+        collate = Collating(self.name, self.collate_fn, self.memory, context.locks)
         return BucketByIterator(items, self, collate, context)
 
     def before(self, n: int, epoch: int, mark: Mark | None) -> Sequence[UpstreamPart] | None:
@@ -898,7 +914,7 @@ class BatchBy(Operator):
         check_collation(self, self.collate_fn, self.memory)
 
     def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
-        collate = Collating(self.collate_fn, self.memory, context.locks)
+        collate = Collating(self.name, self.collate_fn, self.memory, context.locks)
         return BatchByIterator(items, self, collate, context)
 
     def length(self, upstream: Length) -> Length:
