@@ -48,7 +48,7 @@ def _imported(module: str, name: str, connection: Any, recorded: bool | str) -> 
 
 
 def open_record(path: str, flags: int = os.O_APPEND) -> int:
-    """Open the file of a record by its path; by default, what is written comes at its end."""
+    """Open the file of a record by its path. By default, each write appends to it."""
     return os.open(path, os.O_RDWR | system.BINARY | system.TEMPORARY | flags)
 
 
