@@ -1,4 +1,4 @@
-"""Command line: ``hybridloader demo``, ``run``, ``tune``, ``index``, ``write-shards``.
+"""Command line: ``hybridloader demo``, ``run``, ``tune``, ``index``, ``write-shards``, ``info``.
 
 It parses and reports. Nothing heavy is imported before a subcommand runs, and a user's mistake is
 one line on standard error and exit code 2, never a traceback.
@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"hybridloader {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for add in (_add_demo, _add_run, _add_tune, _add_index, _add_pack):
+    for add in (_add_demo, _add_run, _add_tune, _add_index, _add_pack, _add_info):
         command = add(commands)
         command.set_defaults(parser=command)
     return parser
@@ -206,6 +206,16 @@ def _add_pack(commands: Any) -> Any:
         _STORAGE_OPTIONS,
     )
     return pack
+
+
+def _add_info(commands: Any) -> Any:
+    info = commands.add_parser(
+        "info",
+        help="print what a bug report needs: versions, limits, backends",
+        description="Print the versions and limits that a bug report needs, and which backends work.",
+    )
+    info.set_defaults(run=_info)
+    return info
 
 
 def _add_options(command: Any, *options: tuple[Any, ...]) -> None:
@@ -422,6 +432,43 @@ def _source(arguments: argparse.Namespace) -> Any:
             file=sys.stderr,
         )
     return samples
+
+
+def _info(arguments: argparse.Namespace) -> None:
+    """Print the versions and limits of this process, a line each."""
+    import multiprocessing
+    import platform
+    import shutil
+    from importlib.metadata import PackageNotFoundError, version
+
+    from hybridloader._support import system
+    from hybridloader.engine import get_backend
+    from hybridloader.engine.contract import backend_names
+    from hybridloader.errors import BackendUnavailable
+    from hybridloader.memory.limits import process_limit
+    from hybridloader.observe.measures import affinity, limit
+
+    found = {"Python": sys.version, "system": f"{platform.platform()}, {platform.machine()}"}
+    for package in ("hybridloader", "torch", "numpy", "loky", "cloudpickle"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    found["CPUs"] = f"{limit().cores:g} of {len(affinity())}"
+    found["memory"] = f"{process_limit() / 2**30:.1f} GiB"
+    with contextlib.suppress(OSError):
+        free = shutil.disk_usage(Path(system.ROOT, "dev/shm")).free
+        found["/dev/shm"] = f"{free / 2**30:.1f} GiB free"
+    found["open files"] = f"{system.soft_limit('RLIMIT_NOFILE') or 'no limit'}"
+    found["start method"] = multiprocessing.get_start_method()
+    for name in backend_names():
+        try:
+            get_backend(name).check()
+            found[name] = "works"
+        except BackendUnavailable as error:
+            found[name] = str(error).splitlines()[0]
+    for name, text in found.items():
+        print(f"{name:15} {text}")
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.metadata
 import re
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from pathlib import Path
 import pytest
 
 import hybridloader
+from hybridloader import cli
+from hybridloader._support import system
 
 ROOT = Path(__file__).parent.parent
 CORE = ROOT / "hybridloader"
@@ -134,3 +137,13 @@ def test_constraints_pin_everything_that_is_required() -> None:
     for wanted in (required, *extras.values()):
         for line in wanted.split():
             assert re.split(r"[>\[]", line)[0].replace("-", "_") in pinned, line
+
+
+def test_info_prints_what_a_bug_report_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["info"]) == 0
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert lines["Python"] == sys.version.splitlines()[0].rstrip()
+    assert lines["torch"] == importlib.metadata.version("torch")
+    assert lines["inline"] == lines["threads"] == "works"
+    assert (lines["fork"] == "works") is system.FORK
+    assert lines["memory"].endswith(" GiB")
