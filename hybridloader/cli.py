@@ -125,6 +125,7 @@ def _add_run(commands: Any) -> Any:
         ("--trace", str, "FILE", "record a trace, .json or .json.gz"),
         ("--headroom", None, None, "measure the largest possible speedup, on a few batches"),
         ("--watch", None, None, "write rate, stall and verdict of each loader every 10 seconds"),
+        ("--stats", None, None, "write the statistics and the verdict of each loader at the end"),
     )
     run.add_argument(
         "-m", dest="module", action="store_true", help="SCRIPT is the name of a module"
@@ -309,10 +310,10 @@ def _run(arguments: argparse.Namespace) -> str | None:
             from hybridloader.observe.headroom_trials import Reuse
 
             around.enter_context(Reuse())
-        if arguments.watch:
+        if arguments.watch or arguments.stats:
             from hybridloader.observe.watching import Watch
 
-            around.enter_context(Watch())
+            around.enter_context(Watch(every=10.0 if arguments.watch else None))
         script.run(program, arguments.arguments)
     return None
 

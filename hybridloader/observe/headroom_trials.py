@@ -309,6 +309,8 @@ class Reuse(ProgramBlock):
 
     def _end(self, error: BaseException | None) -> None:
         stream = sys.stderr if self._stream is None else self._stream
+        if not self.loaders:
+            print("hybridloader: no loop took batches of a DataLoader: no headroom", file=stream)
         for kept in self.loaders:
             print(f"hybridloader: {kept}", file=stream)
         if any(kept.steps for kept in self.loaders):

@@ -118,14 +118,19 @@ class _Watched:
             f"stall {stats.stall.share:.0%} ({loads}). {stats.verdict}"
         )
 
+    def table(self) -> str | None:
+        """Return the statistics of the latest epoch; None without one."""
+        return None if self._latest is None else f"hybridloader: {self.name}:\n{self._latest}"
+
 
 class Watch(ProgramBlock):
     """Watch of all loaders and pipelines whose iterators are made while it runs; for one use.
 
-    Every `every` seconds, and at the end, it writes to `stream`, by default standard error.
+    Every `every` seconds, and at the end, it writes a line for each to `stream`, by default standard
+    error. With None it writes only at the end, the table of statistics of each.
     """
 
-    def __init__(self, stream: TextIO | None = None, every: float = 10.0) -> None:
+    def __init__(self, stream: TextIO | None = None, every: float | None = 10.0) -> None:
         super().__init__()
         self._every = every
         self._stream = sys.stderr if stream is None else stream
@@ -136,11 +141,13 @@ class Watch(ProgramBlock):
         self._numbers: dict[str, int] = {}
 
     def _begin(self) -> None:
-        self._thread.start()
+        if self._every is not None:
+            self._thread.start()
 
     def _end(self, error: BaseException | None) -> None:
         self._over.set()
-        self._thread.join()
+        if self._every is not None:
+            self._thread.join()
         try:
             self._write()
         except (OSError, ValueError):  # the terminal is gone
@@ -167,11 +174,12 @@ class Watch(ProgramBlock):
                 watched.look()
 
     def lines(self) -> list[str]:
-        """Return a line for each loader with new batches."""
+        """Return a line, or the table, for each loader with new batches."""
         with self._lock:
             for watched in self._watched.values():
                 watched.look()
-            lines = [watched.line() for watched in self._watched.values()]
+            tables = self._every is None
+            lines = [one.table() if tables else one.line() for one in self._watched.values()]
         return [line for line in lines if line is not None]
 
     def _write(self) -> None:

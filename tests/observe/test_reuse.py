@@ -196,3 +196,12 @@ def test_the_command(tmp_path: Path) -> None:
     told = done.stderr.splitlines()
     assert len(told) == 2
     assert "times as fast if loading cost nothing" in told[0]
+
+
+def test_a_script_without_a_loader_is_reported() -> None:
+    written = io.StringIO()
+    with Reuse(written):
+        pass
+    assert written.getvalue() == (
+        "hybridloader: no loop took batches of a DataLoader: no headroom\n"
+    )

@@ -179,10 +179,11 @@ if __name__ == "__main__":
 """
 
 
-def test_the_command(tmp_path: Path) -> None:
+@pytest.mark.parametrize("option", ["--watch", "--stats"])
+def test_the_command(option: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     done = subprocess.run(
-        [sys.executable, "-m", "hybridloader", "run", "--backend=threads", "--watch", "train.py"],
+        [sys.executable, "-m", "hybridloader", "run", "--backend=threads", option, "train.py"],
         capture_output=True,
         text=True,
         timeout=100,
@@ -192,5 +193,10 @@ def test_the_command(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (3, "epoch 0\nepoch 1\n")
     first, *told = done.stderr.splitlines()
     assert first == "done"
-    assert len(told) == 1
-    assert told[0].startswith("hybridloader: DataLoader: 10 batches, ")
+    if option == "--watch":
+        assert len(told) == 1
+        assert told[0].startswith("hybridloader: DataLoader: 10 batches, ")
+    else:
+        assert told[0] == "hybridloader: DataLoader:"
+        assert told[1].split()[:4] == ["stage", "where", "items", "busy"]
+        assert told[-2].startswith("10 items in ")
