@@ -10,7 +10,6 @@ import mmap
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -142,6 +141,8 @@ def _ends_within(windows: Any, pid: int, milliseconds: int) -> bool:
 
 def on_request(name: str, answer: Callable[[], object]) -> None:
     """On Windows, call `answer` on a thread of this process whenever one calls `request(name)`."""
+    import threading  # not for modules that only ask for features
+
     windows, event = module("_winapi"), _event(name)
 
     def answer_requests() -> None:

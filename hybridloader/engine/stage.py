@@ -405,7 +405,7 @@ class WorkerTable:
 
     def place(self, worker: int, index: Any, doing: str) -> str:
         """Return the origin of an exception, in one line."""
-        return f"In stage {self.spec.stage!r}, {self.name(worker)}, {doing} {brief(index)}."
+        return f"In stage {self.spec.stage!r}, {self.name(worker)}, {doing} {_asked(index)}."
 
     def death_report(self, fault: Fault, refusal: str) -> str:
         stage, worker = self.spec.stage, fault.worker
@@ -428,7 +428,7 @@ class WorkerTable:
         sent = dict(self.scheduler.sent)  # a copy, as another thread may pull
         late_ones = sorted(sent)[:1] if self.scheduler.ordered else sorted(sent)
         workers = [self.name(sent[seq]) for seq in late_ones]
-        held = "; ".join(brief(self.index([seq])) for seq in late_ones[:4])
+        held = "; ".join(_asked(self.index([seq])) for seq in late_ones[:4])
         who = ", ".join(dict.fromkeys(workers)) or "no worker"
         words = (  # torch's words come first, for programs that match them
             f"{self.spec.stage} timed out after {timeout} seconds: no result came from {who}, which was "
@@ -494,6 +494,13 @@ class WorkerReport:
     seconds: float | None  # seconds since it began that task; None if it has none
 
 
+def _asked(index: Any) -> str:
+    """Return the repr of a task's index, which has None for each sample of an iterable dataset."""
+    if isinstance(index, list) and index and all(one is None for one in index):
+        return f"the next {len(index)} samples"
+    return brief(index)
+
+
 def name_of(handles: Sequence[WorkerHandle], worker: int) -> str:
     """Name a worker in errors: ``"worker 1 (process, pid 4711)"``, as far as it is known."""
     if worker >= len(handles):
@@ -532,7 +539,7 @@ def death(
 ) -> str:
     """Word the error for a worker that ended without being asked to."""
     event = fault.event
-    held = [brief(indices.get(seq)) for seq in fault.in_flight]
+    held = [_asked(indices.get(seq)) for seq in fault.in_flight]
     tasks = f"It was to fetch {'; '.join(held[:4])}" if held else "It had no task"
     more = f"; and {len(held) - 4} tasks more" if len(held) > 4 else ""
     advice = _advice(fault.cause)
@@ -589,7 +596,7 @@ def overrun(
     else:
         fate = "It was killed; on_worker_death='restart' would restart it and continue."
     sentences = [
-        f"In stage {stage!r}, {worker} has been at {brief(index)} for {_seconds(seconds)}, "
+        f"In stage {stage!r}, {worker} has been at {_asked(index)} for {_seconds(seconds)}, "
         f"longer than task_timeout={timeout:g} seconds.",
         fate,
         "If such a task may take that long, raise task_timeout.",
@@ -625,7 +632,7 @@ _MOST = 40  # characters of a task in the table
 def _cells(row: WorkerReport) -> tuple[str, ...]:
     spent = task = "-"
     if row.seconds is not None:
-        spent, task = _seconds(row.seconds), " ".join(brief(row.index).split())
+        spent, task = _seconds(row.seconds), " ".join(_asked(row.index).split())
         task = task if len(task) <= _MOST else f"{task[: _MOST - 3]}..."
     pid = "-" if row.pid is None else str(row.pid)
     counts = f"{row.done:,}", f"{row.restarts:,}"

@@ -191,6 +191,19 @@ def test_the_exception_of_a_caller_that_does_the_work_is_the_one_raised(workers:
     assert "[0]" in notes_of(error)
 
 
+class Broken(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        raise ArithmeticError("no file")
+        yield
+
+
+@every_backend
+def test_a_task_of_an_iterable_dataset_is_named_by_its_number_of_samples(backend: str) -> None:
+    with pytest.raises(ArithmeticError) as caught:
+        next(start(load(Broken(), backend, batch_size=4)))
+    assert notes_of(caught.value).endswith("fetching the next 4 samples.")
+
+
 @every_backend
 def test_a_note_names_the_index_of_the_sample_that_failed(backend: str) -> None:
     with pytest.raises(ArithmeticError) as caught:
