@@ -294,10 +294,10 @@ def test_a_class_of_fastais_is_known_by_where_it_is_from() -> None:
         ),
         ({}, {"on_error": "ignore"}, ValueError, "on_error must be"),
         (
-            {"num_workers": 1, "multiprocessing_context": "fork"},
+            {"num_workers": 1, "multiprocessing_context": "spawn"},
             {"backend": "threads"},
             ValueError,
-            "contradicts multiprocessing_context='fork'",
+            "contradicts multiprocessing_context='spawn'",
         ),
     ],
     ids=["backend", "keyword", "timeout", "threads", "remainders", "errors", "context"],

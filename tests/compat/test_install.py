@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.installed_torch import warns_without_accelerator
-from support.platforms import PACKAGE
+from support.platforms import PACKAGE, needs_fork
 from support.sample_origin import PROCESS, THREAD, OriginDataset, origin_loader, origins
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import IterableDataset, TensorDataset, get_worker_info
@@ -360,6 +360,7 @@ print(DataLoader._get_iterator.__module__)
     assert done.stdout == "LoaderIterator\ntorch.utils.data.dataloader\n"
 
 
+@needs_fork
 def test_what_is_forked_has_it_too() -> None:
     class Nested:
         def __len__(self) -> int:

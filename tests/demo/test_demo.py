@@ -299,7 +299,7 @@ def test_an_image_that_a_worker_cant_read_is_one_line_with_its_name(
     broken = small / "red" / "1.png"
     broken.write_text("no image at all")
     line = refusal(["--data", str(small), "--workers", "2", "--backend", backend], capsys)
-    assert f"can't read the image {broken}: " in line
+    assert f"can't read the image {broken.as_posix()}: " in line
 
 
 def test_an_image_that_is_cut_off_is_one_line_with_its_name(
@@ -309,7 +309,7 @@ def test_an_image_that_is_cut_off_is_one_line_with_its_name(
     Image.effect_noise((200, 200), 90).save(cut_off)
     cut_off.write_bytes(cut_off.read_bytes()[:4000])
     line = refusal(["--data", str(small), "--workers", "0"], capsys)
-    assert f"can't read the image {cut_off}: " in line
+    assert f"can't read the image {cut_off.as_posix()}: " in line
 
 
 def test_a_missing_extra_says_what_to_install(

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.platforms import needs_fork
 from torch.utils.data import Dataset, IterableDataset
 
 import hybridloader
@@ -171,6 +172,7 @@ def test_what_another_package_registers_must_be_a_backend(monkeypatch: pytest.Mo
 # -- options that contradict each other ----------------------------------------------------------
 
 
+@needs_fork
 @pytest.mark.parametrize(
     ("backend", "context"),
     [
@@ -325,6 +327,7 @@ def test_an_unknown_option_is_refused_as_by_any_function(options: dict[str, Any]
 # -- where a backend can't serve -----------------------------------------------------------------
 
 
+@needs_fork
 @pytest.mark.parametrize("backend", ["fork", SharedMemory("fork")])
 def test_no_fork_after_cuda_was_initialized(
     monkeypatch: pytest.MonkeyPatch, backend: str | Backend

@@ -23,6 +23,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.comparison import same
 from support.operator_context import Oops, Script, context, drain
+from support.platforms import posix
 
 from hybridloader.errors import ResultPicklingError
 from hybridloader.pipeline.operators import cache as cache_module
@@ -196,6 +197,7 @@ def test_arrays_can_be_written_to_and_the_file_stays_as_it_is(file: Path) -> Non
     assert [item[0] for item in drain(again(Cache(file)))] == [0, 0, 0]
 
 
+@posix
 def test_arrays_outlive_the_pass_and_the_file(file: Path) -> None:
     drain(begin(Cache(file), np.arange(100_000)))
     found = again(Cache(file))
@@ -205,6 +207,7 @@ def test_arrays_outlive_the_pass_and_the_file(file: Path) -> None:
     assert item.sum() == 100_000 * 99_999 // 2
 
 
+@posix
 def test_only_this_user_may_read_it(file: Path) -> None:
     drain(begin(Cache(file), 1))
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
@@ -326,6 +329,7 @@ def test_an_interrupt_while_writing_leaves_nothing(
     assert os.listdir(file.parent) == []
 
 
+@posix
 def test_a_fork_neither_writes_nor_removes_what_its_parent_writes(file: Path) -> None:
     code = f"""
 import gc, os, sys
@@ -347,6 +351,7 @@ assert drain(found) == list(range(1, 1000))
     assert drain(again(Cache(file))) == list(range(1000))
 
 
+@posix
 def test_a_pass_that_is_under_way_at_exit_leaves_nothing(file: Path) -> None:
     code = f"""
 import sys

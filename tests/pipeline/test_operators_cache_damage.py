@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.comparison import same
 from support.operator_context import Script, context, drain, items_in
+from support.platforms import posix
 
 from hybridloader.errors import CacheError, HybridLoaderError
 from hybridloader.pipeline.operators import cache as cache_module
@@ -94,6 +95,7 @@ def test_a_file_that_is_cut_off_is_refused(tmp_path: Path, data: st.DataObject) 
         begin(Cache(file, "of this"))
 
 
+@posix
 @in_a_folder
 @given(st.data())
 def test_damage_is_found_wherever_it_is(tmp_path: Path, data: st.DataObject) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.platforms import posix
 
 from hybridloader import Pipeline, Replace
 from hybridloader.errors import CacheError
@@ -102,6 +103,7 @@ def test_what_differs_is_described_differently(name: str) -> None:
     assert in_words(one) == in_words(one)
 
 
+@posix
 def test_a_description_is_the_same_in_every_process() -> None:
     script = """
         import sys

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.platforms import needs_fork
 from support.random_pipelines import events, saved
 
 from hybridloader import Pipeline, Retry, Skip, get_worker_info
@@ -295,7 +296,7 @@ class Undivided:
         return iter(range(3))
 
 
-@pytest.mark.parametrize("backend", ["threads", "fork"])
+@pytest.mark.parametrize("backend", ["threads", pytest.param("fork", marks=needs_fork)])
 @pytest.mark.parametrize("source", [Undivided(), lambda: map(str, range(3))])
 def test_readers_that_all_read_everything_are_warned_of_once(backend: str, source: Any) -> None:
     pipe = Pipeline.from_iterable(source, name=f"{source}{backend}", backend=backend, num_workers=3)
