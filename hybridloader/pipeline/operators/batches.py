@@ -32,11 +32,9 @@ from hybridloader.running.operator import (
     INFINITE,
     Context,
     Length,
-    Mark,
     Needed,
     Operator,
     OperatorIterator,
-    UpstreamPart,
 )
 
 if TYPE_CHECKING:
@@ -681,7 +679,7 @@ class BucketBy(Operator):
     collate_fn: CollateFn | None = None
     memory: Memory = DEFAULT_MEMORY
 
-    begins_anew = counts_errors = True
+    begins_anew = marks_inputs = counts_errors = True
 
     def __post_init__(self) -> None:
         text.function(
@@ -700,13 +698,6 @@ class BucketBy(Operator):
     def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
         collate = Collating(self.name, self.collate_fn, self.memory, context.locks)
         return BucketByIterator(items, self, collate, context)
-
-    def before(self, n: int, epoch: int, mark: Mark | None) -> Sequence[UpstreamPart] | None:
-        if not n:
-            return super().before(n, epoch, mark)
-        if mark is None or mark.value is None:
-            return None
-        return [UpstreamPart(None, mark.value[0], epoch, mark.at)]
 
     def needed(self, context: Context) -> Needed | None:
         """Return the items that were in a bucket."""

@@ -53,7 +53,7 @@ class Shuffle(Operator):
     buffer_size: int
     seed: int | None = None
 
-    begins_anew = cheap = counts_errors = True
+    begins_anew = cheap = marks_inputs = counts_errors = True
 
     def __post_init__(self) -> None:
         instead = "give how many items may be held; the more, the better they are shuffled"
@@ -62,13 +62,6 @@ class Shuffle(Operator):
 
     def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
         return ShuffleIterator(items, self.buffer_size, context.random(self.seed), context)
-
-    def before(self, n: int, epoch: int, mark: Mark | None) -> Sequence[UpstreamPart] | None:
-        if not n:
-            return super().before(n, epoch, mark)
-        if mark is None or mark.value is None:
-            return None
-        return [UpstreamPart(None, mark.value[0], epoch, mark.at)]
 
     def needed(self, context: Context) -> Needed | None:
         """Return the items that were in the buffer, each at its place there: they are drawn again."""

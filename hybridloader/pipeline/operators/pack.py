@@ -24,10 +24,8 @@ from hybridloader.running.operator import (
     INFINITE,
     Context,
     Length,
-    Mark,
     Operator,
     OperatorIterator,
-    UpstreamPart,
 )
 
 TOKENS, SEGMENTS, POSITIONS = "tokens", "segment_ids", "positions"
@@ -73,7 +71,7 @@ class Pack(Operator):
     padding_value: float = 0
     drop_last: bool = False
 
-    counts_errors = True
+    marks_inputs = counts_errors = True
 
     def __post_init__(self) -> None:
         settle_whole(self, "row_length", 1, "give the number of tokens of a row")
@@ -94,11 +92,6 @@ class Pack(Operator):
     def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
         kind = SplitIterator if self.method == "split" else FirstFitIterator
         return kind(items, self, context)
-
-    def before(self, n: int, epoch: int, mark: Mark | None) -> Sequence[UpstreamPart] | None:
-        if not n:
-            return super().before(n, epoch, mark)
-        return None if mark is None else [UpstreamPart(None, mark.value[0], epoch, mark.at)]
 
     def length(self, upstream: Length) -> Length:
         return upstream if upstream in (0, INFINITE) else None
