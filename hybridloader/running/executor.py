@@ -13,6 +13,7 @@ import random
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -55,7 +56,6 @@ from hybridloader.running.flow import (
     SourceItems,
     StageItems,
     Taking,
-    Withholding,
 )
 from hybridloader.running.ledger import (
     ONE_EACH,
@@ -762,7 +762,14 @@ class ChainPass:
     ) -> Iterator[Any]:
         """Return `items` from `start` on, without the `first` ones and those that are not needed."""
         items = self.drop(items, first, name)
-        return items if start.needed is None else LeavingOut(items, start.items, start.needed)
+        if start.needed is None:
+            return items
+        numbers, until = frozenset(start.needed.numbers), start.needed.until
+
+        def not_needed(number: int) -> bool | None:
+            return number not in numbers if number < until else None
+
+        return LeavingOut(items, start.items, not_needed)
 
     def _open(self, at: int, start: Offset) -> Iterator[Any]:
         """Open the nodes up to number `at`, to continue after the first items.
@@ -812,11 +819,20 @@ class ChainPass:
 
     def _withheld(self, node: Node, items: Iterator[Any], at: int) -> Iterator[Any]:
         """Return the items of a node from number `at` on, without those that other ranks have had."""
-        position = self.position
-        if not position.own_heads or position.heads is None or not is_at(node, position.heads):
+        position, had = self.position, self.position.own_heads
+        if not had or position.heads is None or not is_at(node, position.heads):
             return items
-        trace = partial(position.source_of, self.plan, node, self.epoch)
-        return Withholding(items, at, trace, position.own_heads)
+        source_of = partial(position.source_of, self.plan, node, self.epoch)
+        came = Counter[int]()  # items of each item of the source
+
+        def was_had(number: int) -> bool | None:
+            source = source_of(number)
+            if source >= len(had):
+                return None
+            came[source] += 1
+            return came[source] <= had[source]
+
+        return LeavingOut(items, at, was_had)
 
     def _ledger(self, node: InlineNode | WorkerNode, begins: Point) -> Ledger | None:
         """Return the ledger of a node; None if it gives one item for each that it takes."""
@@ -929,7 +945,7 @@ class ChainPass:
             start=False,
         )
         stage = items
-        while isinstance(stage, (Dropping, LeavingOut, Withholding)):
+        while isinstance(stage, (Dropping, LeavingOut)):
             stage = stage.items
         if isinstance(stage, (StageItems, ReaderItems)):
             stage.flow.relay = relay.queue

@@ -41,7 +41,7 @@ from hybridloader.fetching.on_error import (
 )
 from hybridloader.observe.measures import StageMeasures
 from hybridloader.running.ledger import ONE_EACH, Ledger, Numbers, ReaderLog, ReaderStarts, Turn
-from hybridloader.running.operator import Needed, OperatorIterator
+from hybridloader.running.operator import OperatorIterator
 from hybridloader.seeding.sample_rng import SampleRng, item_key, numbered_item
 
 
@@ -602,7 +602,7 @@ class InlineItems(OperatorIterator):
             try:
                 item = pull()
             except Exception as error:
-                if counts_as_item(error) and not isinstance(error, StopIteration):
+                if counts_as_item(error):
                     ledger.pulled(ONE_EACH)
                 raise
             ledger.pulled(counts)
@@ -646,7 +646,7 @@ class LoggedItems(OperatorIterator):
         try:
             found = self._pull()
         except Exception as error:
-            self._ledger.given += counts_as_item(error) and not isinstance(error, StopIteration)
+            self._ledger.given += counts_as_item(error)
             raise
         self._ledger.given += 1
         return found
@@ -674,7 +674,30 @@ def _closed(stage: str) -> IteratorClosed:
 # dropped are an error.
 
 
-class Dropping(OperatorIterator):
+class _Passing(OperatorIterator):
+    """Base of the iterators that pass on an item that is ready, and else wait for it or do not."""
+
+    def __init__(self, items: Iterator[Any]) -> None:
+        super().__init__(items)
+        self.items = items
+        self._pull_now: Callable[[], Any] = attribute(items, "next_nowait", items.__next__)
+
+    def __next__(self) -> Any:
+        return self._next(self._pull)
+
+    def next_nowait(self) -> Any:
+        """Return the next item if it is there. Raises `NotReady` if it is not."""
+        return self._next(self._pull_now)
+
+    @abstractmethod
+    def _next(self, pull: Callable[[], Any]) -> Any:
+        """Return an item of those that `pull` returns."""
+
+    def close(self) -> None:
+        close(self.items)
+
+
+class Dropping(_Passing):
     """An iterator without its first `count` items, of which `done` were dropped.
 
     `slack` of these need not be there: of a batch that was the last, none knows its size.
@@ -684,20 +707,11 @@ class Dropping(OperatorIterator):
         self, items: Iterator[Any], count: int, slack: int, left: TaskContext, name: str
     ) -> None:
         super().__init__(items)
-        self.items, self.count, self._slack = items, count, slack
-        self._left, self._name = left, name
-        self._pull_now: Callable[[], Any] = attribute(items, "next_nowait", items.__next__)
+        self.count, self._slack, self._left, self._name = count, slack, left, name
         # All the mutable state:
         self.done = 0
         self._opened: Iterator[Any] = iter(())  # rest of several items that arrived as one
         self._used_up = True  # whether `_opened` is
-
-    def __next__(self) -> Any:
-        return self._next(self._pull)
-
-    def next_nowait(self) -> Any:
-        """Return the next item if it is there. Raises `NotReady` if it is not."""
-        return self._next(self._pull_now)
 
     def _next(self, pull: Callable[[], Any]) -> Any:
         if self.done < self.count:
@@ -746,84 +760,45 @@ class Dropping(OperatorIterator):
 
     def close(self) -> None:
         self._opened = iter(())
-        close(self.items)
+        super().close()
 
 
 class LeavingOut(OperatorIterator):
-    """Items from number `at` on; errors in the places of those that are not `needed`."""
+    """Items from number `at` on; errors in the places of those for whose number `is_gone` is true.
 
-    def __init__(self, items: Iterator[Any], at: int, needed: Needed) -> None:
-        super().__init__(items)
-        self.items, self._numbers, self._until = items, frozenset(needed.numbers), needed.until
-        # All the mutable state:
-        self._at = at
-        self._opened: Iterator[Any] = iter(())  # rest of several items that arrived as one
-
-    def __next__(self) -> Any:
-        if self._at >= self._until:
-            for item in self._opened:
-                return item
-            return self._pull()
-        number = self._at
-        try:
-            item = self._next()
-        except Exception as error:
-            self._at += counts_as_item(error) and not isinstance(error, StopIteration)
-            raise
-        self._at += 1
-        if number not in self._numbers:
-            raise not_needed()
-        return item
-
-    def _next(self) -> Any:
-        """Return the next item, also of several that come unopened."""
-        while True:
-            for item in self._opened:
-                return item
-            item = self._pull()
-            if not is_forwarded(item):
-                return item
-            self._opened = iter(item.open())
-
-
-class Withholding(OperatorIterator):
-    """Items from number `at` on; errors in the places of those that another rank has had.
-
-    `source_of` returns the number of the source's item of which an item that came is made. Of the first
-    ones, the loop has received the numbers in `had`.
+    It is called once for each number, in order, and returns None once no later item is gone.
     """
 
     def __init__(
-        self, items: Iterator[Any], at: int, source_of: Callable[[int], int], had: Sequence[int]
+        self, items: Iterator[Any], at: int, is_gone: Callable[[int], bool | None]
     ) -> None:
         super().__init__(items)
-        self.items, self._source_of, self._had = items, source_of, had
+        self.items, self._is_gone = items, is_gone
         # All the mutable state:
         self._at = at
-        self._source, self._count = -1, 0  # number of the source's item, and items of it that came
+        self._all_come = False  # from here on
         self._opened: Iterator[Any] = iter(())  # rest of several items that arrived as one
 
     def __next__(self) -> Any:
         while True:
             for item in self._opened:
-                return self._given(item)
+                return item if self._all_come else self._given(item)
+            if self._all_come:
+                return self._pull()
             try:
                 item = self._pull()
             except Exception as error:
-                self._at += counts_as_item(error) and not isinstance(error, StopIteration)
+                self._at += counts_as_item(error)
                 raise
             if not is_forwarded(item):
                 return self._given(item)
             self._opened = iter(item.open())
 
     def _given(self, item: Any) -> Any:
-        if self._source >= len(self._had):
-            return item
-        source, self._at = self._source_of(self._at), self._at + 1
-        if source != self._source:
-            self._source, self._count = source, 0
-        self._count += 1
-        if source < len(self._had) and self._count <= self._had[source]:
+        number, self._at = self._at, self._at + 1
+        gone = self._is_gone(number)
+        self._all_come = gone is None
+        if gone:
             raise not_needed()
         return item
 
@@ -832,19 +807,12 @@ class Withholding(OperatorIterator):
         close(self.items)
 
 
-class Withheld(Iterator[Any]):
+class Withheld(_Passing):
     """Items of a run without the places of those that another rank has had; each is noted."""
 
     def __init__(self, items: Iterator[Any], note: Callable[[], None]) -> None:
-        self._items, self._note = items, note
-        self._pull_now: Callable[[], Any] = attribute(items, "next_nowait", items.__next__)
-
-    def __next__(self) -> Any:
-        return self._next(self._items.__next__)
-
-    def next_nowait(self) -> Any:
-        """Return the next item if it is there. Raises `NotReady` if it is not."""
-        return self._next(self._pull_now)
+        super().__init__(items)
+        self._note = note
 
     def _next(self, pull: Callable[[], Any]) -> Any:
         while True:
@@ -854,7 +822,3 @@ class Withheld(Iterator[Any]):
                 if not keeps_number(error):
                     raise
             self._note()
-
-    def close(self) -> None:
-        """Close the items."""
-        close(self._items)

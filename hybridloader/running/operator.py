@@ -435,7 +435,7 @@ class Operator(ABC):
     marks_inputs: ClassVar[bool] = False
     """True if it calls ``context.mark(n, k)`` wherever its items from number `n` on are made only of the
     items before it from number `k` on, as when nothing is in its buffer. Errors count as items. Instead
-    of `k` it may give a list that begins with it, or None where this can't be told."""
+    of `k` it may give a list that begins with it, or None where this is not known."""
     begins_anew: ClassVar[bool] = False
     """True if it may begin with any items: nothing that it does depends on the numbers of items before.
     Only then can states of several ranks be merged."""

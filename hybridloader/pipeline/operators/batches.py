@@ -421,7 +421,7 @@ class UnbatchIterator(OperatorIterator):
                     except Exception as error:
                         Raised(foreign(error, "unbatch: split")).throw()
         except Exception as error:
-            self._given += counts_as_item(error) and not isinstance(error, StopIteration)
+            self._given += counts_as_item(error)
             raise
 
     def _next_batch(self) -> Any:
@@ -771,7 +771,7 @@ class BucketByIterator(OperatorIterator):
         try:
             batch = self._next_batch()
         except Exception as error:
-            if counts_as_item(error) and not isinstance(error, StopIteration):
+            if counts_as_item(error):
                 self._note(())
             raise
         self._note(batch)
@@ -939,7 +939,7 @@ class BatchByIterator(OperatorIterator):
         try:
             batch = self._next_batch()
         except Exception as error:
-            if counts_as_item(error) and not isinstance(error, StopIteration):
+            if counts_as_item(error):
                 self._note_given()
             raise
         self._note_given()

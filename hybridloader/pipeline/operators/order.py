@@ -144,7 +144,7 @@ class ShuffleIterator(OperatorIterator):
             try:
                 item = self._pull()
             except Exception as error:
-                if isinstance(error, StopIteration) or not counts_as_item(error):
+                if not counts_as_item(error):
                     raise
                 item = None  # it was raised before
             self._taken += 1
@@ -341,7 +341,7 @@ class EveryIterator(OperatorIterator):
                         continue
                     self._count_apart(skipped=1)
                     Raised(beside(raised)).throw()
-                if not isinstance(raised, StopIteration) and counts_as_item(raised):
+                if counts_as_item(raised):
                     self._count_apart(skipped=0)
                 raise raised
             finally:
@@ -351,7 +351,7 @@ class EveryIterator(OperatorIterator):
         except Exception as error:
             if self._failed(error):
                 self._gave()
-            elif not isinstance(error, StopIteration) and counts_as_item(error):
+            elif counts_as_item(error):
                 self._count_apart(skipped=0)
             raise
         self._gave()

@@ -131,7 +131,7 @@ class _PackIterator(OperatorIterator):
         try:
             row = self._next_row()
         except Exception as error:
-            if counts_as_item(error) and not isinstance(error, StopIteration):
+            if counts_as_item(error):
                 self._log.add(self._entry())
             raise
         self._log.add(self._entry())
