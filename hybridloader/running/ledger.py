@@ -11,8 +11,7 @@ import pickle
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Sequence
-from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from hybridloader._support.states import Frozen
 from hybridloader._support.user_objects import described, no_answer
@@ -20,6 +19,8 @@ from hybridloader.engine.dataset_state import ShardStart
 from hybridloader.errors import StateError
 from hybridloader.fetching.shards import Place, ShardDivision
 from hybridloader.running.operator import Mark
+
+T = TypeVar("T")
 
 Numbers = Sequence[float]
 """Outputs of each input."""
@@ -42,8 +43,6 @@ class Point(NamedTuple):
 _Entry = tuple[int, int, Numbers]
 """Position from which the inputs have these numbers of outputs."""
 
-_given = itemgetter(0)
-
 _MOST_ENTRIES = 256
 """Least number of entries before a search for those that no state can need."""
 
@@ -53,17 +52,17 @@ def _nothing() -> None:
 
 
 class Log(ABC):
-    """Base of the logs from which a position makes marks."""
+    """Base of the logs from which a position makes marks: entries in the order of their places."""
 
     __slots__ = ("_entries", "_limit", "epoch", "forgets", "number")
 
-    def __init__(self, epoch: int, first: Any) -> None:
+    def __init__(self, epoch: int, *first: Any) -> None:
         self.epoch = epoch
         # Set by the position that keeps it:
-        self.number = 0  # order among its marks and logs
+        self.number = 0  # order among its logs
         self.forgets: Callable[[], Any] = _nothing  # drops the entries that no state can need
         # All the mutable state:
-        self._entries = [first]
+        self._entries = [*first]
         self._limit = _MOST_ENTRIES
 
     def __len__(self) -> int:
@@ -73,22 +72,52 @@ class Log(ABC):
         """Add an entry."""
         self._entries.append(entry)
         if len(self._entries) > self._limit:
-            forget = self.forgets()
-            if forget is not None:
-                forget()
-            self._limit = max(_MOST_ENTRIES, 2 * len(self._entries))
+            self._forget_some(_MOST_ENTRIES)
+
+    def _forget_some(self, least: int) -> None:
+        forget = self.forgets()
+        if forget is not None:
+            forget()
+        self._limit = max(least, 2 * len(self))
+
+    @staticmethod
+    def place_of(entry: Any) -> int:
+        """Return the number of items before an entry."""
+        return entry[0]  # type: ignore[no-any-return]
+
+    def _last(self, n: int) -> Any:
+        """Return the last entry that is not after item `n`; None if there is none."""
+        entries = self._entries.copy()  # another thread may forget some
+        place = bisect_right(entries, n, key=self.place_of)
+        return entries[place - 1] if place else None
 
     @abstractmethod
     def last_before(self, n: int) -> Mark | None:
         """Return the mark of the last place that is not after item `n`."""
 
-    @abstractmethod
     def forget(self, n: int) -> None:
         """Forget the entries that only a place before item `n` needs."""
+        del self._entries[: max(0, bisect_right(self._entries, n, key=self.place_of) - 1)]
 
-    @abstractmethod
     def forget_later(self) -> None:
         """Forget the places between the first and those to come, which no state can use now."""
+        del self._entries[1:]
+
+
+class Marks(Log):
+    """Marks that an operator makes where it can resume."""
+
+    __slots__ = ()
+
+    _entries: list[Mark]
+
+    # From the end: a later pass of this epoch, as in a repetition, marks from its beginning on again.
+    def last_before(self, n: int) -> Mark | None:
+        return next((mark for mark in reversed(self._entries) if mark.at <= n), None)
+
+    def forget(self, n: int) -> None:
+        while len(self._entries) > 1 and self._entries[1].at <= n:
+            del self._entries[0]
 
 
 class MarkLog(Log):
@@ -123,22 +152,16 @@ class MarkLog(Log):
 
 
 class Computed(Log):
-    """Marks that can be computed after any number of items, from `start` on."""
+    """Marks that can be computed after any number of items, from `start` on: it has no entries."""
 
     __slots__ = ("_start", "_value_of")
 
     def __init__(self, epoch: int, start: int, value_of: Callable[[int], Any]) -> None:
-        super().__init__(epoch, None)
+        super().__init__(epoch)
         self._start, self._value_of = start, value_of
 
     def last_before(self, n: int) -> Mark | None:
         return None if n < self._start else Mark(self.epoch, n, self._value_of(n))
-
-    def forget(self, n: int) -> None:
-        """Do nothing: it holds nothing for a place."""
-
-    def forget_later(self) -> None:
-        """Do nothing, for the same reason."""
 
 
 class Ledger(Log):
@@ -182,11 +205,10 @@ class Ledger(Log):
         self.taken += 1
 
     def last_before(self, n: int) -> Mark | None:
-        entries = self._entries.copy()
-        place = bisect_right(entries, n, key=_given) - 1
-        if place < 0:
+        found = self._last(n)
+        if found is None:
             return None
-        given, taken, counts = entries[place]
+        given, taken, counts = found
         if not counts:
             more = max(0, min(n, self.given) - given)
             return Mark(self.epoch, given + more, taken + more)
@@ -197,14 +219,10 @@ class Ledger(Log):
             taken += 1
         return Mark(self.epoch, given, taken)
 
-    def forget(self, n: int) -> None:
-        del self._entries[: max(0, bisect_right(self._entries, n, key=_given) - 1)]
-
     def forget_later(self) -> None:
         given, taken, _ = self._entries[0]
-        self._entries[:] = [
-            (given, taken, SEVERAL)
-        ]  # up to the next entry, only this place is known
+        # Up to the next entry, only this place is known.
+        self._entries[:] = [(given, taken, SEVERAL)]
 
 
 class Turn(NamedTuple):
@@ -311,17 +329,12 @@ class _Reads:
 
     def state(self, read: int) -> tuple[int, ShardStart | None]:
         """Return the latest state until so many samples, and the number of samples before it."""
-        for at, start in reversed(self.states.copy()):
-            if at <= read:
-                return at, start
-        return 0, None
+        return _last(self.states, read) or (0, None)
 
     def place(self, read: int) -> Place | None:
         """Return the position in the shards after so many samples; None if none was entered."""
-        for before, place in reversed(self._shards.copy()):
-            if before <= read:
-                return place._replace(at=place.at + read - before)
-        return None
+        found = _last(self._shards, read)
+        return found and found[1]._replace(at=found[1].at + read - found[0])
 
     def forget(self, given: int) -> None:
         """Forget the entries that only a position before item `given` needs."""
@@ -329,6 +342,11 @@ class _Reads:
         del self._uneven[: max(0, sum(first < given for first, _, _ in self._uneven) - 1)]
         for found in (self.states, self._shards):
             del found[: max(0, sum(at <= read for at, _ in found) - 1)]
+
+
+def _last(found: Sequence[tuple[int, T]], read: int) -> tuple[int, T] | None:
+    """Return the last entry that is not after so many samples."""
+    return next((entry for entry in reversed([*found]) if entry[0] <= read), None)
 
 
 class ReaderLog(Log):
@@ -355,18 +373,16 @@ class ReaderLog(Log):
         """Return the record of `reader`, to add to."""
         reads = self._reads[reader]
         if len(reads) > self._limit:
-            forget = self.forgets()
-            if forget is not None:
-                forget()
-            self._limit = max(self._limit, 2 * len(reads))
+            self._forget_some(self._limit)
         return reads
 
+    @staticmethod
+    def place_of(entry: Turn) -> int:
+        return sum(entry.given)
+
     def _at(self, n: int) -> Turn | None:
-        for entry in reversed(self._entries.copy()):
-            first = sum(entry.given)
-            if first <= n:
-                return entry.after(n - first)
-        return None
+        entry: Turn | None = self._last(n)
+        return entry and entry.after(n - sum(entry.given))
 
     def last_before(self, n: int) -> Mark | None:
         turn = self._at(n)
@@ -410,8 +426,7 @@ class ReaderLog(Log):
         turn = self._at(n)
         if turn is None:
             return
-        before = sum(sum(entry.given) <= n for entry in self._entries)
-        del self._entries[: before - 1]
+        super().forget(n)
         for given, reads in zip(turn.given, self._reads, strict=True):
             reads.forget(given)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -28,7 +27,7 @@ from hybridloader._support.states import (
 from hybridloader._support.user_objects import repr_of
 from hybridloader.errors import StateError
 from hybridloader.fetching.readers import MapFetch
-from hybridloader.running.ledger import Log, Point
+from hybridloader.running.ledger import Log, Marks, Point
 from hybridloader.running.operator import INFINITE, Chain, Mark, Source, UpstreamPart, steps_in
 from hybridloader.running.plan import (
     ChainPlan,
@@ -286,7 +285,7 @@ def _same_operators(theirs: list[str], ours: list[str]) -> None:
 
 
 _MOST = 256
-"""Least number of marks before a search for those that no state can need."""
+"""Least number of logs before a search for those that no state can need."""
 
 
 class Counts(NamedTuple):
@@ -298,35 +297,11 @@ class Counts(NamedTuple):
     """Those of them that were errors."""
 
 
-class _Marks:
-    """Marks of one operator in one pass, in order."""
-
-    __slots__ = ("epoch", "marks", "number")
-
-    def __init__(self, epoch: int, number: int) -> None:
-        self.epoch, self.number = epoch, number  # the number orders them
-        self.marks: deque[Mark] = deque()
-
-    def __len__(self) -> int:
-        return len(self.marks)
-
-    def last_before(self, n: int) -> Mark | None:
-        return next((mark for mark in reversed(self.marks) if mark.at <= n), None)
-
-    def forget(self, n: int) -> None:
-        while len(self.marks) > 1 and self.marks[1].at <= n:
-            self.marks.popleft()
-
-    def forget_later(self) -> None:
-        while len(self.marks) > 1:
-            self.marks.pop()
-
-
 class _Stop(NamedTuple):
     """A node on the way back from the last item."""
 
     node: Node
-    marks: _Marks | Log | None
+    log: Log | None
     mark: Mark
     replayed: bool  # the nodes after it can't report their position
 
@@ -355,7 +330,7 @@ class RunPosition:
         # And under the lock, which the handler of a signal may take again to save a state:
         self._lock = threading.RLock()
         # By the path of the node, and each pass, in the order of these:
-        self._places: dict[Path, list[_Marks | Log]] = {}
+        self._places: dict[Path, list[Log]] = {}
         self._made, self._kept, self._limit = 0, 0, _MOST
 
     # -- marks -----------------------------------------------------------------------------------------
@@ -363,27 +338,22 @@ class RunPosition:
     def mark(self, node: Node, mark: Mark) -> None:
         """Note that an operator could resume after ``mark.at`` items of that epoch."""
         with self._lock:
-            passes = self._places.setdefault(node.path, [])
-            if not passes or passes[-1].epoch != mark.epoch:
-                passes.append(_Marks(mark.epoch, self._made))
-            marks = passes[-1]
-            assert isinstance(marks, _Marks)
-            marks.marks.append(mark)
-            self._note_made()
+            passes = self._places.get(node.path)
+            if passes and passes[-1].epoch == mark.epoch:
+                passes[-1].add(mark)
+            else:
+                self.keep(node, Marks(mark.epoch, mark))
 
-    def keep(self, node: Node, ledger: Log) -> None:
+    def keep(self, node: Node, log: Log) -> None:
         """Keep the log of a node, which asks for `forget` now and then."""
         with self._lock:
-            # Weak: the position has iterators, which have the ledger.
-            ledger.number, ledger.forgets = self._made, weakref.WeakMethod(self.forget)
-            self._places.setdefault(node.path, []).append(ledger)
-            self._note_made()
-
-    def _note_made(self) -> None:
-        self._made += 1
-        self._kept += 1
-        if self._kept > self._limit:
-            self.forget()
+            # Weak: the position has iterators, which have the log.
+            log.number, log.forgets = self._made, weakref.WeakMethod(self.forget)
+            self._places.setdefault(node.path, []).append(log)
+            self._made += 1
+            self._kept += 1
+            if self._kept > self._limit:
+                self.forget()
 
     def saved(self, node: OperatorNode, epoch: int, *, opens: bool = False) -> Mark | None:
         """Return the mark of an operator in the run before, if it was in this pass.
@@ -501,32 +471,25 @@ class RunPosition:
         """Yield the operators of a chain that have marks, from its end on, after `n` of its items."""
         for node in reversed(plan.nodes):
             if not isinstance(node, OperatorNode):
-                if isinstance(node, WorkerNode) and node.reads:
-                    stop = self._stop(node, n, epoch, replayed)
-                    if stop is not None:
-                        yield stop
-                elif n and not one_by_one(node, raised=raised):
-                    stop = self._stop(node, n, epoch, replayed)
-                    if stop is None or seeds_by_number(node, raised=raised):
-                        n, replayed = 0, True
-                    else:
-                        yield stop
-                        n = stop.mark.value
-                elif node.path in self._places and not n:
-                    stop = self._stop(node, n, epoch, replayed)
-                    if stop is not None:
-                        yield stop
+                reads = isinstance(node, WorkerNode) and node.reads
+                passed = one_by_one(node, raised=raised) if n else node.path not in self._places
+                if passed and not reads:
+                    continue
+                stop = self._stop(node, n, epoch, replayed)
+                if n and not reads and (stop is None or seeds_by_number(node, raised=raised)):
+                    n, replayed = 0, True
+                elif stop is not None:
+                    yield stop
+                    n = stop.mark.value if n and not reads else n
                 continue
-            stop = self._stop(node, n, epoch, replayed)
-            mark = None if stop is None else stop.mark
-            parts = before(node, n, epoch, mark, raised)
-            if parts is None:
-                n, replayed = 0, True
-                stop = self._stop(node, 0, epoch, replayed)
-                mark = None if stop is None else stop.mark
-                parts = before(node, 0, epoch, mark, raised) or ()
+            for at, again in ((n, replayed), (0, True)):
+                stop, replayed = self._stop(node, at, epoch, again), again
+                parts = before(node, at, epoch, stop and stop.mark, raised)
+                if parts is not None:
+                    break
             if stop is not None:
                 yield stop
+            parts = parts or ()
             for part in parts:
                 if part.branch is not None:
                     branch = node.branches[part.branch]
@@ -538,11 +501,10 @@ class RunPosition:
 
     def _stop(self, node: Node, n: int, epoch: int, replayed: bool) -> _Stop | None:
         """Return the last mark of a node that is not after item `n`."""
-        for marks in self._places.get(node.path, ()):
-            if marks.epoch == epoch:
-                mark = marks.last_before(n)
-                if mark is not None:
-                    return _Stop(node, marks, mark, replayed)
+        for log in self._places.get(node.path, ()):
+            mark = log.last_before(n) if log.epoch == epoch else None
+            if mark is not None:
+                return _Stop(node, log, mark, replayed)
         if not isinstance(node, OperatorNode):
             point = None if isinstance(node, RelayNode) else self.point(node, n, epoch)
             return None if point is None else _Stop(node, None, Mark(epoch, *point), replayed)
@@ -556,18 +518,18 @@ class RunPosition:
         """Drop the marks that no state from now on can need."""
         with self._lock:
             self._forget()
-            self._kept = sum(len(m) for found in self._places.values() for m in found)
+            self._kept = sum(map(len, self._places.values()))
             self._limit = max(_MOST, 2 * self._kept)
 
     def _forget(self) -> None:
-        stops = [stop for stop in self._back(self.counts) if stop.marks is not None]
-        needed = {id(stop.marks) for stop in stops}
+        stops = [stop for stop in self._back(self.counts) if stop.log is not None]
+        needed = {id(stop.log) for stop in stops}
         for stop in stops:
-            marks, own = stop.marks, stop.node.path
-            assert marks is not None
-            marks.forget(stop.mark.at)
+            log, own = stop.log, stop.node.path
+            assert log is not None
+            log.forget(stop.mark.at)
             if stop.replayed:
-                marks.forget_later()
+                log.forget_later()
             for place, passes in self._places.items():
                 same = place == own
                 if same or is_before(place, own):
@@ -575,7 +537,7 @@ class RunPosition:
                         other
                         for other in passes
                         if id(other) in needed
-                        or (other.number > marks.number and not (same and stop.replayed))
+                        or (other.number > log.number and not (same and stop.replayed))
                     ]
 
 
