@@ -101,8 +101,6 @@ from hybridloader.seeding.sample_rng import Origin, SampleSeeding, origin_of
 if TYPE_CHECKING:
     from hybridloader._support.threads import Waits
     from hybridloader.engine.dataset_state import Change
-    from hybridloader.engine.meter import TaskParts
-    from hybridloader.fetching.on_error import ErrorBudget
     from hybridloader.memory.page_locks import PageLocks
     from hybridloader.observe.observation import Observe
     from hybridloader.seeding.sample_rng import SampleRng
@@ -849,12 +847,12 @@ class ChainPass:
         raised = bool(self.position.start.raised)
         parts = before(node, start.items, self.epoch, saved, raised)
         # If it can't begin after the first items, they are made again and dropped here.
-        dropped, begins = (start, Offset()) if parts is None else (Offset(), start)
+        begins = Offset() if parts is None else start
         marked = parts[0] if parts and parts[0].given is not None else None
         if marked is not None and marked.given is not None:
-            begins = Offset(marked.given)
-            dropped = Offset(start.items - marked.given, start.slack)
-        first = Offset(marked.start) if marked is not None else offset_before(operator, begins)
+            begins, first = Offset(marked.given), Offset(marked.start)
+        else:
+            first = offset_before(operator, begins)
         context = OperatorContext(self, node, begins, saved if parts is not None else None, first)
         if marked is not None:
             context.needed = operator.needed(context)
@@ -862,11 +860,10 @@ class ChainPass:
         elif start.needed is not None and at and parts is not None and _selects(operator):
             first = first._replace(needed=_needed_before(operator, start.needed))
             start = start._replace(needed=None)
-        begins = first
         if operator.begins_itself:
-            items = operator.begin(self._upstream(at, begins), context)
+            items = operator.begin(self._upstream(at, first), context)
         else:
-            items = operator.open((yield at - 1, begins), context)
+            items = operator.open((yield at - 1, first), context)
         if not isinstance(items, Iterator):
             raise TypeError(
                 f"operator {node.name!r}: open() must return an iterator, not {items!r}; "
@@ -876,8 +873,8 @@ class ChainPass:
             items = SourceItems(items, self.left, rows=self._in_rows)
         elif isinstance(items, GeneratorType):
             items = GeneratorItems(items, node.name)
-        items = self._withheld(node, items, start.items - dropped.items)
-        return self._begun(items, dropped, start, node.name)
+        dropped = Offset(start.items - begins.items, start.slack)
+        return self._begun(self._withheld(node, items, begins.items), dropped, start, node.name)
 
     def _upstream(self, at: int, begins: Offset) -> Upstream:
         """Return the function with which the operator at number `at` opens the nodes before it."""

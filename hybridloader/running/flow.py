@@ -243,13 +243,13 @@ class ReaderItems(StageIterator):
         stage: Stage,
         flow: StageFlow,
         measures: StageMeasures | None,
-        budget: ErrorBudget | None = None,
-        log: ReaderLog | None = None,
-        readers: ReaderStarts | None = None,
+        budget: ErrorBudget | None,
+        log: ReaderLog | None,
+        readers: ReaderStarts,
     ) -> None:
         super().__init__(stage, flow, measures, budget)
         self._log = log
-        begins, starts, *_ = readers or ReaderStarts(Turn((0,) * flow.workers))
+        begins, starts, *_ = readers
         # All the mutable state:
         where = _places_of(stage, "reading")
         self._waiting = [ResultQueue(budget, where) for _ in range(flow.workers)]

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hybridloader._support.states import place_dropped
 from hybridloader._support.text import INFO, log, warn, whole
@@ -24,14 +24,11 @@ from hybridloader.observe.figures import CoroutineUse, Faults, StageRecord
 from hybridloader.observe.measures import LoopWaits, record_of_caller, record_of_relay
 from hybridloader.observe.observation import Observation, Observe, check_observe, is_observed
 from hybridloader.observe.stats import Stats
-from hybridloader.running.executor import Executor, open_run
+from hybridloader.running.executor import Executor, RunningRelay, open_run
 from hybridloader.running.flow import Withheld
 from hybridloader.running.operator import Chain
 from hybridloader.running.plan import InlineNode, Node, OperatorNode, RelayNode, WorkerNode
 from hybridloader.running.state import Counts, Position, RunPosition, checked, descriptions
-
-if TYPE_CHECKING:
-    from hybridloader.running.executor import Executor, RunningRelay
 
 
 class RunObservation(Observation):
@@ -53,15 +50,6 @@ class RunObservation(Observation):
         running = (stage.measures for stage in executor.stages.values())
         reported = (use for measures in running if measures is not None for use in measures.stores)
         return self._stats_of(rows, reported=reported)
-
-
-def report(executor: Executor) -> str:
-    """Return a table of the workers of each stage."""
-    tables = []
-    for where in sorted(executor.stages):
-        running = executor.stages[where]
-        tables.append(f"{running.node.name}\n{workers_table(running.stage.report())}")
-    return "\n\n".join(tables)
 
 
 def _rows(executor: Executor, loop: LoopWaits) -> Iterator[StageRecord]:
@@ -86,7 +74,7 @@ def _rows(executor: Executor, loop: LoopWaits) -> Iterator[StageRecord]:
 
 
 def _row_of_relay(executor: Executor, running: RunningRelay, loop: LoopWaits) -> StageRecord | None:
-    works = list(_pulled(running.before))
+    works = _pulled(running.before)
     names = [_name(node) for node in works]
     if running.node.pins:
         names.append(running.node.name)
@@ -105,7 +93,7 @@ def _row_of_relay(executor: Executor, running: RunningRelay, loop: LoopWaits) ->
 def _row_of_caller(executor: Executor, loop: LoopWaits) -> Iterator[StageRecord]:
     """Yield the row of your loop's thread, if it calls functions in `next()`, or there is no other."""
     nodes = executor.plan.nodes
-    works = list(_pulled(nodes))
+    works = _pulled(nodes)
     alone = not (executor.stages or executor.relays)
     if not alone and not any(isinstance(node, InlineNode) for node in works):
         return
@@ -128,7 +116,8 @@ def _of_works(executor: Executor, nodes: Sequence[OperatorNode | InlineNode]) ->
     ]
     return {
         "faults": _faults(executor, nodes),
-        "source": _is_source(nodes),
+        # They read a source and call no function of a step.
+        "source": not functions and any(node.path[-1] == 0 for node in nodes),
         "options": {"backend": None} if functions else {},
         "coroutines": max(uses, key=lambda use: use.idle + use.held, default=None),
     }
@@ -145,21 +134,14 @@ def _name(node: OperatorNode | InlineNode) -> str:
     return node.operator.describe() if isinstance(node, OperatorNode) else node.name
 
 
-def _is_source(nodes: Sequence[Node]) -> bool:
-    """True if the nodes read a source and call no function of a step."""
-    return all(isinstance(node, OperatorNode) for node in nodes) and any(
-        n.path[-1] == 0 for n in nodes
-    )
-
-
-def _pulled(nodes: Sequence[Node]) -> Iterator[OperatorNode | InlineNode]:
-    """Yield the nodes that a relay's own thread runs, the last of `nodes` being next to the relay."""
+def _pulled(nodes: Sequence[Node]) -> list[OperatorNode | InlineNode]:
+    """Return the nodes that a relay's own thread runs, the last of `nodes` being next to the relay."""
     found: list[OperatorNode | InlineNode] = []
     for node in reversed(nodes):
         if isinstance(node, (WorkerNode, RelayNode)):
             break
-        found.append(node)
-    yield from reversed(found)
+        found.insert(0, node)
+    return found
 
 
 _CLOSED = IteratorClosed("closed")
@@ -395,7 +377,10 @@ class Run(Iterator[Any]):
 
     def report(self) -> str:
         """Return a table of the workers of every stage. From any thread."""
-        return report(self._executor)
+        tables = []
+        for _, running in sorted(self._executor.stages.items()):
+            tables.append(f"{running.node.name}\n{workers_table(running.stage.report())}")
+        return "\n\n".join(tables)
 
     def stats(self) -> Stats:
         """Return the statistics of every stage until now, and the bottleneck.
