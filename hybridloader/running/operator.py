@@ -25,7 +25,7 @@ from hybridloader._support.text import (
     spelled_out,
     whole,
 )
-from hybridloader._support.user_objects import Raised, attribute, close, takes_a_place
+from hybridloader._support.user_objects import attribute, close, takes_a_place
 from hybridloader.engine.contract import Backend, get_backend
 from hybridloader.engine.scheduler import IN_FLIGHT
 from hybridloader.engine.stage import RestartPolicy
@@ -637,18 +637,6 @@ def steps_in(chain: Chain) -> Iterator[Operator]:
 # -- iterators: each has all its mutable state in plain attributes, and never runs a thread ------------
 
 
-def close_all(iterators: list[Iterator[Any]]) -> None:
-    """Close every one of them, also when closing another fails; raises the first failure."""
-    first: Raised | None = None
-    for iterator in iterators:
-        try:
-            close(iterator)
-        except BaseException as error:
-            first = first or Raised(error)
-    if first is not None:
-        first.throw()
-
-
 def nothing() -> NoReturn:
     """Raise `StopIteration`: the ``__next__`` of an iterator that has ended."""
     raise StopIteration
@@ -689,17 +677,6 @@ class OperatorIterator(Iterator[Any]):
         shut = getattr(self._items, "close", None) if self.owns else None
         if shut is not None:
             shut()
-
-
-class JoinIterator(Iterator[Any]):
-    """Base of the iterators over several others, which are closed with this."""
-
-    def __init__(self, branches: list[Iterator[Any]]) -> None:
-        self._opened = branches
-
-    def close(self) -> None:
-        """Close them all. Idempotent."""
-        close_all(self._opened)
 
 
 class PassesIterator(Iterator[Any]):

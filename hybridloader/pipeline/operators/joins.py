@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import random
 import threading
+from abc import abstractmethod
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NoReturn
@@ -37,13 +38,11 @@ from hybridloader.running.operator import (
     INFINITE,
     Chain,
     Context,
-    JoinIterator,
     Length,
     Mark,
     PassesIterator,
     Source,
     UpstreamPart,
-    close_all,
     steps_in,
 )
 
@@ -283,16 +282,34 @@ class Join(Source):
     def lengths(self) -> list[Length]:
         return [pipeline.length for pipeline in self.pipelines]
 
-    def opened(self, context: Context) -> list[Iterator[Any]]:
-        """Open all of the pipelines; if one can't be opened, close the others."""
-        found: list[Iterator[Any]] = []
+
+class JoinIterator(Iterator[Any]):
+    """Base of the iterators over several pipelines, which are closed with this.
+
+    `starts` are the numbers of those that are opened, with the items after which each begins.
+    """
+
+    def __init__(
+        self, pipelines: Sequence[Chain], context: Context, starts: Mapping[int, int]
+    ) -> None:
+        self._opened: list[Iterator[Any]] = []
         try:
-            for pipeline in self.pipelines:
-                found.append(context.open(pipeline, context.start))
+            for number, start in starts.items():
+                self._opened.append(context.open(pipelines[number], start, number))
         except BaseException:
-            close_all(found)
+            JoinIterator.close(self)
             raise
-        return found
+
+    def close(self) -> None:
+        """Close them all, also when closing another fails; raise the first failure. Idempotent."""
+        first: Raised | None = None
+        for branch in self._opened:
+            try:
+                close(branch)
+            except BaseException as error:
+                first = first or Raised(error)
+        if first is not None:
+            first.throw()
 
 
 @dataclass(frozen=True)
@@ -331,7 +348,7 @@ class Zip(Join):
     def start(self, context: Context) -> Iterator[Any]:
         several = len(self.pipelines) > 1
         lost = [_loses_count(pipeline) if several else None for pipeline in self.pipelines]
-        return ZipIterator(self.opened(context), self.strict, context.start, lost)
+        return ZipIterator(self.pipelines, context, self.strict, lost)
 
     def before(self, n: int, epoch: int, mark: Mark | None) -> Sequence[UpstreamPart] | None:
         if n and (leaves_out(self.pipelines) or not may_begin_at(self.pipelines, n)):
@@ -373,23 +390,23 @@ _END = object()
 
 
 class ZipIterator(JoinIterator):
-    """Iterator of `Zip`; `start` rows were given before.
+    """Iterator of `Zip`.
 
     `lost` is, for each branch, the step that makes the number of a failure unknown; None without one.
     """
 
     def __init__(
         self,
-        branches: list[Iterator[Any]],
+        pipelines: Sequence[Chain],
+        context: Context,
         strict: bool,
-        start: int,
-        lost: Sequence[str | None] = (),
+        lost: Sequence[str | None],
     ) -> None:
-        super().__init__(branches)
-        self._strict, self._lost = strict, [*lost, *[None] * (len(branches) - len(lost))]
-        self._pulls = [branch.__next__ for branch in branches]
+        super().__init__(pipelines, context, dict.fromkeys(range(len(pipelines)), context.start))
+        self._strict, self._lost = strict, lost
+        self._pulls = [branch.__next__ for branch in self._opened]
         # All the mutable state:
-        self._count = start  # rows given, or raised
+        self._count = context.start  # rows given, or raised
         self._row: list[Any] = []  # the items of the next one, as far as they have come
         self._failed: Exception | None = None  # what that row raises, once all of it has come
         self._ended = False
@@ -566,18 +583,45 @@ class _TurnIterator(JoinIterator):
         if saved is not None:
             self._counts, self._over, self._last, self._in_a_row = saved.value
         self._alive = [number for number in range(count) if number not in self._over]
-        opened: list[Iterator[Any]] = []
-        try:
-            for number in self._alive:
-                opened.append(context.open(pipelines[number], self._counts[number], number))
-        except BaseException:
-            close_all(opened)
-            raise
-        super().__init__(opened)
-        self._log = context.log(self._entry(), lambda _, entry: [*map(list, entry[:2]), *entry[2:]])
+        super().__init__(
+            pipelines, context, {number: self._counts[number] for number in self._alive}
+        )
+        self._left = [branch.__next__ for branch in self._opened]
+        self._place: int | None = None  # of the one whose turn it is, and has given nothing yet
+        entry = tuple(self._counts), tuple(self._over), self._last, self._in_a_row
+        self._log = context.log(entry, lambda _, entry: [*map(list, entry[:2]), *entry[2:]])
 
-    def _entry(self) -> tuple[Any, ...]:
-        return tuple(self._counts), tuple(self._over), self._last, self._in_a_row
+    @abstractmethod
+    def _choose(self) -> int:
+        """Return the place, among those that are left, of the one whose turn is next."""
+
+    @abstractmethod
+    def _lost_one(self) -> None:
+        """Note that one of those that were left has ended."""
+
+    def __next__(self) -> Any:
+        while self._left:
+            place = self._place
+            if place is None:
+                place = self._choose()
+            self._place = None
+            try:
+                item = self._left[place]()
+            except StopIteration:
+                del self._left[place]
+                self._over.append(self._alive.pop(place))
+                self._in_a_row = 0
+                self._lost_one()
+            except Exception as error:
+                if not takes_a_place(error):
+                    self._place = place
+                if counts_as_item(error):
+                    self._note(place)
+                raise
+            else:
+                self._note(place)
+                return item
+        raise StopIteration
 
     def _note(self, place: int) -> None:
         """Note an item, or an error in its place, of number `place` of those that are left."""
@@ -585,11 +629,11 @@ class _TurnIterator(JoinIterator):
         self._counts[number] += 1
         self._in_a_row = self._in_a_row + 1 if number == self._last else 1
         self._last = number
-        self._log.add(self._entry())
+        self._log.add((tuple(self._counts), tuple(self._over), number, self._in_a_row))
 
-    def _note_end(self, place: int) -> None:
-        self._over.append(self._alive.pop(place))
-        self._in_a_row = 0
+    def close(self) -> None:
+        self._left = []
+        super().close()
 
 
 @dataclass(frozen=True)
@@ -690,51 +734,25 @@ class MixIterator(_TurnIterator):
     ) -> None:
         without = [number for number, weight in enumerate(weights) if not weight]
         super().__init__(pipelines, context, without)
-        self._first = first
+        self._first, self._weights = first, weights
         self._draw = generator.random  # see `ShuffleIterator`
         ended = len(self._over) - len(without)
         for _ in range(sum(self._counts) + ended):  # each item, and each end, was drawn
             self._draw()
-        # All the mutable state:
-        alive = zip(self._opened, self._alive, strict=True)
-        self._left = [(branch.__next__, weights[number]) for branch, number in alive]
-        self._edges = self._edges_now()
-        self._place: int | None = None  # of the one that was drawn, and has given nothing yet
+        self._edges = self._edges_now()  # the only other mutable state
 
-    def __next__(self) -> Any:
-        while self._left:
-            place = self._place
-            if place is None:
-                edges = self._edges
-                place = bisect_right(edges, self._draw() * edges[-1], hi=len(edges) - 1)
-            try:
-                item = self._left[place][0]()
-            except StopIteration:
-                self._place = None
-                if self._first:
-                    self._left = []
-                else:
-                    del self._left[place]
-                    self._edges = self._edges_now()
-                    self._note_end(place)
-            except Exception as error:
-                self._place = None if takes_a_place(error) else place
-                if counts_as_item(error):
-                    self._note(place)
-                raise
-            else:
-                self._place = None
-                self._note(place)
-                return item
-        raise StopIteration
+    def _choose(self) -> int:
+        edges = self._edges
+        return bisect_right(edges, self._draw() * edges[-1], hi=len(edges) - 1)
+
+    def _lost_one(self) -> None:
+        if self._first:
+            self._left = []
+        self._edges = self._edges_now()
 
     def _edges_now(self) -> list[float]:
         """Return the end of the part of each that is left, from 0 to the sum of the weights."""
-        return list(accumulate(weight for _, weight in self._left))
-
-    def close(self) -> None:
-        self._left = []
-        super().close()
+        return list(accumulate(self._weights[number] for number in self._alive))
 
 
 @dataclass(frozen=True)
@@ -769,38 +787,21 @@ class InterleaveIterator(_TurnIterator):
     def __init__(self, pipelines: Sequence[Chain], context: Context, block: int) -> None:
         super().__init__(pipelines, context)
         self._block = block
-        # All the mutable state:
-        self._left = [branch.__next__ for branch in self._opened]
+        # All the other mutable state:
         self._turn = 0  # whose it is, of those that are left
         self._given = 0  # items, in this turn
         if self._in_a_row:
             self._turn = self._alive.index(self._last)
             self._given = (self._in_a_row - 1) % block + 1
 
-    def __next__(self) -> Any:
-        while self._left:
-            if self._given == self._block:
-                self._given = 0
-                self._turn += 1
-            if self._turn >= len(self._left):
-                self._turn = 0
-            try:
-                item = self._left[self._turn]()
-            except StopIteration:
-                del self._left[self._turn]
-                self._given = 0
-                self._note_end(self._turn)
-                continue
-            except Exception as error:
-                self._given += takes_a_place(error)
-                if counts_as_item(error):
-                    self._note(self._turn)
-                raise
-            self._given += 1
-            self._note(self._turn)
-            return item
-        raise StopIteration
+    def _choose(self) -> int:
+        if self._given == self._block:
+            self._given = 0
+            self._turn += 1
+        if self._turn >= len(self._left):
+            self._turn = 0
+        self._given += 1
+        return self._turn
 
-    def close(self) -> None:
-        self._left = []
-        super().close()
+    def _lost_one(self) -> None:
+        self._given = 0
