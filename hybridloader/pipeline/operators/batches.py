@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cache, reduce
@@ -749,8 +748,6 @@ class BucketByIterator(OperatorIterator):
         # All the mutable state:
         self._buckets: dict[Any, tuple[int, list[tuple[int, Any]]]] = {}
         """Size, and the items with their numbers, of each key."""
-        self._left: deque[list[tuple[int, Any]]] | None = None
-        """Batches that are left, once the items before have ended."""
         self._taken = self._oldest = (
             0  # items; the number of the first one that is held, or of the next
         )
@@ -787,17 +784,18 @@ class BucketByIterator(OperatorIterator):
         self._log.add(self._entry())
 
     def _next_batch(self) -> list[tuple[int, Any]]:
-        if self._left is not None:
-            return self._leftover(self._left)
         rules, buckets = self._rules, self._buckets
         while True:
             number = self._taken
             try:
                 item = self._pull()
             except StopIteration:
-                self._left = deque(() if rules.drop_last else (b for _, b in buckets.values()))
-                buckets.clear()
-                return self._leftover(self._left)
+                self._end()
+                if rules.drop_last:
+                    buckets.clear()
+                for key in buckets:
+                    return buckets.pop(key)[1]
+                raise
             except Exception as error:
                 self._taken += counts_as_item(error)
                 if number < self._again and counts_as_item(error):
@@ -826,14 +824,8 @@ class BucketByIterator(OperatorIterator):
                 del buckets[key]
                 return batch
 
-    def _leftover(self, left: deque[list[tuple[int, Any]]]) -> list[tuple[int, Any]]:
-        if not left:
-            raise StopIteration
-        return left.popleft()
-
     def close(self) -> None:
         self._buckets.clear()
-        self._left = deque()
         super().close()
 
 
@@ -929,13 +921,10 @@ class BatchByIterator(OperatorIterator):
         self._warned = False  # of what is skipped
         self._batch: list[Any] = []
         self._spent: Any = 0  # the sum of its costs, or the largest of them if it will be padded
-        self._ended = False
         self._given, self._taken = context.start, context.first  # batches and errors; items
         self._oldest = self._taken  # number of the first item of the batch
 
     def __next__(self) -> Any:
-        if self._ended:
-            raise StopIteration
         try:
             batch = self._next_batch()
         except Exception as error:
@@ -960,7 +949,8 @@ class BatchByIterator(OperatorIterator):
             try:
                 item = pull()
             except StopIteration:
-                self._ended, self._batch = True, []
+                self._end()
+                self._batch = []
                 if not batch or rules.drop_last:
                     raise
                 return batch
@@ -1014,7 +1004,7 @@ class BatchByIterator(OperatorIterator):
         return False
 
     def close(self) -> None:
-        self._ended, self._batch = True, []
+        self._batch = []
         super().close()
 
 

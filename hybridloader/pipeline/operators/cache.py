@@ -204,16 +204,8 @@ class KeptIterator(OperatorIterator):
         super().__init__(items)
         self._let_go = let_go
 
-    def __next__(self) -> Any:
-        try:
-            return self._pull()
-        except StopIteration:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """Give up the rest, and let go of the file. Idempotent."""
-        self._end()
+    def _end(self) -> None:
+        super()._end()
         self._let_go()
 
 

@@ -167,8 +167,9 @@ class ShuffleIterator(OperatorIterator):
             except Exception as error:
                 if counts_as_item(error):
                     self._errors.append(self._taken)
+                    self._gone.append(False)
                     self._taken += 1
-                    self._note(self._taken - 1, new=True)
+                    self._note(self._taken - 1)
                 raise
         if not buffer:
             raise StopIteration
@@ -180,13 +181,10 @@ class ShuffleIterator(OperatorIterator):
         self._note(number)
         return item
 
-    def _note(self, number: int, *, new: bool = False) -> None:
+    def _note(self, number: int) -> None:
         """Note that the item of this number is given."""
         gone = self._gone
-        if new:
-            gone.append(True)
-        else:
-            gone[number - self._oldest] = True
+        gone[number - self._oldest] = True
         while gone and gone[0]:
             gone.popleft()
             self._oldest += 1
@@ -327,25 +325,22 @@ class EveryIterator(OperatorIterator):
 
     def __next__(self) -> Any:
         while self._skip:
+            failed: Raised | None = None
             try:
                 self._pull()
             except Exception as error:
-                raised = error
-            else:
-                self._pass_over()
-                continue
-            try:
-                if self._failed(raised):
-                    if type(raised) is LeftOut:
-                        self._pass_over()
-                        continue
-                    self._count_apart(skipped=1)
-                    Raised(beside(raised)).throw()
-                if counts_as_item(raised):
-                    self._count_apart(skipped=0)
-                raise raised
-            finally:
-                del raised
+                if not self._failed(error):
+                    if counts_as_item(error):
+                        self._count_apart(skipped=0)
+                    raise
+                if type(error) is not LeftOut:
+                    failed = Raised(beside(error))
+            if failed is not None:
+                self._count_apart(skipped=1)
+                failed.throw()
+            self._skip -= 1
+            if self._taken is not None:
+                self._taken += 1
         try:
             item = self._pull()
         except Exception as error:
@@ -356,11 +351,6 @@ class EveryIterator(OperatorIterator):
             raise
         self._gave()
         return item
-
-    def _pass_over(self) -> None:
-        self._skip -= 1
-        if self._taken is not None:
-            self._taken += 1
 
     def _gave(self) -> None:
         self._given += 1

@@ -124,7 +124,6 @@ class _PackIterator(OperatorIterator):
         if saved is not None:
             _, self._given, self._again = saved.value
         self._names: tuple[str, ...] = ()
-        self._ended = False
         self._log = context.log(self._entry(), lambda _, entry: [*entry])
 
     def __next__(self) -> Any:
@@ -153,13 +152,13 @@ class _PackIterator(OperatorIterator):
 
         Errors that were raised before the state was taken are not raised again.
         """
-        while not self._ended:
+        while True:
             number = self._taken
             try:
                 item = self._pull()
             except StopIteration:
-                self._ended = True
-                break
+                self._end()
+                return None
             except Exception as error:
                 counts = counts_as_item(error)
                 self._taken += counts
@@ -175,7 +174,6 @@ class _PackIterator(OperatorIterator):
                 raise
             if document is not None and document.size:
                 return document
-        return None
 
     def _checked(self, number: int, item: Any) -> _Document | None:
         """Return the document that an item is; None if it is left out."""
@@ -259,7 +257,6 @@ class SplitIterator(_PackIterator):
         return self._row(pieces)
 
     def close(self) -> None:
-        self._ended = True
         self._documents.clear()
         self._tokens = 0
         super().close()
@@ -345,7 +342,6 @@ class FirstFitIterator(_PackIterator):
         return None
 
     def close(self) -> None:
-        self._ended = True
         self._full.clear()
         self._open, self._room, self._next = [], [], None
         super().close()
