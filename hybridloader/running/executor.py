@@ -443,23 +443,16 @@ def _start_order(needed: tuple[WorkerNode, int]) -> int:
 # the nodes between two stages.
 
 
+@dataclass
 class RunningStage:
     """A stage that runs."""
 
-    def __init__(
-        self,
-        node: WorkerNode,
-        stage: Stage,
-        flow: StageFlow,
-        measures: StageMeasures | None,
-        dataset: Any,
-    ) -> None:
-        self.node, self.stage, self.flow = node, stage, flow
-        self.measures = measures  # None: not observed
-        self.watch = None if dataset is None else DatasetChanges(dataset)
-        self.readers: ReaderItems | None = None
-        self.resumed: tuple[Mark, ReaderStarts] | None = None
-        """Readers of the first epoch that resume, and their mark."""
+    node: WorkerNode
+    stage: Stage
+    flow: StageFlow
+    measures: StageMeasures | None  # None: not observed
+    watch: DatasetChanges | None
+    readers: ReaderItems | None = None
 
 
 class RunningRelay:
@@ -500,7 +493,7 @@ class RunningStages(dict[Path, RunningStage]):
         self.failure_log = FailureLog()  # of what was skipped
         self.locks: dict[Path, PageLocks] = {}  # where a device reads what a node gives, as it is
         self._epochs: dict[Path, int] = {}  # of sources that workers read
-        # Readers that resume in the first epoch of their stage, and their marks:
+        # Readers that resume in the first epoch of their stage, until they have, and their marks:
         self.resumed: dict[Path, tuple[Mark, ReaderStarts]] = {}
 
     def set_epoch(self, node: WorkerNode, epoch: int) -> None:
@@ -516,17 +509,16 @@ class RunningStages(dict[Path, RunningStage]):
         if found is not None and not found.stage.closed:
             return found
         self._check_open()
-        flow = (
-            found.flow
-            if found is not None
-            else StageFlow(
+        fetch = _fetch(node)
+        if found is None:
+            flow = StageFlow(
                 placement.num_workers,
                 prefetch=placement.prefetch,
                 buffer_bytes=placement.buffer_bytes,
             )
-        )
-        fetch = _fetch(node)
-        measures = self._measures(node, fetch) if found is None else found.measures
+            measures = self._measures(node, fetch)
+        else:
+            flow, measures = found.flow, found.measures
 
         def fewest_at_hand(scheduler: Scheduler) -> int | None:
             readers = self[path].readers
@@ -561,8 +553,8 @@ class RunningStages(dict[Path, RunningStage]):
         dataset = None if node.backend.in_process else spec.fetch.dataset
         if node.reads:  # each thread has a copy of it too
             dataset = spec.fetch.dataset if has(spec.fetch.dataset, "set_epoch") else None
-        running = self[path] = RunningStage(node, stage, flow, measures, dataset)
-        running.resumed = self.resumed.pop(path, None)
+        watch = None if dataset is None else DatasetChanges(dataset)
+        running = self[path] = RunningStage(node, stage, flow, measures, watch)
         self._check_open(stage)  # a concurrent close() may have missed this one
         return running
 
@@ -969,7 +961,7 @@ class ChainPass:
     def _open_readers(self, node: WorkerNode, count: int) -> tuple[Iterator[Any], int]:
         """Begin the readers to continue after `count` items; return how many of these they leave out."""
         stage, changes, budget = self._stage(node)
-        resumed, stage.resumed = stage.resumed, None
+        resumed = self.executor.stages.resumed.pop(node.path, None)
         if resumed is None:
             division = shard_division(node)
             found = ReaderStarts(Turn((0,) * node.placement.num_workers), (), division)
