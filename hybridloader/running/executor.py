@@ -57,18 +57,6 @@ from hybridloader.running.flow import (
     StageItems,
     Taking,
 )
-from hybridloader.running.ledger import (
-    ONE_EACH,
-    SEVERAL,
-    Computed,
-    Ledger,
-    MarkLog,
-    Point,
-    ReaderLog,
-    ReaderStarts,
-    Turn,
-    resumed_readers,
-)
 from hybridloader.running.operator import Chain, Mark, Needed, Operator, Upstream
 from hybridloader.running.plan import (
     ChainPlan,
@@ -84,16 +72,26 @@ from hybridloader.running.plan import (
     passes_on,
 )
 from hybridloader.running.state import (
+    ONE_EACH,
+    SEVERAL,
+    Computed,
     Counts,
     Heads,
+    Ledger,
+    MarkLog,
+    Point,
     Position,
+    ReaderLog,
+    ReaderStarts,
     RunPosition,
+    Turn,
     before,
     cuts_of,
     descriptions,
     is_at,
     one_by_one,
     reader_marks,
+    resumed_readers,
     shares_of,
 )
 from hybridloader.seeding.sample_rng import Origin, SampleSeeding, origin_of

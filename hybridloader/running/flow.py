@@ -40,8 +40,8 @@ from hybridloader.fetching.on_error import (
     not_needed,
 )
 from hybridloader.observe.measures import StageMeasures
-from hybridloader.running.ledger import ONE_EACH, Ledger, Numbers, ReaderLog, ReaderStarts, Turn
 from hybridloader.running.operator import OperatorIterator
+from hybridloader.running.state import ONE_EACH, Ledger, Numbers, ReaderLog, ReaderStarts, Turn
 from hybridloader.seeding.sample_rng import SampleRng, item_key, numbered_item
 
 
