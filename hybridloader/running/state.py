@@ -308,8 +308,8 @@ class Point(NamedTuple):
 _Entry = tuple[int, int, Numbers]
 """Position from which the inputs have these numbers of outputs."""
 
-_MOST_ENTRIES = 256
-"""Least number of entries before a search for those that no state can need."""
+_MOST = 256
+"""Least number of entries of a log, or of logs, before a search for those that no state can need."""
 
 
 def _nothing() -> None:
@@ -328,7 +328,7 @@ class Log(ABC):
         self.forgets: Callable[[], Any] = _nothing  # drops the entries that no state can need
         # All the mutable state:
         self._entries = [*first]
-        self._limit = _MOST_ENTRIES
+        self._limit = _MOST
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -337,7 +337,7 @@ class Log(ABC):
         """Add an entry."""
         self._entries.append(entry)
         if len(self._entries) > self._limit:
-            self._forget_some(_MOST_ENTRIES)
+            self._forget_some(_MOST)
 
     def _forget_some(self, least: int) -> None:
         forget = self.forgets()
@@ -785,10 +785,6 @@ def _divided(mark: Mark, whole: ShardDivision, workers: int) -> ReaderStarts:
 # never matter. The thread that pulls makes marks; any thread may read them.
 
 
-_MOST = 256
-"""Least number of logs before a search for those that no state can need."""
-
-
 class Counts(NamedTuple):
     """Numbers of items that your loop was given."""
 
@@ -805,11 +801,6 @@ class _Stop(NamedTuple):
     log: Log | None
     mark: Mark
     replayed: bool  # the nodes after it can't report their position
-
-    @property
-    def name(self) -> str:
-        """Name of its place in states."""
-        return name_of(self.node)
 
 
 class Again(Protocol):
@@ -953,7 +944,7 @@ class RunPosition:
                     raise StateError(
                         f"a source has no state after item {mark.at}: {repr_of(mark.value)}"
                     ) from mark.value
-                found[stop.name] = mark
+                found[name_of(stop.node)] = mark
         return counts, copied(found)
 
     def heads_after(self, saved: Mapping[str, Mark]) -> Heads | None:
