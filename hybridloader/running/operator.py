@@ -634,6 +634,44 @@ def steps_in(chain: Chain) -> Iterator[Operator]:
     return walk(chain)
 
 
+# -- checks of a user's parameters: operators refuse bad ones when they are described, not when they run
+#
+# Every error names the operator, the parameter, its value and a remedy.
+
+
+class Named(Protocol):
+    """An operator, or another object that errors name."""
+
+    @property
+    def name(self) -> str: ...
+
+
+def settle(described: Named, **values: Any) -> None:
+    """Set fields of a frozen description, from its ``__post_init__``."""
+    for name, value in values.items():
+        object.__setattr__(described, name, value)
+
+
+def settle_whole(
+    described: Named, parameter: str, least: int, instead: str, *, optional: bool = False
+) -> None:
+    """Make the field `parameter` an int that is at least `least`; or None, where it is optional."""
+    value = getattr(described, parameter)
+    if not (optional and value is None):
+        name = f"{described.name}: {parameter}"
+        settle(described, **{parameter: whole(name, value, least, instead=instead)})
+
+
+def check_flags(described: Named, *parameters: str) -> None:
+    """Refuse fields that are neither True nor False."""
+    for parameter in parameters:
+        flag(f"{described.name}: {parameter}", getattr(described, parameter))
+
+
+SEED = "give an int from 0 up, or None for the seed of the run"
+"""Request in errors about a seed."""
+
+
 # -- iterators: each has all its mutable state in plain attributes, and never runs a thread ------------
 
 

@@ -26,7 +26,6 @@ from hybridloader.fetching.collate import is_default_collate, slot_for, teach_to
 from hybridloader.memory.limits import DEFAULT_MEMORY, Memory, check_memory
 from hybridloader.memory.slots import PrivateSlots, set_slots
 from hybridloader.pipeline.operators.order import numbers_in, packed, unpacked
-from hybridloader.pipeline.operators.parameters import check_flags, settle_whole
 from hybridloader.running.operator import (
     INFINITE,
     Context,
@@ -34,6 +33,8 @@ from hybridloader.running.operator import (
     Needed,
     Operator,
     OperatorIterator,
+    check_flags,
+    settle_whole,
 )
 
 if TYPE_CHECKING:

@@ -29,7 +29,6 @@ from hybridloader._support.text import short, warn
 from hybridloader._support.user_objects import add_note, no_answer, text_of
 from hybridloader.errors import CacheError, ResultPicklingError, StateError
 from hybridloader.memory.packing import pack, unpack
-from hybridloader.pipeline.operators.parameters import settle
 from hybridloader.running.operator import (
     Chain,
     Context,
@@ -39,6 +38,7 @@ from hybridloader.running.operator import (
     OperatorIterator,
     Upstream,
     UpstreamPart,
+    settle,
     steps_in,
 )
 

@@ -8,7 +8,7 @@ import threading
 from abc import abstractmethod
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NoReturn
@@ -20,22 +20,16 @@ from hybridloader._support.user_objects import (
     close,
     counts_as_item,
     foreign,
+    has,
     no_answer,
     repr_of,
     takes_a_place,
 )
 from hybridloader.errors import IteratorClosed
 from hybridloader.fetching.on_error import LeftOut, alike, astray, goes_astray
-from hybridloader.pipeline.operators.parameters import (
-    SEED,
-    check_flags,
-    settle,
-    settle_whole,
-    several,
-    sum_of,
-)
 from hybridloader.running.operator import (
     INFINITE,
+    SEED,
     Chain,
     Context,
     Length,
@@ -43,6 +37,9 @@ from hybridloader.running.operator import (
     PassesIterator,
     Source,
     UpstreamPart,
+    check_flags,
+    settle,
+    settle_whole,
     steps_in,
 )
 
@@ -264,6 +261,16 @@ def reaches_out(pipeline: Chain) -> bool:
 # shifted. After a failure whose number is unknown, no row comes.
 
 
+def sum_of(lengths: Iterable[Length]) -> Length:
+    """Return the sum; None if one of them is not known and none is infinite."""
+    total: Length = 0
+    for length in lengths:
+        if length == INFINITE:
+            return length
+        total = None if total is None or length is None else total + length
+    return total
+
+
 @dataclass(frozen=True)
 class Join(Source):
     """Several pipelines as one; the kinds differ in whose item comes next."""
@@ -273,7 +280,14 @@ class Join(Source):
     not_fingerprinted = ("pipelines",)
 
     def __post_init__(self) -> None:
-        settle(self, pipelines=several(self, self.pipelines))
+        found: tuple[Any, ...] = tuple(self.pipelines)
+        settle(self, pipelines=found)
+        if not found:
+            raise ValueError(f"{self.name}: there are no pipelines; give at least one")
+        for pipeline in found:
+            if not isinstance(pipeline, Chain):
+                hint = "; make one with Pipeline.from_iterable" if has(pipeline, "__iter__") else ""
+                raise TypeError(f"{self.name} joins pipelines, not {pipeline!r}{hint}")
 
     def branches(self) -> tuple[Chain, ...]:
         return self.pipelines
@@ -346,8 +360,10 @@ class Zip(Join):
             )
 
     def start(self, context: Context) -> Iterator[Any]:
-        several = len(self.pipelines) > 1
-        lost = [_loses_count(pipeline) if several else None for pipeline in self.pipelines]
+        lost = [
+            next((step.name for step in steps_in(pipeline) if not step.keeps_count), None)
+            for pipeline in self.pipelines
+        ]
         return ZipIterator(self.pipelines, context, self.strict, lost)
 
     def before(self, n: int, epoch: int, mark: Mark | None) -> Sequence[UpstreamPart] | None:
@@ -362,11 +378,6 @@ class Zip(Join):
         if 0 in known:
             return 0
         return None if len(known) < len(self.pipelines) else min(known)
-
-
-def _loses_count(pipeline: Chain) -> str | None:
-    """Name a step after which the number of a raised error is unknown; None if there is none."""
-    return next((step.name for step in steps_in(pipeline) if not step.keeps_count), None)
 
 
 def _check(name: str, number: int, pipeline: Chain) -> None:
@@ -444,7 +455,8 @@ class ZipIterator(JoinIterator):
             self._failed = None if type(error) is LeftOut else error
             return
         # No step after the one that left an item out loses count (`_check`).
-        culprit = None if type(error) is LeftOut else self._lost[number]
+        known = type(error) is LeftOut or len(self._lost) == 1
+        culprit = None if known else self._lost[number]
         if goes_astray(error) or culprit is not None:
             why = f"after {culprit}" if culprit is not None else "after such an error"
             text = (

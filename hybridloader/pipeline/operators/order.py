@@ -16,9 +16,9 @@ from typing import Any
 from hybridloader._support.user_objects import Raised, counts_as_item, no_answer, takes_a_place
 from hybridloader.errors import StateError
 from hybridloader.fetching.on_error import LeftOut, beside
-from hybridloader.pipeline.operators.parameters import SEED, settle_whole
 from hybridloader.running.operator import (
     INFINITE,
+    SEED,
     Context,
     Length,
     Mark,
@@ -29,6 +29,7 @@ from hybridloader.running.operator import (
     PassesIterator,
     Upstream,
     UpstreamPart,
+    settle_whole,
 )
 
 

@@ -19,13 +19,14 @@ import numpy.typing as npt
 from hybridloader._support import text
 from hybridloader._support.text import is_number, short, warn
 from hybridloader._support.user_objects import counts_as_item
-from hybridloader.pipeline.operators.parameters import check_flags, settle_whole
 from hybridloader.running.operator import (
     INFINITE,
     Context,
     Length,
     Operator,
     OperatorIterator,
+    check_flags,
+    settle_whole,
 )
 
 TOKENS, SEGMENTS, POSITIONS = "tokens", "segment_ids", "positions"

@@ -28,14 +28,31 @@ from hybridloader._support.user_objects import (
 from hybridloader.engine.dataset_state import load_for_epoch, undo_load
 from hybridloader.errors import ShardLost, StateError
 from hybridloader.fetching.on_error import rest_is_lost
-from hybridloader.pipeline.operators.parameters import (
+from hybridloader.running.operator import (
     SEED,
+    Context,
+    Length,
+    Mark,
+    OperatorIterator,
+    Source,
     check_flags,
-    check_source,
     settle,
     settle_whole,
 )
-from hybridloader.running.operator import Context, Length, Mark, OperatorIterator, Source
+
+
+def check_source(name: str, source: Any, hint: str = "") -> None:
+    """Refuse an object that is no iterable, nor a function that returns one. Raises `TypeError`."""
+    if isinstance(source, (str, bytes)):
+        raise TypeError(
+            f"{name}: a {type(source).__qualname__} would be read one character at a time: "
+            f"{short(source)}; give an iterable of items, such as an open file or a list of paths"
+        )
+    if not hasattr(type(source), "__iter__") and not callable(source):
+        raise TypeError(
+            f"{name}: source must be an iterable, or a function that gives one, not {short(source)}"
+            f"{hint}"
+        )
 
 
 @dataclass(frozen=True)
@@ -131,7 +148,8 @@ class Indices(Source):
         return self._order is None
 
     def upcoming(self) -> str | None:
-        return None if self._order is None else generator_state(self._order)
+        generator = _generator_of(self._order)
+        return None if generator is None else _generator_state(generator)
 
     def draws(self, seeded: bool) -> bool:
         if self._order is None:
@@ -339,12 +357,6 @@ class Opened:
         """Return the iterator of the epoch, if the state before it was the end of the one before."""
         undo_load(self._stateful, ended=True)
         return iter(self._stateful)
-
-
-def generator_state(order: Any) -> str | None:
-    """Return the state of the generator from which the next epoch of `order` draws; None without."""
-    generator = _generator_of(order)
-    return None if generator is None else _generator_state(generator)
 
 
 def _generator_state(generator: Any) -> str:

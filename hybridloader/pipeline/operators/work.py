@@ -16,7 +16,7 @@ from hybridloader.devices.pinning import AHEAD, BUFFER_BYTES, Pinner, Transfer, 
 from hybridloader.fetching.item_steps import Step, is_async
 from hybridloader.fetching.readers import MapFetch
 from hybridloader.fetching.shards import readers_share_of
-from hybridloader.pipeline.operators.parameters import check_source, settle_whole
+from hybridloader.pipeline.operators.sources import check_source
 from hybridloader.running.operator import (
     Context,
     OneForOne,
@@ -25,6 +25,7 @@ from hybridloader.running.operator import (
     RelayOptions,
     Source,
     Where,
+    settle_whole,
 )
 from hybridloader.seeding.sample_rng import SampleSeeding
 
