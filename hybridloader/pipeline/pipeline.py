@@ -41,10 +41,11 @@ from hybridloader.pipeline.operators.order import (
     Take,
 )
 from hybridloader.pipeline.operators.pack import Pack
-from hybridloader.pipeline.operators.sources import Indices, Items
-from hybridloader.pipeline.operators.work import (
+from hybridloader.pipeline.operators.sources import (
     Filter,
     FlatMap,
+    Indices,
+    Items,
     Lookup,
     Map,
     PinMemory,
