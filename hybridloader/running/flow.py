@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import count
 from typing import Any
 
@@ -398,9 +397,6 @@ class SourceItems(OperatorIterator):
                     raise
         raise no_answer(IteratorClosed("this epoch was ended early"))
 
-    def close(self) -> None:
-        close(self._items)
-
 
 class GeneratorItems(OperatorIterator):
     """Items of a generator that a user's operator returned; asked after its error, it raises another.
@@ -428,9 +424,6 @@ class GeneratorItems(OperatorIterator):
         except BaseException:
             self._broken = True
             raise
-
-    def close(self) -> None:
-        close(self._items)
 
 
 class Sending(OperatorIterator):
@@ -528,7 +521,7 @@ class InlineItems(OperatorIterator):
         self._kind, self._function = opened
         if step.concurrency:
             self.coroutines: Any = opened[1]
-            self._pull = partial(_next_ended, self.coroutines.through(items), stage)
+            self._pull = self.coroutines.through(items).__next__
         # A function may return a long or endless iterable, so it is read item by item.
         if self._kind == "batch" or (self._kind == "flat_map" and self._loop.acts):
             self._kind, self._function = "results", self._loop.alone
@@ -559,9 +552,13 @@ class InlineItems(OperatorIterator):
                 for found in self._queue:
                     return found
                 self._told = False
-            if self._left.cancelled:
-                raise _closed(self._stage)
-            item = self._pull()
+            try:
+                if self._left.cancelled:
+                    raise Abandoned
+                item = self._pull()
+            except Abandoned:
+                text = f"the iterator of stage {self._stage!r} is closed"
+                raise no_answer(IteratorClosed(text)) from None
             error: Exception | None = None
             try:
                 found = self._function(item)
@@ -617,7 +614,7 @@ class InlineItems(OperatorIterator):
     def close(self) -> None:
         if self.coroutines is not None:
             self.coroutines.close()
-        close(self._items)
+        super().close()
 
 
 class _Pairs(Iterator[Any]):
@@ -651,21 +648,6 @@ class LoggedItems(OperatorIterator):
         self._ledger.given += 1
         return found
 
-    def close(self) -> None:
-        close(self._items)
-
-
-def _next_ended(items: Iterator[Any], stage: str) -> Any:
-    """Return the next item whose coroutine has ended."""
-    try:
-        return next(items)
-    except Abandoned:
-        raise _closed(stage) from None
-
-
-def _closed(stage: str) -> IteratorClosed:
-    return no_answer(IteratorClosed(f"the iterator of stage {stage!r} is closed"))
-
 
 # -- dropping of items that come a second time when a run is resumed, on the thread that pulls them
 #
@@ -692,9 +674,6 @@ class _Passing(OperatorIterator):
     @abstractmethod
     def _next(self, pull: Callable[[], Any]) -> Any:
         """Return an item of those that `pull` returns."""
-
-    def close(self) -> None:
-        close(self.items)
 
 
 class Dropping(_Passing):
@@ -804,7 +783,7 @@ class LeavingOut(OperatorIterator):
 
     def close(self) -> None:
         self._opened = iter(())
-        close(self.items)
+        super().close()
 
 
 class Withheld(_Passing):
