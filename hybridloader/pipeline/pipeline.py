@@ -60,6 +60,7 @@ from hybridloader.running.operator import (
     Operator,
     Placement,
     Source,
+    Where,
     in_keywords,
     steps_in,
 )
@@ -68,7 +69,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from hybridloader.observe.observation import Observe
-    from hybridloader.running.operator import Where
     from hybridloader.running.run import Epochs, Run
 
 

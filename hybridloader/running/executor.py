@@ -28,7 +28,7 @@ from hybridloader._support.torch_env import one_thread_on_this_thread
 from hybridloader._support.user_objects import add_note, has, no_answer
 from hybridloader.devices.pinning import Pinner
 from hybridloader.engine.contract import CLOSING
-from hybridloader.engine.dataset_state import DatasetChanges
+from hybridloader.engine.dataset_state import Change, DatasetChanges
 from hybridloader.engine.feed import Relay, StageFlow, TaskBatching
 from hybridloader.engine.messages import Fetch, TaskContext, WorkerSpec
 from hybridloader.engine.meter import TaskParts
@@ -41,7 +41,7 @@ from hybridloader.fetching.on_error import ErrorBudget, FailureLog, Skipped
 from hybridloader.fetching.readers import MapFetch, ReadersFetch
 from hybridloader.fetching.shards import ShardDivision, readers_share_of
 from hybridloader.observe.measures import StageMeasures
-from hybridloader.observe.observation import Observation
+from hybridloader.observe.observation import Observation, Observe
 from hybridloader.observe.tracing import LocalSlices
 from hybridloader.running.flow import (
     Dropping,
@@ -94,14 +94,11 @@ from hybridloader.running.state import (
     resumed_readers,
     shares_of,
 )
-from hybridloader.seeding.sample_rng import Origin, SampleSeeding, origin_of
+from hybridloader.seeding.sample_rng import Origin, SampleRng, SampleSeeding, origin_of
 
 if TYPE_CHECKING:
     from hybridloader._support.threads import Waits
-    from hybridloader.engine.dataset_state import Change
     from hybridloader.memory.page_locks import PageLocks
-    from hybridloader.observe.observation import Observe
-    from hybridloader.seeding.sample_rng import SampleRng
 
 
 class Runner:
@@ -212,7 +209,9 @@ class Executor(Runner):
                 if node.reads:
                     self.stages.set_epoch(node, saved.get(node.path, epoch))
             self._resume_readers(marks)
-            for node, _ in sorted(needed, key=_start_order):
+            # Processes that may be forked come before those that start fresh, and before threads.
+            needed.sort(key=lambda each: (each[0].backend.in_process, each[0].backend.fresh))
+            for node, _ in needed:
                 self.stages.of(node)
         except BaseException:
             self.close()
@@ -425,14 +424,6 @@ def drawn() -> int:
     if torch is None:
         return random.getrandbits(62)
     return int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
-
-
-def _start_order(needed: tuple[WorkerNode, int]) -> int:
-    """Put processes that may be forked before those that start fresh, and before threads."""
-    node, _ = needed
-    if node.backend.in_process:
-        return 2
-    return 1 if node.backend.fresh else 0
 
 
 # -- stages of a running pipeline: each is made of its node once, and started

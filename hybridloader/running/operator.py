@@ -144,7 +144,13 @@ class Placement:
             )
         backend, workers = given.pop("backend", None), given.pop("num_workers", None)
         if AUTO in (backend, workers):
-            given["auto"], backend = _asked_to_choose(stage, backend, workers)
+            if backend is None or workers not in (AUTO, None):
+                raise ValueError(
+                    f"stage {stage!r}: num_workers='auto' needs a backend, or backend='auto' chooses "
+                    "both; backend='auto' needs no num_workers"
+                )
+            given["auto"] = "both" if backend == AUTO else "num_workers"
+            backend = "threads" if backend == AUTO else backend
             workers = 1  # until it is chosen
         if backend is None and (given or workers is not None or faults.get("on_worker_death")):
             keys = ", ".join(key for key in where if key not in _ANYWHERE)
@@ -161,8 +167,10 @@ class Placement:
         except (ValueError, TypeError) as error:
             raise type(error)(f"stage {stage!r}: {error}") from error
         if workers is None:
+            from hybridloader.observe.measures import share
+
             ranks = given["ranks"] = ranks_here()
-            workers = _cores(ranks)
+            workers = math.ceil(share(ranks))  # the cores of this process
         workers = whole(f"stage {stage!r}: num_workers", workers, 1)
         for name in given.keys() & {"timeout", "task_timeout"}:
             seconds(f"stage {stage!r}: {name}", given[name])
@@ -223,23 +231,6 @@ _POLICIES: dict[str, Callable[[Any, str], Any]] = {
 
 
 AUTO = "auto"
-
-
-def _asked_to_choose(stage: str, backend: Any, workers: Any) -> tuple[str, Any]:
-    """Return the options that ``"auto"`` leaves to be chosen, and the backend until then."""
-    if backend is None or workers not in (AUTO, None):
-        raise ValueError(
-            f"stage {stage!r}: num_workers='auto' needs a backend, or backend='auto' chooses both; "
-            "backend='auto' needs no num_workers"
-        )
-    return ("both", "threads") if backend == AUTO else ("num_workers", backend)
-
-
-def _cores(ranks: int) -> int:
-    """Number of cores of this process, one of `ranks` on the machine, rounded up."""
-    from hybridloader.observe.measures import share
-
-    return math.ceil(share(ranks))
 
 
 _DEFAULTS = {one.name: one.default for one in fields(Placement)} | {"num_workers": None}
@@ -450,8 +441,9 @@ class Operator(ABC):
 
     @property
     def name(self) -> str:
-        """Name in tables and errors."""
-        return _words(type(self).__name__)
+        """Name in tables and errors: that of the class, ``PaddedBatch`` as ``padded_batch``."""
+        words = (f"_{c.lower()}" if c.isupper() else c for c in type(self).__name__)
+        return "".join(words).lstrip("_")
 
     @property
     def keeps_count(self) -> bool:
@@ -607,11 +599,6 @@ class Source(Operator):
         return self.start(context)
 
 
-def _words(name: str) -> str:
-    """``PaddedBatch`` -> ``padded_batch``."""
-    return "".join(f"_{c.lower()}" if c.isupper() else c for c in name).lstrip("_")
-
-
 def of_length(value: Length) -> str:
     """Describe a length in words."""
     if value is None:
@@ -712,7 +699,7 @@ class OperatorIterator(Iterator[Any]):
         """Give up the rest, and close the iterator before. Idempotent."""
         self._end()
         # Called here: one more function would double the nested calls of a long chain.
-        shut = getattr(self._items, "close", None) if self.owns else None
+        shut = attribute(self._items, "close") if self.owns else None
         if shut is not None:
             shut()
 

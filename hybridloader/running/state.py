@@ -882,21 +882,18 @@ class RunPosition:
             return Point(n, n)
         for first, last, mark in self._spans.get(node.path[:-1], ()):
             if mark.epoch == epoch and first <= node.first and node.last <= last:
-                if node.last < last and not self._one_by_one_up_to(last, node, raised=raised):
+                later = (
+                    other
+                    for other in self._plan.all_nodes
+                    if isinstance(other, FunctionsNode)
+                    and other.path[:-1] == node.path[:-1]
+                    and node.last < other.first <= last
+                )
+                if not all(one_by_one(other, raised=raised) for other in later):
                     return Point(n, n)
                 if mark.at <= n:
                     return Point(mark.at, mark.value)
         return None
-
-    def _one_by_one_up_to(self, last: int, node: FunctionsNode, *, raised: bool) -> bool:
-        """Return True if the functions after `node`, up to number `last`, are one to one."""
-        return all(
-            one_by_one(other, raised=raised)
-            for other in self._plan.all_nodes
-            if isinstance(other, FunctionsNode)
-            and other.path[:-1] == node.path[:-1]
-            and node.last < other.first <= last
-        )
 
     def note_withheld(self) -> None:
         """Count the place of an item that another rank has had, as an error."""
