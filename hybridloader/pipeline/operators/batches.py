@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from functools import cache, reduce
+from functools import reduce
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -71,9 +71,7 @@ def samples_of(batch: Any, columns: bool | None, place: str = "the batch") -> Se
     different lengths.
     """
     if is_array(batch):
-        torch = sys.modules.get("torch")
-        tensor = torch is not None and isinstance(batch, torch.Tensor)
-        return batch.unbind(0) if tensor else list(batch)
+        return batch.unbind(0) if has(batch, "unbind") else list(batch)
     if isinstance(batch, Mapping):
         names = list(batch)
         rows = _transposed([batch[name] for name in names], names, columns, place)
@@ -249,7 +247,7 @@ class Batch(_OfSize):
 
     def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
         collate = Collating(self.name, self.collate_fn, self.memory, context.locks)
-        return BatchIterator(items, self.batch_size, self.drop_last, collate, context)
+        return BatchIterator(items, self, collate, context)
 
 
 @dataclass(frozen=True)
@@ -286,7 +284,7 @@ class PaddedBatch(_OfSize):
         collate = Collating(
             self.name, Pad(self.padding_value, self.lengths), self.memory, context.locks
         )
-        return BatchIterator(items, self.batch_size, self.drop_last, collate, context)
+        return BatchIterator(items, self, collate, context)
 
 
 class BatchIterator(OperatorIterator):
@@ -295,13 +293,12 @@ class BatchIterator(OperatorIterator):
     def __init__(
         self,
         items: Iterator[Any],
-        size: int,
-        drop_last: bool,
+        rules: _OfSize,
         collate: Callable[[list[Any]], Any],
         context: Context,
     ) -> None:
         super().__init__(items)
-        self._size, self._drop_last, self._collate = size, drop_last, collate
+        self._size, self._drop_last, self._collate = rules.batch_size, rules.drop_last, collate
         self._mark = context.mark
         # All the mutable state:
         self._batch: list[Any] = []
@@ -383,7 +380,7 @@ class Unbatch(Operator):
                 )
 
     def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
-        return UnbatchIterator(items, self.columns, self.split, context)
+        return UnbatchIterator(items, self, context)
 
     def length(self, upstream: Length) -> Length:
         return 0 if upstream == 0 else None
@@ -392,15 +389,9 @@ class Unbatch(Operator):
 class UnbatchIterator(OperatorIterator):
     """Iterator of `Unbatch`."""
 
-    def __init__(
-        self,
-        items: Iterator[Any],
-        columns: bool | None,
-        split: Callable[[Any], Any] | None,
-        context: Context,
-    ) -> None:
+    def __init__(self, items: Iterator[Any], rules: Unbatch, context: Context) -> None:
         super().__init__(items)
-        self._columns, self._split, self._mark = columns, split, context.mark
+        self._columns, self._split, self._mark = rules.columns, rules.split, context.mark
         # All the mutable state:
         self._samples: Iterator[Any] = iter(())  # what is left of the batch
         self._given, self._taken = context.start, context.first  # samples and errors; batches
@@ -489,8 +480,10 @@ class Pad:
 
     def _field(self, samples: Sequence[Any], place: str) -> tuple[Any, Any]:
         """Return one field of all samples, and its lengths; `place` names it in errors."""
+        import torch
+
         first = samples[0]
-        if {*map(type, samples)} == {_tensor_type()} or all(map(_is_sequence, samples)):
+        if {*map(type, samples)} == {torch.Tensor} or all(map(_is_sequence, samples)):
             return self._sequences(samples, place)
         if isinstance(first, Mapping):
             keys = list(first)
@@ -586,13 +579,6 @@ class Pad:
             )
 
 
-@cache
-def _tensor_type() -> Any:
-    import torch
-
-    return torch.Tensor
-
-
 def _is_sequence(sample: Any) -> bool:
     """Return True if it is a tensor, an array, or a list of numbers, also a nested one."""
     if type(sample) is list:
@@ -613,10 +599,10 @@ def _is_sequence(sample: Any) -> bool:
 
 def _tensors(samples: Sequence[Any]) -> list[torch.Tensor]:
     """Return the samples as tensors; an empty list is of the others' dtype and dimensions."""
-    if {*map(type, samples)} == {_tensor_type()}:
-        return list(samples)
     import torch
 
+    if {*map(type, samples)} == {torch.Tensor}:
+        return list(samples)
     found = [_tensor(sample) for sample in samples]
     empty = [type(s) is list and not t.numel() for s, t in zip(samples, found, strict=True)]
     if any(empty) and not all(empty):

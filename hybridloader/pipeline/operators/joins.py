@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 import threading
 from abc import abstractmethod
 from bisect import bisect_right
@@ -223,7 +222,10 @@ def may_begin_at(pipelines: Sequence[Chain], n: int) -> bool:
     for pipeline in pipelines:
         place = pipeline.operators[0].tee_place
         if place is not None:
-            wanted.setdefault(place[0], {})[place[1]] = _begins_at(pipeline, n)
+            start: int | None = n
+            for operator in reversed(pipeline.operators[1:]):
+                start = None if start is None else operator.seek(start)
+            wanted.setdefault(place[0], {})[place[1]] = start
         elif reaches_out(pipeline):
             return False
     return not any(
@@ -233,16 +235,6 @@ def may_begin_at(pipelines: Sequence[Chain], n: int) -> bool:
         or reaches_out(tee.pipeline)
         for tee, places in wanted.items()
     )
-
-
-def _begins_at(pipeline: Chain, n: int) -> int | None:
-    """Return how many items of its source make its first `n`; None if a step does not know."""
-    for operator in reversed(pipeline.operators[1:]):
-        found = operator.seek(n)
-        if found is None:
-            return None
-        n = found
-    return n
 
 
 def reaches_out(pipeline: Chain) -> bool:
@@ -364,7 +356,7 @@ class Zip(Join):
             next((step.name for step in steps_in(pipeline) if not step.keeps_count), None)
             for pipeline in self.pipelines
         ]
-        return ZipIterator(self.pipelines, context, self.strict, lost)
+        return ZipIterator(self, context, lost)
 
     def before(self, n: int, epoch: int, mark: Mark | None) -> Sequence[UpstreamPart] | None:
         if n and (leaves_out(self.pipelines) or not may_begin_at(self.pipelines, n)):
@@ -406,15 +398,9 @@ class ZipIterator(JoinIterator):
     `lost` is, for each branch, the step that makes the number of a failure unknown; None without one.
     """
 
-    def __init__(
-        self,
-        pipelines: Sequence[Chain],
-        context: Context,
-        strict: bool,
-        lost: Sequence[str | None],
-    ) -> None:
-        super().__init__(pipelines, context, dict.fromkeys(range(len(pipelines)), context.start))
-        self._strict, self._lost = strict, lost
+    def __init__(self, join: Zip, context: Context, lost: Sequence[str | None]) -> None:
+        super().__init__(join.pipelines, context, dict.fromkeys(range(len(lost)), context.start))
+        self._strict, self._lost = join.strict, lost
         self._pulls = [branch.__next__ for branch in self._opened]
         # All the mutable state:
         self._count = context.start  # rows given, or raised
@@ -721,8 +707,7 @@ class Mix(_InTurn):
 
     def start(self, context: Context) -> Iterator[Any]:
         weights = self._weights_of(context.epoch)
-        generator = context.random(self.seed)
-        return MixIterator(self.pipelines, context, weights, generator, self.stop == "first")
+        return MixIterator(self, context, weights)
 
     def length(self, upstream: Length) -> Length:
         lengths = self.lengths
@@ -736,18 +721,11 @@ class Mix(_InTurn):
 class MixIterator(_TurnIterator):
     """Iterator of `Mix`."""
 
-    def __init__(
-        self,
-        pipelines: Sequence[Chain],
-        context: Context,
-        weights: tuple[float, ...],
-        generator: random.Random,
-        first: bool,
-    ) -> None:
+    def __init__(self, join: Mix, context: Context, weights: tuple[float, ...]) -> None:
         without = [number for number, weight in enumerate(weights) if not weight]
-        super().__init__(pipelines, context, without)
-        self._first, self._weights = first, weights
-        self._draw = generator.random  # see `ShuffleIterator`
+        super().__init__(join.pipelines, context, without)
+        self._first, self._weights = join.stop == "first", weights
+        self._draw = context.random(join.seed).random  # see `ShuffleIterator`
         ended = len(self._over) - len(without)
         for _ in range(sum(self._counts) + ended):  # each item, and each end, was drawn
             self._draw()

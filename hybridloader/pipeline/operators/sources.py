@@ -119,8 +119,10 @@ class Indices(Source):
                 f"{self.name}: seed={self.seed} is of no use without shuffle=True; give that too, or "
                 "leave the seed out"
             )
-        kind = type(self.dataset)
-        if not hasattr(kind, "__getitem__") or _is_iterable_dataset(self.dataset):
+        kind, torch = type(self.dataset), sys.modules.get("torch")
+        # Torch's iterable ones inherit a `__getitem__` that always raises.
+        iterable = torch is not None and isinstance(self.dataset, torch.utils.data.IterableDataset)
+        if iterable or not hasattr(kind, "__getitem__"):
             raise TypeError(
                 f"{self.name}: a {kind.__qualname__} can't be read by index; a dataset has "
                 "__getitem__ and __len__. An iterable is read with from_iterable"
@@ -193,12 +195,6 @@ class Indices(Source):
     def length(self, upstream: Length) -> Length:
         order = self._order
         return length_of(self.dataset if order is None else order)
-
-
-def _is_iterable_dataset(dataset: Any) -> bool:
-    """Return True if it is torch's, which inherits a ``__getitem__`` that always raises."""
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(dataset, torch.utils.data.IterableDataset)
 
 
 @dataclass(frozen=True)
