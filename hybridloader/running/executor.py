@@ -181,12 +181,11 @@ class Executor(Runner):
             chain, None if resumed is None else cuts_of(resumed.marks, resumed.heads)
         )
         check(self.plan)
-        self._drawn: dict[str, int] = {}  # seeds, by the path of a source's chain: see `draw`
-        if resumed is None:
-            self.seeded, self.seed = seed is not None, drawn() if seed is None else seed
-        else:
-            self.seeded, self.seed = resumed.seeded, resumed.seed
-            self._drawn.update(resumed.draws)
+        start = resumed or Position(
+            drawn() if seed is None else seed, seed is not None, first, given=0, raised=0
+        )
+        self.seeded, self.seed = start.seeded, start.seed
+        self._drawn = dict(start.draws)  # seeds, by the path of a source's chain: see `draw`
         super().__init__()
         self.closed = TaskContext()
         self.left = TaskContext()  # cancelled when the running epoch is ended
@@ -201,10 +200,9 @@ class Executor(Runner):
         if resumed is None:
             self._draw_for(self.plan, first)
         try:
-            epoch = first if resumed is None else resumed.next_epoch
-            marks = {} if resumed is None else resumed.marks
+            marks = start.marks
             saved = {node.path: mark.epoch for node, mark in reader_marks(self.plan, marks)}
-            needed = [] if idle else list(self._needed(self.plan, epoch))
+            needed = [] if idle else list(self._needed(self.plan, start.next_epoch))
             for node, epoch in needed:
                 if node.reads:
                     self.stages.set_epoch(node, saved.get(node.path, epoch))

@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import zip_longest
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from hybridloader._support.states import (
@@ -269,9 +270,8 @@ def _same_ranks(position: Position, ours: list[int]) -> None:
 
 
 def _same_operators(theirs: list[str], ours: list[str]) -> None:
-    for number in range(max(len(theirs), len(ours))):
-        his = theirs[number] if number < len(theirs) else "nothing more"
-        own = ours[number] if number < len(ours) else "nothing more"
+    pairs = zip_longest(theirs, ours, fillvalue="nothing more")
+    for number, (his, own) in enumerate(pairs):
         if his != own:
             raise StateError(
                 f"operators: number {number} is {his!r:.100} in the state and {own!r} in this "
