@@ -573,14 +573,13 @@ class _TurnIterator(JoinIterator):
     def __init__(
         self, pipelines: Sequence[Chain], context: Context, without: Sequence[int] = ()
     ) -> None:
-        count, saved = len(pipelines), context.saved if context.start else None
+        saved = context.saved if context.start else None
+        begins: Any = ([0] * len(pipelines), without, 0, 0) if saved is None else saved.value
         # All the mutable state:
-        self._counts = [0] * count  # items, and errors in their places, of each
-        self._over = [*without]  # those that are not in this pass, then those that have ended
-        self._last = self._in_a_row = 0  # the one that has given last, and how many items since
-        if saved is not None:
-            self._counts, self._over, self._last, self._in_a_row = saved.value
-        self._alive = [number for number in range(count) if number not in self._over]
+        self._counts = [*begins[0]]  # items, and errors in their places, of each
+        self._over = [*begins[1]]  # those that are not in this pass, then those that have ended
+        self._last, self._in_a_row = begins[2:]  # the one that has given last, and how many since
+        self._alive = [number for number in range(len(pipelines)) if number not in self._over]
         super().__init__(
             pipelines, context, {number: self._counts[number] for number in self._alive}
         )
