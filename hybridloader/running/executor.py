@@ -837,7 +837,11 @@ class ChainPass:
             context.needed = operator.needed(context)
             first = first._replace(needed=context.needed)
         elif start.needed is not None and at and parts is not None and _selects(operator):
-            first = first._replace(needed=_needed_before(operator, start.needed))
+            # Of its inputs, those that make the items which are needed of it.
+            numbers = (operator.seek(number + 1) for number in start.needed.numbers)
+            needed = {number - 1 for number in numbers if number is not None}
+            until = operator.seek(start.needed.until) or 0
+            first = first._replace(needed=Needed(needed, until))
             start = start._replace(needed=None)
         if operator.begins_itself:
             items = operator.begin(self._upstream(at, first), context)
@@ -1098,10 +1102,3 @@ def _selects(operator: Operator) -> bool:
         and type(operator).before is Operator.before
         and operator.seek(1) is not None
     )
-
-
-def _needed_before(operator: Operator, needed: Needed) -> Needed:
-    """Return which items an operator that selects needs, to give those that are needed of it."""
-    numbers = (operator.seek(number + 1) for number in needed.numbers)
-    until = operator.seek(needed.until) or 0
-    return Needed({number - 1 for number in numbers if number is not None}, until)

@@ -535,61 +535,57 @@ class InlineItems(OperatorIterator):
         )
 
     def __next__(self) -> Any:
-        while True:
-            if self._several is not None:
-                try:
-                    found = next(self._several)
-                    if self._budget is not None:
-                        self._budget.count(1, (), None)
-                    return found
-                except StopIteration:
-                    self._several = None
-                except Exception as raised:
-                    self._several, results = None, TaskResults()
-                    self._loop.note(self._item, raised, results)
-                    self._hand_out(results)
-            if self._told:
-                for found in self._queue:
-                    return found
-                self._told = False
-            try:
+        try:
+            while True:
+                if self._several is not None:
+                    try:
+                        found = next(self._several)
+                        if self._budget is not None:
+                            self._budget.count(1, (), None)
+                        return found
+                    except StopIteration:
+                        self._several = None
+                    except Exception as raised:
+                        self._several, results = None, TaskResults()
+                        self._loop.note(self._item, raised, results)
+                        self._hand_out(results)
+                if self._told:
+                    for found in self._queue:
+                        return found
+                    self._told = False
                 if self._left.cancelled:
                     raise Abandoned
                 item = self._pull()
-            except Abandoned:
-                text = f"the iterator of stage {self._stage!r} is closed"
-                raise no_answer(IteratorClosed(text)) from None
-            error: Exception | None = None
-            try:
-                found = self._function(item)
-                if self._plain:
-                    return found
-                if self._kind == "results":
-                    self._hand_out(found)
-                    continue
-                if self._kind == "flat_map":
-                    self._several, self._item = iter(found), item
-                    continue
-                if self._kind == "filter":
-                    if not found:
+                error: Exception | None = None
+                try:
+                    found = self._function(item)
+                    if self._plain:
+                        return found
+                    if self._kind == "results":
+                        self._hand_out(found)
                         continue
-                    found = item
-            except Abandoned:
-                continue  # `left` is cancelled
-            except Exception as raised:
-                error = raised
-            if error is None:
-                if self._budget is not None:
-                    self._budget.count(1, (), None)
-                return found
-            try:
-                results = TaskResults()
-                self._loop.failed(item, error, results)
-                self._hand_out(results)
-            except Abandoned:
-                pass  # as above
-            finally:
-                del error
+                    if self._kind == "flat_map":
+                        self._several, self._item = iter(found), item
+                        continue
+                    if self._kind == "filter":
+                        if not found:
+                            continue
+                        found = item
+                except Exception as raised:
+                    error = raised
+                if error is None:
+                    if self._budget is not None:
+                        self._budget.count(1, (), None)
+                    return found
+                try:
+                    results = TaskResults()
+                    self._loop.failed(item, error, results)
+                    self._hand_out(results)
+                finally:
+                    del error
+        except Abandoned:
+            text = f"the iterator of stage {self._stage!r} is closed"
+            raise no_answer(IteratorClosed(text)) from None
 
     def log(self, ledger: Ledger, counts: Numbers) -> None:
         """Note in `ledger` each item that is taken, and the number of results that it may have."""

@@ -207,7 +207,13 @@ def checked(
     need not resume by itself on this number of ranks.
     """
     _FIELDS.check(state)
-    _same_operators(state["operators"], descriptions(pipeline))
+    pairs = zip_longest(state["operators"], descriptions(pipeline), fillvalue="nothing more")
+    for number, (his, ours) in enumerate(pairs):
+        if his != ours:
+            raise StateError(
+                f"operators: number {number} is {his!r:.100} in the state and {ours!r} in this "
+                "pipeline; make the pipeline as it was made when the state was taken"
+            )
     own = {each.name: state[each.name] for each in fields(Position)}
     own["marks"] = {place: Mark(**mark) for place, mark in state["marks"].items()}
     own["heads"] = None if state["heads"] is None else Heads(*state["heads"])
@@ -267,16 +273,6 @@ def _same_ranks(position: Position, ours: list[int]) -> None:
         "the data. Resume on as many ranks, at the end of an epoch, or, if merge_states takes its "
         "steps, from one state of all ranks"
     )
-
-
-def _same_operators(theirs: list[str], ours: list[str]) -> None:
-    pairs = zip_longest(theirs, ours, fillvalue="nothing more")
-    for number, (his, own) in enumerate(pairs):
-        if his != own:
-            raise StateError(
-                f"operators: number {number} is {his!r:.100} in the state and {own!r} in this "
-                "pipeline; make the pipeline as it was made when the state was taken"
-            )
 
 
 # -- logs of a node: which of its inputs made which of its outputs, and which reader gave which item
