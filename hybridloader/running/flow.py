@@ -653,7 +653,7 @@ class LoggedItems(OperatorIterator):
 
 
 class _Passing(OperatorIterator):
-    """Base of the iterators that pass on an item that is ready, and else wait for it or do not."""
+    """Base of the iterators that can be asked for an item without waiting, if those before can."""
 
     def __init__(self, items: Iterator[Any]) -> None:
         super().__init__(items)
@@ -719,19 +719,15 @@ class Dropping(_Passing):
                 # It was raised before, at the same position.
                 self.done += 1
                 continue
-            if is_forwarded(item):
-                self._drop_unopened(item)
-            else:
+            left = self.count - self.done
+            if not is_forwarded(item):
                 self.done += 1
-
-    def _drop_unopened(self, several: Any) -> None:
-        left = self.count - self.done
-        if several.count <= left:
-            self.done += several.count
-            several.discard()
-            return
-        self._opened, self._used_up = iter(several.open()[left:]), False
-        self.done = self.count
+            elif item.count <= left:
+                self.done += item.count
+                item.discard()
+            else:
+                self._opened, self._used_up = iter(item.open()[left:]), False
+                self.done = self.count
 
     def close(self) -> None:
         self._opened = iter(())

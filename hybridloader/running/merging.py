@@ -63,7 +63,9 @@ def merged(chain: Chain, states: Sequence[Any]) -> dict[str, Any]:
     if not running or not any(position.begun for position in ranks):
         return some.as_dict(descriptions(chain))
     name, value, lefts = (_shards if _names_shards(chain) else _indices)(chain, ranks)
-    place = _one_place(lefts)
+    places = sorted({left.place for left in lefts if left.had})
+    if len(places) > 1:
+        _refuse(places[0], f"and {places[1]} have returned a part of an item, on different ranks")
     had = [count for left in lefts for count in left.had]
     made = replace(
         running[0],
@@ -71,7 +73,7 @@ def merged(chain: Chain, states: Sequence[Any]) -> dict[str, Any]:
         raised=0,
         marks={name: Mark(running[0].epoch, 0, value)},
         rank=[],
-        heads=Heads(place, had) if had else None,
+        heads=Heads(places[0], had) if had else None,
     )
     return made.as_dict(descriptions(chain))
 
@@ -211,13 +213,6 @@ def _left(chain: Chain, sampler: Any, position: Position) -> _Left:
         _refuse(place, "comes before a step with a buffer")
     numbers = range(since, since + len(own))
     return _Left(mark.value, numbers, since + len(own), own, place)
-
-
-def _one_place(lefts: list[_Left]) -> str:
-    places = sorted({left.place for left in lefts if left.had})
-    if len(places) > 1:
-        _refuse(places[0], f"and {places[1]} have returned a part of an item, on different ranks")
-    return places[0] if places else ""
 
 
 def _refuse(name: str, why: str) -> NoReturn:
