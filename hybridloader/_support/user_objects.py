@@ -233,8 +233,8 @@ def takes_a_place(error: BaseException) -> bool:
 
 
 def counts_as_item(error: BaseException) -> bool:
-    """Return True if `error` gets a number where items are numbered."""
-    return not is_ours(error, (*ENDS, *NO_ITEM))
+    """Return True if `error` gets a number where items are numbered; a `StopIteration` is no item."""
+    return not isinstance(error, StopIteration) and not is_ours(error, (*ENDS, *NO_ITEM))
 
 
 def is_ours(error: BaseException, kinds: type[E] | tuple[type[E], ...]) -> TypeGuard[E]:

@@ -411,7 +411,7 @@ class TaskBatching(Feed):
         try:
             found = self._draw(most)
         except Exception as error:
-            if counts_as_item(error) and not isinstance(error, StopIteration):
+            if counts_as_item(error):
                 self.drawn.append(1)
             raise
         self.drawn.append(items_in(found))

@@ -13,6 +13,7 @@ import random
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,7 +28,7 @@ from hybridloader._support.torch_env import one_thread_on_this_thread
 from hybridloader._support.user_objects import add_note, has, no_answer
 from hybridloader.devices.pinning import Pinner
 from hybridloader.engine.contract import CLOSING
-from hybridloader.engine.dataset_state import DatasetChanges
+from hybridloader.engine.dataset_state import Change, DatasetChanges
 from hybridloader.engine.feed import Relay, StageFlow, TaskBatching
 from hybridloader.engine.messages import Fetch, TaskContext, WorkerSpec
 from hybridloader.engine.meter import TaskParts
@@ -40,7 +41,7 @@ from hybridloader.fetching.on_error import ErrorBudget, FailureLog, Skipped
 from hybridloader.fetching.readers import MapFetch, ReadersFetch
 from hybridloader.fetching.shards import ShardDivision, readers_share_of
 from hybridloader.observe.measures import StageMeasures
-from hybridloader.observe.observation import Observation
+from hybridloader.observe.observation import Observation, Observe
 from hybridloader.observe.tracing import LocalSlices
 from hybridloader.running.flow import (
     Dropping,
@@ -55,19 +56,6 @@ from hybridloader.running.flow import (
     SourceItems,
     StageItems,
     Taking,
-    Withholding,
-)
-from hybridloader.running.ledger import (
-    ONE_EACH,
-    SEVERAL,
-    Computed,
-    Ledger,
-    MarkLog,
-    Point,
-    ReaderLog,
-    ReaderStarts,
-    Turn,
-    resumed_readers,
 )
 from hybridloader.running.operator import Chain, Mark, Needed, Operator, Upstream
 from hybridloader.running.plan import (
@@ -84,28 +72,33 @@ from hybridloader.running.plan import (
     passes_on,
 )
 from hybridloader.running.state import (
+    ONE_EACH,
+    SEVERAL,
+    Computed,
     Counts,
     Heads,
+    Ledger,
+    MarkLog,
+    Point,
     Position,
+    ReaderLog,
+    ReaderStarts,
     RunPosition,
+    Turn,
     before,
     cuts_of,
     descriptions,
     is_at,
     one_by_one,
     reader_marks,
+    resumed_readers,
     shares_of,
 )
-from hybridloader.seeding.sample_rng import Origin, SampleSeeding, origin_of
+from hybridloader.seeding.sample_rng import Origin, SampleRng, SampleSeeding, origin_of
 
 if TYPE_CHECKING:
     from hybridloader._support.threads import Waits
-    from hybridloader.engine.dataset_state import Change
-    from hybridloader.engine.meter import TaskParts
-    from hybridloader.fetching.on_error import ErrorBudget
     from hybridloader.memory.page_locks import PageLocks
-    from hybridloader.observe.observation import Observe
-    from hybridloader.seeding.sample_rng import SampleRng
 
 
 class Runner:
@@ -188,12 +181,11 @@ class Executor(Runner):
             chain, None if resumed is None else cuts_of(resumed.marks, resumed.heads)
         )
         check(self.plan)
-        self._drawn: dict[str, int] = {}  # seeds, by the path of a source's chain: see `draw`
-        if resumed is None:
-            self.seeded, self.seed = seed is not None, drawn() if seed is None else seed
-        else:
-            self.seeded, self.seed = resumed.seeded, resumed.seed
-            self._drawn.update(resumed.draws)
+        start = resumed or Position(
+            drawn() if seed is None else seed, seed is not None, first, given=0, raised=0
+        )
+        self.seeded, self.seed = start.seeded, start.seed
+        self._drawn = dict(start.draws)  # seeds, by the path of a source's chain: see `draw`
         super().__init__()
         self.closed = TaskContext()
         self.left = TaskContext()  # cancelled when the running epoch is ended
@@ -208,15 +200,16 @@ class Executor(Runner):
         if resumed is None:
             self._draw_for(self.plan, first)
         try:
-            epoch = first if resumed is None else resumed.next_epoch
-            marks = {} if resumed is None else resumed.marks
+            marks = start.marks
             saved = {node.path: mark.epoch for node, mark in reader_marks(self.plan, marks)}
-            needed = [] if idle else list(self._needed(self.plan, epoch))
+            needed = [] if idle else list(self._needed(self.plan, start.next_epoch))
             for node, epoch in needed:
                 if node.reads:
                     self.stages.set_epoch(node, saved.get(node.path, epoch))
             self._resume_readers(marks)
-            for node, _ in sorted(needed, key=_start_order):
+            # Processes that may be forked come before those that start fresh, and before threads.
+            needed.sort(key=lambda each: (each[0].backend.in_process, each[0].backend.fresh))
+            for node, _ in needed:
                 self.stages.of(node)
         except BaseException:
             self.close()
@@ -431,37 +424,22 @@ def drawn() -> int:
     return int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
 
 
-def _start_order(needed: tuple[WorkerNode, int]) -> int:
-    """Put processes that may be forked before those that start fresh, and before threads."""
-    node, _ = needed
-    if node.backend.in_process:
-        return 2
-    return 1 if node.backend.fresh else 0
-
-
 # -- stages of a running pipeline: each is made of its node once, and started
 #
 # A running stage outlives an epoch of its pipeline: its workers stay for the next. Nothing here knows
 # the nodes between two stages.
 
 
+@dataclass
 class RunningStage:
     """A stage that runs."""
 
-    def __init__(
-        self,
-        node: WorkerNode,
-        stage: Stage,
-        flow: StageFlow,
-        measures: StageMeasures | None,
-        dataset: Any,
-    ) -> None:
-        self.node, self.stage, self.flow = node, stage, flow
-        self.measures = measures  # None: not observed
-        self.watch = None if dataset is None else DatasetChanges(dataset)
-        self.readers: ReaderItems | None = None
-        self.resumed: tuple[Mark, ReaderStarts] | None = None
-        """Readers of the first epoch that resume, and their mark."""
+    node: WorkerNode
+    stage: Stage
+    flow: StageFlow
+    measures: StageMeasures | None  # None: not observed
+    watch: DatasetChanges | None
+    readers: ReaderItems | None = None
 
 
 class RunningRelay:
@@ -502,7 +480,7 @@ class RunningStages(dict[Path, RunningStage]):
         self.failure_log = FailureLog()  # of what was skipped
         self.locks: dict[Path, PageLocks] = {}  # where a device reads what a node gives, as it is
         self._epochs: dict[Path, int] = {}  # of sources that workers read
-        # Readers that resume in the first epoch of their stage, and their marks:
+        # Readers that resume in the first epoch of their stage, until they have, and their marks:
         self.resumed: dict[Path, tuple[Mark, ReaderStarts]] = {}
 
     def set_epoch(self, node: WorkerNode, epoch: int) -> None:
@@ -518,17 +496,16 @@ class RunningStages(dict[Path, RunningStage]):
         if found is not None and not found.stage.closed:
             return found
         self._check_open()
-        flow = (
-            found.flow
-            if found is not None
-            else StageFlow(
+        fetch = _fetch(node)
+        if found is None:
+            flow = StageFlow(
                 placement.num_workers,
                 prefetch=placement.prefetch,
                 buffer_bytes=placement.buffer_bytes,
             )
-        )
-        fetch = _fetch(node)
-        measures = self._measures(node, fetch) if found is None else found.measures
+            measures = self._measures(node, fetch)
+        else:
+            flow, measures = found.flow, found.measures
 
         def fewest_at_hand(scheduler: Scheduler) -> int | None:
             readers = self[path].readers
@@ -563,8 +540,8 @@ class RunningStages(dict[Path, RunningStage]):
         dataset = None if node.backend.in_process else spec.fetch.dataset
         if node.reads:  # each thread has a copy of it too
             dataset = spec.fetch.dataset if has(spec.fetch.dataset, "set_epoch") else None
-        running = self[path] = RunningStage(node, stage, flow, measures, dataset)
-        running.resumed = self.resumed.pop(path, None)
+        watch = None if dataset is None else DatasetChanges(dataset)
+        running = self[path] = RunningStage(node, stage, flow, measures, watch)
         self._check_open(stage)  # a concurrent close() may have missed this one
         return running
 
@@ -762,7 +739,14 @@ class ChainPass:
     ) -> Iterator[Any]:
         """Return `items` from `start` on, without the `first` ones and those that are not needed."""
         items = self.drop(items, first, name)
-        return items if start.needed is None else LeavingOut(items, start.items, start.needed)
+        if start.needed is None:
+            return items
+        numbers, until = frozenset(start.needed.numbers), start.needed.until
+
+        def not_needed(number: int) -> bool | None:
+            return number not in numbers if number < until else None
+
+        return LeavingOut(items, start.items, not_needed)
 
     def _open(self, at: int, start: Offset) -> Iterator[Any]:
         """Open the nodes up to number `at`, to continue after the first items.
@@ -812,11 +796,20 @@ class ChainPass:
 
     def _withheld(self, node: Node, items: Iterator[Any], at: int) -> Iterator[Any]:
         """Return the items of a node from number `at` on, without those that other ranks have had."""
-        position = self.position
-        if not position.own_heads or position.heads is None or not is_at(node, position.heads):
+        position, had = self.position, self.position.own_heads
+        if not had or position.heads is None or not is_at(node, position.heads):
             return items
-        trace = partial(position.source_of, self.plan, node, self.epoch)
-        return Withholding(items, at, trace, position.own_heads)
+        source_of = partial(position.source_of, self.plan, node, self.epoch)
+        came = Counter[int]()  # items of each item of the source
+
+        def was_had(number: int) -> bool | None:
+            source = source_of(number)
+            if source >= len(had):
+                return None
+            came[source] += 1
+            return came[source] <= had[source]
+
+        return LeavingOut(items, at, was_had)
 
     def _ledger(self, node: InlineNode | WorkerNode, begins: Point) -> Ledger | None:
         """Return the ledger of a node; None if it gives one item for each that it takes."""
@@ -833,24 +826,27 @@ class ChainPass:
         raised = bool(self.position.start.raised)
         parts = before(node, start.items, self.epoch, saved, raised)
         # If it can't begin after the first items, they are made again and dropped here.
-        dropped, begins = (start, Offset()) if parts is None else (Offset(), start)
+        begins = Offset() if parts is None else start
         marked = parts[0] if parts and parts[0].given is not None else None
         if marked is not None and marked.given is not None:
-            begins = Offset(marked.given)
-            dropped = Offset(start.items - marked.given, start.slack)
-        first = Offset(marked.start) if marked is not None else offset_before(operator, begins)
+            begins, first = Offset(marked.given), Offset(marked.start)
+        else:
+            first = offset_before(operator, begins)
         context = OperatorContext(self, node, begins, saved if parts is not None else None, first)
         if marked is not None:
             context.needed = operator.needed(context)
             first = first._replace(needed=context.needed)
         elif start.needed is not None and at and parts is not None and _selects(operator):
-            first = first._replace(needed=_needed_before(operator, start.needed))
+            # Of its inputs, those that make the items which are needed of it.
+            numbers = (operator.seek(number + 1) for number in start.needed.numbers)
+            needed = {number - 1 for number in numbers if number is not None}
+            until = operator.seek(start.needed.until) or 0
+            first = first._replace(needed=Needed(needed, until))
             start = start._replace(needed=None)
-        begins = first
         if operator.begins_itself:
-            items = operator.begin(self._upstream(at, begins), context)
+            items = operator.begin(self._upstream(at, first), context)
         else:
-            items = operator.open((yield at - 1, begins), context)
+            items = operator.open((yield at - 1, first), context)
         if not isinstance(items, Iterator):
             raise TypeError(
                 f"operator {node.name!r}: open() must return an iterator, not {items!r}; "
@@ -860,8 +856,8 @@ class ChainPass:
             items = SourceItems(items, self.left, rows=self._in_rows)
         elif isinstance(items, GeneratorType):
             items = GeneratorItems(items, node.name)
-        items = self._withheld(node, items, start.items - dropped.items)
-        return self._begun(items, dropped, start, node.name)
+        dropped = Offset(start.items - begins.items, start.slack)
+        return self._begun(self._withheld(node, items, begins.items), dropped, start, node.name)
 
     def _upstream(self, at: int, begins: Offset) -> Upstream:
         """Return the function with which the operator at number `at` opens the nodes before it."""
@@ -929,7 +925,7 @@ class ChainPass:
             start=False,
         )
         stage = items
-        while isinstance(stage, (Dropping, LeavingOut, Withholding)):
+        while isinstance(stage, (Dropping, LeavingOut)):
             stage = stage.items
         if isinstance(stage, (StageItems, ReaderItems)):
             stage.flow.relay = relay.queue
@@ -956,7 +952,7 @@ class ChainPass:
     def _open_readers(self, node: WorkerNode, count: int) -> tuple[Iterator[Any], int]:
         """Begin the readers to continue after `count` items; return how many of these they leave out."""
         stage, changes, budget = self._stage(node)
-        resumed, stage.resumed = stage.resumed, None
+        resumed = self.executor.stages.resumed.pop(node.path, None)
         if resumed is None:
             division = shard_division(node)
             found = ReaderStarts(Turn((0,) * node.placement.num_workers), (), division)
@@ -1106,10 +1102,3 @@ def _selects(operator: Operator) -> bool:
         and type(operator).before is Operator.before
         and operator.seek(1) is not None
     )
-
-
-def _needed_before(operator: Operator, needed: Needed) -> Needed:
-    """Return which items an operator that selects needs, to give those that are needed of it."""
-    numbers = (operator.seek(number + 1) for number in needed.numbers)
-    until = operator.seek(needed.until) or 0
-    return Needed({number - 1 for number in numbers if number is not None}, until)

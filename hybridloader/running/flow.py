@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import count
 from typing import Any
 
@@ -40,8 +39,8 @@ from hybridloader.fetching.on_error import (
     not_needed,
 )
 from hybridloader.observe.measures import StageMeasures
-from hybridloader.running.ledger import ONE_EACH, Ledger, Numbers, ReaderLog, ReaderStarts, Turn
-from hybridloader.running.operator import Needed, OperatorIterator
+from hybridloader.running.operator import OperatorIterator
+from hybridloader.running.state import ONE_EACH, Ledger, Numbers, ReaderLog, ReaderStarts, Turn
 from hybridloader.seeding.sample_rng import SampleRng, item_key, numbered_item
 
 
@@ -243,13 +242,13 @@ class ReaderItems(StageIterator):
         stage: Stage,
         flow: StageFlow,
         measures: StageMeasures | None,
-        budget: ErrorBudget | None = None,
-        log: ReaderLog | None = None,
-        readers: ReaderStarts | None = None,
+        budget: ErrorBudget | None,
+        log: ReaderLog | None,
+        readers: ReaderStarts,
     ) -> None:
         super().__init__(stage, flow, measures, budget)
         self._log = log
-        begins, starts, *_ = readers or ReaderStarts(Turn((0,) * flow.workers))
+        begins, starts, *_ = readers
         # All the mutable state:
         where = _places_of(stage, "reading")
         self._waiting = [ResultQueue(budget, where) for _ in range(flow.workers)]
@@ -398,9 +397,6 @@ class SourceItems(OperatorIterator):
                     raise
         raise no_answer(IteratorClosed("this epoch was ended early"))
 
-    def close(self) -> None:
-        close(self._items)
-
 
 class GeneratorItems(OperatorIterator):
     """Items of a generator that a user's operator returned; asked after its error, it raises another.
@@ -428,9 +424,6 @@ class GeneratorItems(OperatorIterator):
         except BaseException:
             self._broken = True
             raise
-
-    def close(self) -> None:
-        close(self._items)
 
 
 class Sending(OperatorIterator):
@@ -528,7 +521,7 @@ class InlineItems(OperatorIterator):
         self._kind, self._function = opened
         if step.concurrency:
             self.coroutines: Any = opened[1]
-            self._pull = partial(_next_ended, self.coroutines.through(items), stage)
+            self._pull = self.coroutines.through(items).__next__
         # A function may return a long or endless iterable, so it is read item by item.
         if self._kind == "batch" or (self._kind == "flat_map" and self._loop.acts):
             self._kind, self._function = "results", self._loop.alone
@@ -542,57 +535,57 @@ class InlineItems(OperatorIterator):
         )
 
     def __next__(self) -> Any:
-        while True:
-            if self._several is not None:
+        try:
+            while True:
+                if self._several is not None:
+                    try:
+                        found = next(self._several)
+                        if self._budget is not None:
+                            self._budget.count(1, (), None)
+                        return found
+                    except StopIteration:
+                        self._several = None
+                    except Exception as raised:
+                        self._several, results = None, TaskResults()
+                        self._loop.note(self._item, raised, results)
+                        self._hand_out(results)
+                if self._told:
+                    for found in self._queue:
+                        return found
+                    self._told = False
+                if self._left.cancelled:
+                    raise Abandoned
+                item = self._pull()
+                error: Exception | None = None
                 try:
-                    found = next(self._several)
+                    found = self._function(item)
+                    if self._plain:
+                        return found
+                    if self._kind == "results":
+                        self._hand_out(found)
+                        continue
+                    if self._kind == "flat_map":
+                        self._several, self._item = iter(found), item
+                        continue
+                    if self._kind == "filter":
+                        if not found:
+                            continue
+                        found = item
+                except Exception as raised:
+                    error = raised
+                if error is None:
                     if self._budget is not None:
                         self._budget.count(1, (), None)
                     return found
-                except StopIteration:
-                    self._several = None
-                except Exception as raised:
-                    self._several, results = None, TaskResults()
-                    self._loop.note(self._item, raised, results)
+                try:
+                    results = TaskResults()
+                    self._loop.failed(item, error, results)
                     self._hand_out(results)
-            if self._told:
-                for found in self._queue:
-                    return found
-                self._told = False
-            if self._left.cancelled:
-                raise _closed(self._stage)
-            item = self._pull()
-            error: Exception | None = None
-            try:
-                found = self._function(item)
-                if self._plain:
-                    return found
-                if self._kind == "results":
-                    self._hand_out(found)
-                    continue
-                if self._kind == "flat_map":
-                    self._several, self._item = iter(found), item
-                    continue
-                if self._kind == "filter":
-                    if not found:
-                        continue
-                    found = item
-            except Abandoned:
-                continue  # `left` is cancelled
-            except Exception as raised:
-                error = raised
-            if error is None:
-                if self._budget is not None:
-                    self._budget.count(1, (), None)
-                return found
-            try:
-                results = TaskResults()
-                self._loop.failed(item, error, results)
-                self._hand_out(results)
-            except Abandoned:
-                pass  # as above
-            finally:
-                del error
+                finally:
+                    del error
+        except Abandoned:
+            text = f"the iterator of stage {self._stage!r} is closed"
+            raise no_answer(IteratorClosed(text)) from None
 
     def log(self, ledger: Ledger, counts: Numbers) -> None:
         """Note in `ledger` each item that is taken, and the number of results that it may have."""
@@ -602,7 +595,7 @@ class InlineItems(OperatorIterator):
             try:
                 item = pull()
             except Exception as error:
-                if counts_as_item(error) and not isinstance(error, StopIteration):
+                if counts_as_item(error):
                     ledger.pulled(ONE_EACH)
                 raise
             ledger.pulled(counts)
@@ -617,7 +610,7 @@ class InlineItems(OperatorIterator):
     def close(self) -> None:
         if self.coroutines is not None:
             self.coroutines.close()
-        close(self._items)
+        super().close()
 
 
 class _Pairs(Iterator[Any]):
@@ -646,25 +639,10 @@ class LoggedItems(OperatorIterator):
         try:
             found = self._pull()
         except Exception as error:
-            self._ledger.given += counts_as_item(error) and not isinstance(error, StopIteration)
+            self._ledger.given += counts_as_item(error)
             raise
         self._ledger.given += 1
         return found
-
-    def close(self) -> None:
-        close(self._items)
-
-
-def _next_ended(items: Iterator[Any], stage: str) -> Any:
-    """Return the next item whose coroutine has ended."""
-    try:
-        return next(items)
-    except Abandoned:
-        raise _closed(stage) from None
-
-
-def _closed(stage: str) -> IteratorClosed:
-    return no_answer(IteratorClosed(f"the iterator of stage {stage!r} is closed"))
 
 
 # -- dropping of items that come a second time when a run is resumed, on the thread that pulls them
@@ -674,7 +652,27 @@ def _closed(stage: str) -> IteratorClosed:
 # dropped are an error.
 
 
-class Dropping(OperatorIterator):
+class _Passing(OperatorIterator):
+    """Base of the iterators that can be asked for an item without waiting, if those before can."""
+
+    def __init__(self, items: Iterator[Any]) -> None:
+        super().__init__(items)
+        self.items = items
+        self._pull_now: Callable[[], Any] = attribute(items, "next_nowait", items.__next__)
+
+    def __next__(self) -> Any:
+        return self._next(self._pull)
+
+    def next_nowait(self) -> Any:
+        """Return the next item if it is there. Raises `NotReady` if it is not."""
+        return self._next(self._pull_now)
+
+    @abstractmethod
+    def _next(self, pull: Callable[[], Any]) -> Any:
+        """Return an item of those that `pull` returns."""
+
+
+class Dropping(_Passing):
     """An iterator without its first `count` items, of which `done` were dropped.
 
     `slack` of these need not be there: of a batch that was the last, none knows its size.
@@ -684,20 +682,11 @@ class Dropping(OperatorIterator):
         self, items: Iterator[Any], count: int, slack: int, left: TaskContext, name: str
     ) -> None:
         super().__init__(items)
-        self.items, self.count, self._slack = items, count, slack
-        self._left, self._name = left, name
-        self._pull_now: Callable[[], Any] = attribute(items, "next_nowait", items.__next__)
+        self.count, self._slack, self._left, self._name = count, slack, left, name
         # All the mutable state:
         self.done = 0
         self._opened: Iterator[Any] = iter(())  # rest of several items that arrived as one
         self._used_up = True  # whether `_opened` is
-
-    def __next__(self) -> Any:
-        return self._next(self._pull)
-
-    def next_nowait(self) -> Any:
-        """Return the next item if it is there. Raises `NotReady` if it is not."""
-        return self._next(self._pull_now)
 
     def _next(self, pull: Callable[[], Any]) -> Any:
         if self.done < self.count:
@@ -730,121 +719,71 @@ class Dropping(OperatorIterator):
                 # It was raised before, at the same position.
                 self.done += 1
                 continue
-            if is_forwarded(item):
-                self._drop_unopened(item)
-            else:
+            left = self.count - self.done
+            if not is_forwarded(item):
                 self.done += 1
-
-    def _drop_unopened(self, several: Any) -> None:
-        left = self.count - self.done
-        if several.count <= left:
-            self.done += several.count
-            several.discard()
-            return
-        self._opened, self._used_up = iter(several.open()[left:]), False
-        self.done = self.count
+            elif item.count <= left:
+                self.done += item.count
+                item.discard()
+            else:
+                self._opened, self._used_up = iter(item.open()[left:]), False
+                self.done = self.count
 
     def close(self) -> None:
         self._opened = iter(())
-        close(self.items)
+        super().close()
 
 
 class LeavingOut(OperatorIterator):
-    """Items from number `at` on; errors in the places of those that are not `needed`."""
+    """Items from number `at` on; errors in the places of those for whose number `is_gone` is true.
 
-    def __init__(self, items: Iterator[Any], at: int, needed: Needed) -> None:
-        super().__init__(items)
-        self.items, self._numbers, self._until = items, frozenset(needed.numbers), needed.until
-        # All the mutable state:
-        self._at = at
-        self._opened: Iterator[Any] = iter(())  # rest of several items that arrived as one
-
-    def __next__(self) -> Any:
-        if self._at >= self._until:
-            for item in self._opened:
-                return item
-            return self._pull()
-        number = self._at
-        try:
-            item = self._next()
-        except Exception as error:
-            self._at += counts_as_item(error) and not isinstance(error, StopIteration)
-            raise
-        self._at += 1
-        if number not in self._numbers:
-            raise not_needed()
-        return item
-
-    def _next(self) -> Any:
-        """Return the next item, also of several that come unopened."""
-        while True:
-            for item in self._opened:
-                return item
-            item = self._pull()
-            if not is_forwarded(item):
-                return item
-            self._opened = iter(item.open())
-
-
-class Withholding(OperatorIterator):
-    """Items from number `at` on; errors in the places of those that another rank has had.
-
-    `source_of` returns the number of the source's item of which an item that came is made. Of the first
-    ones, the loop has received the numbers in `had`.
+    It is called once for each number, in order, and returns None once no later item is gone.
     """
 
     def __init__(
-        self, items: Iterator[Any], at: int, source_of: Callable[[int], int], had: Sequence[int]
+        self, items: Iterator[Any], at: int, is_gone: Callable[[int], bool | None]
     ) -> None:
         super().__init__(items)
-        self.items, self._source_of, self._had = items, source_of, had
+        self.items, self._is_gone = items, is_gone
         # All the mutable state:
         self._at = at
-        self._source, self._count = -1, 0  # number of the source's item, and items of it that came
+        self._all_come = False  # from here on
         self._opened: Iterator[Any] = iter(())  # rest of several items that arrived as one
 
     def __next__(self) -> Any:
         while True:
             for item in self._opened:
-                return self._given(item)
+                return item if self._all_come else self._given(item)
+            if self._all_come:
+                return self._pull()
             try:
                 item = self._pull()
             except Exception as error:
-                self._at += counts_as_item(error) and not isinstance(error, StopIteration)
+                self._at += counts_as_item(error)
                 raise
             if not is_forwarded(item):
                 return self._given(item)
             self._opened = iter(item.open())
 
     def _given(self, item: Any) -> Any:
-        if self._source >= len(self._had):
-            return item
-        source, self._at = self._source_of(self._at), self._at + 1
-        if source != self._source:
-            self._source, self._count = source, 0
-        self._count += 1
-        if source < len(self._had) and self._count <= self._had[source]:
+        number, self._at = self._at, self._at + 1
+        gone = self._is_gone(number)
+        self._all_come = gone is None
+        if gone:
             raise not_needed()
         return item
 
     def close(self) -> None:
         self._opened = iter(())
-        close(self.items)
+        super().close()
 
 
-class Withheld(Iterator[Any]):
+class Withheld(_Passing):
     """Items of a run without the places of those that another rank has had; each is noted."""
 
     def __init__(self, items: Iterator[Any], note: Callable[[], None]) -> None:
-        self._items, self._note = items, note
-        self._pull_now: Callable[[], Any] = attribute(items, "next_nowait", items.__next__)
-
-    def __next__(self) -> Any:
-        return self._next(self._items.__next__)
-
-    def next_nowait(self) -> Any:
-        """Return the next item if it is there. Raises `NotReady` if it is not."""
-        return self._next(self._pull_now)
+        super().__init__(items)
+        self._note = note
 
     def _next(self, pull: Callable[[], Any]) -> Any:
         while True:
@@ -854,7 +793,3 @@ class Withheld(Iterator[Any]):
                 if not keeps_number(error):
                     raise
             self._note()
-
-    def close(self) -> None:
-        """Close the items."""
-        close(self._items)

@@ -11,7 +11,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from random import Random
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn
 
 from hybridloader._support.states import set_epoch
@@ -54,14 +55,7 @@ def merged(chain: Chain, states: Sequence[Any]) -> dict[str, Any]:
     ranks = _by_rank([checked(state, chain, any_ranks=True) for state in states])
     some = ranks[0]
     running = [position for position in ranks if not position.finished]
-    epochs = {position.epoch for position in running}
-    if (
-        len(
-            {position.next_epoch for position in ranks if position.finished}
-            | {e + 1 for e in epochs}
-        )
-        > 1
-    ):
+    if len({position.epoch for position in ranks}) > 1:
         raise StateError(
             f"epoch: the ranks are in epochs {sorted({p.next_epoch for p in ranks})}; merge states that "
             "were taken in one epoch"
@@ -69,7 +63,9 @@ def merged(chain: Chain, states: Sequence[Any]) -> dict[str, Any]:
     if not running or not any(position.begun for position in ranks):
         return some.as_dict(descriptions(chain))
     name, value, lefts = (_shards if _names_shards(chain) else _indices)(chain, ranks)
-    place = _one_place(lefts)
+    places = sorted({left.place for left in lefts if left.had})
+    if len(places) > 1:
+        _refuse(places[0], f"and {places[1]} have returned a part of an item, on different ranks")
     had = [count for left in lefts for count in left.had]
     made = replace(
         running[0],
@@ -77,7 +73,7 @@ def merged(chain: Chain, states: Sequence[Any]) -> dict[str, Any]:
         raised=0,
         marks={name: Mark(running[0].epoch, 0, value)},
         rank=[],
-        heads=Heads(place, had) if had else None,
+        heads=Heads(places[0], had) if had else None,
     )
     return made.as_dict(descriptions(chain))
 
@@ -219,13 +215,6 @@ def _left(chain: Chain, sampler: Any, position: Position) -> _Left:
     return _Left(mark.value, numbers, since + len(own), own, place)
 
 
-def _one_place(lefts: list[_Left]) -> str:
-    places = sorted({left.place for left in lefts if left.had})
-    if len(places) > 1:
-        _refuse(places[0], f"and {places[1]} have returned a part of an item, on different ranks")
-    return places[0] if places else ""
-
-
 def _refuse(name: str, why: str) -> NoReturn:
     raise StateError(f"step {name!r} {why}, so no other rank can resume there; {_SAVE}")
 
@@ -282,7 +271,11 @@ class _Needs:
             else:
                 had = self.start - part.given
                 if saved is not None:
-                    context: Any = _Reopened(plan, node, position, saved)
+                    # The part of a context that it asks.
+                    random = partial(generator_of, node, plan, position.epoch, position.seed)
+                    context: Any = SimpleNamespace(
+                        saved=saved, start=saved.at, epoch=position.epoch, random=random
+                    )
                     needed = node.operator.needed(context)
         if self.needed is not None:
             _refuse(node.name, "does not make one item of each, before a step with a buffer")
@@ -294,17 +287,3 @@ class _Needs:
                 _refuse(self.place or node.name, "has returned a part of its results of one item")
             self.had, self.place = had, place
         self.start, self.slack, self.needed = start, slack, needed
-
-
-class _Reopened:
-    """The part of a `Context` that `Operator.needed` asks."""
-
-    def __init__(
-        self, plan: ChainPlan, node: OperatorNode, position: Position, saved: Mark
-    ) -> None:
-        self._plan, self._node, self._position = plan, node, position
-        self.saved, self.start, self.epoch = saved, saved.at, position.epoch
-
-    def random(self, seed: int | None) -> Random:
-        position = self._position
-        return generator_of(self._node, self._plan, position.epoch, position.seed, seed)

@@ -25,7 +25,7 @@ from hybridloader._support.text import (
     spelled_out,
     whole,
 )
-from hybridloader._support.user_objects import Raised, attribute, close, takes_a_place
+from hybridloader._support.user_objects import attribute, close, takes_a_place
 from hybridloader.engine.contract import Backend, get_backend
 from hybridloader.engine.scheduler import IN_FLIGHT
 from hybridloader.engine.stage import RestartPolicy
@@ -144,7 +144,13 @@ class Placement:
             )
         backend, workers = given.pop("backend", None), given.pop("num_workers", None)
         if AUTO in (backend, workers):
-            given["auto"], backend = _asked_to_choose(stage, backend, workers)
+            if backend is None or workers not in (AUTO, None):
+                raise ValueError(
+                    f"stage {stage!r}: num_workers='auto' needs a backend, or backend='auto' chooses "
+                    "both; backend='auto' needs no num_workers"
+                )
+            given["auto"] = "both" if backend == AUTO else "num_workers"
+            backend = "threads" if backend == AUTO else backend
             workers = 1  # until it is chosen
         if backend is None and (given or workers is not None or faults.get("on_worker_death")):
             keys = ", ".join(key for key in where if key not in _ANYWHERE)
@@ -161,8 +167,10 @@ class Placement:
         except (ValueError, TypeError) as error:
             raise type(error)(f"stage {stage!r}: {error}") from error
         if workers is None:
+            from hybridloader.observe.measures import share
+
             ranks = given["ranks"] = ranks_here()
-            workers = _cores(ranks)
+            workers = math.ceil(share(ranks))  # the cores of this process
         workers = whole(f"stage {stage!r}: num_workers", workers, 1)
         for name in given.keys() & {"timeout", "task_timeout"}:
             seconds(f"stage {stage!r}: {name}", given[name])
@@ -223,23 +231,6 @@ _POLICIES: dict[str, Callable[[Any, str], Any]] = {
 
 
 AUTO = "auto"
-
-
-def _asked_to_choose(stage: str, backend: Any, workers: Any) -> tuple[str, Any]:
-    """Return the options that ``"auto"`` leaves to be chosen, and the backend until then."""
-    if backend is None or workers not in (AUTO, None):
-        raise ValueError(
-            f"stage {stage!r}: num_workers='auto' needs a backend, or backend='auto' chooses both; "
-            "backend='auto' needs no num_workers"
-        )
-    return ("both", "threads") if backend == AUTO else ("num_workers", backend)
-
-
-def _cores(ranks: int) -> int:
-    """Number of cores of this process, one of `ranks` on the machine, rounded up."""
-    from hybridloader.observe.measures import share
-
-    return math.ceil(share(ranks))
 
 
 _DEFAULTS = {one.name: one.default for one in fields(Placement)} | {"num_workers": None}
@@ -435,7 +426,7 @@ class Operator(ABC):
     marks_inputs: ClassVar[bool] = False
     """True if it calls ``context.mark(n, k)`` wherever its items from number `n` on are made only of the
     items before it from number `k` on, as when nothing is in its buffer. Errors count as items. Instead
-    of `k` it may give a list that begins with it."""
+    of `k` it may give a list that begins with it, or None where this is not known."""
     begins_anew: ClassVar[bool] = False
     """True if it may begin with any items: nothing that it does depends on the numbers of items before.
     Only then can states of several ranks be merged."""
@@ -450,8 +441,9 @@ class Operator(ABC):
 
     @property
     def name(self) -> str:
-        """Name in tables and errors."""
-        return _words(type(self).__name__)
+        """Name in tables and errors: that of the class, ``PaddedBatch`` as ``padded_batch``."""
+        words = (f"_{c.lower()}" if c.isupper() else c for c in type(self).__name__)
+        return "".join(words).lstrip("_")
 
     @property
     def keeps_count(self) -> bool:
@@ -530,7 +522,7 @@ class Operator(ABC):
                 UpstreamPart(None, 0, epoch),
                 *(UpstreamPart(k, 0, epoch) for k in range(len(self.branches()))),
             ]
-        if self.marks_inputs and mark is not None:
+        if self.marks_inputs and mark is not None and mark.value is not None:
             start = mark.value[0] if isinstance(mark.value, list) else mark.value
             return [UpstreamPart(None, start, epoch, mark.at)]
         k = self.seek(n)
@@ -607,11 +599,6 @@ class Source(Operator):
         return self.start(context)
 
 
-def _words(name: str) -> str:
-    """``PaddedBatch`` -> ``padded_batch``."""
-    return "".join(f"_{c.lower()}" if c.isupper() else c for c in name).lstrip("_")
-
-
 def of_length(value: Length) -> str:
     """Describe a length in words."""
     if value is None:
@@ -634,19 +621,45 @@ def steps_in(chain: Chain) -> Iterator[Operator]:
     return walk(chain)
 
 
+# -- checks of a user's parameters: operators refuse bad ones when they are described, not when they run
+#
+# Every error names the operator, the parameter, its value and a remedy.
+
+
+class Named(Protocol):
+    """An operator, or another object that errors name."""
+
+    @property
+    def name(self) -> str: ...
+
+
+def settle(described: Named, **values: Any) -> None:
+    """Set fields of a frozen description, from its ``__post_init__``."""
+    for name, value in values.items():
+        object.__setattr__(described, name, value)
+
+
+def settle_whole(
+    described: Named, parameter: str, least: int, instead: str, *, optional: bool = False
+) -> None:
+    """Make the field `parameter` an int that is at least `least`; or None, where it is optional."""
+    value = getattr(described, parameter)
+    if not (optional and value is None):
+        name = f"{described.name}: {parameter}"
+        settle(described, **{parameter: whole(name, value, least, instead=instead)})
+
+
+def check_flags(described: Named, *parameters: str) -> None:
+    """Refuse fields that are neither True nor False."""
+    for parameter in parameters:
+        flag(f"{described.name}: {parameter}", getattr(described, parameter))
+
+
+SEED = "give an int from 0 up, or None for the seed of the run"
+"""Request in errors about a seed."""
+
+
 # -- iterators: each has all its mutable state in plain attributes, and never runs a thread ------------
-
-
-def close_all(iterators: list[Iterator[Any]]) -> None:
-    """Close every one of them, also when closing another fails; raises the first failure."""
-    first: Raised | None = None
-    for iterator in iterators:
-        try:
-            close(iterator)
-        except BaseException as error:
-            first = first or Raised(error)
-    if first is not None:
-        first.throw()
 
 
 def nothing() -> NoReturn:
@@ -686,20 +699,9 @@ class OperatorIterator(Iterator[Any]):
         """Give up the rest, and close the iterator before. Idempotent."""
         self._end()
         # Called here: one more function would double the nested calls of a long chain.
-        shut = getattr(self._items, "close", None) if self.owns else None
+        shut = attribute(self._items, "close") if self.owns else None
         if shut is not None:
             shut()
-
-
-class JoinIterator(Iterator[Any]):
-    """Base of the iterators over several others, which are closed with this."""
-
-    def __init__(self, branches: list[Iterator[Any]]) -> None:
-        self._opened = branches
-
-    def close(self) -> None:
-        """Close them all. Idempotent."""
-        close_all(self._opened)
 
 
 class PassesIterator(Iterator[Any]):

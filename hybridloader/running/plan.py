@@ -274,22 +274,19 @@ def _may_join(
         return False
     # A step that seeds by item number needs one-to-one steps before it.
     counted = not isinstance(placement.seeding, SampleSeeding) or group[-1].seek(1) == 1
-    return counted and _fusible(shared, placement)
+    return (
+        counted
+        and shared.fuse
+        and placement.fuse
+        # All options that a worker sees must agree.
+        and replace(shared, in_order=True) == replace(placement, in_order=True)
+        and (shared.in_order or not placement.in_order)
+    )
 
 
 def _group(works: list[Operator], placement: Placement, first: int) -> Node:
     inline = placement.inline and works[0].step().kind != "read"
     return (InlineNode if inline else WorkerNode)(tuple(works), placement, first)
-
-
-def _fusible(one: Placement, other: Placement) -> bool:
-    """Return True if steps of these two may be one task: all options that a worker sees must agree."""
-    return (
-        one.fuse
-        and other.fuse
-        and replace(one, in_order=True) == replace(other, in_order=True)
-        and (one.in_order or not other.in_order)
-    )
 
 
 def _state(nodes: Sequence[Node]) -> str:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hybridloader._support.states import place_dropped
 from hybridloader._support.text import INFO, log, warn, whole
@@ -30,95 +30,64 @@ from hybridloader.running.operator import Chain
 from hybridloader.running.plan import InlineNode, Node, OperatorNode, RelayNode, WorkerNode
 from hybridloader.running.state import Counts, Position, RunPosition, checked, descriptions
 
-if TYPE_CHECKING:
-    from hybridloader.running.executor import Executor, RunningRelay
-
 
 class RunObservation(Observation):
     """Observation of the runs of one executor, over all passes until now. It does not hold it."""
 
     def __init__(self, observe: bool | Observe, chain: Chain) -> None:
         super().__init__(observe, "Pipeline", chain)
-        self._executor: weakref.ref[Executor] | None = None
-
-    def of(self, executor: Executor) -> None:
-        """Observe `executor`."""
-        self._executor = weakref.ref(executor)
+        self.executor: Callable[[], Executor | None] = lambda: None
+        """Weak reference to the executor, once it is made."""
 
     def stats(self) -> Stats:
-        executor = None if self._executor is None else self._executor()
+        executor = self.executor()
         if executor is None:
             raise ReferenceError("the run has ended")
-        rows = (*_rows(executor, self.loop), *_row_of_caller(executor, self.loop))
+        rows = tuple(_rows(executor, self.loop))
         running = (stage.measures for stage in executor.stages.values())
         reported = (use for measures in running if measures is not None for use in measures.stores)
         return self._stats_of(rows, reported=reported)
 
 
-def report(executor: Executor) -> str:
-    """Return a table of the workers of each stage."""
-    tables = []
-    for where in sorted(executor.stages):
-        running = executor.stages[where]
-        tables.append(f"{running.node.name}\n{workers_table(running.stage.report())}")
-    return "\n\n".join(tables)
-
-
 def _rows(executor: Executor, loop: LoopWaits) -> Iterator[StageRecord]:
-    """Yield the stages and threads of a pipeline, those of its branches before them."""
+    """Yield the stages and threads of a pipeline, those of its branches before them.
+
+    Your loop's thread has a row if it calls functions in `next()`, or if there is no other.
+    """
     for where in sorted([*executor.stages, *executor.relays]):
-        running = executor.stages.get(where)
-        if running is not None:
-            flow, measures = running.flow, running.measures
-            assert measures is not None
-            yield measures.record(
-                running.node.name,
-                items=flow.items_out,
-                queued=flow.queued,
-                faults=_faults(executor, [running.node]),
-                source=running.node.reads,
-                reads=isinstance(running.node.works[0].step().function, MapFetch),
+        if where in executor.stages:
+            stage = executor.stages[where]
+            assert stage.measures is not None
+            yield stage.measures.record(
+                stage.node.name,
+                items=stage.flow.items_out,
+                queued=stage.flow.queued,
+                faults=_faults(executor, [stage.node]),
+                source=stage.node.reads,
+                reads=isinstance(stage.node.works[0].step().function, MapFetch),
             )
             continue
-        row = _row_of_relay(executor, executor.relays[where], loop)
-        if row is not None:
-            yield row
+        relay = executor.relays[where]
+        names, others = _pulled(executor, relay.before)
+        if relay.node.pins:
+            names.append(relay.node.name)
+        if names:
+            ended = max(relay.began, loop.began + loop.seconds)
+            name = " + ".join(names)
+            yield record_of_relay(name, relay.relay.queue, relay.began, ended, **others)
+    names, others = _pulled(executor, executor.plan.nodes)
+    if others["options"] or not (executor.stages or executor.relays):
+        yield record_of_caller(" + ".join(names), loop, **others)
 
 
-def _row_of_relay(executor: Executor, running: RunningRelay, loop: LoopWaits) -> StageRecord | None:
-    works = list(_pulled(running.before))
-    names = [_name(node) for node in works]
-    if running.node.pins:
-        names.append(running.node.name)
-    if not names:
-        return None
-    return record_of_relay(
-        " + ".join(names),
-        running.relay.queue,
-        running.began,
-        max(running.began, loop.began + loop.seconds),
-        waits=executor.waits_before(running.before),
-        **_of_works(executor, works),
-    )
-
-
-def _row_of_caller(executor: Executor, loop: LoopWaits) -> Iterator[StageRecord]:
-    """Yield the row of your loop's thread, if it calls functions in `next()`, or there is no other."""
-    nodes = executor.plan.nodes
-    works = list(_pulled(nodes))
-    alone = not (executor.stages or executor.relays)
-    if not alone and not any(isinstance(node, InlineNode) for node in works):
-        return
-    yield record_of_caller(
-        " + ".join(map(_name, works)),
-        loop,
-        executor.waits_before(nodes),
-        **_of_works(executor, works),
-    )
-
-
-def _of_works(executor: Executor, nodes: Sequence[OperatorNode | InlineNode]) -> dict[str, Any]:
-    """Return the operators and functions that a thread runs, as a record has them."""
+def _pulled(executor: Executor, before: Sequence[Node]) -> tuple[list[str], dict[str, Any]]:
+    """Return the names and the record of the steps of the thread that pulls the nodes `before` it."""
+    nodes: list[OperatorNode | InlineNode] = []
+    for node in reversed(before):
+        if isinstance(node, (WorkerNode, RelayNode)):
+            break
+        nodes.insert(0, node)
+    names = [n.operator.describe() if isinstance(n, OperatorNode) else n.name for n in nodes]
     functions = [node for node in nodes if isinstance(node, InlineNode)]
     uses = [
         CoroutineUse(work.name, work.step().concurrency, parts.coroutines, parts.idle, parts.held)
@@ -126,9 +95,11 @@ def _of_works(executor: Executor, nodes: Sequence[OperatorNode | InlineNode]) ->
         for number, work in enumerate(node.works)
         if (parts := executor.parts_of(node.path, number)) is not None
     ]
-    return {
+    return names, {
+        "waits": executor.waits_before(before),
         "faults": _faults(executor, nodes),
-        "source": _is_source(nodes),
+        # They read a source and call no function of a step.
+        "source": not functions and any(node.path[-1] == 0 for node in nodes),
         "options": {"backend": None} if functions else {},
         "coroutines": max(uses, key=lambda use: use.idle + use.held, default=None),
     }
@@ -139,27 +110,6 @@ def _faults(executor: Executor, nodes: Sequence[Node]) -> Faults:
     replaced = sum(log.replaced[node.path] for node in nodes)
     skipped = sum(log.counts[node.path] for node in nodes) - replaced
     return Faults(skipped, replaced, sum(executor.retried(node.path) for node in nodes))
-
-
-def _name(node: OperatorNode | InlineNode) -> str:
-    return node.operator.describe() if isinstance(node, OperatorNode) else node.name
-
-
-def _is_source(nodes: Sequence[Node]) -> bool:
-    """True if the nodes read a source and call no function of a step."""
-    return all(isinstance(node, OperatorNode) for node in nodes) and any(
-        n.path[-1] == 0 for n in nodes
-    )
-
-
-def _pulled(nodes: Sequence[Node]) -> Iterator[OperatorNode | InlineNode]:
-    """Yield the nodes that a relay's own thread runs, the last of `nodes` being next to the relay."""
-    found: list[OperatorNode | InlineNode] = []
-    for node in reversed(nodes):
-        if isinstance(node, (WorkerNode, RelayNode)):
-            break
-        found.append(node)
-    yield from reversed(found)
 
 
 _CLOSED = IteratorClosed("closed")
@@ -395,7 +345,10 @@ class Run(Iterator[Any]):
 
     def report(self) -> str:
         """Return a table of the workers of every stage. From any thread."""
-        return report(self._executor)
+        tables = []
+        for _, running in sorted(self._executor.stages.items()):
+            tables.append(f"{running.node.name}\n{workers_table(running.stage.report())}")
+        return "\n\n".join(tables)
 
     def stats(self) -> Stats:
         """Return the statistics of every stage until now, and the bottleneck.
@@ -438,7 +391,7 @@ def executor_of(
     executor = Executor(chain, seed, resumed, first=first, idle=idle, observation=observation)
     executor.observe = observe
     if observation is not None:
-        observation.of(executor)
+        observation.executor = weakref.ref(executor)
     return executor
 
 

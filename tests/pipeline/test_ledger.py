@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hybridloader.running.ledger import ONE_EACH, Ledger, MarkLog, Point
 from hybridloader.running.operator import Mark
+from hybridloader.running.state import ONE_EACH, Ledger, MarkLog, Point
 
 
 def test_a_ledger_that_forgets_later_places_knows_only_the_first_of_them() -> None:

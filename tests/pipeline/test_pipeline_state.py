@@ -205,6 +205,17 @@ def test_a_state_is_a_new_dict_each_time() -> None:
 # -- when and where ----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("join", ["mix", "interleave"])
+def test_a_state_that_was_loaded_can_be_loaded_again(join: str) -> None:
+    pipe = getattr(Pipeline, join)(*(Pipeline.from_dataset(range(n)) for n in (5, 9, 7)))
+    with pipe.run(seed=1) as run:
+        events(run, 6)
+        state, rest = saved(run), events(run, 20)
+    for _ in range(2):
+        with pipe.run(state=state) as again:
+            assert events(again, 20) == rest
+
+
 def test_a_state_counts_what_was_given_and_not_what_lies_ready() -> None:
     pipe = Pipeline.from_dataset(range(40)).map(
         changed, backend="threads", num_workers=2, prefetch=9

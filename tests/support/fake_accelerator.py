@@ -23,7 +23,7 @@ from unittest import mock
 
 from hybridloader.devices import pinning
 from hybridloader.devices.accelerator import find
-from hybridloader.pipeline.operators import work
+from hybridloader.pipeline.operators import sources
 
 if TYPE_CHECKING:
     import torch
@@ -397,7 +397,7 @@ def taken_for_current(accelerator: FakeAccelerator) -> Iterator[None]:
         return accelerator if known else find(device)
 
     with ExitStack() as patched:
-        for module in (pinning, work):
+        for module in (pinning, sources):
             patched.enter_context(mock.patch.object(module, "current", return_value=accelerator))
             patched.enter_context(mock.patch.object(module, "find", named))
         yield

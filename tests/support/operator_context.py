@@ -9,8 +9,8 @@ from typing import Any
 
 from hypothesis import settings
 
-from hybridloader.running.ledger import MarkLog
 from hybridloader.running.operator import Chain, Context, Length, Operator
+from hybridloader.running.state import MarkLog
 
 no_deadline = settings(deadline=None, max_examples=60)
 """Settings of property tests: no deadline, because a machine may be busy."""

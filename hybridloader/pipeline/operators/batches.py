@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from functools import cache, reduce
+from functools import reduce
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -27,16 +26,15 @@ from hybridloader.fetching.collate import is_default_collate, slot_for, teach_to
 from hybridloader.memory.limits import DEFAULT_MEMORY, Memory, check_memory
 from hybridloader.memory.slots import PrivateSlots, set_slots
 from hybridloader.pipeline.operators.order import numbers_in, packed, unpacked
-from hybridloader.pipeline.operators.parameters import check_flags, settle_whole
 from hybridloader.running.operator import (
     INFINITE,
     Context,
     Length,
-    Mark,
     Needed,
     Operator,
     OperatorIterator,
-    UpstreamPart,
+    check_flags,
+    settle_whole,
 )
 
 if TYPE_CHECKING:
@@ -73,9 +71,7 @@ def samples_of(batch: Any, columns: bool | None, place: str = "the batch") -> Se
     different lengths.
     """
     if is_array(batch):
-        torch = sys.modules.get("torch")
-        tensor = torch is not None and isinstance(batch, torch.Tensor)
-        return batch.unbind(0) if tensor else list(batch)
+        return batch.unbind(0) if has(batch, "unbind") else list(batch)
     if isinstance(batch, Mapping):
         names = list(batch)
         rows = _transposed([batch[name] for name in names], names, columns, place)
@@ -251,7 +247,7 @@ class Batch(_OfSize):
 
     def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
         collate = Collating(self.name, self.collate_fn, self.memory, context.locks)
-        return BatchIterator(items, self.batch_size, self.drop_last, collate, context)
+        return BatchIterator(items, self, collate, context)
 
 
 @dataclass(frozen=True)
@@ -288,7 +284,7 @@ class PaddedBatch(_OfSize):
         collate = Collating(
             self.name, Pad(self.padding_value, self.lengths), self.memory, context.locks
         )
-        return BatchIterator(items, self.batch_size, self.drop_last, collate, context)
+        return BatchIterator(items, self, collate, context)
 
 
 class BatchIterator(OperatorIterator):
@@ -297,13 +293,12 @@ class BatchIterator(OperatorIterator):
     def __init__(
         self,
         items: Iterator[Any],
-        size: int,
-        drop_last: bool,
+        rules: _OfSize,
         collate: Callable[[list[Any]], Any],
         context: Context,
     ) -> None:
         super().__init__(items)
-        self._size, self._drop_last, self._collate = size, drop_last, collate
+        self._size, self._drop_last, self._collate = rules.batch_size, rules.drop_last, collate
         self._mark = context.mark
         # All the mutable state:
         self._batch: list[Any] = []
@@ -385,7 +380,7 @@ class Unbatch(Operator):
                 )
 
     def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
-        return UnbatchIterator(items, self.columns, self.split, context)
+        return UnbatchIterator(items, self, context)
 
     def length(self, upstream: Length) -> Length:
         return 0 if upstream == 0 else None
@@ -394,15 +389,9 @@ class Unbatch(Operator):
 class UnbatchIterator(OperatorIterator):
     """Iterator of `Unbatch`."""
 
-    def __init__(
-        self,
-        items: Iterator[Any],
-        columns: bool | None,
-        split: Callable[[Any], Any] | None,
-        context: Context,
-    ) -> None:
+    def __init__(self, items: Iterator[Any], rules: Unbatch, context: Context) -> None:
         super().__init__(items)
-        self._columns, self._split, self._mark = columns, split, context.mark
+        self._columns, self._split, self._mark = rules.columns, rules.split, context.mark
         # All the mutable state:
         self._samples: Iterator[Any] = iter(())  # what is left of the batch
         self._given, self._taken = context.start, context.first  # samples and errors; batches
@@ -423,7 +412,7 @@ class UnbatchIterator(OperatorIterator):
                     except Exception as error:
                         Raised(foreign(error, "unbatch: split")).throw()
         except Exception as error:
-            self._given += counts_as_item(error) and not isinstance(error, StopIteration)
+            self._given += counts_as_item(error)
             raise
 
     def _next_batch(self) -> Any:
@@ -491,8 +480,10 @@ class Pad:
 
     def _field(self, samples: Sequence[Any], place: str) -> tuple[Any, Any]:
         """Return one field of all samples, and its lengths; `place` names it in errors."""
+        import torch
+
         first = samples[0]
-        if {*map(type, samples)} == {_tensor_type()} or all(map(_is_sequence, samples)):
+        if {*map(type, samples)} == {torch.Tensor} or all(map(_is_sequence, samples)):
             return self._sequences(samples, place)
         if isinstance(first, Mapping):
             keys = list(first)
@@ -588,13 +579,6 @@ class Pad:
             )
 
 
-@cache
-def _tensor_type() -> Any:
-    import torch
-
-    return torch.Tensor
-
-
 def _is_sequence(sample: Any) -> bool:
     """Return True if it is a tensor, an array, or a list of numbers, also a nested one."""
     if type(sample) is list:
@@ -615,10 +599,10 @@ def _is_sequence(sample: Any) -> bool:
 
 def _tensors(samples: Sequence[Any]) -> list[torch.Tensor]:
     """Return the samples as tensors; an empty list is of the others' dtype and dimensions."""
-    if {*map(type, samples)} == {_tensor_type()}:
-        return list(samples)
     import torch
 
+    if {*map(type, samples)} == {torch.Tensor}:
+        return list(samples)
     found = [_tensor(sample) for sample in samples]
     empty = [type(s) is list and not t.numel() for s, t in zip(samples, found, strict=True)]
     if any(empty) and not all(empty):
@@ -681,7 +665,7 @@ class BucketBy(Operator):
     collate_fn: CollateFn | None = None
     memory: Memory = DEFAULT_MEMORY
 
-    begins_anew = counts_errors = True
+    begins_anew = marks_inputs = counts_errors = True
 
     def __post_init__(self) -> None:
         text.function(
@@ -700,13 +684,6 @@ class BucketBy(Operator):
     def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
         collate = Collating(self.name, self.collate_fn, self.memory, context.locks)
         return BucketByIterator(items, self, collate, context)
-
-    def before(self, n: int, epoch: int, mark: Mark | None) -> Sequence[UpstreamPart] | None:
-        if not n:
-            return super().before(n, epoch, mark)
-        if mark is None or mark.value is None:
-            return None
-        return [UpstreamPart(None, mark.value[0], epoch, mark.at)]
 
     def needed(self, context: Context) -> Needed | None:
         """Return the items that were in a bucket."""
@@ -758,8 +735,6 @@ class BucketByIterator(OperatorIterator):
         # All the mutable state:
         self._buckets: dict[Any, tuple[int, list[tuple[int, Any]]]] = {}
         """Size, and the items with their numbers, of each key."""
-        self._left: deque[list[tuple[int, Any]]] | None = None
-        """Batches that are left, once the items before have ended."""
         self._taken = self._oldest = (
             0  # items; the number of the first one that is held, or of the next
         )
@@ -780,7 +755,7 @@ class BucketByIterator(OperatorIterator):
         try:
             batch = self._next_batch()
         except Exception as error:
-            if counts_as_item(error) and not isinstance(error, StopIteration):
+            if counts_as_item(error):
                 self._note(())
             raise
         self._note(batch)
@@ -796,17 +771,18 @@ class BucketByIterator(OperatorIterator):
         self._log.add(self._entry())
 
     def _next_batch(self) -> list[tuple[int, Any]]:
-        if self._left is not None:
-            return self._leftover(self._left)
         rules, buckets = self._rules, self._buckets
         while True:
             number = self._taken
             try:
                 item = self._pull()
             except StopIteration:
-                self._left = deque(() if rules.drop_last else (b for _, b in buckets.values()))
-                buckets.clear()
-                return self._leftover(self._left)
+                self._end()
+                if rules.drop_last:
+                    buckets.clear()
+                for key in buckets:
+                    return buckets.pop(key)[1]
+                raise
             except Exception as error:
                 self._taken += counts_as_item(error)
                 if number < self._again and counts_as_item(error):
@@ -835,14 +811,8 @@ class BucketByIterator(OperatorIterator):
                 del buckets[key]
                 return batch
 
-    def _leftover(self, left: deque[list[tuple[int, Any]]]) -> list[tuple[int, Any]]:
-        if not left:
-            raise StopIteration
-        return left.popleft()
-
     def close(self) -> None:
         self._buckets.clear()
-        self._left = deque()
         super().close()
 
 
@@ -938,17 +908,14 @@ class BatchByIterator(OperatorIterator):
         self._warned = False  # of what is skipped
         self._batch: list[Any] = []
         self._spent: Any = 0  # the sum of its costs, or the largest of them if it will be padded
-        self._ended = False
         self._given, self._taken = context.start, context.first  # batches and errors; items
         self._oldest = self._taken  # number of the first item of the batch
 
     def __next__(self) -> Any:
-        if self._ended:
-            raise StopIteration
         try:
             batch = self._next_batch()
         except Exception as error:
-            if counts_as_item(error) and not isinstance(error, StopIteration):
+            if counts_as_item(error):
                 self._note_given()
             raise
         self._note_given()
@@ -969,7 +936,8 @@ class BatchByIterator(OperatorIterator):
             try:
                 item = pull()
             except StopIteration:
-                self._ended, self._batch = True, []
+                self._end()
+                self._batch = []
                 if not batch or rules.drop_last:
                     raise
                 return batch
@@ -1023,7 +991,7 @@ class BatchByIterator(OperatorIterator):
         return False
 
     def close(self) -> None:
-        self._ended, self._batch = True, []
+        self._batch = []
         super().close()
 
 

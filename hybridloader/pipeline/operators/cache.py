@@ -29,7 +29,6 @@ from hybridloader._support.text import short, warn
 from hybridloader._support.user_objects import add_note, no_answer, text_of
 from hybridloader.errors import CacheError, ResultPicklingError, StateError
 from hybridloader.memory.packing import pack, unpack
-from hybridloader.pipeline.operators.parameters import settle
 from hybridloader.running.operator import (
     Chain,
     Context,
@@ -39,6 +38,7 @@ from hybridloader.running.operator import (
     OperatorIterator,
     Upstream,
     UpstreamPart,
+    settle,
     steps_in,
 )
 
@@ -204,16 +204,8 @@ class KeptIterator(OperatorIterator):
         super().__init__(items)
         self._let_go = let_go
 
-    def __next__(self) -> Any:
-        try:
-            return self._pull()
-        except StopIteration:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """Give up the rest, and let go of the file. Idempotent."""
-        self._end()
+    def _end(self) -> None:
+        super()._end()
         self._let_go()
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import random
 import threading
+from abc import abstractmethod
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NoReturn
@@ -19,31 +19,26 @@ from hybridloader._support.user_objects import (
     close,
     counts_as_item,
     foreign,
+    has,
     no_answer,
     repr_of,
     takes_a_place,
 )
 from hybridloader.errors import IteratorClosed
 from hybridloader.fetching.on_error import LeftOut, alike, astray, goes_astray
-from hybridloader.pipeline.operators.parameters import (
-    SEED,
-    check_flags,
-    settle,
-    settle_whole,
-    several,
-    sum_of,
-)
 from hybridloader.running.operator import (
     INFINITE,
+    SEED,
     Chain,
     Context,
-    JoinIterator,
     Length,
     Mark,
     PassesIterator,
     Source,
     UpstreamPart,
-    close_all,
+    check_flags,
+    settle,
+    settle_whole,
     steps_in,
 )
 
@@ -227,7 +222,10 @@ def may_begin_at(pipelines: Sequence[Chain], n: int) -> bool:
     for pipeline in pipelines:
         place = pipeline.operators[0].tee_place
         if place is not None:
-            wanted.setdefault(place[0], {})[place[1]] = _begins_at(pipeline, n)
+            start: int | None = n
+            for operator in reversed(pipeline.operators[1:]):
+                start = None if start is None else operator.seek(start)
+            wanted.setdefault(place[0], {})[place[1]] = start
         elif reaches_out(pipeline):
             return False
     return not any(
@@ -237,16 +235,6 @@ def may_begin_at(pipelines: Sequence[Chain], n: int) -> bool:
         or reaches_out(tee.pipeline)
         for tee, places in wanted.items()
     )
-
-
-def _begins_at(pipeline: Chain, n: int) -> int | None:
-    """Return how many items of its source make its first `n`; None if a step does not know."""
-    for operator in reversed(pipeline.operators[1:]):
-        found = operator.seek(n)
-        if found is None:
-            return None
-        n = found
-    return n
 
 
 def reaches_out(pipeline: Chain) -> bool:
@@ -265,6 +253,16 @@ def reaches_out(pipeline: Chain) -> bool:
 # shifted. After a failure whose number is unknown, no row comes.
 
 
+def sum_of(lengths: Iterable[Length]) -> Length:
+    """Return the sum; None if one of them is not known and none is infinite."""
+    total: Length = 0
+    for length in lengths:
+        if length == INFINITE:
+            return length
+        total = None if total is None or length is None else total + length
+    return total
+
+
 @dataclass(frozen=True)
 class Join(Source):
     """Several pipelines as one; the kinds differ in whose item comes next."""
@@ -274,7 +272,14 @@ class Join(Source):
     not_fingerprinted = ("pipelines",)
 
     def __post_init__(self) -> None:
-        settle(self, pipelines=several(self, self.pipelines))
+        found: tuple[Any, ...] = tuple(self.pipelines)
+        settle(self, pipelines=found)
+        if not found:
+            raise ValueError(f"{self.name}: there are no pipelines; give at least one")
+        for pipeline in found:
+            if not isinstance(pipeline, Chain):
+                hint = "; make one with Pipeline.from_iterable" if has(pipeline, "__iter__") else ""
+                raise TypeError(f"{self.name} joins pipelines, not {pipeline!r}{hint}")
 
     def branches(self) -> tuple[Chain, ...]:
         return self.pipelines
@@ -283,16 +288,34 @@ class Join(Source):
     def lengths(self) -> list[Length]:
         return [pipeline.length for pipeline in self.pipelines]
 
-    def opened(self, context: Context) -> list[Iterator[Any]]:
-        """Open all of the pipelines; if one can't be opened, close the others."""
-        found: list[Iterator[Any]] = []
+
+class JoinIterator(Iterator[Any]):
+    """Base of the iterators over several pipelines, which are closed with this.
+
+    `starts` are the numbers of those that are opened, with the items after which each begins.
+    """
+
+    def __init__(
+        self, pipelines: Sequence[Chain], context: Context, starts: Mapping[int, int]
+    ) -> None:
+        self._opened: list[Iterator[Any]] = []
         try:
-            for pipeline in self.pipelines:
-                found.append(context.open(pipeline, context.start))
+            for number, start in starts.items():
+                self._opened.append(context.open(pipelines[number], start, number))
         except BaseException:
-            close_all(found)
+            JoinIterator.close(self)
             raise
-        return found
+
+    def close(self) -> None:
+        """Close them all, also when closing another fails; raise the first failure. Idempotent."""
+        first: Raised | None = None
+        for branch in self._opened:
+            try:
+                close(branch)
+            except BaseException as error:
+                first = first or Raised(error)
+        if first is not None:
+            first.throw()
 
 
 @dataclass(frozen=True)
@@ -329,9 +352,11 @@ class Zip(Join):
             )
 
     def start(self, context: Context) -> Iterator[Any]:
-        several = len(self.pipelines) > 1
-        lost = [_loses_count(pipeline) if several else None for pipeline in self.pipelines]
-        return ZipIterator(self.opened(context), self.strict, context.start, lost)
+        lost = [
+            next((step.name for step in steps_in(pipeline) if not step.keeps_count), None)
+            for pipeline in self.pipelines
+        ]
+        return ZipIterator(self, context, lost)
 
     def before(self, n: int, epoch: int, mark: Mark | None) -> Sequence[UpstreamPart] | None:
         if n and (leaves_out(self.pipelines) or not may_begin_at(self.pipelines, n)):
@@ -345,11 +370,6 @@ class Zip(Join):
         if 0 in known:
             return 0
         return None if len(known) < len(self.pipelines) else min(known)
-
-
-def _loses_count(pipeline: Chain) -> str | None:
-    """Name a step after which the number of a raised error is unknown; None if there is none."""
-    return next((step.name for step in steps_in(pipeline) if not step.keeps_count), None)
 
 
 def _check(name: str, number: int, pipeline: Chain) -> None:
@@ -373,23 +393,17 @@ _END = object()
 
 
 class ZipIterator(JoinIterator):
-    """Iterator of `Zip`; `start` rows were given before.
+    """Iterator of `Zip`.
 
     `lost` is, for each branch, the step that makes the number of a failure unknown; None without one.
     """
 
-    def __init__(
-        self,
-        branches: list[Iterator[Any]],
-        strict: bool,
-        start: int,
-        lost: Sequence[str | None] = (),
-    ) -> None:
-        super().__init__(branches)
-        self._strict, self._lost = strict, [*lost, *[None] * (len(branches) - len(lost))]
-        self._pulls = [branch.__next__ for branch in branches]
+    def __init__(self, join: Zip, context: Context, lost: Sequence[str | None]) -> None:
+        super().__init__(join.pipelines, context, dict.fromkeys(range(len(lost)), context.start))
+        self._strict, self._lost = join.strict, lost
+        self._pulls = [branch.__next__ for branch in self._opened]
         # All the mutable state:
-        self._count = start  # rows given, or raised
+        self._count = context.start  # rows given, or raised
         self._row: list[Any] = []  # the items of the next one, as far as they have come
         self._failed: Exception | None = None  # what that row raises, once all of it has come
         self._ended = False
@@ -427,7 +441,8 @@ class ZipIterator(JoinIterator):
             self._failed = None if type(error) is LeftOut else error
             return
         # No step after the one that left an item out loses count (`_check`).
-        culprit = None if type(error) is LeftOut else self._lost[number]
+        known = type(error) is LeftOut or len(self._lost) == 1
+        culprit = None if known else self._lost[number]
         if goes_astray(error) or culprit is not None:
             why = f"after {culprit}" if culprit is not None else "after such an error"
             text = (
@@ -558,26 +573,52 @@ class _TurnIterator(JoinIterator):
     def __init__(
         self, pipelines: Sequence[Chain], context: Context, without: Sequence[int] = ()
     ) -> None:
-        count, saved = len(pipelines), context.saved if context.start else None
+        saved = context.saved if context.start else None
+        begins: Any = ([0] * len(pipelines), without, 0, 0) if saved is None else saved.value
         # All the mutable state:
-        self._counts = [0] * count  # items, and errors in their places, of each
-        self._over = [*without]  # those that are not in this pass, then those that have ended
-        self._last = self._in_a_row = 0  # the one that has given last, and how many items since
-        if saved is not None:
-            self._counts, self._over, self._last, self._in_a_row = saved.value
-        self._alive = [number for number in range(count) if number not in self._over]
-        opened: list[Iterator[Any]] = []
-        try:
-            for number in self._alive:
-                opened.append(context.open(pipelines[number], self._counts[number], number))
-        except BaseException:
-            close_all(opened)
-            raise
-        super().__init__(opened)
-        self._log = context.log(self._entry(), lambda _, entry: [*map(list, entry[:2]), *entry[2:]])
+        self._counts = [*begins[0]]  # items, and errors in their places, of each
+        self._over = [*begins[1]]  # those that are not in this pass, then those that have ended
+        self._last, self._in_a_row = begins[2:]  # the one that has given last, and how many since
+        self._alive = [number for number in range(len(pipelines)) if number not in self._over]
+        super().__init__(
+            pipelines, context, {number: self._counts[number] for number in self._alive}
+        )
+        self._left = [branch.__next__ for branch in self._opened]
+        self._place: int | None = None  # of the one whose turn it is, and has given nothing yet
+        entry = tuple(self._counts), tuple(self._over), self._last, self._in_a_row
+        self._log = context.log(entry, lambda _, entry: [*map(list, entry[:2]), *entry[2:]])
 
-    def _entry(self) -> tuple[Any, ...]:
-        return tuple(self._counts), tuple(self._over), self._last, self._in_a_row
+    @abstractmethod
+    def _choose(self) -> int:
+        """Return the place, among those that are left, of the one whose turn is next."""
+
+    @abstractmethod
+    def _lost_one(self) -> None:
+        """Note that one of those that were left has ended."""
+
+    def __next__(self) -> Any:
+        while self._left:
+            place = self._place
+            if place is None:
+                place = self._choose()
+            self._place = None
+            try:
+                item = self._left[place]()
+            except StopIteration:
+                del self._left[place]
+                self._over.append(self._alive.pop(place))
+                self._in_a_row = 0
+                self._lost_one()
+            except Exception as error:
+                if not takes_a_place(error):
+                    self._place = place
+                if counts_as_item(error):
+                    self._note(place)
+                raise
+            else:
+                self._note(place)
+                return item
+        raise StopIteration
 
     def _note(self, place: int) -> None:
         """Note an item, or an error in its place, of number `place` of those that are left."""
@@ -585,11 +626,11 @@ class _TurnIterator(JoinIterator):
         self._counts[number] += 1
         self._in_a_row = self._in_a_row + 1 if number == self._last else 1
         self._last = number
-        self._log.add(self._entry())
+        self._log.add((tuple(self._counts), tuple(self._over), number, self._in_a_row))
 
-    def _note_end(self, place: int) -> None:
-        self._over.append(self._alive.pop(place))
-        self._in_a_row = 0
+    def close(self) -> None:
+        self._left = []
+        super().close()
 
 
 @dataclass(frozen=True)
@@ -665,8 +706,7 @@ class Mix(_InTurn):
 
     def start(self, context: Context) -> Iterator[Any]:
         weights = self._weights_of(context.epoch)
-        generator = context.random(self.seed)
-        return MixIterator(self.pipelines, context, weights, generator, self.stop == "first")
+        return MixIterator(self, context, weights)
 
     def length(self, upstream: Length) -> Length:
         lengths = self.lengths
@@ -680,61 +720,28 @@ class Mix(_InTurn):
 class MixIterator(_TurnIterator):
     """Iterator of `Mix`."""
 
-    def __init__(
-        self,
-        pipelines: Sequence[Chain],
-        context: Context,
-        weights: tuple[float, ...],
-        generator: random.Random,
-        first: bool,
-    ) -> None:
+    def __init__(self, join: Mix, context: Context, weights: tuple[float, ...]) -> None:
         without = [number for number, weight in enumerate(weights) if not weight]
-        super().__init__(pipelines, context, without)
-        self._first = first
-        self._draw = generator.random  # see `ShuffleIterator`
+        super().__init__(join.pipelines, context, without)
+        self._first, self._weights = join.stop == "first", weights
+        self._draw = context.random(join.seed).random  # see `ShuffleIterator`
         ended = len(self._over) - len(without)
         for _ in range(sum(self._counts) + ended):  # each item, and each end, was drawn
             self._draw()
-        # All the mutable state:
-        alive = zip(self._opened, self._alive, strict=True)
-        self._left = [(branch.__next__, weights[number]) for branch, number in alive]
-        self._edges = self._edges_now()
-        self._place: int | None = None  # of the one that was drawn, and has given nothing yet
+        self._edges = self._edges_now()  # the only other mutable state
 
-    def __next__(self) -> Any:
-        while self._left:
-            place = self._place
-            if place is None:
-                edges = self._edges
-                place = bisect_right(edges, self._draw() * edges[-1], hi=len(edges) - 1)
-            try:
-                item = self._left[place][0]()
-            except StopIteration:
-                self._place = None
-                if self._first:
-                    self._left = []
-                else:
-                    del self._left[place]
-                    self._edges = self._edges_now()
-                    self._note_end(place)
-            except Exception as error:
-                self._place = None if takes_a_place(error) else place
-                if counts_as_item(error):
-                    self._note(place)
-                raise
-            else:
-                self._place = None
-                self._note(place)
-                return item
-        raise StopIteration
+    def _choose(self) -> int:
+        edges = self._edges
+        return bisect_right(edges, self._draw() * edges[-1], hi=len(edges) - 1)
+
+    def _lost_one(self) -> None:
+        if self._first:
+            self._left = []
+        self._edges = self._edges_now()
 
     def _edges_now(self) -> list[float]:
         """Return the end of the part of each that is left, from 0 to the sum of the weights."""
-        return list(accumulate(weight for _, weight in self._left))
-
-    def close(self) -> None:
-        self._left = []
-        super().close()
+        return list(accumulate(self._weights[number] for number in self._alive))
 
 
 @dataclass(frozen=True)
@@ -769,38 +776,21 @@ class InterleaveIterator(_TurnIterator):
     def __init__(self, pipelines: Sequence[Chain], context: Context, block: int) -> None:
         super().__init__(pipelines, context)
         self._block = block
-        # All the mutable state:
-        self._left = [branch.__next__ for branch in self._opened]
+        # All the other mutable state:
         self._turn = 0  # whose it is, of those that are left
         self._given = 0  # items, in this turn
         if self._in_a_row:
             self._turn = self._alive.index(self._last)
             self._given = (self._in_a_row - 1) % block + 1
 
-    def __next__(self) -> Any:
-        while self._left:
-            if self._given == self._block:
-                self._given = 0
-                self._turn += 1
-            if self._turn >= len(self._left):
-                self._turn = 0
-            try:
-                item = self._left[self._turn]()
-            except StopIteration:
-                del self._left[self._turn]
-                self._given = 0
-                self._note_end(self._turn)
-                continue
-            except Exception as error:
-                self._given += takes_a_place(error)
-                if counts_as_item(error):
-                    self._note(self._turn)
-                raise
-            self._given += 1
-            self._note(self._turn)
-            return item
-        raise StopIteration
+    def _choose(self) -> int:
+        if self._given == self._block:
+            self._given = 0
+            self._turn += 1
+        if self._turn >= len(self._left):
+            self._turn = 0
+        self._given += 1
+        return self._turn
 
-    def close(self) -> None:
-        self._left = []
-        super().close()
+    def _lost_one(self) -> None:
+        self._given = 0

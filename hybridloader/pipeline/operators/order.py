@@ -16,9 +16,9 @@ from typing import Any
 from hybridloader._support.user_objects import Raised, counts_as_item, no_answer, takes_a_place
 from hybridloader.errors import StateError
 from hybridloader.fetching.on_error import LeftOut, beside
-from hybridloader.pipeline.operators.parameters import SEED, settle_whole
 from hybridloader.running.operator import (
     INFINITE,
+    SEED,
     Context,
     Length,
     Mark,
@@ -29,6 +29,7 @@ from hybridloader.running.operator import (
     PassesIterator,
     Upstream,
     UpstreamPart,
+    settle_whole,
 )
 
 
@@ -53,7 +54,7 @@ class Shuffle(Operator):
     buffer_size: int
     seed: int | None = None
 
-    begins_anew = cheap = counts_errors = True
+    begins_anew = cheap = marks_inputs = counts_errors = True
 
     def __post_init__(self) -> None:
         instead = "give how many items may be held; the more, the better they are shuffled"
@@ -62,13 +63,6 @@ class Shuffle(Operator):
 
     def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
         return ShuffleIterator(items, self.buffer_size, context.random(self.seed), context)
-
-    def before(self, n: int, epoch: int, mark: Mark | None) -> Sequence[UpstreamPart] | None:
-        if not n:
-            return super().before(n, epoch, mark)
-        if mark is None or mark.value is None:
-            return None
-        return [UpstreamPart(None, mark.value[0], epoch, mark.at)]
 
     def needed(self, context: Context) -> Needed | None:
         """Return the items that were in the buffer, each at its place there: they are drawn again."""
@@ -151,7 +145,7 @@ class ShuffleIterator(OperatorIterator):
             try:
                 item = self._pull()
             except Exception as error:
-                if isinstance(error, StopIteration) or not counts_as_item(error):
+                if not counts_as_item(error):
                     raise
                 item = None  # it was raised before
             self._taken += 1
@@ -174,8 +168,9 @@ class ShuffleIterator(OperatorIterator):
             except Exception as error:
                 if counts_as_item(error):
                     self._errors.append(self._taken)
+                    self._gone.append(False)
                     self._taken += 1
-                    self._note(self._taken - 1, new=True)
+                    self._note(self._taken - 1)
                 raise
         if not buffer:
             raise StopIteration
@@ -187,13 +182,10 @@ class ShuffleIterator(OperatorIterator):
         self._note(number)
         return item
 
-    def _note(self, number: int, *, new: bool = False) -> None:
+    def _note(self, number: int) -> None:
         """Note that the item of this number is given."""
         gone = self._gone
-        if new:
-            gone.append(True)
-        else:
-            gone[number - self._oldest] = True
+        gone[number - self._oldest] = True
         while gone and gone[0]:
             gone.popleft()
             self._oldest += 1
@@ -334,40 +326,32 @@ class EveryIterator(OperatorIterator):
 
     def __next__(self) -> Any:
         while self._skip:
+            failed: Raised | None = None
             try:
                 self._pull()
             except Exception as error:
-                raised = error
-            else:
-                self._pass_over()
-                continue
-            try:
-                if self._failed(raised):
-                    if type(raised) is LeftOut:
-                        self._pass_over()
-                        continue
-                    self._count_apart(skipped=1)
-                    Raised(beside(raised)).throw()
-                if not isinstance(raised, StopIteration) and counts_as_item(raised):
-                    self._count_apart(skipped=0)
-                raise raised
-            finally:
-                del raised
+                if not self._failed(error):
+                    if counts_as_item(error):
+                        self._count_apart(skipped=0)
+                    raise
+                if type(error) is not LeftOut:
+                    failed = Raised(beside(error))
+            if failed is not None:
+                self._count_apart(skipped=1)
+                failed.throw()
+            self._skip -= 1
+            if self._taken is not None:
+                self._taken += 1
         try:
             item = self._pull()
         except Exception as error:
             if self._failed(error):
                 self._gave()
-            elif not isinstance(error, StopIteration) and counts_as_item(error):
+            elif counts_as_item(error):
                 self._count_apart(skipped=0)
             raise
         self._gave()
         return item
-
-    def _pass_over(self) -> None:
-        self._skip -= 1
-        if self._taken is not None:
-            self._taken += 1
 
     def _gave(self) -> None:
         self._given += 1

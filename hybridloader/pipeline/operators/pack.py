@@ -19,15 +19,14 @@ import numpy.typing as npt
 from hybridloader._support import text
 from hybridloader._support.text import is_number, short, warn
 from hybridloader._support.user_objects import counts_as_item
-from hybridloader.pipeline.operators.parameters import check_flags, settle_whole
 from hybridloader.running.operator import (
     INFINITE,
     Context,
     Length,
-    Mark,
     Operator,
     OperatorIterator,
-    UpstreamPart,
+    check_flags,
+    settle_whole,
 )
 
 TOKENS, SEGMENTS, POSITIONS = "tokens", "segment_ids", "positions"
@@ -73,7 +72,7 @@ class Pack(Operator):
     padding_value: float = 0
     drop_last: bool = False
 
-    counts_errors = True
+    marks_inputs = counts_errors = True
 
     def __post_init__(self) -> None:
         settle_whole(self, "row_length", 1, "give the number of tokens of a row")
@@ -94,11 +93,6 @@ class Pack(Operator):
     def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
         kind = SplitIterator if self.method == "split" else FirstFitIterator
         return kind(items, self, context)
-
-    def before(self, n: int, epoch: int, mark: Mark | None) -> Sequence[UpstreamPart] | None:
-        if not n:
-            return super().before(n, epoch, mark)
-        return None if mark is None else [UpstreamPart(None, mark.value[0], epoch, mark.at)]
 
     def length(self, upstream: Length) -> Length:
         return upstream if upstream in (0, INFINITE) else None
@@ -131,14 +125,13 @@ class _PackIterator(OperatorIterator):
         if saved is not None:
             _, self._given, self._again = saved.value
         self._names: tuple[str, ...] = ()
-        self._ended = False
         self._log = context.log(self._entry(), lambda _, entry: [*entry])
 
     def __next__(self) -> Any:
         try:
             row = self._next_row()
         except Exception as error:
-            if counts_as_item(error) and not isinstance(error, StopIteration):
+            if counts_as_item(error):
                 self._log.add(self._entry())
             raise
         self._log.add(self._entry())
@@ -160,13 +153,13 @@ class _PackIterator(OperatorIterator):
 
         Errors that were raised before the state was taken are not raised again.
         """
-        while not self._ended:
+        while True:
             number = self._taken
             try:
                 item = self._pull()
             except StopIteration:
-                self._ended = True
-                break
+                self._end()
+                return None
             except Exception as error:
                 counts = counts_as_item(error)
                 self._taken += counts
@@ -182,7 +175,6 @@ class _PackIterator(OperatorIterator):
                 raise
             if document is not None and document.size:
                 return document
-        return None
 
     def _checked(self, number: int, item: Any) -> _Document | None:
         """Return the document that an item is; None if it is left out."""
@@ -266,7 +258,6 @@ class SplitIterator(_PackIterator):
         return self._row(pieces)
 
     def close(self) -> None:
-        self._ended = True
         self._documents.clear()
         self._tokens = 0
         super().close()
@@ -352,7 +343,6 @@ class FirstFitIterator(_PackIterator):
         return None
 
     def close(self) -> None:
-        self._ended = True
         self._full.clear()
         self._open, self._room, self._next = [], [], None
         super().close()
