@@ -16,12 +16,12 @@ import sys
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache, lru_cache
+from functools import cache
 from math import prod
 from operator import attrgetter, methodcaller
 from typing import TYPE_CHECKING, Any
 
-from hybridloader._support.inheritance import registered
+from hybridloader._support.inheritance import reducing_pickler, registered
 from hybridloader._support.user_objects import text_of
 from hybridloader.errors import DamagedMessage, ResultPicklingError
 from hybridloader.memory.segments import ALIGN, aligned
@@ -223,8 +223,7 @@ class _Base:
     def __init__(self, storage: torch.UntypedStorage, start: int, end: int) -> None:
         self.start, self.end = start, end
         self._start = start // ALIGN * ALIGN  # the tensors keep their alignment
-        empty = _torch().empty(0, dtype=_torch().uint8, device="cpu")
-        self._bytes = empty.set_(storage, self._start, (end - self._start,), (1,))
+        self._bytes: Any = view_of(storage, _torch().uint8, self._start, (end - self._start,), (1,))
 
     def place(self, tensor: torch.Tensor) -> tuple[Any, ...]:
         offset = tensor.storage_offset() - self._start // tensor.element_size()
@@ -275,7 +274,9 @@ def _dense_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
 def tensor_over(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     """Return a contiguous tensor over the memory of `buffer`, which is no view of another tensor."""
     flat: torch.Tensor = _torch().frombuffer(buffer, dtype=dtype)
-    return flat if len(shape) == 1 else _over(flat, shape, steps_of(shape))
+    if len(shape) == 1:
+        return flat
+    return view_of(flat.untyped_storage(), dtype, 0, shape, steps_of(shape))
 
 
 def steps_of(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -287,9 +288,9 @@ def steps_of(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(steps))
 
 
-def _over(flat: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
-    empty = _torch().empty(0, dtype=flat.dtype, device="cpu")
-    return empty.set_(flat.untyped_storage(), 0, shape, stride)  # type: ignore[no-any-return]
+def view_of(storage: Any, dtype: Any, offset: int, shape: Any, stride: Any) -> torch.Tensor:
+    empty = _torch().empty(0, dtype=dtype, device="cpu")
+    return empty.set_(storage, offset, shape, stride)  # type: ignore[no-any-return]
 
 
 def _flat(data: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -316,12 +317,12 @@ def rebuild_tensor(
     elif order is None:
         tensor = _flat(data, kind)
         if len(shape) != 1:
-            tensor = _over(tensor, shape, steps_of(shape))
+            tensor = view_of(tensor.untyped_storage(), kind, 0, shape, steps_of(shape))
     else:  # `shape` is in the order of the memory: restore that of the dimensions
         steps = steps_of(shape)
         back = sorted(range(len(order)), key=order.__getitem__)
         where = tuple(shape[i] for i in back), tuple(steps[i] for i in back)
-        tensor = _over(_flat(data, kind), *where)
+        tensor = view_of(_flat(data, kind).untyped_storage(), kind, 0, *where)
     return tensor.requires_grad_() if grad else tensor
 
 
@@ -356,12 +357,8 @@ def _rebuild_base(data: Any) -> torch.Tensor:
     return _flat(data, _torch().uint8)
 
 
-def _rebuild_view(
-    base: torch.Tensor, dtype: str, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]
-) -> torch.Tensor:
-    torch = _torch()
-    empty = torch.empty(0, dtype=getattr(torch, dtype), device="cpu")
-    return empty.set_(base.untyped_storage(), offset, shape, stride)  # type: ignore[no-any-return]
+def _rebuild_view(base: torch.Tensor, dtype: str, *place: Any) -> torch.Tensor:
+    return view_of(base.untyped_storage(), dtype_of(dtype), *place)
 
 
 # -- sparse tensors ----------------------------------------------------------------------------------
@@ -677,7 +674,7 @@ def pack(value: Any, what: str = "a result", *, other_main: bool = False) -> Pac
     except Exception:  # pickle's own errors are of many types: PicklingError, TypeError, ...
         pass
     try:  # lambdas, classes defined in a function, things from __main__
-        return _Packer(_cloud()).pack(value)
+        return _Packer(_by_value).pack(value)
     except Exception as error:
         raise ResultPicklingError(
             f"{what} of type {type(value).__qualname__!r} can't be sent to another process: "
@@ -685,9 +682,9 @@ def pack(value: Any, what: str = "a result", *, other_main: bool = False) -> Pac
         ) from error
 
 
-def pack_in_band(value: Any, what: str) -> bytes:
+def pack_in_band(value: Any, what: str, *, other_main: bool = False) -> bytes:
     """Pickle `value` with all its buffers in the pickle. Raises as `pack` does."""
-    header, buffers = pack(value, what)
+    header, buffers = pack(value, what, other_main=other_main)
     if not buffers:
         return header
     import cloudpickle
@@ -858,17 +855,12 @@ class _Table(dict[type, Callable[[Any], Any]]):
 _as_it_says = methodcaller("__reduce_ex__", 5)
 
 
-@lru_cache(maxsize=1)
-def _cloud() -> Any:
+def _by_value(out: Any, keep: Callable[..., bool], tensors: Tensors) -> Any:
     import cloudpickle
 
-    class Cloud(cloudpickle.Pickler):  # type: ignore[misc]
-        def __init__(self, out: Any, keep: Callable[..., bool], tensors: Tensors) -> None:
-            super().__init__(out, protocol=5, buffer_callback=keep)
-            self._tensors = tensors
+    def reduce(obj: Any) -> Any:
+        way = tensors.way_of(type(obj))
+        return None if way is None else way(obj)
 
-        def reducer_override(self, obj: Any) -> Any:
-            way = self._tensors.way_of(type(obj))
-            return super().reducer_override(obj) if way is None else way(obj)
-
-    return Cloud
+    pickler = reducing_pickler(cloudpickle.Pickler)
+    return pickler(out, reduce, protocol=5, buffer_callback=keep)

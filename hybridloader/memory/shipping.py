@@ -30,7 +30,15 @@ from hybridloader._support.inheritance import (
 )
 from hybridloader._support.user_objects import repr_of, text_of
 from hybridloader.errors import DamagedMessage, WorkerPicklingError
-from hybridloader.memory.packing import Tensors, check_leaf, keep_small, reduce_sparse
+from hybridloader.memory.packing import (
+    Tensors,
+    check_leaf,
+    dtype_of,
+    keep_small,
+    name_of,
+    reduce_sparse,
+    view_of,
+)
 from hybridloader.memory.segments import ALIGN, map_descriptor, nameless_file
 
 _local = threading.local()
@@ -70,9 +78,9 @@ class Shipment:
     and the buffers.
     """
 
-    def __init__(self, parts: list[Any], fds: list[int]) -> None:
-        self.parts = parts
-        self.fds = fds  # owned descriptors to be sent too; the first is the file's
+    def __init__(self) -> None:
+        self.parts: list[Any] = []
+        self.fds: list[int] = []  # owned descriptors to be sent too; the first is the file's
         self.inherited: Inherited | None = None  # passed to each process at its start
 
     def close(self) -> None:
@@ -105,7 +113,7 @@ def ship(thing: Any, what: str, *, share: bool, by_name: bool = False) -> Shipme
             "backend='fork'."
         )
 
-    shipment = Shipment([], [])
+    shipment = Shipment()
     inherited = Inherited(functools.partial(blame, starting=True))
     file = nameless_file() if share else -1
     try:
@@ -362,7 +370,7 @@ def _reduce_shared(tensor: Any, fds: list[int]) -> Any:
     where = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
     flags = tensor.is_conj(), tensor.is_neg(), tensor.requires_grad
     return _rebuild_shared, (
-        len(fds) - 1, size, str(tensor.dtype).removeprefix("torch."), *where, flags
+        len(fds) - 1, size, name_of(tensor.dtype), *where, flags
     )  # fmt: skip
 
 
@@ -379,8 +387,7 @@ def _rebuild_shared(
 
     cls: Any = torch.UntypedStorage
     storage = cls._new_shared_fd_cpu(os.dup(_local.fds[number]), size)
-    empty = torch.empty(0, dtype=getattr(torch, dtype), device="cpu")
-    tensor = empty.set_(storage, offset, shape, stride)
+    tensor = view_of(storage, dtype_of(dtype), offset, shape, stride)
     conjugate, negative, grad = flags
     if conjugate:
         tensor = tensor.conj()
