@@ -212,11 +212,7 @@ def local_rank(environ: Mapping[str, str] = os.environ) -> int:
 
     Lightning's launcher, for one, sets it without the number of ranks.
     """
-    for name in _NUMBERS:
-        found = whole_number(environ.get(name, "").strip())
-        if found:
-            return found
-    return 0
+    return _first_of(_NUMBERS, environ) or 0
 
 
 def ranks_here(environ: Mapping[str, str] = os.environ) -> int:
@@ -224,8 +220,10 @@ def ranks_here(environ: Mapping[str, str] = os.environ) -> int:
 
     A value that is no integer of 1 or more is ignored.
     """
-    for name in _NAMES:
-        found = whole_number(environ.get(name, "").partition("(")[0].strip())
-        if found:
-            return found
-    return 1
+    return _first_of(_NAMES, environ) or 1
+
+
+def _first_of(names: tuple[str, ...], environ: Mapping[str, str]) -> int | None:
+    """Return the first of these variables that is an integer of 1 or more; None if none is."""
+    found = (whole_number(environ.get(name, "").partition("(")[0].strip()) for name in names)
+    return next(filter(None, found), None)

@@ -347,7 +347,7 @@ class PrivateSlots:
 
     def page_lock(self, locks: PageLocks) -> None:
         """Lock the pages of all slots, which a device will read. Call it before the first is taken."""
-        self.pool = Pool(_make_lockable, self._limit, locks)
+        self.pool = Pool(partial(_make_private, forks_share=True), self._limit, locks)
 
     def empty(self, size: int) -> Any | None:
         """Return an uninitialized buffer of `size` bytes; None if no slot is available."""
@@ -379,12 +379,8 @@ class PrivateSlots:
                 self._taking.release()
 
 
-def _make_private(size: int, number: int) -> Made:
-    return segments.make_private(size), None, None
-
-
-def _make_lockable(size: int, number: int) -> Made:
-    return segments.make_private(size, forks_share=True), None, None
+def _make_private(size: int, number: int, *, forks_share: bool = False) -> Made:
+    return segments.make_private(size, forks_share=forks_share), None, None
 
 
 # -- slots that a thread collates into, and hooks that run when a process first uses slots
