@@ -443,6 +443,17 @@ class Fanout:
         self.threads = threads
         self._start_afresh()
 
+    @staticmethod
+    def of(context: TaskContext, threads: int) -> Fanout:
+        """Return the `Fanout` of a worker.
+
+        The worker keeps its threads from one epoch to the next, so a dataset finds again the files and
+        connections that it keeps in a `threading.local`.
+        """
+        found: Fanout = context.helpers or Fanout(threads)
+        context.helpers = found
+        return found
+
     def map(
         self,
         function: Callable[[Any], Any],
@@ -525,18 +536,6 @@ class Fanout:
                 )
                 return
             self._started += 1
-
-
-def helpers_of(context: TaskContext, threads: int) -> Fanout:
-    """Return the `Fanout` of a worker.
-
-    The worker keeps its threads from one epoch to the next, so a dataset finds again the files and
-    connections that it keeps in a `threading.local`.
-    """
-    if context.helpers is None:
-        context.helpers = Fanout(threads)
-    helpers: Fanout = context.helpers
-    return helpers
 
 
 class _Job(SharedItems):

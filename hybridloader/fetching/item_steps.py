@@ -25,7 +25,7 @@ from hybridloader.engine.messages import (
     TaskContext,
 )
 from hybridloader.engine.meter import SEEN
-from hybridloader.fetching.item_loop import ItemLoop, Opened, TaskResults, helpers_of, seeded
+from hybridloader.fetching.item_loop import Fanout, ItemLoop, Opened, TaskResults, seeded
 from hybridloader.fetching.on_error import Policy
 from hybridloader.fetching.readers import IndexedFetcher, MapFetch
 from hybridloader.seeding.sample_rng import SAMPLE, SampleRng, item_key, numbered_item
@@ -207,7 +207,7 @@ class ItemsFetcher(Fetcher):
         self._context, self._rng = context, context.rng
         by_function = self._rng is not None and self._rng.by_function
         self._by_item = self._rng is not None and not by_function
-        self._helpers = helpers_of(context, threads) if threads > 1 else None
+        self._helpers = Fanout.of(context, threads) if threads > 1 else None
         self._opened, self._policy = opened, policy
         self._enter = numbered_item if by_function else None
         self._loop = ItemLoop(opened, policy, context, self._helpers, enter=self._enter)

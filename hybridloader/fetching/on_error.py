@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from hybridloader._support.text import cell, function, policy, seconds, table, whole
+from hybridloader._support.text import beginning, cell, function, policy, seconds, table, whole
 from hybridloader._support.user_objects import (
     Failure,
     Raised,
@@ -424,7 +424,9 @@ class ErrorBudget:
         limit = f"max_failures={self._limit}"
         if isinstance(self._limit, float):
             limit += f": {int(self.allowed)} of {max(self.attempted, LEAST)}"
-        rows = [(cell(r.index), _line_of(r.error)) for r in self.records[:_SHOWN]]
+        shown = self.records[:_SHOWN]
+        texts = (repr_of(record.error).replace("\n", "\\n") for record in shown)
+        rows = [(cell(r.index), beginning(t, _WIDE)) for r, t in zip(shown, texts, strict=True)]
         lines = table([("index", "exception"), *rows], underlined=False)
         if failed > _SHOWN:
             lines.append(f"and {failed - _SHOWN} more")
@@ -447,11 +449,6 @@ def bare(exception: BaseException) -> Exception:
     for name in ("__cause__", "__context__", "__traceback__"):
         BaseException.__setattr__(other, name, None)
     return other
-
-
-def _line_of(error: Exception) -> str:
-    text = repr_of(error).replace("\n", "\\n")
-    return text if len(text) <= _WIDE else text[: _WIDE - 3] + "..."
 
 
 # -- results of a pipeline's stage as they are handed out, each error in the place of its result
@@ -492,12 +489,7 @@ class ResultQueue(Iterator[Any]):
 
     def left_out_of(self, notes: Sequence[Note]) -> list[int]:
         """Return the numbers of the items that take no place, among all items of a task."""
-        failed = [note for note in notes if note.item is not None]
-        return [
-            note.position + number
-            for number, note in enumerate(failed)
-            if not self._takes_place(note)
-        ]
+        return self.gone_of([note for note in notes if note.item is not None])
 
     def _takes_place(self, note: Note) -> bool:
         kept = self._budget is not None and self._budget.gaps

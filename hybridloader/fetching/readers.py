@@ -22,7 +22,7 @@ from functools import partial
 from hashlib import blake2b
 from time import perf_counter
 from types import GeneratorType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from hybridloader._support.states import load_into
 from hybridloader._support.text import brief
@@ -43,7 +43,7 @@ from hybridloader.engine.meter import SEEN
 from hybridloader.engine.worker import asked_for_info, get_worker_info
 from hybridloader.errors import ShardLost
 from hybridloader.fetching.collate import NotGatherable, gatherer, is_default_collate
-from hybridloader.fetching.item_loop import ItemLoop, NoItem, TaskResults, numbered, seeded
+from hybridloader.fetching.item_loop import Fanout, ItemLoop, NoItem, TaskResults, numbered, seeded
 from hybridloader.fetching.on_error import (
     Attempt,
     FailureRecord,
@@ -55,9 +55,6 @@ from hybridloader.fetching.on_error import (
 )
 from hybridloader.fetching.shards import NamedShardsIterator, names_of, shares_of
 from hybridloader.seeding.sample_rng import Key, SeededDataset, SeededIterator, innermost
-
-if TYPE_CHECKING:
-    from hybridloader.fetching.item_loop import Fanout
 
 _READING = 0.01
 """Seconds after which a reader returns its items, even if they are fewer than requested."""
@@ -311,9 +308,7 @@ class IndexedFetcher(LoaderFetcher):
         self._whole = batched and not one_by_one(dataset)
         self._helpers: Fanout | None = None
         if batched and work.threads > 1 and not self._whole:
-            from hybridloader.fetching.item_loop import helpers_of
-
-            self._helpers = helpers_of(context, work.threads)
+            self._helpers = Fanout.of(context, work.threads)
         one = _one_of(dataset)
         super().__init__(
             work.collate_fn,

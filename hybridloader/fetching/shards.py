@@ -244,7 +244,7 @@ class ShardDivision:
             shares_of(mine, worker, workers) for worker in range(workers)
         ]
         early = [[self._numbers[name], at] for name, at in first]
-        self._saved_base = [self._mask_of(self._base), self._begun(self._base), early]
+        self._saved_base = [f"{self._bits(self._base):x}", self._begun(self._base), early]
         # All the mutable state: for each worker, its finished shards, and a mask of the others.
         self._rest = [(0, self._mask(part)) for part in self.parts]
 
@@ -363,9 +363,6 @@ class ShardDivision:
         for number in map(self._numbers.__getitem__, names):
             bits[number // 8] |= 1 << number % 8
         return int.from_bytes(bits, "little")
-
-    def _mask_of(self, names: Iterable[str]) -> str:
-        return f"{self._bits(names):x}"
 
     def _begun(self, left: Mapping[str, int]) -> dict[str, int]:
         return {str(self._numbers[name]): at for name, at in left.items() if at}
