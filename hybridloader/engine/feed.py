@@ -96,8 +96,9 @@ class RelayQueue:
         if self._weigh is not None and type(item) is not Raised:
             weight = self._weigh(item)
         with self.came:
-            if self.items and type(self.items[-1][0]) is Raised:
-                self._forget_timeout()
+            last = self.items[-1][0] if self.items else None
+            if type(last) is Raised and is_ours(last.error, WorkerTimeout):
+                self.items.pop()  # it was not raised yet: now that something has come, it is over
             if not self._has_room(weight) and not self.closed:
                 began = time.perf_counter()
                 self.full = True
@@ -113,11 +114,6 @@ class RelayQueue:
             self.weight += weight
             self._notify()
             return True
-
-    def _forget_timeout(self) -> None:
-        """Drop a timeout that was not raised yet: now that something has come, it is over."""
-        if is_ours(self.items[-1][0].error, WorkerTimeout):
-            self.items.pop()
 
     def _has_room(self, weight: int) -> bool:
         waiting = len(self.items)

@@ -23,7 +23,7 @@ from hybridloader._support.states import load_into
 from hybridloader._support.text import brief
 from hybridloader._support.torch_env import TakenModes, seed_datapipe, when_imported
 from hybridloader._support.user_objects import Failure, Raised, add_note, foreign, show, twin
-from hybridloader.engine.dataset_state import ShardStart, apply, load_for_epoch, undo_load
+from hybridloader.engine.dataset_state import Change, ShardStart, apply, load_for_epoch, undo_load
 from hybridloader.engine.messages import (
     Abandoned,
     Begin,
@@ -135,12 +135,6 @@ class Description:
         from torch.utils.data._utils.worker import WorkerInfo
 
         return WorkerInfo(**vars(self))
-
-
-def describe(**facts: Any) -> Any:
-    """Return a `WorkerInfo`, or a `Description` if torch is not imported."""
-    description = Description(**facts)
-    return description.in_torchs_words() if "torch" in sys.modules else description
 
 
 def set_process_info(info: Any) -> None:
@@ -609,13 +603,19 @@ class Worker:
         if not self._initialized:
             return  # init_fn failed, and its error answers every task
         self._broken = None
+        self._open_next(message.shared_seed, message.changes)
+
+    def _open_next(
+        self, shared_seed: int | None, changes: tuple[Change, ...] = (), *, ended: bool = False
+    ) -> None:
+        """Open the fetcher of an epoch; for `ended` see `undo_load`."""
         try:
-            undo_load(self._spec.fetch.dataset)
-            apply(self._spec.fetch.dataset, message.changes)
+            undo_load(self._spec.fetch.dataset, ended=ended)
+            apply(self._spec.fetch.dataset, changes)
             if self._deferred:
-                self._fetcher = self._opened(message.shared_seed)
+                self._fetcher = self._opened(shared_seed)
             else:
-                self._fetcher = self._spec.fetch.open(message.shared_seed, self.context)
+                self._fetcher = self._spec.fetch.open(shared_seed, self.context)
         except Exception as error:
             self._broken = foreign(error)
 
@@ -791,7 +791,10 @@ class Worker:
             )
         except EndOfShard:
             if self._from_end and not self._position:
-                self._open_after_end()
+                # The state that was loaded for this epoch was the end of the one before.
+                self._from_end = False
+                self._let_go()
+                self._open_next(None, ended=True)
                 return self._answer(task)
             self._exhausted = True
             return Exhausted(self.worker, task.seq, self._position, self._state_now())
@@ -808,36 +811,24 @@ class Worker:
             # the user's loop early.
             return Failed(self.worker, task.seq, Failure(foreign(error)), self._position)
 
-    def _open_after_end(self) -> None:
-        """Begin the epoch, after the state that was loaded for it was the end of the one before."""
-        self._from_end = False
-        self._let_go()
-        try:
-            undo_load(self._spec.fetch.dataset, ended=True)
-            self._fetcher = self._spec.fetch.open(None, self.context)
-        except Exception as error:
-            self._broken = foreign(error)
-
     @property
     def _position(self) -> int:  # number of samples of the shard that were read
         return 0 if self._fetcher is None else self._fetcher.position
 
     def _describe(self) -> Any:
-        """Return this worker's `WorkerInfo`; None when the caller does the work itself."""
+        """Return this worker's `WorkerInfo`, or a `Description` if torch is not imported.
+
+        None when the caller does the work itself.
+        """
         spec = self._spec
         if spec.workers == 0:
             return None
         rng = self._seeds.generators(spec.base_seed, self.worker)
         if self._rng is not None:
             rng = self._rng.info_rng(rng)
-        return describe(
-            id=self.worker,
-            num_workers=spec.workers,
-            seed=spec.base_seed + self.worker,
-            dataset=spec.fetch.dataset,
-            rng=rng,
-            worker_method=self._seeds.method,
-        )
+        seed, method = spec.base_seed + self.worker, self._seeds.method
+        info = Description(self.worker, spec.workers, seed, spec.fetch.dataset, rng, method)
+        return info.in_torchs_words() if "torch" in sys.modules else info
 
 
 def _sample_rng_of(spec: WorkerSpec, worker: int, seeds: WorkerSeeds) -> SampleRng | None:
