@@ -153,28 +153,9 @@ def key_of(index: Any) -> bytes:
 
 
 def _other_key(index: Any) -> bytes:
-    if isinstance(index, enum.Enum):
-        return b"e" + _framed((type(index).__qualname__, index.name))
-    if isinstance(index, bool) or index is None or index is Ellipsis:
-        return b"c" + repr(index).encode()
-    if isinstance(index, (bytes, bytearray)):
-        return b"b" + bytes(index)
-    if isinstance(index, float):
-        return b"f" + float(index).hex().encode()
-    if isinstance(index, complex):
-        return b"z" + repr(complex(index)).encode()
-    if isinstance(index, tuple):
-        return b"t" + _framed(index)
-    if isinstance(index, list):
-        return b"l" + _framed(index)
-    if isinstance(index, slice):
-        return b"S" + _framed((index.start, index.stop, index.step))
-    if isinstance(index, (set, frozenset)):
-        return b"u" + _joined(sorted(map(key_of, index)))
-    if isinstance(index, dict):
-        return b"d" + _framed(pair for pair in index.items())
-    if isinstance(index, pathlib.PurePath):
-        return b"p" + str(index).encode("utf-8", "surrogatepass")
+    for kinds, key in _KEYS:
+        if isinstance(index, kinds):
+            return key(index)
     if dataclasses.is_dataclass(index) and not isinstance(index, type):
         fields = [getattr(index, field.name) for field in dataclasses.fields(index)]
         return b"D" + _framed((type(index).__qualname__, *fields))
@@ -190,6 +171,22 @@ def _other_key(index: Any) -> bytes:
         f"that would be the same in every process ({index!r}). Give ints, str, bytes, tuples or "
         "dataclasses of these as indices"
     )
+
+
+_KEYS: tuple[tuple[Any, Callable[[Any], bytes]], ...] = (
+    (enum.Enum, lambda index: b"e" + _framed((type(index).__qualname__, index.name))),
+    ((bool, type(None), type(Ellipsis)), lambda index: b"c" + repr(index).encode()),
+    ((bytes, bytearray), lambda index: b"b" + bytes(index)),
+    (float, lambda index: b"f" + float(index).hex().encode()),
+    (complex, lambda index: b"z" + repr(complex(index)).encode()),
+    (tuple, lambda index: b"t" + _framed(index)),
+    (list, lambda index: b"l" + _framed(index)),
+    (slice, lambda index: b"S" + _framed((index.start, index.stop, index.step))),
+    ((set, frozenset), lambda index: b"u" + _joined(sorted(map(key_of, index)))),
+    (dict, lambda index: b"d" + _framed(index.items())),
+    (pathlib.PurePath, lambda index: b"p" + str(index).encode("utf-8", "surrogatepass")),
+)
+"""Keys of indices by their types, the first that fits."""
 
 
 def _framed(parts: Any) -> bytes:
@@ -295,8 +292,9 @@ class SampleRng:
         if not self.by_function:
             return self
         if number not in self._parts:
-            self._parts[number] = self._part(number)
-            self._parts[number].begin(self._epoch)
+            part = self._parts[number] = type(self)(self.origin, self.worker, number)
+            part.by_function = True
+            part.begin(self._epoch)
         return self._parts[number]
 
     def key_of(self, index: Any) -> bytes:
@@ -329,9 +327,6 @@ class SampleRng:
     def info_rng(self, without: Any) -> Any:
         """Return `WorkerInfo.rng`; `without` is its value when samples are not seeded."""
         return without
-
-    def _part(self, number: int) -> SampleRng:
-        return SampleRng(self.origin, self.worker, number)
 
     def call(self, kind: bytes, key: Key, function: Callable[..., T], *arguments: Any) -> T:
         """Return ``function(*arguments)``, seeded by `kind` and `key`."""

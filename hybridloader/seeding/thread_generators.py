@@ -28,7 +28,6 @@ from hybridloader._support import system
 from hybridloader._support.torch_env import when_imported
 from hybridloader._support.user_objects import attribute
 from hybridloader.seeding.sample_rng import (
-    COLLATE,
     GLOBALS,
     NUMPY,
     OPEN,
@@ -426,7 +425,18 @@ system.at_fork(after_in_child=installation.forked)
 
 T = TypeVar("T")
 
-LIBRARIES = {"random", NUMPY, "torch"}
+LIBRARIES: dict[str, tuple[Callable[[], Any], Callable[[Any, SeedTriple], Any]]] = {
+    "random": (random.Random, lambda made, found: made.seed(found.python)),
+    NUMPY: (
+        lambda: importlib.import_module(NUMPY).RandomState(),
+        lambda made, found: made.seed(found.numpy),
+    ),
+    "torch": (
+        lambda: importlib.import_module("torch").Generator(),
+        lambda made, found: made.manual_seed(found.torch),
+    ),
+}
+"""For each library, the functions that make a generator and that seed it."""
 
 
 class ThreadGenerators:
@@ -497,13 +507,14 @@ class ThreadGenerators:
             self._digest = rng.digest(self.kind, key)
         return self._digest
 
-    def _generator(self, library: str, make: Callable[[], Any], seed: Callable[..., Any]) -> Any:
+    def _generator(self, library: str) -> Any:
         self._look()
         rng = self.rng
         if rng is not None and rng.kept is not None and library in rng.kept.reseeded:
-            return rng.kept._generator(library, make, seed)
+            return rng.kept._generator(library)
         if library not in self._seeded:
             self._seeded.add(library)
+            make, seed = LIBRARIES[library]
             if library not in self._made:
                 self._made[library] = make()
             if self._seeds is None:
@@ -516,17 +527,17 @@ class ThreadGenerators:
     @property
     def python(self) -> Any:
         """A `random.Random`."""
-        return self._generator("random", random.Random, lambda made, seed: made.seed(seed.python))
+        return self._generator("random")
 
     @property
     def array(self) -> Any:
         """A `numpy.random.RandomState`."""
-        return self._generator(NUMPY, _random_state, lambda made, seed: made.seed(seed.numpy))
+        return self._generator(NUMPY)
 
     @property
     def tensor(self) -> Any:
         """A `torch.Generator`, for the CPU."""
-        return self._generator("torch", _generator, lambda made, seed: made.manual_seed(seed.torch))
+        return self._generator("torch")
 
     @property
     def generator(self) -> Any:
@@ -546,12 +557,6 @@ class ThreadGenerators:
         if mode is not None:
             mode.begin()
 
-    def take_away(self) -> None:
-        """Undo `put`."""
-        if self.mode is not None:
-            self.mode.end()
-        now.generators = self.outer
-
     @contextmanager
     def in_place(self, found: SeedTriple) -> Iterator[None]:
         """Replace the global generators on this thread during the block, seeded with `found`."""
@@ -561,20 +566,10 @@ class ThreadGenerators:
             self.seed(*found)
             yield
         finally:
-            self.take_away()
+            if self.mode is not None:
+                self.mode.end()
+            now.generators = self.outer
             installation.give_back()
-
-
-def _random_state() -> Any:
-    from numpy.random import RandomState
-
-    return RandomState()
-
-
-def _generator() -> Any:
-    import torch
-
-    return torch.Generator()
 
 
 class _Spare(threading.local):
@@ -622,11 +617,6 @@ class ThreadSampleRng(SampleRng):
     def info_rng(self, without: Any) -> Any:
         in_turn = without is None or self.origin.kind is Kind.WORKER
         return without if in_turn else _ThreadInfoRng(without)
-
-    def _part(self, number: int) -> SampleRng:
-        part = ThreadSampleRng(self.origin, self.worker, number)
-        part.by_function = True
-        return part
 
     def key_of(self, index: Any) -> bytes:
         try:
@@ -703,14 +693,6 @@ class ThreadSampleRng(SampleRng):
     def seeded(self, function: Callable[[Any], T], kind: bytes = SAMPLE) -> Callable[[Any], T]:
         call, key = self.call, self.key_of
         return lambda index: call(kind, partial(key, index), function, index)
-
-    def seeded_collate(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        call = self.call
-
-        def collate(samples: Any) -> Any:
-            return call(COLLATE, now.first or b"", collate_fn, samples)
-
-        return collate
 
     def seeded_shard(
         self, make: Callable[[], Iterator[Any]], *, later: bool = False, entered: bool = False

@@ -44,10 +44,6 @@ def _seeds(base_seed: int, worker: int) -> SeedTriple:
     return SeedTriple(base_seed + worker, numpy_seed(base_seed, worker), base_seed + worker)
 
 
-def _seed_numpy(base_seed: int, worker: int) -> None:
-    importlib.import_module("numpy.random").seed(numpy_seed(base_seed, worker))
-
-
 def _seed_torch(seed: int) -> None:
     """Seed torch in a worker process, with the generators of all devices, as torch's worker does.
 
@@ -101,7 +97,7 @@ class ProcessSeeds(WorkerSeeds):
         # numpy and torch are seeded when they are imported: a worker may need neither. Since
         # numpy 2, `numpy.random` is imported on first access, which takes 15 ms.
         random.seed(base_seed + worker)
-        when_imported("numpy.random", lambda: _seed_numpy(base_seed, worker))
+        when_imported(NUMPY, lambda: GLOBALS.seed_numpy(numpy_seed(base_seed, worker)))
         when_imported("torch", lambda: _seed_torch(base_seed + worker))
         return nullcontext()
 
@@ -154,7 +150,7 @@ class ThreadSeeds(WorkerSeeds):
             if made is None:
                 made = ThreadGenerators()
                 made.seed(*_seeds(base_seed, worker))
-            made.reseeded |= LIBRARIES
+            made.reseeded.update(LIBRARIES)
         if made is not None and made.reseeded and kind is not Kind.SAMPLE:
             rng.kept = made
 
