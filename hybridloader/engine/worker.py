@@ -256,7 +256,7 @@ class SharedItems:
         self.results: list[Any] = [None] * count
         self.errors: dict[int, BaseException] = {}
         self.seconds: list[float] = []  # seconds of each item
-        self.shared = False  # several threads may process them
+        self.shared = False  # several threads may process them; until then, one does
         # One entry fewer than items: the last to end finds it empty.
         self._unfinished = [None] * (count - 1)
 
@@ -265,10 +265,12 @@ class SharedItems:
         function: Callable[[Any], Any],
         context: TaskContext | None,  # checked after every item
         catch: type[BaseException] = Exception,  # errors of items; others are raised immediately
-        *,
-        alone: bool = False,  # until the items are `shared`
     ) -> bool:
-        """Process items until all have begun; return True if this call has finished the last one."""
+        """Process items until all have begun; return True if this call has finished the last one.
+
+        It also ends once the items are `shared`, if they were not at its beginning.
+        """
+        alone = not self.shared
         todo, begun, results, me = self.todo, self.begun, self.results, get_ident()
         since = perf_counter()
         while True:
@@ -332,7 +334,10 @@ class SharedItems:
 
 
 class SharedTask(SharedItems):
-    """Task of one worker, whose samples several workers fetch. A message to each of them."""
+    """Task of one worker, whose samples several workers fetch. A message to each of them.
+
+    Until it is `shared`, it is a message to its worker, which gets it once more when it is.
+    """
 
     def __init__(
         self,
@@ -350,12 +355,6 @@ class SharedTask(SharedItems):
     def forget(self) -> None:
         super().forget()
         self.task = self.task._replace(index=None)
-
-
-class UnsharedTask(NamedTuple):
-    """Message: the worker fetches the samples of its task alone, until they are shared."""
-
-    task: SharedTask
 
 
 class Fetched(NamedTuple):
@@ -584,9 +583,6 @@ class Worker:
                 self._begin(message)
         elif isinstance(message, SharedTask):
             return self._take_part(message)
-        elif isinstance(message, UnsharedTask):
-            if not message.task.shared:  # else it is sent again
-                return self._take_part(message.task, alone=True)
         elif isinstance(message, Fetched):
             return self._fetched(message)
         return None
@@ -628,7 +624,7 @@ class Worker:
         except Exception as error:  # in a generator's `finally`: shown and ignored, as in Python
             show(error)
 
-    def _take_part(self, task: SharedTask, *, alone: bool = False) -> Event | None:
+    def _take_part(self, task: SharedTask) -> Event | None:
         """Fetch samples of a task; answer it in place of its worker if the last of them ended here."""
         context, fetcher = self.context, self._fetcher
         sample = self._refuse if self._broken is not None or fetcher is None else fetcher.sample
@@ -636,7 +632,7 @@ class Worker:
         meter = self.meter
         began = 0.0 if meter is None else perf_counter()
         try:
-            last = task.work(sample, context, alone=alone)
+            last = task.work(sample, context)
         except Abandoned:
             return None
         except BaseException:
@@ -921,6 +917,5 @@ def run(
         worker.close()
 
 
-Incoming = Message | SharedTask | UnsharedTask | Fetched
-"""Message as a worker gets it. Two types come from crews whose workers share tasks, the last one from
-the worker itself."""
+Incoming = Message | SharedTask | Fetched
+"""Message as a worker gets it: shared tasks from crews that share them, `Fetched` from itself."""
