@@ -291,14 +291,9 @@ class Relay(Iterator[Any]):
     def close(self, deadline: float | None = None) -> None:
         """End the thread; wait for it at most 2 seconds, or until `deadline` (`time.monotonic`)."""
         self.shut()
-        if self._thread.ident is None or self.here:
+        if self._thread.ident is None or self._thread is threading.current_thread():
             return
         join(self._thread, CLOSING if deadline is None else max(0.0, deadline - time.monotonic()))
-
-    @property
-    def here(self) -> bool:
-        """True on the relay's thread."""
-        return self._thread is threading.current_thread()
 
     @property
     def alive(self) -> bool:
