@@ -415,7 +415,7 @@ def _rebuild_sparse(
 # size. So after the first `FEW`, small tensors are put into blocks. A block holds the tensors of one
 # dtype and row shape; their lengths may differ. For each tensor, the pickle contains only a call of
 # `next` on an iterator. The iterator replaces one of the pickle's buffers. An outer pickle loads the
-# iterators first (`packing.Around`).
+# iterators first (`_around`).
 #
 # Each rebuilt tensor has its own storage. Those of at most `PADDED` bytes share pieces of at most
 # `SMALL` bytes, so a tensor that is kept keeps no more than that alive.
@@ -728,20 +728,20 @@ _NO_PICKLE = (
 `TypeError` are left out: they mean that a class is missing or has changed."""
 
 
-class Around:
-    """Outer pickle with blocks of small tensors, which are loaded before the inner pickle."""
+class Arriving:
+    """Object that arrives as the result of ``function(*arguments)``, called there."""
 
-    def __init__(self, header: bytes, buffers: list[Any]) -> None:
-        self._parts = header, buffers
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self._reduced = function, arguments
 
     def __reduce__(self) -> Any:
-        return _open, self._parts
+        return self._reduced
 
 
 def _around(blocks: Blocks, header: bytes, buffers: list[memoryview]) -> Packed:
-    """Pack the header and the buffers that `_take` returned for a value with blocks."""
+    """Pack the result of `_take` for a value with blocks, which are loaded before the inner pickle."""
     large: list[memoryview] = []
-    around = Around(header, [*map(blocks.part, buffers)])
+    around = Arriving(_open, header, [*map(blocks.part, buffers)])
     return pickle.dumps(around, 5, buffer_callback=keep_small(large)), large
 
 
