@@ -134,26 +134,17 @@ def memory_cgroups(root: Path) -> Iterator[tuple[Path, Names]]:
 
 
 def cgroups(
-    controller: str, proc: Path, mount: Callable[[str], Path]
+    controller: str,  # of the resource: "memory", "cpu"
+    proc: Path,  # /proc
+    mount: Callable[[str], Path],  # gives the mount point of a tree, by its controllers
 ) -> Iterator[tuple[Path, bool]]:
     """Find the cgroups of this process that may limit a resource, the innermost first.
 
-    Parameters
-    ----------
-    controller
-        Name of the resource's controller: ``"memory"``, ``"cpu"``.
-    proc
-        Folder ``/proc``.
-    mount
-        Function that returns the mount point of a tree. Its argument is the tree's controllers as /proc
-        lists them. In version 1 several may share a tree, such as ``"cpu,cpuacct"``. Version 2 has one
-        tree, and its controllers are ``""``.
+    Yields each folder, and True if it is of version 2. Its parent folders up to the mount follow: in a
+    container the path in /proc may not exist, because the mounted cgroup is that of the container.
 
-    Yields
-    ------
-    tuple
-        Folder, and True if it is of version 2. Its parent folders up to the mount follow: in a container
-        the path in /proc may not exist, because the mounted cgroup is that of the container.
+    The controllers of a tree are as /proc lists them. In version 1 several may share a tree, such as
+    ``"cpu,cpuacct"``. Version 2 has one tree, and its controllers are ``""``.
     """
     for line in text_of(proc / "self/cgroup").splitlines():
         number, _, rest = line.partition(":")
