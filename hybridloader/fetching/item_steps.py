@@ -261,14 +261,10 @@ class ItemsFetcher(Fetcher):
         return results.values
 
     def begin(self, items: Any, ring: Callable[[], None]) -> StartedTask:
-        begun: StartedTask
         if self._helpers is None:
-            begun = self._coroutines.begin(items)
-        else:
-            begun = self._helpers.begin(
-                self._alone, self._numbered(items), self._context, "item", ring
-            )
-        return begun
+            begun: StartedTask = self._coroutines.begin(items)
+            return begun
+        return self._helpers.begin(self._alone, self._numbered(items), self._context, "item", ring)
 
     def wake(self) -> None:
         if self._coroutines is not None:

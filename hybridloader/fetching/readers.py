@@ -135,25 +135,23 @@ class IterableFetch(Fetch):
         dataset = self.dataset
         if self.datapipe and shared_seed is not None:
             dataset = seed_datapipe(dataset, shared_seed)
-        make = (
-            partial(iter, dataset) if self.share is None else partial(part_of, dataset, self.share)
-        )
-        samples: Any
-        if context.rng is None:
-            samples = wrapped = make()
-        else:
-            entered = self.on_error is None
-            samples = context.rng.seeded_shard(make, entered=entered)
-            wrapped = innermost(samples)
+        make, rng = partial(part_of, dataset, self.share), context.rng
+        entered = self.on_error is None
+        samples = make() if rng is None else rng.seeded_shard(make, entered=entered)
         shard = ShardFetcher(self, samples, context)
         # Two numbers are cheap. A state with each result lets the rest be divided at any position.
         every, always = self.state_every, self.share is not None
-        shard.states = states_of(dataset, wrapped, every=every, always=always)
+        shard.states = states_of(dataset, innermost(samples), every=every, always=always)
         return shard
 
 
-def part_of(dataset: Any, share: tuple[int, int, int]) -> NamedShardsIterator:
-    """Return an iterator over this worker's part of the shards that `dataset` names, for an epoch."""
+def part_of(dataset: Any, share: tuple[int, int, int] | None) -> Iterator[Any]:
+    """Return an iterator over this worker's part of the shards that `dataset` names, for an epoch.
+
+    Without a `share` it is the iterator of the dataset.
+    """
+    if share is None:
+        return iter(dataset)
     rank, ranks, workers = share
     mine = shares_of(names_of(dataset), rank, ranks)
     if workers:  # without workers, the caller may be a worker of another loader
@@ -185,9 +183,8 @@ class ReadersFetch(Fetch):
 
     def open(self, shared_seed: int | None, context: TaskContext) -> Fetcher:
         def make() -> Iterator[Any]:
-            if self.share is not None:
-                return part_of(self.dataset, self.share)
-            return iter(self.dataset if self.private else self.dataset())
+            is_made_here = self.share is None and not self.private
+            return part_of(self.dataset() if is_made_here else self.dataset, self.share)
 
         rng = context.rng
         items = make() if rng is None else rng.seeded_shard(make, later=True)
