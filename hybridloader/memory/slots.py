@@ -398,6 +398,7 @@ class Slots(Protocol):
 
 class _ThreadLocals(threading.local):
     slots: Slots | None = None  # slots to collate into; None: each batch gets new memory
+    forks_worker = False  # this thread is forking a worker
 
 
 on_this_thread = _ThreadLocals()
@@ -435,30 +436,25 @@ def collate_into(slots: Slots) -> None:
 # Forked workers do not count, because they read no batch.
 
 
-class _OfThisThread(threading.local):
-    ours = False  # this thread is forking a worker
-
-
 class Forks:
     """Mark of the latest fork. Two equal marks mean that there was no fork between them."""
 
     def __init__(self) -> None:
         self.latest = object()  # not a counter: two threads that fork at once might count one fork
-        self._thread = _OfThisThread()
 
     def note(self) -> None:
         """Record a fork by the user's code."""
-        if not self._thread.ours:
+        if not on_this_thread.forks_worker:
             self.latest = object()
 
     @contextmanager
     def of_ours(self) -> Iterator[None]:
         """Do not count the forks that this thread makes within the block."""
-        self._thread.ours = True
+        on_this_thread.forks_worker = True
         try:
             yield
         finally:
-            self._thread.ours = False
+            on_this_thread.forks_worker = False
 
 
 forks = Forks()

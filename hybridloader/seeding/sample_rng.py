@@ -252,6 +252,9 @@ class Now(threading.local):
     first: Key | None = None  # key of the current task's first sample; None outside of any task
     generators: Any = GLOBALS  # that code on this thread draws from: `GLOBALS` or the thread's
 
+    def __init__(self) -> None:
+        self.spare: list[Any] = []  # a thread's generators for reuse; nested samples need several
+
 
 now = Now()
 

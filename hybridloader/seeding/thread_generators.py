@@ -572,15 +572,6 @@ class ThreadGenerators:
             installation.give_back()
 
 
-class _Spare(threading.local):
-    """Generators of a thread that are free for reuse; nested samples need several."""
-
-    def __init__(self) -> None:
-        self.found: list[ThreadGenerators] = []
-
-
-_spare = _Spare()
-
 _INFO = {"random_generator": "python", "torch_generator": "tensor", "numpy_generator": "generator"}
 
 
@@ -629,7 +620,7 @@ class ThreadSampleRng(SampleRng):
     # -- seeded calls ----------------------------------------------------------------------------------
 
     def call(self, kind: bytes, key: Key, function: Callable[..., T], *arguments: Any) -> T:
-        spare = _spare.found
+        spare = now.spare
         mine = spare.pop() if spare else ThreadGenerators()
         mine.rng, mine.kind, mine.key, mine.place = self, kind, key, -1
         item = now.item
@@ -660,7 +651,7 @@ class ThreadSampleRng(SampleRng):
             deque(
                 map(key_of, items), maxlen=0
             )  # raises for an index without a key, as in a process
-        spare = _spare.found
+        spare = now.spare
         mine = spare.pop() if spare else ThreadGenerators()
         mine.rng, mine.kind, mine.key, mine.items, mine.place = self, SAMPLE, key, items, -1
         mine.walk = walk = iter(items)
@@ -677,7 +668,7 @@ class ThreadSampleRng(SampleRng):
             mine.mode.end()
         now.generators = mine.outer
         mine.rng = mine.walk = mine.own = mine.key = mine.items = None
-        _spare.found.append(mine)
+        now.spare.append(mine)
 
     def seeded_in_turn(self, dataset: Any) -> Any:
         return dataset
