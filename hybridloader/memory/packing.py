@@ -56,21 +56,25 @@ class Tensors:
 
     Tensors over one storage would arrive with separate storages. So if the first pickling finds such
     tensors, the value is pickled again, with the used part of their storage once.
+
+    If `in_blocks`, it puts small ones into blocks, after the first few.
     """
 
-    few = sys.maxsize
-    """Number of tensors that are reduced alone before `together` is called for each."""
-
-    def __init__(self) -> None:
+    def __init__(self, *, in_blocks: bool = False) -> None:
+        self._few = FEW if in_blocks else sys.maxsize
         # All the mutable state:
         self.met: list[Any] = []  # tensors that were reduced alone since the last `forget`
         self.bases: dict[int, list[_Base]] = {}  # in order, by the address of their storage
+        self.blocks = Blocks()
+        self.numbers = 0  # `AsTensor` objects that were reduced alone
 
     def way_of(self, kind: type) -> Callable[[Any], Any] | None:
         """Return the function that reduces objects of this class; None leaves them to the pickler.
 
         A process that has not imported torch or numpy has none of their objects to send.
         """
+        if kind is AsTensor:
+            return self._reduce_numbers
         torch: Any = sys.modules.get("torch")
         if torch is not None and issubclass(kind, torch.Tensor):
             # Not as registered with `ForkingPickler`, as by MONAI: that sends a storage, for which only
@@ -92,7 +96,7 @@ class Tensors:
         return reduced
 
     def reduce(self, tensor: torch.Tensor) -> Any:
-        if len(self.met) >= self.few and (reduced := self.together(tensor)) is not None:
+        if len(self.met) >= self._few and (reduced := self._together(tensor)) is not None:
             return reduced
         if not (tensor.requires_grad or self.bases):
             array: Any
@@ -106,9 +110,27 @@ class Tensors:
                 return rebuild_tensor, (pickle.PickleBuffer(array), name, array.shape, None, False)
         return self._reduce(tensor)
 
-    def together(self, tensor: torch.Tensor) -> Any:
+    def _together(self, tensor: torch.Tensor) -> Any:
         """Reduce `tensor` together with others; None if it must be reduced alone."""
-        return None
+        try:
+            block = self.blocks[tensor.dtype, tensor.shape]
+            if block is None or tensor.requires_grad or not tensor.is_contiguous():
+                return None
+            if self.bases and tensor.untyped_storage().data_ptr() in self.bases:
+                return None
+        except RuntimeError:  # nested and sparse tensors lack some of these attributes
+            return None
+        block.take(tensor)
+        return block.way
+
+    def _reduce_numbers(self, numbers: AsTensor) -> Any:
+        if self.numbers >= self._few:
+            block = self.blocks[numbers.dtype, numbers.shape]
+            if block is not None:
+                block.take(numbers)
+                return block.way
+        self.numbers += 1
+        return numbers.__reduce__()
 
     def _reduce(self, tensor: torch.Tensor) -> Any:
         torch = _torch()
@@ -164,6 +186,21 @@ class Tensors:
                 storage = group[0].untyped_storage()
                 self.bases[key] = [_Base(storage, *part) for part in parts]
         return bool(self.bases)
+
+    def another_pass(self) -> bool:
+        """Prepare another pickling, and return True, if the value must be pickled again."""
+        blocks = self.blocks
+        if not blocks.made:
+            return self.several_over_one_storage()
+        if blocks.gather():
+            if not self.several_over_one_storage(blocks.tensors()):
+                return False
+            blocks.forget(closed=blocks.closed)
+        else:
+            blocks.forget(closed=True)
+            self.met.clear()
+        self.numbers = 0
+        return True
 
     def forget(self) -> None:
         """Reset for another pickle."""
@@ -546,56 +583,6 @@ class Blocks(dict[Kind, Block | None]):
         self.closed = closed
 
 
-class TensorsInBlocks(Tensors):
-    """Reducer of the tensors of one pickle; after the first few, it puts small ones into blocks."""
-
-    few = FEW
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = Blocks()
-        self.numbers = 0  # `AsTensor` objects that were reduced alone
-
-    def way_of(self, kind: type) -> Callable[[Any], Any] | None:
-        return self._reduce_numbers if kind is AsTensor else super().way_of(kind)
-
-    def _reduce_numbers(self, numbers: AsTensor) -> Any:
-        if self.numbers >= FEW:
-            block = self.blocks[numbers.dtype, numbers.shape]
-            if block is not None:
-                block.take(numbers)
-                return block.way
-        self.numbers += 1
-        return numbers.__reduce__()
-
-    def together(self, tensor: Any) -> Any:
-        try:
-            block = self.blocks[tensor.dtype, tensor.shape]
-            if block is None or tensor.requires_grad or not tensor.is_contiguous():
-                return None
-            if self.bases and tensor.untyped_storage().data_ptr() in self.bases:
-                return None
-        except RuntimeError:  # nested and sparse tensors lack some of these attributes
-            return None
-        block.take(tensor)
-        return block.way
-
-    def another_pass(self) -> bool:
-        """Prepare another pickling, and return True, if the value must be pickled again."""
-        blocks = self.blocks
-        if not blocks.made:
-            return self.several_over_one_storage()
-        if blocks.gather():
-            if not self.several_over_one_storage(blocks.tensors()):
-                return False
-            blocks.forget(closed=blocks.closed)
-        else:
-            blocks.forget(closed=True)
-            self.met.clear()
-        self.numbers = 0
-        return True
-
-
 def is_mark(buffer: memoryview) -> bool:
     """Return True if this buffer of a pickle represents a block."""
     return type(buffer.obj) is _Mark
@@ -776,7 +763,7 @@ class _Packer:
 
     def __init__(self, pickler: Callable[..., Any]) -> None:
         self.functions = dict(copyreg.dispatch_table)
-        self._tensors = TensorsInBlocks()
+        self._tensors = Tensors(in_blocks=True)
         self._pieces: list[bytes] = []
         self._buffers: list[memoryview] = []
         self.write = self._pieces.append  # the pickler takes this object for its file
