@@ -66,7 +66,7 @@ class Memory:
         """Return the limit in bytes. The memory available to this process is read once."""
         if isinstance(self.limit, int):
             return self.limit
-        return max(1, int(_own_limit() * (self.limit or SHARE) / ranks_here()))
+        return max(1, int(process_limit() * (self.limit or SHARE) / ranks_here()))
 
     def __repr__(self) -> str:
         own = f"limit={self.limit}"
@@ -87,11 +87,6 @@ def check_memory(name: str, memory: object) -> None:
         )
 
 
-@cache
-def _own_limit() -> int:
-    return process_limit()  # reading it takes 0.4 ms, more than all the rest of an `iter()`
-
-
 def warn_of_overflow(reason: str) -> None:
     """Warn that batches are in ordinary memory from now on."""
     warn(
@@ -101,6 +96,7 @@ def warn_of_overflow(reason: str) -> None:
     )
 
 
+@cache  # reading it takes 0.4 ms, more than all the rest of an `iter()`
 def process_limit(root: Path = Path(system.ROOT)) -> int:
     """Return the bytes available to this process: the machine's memory or the least cgroup limit."""
     limits = (number_in(group / names.limit) for group, names in memory_cgroups(root))

@@ -649,9 +649,9 @@ def pack(value: Any, what: str = "a result", *, other_main: bool = False) -> Pac
     try:
         packer = _idle.pop()
     except IndexError:  # the first call, or other threads use the rest
-        packer = _Packer(_Plain)
+        packer = _Packer(_plain)
     if packer.functions != copyreg.dispatch_table:
-        packer = _Packer(_Plain)
+        packer = _Packer(_plain)
     try:
         packed = packer.pack(value)
         if len(packed[0]) < _LARGE_HEADER:
@@ -811,12 +811,10 @@ def keep_small(buffers: list[memoryview]) -> Callable[[pickle.PickleBuffer], boo
     return keep
 
 
-class _Plain(pickle.Pickler):
-    """C pickler that reduces tensors by `Tensors`."""
-
-    def __init__(self, out: Any, keep: Callable[..., bool], tensors: Tensors) -> None:
-        super().__init__(out, protocol=5, buffer_callback=keep)
-        self.dispatch_table = _Table(tensors)
+def _plain(out: Any, keep: Callable[..., bool], tensors: Tensors) -> pickle.Pickler:
+    pickler = pickle.Pickler(out, protocol=5, buffer_callback=keep)
+    pickler.dispatch_table = _Table(tensors)
+    return pickler
 
 
 class _Table(dict[type, Callable[[Any], Any]]):
