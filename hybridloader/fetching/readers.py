@@ -320,7 +320,8 @@ class IndexedFetcher(LoaderFetcher):
         self._dataset = self._in_turn = dataset
         if rng is not None:
             self._dataset = SeededDataset(rng, dataset, whole=self._whole)
-            self._in_turn = self._dataset if self._whole else rng.seeded_in_turn(dataset)
+            if self._whole or not rng.seeds_in_turn:
+                self._in_turn = self._dataset
 
     def fetch(self, index: Any) -> Any:
         if self._loop is not None:

@@ -268,6 +268,8 @@ class SampleRng:
 
     by_function = True
     """True: each function of a stage is seeded separately. False: all of them share the item's seed."""
+    seeds_in_turn = False
+    """True: a dataset needs no wrapper between `enter` and `leave`."""
     kept: Any = None
     """Generators of a worker on threads that samples don't reseed, for the libraries in `reseeded`."""
 
@@ -358,10 +360,6 @@ class SampleRng:
     def seeded(self, function: Callable[[Any], T], kind: bytes = SAMPLE) -> Callable[[Any], T]:
         call = self.call
         return lambda index: call(kind, self.key_of(index), function, index)
-
-    def seeded_in_turn(self, dataset: Any) -> Any:
-        """Return `dataset` for use index by index between `enter` and `leave`."""
-        return SeededDataset(self, dataset)
 
     def seeded_collate(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Return `collate_fn`, seeded by the first sample of the current task."""

@@ -591,6 +591,8 @@ class _ThreadInfoRng:
 class ThreadSampleRng(SampleRng):
     """Gives each thread separate generators while it makes a sample. See `SampleRng`."""
 
+    seeds_in_turn = True
+
     def __init__(self, origin: Origin, worker: int, number: int = 0) -> None:
         self._end: Any = None
         self.by_function = origin.kind is Kind.SAMPLE
@@ -669,9 +671,6 @@ class ThreadSampleRng(SampleRng):
         now.generators = mine.outer
         mine.rng = mine.walk = mine.own = mine.key = mine.items = None
         now.spare.append(mine)
-
-    def seeded_in_turn(self, dataset: Any) -> Any:
-        return dataset
 
     def task(self, key: Callable[[Any], Key], function: Callable[[Any], T], index: Any) -> T:
         outer = now.first
