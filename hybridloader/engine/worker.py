@@ -256,7 +256,7 @@ class SharedItems:
         self.results: list[Any] = [None] * count
         self.errors: dict[int, BaseException] = {}
         self.seconds: list[float] = []  # seconds of each item
-        self.shared = False  # several threads may process them; until then, one does
+        self.shared = False  # workers of a crew may process them, too; see `work`
         # One entry fewer than items: the last to end finds it empty.
         self._unfinished = [None] * (count - 1)
 
@@ -268,7 +268,7 @@ class SharedItems:
     ) -> bool:
         """Process items until all have begun; return True if this call has finished the last one.
 
-        It also ends once the items are `shared`, if they were not at its beginning.
+        It also ends if the items become `shared`: a worker is then asked for them once more.
         """
         alone = not self.shared
         todo, begun, results, me = self.todo, self.begun, self.results, get_ident()

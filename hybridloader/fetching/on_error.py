@@ -481,19 +481,18 @@ class ResultQueue(Iterator[Any]):
 
     def gone_of(self, notes: Sequence[Note]) -> list[int]:
         """Return the numbers, among the values and notes of a task, of the notes that take no place."""
-        return [
-            note.position + number
-            for number, note in enumerate(notes)
-            if not self._takes_place(note)
-        ]
+        gone = [number for number, note in enumerate(notes) if not self._takes_place(note)]
+        return [notes[number].position + number for number in gone]
 
     def left_out_of(self, notes: Sequence[Note]) -> list[int]:
         """Return the numbers of the items that take no place, among all items of a task."""
         return self.gone_of([note for note in notes if note.item is not None])
 
-    def _takes_place(self, note: Note) -> bool:
+    def _takes_place(self, entry: Note | Raised) -> bool:
+        if isinstance(entry, Raised):
+            return True
         kept = self._budget is not None and self._budget.gaps
-        return note.item is not None and (kept or not self._may_skip(note))
+        return entry.item is not None and (kept or not self._may_skip(entry))
 
     def fail(self, error: Exception) -> None:
         """Add an error that is raised in the place of one result, after all others."""
@@ -502,19 +501,12 @@ class ResultQueue(Iterator[Any]):
     @property
     def gone(self) -> bool:
         """True if the next entry takes no place: it is counted, or left out with its place."""
-        if not (self.between and self._due):
-            return False
-        note = self.between[0][1]
-        if isinstance(note, Raised):
-            return False
-        return not self._takes_place(note)
+        return bool(self.between) and self._due and not self._takes_place(self.between[0][1])
 
     @property
     def places(self) -> int:
         """Number of the entries that wait and take a place."""
-        return len(self.results) + sum(
-            isinstance(entry, Raised) or self._takes_place(entry) for _, entry, _ in self.between
-        )
+        return len(self.results) + sum(self._takes_place(entry) for _, entry, _ in self.between)
 
     @property
     def _due(self) -> bool:

@@ -194,7 +194,9 @@ class PageLocks:
         self._warned = True
         where = advice = ""
         if self._full:
-            where = f" ({self.size:,} bytes are locked already{_limit()})"
+            limit = system.soft_limit("RLIMIT_MEMLOCK")
+            allowed = "" if limit is None else f"; ulimit -l allows {limit:,} bytes"
+            where = f" ({self.size:,} bytes are locked already{allowed})"
             advice = (
                 ". Raise the limit, keep fewer batches, or allow less memory for slots: Memory(limit="
                 "...) of the backend"
@@ -204,9 +206,3 @@ class PageLocks:
             f"copied once more where they are pinned{advice}",
             "not-page-locked",
         )
-
-
-def _limit() -> str:
-    """Limit of this process's locked memory, in words; empty where it is not known."""
-    limit = system.soft_limit("RLIMIT_MEMLOCK")
-    return "" if limit is None else f"; ulimit -l allows {limit:,} bytes"
