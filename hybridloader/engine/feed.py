@@ -182,11 +182,10 @@ class RelayQueue:
         if self.closed:
             raise no_answer(IteratorClosed(f"relay {self._name!r} is closed"))
         if self._failed:
-            raise no_answer(
-                IteratorClosed(
-                    f"relay {self._name!r} has ended with the error that it raised; make a new iterator"
-                )
+            over = (
+                f"relay {self._name!r} has ended with the error that it raised; make a new iterator"
             )
+            raise no_answer(IteratorClosed(over))
         if self.ended:
             raise StopIteration
 

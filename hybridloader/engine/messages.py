@@ -51,9 +51,7 @@ class TaskContext:
         self.cancelled = False
         """True once no one waits any more; fetchers check it after every sample. Set from any thread,
         even by a finalizer: a plain attribute, without a lock."""
-        self.rng: SampleRng | None = (
-            None  # under ``seeding="sample"``; read by a fetcher that opens
-        )
+        self.rng: SampleRng | None = None  # if samples are seeded; read when a fetcher opens
         self.extras: dict[str, Any] | None = None
         """Metadata of the task's value, for `Done.extras`. Set by the fetcher, taken by the worker."""
         # Fetchers add to these two: slices of a trace, and seconds of parts of tasks if observed.

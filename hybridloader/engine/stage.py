@@ -718,10 +718,7 @@ class Stage(Iterator[Any]):
         self._supervisor: Supervisor | None = None
         if on_worker_death is not None or task_timeout > 0:
             self._supervisor = Supervisor(
-                on_worker_death,
-                task_timeout,
-                threads=backend.in_process,
-                table=self._table,
+                on_worker_death, task_timeout, threads=backend.in_process, table=self._table
             )
         # Two tasks at a time keep two results prefetched. With a supervisor, a task's time would count
         # from its assignment, so tasks are sent one at a time.
@@ -1156,11 +1153,8 @@ class Stage(Iterator[Any]):
 
     def _check_process(self) -> None:
         if self._elsewhere:  # messages in it belong to the other process
-            raise no_answer(
-                IteratorClosed(
-                    "this iterator belongs to the process that this one was forked from; make a new one"
-                )
-            )
+            why = "belongs to the process that this one was forked from; make a new one"
+            raise no_answer(IteratorClosed(f"this iterator {why}"))
 
     def _refuse(self) -> NoReturn:
         if self._scheduler.fault is not None:
@@ -1173,11 +1167,8 @@ class Stage(Iterator[Any]):
         if self._closing:
             self._refuse()
         if self._broken_off == self.epoch or (epoch is not None and epoch != self.epoch):
-            raise no_answer(
-                IteratorClosed(
-                    f"this epoch of stage {self.spec.stage!r} was interrupted; make a new iterator"
-                )
-            )
+            over = f"this epoch of stage {self.spec.stage!r} was interrupted; make a new iterator"
+            raise no_answer(IteratorClosed(over))
 
     def _use_crew(self, call: Callable[..., T], *arguments: Any) -> T:
         """Make a call that uses crew and scheduler. `pull` has this written out: it is a call less."""

@@ -157,13 +157,10 @@ class ItemLoop:
         self._replace = last if isinstance(last, Replace) else None
         self.skips = isinstance(last, Skip)
         self.acts = self._retry is not None or self._replace is not None
-        self._steps = [
-            (
-                kind,
-                partial(self._at_once, function) if kind == "flat_map" and self.acts else function,
-            )
-            for kind, function in opened
-        ]
+        self._steps = list(opened)
+        for at, (kind, function) in enumerate(opened):
+            if kind == "flat_map" and self.acts:
+                self._steps[at] = kind, partial(self._at_once, function)
         self._maps: list[tuple[int, Callable[[Any], Any]]] = []  # with the number of the next step
         if all(kind == "map" for kind, _ in opened):
             self._maps = [(at, function) for at, (_, function) in enumerate(opened, 1)]

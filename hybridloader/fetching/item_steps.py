@@ -176,11 +176,7 @@ class WorkFetch(Fetch):
         if rng is not None and rng.by_function:
             policy = seeded(policy, rng, item_key)
         fetcher = ItemsFetcher(
-            opened,
-            policy,
-            context,
-            self.threads,
-            coroutines=self.steps[0].concurrency > 0,
+            opened, policy, context, self.threads, coroutines=self.coroutines > 0
         )
         if self.divisible:
             part = None if rng is None else rng.for_function(0)

@@ -187,10 +187,7 @@ Slurm's ``SLURM_NTASKS_PER_NODE`` describes the job: it is also set for a single
 """
 
 
-_NUMBERS = (
-    *("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
-    *("MPI_LOCALRANKID", "SLURM_LOCALID"),
-)
+_NUMBERS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 """Variables with the number of this rank on its machine."""
 
 

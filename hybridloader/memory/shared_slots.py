@@ -283,8 +283,8 @@ class SlotReader:
         limit: int,
         names: str | None = None,  # prefix of the names of named segments, as the writer has it
         keeps: bool = False,
-        locks: PageLocks
-        | None = None,  # lock a segment when the first batch over it is opened here
+        # They lock a segment when the first batch over it is opened here:
+        locks: PageLocks | None = None,
     ) -> None:
         self.limit = limit
         self.locks = locks

@@ -18,7 +18,6 @@ import sys
 import threading
 import types
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -308,12 +307,8 @@ def _calling(place: str, name: str, parameters: str) -> types.CodeType:
     again after another thread has replaced it, and take the number of parameters from the second.
     """
     source = f"def {name}({parameters}): return {place}({parameters})"
-    (code,) = (
-        one
-        for one in compile(source, __file__, "exec").co_consts
-        if isinstance(one, types.CodeType)
-    )
-    return code
+    constants = compile(source, __file__, "exec").co_consts
+    return next(one for one in constants if isinstance(one, types.CodeType))
 
 
 def _install_torch(patch: Patch) -> None:
@@ -386,9 +381,8 @@ class _Installation:
             self.count -= 1
             if not self.count:
                 for home, name, before, value in reversed(self._replaced):
-                    if (
-                        getattr(home, name, None) is value
-                    ):  # otherwise other code has replaced it since
+                    # Otherwise other code has replaced it since.
+                    if getattr(home, name, None) is value:
                         setattr(home, name, before)
                 self._replaced.clear()
                 self.done.clear()
@@ -457,9 +451,8 @@ class ThreadGenerators:
         # ... and that of the current sample:
         self.rng: ThreadSampleRng | None = None
         self.kind = b""
-        self.key: Any = (
-            None  # of one sample; with `walk`, a function of the place, or None: items are indices
-        )
+        # Of one sample; with `walk`, a function of the place, or None: items are indices.
+        self.key: Any = None
         self.walk: Any = None  # iterator over `items`, each of which is a sample
         self.items: Any = ()
         self.place = 0  # of the current sample; -1: not looked up yet
@@ -645,14 +638,10 @@ class ThreadSampleRng(SampleRng):
     ) -> Iterator[Any]:
         if type(items) not in (list, tuple):
             items = list(items)
-        if (
-            key is None
-            and self.origin.kind is Kind.SAMPLE
-            and not {*map(type, items)} <= {int, str}
-        ):
-            deque(
-                map(key_of, items), maxlen=0
-            )  # raises for an index without a key, as in a process
+        asked = key is None and self.origin.kind is Kind.SAMPLE
+        if asked and not {*map(type, items)} <= {int, str}:
+            for item in items:
+                key_of(item)  # raises for an index without a key, as in a process
         spare = now.spare
         mine = spare.pop() if spare else ThreadGenerators()
         mine.rng, mine.kind, mine.key, mine.items, mine.place = self, SAMPLE, key, items, -1
