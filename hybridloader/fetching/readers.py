@@ -200,21 +200,19 @@ class LoaderFetcher(Fetcher):
 
     def __init__(
         self,
-        collate_fn: Callable[[Any], Any],
+        work: MapFetch | IterableFetch,
         context: TaskContext,
-        policy: Policy | None,
         read: Callable[[Any], Any],  # reads one sample
         *,
-        batched: bool,
         fill: bool,  # a short batch is sent uncollated
         helpers: Fanout | None = None,
     ) -> None:
         self._context, self.rng = context, context.rng
-        self._batched, self._fill = batched, fill
-        self._collate_fn = context.timed("collate", seeded_collate(collate_fn, context))
+        self._batched, self._fill = work.batched, fill
+        self._collate_fn = context.timed("collate", seeded_collate(work.collate_fn, context))
         self._loop: ItemLoop | None = None
-        if policy is not None:
-            policy = seeded(policy, self.rng)
+        if work.on_error is not None:
+            policy = seeded(work.on_error, self.rng)
             self._loop = ItemLoop([("map", read)], policy, context, helpers, batch=True)
         # All the mutable state: the indices of the last task, under a policy.
         self._asked: Sequence[Any] = ()
@@ -307,15 +305,8 @@ class IndexedFetcher(LoaderFetcher):
         if batched and work.threads > 1 and not self._whole:
             self._helpers = Fanout.of(context, work.threads)
         one = _one_of(dataset)
-        super().__init__(
-            work.collate_fn,
-            context,
-            work.on_error,
-            one if rng is None else rng.seeded(one),
-            batched=batched,
-            fill=work.fill,
-            helpers=self._helpers,
-        )
+        read = one if rng is None else rng.seeded(one)
+        super().__init__(work, context, read, fill=work.fill, helpers=self._helpers)
         self._gather = gatherer(dataset, work.collate_fn) if batched else None
         self._dataset = self._in_turn = dataset
         if rng is not None:
@@ -581,15 +572,8 @@ class ShardFetcher(ShardReader, LoaderFetcher):
 
     def __init__(self, work: IterableFetch, samples: Iterator[Any], context: TaskContext) -> None:
         ShardReader.__init__(self, samples, context, under_policy=work.on_error is not None)
-        LoaderFetcher.__init__(
-            self,
-            work.collate_fn,
-            context,
-            work.on_error,
-            self._next,
-            batched=work.batched,
-            fill=work.join and work.batched,
-        )
+        fill = work.join and work.batched
+        LoaderFetcher.__init__(self, work, context, self._next, fill=fill)
         self._drop_last = work.drop_last and not work.join
 
     def fetch(self, indices: Any) -> Any:

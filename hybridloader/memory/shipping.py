@@ -194,12 +194,40 @@ def _write(
     thing: Any, file: IO[bytes], fds: list[int] | None, inherited: Inherited, by_name: bool
 ) -> list[tuple[int, int]]:
     """Write the pickle, then the buffers; return the first byte and the size of each."""
+    import cloudpickle
+
+    _take_main_along()
     tensors = Tensors()
+
+    def reduce(obj: Any) -> Any:
+        if (
+            by_name
+            and isinstance(obj, _DEFINED)
+            and getattr(obj, "__module__", None) in MAIN
+            and found_by_name(obj)
+        ):
+            return obj.__qualname__
+        if _is_tensor(obj):
+            if fds is not None and len(fds) < MOST_FDS and _is_shared(obj):
+                return _reduce_shared(obj, fds)
+            return tensors.reduce(obj)
+        found = _reduce_storage(obj, _as_bytes)
+        if found is not None:
+            return found
+        number = inherited.take(obj)
+        if number is not None:
+            return _inherited, (number,)
+        way = reducer(obj) or tensors.way_of(type(obj))
+        if way is not None:
+            return way(obj)
+        return reduce_structure(obj) if isinstance(obj, type) else None
+
+    pickler = reducing_pickler(cloudpickle.Pickler)
     while True:
         buffers: list[memoryview] = []
         file.seek(0)
         with as_if_starting():
-            _pickler(file, buffers, tensors, fds, inherited, by_name).dump(thing)
+            pickler(file, reduce, protocol=5, buffer_callback=keep_small(buffers)).dump(thing)
         if not tensors.several_over_one_storage():
             break
         inherited.objects.clear()
@@ -320,45 +348,6 @@ def _as_bytes(untyped: Any) -> Any:
 
 def _storage_of(tensor: Any) -> Any:
     return tensor.untyped_storage()
-
-
-def _pickler(
-    file: IO[bytes],
-    buffers: list[memoryview],
-    tensors: Tensors,
-    fds: list[int] | None,
-    inherited: Inherited,
-    by_name: bool,
-) -> Any:
-    import cloudpickle
-
-    _take_main_along()
-
-    def reduce(obj: Any) -> Any:
-        if (
-            by_name
-            and isinstance(obj, _DEFINED)
-            and getattr(obj, "__module__", None) in MAIN
-            and found_by_name(obj)
-        ):
-            return obj.__qualname__
-        if _is_tensor(obj):
-            if fds is not None and len(fds) < MOST_FDS and _is_shared(obj):
-                return _reduce_shared(obj, fds)
-            return tensors.reduce(obj)
-        found = _reduce_storage(obj, _as_bytes)
-        if found is not None:
-            return found
-        number = inherited.take(obj)
-        if number is not None:
-            return _inherited, (number,)
-        way = reducer(obj) or tensors.way_of(type(obj))
-        if way is not None:
-            return way(obj)
-        return reduce_structure(obj) if isinstance(obj, type) else None
-
-    made = reducing_pickler(cloudpickle.Pickler)
-    return made(file, reduce, protocol=5, buffer_callback=keep_small(buffers))
 
 
 def _reduce_shared(tensor: Any, fds: list[int]) -> Any:
