@@ -27,7 +27,7 @@ from hybridloader.engine.contract import SLICE, Backend, Crew, WorkerHandle
 from hybridloader.engine.messages import Begin, Done, Event, Message, Stop, Task, WorkerSpec
 from hybridloader.engine.meter import Measures
 from hybridloader.engine.serving import serve, thread_worker
-from hybridloader.engine.worker import NEW, Incoming, SharedTask, UnsharedTask, Worker
+from hybridloader.engine.worker import NEW, Incoming, SharedTask, Worker
 from hybridloader.fetching.collate import teach_torch
 from hybridloader.memory.limits import DEFAULT_MEMORY, Memory
 from hybridloader.memory.slots import PrivateSlots, set_slots
@@ -229,7 +229,7 @@ class _TaskSharing:
                 if not self._known:
                     # Without failed tasks: otherwise a loader whose tasks all fail would keep them.
                     self._held = [*(task for task in self._held if task.items), shared]
-                    self._inboxes[worker].put(UnsharedTask(shared))
+                    self._inboxes[worker].put(shared)
                     return True
         if not self.shares:
             return False

@@ -96,8 +96,9 @@ class RelayQueue:
         if self._weigh is not None and type(item) is not Raised:
             weight = self._weigh(item)
         with self.came:
-            if self.items and type(self.items[-1][0]) is Raised:
-                self._forget_timeout()
+            last = self.items[-1][0] if self.items else None
+            if type(last) is Raised and is_ours(last.error, WorkerTimeout):
+                self.items.pop()  # it was not raised yet: now that something has come, it is over
             if not self._has_room(weight) and not self.closed:
                 began = time.perf_counter()
                 self.full = True
@@ -113,11 +114,6 @@ class RelayQueue:
             self.weight += weight
             self._notify()
             return True
-
-    def _forget_timeout(self) -> None:
-        """Drop a timeout that was not raised yet: now that something has come, it is over."""
-        if is_ours(self.items[-1][0].error, WorkerTimeout):
-            self.items.pop()
 
     def _has_room(self, weight: int) -> bool:
         waiting = len(self.items)
@@ -186,11 +182,10 @@ class RelayQueue:
         if self.closed:
             raise no_answer(IteratorClosed(f"relay {self._name!r} is closed"))
         if self._failed:
-            raise no_answer(
-                IteratorClosed(
-                    f"relay {self._name!r} has ended with the error that it raised; make a new iterator"
-                )
+            over = (
+                f"relay {self._name!r} has ended with the error that it raised; make a new iterator"
             )
+            raise no_answer(IteratorClosed(over))
         if self.ended:
             raise StopIteration
 
@@ -295,14 +290,9 @@ class Relay(Iterator[Any]):
     def close(self, deadline: float | None = None) -> None:
         """End the thread; wait for it at most 2 seconds, or until `deadline` (`time.monotonic`)."""
         self.shut()
-        if self._thread.ident is None or self.here:
+        if self._thread.ident is None or self._thread is threading.current_thread():
             return
         join(self._thread, CLOSING if deadline is None else max(0.0, deadline - time.monotonic()))
-
-    @property
-    def here(self) -> bool:
-        """True on the relay's thread."""
-        return self._thread is threading.current_thread()
 
     @property
     def alive(self) -> bool:

@@ -38,36 +38,7 @@ class Abandoned(BaseException):
 
 
 class TaskContext:
-    """State of the current task, shared by a worker, its fetcher and its backend.
-
-    Attributes
-    ----------
-    tracked
-        True if fetchers note which sample of a task they are at, should the worker die.
-    cancelled
-        True once no one waits any more; fetchers check it after every sample. Set from any thread, even
-        by a finalizer: a plain attribute, without a lock.
-    at
-        Number of the sample in the task, set before each sample if `tracked`; -1: none, or not known.
-    task
-        Number of the task, for a worker that is a thread; -1: none.
-    rng
-        Sample RNG under ``seeding="sample"``, else None; read when a fetcher is opened.
-    retried
-        Number of calls of the user's functions that were made again because they had failed, since a
-        meter has last reported.
-    extras
-        Metadata of the task's value, for `Done.extras`. Set by the fetcher, taken by the worker.
-    slices
-        Slices of a trace, to which fetchers add; None if there is no trace.
-    parts
-        Seconds of parts of tasks, to which fetchers add; None if the run is not observed.
-    set_up
-        Objects of a stage's functions whose `setup` this worker has called, by the function's number.
-    helpers, loop
-        Threads (`Fanout`) and event loop (`Loop`) of this worker, from the first fetcher that needs them
-        to the end of the worker.
-    """
+    """State of the current task, shared by a worker, its fetcher and its backend."""
 
     __slots__ = (
         *("at", "cancelled", "extras", "helpers", "loop", "parts", "retried", "rng", "set_up"),
@@ -76,16 +47,27 @@ class TaskContext:
 
     def __init__(self, *, tracked: bool = False) -> None:
         self.tracked = tracked
+        """True if fetchers note which sample of a task they are at, should the worker die."""
         self.cancelled = False
-        self.rng: SampleRng | None = None
+        """True once no one waits any more; fetchers check it after every sample. Set from any thread,
+        even by a finalizer: a plain attribute, without a lock."""
+        self.rng: SampleRng | None = None  # if samples are seeded; read when a fetcher opens
         self.extras: dict[str, Any] | None = None
+        """Metadata of the task's value, for `Done.extras`. Set by the fetcher, taken by the worker."""
+        # Fetchers add to these two: slices of a trace, and seconds of parts of tasks if observed.
         self.slices: Slices | None = None
         self.parts: TaskParts | None = None
         self.set_up: dict[int, Any] = {}
+        """Objects of a stage's functions whose `setup` this worker has called, by their number."""
+        # Threads (`Fanout`) and event loop (`Loop`) of this worker, from the first fetcher that needs
+        # them to the end of the worker.
         self.helpers: Any = None
         self.loop: Any = None
-        self.at = self.task = -1
+        self.at = -1  # sample in the task, set before each if `tracked`; -1: none, or not known
+        self.task = -1  # number of the task, for a worker that is a thread; -1: none
         self.retried = 0
+        """Number of calls of the user's functions that were made again because they had failed, since
+        a meter has last reported."""
 
     def add(self, name: str, value: Any) -> None:
         """Add metadata to the value of the current task."""

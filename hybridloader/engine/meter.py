@@ -39,16 +39,10 @@ TASK, TASKS = "task", "tasks"
 """Names of the slice of one task, and of the slice of several short tasks."""
 
 
-class Slice(NamedTuple):
-    """Time that a thread spent on something; slices of a thread are within one another, or apart."""
-
-    name: str
-    began: float
-    ended: float
-    thread: int
-    """Identity of the thread, as `threading.get_ident` returns it."""
-    number: int = -1
-    """Number of the task, for `TASK`; number of tasks, for `TASKS`."""
+Slice = tuple[str, float, float, int, int]
+"""Time that a thread spent on something: its name, its begin and end, and the identity of the thread.
+At last the number of the task, for `TASK`; the number of tasks, for `TASKS`; else -1. Slices of a thread
+are within one another, or apart."""
 
 
 class SliceReport(NamedTuple):
@@ -58,17 +52,17 @@ class SliceReport(NamedTuple):
     thread: int
     """Identity of the worker's main thread."""
     worker: int
-    slices: tuple[tuple[Any, ...], ...]
-    """Fields of each `Slice`; inner slices come before outer ones."""
+    slices: tuple[Slice, ...]
+    """Inner slices come before outer ones."""
     dropped: int
     """Number of slices that the ring dropped."""
 
     def moved(self, seconds: float) -> SliceReport:
         """Return these with all times so many seconds later."""
-        slices = (Slice(*fields) for fields in self.slices)
         return self._replace(
             slices=tuple(
-                one._replace(began=one.began + seconds, ended=one.ended + seconds) for one in slices
+                (name, began + seconds, ended + seconds, thread, number)
+                for name, began, ended, thread, number in self.slices
             )
         )
 
@@ -88,7 +82,7 @@ class Slices:
         """Start of the current task, if it is to have slices."""
         self.short = 0
         """Number of tasks since the last one with slices."""
-        self._ring: deque[tuple[Any, ...]] = deque(maxlen=limit)
+        self._ring: deque[Slice] = deque(maxlen=limit)
         self._dropped = 0
         self._due = ALWAYS
         self._free: float | None = None  # end of the last slice of the worker's main thread

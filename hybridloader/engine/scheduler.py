@@ -248,7 +248,7 @@ class Scheduler:
     def begin(self) -> list[Result]:
         """Begin an epoch; return the results that will not be popped, to be discarded."""
         run = run_after(self.run, "begin")
-        workers = [self._worker_after(i, "begin") for i in range(len(self.workers))]
+        workers = [worker_after(i, state, "begin") for i, state in enumerate(self.workers)]
         self.run, self.workers = run, workers
         self.active[:] = [state in ACTIVE for state in workers]
         dropped = self._abandon()
@@ -314,7 +314,7 @@ class Scheduler:
         worker = event.worker
         if event.seq < self.first or self.run in _OVER:
             return None
-        state = self._worker_after(worker, "exhausted")
+        state = worker_after(worker, self.workers[worker], "exhausted")
         run: RunState = self.run
         if run is RunState.RUNNING and self.active.count(1) == self.active[worker]:
             run = run_after(run, "ended")
@@ -457,11 +457,8 @@ class Scheduler:
         return all(state is WorkerState.GONE for state in self.workers)
 
     def _move(self, worker: int, event: str) -> None:
-        state = self._worker_after(worker, event)
+        state = worker_after(worker, self.workers[worker], event)
         self.workers[worker], self.active[worker] = state, state in ACTIVE
-
-    def _worker_after(self, worker: int, event: str) -> WorkerState:
-        return worker_after(worker, self.workers[worker], event)
 
 
 # -- limit of the finished results that wait for a late one

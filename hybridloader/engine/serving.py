@@ -6,6 +6,7 @@ imports torch or numpy by itself.
 
 from __future__ import annotations
 
+import copyreg
 import pickle
 import sys
 from collections.abc import Callable, Iterable
@@ -66,7 +67,8 @@ class PackedSpec:
         self._parts, self._inherited = shipment.parts, shipment.inherited
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        return _packed_spec, (self._inherited, *_buffers(self._parts, protocol))
+        state = {"_parts": [*_buffers(self._parts, protocol)], "_inherited": self._inherited}
+        return copyreg.__newobj__, (PackedSpec,), state  # type: ignore[attr-defined]
 
     def open(self) -> WorkerSpec:
         """Return the specification, in the worker. Once: the worker's arrays are over these bytes."""
@@ -77,12 +79,6 @@ class PackedSpec:
 def _buffers(parts: Iterable[Any], protocol: SupportsIndex) -> Iterable[Any]:
     """Return `parts` for pickle; multiprocessing starts processes with protocol 4 before Python 3.14."""
     return map(bytes if int(protocol) < 5 else pickle.PickleBuffer, parts)
-
-
-def _packed_spec(inherited: Inherited | None, *parts: Any) -> PackedSpec:
-    made = PackedSpec.__new__(PackedSpec)
-    made._parts, made._inherited = list(parts), inherited
-    return made
 
 
 def own(buffer: Any, slots: Slots | None = None) -> memoryview:
@@ -156,7 +152,9 @@ class Pickled(Payload):
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         header, buffers = self.packed
-        return _pickled, (header, self.count, *_buffers(buffers, protocol))
+        packed = header, [*_buffers(buffers, protocol)]
+        state = {"packed": packed, "count": self.count, "slots": None}
+        return copyreg.__newobj__, (Pickled,), (None, state)  # type: ignore[attr-defined]
 
     @property
     def nbytes(self) -> int:
@@ -180,12 +178,6 @@ class Pickled(Payload):
         self.packed = self.packed[0], []
 
 
-def _pickled(header: bytes, count: int | None, *buffers: Any) -> Pickled:
-    made = Pickled.__new__(Pickled)
-    made.packed, made.count, made.slots = (header, list(buffers)), count, None
-    return made
-
-
 def dumps(
     thing: Message | Event, buffers: list[Any] | None = None, *, other_main: bool = False
 ) -> bytes:
@@ -205,17 +197,14 @@ def dumps(
     """
     what = "the content of a task"
     try:
-        if buffers is None and not other_main:
-            return pack_in_band(thing, what)
+        if buffers is None:
+            return pack_in_band(thing, what, other_main=other_main)
         header, found = pack(thing, what, other_main=other_main)
-        if buffers is None and found:
-            return pack_in_band(thing, what)
     except ResultPicklingError as error:
         if not isinstance(thing, Done):
             raise
         return dumps(Failed(thing.worker, thing.seq, Failure(error), thing.position))
-    if buffers is not None:
-        buffers.extend(found)
+    buffers.extend(found)
     return header
 
 

@@ -276,9 +276,8 @@ class Supervisor:
         return PartlyGivenUp(items)
 
     def _given_up(self, item: Any, death: Exited, deaths: int) -> GivenUp:
-        worker = self._table.name(death.worker)
-        at = death.at
-        return GivenUp(item, given_up(self._spec.stage, worker, deaths, death.cause or "", at=at))
+        name, cause = self._table.name(death.worker), death.cause or ""
+        return GivenUp(item, given_up(self._spec.stage, name, deaths, cause, at=death.at))
 
     # -- tasks that run over ---------------------------------------------------------------------
 
@@ -298,8 +297,12 @@ class Supervisor:
         seconds, worker = longest
         stack = self._crew.stack(worker)
         if self._threads or self._policy is None:
-            text = self._table.overrun(worker, seconds, self._timeout, stack, thread=self._threads)
-            raise no_answer(TaskTimeout(text))
+            stage, name = self._spec.stage, self._table.name(worker)
+            index = self._table.index(self._scheduler.held(worker))
+            taken = overrun(
+                stage, name, index, seconds, self._timeout, stack=stack, thread=self._threads
+            )
+            raise no_answer(TaskTimeout(self._table.below(taken)))
         what = "its task ran over"
         if self._scheduler.workers[worker] is not WorkerState.READY:
             what = f"it was not ready after {START:g} seconds more than"
@@ -411,18 +414,7 @@ class WorkerTable:
         stage, worker = self.spec.stage, fault.worker
         torchs = end_of(stage, self.crew.handles(), worker)
         indices = {seq: task.index for seq, task in self.tasks.items()}
-        return self._with_table(torchs + death(stage, self.name(worker), fault, indices, refusal))
-
-    def overrun(
-        self, worker: int, seconds: float, timeout: float, stack: str, *, thread: bool
-    ) -> str:
-        """Word the error for a worker that is at one task for too long, and is not replaced."""
-        held = self.scheduler.held(worker)
-        index = self.index(held)
-        stage, name = self.spec.stage, self.name(worker)
-        return self._with_table(
-            overrun(stage, name, index, seconds, timeout, stack=stack, thread=thread)
-        )
+        return self.below(torchs + death(stage, self.name(worker), fault, indices, refusal))
 
     def lateness(self, timeout: float) -> str:
         sent = dict(self.scheduler.sent)  # a copy, as another thread may pull
@@ -437,9 +429,10 @@ class WorkerTable:
         )
         if late_ones:
             words = f"{words}\n{self.crew.stack(sent[late_ones[0]]).rstrip()}".rstrip()
-        return self._with_table(words)
+        return self.below(words)
 
-    def _with_table(self, words: str) -> str:
+    def below(self, words: str) -> str:
+        """Return `words` with the table of the workers below them."""
         return f"{words}\n{workers_table(self.report())}"
 
 
@@ -732,10 +725,7 @@ class Stage(Iterator[Any]):
         self._supervisor: Supervisor | None = None
         if on_worker_death is not None or task_timeout > 0:
             self._supervisor = Supervisor(
-                on_worker_death,
-                task_timeout,
-                threads=backend.in_process,
-                table=self._table,
+                on_worker_death, task_timeout, threads=backend.in_process, table=self._table
             )
         # Two tasks at a time keep two results prefetched. With a supervisor, a task's time would count
         # from its assignment, so tasks are sent one at a time.
@@ -1170,11 +1160,8 @@ class Stage(Iterator[Any]):
 
     def _check_process(self) -> None:
         if self._elsewhere:  # messages in it belong to the other process
-            raise no_answer(
-                IteratorClosed(
-                    "this iterator belongs to the process that this one was forked from; make a new one"
-                )
-            )
+            why = "belongs to the process that this one was forked from; make a new one"
+            raise no_answer(IteratorClosed(f"this iterator {why}"))
 
     def _refuse(self) -> NoReturn:
         if self._scheduler.fault is not None:
@@ -1187,11 +1174,8 @@ class Stage(Iterator[Any]):
         if self._closing:
             self._refuse()
         if self._broken_off == self.epoch or (epoch is not None and epoch != self.epoch):
-            raise no_answer(
-                IteratorClosed(
-                    f"this epoch of stage {self.spec.stage!r} was interrupted; make a new iterator"
-                )
-            )
+            over = f"this epoch of stage {self.spec.stage!r} was interrupted; make a new iterator"
+            raise no_answer(IteratorClosed(over))
 
     def _use_crew(self, call: Callable[..., T], *arguments: Any) -> T:
         """Make a call that uses crew and scheduler. `pull` has this written out: it is a call less."""

@@ -23,7 +23,7 @@ from hybridloader._support.states import load_into
 from hybridloader._support.text import brief
 from hybridloader._support.torch_env import TakenModes, seed_datapipe, when_imported
 from hybridloader._support.user_objects import Failure, Raised, add_note, foreign, show, twin
-from hybridloader.engine.dataset_state import ShardStart, apply, load_for_epoch, undo_load
+from hybridloader.engine.dataset_state import Change, ShardStart, apply, load_for_epoch, undo_load
 from hybridloader.engine.messages import (
     Abandoned,
     Begin,
@@ -135,12 +135,6 @@ class Description:
         from torch.utils.data._utils.worker import WorkerInfo
 
         return WorkerInfo(**vars(self))
-
-
-def describe(**facts: Any) -> Any:
-    """Return a `WorkerInfo`, or a `Description` if torch is not imported."""
-    description = Description(**facts)
-    return description.in_torchs_words() if "torch" in sys.modules else description
 
 
 def set_process_info(info: Any) -> None:
@@ -262,7 +256,7 @@ class SharedItems:
         self.results: list[Any] = [None] * count
         self.errors: dict[int, BaseException] = {}
         self.seconds: list[float] = []  # seconds of each item
-        self.shared = False  # several threads may process them
+        self.shared = False  # workers of a crew may process them, too; see `work`
         # One entry fewer than items: the last to end finds it empty.
         self._unfinished = [None] * (count - 1)
 
@@ -271,10 +265,12 @@ class SharedItems:
         function: Callable[[Any], Any],
         context: TaskContext | None,  # checked after every item
         catch: type[BaseException] = Exception,  # errors of items; others are raised immediately
-        *,
-        alone: bool = False,  # until the items are `shared`
     ) -> bool:
-        """Process items until all have begun; return True if this call has finished the last one."""
+        """Process items until all have begun; return True if this call has finished the last one.
+
+        It also ends if the items become `shared`: a worker is then asked for them once more.
+        """
+        alone = not self.shared
         todo, begun, results, me = self.todo, self.begun, self.results, get_ident()
         since = perf_counter()
         while True:
@@ -338,7 +334,10 @@ class SharedItems:
 
 
 class SharedTask(SharedItems):
-    """Task of one worker, whose samples several workers fetch. A message to each of them."""
+    """Task of one worker, whose samples several workers fetch. A message to each of them.
+
+    Until it is `shared`, it is a message to its worker, which gets it once more when it is.
+    """
 
     def __init__(
         self,
@@ -356,12 +355,6 @@ class SharedTask(SharedItems):
     def forget(self) -> None:
         super().forget()
         self.task = self.task._replace(index=None)
-
-
-class UnsharedTask(NamedTuple):
-    """Message: the worker fetches the samples of its task alone, until they are shared."""
-
-    task: SharedTask
 
 
 class Fetched(NamedTuple):
@@ -590,9 +583,6 @@ class Worker:
                 self._begin(message)
         elif isinstance(message, SharedTask):
             return self._take_part(message)
-        elif isinstance(message, UnsharedTask):
-            if not message.task.shared:  # else it is sent again
-                return self._take_part(message.task, alone=True)
         elif isinstance(message, Fetched):
             return self._fetched(message)
         return None
@@ -609,13 +599,19 @@ class Worker:
         if not self._initialized:
             return  # init_fn failed, and its error answers every task
         self._broken = None
+        self._open_next(message.shared_seed, message.changes)
+
+    def _open_next(
+        self, shared_seed: int | None, changes: tuple[Change, ...] = (), *, ended: bool = False
+    ) -> None:
+        """Open the fetcher of an epoch; for `ended` see `undo_load`."""
         try:
-            undo_load(self._spec.fetch.dataset)
-            apply(self._spec.fetch.dataset, message.changes)
+            undo_load(self._spec.fetch.dataset, ended=ended)
+            apply(self._spec.fetch.dataset, changes)
             if self._deferred:
-                self._fetcher = self._opened(message.shared_seed)
+                self._fetcher = self._opened(shared_seed)
             else:
-                self._fetcher = self._spec.fetch.open(message.shared_seed, self.context)
+                self._fetcher = self._spec.fetch.open(shared_seed, self.context)
         except Exception as error:
             self._broken = foreign(error)
 
@@ -628,7 +624,7 @@ class Worker:
         except Exception as error:  # in a generator's `finally`: shown and ignored, as in Python
             show(error)
 
-    def _take_part(self, task: SharedTask, *, alone: bool = False) -> Event | None:
+    def _take_part(self, task: SharedTask) -> Event | None:
         """Fetch samples of a task; answer it in place of its worker if the last of them ended here."""
         context, fetcher = self.context, self._fetcher
         sample = self._refuse if self._broken is not None or fetcher is None else fetcher.sample
@@ -636,7 +632,7 @@ class Worker:
         meter = self.meter
         began = 0.0 if meter is None else perf_counter()
         try:
-            last = task.work(sample, context, alone=alone)
+            last = task.work(sample, context)
         except Abandoned:
             return None
         except BaseException:
@@ -791,7 +787,10 @@ class Worker:
             )
         except EndOfShard:
             if self._from_end and not self._position:
-                self._open_after_end()
+                # The state that was loaded for this epoch was the end of the one before.
+                self._from_end = False
+                self._let_go()
+                self._open_next(None, ended=True)
                 return self._answer(task)
             self._exhausted = True
             return Exhausted(self.worker, task.seq, self._position, self._state_now())
@@ -808,36 +807,24 @@ class Worker:
             # the user's loop early.
             return Failed(self.worker, task.seq, Failure(foreign(error)), self._position)
 
-    def _open_after_end(self) -> None:
-        """Begin the epoch, after the state that was loaded for it was the end of the one before."""
-        self._from_end = False
-        self._let_go()
-        try:
-            undo_load(self._spec.fetch.dataset, ended=True)
-            self._fetcher = self._spec.fetch.open(None, self.context)
-        except Exception as error:
-            self._broken = foreign(error)
-
     @property
     def _position(self) -> int:  # number of samples of the shard that were read
         return 0 if self._fetcher is None else self._fetcher.position
 
     def _describe(self) -> Any:
-        """Return this worker's `WorkerInfo`; None when the caller does the work itself."""
+        """Return this worker's `WorkerInfo`, or a `Description` if torch is not imported.
+
+        None when the caller does the work itself.
+        """
         spec = self._spec
         if spec.workers == 0:
             return None
         rng = self._seeds.generators(spec.base_seed, self.worker)
         if self._rng is not None:
             rng = self._rng.info_rng(rng)
-        return describe(
-            id=self.worker,
-            num_workers=spec.workers,
-            seed=spec.base_seed + self.worker,
-            dataset=spec.fetch.dataset,
-            rng=rng,
-            worker_method=self._seeds.method,
-        )
+        seed, method = spec.base_seed + self.worker, self._seeds.method
+        info = Description(self.worker, spec.workers, seed, spec.fetch.dataset, rng, method)
+        return info.in_torchs_words() if "torch" in sys.modules else info
 
 
 def _sample_rng_of(spec: WorkerSpec, worker: int, seeds: WorkerSeeds) -> SampleRng | None:
@@ -930,6 +917,5 @@ def run(
         worker.close()
 
 
-Incoming = Message | SharedTask | UnsharedTask | Fetched
-"""Message as a worker gets it. Two types come from crews whose workers share tasks, the last one from
-the worker itself."""
+Incoming = Message | SharedTask | Fetched
+"""Message as a worker gets it: shared tasks from crews that share them, `Fetched` from itself."""

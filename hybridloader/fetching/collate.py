@@ -22,7 +22,7 @@ from typing import Any
 
 from hybridloader._support.torch_env import when_imported
 from hybridloader.engine.worker import get_worker_info
-from hybridloader.memory.packing import AsTensor, tensor_over
+from hybridloader.memory.packing import Arriving, AsTensor, tensor_over
 from hybridloader.memory.slots import OWN, on_this_thread, when_slots_are_used
 
 
@@ -173,19 +173,6 @@ def without_torch(function: Any) -> Any:
     return function
 
 
-class WithEntries:
-    """Collate function on its way to a fresh process, with the program's entries of torch's map.
-
-    It arrives as the function alone, after the entries: they are only in the process that made them.
-    """
-
-    def __init__(self, function: Any, entries: dict[Any, Any]) -> None:
-        self._function, self._entries = function, entries
-
-    def __reduce__(self) -> Any:
-        return _enter, (self._function, self._entries)
-
-
 def _enter(function: Any, entries: dict[Any, Any]) -> Any:
     from torch.utils.data._utils.collate import default_collate_fn_map
 
@@ -197,13 +184,16 @@ def _enter(function: Any, entries: dict[Any, Any]) -> Any:
 
 
 def with_entries(function: Any) -> Any:
-    """Return the object to send to a fresh process instead of `function`, which arrives there."""
+    """Return the object to send to a fresh process instead of `function`, which arrives there.
+
+    The program's entries of torch's map arrive before it: they are only in the process that made them.
+    """
     if "torch.utils.data" not in sys.modules:  # then it has no entries yet
         return function
     from torch.utils.data._utils.collate import default_collate_fn_map
 
     entries = {k: f for k, f in default_collate_fn_map.items() if not _is_torchs(k, f)}
-    return WithEntries(function, entries) if entries else function
+    return Arriving(_enter, function, entries) if entries else function
 
 
 def _is_torchs(kind: Any, collate_fn: Any) -> bool:

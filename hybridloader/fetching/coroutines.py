@@ -199,19 +199,19 @@ class Coroutines:
         self.is_open = True
         self._loop: Loop | None = None  # made in the first thread that needs it
         self._running: set[asyncio.Task[Any]] = set()
-        self._sources: deque[StartedItems] = deque()  # those with items left to begin
+        self.sources: deque[StartedItems] = deque()  # those with items left to begin
         self._done: asyncio.Task[Any] | None = None  # of the current item of a loop over items
 
     def through(self, items: Iterable[Any]) -> StartedItems:
         """Return an iterator of the items, each when its coroutine has ended."""
         started = StartedItems(self, items, most=_HELD * self._limit)
-        self._sources.append(started)
+        self.sources.append(started)
         return started
 
     def begin(self, items: Sequence[Any]) -> StartedItems:
         """Begin the items of a task after those of the tasks before it, as soon as there is room."""
         started = StartedItems(self, items, left=len(items))
-        self._sources.append(started)
+        self.sources.append(started)
         self._fill()
         return started
 
@@ -239,7 +239,7 @@ class Coroutines:
         if isinstance(task, Exception):
             started.begun.popleft()
             if not isinstance(task, StopIteration):
-                self._sources.append(started)  # there may be more items
+                self.sources.append(started)  # there may be more items
             elif not self._is_workers:
                 self.close()
             raise task
@@ -256,7 +256,7 @@ class Coroutines:
 
     def _fill(self) -> None:
         """Begin items in their order, up to one that can't be had."""
-        sources, parts = self._sources, self._context.parts
+        sources, parts = self.sources, self._context.parts
         while sources and len(self._running) < self._limit:
             started = sources[0]
             if len(started.begun) >= started.most:
@@ -309,11 +309,6 @@ class Coroutines:
         if loop is not None:
             loop.wake()
 
-    def give_up(self, started: StartedItems) -> None:
-        """Begin no more items of a task. `close` cancels the others."""
-        with suppress(ValueError):  # all items may have begun
-            self._sources.remove(started)
-
     def close(self) -> None:
         """Cancel the running coroutines; close the loop unless it is the worker's. Idempotent.
 
@@ -327,7 +322,7 @@ class Coroutines:
         try:
             self._loop = None
             loop.cancel([*self._running])
-            self._sources.clear()
+            self.sources.clear()
             try:
                 if self._aclose is not None:
                     loop.complete(self._aclose())
@@ -374,7 +369,8 @@ class StartedItems(Iterator[Any]):
         return True
 
     def stop(self) -> bool:
-        self._coroutines.give_up(self)
+        with suppress(ValueError):  # all items may have begun; `close` cancels those
+            self._coroutines.sources.remove(self)
         return True
 
     def leave(self) -> bool:

@@ -157,13 +157,10 @@ class ItemLoop:
         self._replace = last if isinstance(last, Replace) else None
         self.skips = isinstance(last, Skip)
         self.acts = self._retry is not None or self._replace is not None
-        self._steps = [
-            (
-                kind,
-                partial(self._at_once, function) if kind == "flat_map" and self.acts else function,
-            )
-            for kind, function in opened
-        ]
+        self._steps = list(opened)
+        for at, (kind, function) in enumerate(opened):
+            if kind == "flat_map" and self.acts:
+                self._steps[at] = kind, partial(self._at_once, function)
         self._maps: list[tuple[int, Callable[[Any], Any]]] = []  # with the number of the next step
         if all(kind == "map" for kind, _ in opened):
             self._maps = [(at, function) for at, (_, function) in enumerate(opened, 1)]
@@ -443,6 +440,17 @@ class Fanout:
         self.threads = threads
         self._start_afresh()
 
+    @staticmethod
+    def of(context: TaskContext, threads: int) -> Fanout:
+        """Return the `Fanout` of a worker.
+
+        The worker keeps its threads from one epoch to the next, so a dataset finds again the files and
+        connections that it keeps in a `threading.local`.
+        """
+        found: Fanout = context.helpers or Fanout(threads)
+        context.helpers = found
+        return found
+
     def map(
         self,
         function: Callable[[Any], Any],
@@ -525,18 +533,6 @@ class Fanout:
                 )
                 return
             self._started += 1
-
-
-def helpers_of(context: TaskContext, threads: int) -> Fanout:
-    """Return the `Fanout` of a worker.
-
-    The worker keeps its threads from one epoch to the next, so a dataset finds again the files and
-    connections that it keeps in a `threading.local`.
-    """
-    if context.helpers is None:
-        context.helpers = Fanout(threads)
-    helpers: Fanout = context.helpers
-    return helpers
 
 
 class _Job(SharedItems):

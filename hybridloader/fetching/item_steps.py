@@ -25,7 +25,7 @@ from hybridloader.engine.messages import (
     TaskContext,
 )
 from hybridloader.engine.meter import SEEN
-from hybridloader.fetching.item_loop import ItemLoop, Opened, TaskResults, helpers_of, seeded
+from hybridloader.fetching.item_loop import Fanout, ItemLoop, TaskResults, seeded
 from hybridloader.fetching.on_error import Policy
 from hybridloader.fetching.readers import IndexedFetcher, MapFetch
 from hybridloader.seeding.sample_rng import SAMPLE, SampleRng, item_key, numbered_item
@@ -169,23 +169,7 @@ class WorkFetch(Fetch):
         return replace(self, steps=steps)
 
     def open(self, shared_seed: int | None, context: TaskContext) -> Fetcher:
-        opened = [
-            step.open(context, self.on_error, number) for number, step in enumerate(self.steps)
-        ]
-        policy, rng = self.on_error, context.rng
-        if rng is not None and rng.by_function:
-            policy = seeded(policy, rng, item_key)
-        fetcher = ItemsFetcher(
-            opened,
-            policy,
-            context,
-            self.threads,
-            coroutines=self.steps[0].concurrency > 0,
-        )
-        if self.divisible:
-            part = None if rng is None else rng.for_function(0)
-            fetcher.divide(self.steps[0].fetcher(context, part, self.on_error))
-        return fetcher
+        return ItemsFetcher(self, context)
 
 
 class ItemsFetcher(Fetcher):
@@ -195,28 +179,26 @@ class ItemsFetcher(Fetcher):
     (`SampleRng.seeded_by_item`), or all of them together.
     """
 
-    def __init__(
-        self,
-        opened: Opened,
-        policy: Policy | None,
-        context: TaskContext,
-        threads: int,
-        *,
-        coroutines: bool = False,  # the first step is an `async def`
-    ) -> None:
-        self._context, self._rng = context, context.rng
+    def __init__(self, work: WorkFetch, context: TaskContext) -> None:
+        self._context, self._rng, policy = context, context.rng, work.on_error
+        self._opened = [
+            step.open(context, policy, number) for number, step in enumerate(work.steps)
+        ]
         by_function = self._rng is not None and self._rng.by_function
         self._by_item = self._rng is not None and not by_function
-        self._helpers = helpers_of(context, threads) if threads > 1 else None
-        self._opened, self._policy = opened, policy
+        self._policy = seeded(policy, self._rng, item_key) if by_function else policy
         self._enter = numbered_item if by_function else None
-        self._loop = ItemLoop(opened, policy, context, self._helpers, enter=self._enter)
+        self._helpers = Fanout.of(context, work.threads) if work.threads > 1 else None
+        self._loop = ItemLoop(self._opened, self._policy, context, self._helpers, enter=self._enter)
         self._alone = self._alone_in(self._loop)
-        self._coroutines: Any = opened[0][1] if coroutines else None
+        self._coroutines: Any = self._opened[0][1] if work.coroutines else None
         self._batches: IndexedFetcher | None = None
         self._samples: Any = None  # of the task that is assembled
+        if work.divisible:
+            part = None if self._rng is None else self._rng.for_function(0)
+            self._divide(work.steps[0].fetcher(context, part, policy))
 
-    def divide(self, batches: IndexedFetcher) -> None:
+    def _divide(self, batches: IndexedFetcher) -> None:
         """Prepare for tasks that are one batch each, whose samples `batches` fetches."""
         self._batches = batches
         made = ("batch" if batches.tolerant else "map", self._made)
@@ -261,14 +243,10 @@ class ItemsFetcher(Fetcher):
         return results.values
 
     def begin(self, items: Any, ring: Callable[[], None]) -> StartedTask:
-        begun: StartedTask
         if self._helpers is None:
-            begun = self._coroutines.begin(items)
-        else:
-            begun = self._helpers.begin(
-                self._alone, self._numbered(items), self._context, "item", ring
-            )
-        return begun
+            begun: StartedTask = self._coroutines.begin(items)
+            return begun
+        return self._helpers.begin(self._alone, self._numbered(items), self._context, "item", ring)
 
     def wake(self) -> None:
         if self._coroutines is not None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from hybridloader._support.text import cell, function, policy, seconds, table, whole
+from hybridloader._support.text import beginning, cell, function, policy, seconds, table, whole
 from hybridloader._support.user_objects import (
     Failure,
     Raised,
@@ -424,7 +424,9 @@ class ErrorBudget:
         limit = f"max_failures={self._limit}"
         if isinstance(self._limit, float):
             limit += f": {int(self.allowed)} of {max(self.attempted, LEAST)}"
-        rows = [(cell(r.index), _line_of(r.error)) for r in self.records[:_SHOWN]]
+        shown = self.records[:_SHOWN]
+        texts = (repr_of(record.error).replace("\n", "\\n") for record in shown)
+        rows = [(cell(r.index), beginning(t, _WIDE)) for r, t in zip(shown, texts, strict=True)]
         lines = table([("index", "exception"), *rows], underlined=False)
         if failed > _SHOWN:
             lines.append(f"and {failed - _SHOWN} more")
@@ -447,11 +449,6 @@ def bare(exception: BaseException) -> Exception:
     for name in ("__cause__", "__context__", "__traceback__"):
         BaseException.__setattr__(other, name, None)
     return other
-
-
-def _line_of(error: Exception) -> str:
-    text = repr_of(error).replace("\n", "\\n")
-    return text if len(text) <= _WIDE else text[: _WIDE - 3] + "..."
 
 
 # -- results of a pipeline's stage as they are handed out, each error in the place of its result
@@ -484,24 +481,18 @@ class ResultQueue(Iterator[Any]):
 
     def gone_of(self, notes: Sequence[Note]) -> list[int]:
         """Return the numbers, among the values and notes of a task, of the notes that take no place."""
-        return [
-            note.position + number
-            for number, note in enumerate(notes)
-            if not self._takes_place(note)
-        ]
+        gone = [number for number, note in enumerate(notes) if not self._takes_place(note)]
+        return [notes[number].position + number for number in gone]
 
     def left_out_of(self, notes: Sequence[Note]) -> list[int]:
         """Return the numbers of the items that take no place, among all items of a task."""
-        failed = [note for note in notes if note.item is not None]
-        return [
-            note.position + number
-            for number, note in enumerate(failed)
-            if not self._takes_place(note)
-        ]
+        return self.gone_of([note for note in notes if note.item is not None])
 
-    def _takes_place(self, note: Note) -> bool:
+    def _takes_place(self, entry: Note | Raised) -> bool:
+        if isinstance(entry, Raised):
+            return True
         kept = self._budget is not None and self._budget.gaps
-        return note.item is not None and (kept or not self._may_skip(note))
+        return entry.item is not None and (kept or not self._may_skip(entry))
 
     def fail(self, error: Exception) -> None:
         """Add an error that is raised in the place of one result, after all others."""
@@ -510,19 +501,12 @@ class ResultQueue(Iterator[Any]):
     @property
     def gone(self) -> bool:
         """True if the next entry takes no place: it is counted, or left out with its place."""
-        if not (self.between and self._due):
-            return False
-        note = self.between[0][1]
-        if isinstance(note, Raised):
-            return False
-        return not self._takes_place(note)
+        return bool(self.between) and self._due and not self._takes_place(self.between[0][1])
 
     @property
     def places(self) -> int:
         """Number of the entries that wait and take a place."""
-        return len(self.results) + sum(
-            isinstance(entry, Raised) or self._takes_place(entry) for _, entry, _ in self.between
-        )
+        return len(self.results) + sum(self._takes_place(entry) for _, entry, _ in self.between)
 
     @property
     def _due(self) -> bool:

@@ -22,7 +22,7 @@ from functools import partial
 from hashlib import blake2b
 from time import perf_counter
 from types import GeneratorType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from hybridloader._support.states import load_into
 from hybridloader._support.text import brief
@@ -43,7 +43,7 @@ from hybridloader.engine.meter import SEEN
 from hybridloader.engine.worker import asked_for_info, get_worker_info
 from hybridloader.errors import ShardLost
 from hybridloader.fetching.collate import NotGatherable, gatherer, is_default_collate
-from hybridloader.fetching.item_loop import ItemLoop, NoItem, TaskResults, numbered, seeded
+from hybridloader.fetching.item_loop import Fanout, ItemLoop, NoItem, TaskResults, numbered, seeded
 from hybridloader.fetching.on_error import (
     Attempt,
     FailureRecord,
@@ -55,9 +55,6 @@ from hybridloader.fetching.on_error import (
 )
 from hybridloader.fetching.shards import NamedShardsIterator, names_of, shares_of
 from hybridloader.seeding.sample_rng import Key, SeededDataset, SeededIterator, innermost
-
-if TYPE_CHECKING:
-    from hybridloader.fetching.item_loop import Fanout
 
 _READING = 0.01
 """Seconds after which a reader returns its items, even if they are fewer than requested."""
@@ -138,25 +135,23 @@ class IterableFetch(Fetch):
         dataset = self.dataset
         if self.datapipe and shared_seed is not None:
             dataset = seed_datapipe(dataset, shared_seed)
-        make = (
-            partial(iter, dataset) if self.share is None else partial(part_of, dataset, self.share)
-        )
-        samples: Any
-        if context.rng is None:
-            samples = wrapped = make()
-        else:
-            entered = self.on_error is None
-            samples = context.rng.seeded_shard(make, entered=entered)
-            wrapped = innermost(samples)
+        make, rng = partial(part_of, dataset, self.share), context.rng
+        entered = self.on_error is None
+        samples = make() if rng is None else rng.seeded_shard(make, entered=entered)
         shard = ShardFetcher(self, samples, context)
         # Two numbers are cheap. A state with each result lets the rest be divided at any position.
         every, always = self.state_every, self.share is not None
-        shard.states = states_of(dataset, wrapped, every=every, always=always)
+        shard.states = states_of(dataset, innermost(samples), every=every, always=always)
         return shard
 
 
-def part_of(dataset: Any, share: tuple[int, int, int]) -> NamedShardsIterator:
-    """Return an iterator over this worker's part of the shards that `dataset` names, for an epoch."""
+def part_of(dataset: Any, share: tuple[int, int, int] | None) -> Iterator[Any]:
+    """Return an iterator over this worker's part of the shards that `dataset` names, for an epoch.
+
+    Without a `share` it is the iterator of the dataset.
+    """
+    if share is None:
+        return iter(dataset)
     rank, ranks, workers = share
     mine = shares_of(names_of(dataset), rank, ranks)
     if workers:  # without workers, the caller may be a worker of another loader
@@ -188,9 +183,8 @@ class ReadersFetch(Fetch):
 
     def open(self, shared_seed: int | None, context: TaskContext) -> Fetcher:
         def make() -> Iterator[Any]:
-            if self.share is not None:
-                return part_of(self.dataset, self.share)
-            return iter(self.dataset if self.private else self.dataset())
+            is_made_here = self.share is None and not self.private
+            return part_of(self.dataset() if is_made_here else self.dataset, self.share)
 
         rng = context.rng
         items = make() if rng is None else rng.seeded_shard(make, later=True)
@@ -206,21 +200,19 @@ class LoaderFetcher(Fetcher):
 
     def __init__(
         self,
-        collate_fn: Callable[[Any], Any],
+        work: MapFetch | IterableFetch,
         context: TaskContext,
-        policy: Policy | None,
         read: Callable[[Any], Any],  # reads one sample
         *,
-        batched: bool,
         fill: bool,  # a short batch is sent uncollated
         helpers: Fanout | None = None,
     ) -> None:
         self._context, self.rng = context, context.rng
-        self._batched, self._fill = batched, fill
-        self._collate_fn = context.timed("collate", seeded_collate(collate_fn, context))
+        self._batched, self._fill = work.batched, fill
+        self._collate_fn = context.timed("collate", seeded_collate(work.collate_fn, context))
         self._loop: ItemLoop | None = None
-        if policy is not None:
-            policy = seeded(policy, self.rng)
+        if work.on_error is not None:
+            policy = seeded(work.on_error, self.rng)
             self._loop = ItemLoop([("map", read)], policy, context, helpers, batch=True)
         # All the mutable state: the indices of the last task, under a policy.
         self._asked: Sequence[Any] = ()
@@ -311,24 +303,16 @@ class IndexedFetcher(LoaderFetcher):
         self._whole = batched and not one_by_one(dataset)
         self._helpers: Fanout | None = None
         if batched and work.threads > 1 and not self._whole:
-            from hybridloader.fetching.item_loop import helpers_of
-
-            self._helpers = helpers_of(context, work.threads)
+            self._helpers = Fanout.of(context, work.threads)
         one = _one_of(dataset)
-        super().__init__(
-            work.collate_fn,
-            context,
-            work.on_error,
-            one if rng is None else rng.seeded(one),
-            batched=batched,
-            fill=work.fill,
-            helpers=self._helpers,
-        )
+        read = one if rng is None else rng.seeded(one)
+        super().__init__(work, context, read, fill=work.fill, helpers=self._helpers)
         self._gather = gatherer(dataset, work.collate_fn) if batched else None
         self._dataset = self._in_turn = dataset
         if rng is not None:
             self._dataset = SeededDataset(rng, dataset, whole=self._whole)
-            self._in_turn = self._dataset if self._whole else rng.seeded_in_turn(dataset)
+            if self._whole or not rng.seeds_in_turn:
+                self._in_turn = self._dataset
 
     def fetch(self, index: Any) -> Any:
         if self._loop is not None:
@@ -588,15 +572,8 @@ class ShardFetcher(ShardReader, LoaderFetcher):
 
     def __init__(self, work: IterableFetch, samples: Iterator[Any], context: TaskContext) -> None:
         ShardReader.__init__(self, samples, context, under_policy=work.on_error is not None)
-        LoaderFetcher.__init__(
-            self,
-            work.collate_fn,
-            context,
-            work.on_error,
-            self._next,
-            batched=work.batched,
-            fill=work.join and work.batched,
-        )
+        fill = work.join and work.batched
+        LoaderFetcher.__init__(self, work, context, self._next, fill=fill)
         self._drop_last = work.drop_last and not work.join
 
     def fetch(self, indices: Any) -> Any:

@@ -78,14 +78,6 @@ class NamedShardsIterator(Iterator[Any]):
     A generator that has raised is over, so the shard is opened again after the sample that failed.
 
     Its state is a `Place`. A state to load may have another part to read, as ``"part"``.
-
-    Attributes
-    ----------
-    count
-        Number of samples and errors that it has returned.
-    entered
-        For each shard that was entered since the list was emptied: `count` then, and the position.
-        None does not note them.
     """
 
     def __init__(self, dataset: Any, part: ShardPart) -> None:
@@ -96,8 +88,10 @@ class NamedShardsIterator(Iterator[Any]):
         self._at = part[0][1] if part else 0
         self._samples: Iterator[Any] | None = None  # of the open shard; None: not open
         self._failed = 0  # errors since the last sample
-        self.count = 0
+        self.count = 0  # samples and errors that it has returned
         self.entered: list[tuple[int, Place]] | None = None
+        """For each shard that was entered since the list was emptied: `count` then, and the position.
+        None does not note them."""
 
     def __next__(self) -> Any:
         while self._passed < len(self._part):
@@ -201,33 +195,19 @@ def readers_share_of(source: Any) -> tuple[int, int] | None:
 
 
 class ShardDivision:
-    """Division of this rank's shards among its workers, for one epoch.
-
-    Parameters
-    ----------
-    order
-        Names of the shards of all ranks, in the order of the epoch.
-    share
-        Rank and number of ranks.
-    workers
-        Number of workers that read.
-    left
-        Shards of this rank, and the first sample to read of each. None: those of a whole epoch.
-    first
-        Samples of this rank that are read before these: the shard and the number of each.
-    own_state
-        True if the dataset has a `state_dict` besides its shards.
-    """
+    """Division of this rank's shards among its workers, for one epoch."""
 
     def __init__(
         self,
-        order: list[str],
-        share: tuple[int, int],
-        workers: int,
+        order: list[str],  # names of the shards of all ranks, in the order of the epoch
+        share: tuple[int, int],  # rank and number of ranks
+        workers: int,  # that read
+        # Shards of this rank, and the first sample to read of each. None: those of a whole epoch:
         left: Mapping[str, int] | None = None,
+        # Samples of this rank that are read before these: the shard and the number of each:
         first: Sequence[tuple[str, int]] = (),
         *,
-        own_state: bool = False,
+        own_state: bool = False,  # the dataset has a `state_dict` besides its shards
     ) -> None:
         self.share, self._own_state = share, own_state
         self._in_order, self._names, self._order = order, sorted(order), checksum(order)
@@ -244,7 +224,7 @@ class ShardDivision:
             shares_of(mine, worker, workers) for worker in range(workers)
         ]
         early = [[self._numbers[name], at] for name, at in first]
-        self._saved_base = [self._mask_of(self._base), self._begun(self._base), early]
+        self._saved_base = [f"{self._bits(self._base):x}", self._begun(self._base), early]
         # All the mutable state: for each worker, its finished shards, and a mask of the others.
         self._rest = [(0, self._mask(part)) for part in self.parts]
 
@@ -272,19 +252,12 @@ class ShardDivision:
         return self.state(None if starts is None else places, read, whole)
 
     def state(
-        self, places: Sequence[Place] | None, read: int = 0, whole: str | None = None
+        self,
+        places: Sequence[Place] | None,  # of each worker
+        read: int = 0,  # largest number of samples that one of them has read
+        whole: str | None = None,  # why the rest can't be divided again; None if it can
     ) -> dict[str, Any]:
-        """Return the state after the workers came to `places`; None: after the end of the epoch.
-
-        Parameters
-        ----------
-        places
-            Position of each worker.
-        read
-            Largest number of samples that one of them has read.
-        whole
-            Why the rest can't be divided again; None if it can.
-        """
+        """Return the state after the workers came to `places`; None: after the end of the epoch."""
         left, begun = 0, dict[str, int]()
         for worker, place in enumerate(places or ()):
             part = self.parts[worker]
@@ -364,9 +337,6 @@ class ShardDivision:
             bits[number // 8] |= 1 << number % 8
         return int.from_bytes(bits, "little")
 
-    def _mask_of(self, names: Iterable[str]) -> str:
-        return f"{self._bits(names):x}"
-
     def _begun(self, left: Mapping[str, int]) -> dict[str, int]:
         return {str(self._numbers[name]): at for name, at in left.items() if at}
 
@@ -379,10 +349,7 @@ class ShardDivision:
     def resumed(self, saved: Mapping[str, Any], *, same_workers: bool) -> ShardDivision:
         """Return the division with which this loader resumes.
 
-        Raises
-        ------
-        StateError
-            The state is of other shards or another rank, or can't be divided at its position.
+        Raises `StateError` if the state is of other shards or another rank, or can't be divided there.
         """
         _FIELDS.check(saved)
         if saved["names"] != checksum(self._names):

@@ -66,7 +66,7 @@ class Memory:
         """Return the limit in bytes. The memory available to this process is read once."""
         if isinstance(self.limit, int):
             return self.limit
-        return max(1, int(_own_limit() * (self.limit or SHARE) / ranks_here()))
+        return max(1, int(process_limit() * (self.limit or SHARE) / ranks_here()))
 
     def __repr__(self) -> str:
         own = f"limit={self.limit}"
@@ -87,11 +87,6 @@ def check_memory(name: str, memory: object) -> None:
         )
 
 
-@cache
-def _own_limit() -> int:
-    return process_limit()  # reading it takes 0.4 ms, more than all the rest of an `iter()`
-
-
 def warn_of_overflow(reason: str) -> None:
     """Warn that batches are in ordinary memory from now on."""
     warn(
@@ -101,6 +96,7 @@ def warn_of_overflow(reason: str) -> None:
     )
 
 
+@cache  # reading it takes 0.4 ms, more than all the rest of an `iter()`
 def process_limit(root: Path = Path(system.ROOT)) -> int:
     """Return the bytes available to this process: the machine's memory or the least cgroup limit."""
     limits = (number_in(group / names.limit) for group, names in memory_cgroups(root))
@@ -134,26 +130,17 @@ def memory_cgroups(root: Path) -> Iterator[tuple[Path, Names]]:
 
 
 def cgroups(
-    controller: str, proc: Path, mount: Callable[[str], Path]
+    controller: str,  # of the resource: "memory", "cpu"
+    proc: Path,  # /proc
+    mount: Callable[[str], Path],  # gives the mount point of a tree, by its controllers
 ) -> Iterator[tuple[Path, bool]]:
     """Find the cgroups of this process that may limit a resource, the innermost first.
 
-    Parameters
-    ----------
-    controller
-        Name of the resource's controller: ``"memory"``, ``"cpu"``.
-    proc
-        Folder ``/proc``.
-    mount
-        Function that returns the mount point of a tree. Its argument is the tree's controllers as /proc
-        lists them. In version 1 several may share a tree, such as ``"cpu,cpuacct"``. Version 2 has one
-        tree, and its controllers are ``""``.
+    Yields each folder, and True if it is of version 2. Its parent folders up to the mount follow: in a
+    container the path in /proc may not exist, because the mounted cgroup is that of the container.
 
-    Yields
-    ------
-    tuple
-        Folder, and True if it is of version 2. Its parent folders up to the mount follow: in a container
-        the path in /proc may not exist, because the mounted cgroup is that of the container.
+    The controllers of a tree are as /proc lists them. In version 1 several may share a tree, such as
+    ``"cpu,cpuacct"``. Version 2 has one tree, and its controllers are ``""``.
     """
     for line in text_of(proc / "self/cgroup").splitlines():
         number, _, rest = line.partition(":")
@@ -200,10 +187,7 @@ Slurm's ``SLURM_NTASKS_PER_NODE`` describes the job: it is also set for a single
 """
 
 
-_NUMBERS = (
-    *("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
-    *("MPI_LOCALRANKID", "SLURM_LOCALID"),
-)
+_NUMBERS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 """Variables with the number of this rank on its machine."""
 
 
@@ -212,11 +196,7 @@ def local_rank(environ: Mapping[str, str] = os.environ) -> int:
 
     Lightning's launcher, for one, sets it without the number of ranks.
     """
-    for name in _NUMBERS:
-        found = whole_number(environ.get(name, "").strip())
-        if found:
-            return found
-    return 0
+    return _first_of(_NUMBERS, environ) or 0
 
 
 def ranks_here(environ: Mapping[str, str] = os.environ) -> int:
@@ -224,8 +204,10 @@ def ranks_here(environ: Mapping[str, str] = os.environ) -> int:
 
     A value that is no integer of 1 or more is ignored.
     """
-    for name in _NAMES:
-        found = whole_number(environ.get(name, "").partition("(")[0].strip())
-        if found:
-            return found
-    return 1
+    return _first_of(_NAMES, environ) or 1
+
+
+def _first_of(names: tuple[str, ...], environ: Mapping[str, str]) -> int | None:
+    """Return the first of these variables that is an integer of 1 or more; None if none is."""
+    found = (whole_number(environ.get(name, "").partition("(")[0].strip()) for name in names)
+    return next(filter(None, found), None)

@@ -16,12 +16,12 @@ import sys
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache, lru_cache
+from functools import cache
 from math import prod
 from operator import attrgetter, methodcaller
 from typing import TYPE_CHECKING, Any
 
-from hybridloader._support.inheritance import registered
+from hybridloader._support.inheritance import reducing_pickler, registered
 from hybridloader._support.user_objects import text_of
 from hybridloader.errors import DamagedMessage, ResultPicklingError
 from hybridloader.memory.segments import ALIGN, aligned
@@ -56,21 +56,25 @@ class Tensors:
 
     Tensors over one storage would arrive with separate storages. So if the first pickling finds such
     tensors, the value is pickled again, with the used part of their storage once.
+
+    If `in_blocks`, it puts small ones into blocks, after the first few.
     """
 
-    few = sys.maxsize
-    """Number of tensors that are reduced alone before `together` is called for each."""
-
-    def __init__(self) -> None:
+    def __init__(self, *, in_blocks: bool = False) -> None:
+        self._few = FEW if in_blocks else sys.maxsize
         # All the mutable state:
         self.met: list[Any] = []  # tensors that were reduced alone since the last `forget`
         self.bases: dict[int, list[_Base]] = {}  # in order, by the address of their storage
+        self.blocks = Blocks()
+        self.numbers = 0  # `AsTensor` objects that were reduced alone
 
     def way_of(self, kind: type) -> Callable[[Any], Any] | None:
         """Return the function that reduces objects of this class; None leaves them to the pickler.
 
         A process that has not imported torch or numpy has none of their objects to send.
         """
+        if kind is AsTensor:
+            return self._reduce_numbers
         torch: Any = sys.modules.get("torch")
         if torch is not None and issubclass(kind, torch.Tensor):
             # Not as registered with `ForkingPickler`, as by MONAI: that sends a storage, for which only
@@ -92,7 +96,7 @@ class Tensors:
         return reduced
 
     def reduce(self, tensor: torch.Tensor) -> Any:
-        if len(self.met) >= self.few and (reduced := self.together(tensor)) is not None:
+        if len(self.met) >= self._few and (reduced := self._together(tensor)) is not None:
             return reduced
         if not (tensor.requires_grad or self.bases):
             array: Any
@@ -106,9 +110,27 @@ class Tensors:
                 return rebuild_tensor, (pickle.PickleBuffer(array), name, array.shape, None, False)
         return self._reduce(tensor)
 
-    def together(self, tensor: torch.Tensor) -> Any:
+    def _together(self, tensor: torch.Tensor) -> Any:
         """Reduce `tensor` together with others; None if it must be reduced alone."""
-        return None
+        try:
+            block = self.blocks[tensor.dtype, tensor.shape]
+            if block is None or tensor.requires_grad or not tensor.is_contiguous():
+                return None
+            if self.bases and tensor.untyped_storage().data_ptr() in self.bases:
+                return None
+        except RuntimeError:  # nested and sparse tensors lack some of these attributes
+            return None
+        block.take(tensor)
+        return block.way
+
+    def _reduce_numbers(self, numbers: AsTensor) -> Any:
+        if self.numbers >= self._few:
+            block = self.blocks[numbers.dtype, numbers.shape]
+            if block is not None:
+                block.take(numbers)
+                return block.way
+        self.numbers += 1
+        return numbers.__reduce__()
 
     def _reduce(self, tensor: torch.Tensor) -> Any:
         torch = _torch()
@@ -164,6 +186,21 @@ class Tensors:
                 storage = group[0].untyped_storage()
                 self.bases[key] = [_Base(storage, *part) for part in parts]
         return bool(self.bases)
+
+    def another_pass(self) -> bool:
+        """Prepare another pickling, and return True, if the value must be pickled again."""
+        blocks = self.blocks
+        if not blocks.made:
+            return self.several_over_one_storage()
+        if blocks.gather():
+            if not self.several_over_one_storage(blocks.tensors()):
+                return False
+            blocks.forget(closed=blocks.closed)
+        else:
+            blocks.forget(closed=True)
+            self.met.clear()
+        self.numbers = 0
+        return True
 
     def forget(self) -> None:
         """Reset for another pickle."""
@@ -223,8 +260,7 @@ class _Base:
     def __init__(self, storage: torch.UntypedStorage, start: int, end: int) -> None:
         self.start, self.end = start, end
         self._start = start // ALIGN * ALIGN  # the tensors keep their alignment
-        empty = _torch().empty(0, dtype=_torch().uint8, device="cpu")
-        self._bytes = empty.set_(storage, self._start, (end - self._start,), (1,))
+        self._bytes: Any = view_of(storage, _torch().uint8, self._start, (end - self._start,), (1,))
 
     def place(self, tensor: torch.Tensor) -> tuple[Any, ...]:
         offset = tensor.storage_offset() - self._start // tensor.element_size()
@@ -275,7 +311,9 @@ def _dense_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
 def tensor_over(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     """Return a contiguous tensor over the memory of `buffer`, which is no view of another tensor."""
     flat: torch.Tensor = _torch().frombuffer(buffer, dtype=dtype)
-    return flat if len(shape) == 1 else _over(flat, shape, steps_of(shape))
+    if len(shape) == 1:
+        return flat
+    return view_of(flat.untyped_storage(), dtype, 0, shape, steps_of(shape))
 
 
 def steps_of(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -287,9 +325,9 @@ def steps_of(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(steps))
 
 
-def _over(flat: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
-    empty = _torch().empty(0, dtype=flat.dtype, device="cpu")
-    return empty.set_(flat.untyped_storage(), 0, shape, stride)  # type: ignore[no-any-return]
+def view_of(storage: Any, dtype: Any, offset: int, shape: Any, stride: Any) -> torch.Tensor:
+    empty = _torch().empty(0, dtype=dtype, device="cpu")
+    return empty.set_(storage, offset, shape, stride)  # type: ignore[no-any-return]
 
 
 def _flat(data: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -316,12 +354,12 @@ def rebuild_tensor(
     elif order is None:
         tensor = _flat(data, kind)
         if len(shape) != 1:
-            tensor = _over(tensor, shape, steps_of(shape))
+            tensor = view_of(tensor.untyped_storage(), kind, 0, shape, steps_of(shape))
     else:  # `shape` is in the order of the memory: restore that of the dimensions
         steps = steps_of(shape)
         back = sorted(range(len(order)), key=order.__getitem__)
         where = tuple(shape[i] for i in back), tuple(steps[i] for i in back)
-        tensor = _over(_flat(data, kind), *where)
+        tensor = view_of(_flat(data, kind).untyped_storage(), kind, 0, *where)
     return tensor.requires_grad_() if grad else tensor
 
 
@@ -356,12 +394,8 @@ def _rebuild_base(data: Any) -> torch.Tensor:
     return _flat(data, _torch().uint8)
 
 
-def _rebuild_view(
-    base: torch.Tensor, dtype: str, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]
-) -> torch.Tensor:
-    torch = _torch()
-    empty = torch.empty(0, dtype=getattr(torch, dtype), device="cpu")
-    return empty.set_(base.untyped_storage(), offset, shape, stride)  # type: ignore[no-any-return]
+def _rebuild_view(base: torch.Tensor, dtype: str, *place: Any) -> torch.Tensor:
+    return view_of(base.untyped_storage(), dtype_of(dtype), *place)
 
 
 # -- sparse tensors ----------------------------------------------------------------------------------
@@ -418,7 +452,7 @@ def _rebuild_sparse(
 # size. So after the first `FEW`, small tensors are put into blocks. A block holds the tensors of one
 # dtype and row shape; their lengths may differ. For each tensor, the pickle contains only a call of
 # `next` on an iterator. The iterator replaces one of the pickle's buffers. An outer pickle loads the
-# iterators first (`packing.Around`).
+# iterators first (`_around`).
 #
 # Each rebuilt tensor has its own storage. Those of at most `PADDED` bytes share pieces of at most
 # `SMALL` bytes, so a tensor that is kept keeps no more than that alive.
@@ -549,56 +583,6 @@ class Blocks(dict[Kind, Block | None]):
         self.closed = closed
 
 
-class TensorsInBlocks(Tensors):
-    """Reducer of the tensors of one pickle; after the first few, it puts small ones into blocks."""
-
-    few = FEW
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = Blocks()
-        self.numbers = 0  # `AsTensor` objects that were reduced alone
-
-    def way_of(self, kind: type) -> Callable[[Any], Any] | None:
-        return self._reduce_numbers if kind is AsTensor else super().way_of(kind)
-
-    def _reduce_numbers(self, numbers: AsTensor) -> Any:
-        if self.numbers >= FEW:
-            block = self.blocks[numbers.dtype, numbers.shape]
-            if block is not None:
-                block.take(numbers)
-                return block.way
-        self.numbers += 1
-        return numbers.__reduce__()
-
-    def together(self, tensor: Any) -> Any:
-        try:
-            block = self.blocks[tensor.dtype, tensor.shape]
-            if block is None or tensor.requires_grad or not tensor.is_contiguous():
-                return None
-            if self.bases and tensor.untyped_storage().data_ptr() in self.bases:
-                return None
-        except RuntimeError:  # nested and sparse tensors lack some of these attributes
-            return None
-        block.take(tensor)
-        return block.way
-
-    def another_pass(self) -> bool:
-        """Prepare another pickling, and return True, if the value must be pickled again."""
-        blocks = self.blocks
-        if not blocks.made:
-            return self.several_over_one_storage()
-        if blocks.gather():
-            if not self.several_over_one_storage(blocks.tensors()):
-                return False
-            blocks.forget(closed=blocks.closed)
-        else:
-            blocks.forget(closed=True)
-            self.met.clear()
-        self.numbers = 0
-        return True
-
-
 def is_mark(buffer: memoryview) -> bool:
     """Return True if this buffer of a pickle represents a block."""
     return type(buffer.obj) is _Mark
@@ -665,9 +649,9 @@ def pack(value: Any, what: str = "a result", *, other_main: bool = False) -> Pac
     try:
         packer = _idle.pop()
     except IndexError:  # the first call, or other threads use the rest
-        packer = _Packer(_Plain)
+        packer = _Packer(_plain)
     if packer.functions != copyreg.dispatch_table:
-        packer = _Packer(_Plain)
+        packer = _Packer(_plain)
     try:
         packed = packer.pack(value)
         if len(packed[0]) < _LARGE_HEADER:
@@ -677,7 +661,7 @@ def pack(value: Any, what: str = "a result", *, other_main: bool = False) -> Pac
     except Exception:  # pickle's own errors are of many types: PicklingError, TypeError, ...
         pass
     try:  # lambdas, classes defined in a function, things from __main__
-        return _Packer(_cloud()).pack(value)
+        return _Packer(_by_value).pack(value)
     except Exception as error:
         raise ResultPicklingError(
             f"{what} of type {type(value).__qualname__!r} can't be sent to another process: "
@@ -685,9 +669,9 @@ def pack(value: Any, what: str = "a result", *, other_main: bool = False) -> Pac
         ) from error
 
 
-def pack_in_band(value: Any, what: str) -> bytes:
+def pack_in_band(value: Any, what: str, *, other_main: bool = False) -> bytes:
     """Pickle `value` with all its buffers in the pickle. Raises as `pack` does."""
-    header, buffers = pack(value, what)
+    header, buffers = pack(value, what, other_main=other_main)
     if not buffers:
         return header
     import cloudpickle
@@ -731,20 +715,20 @@ _NO_PICKLE = (
 `TypeError` are left out: they mean that a class is missing or has changed."""
 
 
-class Around:
-    """Outer pickle with blocks of small tensors, which are loaded before the inner pickle."""
+class Arriving:
+    """Object that arrives as the result of ``function(*arguments)``, called there."""
 
-    def __init__(self, header: bytes, buffers: list[Any]) -> None:
-        self._parts = header, buffers
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self._reduced = function, arguments
 
     def __reduce__(self) -> Any:
-        return _open, self._parts
+        return self._reduced
 
 
 def _around(blocks: Blocks, header: bytes, buffers: list[memoryview]) -> Packed:
-    """Pack the header and the buffers that `_take` returned for a value with blocks."""
+    """Pack the result of `_take` for a value with blocks, which are loaded before the inner pickle."""
     large: list[memoryview] = []
-    around = Around(header, [*map(blocks.part, buffers)])
+    around = Arriving(_open, header, [*map(blocks.part, buffers)])
     return pickle.dumps(around, 5, buffer_callback=keep_small(large)), large
 
 
@@ -779,7 +763,7 @@ class _Packer:
 
     def __init__(self, pickler: Callable[..., Any]) -> None:
         self.functions = dict(copyreg.dispatch_table)
-        self._tensors = TensorsInBlocks()
+        self._tensors = Tensors(in_blocks=True)
         self._pieces: list[bytes] = []
         self._buffers: list[memoryview] = []
         self.write = self._pieces.append  # the pickler takes this object for its file
@@ -827,12 +811,10 @@ def keep_small(buffers: list[memoryview]) -> Callable[[pickle.PickleBuffer], boo
     return keep
 
 
-class _Plain(pickle.Pickler):
-    """C pickler that reduces tensors by `Tensors`."""
-
-    def __init__(self, out: Any, keep: Callable[..., bool], tensors: Tensors) -> None:
-        super().__init__(out, protocol=5, buffer_callback=keep)
-        self.dispatch_table = _Table(tensors)
+def _plain(out: Any, keep: Callable[..., bool], tensors: Tensors) -> pickle.Pickler:
+    pickler = pickle.Pickler(out, protocol=5, buffer_callback=keep)
+    pickler.dispatch_table = _Table(tensors)
+    return pickler
 
 
 class _Table(dict[type, Callable[[Any], Any]]):
@@ -858,17 +840,12 @@ class _Table(dict[type, Callable[[Any], Any]]):
 _as_it_says = methodcaller("__reduce_ex__", 5)
 
 
-@lru_cache(maxsize=1)
-def _cloud() -> Any:
+def _by_value(out: Any, keep: Callable[..., bool], tensors: Tensors) -> Any:
     import cloudpickle
 
-    class Cloud(cloudpickle.Pickler):  # type: ignore[misc]
-        def __init__(self, out: Any, keep: Callable[..., bool], tensors: Tensors) -> None:
-            super().__init__(out, protocol=5, buffer_callback=keep)
-            self._tensors = tensors
+    def reduce(obj: Any) -> Any:
+        way = tensors.way_of(type(obj))
+        return None if way is None else way(obj)
 
-        def reducer_override(self, obj: Any) -> Any:
-            way = self._tensors.way_of(type(obj))
-            return super().reducer_override(obj) if way is None else way(obj)
-
-    return Cloud
+    pickler = reducing_pickler(cloudpickle.Pickler)
+    return pickler(out, reduce, protocol=5, buffer_callback=keep)

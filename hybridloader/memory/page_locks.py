@@ -122,7 +122,8 @@ class PageLocks:
         try:
             self.accelerator.enter()
         except Exception as error:
-            self._refuse(f"{self.accelerator.name} can't be used from a worker's thread: {error}")
+            self.refusal = f"{self.accelerator.name} can't be used from a worker's thread: {error}"
+            self._full = False
 
     def lock(self, mapping: Mapping) -> bool:
         """Lock the pages of `mapping` until its end; return False and set `refusal` if that fails."""
@@ -131,15 +132,12 @@ class PageLocks:
         try:
             self.accelerator.page_lock(mapping.address, mapping.size)
         except (OSError, RuntimeError) as error:
-            full = getattr(error, "errno", None) == errno.ENOMEM
-            self._refuse(str(getattr(error, "strerror", None) or error), full=full)
+            self.refusal = str(getattr(error, "strerror", None) or error)
+            self._full = getattr(error, "errno", None) == errno.ENOMEM
             return False
         self._locked[mapping.address] = mapping.size
         mapping.at_end(self.unlock, mapping.address)
         return True
-
-    def _refuse(self, reason: str, *, full: bool = False) -> None:
-        self.refusal, self._full = reason, full
 
     def unlock(self, address: int) -> None:
         """Unlock the pages at `address`, which must not be in use."""
@@ -196,7 +194,9 @@ class PageLocks:
         self._warned = True
         where = advice = ""
         if self._full:
-            where = f" ({self.size:,} bytes are locked already{_limit()})"
+            limit = system.soft_limit("RLIMIT_MEMLOCK")
+            allowed = "" if limit is None else f"; ulimit -l allows {limit:,} bytes"
+            where = f" ({self.size:,} bytes are locked already{allowed})"
             advice = (
                 ". Raise the limit, keep fewer batches, or allow less memory for slots: Memory(limit="
                 "...) of the backend"
@@ -206,9 +206,3 @@ class PageLocks:
             f"copied once more where they are pinned{advice}",
             "not-page-locked",
         )
-
-
-def _limit() -> str:
-    """Limit of this process's locked memory, in words; empty where it is not known."""
-    limit = system.soft_limit("RLIMIT_MEMLOCK")
-    return "" if limit is None else f"; ulimit -l allows {limit:,} bytes"

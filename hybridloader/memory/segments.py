@@ -44,7 +44,6 @@ class Mapping:
 
     def __init__(self, address: int, size: int, owner: Any = None) -> None:
         self.address, self.size, self._owner = address, size, owner
-        self._ends: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
 
     def at_end(self, function: Callable[..., object], *args: Any) -> None:
         """Call ``function(*args)`` before it is unmapped, the last added function first.
@@ -52,9 +51,7 @@ class Mapping:
         The memory stays mapped until all functions have returned. They run on any thread, but not while
         Python shuts down, which frees all memory.
         """
-        if not self._ends:
-            weakref.finalize(self, _end, self._ends).atexit = False
-        self._ends.append((function, args))
+        weakref.finalize(self, function, *args).atexit = False
 
     def view(self, start: int = 0, size: int | None = None) -> Any:
         """Return `size` bytes from `start`, with the buffer protocol and weak references.
@@ -69,12 +66,6 @@ class Mapping:
         array = self.view(start, size)
         weakref.finalize(array, id, self).atexit = False
         return memoryview(array).cast("B")
-
-
-def _end(ends: list[tuple[Callable[..., object], tuple[Any, ...]]]) -> None:
-    while ends:
-        function, args = ends.pop()
-        function(*args)
 
 
 def nameless_available() -> bool:

@@ -110,23 +110,20 @@ class SlotWriter:
         slot in the map stays in use until the reader returns it.
         """
         with self._taking:
-            return self._write(buffers)
-
-    def _write(self, buffers: Sequence[memoryview]) -> tuple[SlotMap, list[int]]:
-        where = [self._find(buffer) for buffer in buffers]
-        missing = [i for i, span in enumerate(where) if span is None]
-        alone = [i for i in missing if buffers[i].nbytes >= OWN]
-        if len(alone) > MOST_NEW // 2:
-            alone = []
-        taken: set[int] = set()
-        try:
-            for i in alone:
-                self._copy(buffers, [i], where, taken)
-            self._copy(buffers, [i for i in missing if i not in alone], where, taken)
-            return self._announce(where, taken)
-        finally:
-            for number in taken:  # slots that the map does not name
-                self.pool.release(number)
+            where = [self._find(buffer) for buffer in buffers]
+            missing = [i for i, span in enumerate(where) if span is None]
+            alone = [i for i in missing if buffers[i].nbytes >= OWN]
+            if len(alone) > MOST_NEW // 2:
+                alone = []
+            taken: set[int] = set()
+            try:
+                for i in alone:
+                    self._copy(buffers, [i], where, taken)
+                self._copy(buffers, [i for i in missing if i not in alone], where, taken)
+                return self._announce(where, taken)
+            finally:
+                for number in taken:  # slots that the map does not name
+                    self.pool.release(number)
 
     def release(self, numbers: Sequence[int]) -> None:
         for number in numbers:
@@ -286,8 +283,8 @@ class SlotReader:
         limit: int,
         names: str | None = None,  # prefix of the names of named segments, as the writer has it
         keeps: bool = False,
-        locks: PageLocks
-        | None = None,  # lock a segment when the first batch over it is opened here
+        # They lock a segment when the first batch over it is opened here:
+        locks: PageLocks | None = None,
     ) -> None:
         self.limit = limit
         self.locks = locks
@@ -478,15 +475,9 @@ from other workers that the parent's end of their connection is closed."""
 
 kept: set[int] = set()  # descriptors of segments; they are among `ours`
 
-_lock = threading.RLock()  # reentrant, because a collection may end a crew at any point
-
-
-def _fresh_lock() -> None:
-    global _lock
-    _lock = threading.RLock()  # a copy from the parent may stay locked forever
-
-
-system.at_fork(after_in_child=_fresh_lock)
+_lock: Any = threading.RLock()  # reentrant, because a collection may end a crew at any point
+# A copy from the parent may stay locked forever.
+system.at_fork(after_in_child=_lock._at_fork_reinit)
 
 
 @cache

@@ -30,7 +30,15 @@ from hybridloader._support.inheritance import (
 )
 from hybridloader._support.user_objects import repr_of, text_of
 from hybridloader.errors import DamagedMessage, WorkerPicklingError
-from hybridloader.memory.packing import Tensors, check_leaf, keep_small, reduce_sparse
+from hybridloader.memory.packing import (
+    Tensors,
+    check_leaf,
+    dtype_of,
+    keep_small,
+    name_of,
+    reduce_sparse,
+    view_of,
+)
 from hybridloader.memory.segments import ALIGN, map_descriptor, nameless_file
 
 _local = threading.local()
@@ -70,9 +78,9 @@ class Shipment:
     and the buffers.
     """
 
-    def __init__(self, parts: list[Any], fds: list[int]) -> None:
-        self.parts = parts
-        self.fds = fds  # owned descriptors to be sent too; the first is the file's
+    def __init__(self) -> None:
+        self.parts: list[Any] = []
+        self.fds: list[int] = []  # owned descriptors to be sent too; the first is the file's
         self.inherited: Inherited | None = None  # passed to each process at its start
 
     def close(self) -> None:
@@ -105,7 +113,7 @@ def ship(thing: Any, what: str, *, share: bool, by_name: bool = False) -> Shipme
             "backend='fork'."
         )
 
-    shipment = Shipment([], [])
+    shipment = Shipment()
     inherited = Inherited(functools.partial(blame, starting=True))
     file = nameless_file() if share else -1
     try:
@@ -186,12 +194,40 @@ def _write(
     thing: Any, file: IO[bytes], fds: list[int] | None, inherited: Inherited, by_name: bool
 ) -> list[tuple[int, int]]:
     """Write the pickle, then the buffers; return the first byte and the size of each."""
+    import cloudpickle
+
+    _take_main_along()
     tensors = Tensors()
+
+    def reduce(obj: Any) -> Any:
+        if (
+            by_name
+            and isinstance(obj, _DEFINED)
+            and getattr(obj, "__module__", None) in MAIN
+            and found_by_name(obj)
+        ):
+            return obj.__qualname__
+        if _is_tensor(obj):
+            if fds is not None and len(fds) < MOST_FDS and _is_shared(obj):
+                return _reduce_shared(obj, fds)
+            return tensors.reduce(obj)
+        found = _reduce_storage(obj, _as_bytes)
+        if found is not None:
+            return found
+        number = inherited.take(obj)
+        if number is not None:
+            return _inherited, (number,)
+        way = reducer(obj) or tensors.way_of(type(obj))
+        if way is not None:
+            return way(obj)
+        return reduce_structure(obj) if isinstance(obj, type) else None
+
+    pickler = reducing_pickler(cloudpickle.Pickler)
     while True:
         buffers: list[memoryview] = []
         file.seek(0)
         with as_if_starting():
-            _pickler(file, buffers, tensors, fds, inherited, by_name).dump(thing)
+            pickler(file, reduce, protocol=5, buffer_callback=keep_small(buffers)).dump(thing)
         if not tensors.several_over_one_storage():
             break
         inherited.objects.clear()
@@ -314,45 +350,6 @@ def _storage_of(tensor: Any) -> Any:
     return tensor.untyped_storage()
 
 
-def _pickler(
-    file: IO[bytes],
-    buffers: list[memoryview],
-    tensors: Tensors,
-    fds: list[int] | None,
-    inherited: Inherited,
-    by_name: bool,
-) -> Any:
-    import cloudpickle
-
-    _take_main_along()
-
-    def reduce(obj: Any) -> Any:
-        if (
-            by_name
-            and isinstance(obj, _DEFINED)
-            and getattr(obj, "__module__", None) in MAIN
-            and found_by_name(obj)
-        ):
-            return obj.__qualname__
-        if _is_tensor(obj):
-            if fds is not None and len(fds) < MOST_FDS and _is_shared(obj):
-                return _reduce_shared(obj, fds)
-            return tensors.reduce(obj)
-        found = _reduce_storage(obj, _as_bytes)
-        if found is not None:
-            return found
-        number = inherited.take(obj)
-        if number is not None:
-            return _inherited, (number,)
-        way = reducer(obj) or tensors.way_of(type(obj))
-        if way is not None:
-            return way(obj)
-        return reduce_structure(obj) if isinstance(obj, type) else None
-
-    made = reducing_pickler(cloudpickle.Pickler)
-    return made(file, reduce, protocol=5, buffer_callback=keep_small(buffers))
-
-
 def _reduce_shared(tensor: Any, fds: list[int]) -> Any:
     # torch.multiprocessing.reductions does the same over its own socket
     # (_share_fd_cpu_ / _new_shared_fd_cpu; torch 2.13).
@@ -362,7 +359,7 @@ def _reduce_shared(tensor: Any, fds: list[int]) -> Any:
     where = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
     flags = tensor.is_conj(), tensor.is_neg(), tensor.requires_grad
     return _rebuild_shared, (
-        len(fds) - 1, size, str(tensor.dtype).removeprefix("torch."), *where, flags
+        len(fds) - 1, size, name_of(tensor.dtype), *where, flags
     )  # fmt: skip
 
 
@@ -379,8 +376,7 @@ def _rebuild_shared(
 
     cls: Any = torch.UntypedStorage
     storage = cls._new_shared_fd_cpu(os.dup(_local.fds[number]), size)
-    empty = torch.empty(0, dtype=getattr(torch, dtype), device="cpu")
-    tensor = empty.set_(storage, offset, shape, stride)
+    tensor = view_of(storage, dtype_of(dtype), offset, shape, stride)
     conjugate, negative, grad = flags
     if conjugate:
         tensor = tensor.conj()

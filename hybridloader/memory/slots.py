@@ -347,7 +347,7 @@ class PrivateSlots:
 
     def page_lock(self, locks: PageLocks) -> None:
         """Lock the pages of all slots, which a device will read. Call it before the first is taken."""
-        self.pool = Pool(_make_lockable, self._limit, locks)
+        self.pool = Pool(partial(_make_private, forks_share=True), self._limit, locks)
 
     def empty(self, size: int) -> Any | None:
         """Return an uninitialized buffer of `size` bytes; None if no slot is available."""
@@ -379,12 +379,8 @@ class PrivateSlots:
                 self._taking.release()
 
 
-def _make_private(size: int, number: int) -> Made:
-    return segments.make_private(size), None, None
-
-
-def _make_lockable(size: int, number: int) -> Made:
-    return segments.make_private(size, forks_share=True), None, None
+def _make_private(size: int, number: int, *, forks_share: bool = False) -> Made:
+    return segments.make_private(size, forks_share=forks_share), None, None
 
 
 # -- slots that a thread collates into, and hooks that run when a process first uses slots
@@ -402,6 +398,7 @@ class Slots(Protocol):
 
 class _ThreadLocals(threading.local):
     slots: Slots | None = None  # slots to collate into; None: each batch gets new memory
+    forks_worker = False  # this thread is forking a worker
 
 
 on_this_thread = _ThreadLocals()
@@ -439,30 +436,25 @@ def collate_into(slots: Slots) -> None:
 # Forked workers do not count, because they read no batch.
 
 
-class _OfThisThread(threading.local):
-    ours = False  # this thread is forking a worker
-
-
 class Forks:
     """Mark of the latest fork. Two equal marks mean that there was no fork between them."""
 
     def __init__(self) -> None:
         self.latest = object()  # not a counter: two threads that fork at once might count one fork
-        self._thread = _OfThisThread()
 
     def note(self) -> None:
         """Record a fork by the user's code."""
-        if not self._thread.ours:
+        if not on_this_thread.forks_worker:
             self.latest = object()
 
     @contextmanager
     def of_ours(self) -> Iterator[None]:
         """Do not count the forks that this thread makes within the block."""
-        self._thread.ours = True
+        on_this_thread.forks_worker = True
         try:
             yield
         finally:
-            self._thread.ours = False
+            on_this_thread.forks_worker = False
 
 
 forks = Forks()

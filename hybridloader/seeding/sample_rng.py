@@ -153,28 +153,9 @@ def key_of(index: Any) -> bytes:
 
 
 def _other_key(index: Any) -> bytes:
-    if isinstance(index, enum.Enum):
-        return b"e" + _framed((type(index).__qualname__, index.name))
-    if isinstance(index, bool) or index is None or index is Ellipsis:
-        return b"c" + repr(index).encode()
-    if isinstance(index, (bytes, bytearray)):
-        return b"b" + bytes(index)
-    if isinstance(index, float):
-        return b"f" + float(index).hex().encode()
-    if isinstance(index, complex):
-        return b"z" + repr(complex(index)).encode()
-    if isinstance(index, tuple):
-        return b"t" + _framed(index)
-    if isinstance(index, list):
-        return b"l" + _framed(index)
-    if isinstance(index, slice):
-        return b"S" + _framed((index.start, index.stop, index.step))
-    if isinstance(index, (set, frozenset)):
-        return b"u" + _joined(sorted(map(key_of, index)))
-    if isinstance(index, dict):
-        return b"d" + _framed(pair for pair in index.items())
-    if isinstance(index, pathlib.PurePath):
-        return b"p" + str(index).encode("utf-8", "surrogatepass")
+    for kinds, key in _KEYS:
+        if isinstance(index, kinds):
+            return key(index)
     if dataclasses.is_dataclass(index) and not isinstance(index, type):
         fields = [getattr(index, field.name) for field in dataclasses.fields(index)]
         return b"D" + _framed((type(index).__qualname__, *fields))
@@ -190,6 +171,22 @@ def _other_key(index: Any) -> bytes:
         f"that would be the same in every process ({index!r}). Give ints, str, bytes, tuples or "
         "dataclasses of these as indices"
     )
+
+
+_KEYS: tuple[tuple[Any, Callable[[Any], bytes]], ...] = (
+    (enum.Enum, lambda index: b"e" + _framed((type(index).__qualname__, index.name))),
+    ((bool, type(None), type(Ellipsis)), lambda index: b"c" + repr(index).encode()),
+    ((bytes, bytearray), lambda index: b"b" + bytes(index)),
+    (float, lambda index: b"f" + float(index).hex().encode()),
+    (complex, lambda index: b"z" + repr(complex(index)).encode()),
+    (tuple, lambda index: b"t" + _framed(index)),
+    (list, lambda index: b"l" + _framed(index)),
+    (slice, lambda index: b"S" + _framed((index.start, index.stop, index.step))),
+    ((set, frozenset), lambda index: b"u" + _joined(sorted(map(key_of, index)))),
+    (dict, lambda index: b"d" + _framed(index.items())),
+    (pathlib.PurePath, lambda index: b"p" + str(index).encode("utf-8", "surrogatepass")),
+)
+"""Keys of indices by their types, the first that fits."""
 
 
 def _framed(parts: Any) -> bytes:
@@ -255,6 +252,9 @@ class Now(threading.local):
     first: Key | None = None  # key of the current task's first sample; None outside of any task
     generators: Any = GLOBALS  # that code on this thread draws from: `GLOBALS` or the thread's
 
+    def __init__(self) -> None:
+        self.spare: list[Any] = []  # a thread's generators for reuse; nested samples need several
+
 
 now = Now()
 
@@ -268,6 +268,8 @@ class SampleRng:
 
     by_function = True
     """True: each function of a stage is seeded separately. False: all of them share the item's seed."""
+    seeds_in_turn = False
+    """True: a dataset needs no wrapper between `enter` and `leave`."""
     kept: Any = None
     """Generators of a worker on threads that samples don't reseed, for the libraries in `reseeded`."""
 
@@ -295,8 +297,9 @@ class SampleRng:
         if not self.by_function:
             return self
         if number not in self._parts:
-            self._parts[number] = self._part(number)
-            self._parts[number].begin(self._epoch)
+            part = self._parts[number] = type(self)(self.origin, self.worker, number)
+            part.by_function = True
+            part.begin(self._epoch)
         return self._parts[number]
 
     def key_of(self, index: Any) -> bytes:
@@ -330,9 +333,6 @@ class SampleRng:
         """Return `WorkerInfo.rng`; `without` is its value when samples are not seeded."""
         return without
 
-    def _part(self, number: int) -> SampleRng:
-        return SampleRng(self.origin, self.worker, number)
-
     def call(self, kind: bytes, key: Key, function: Callable[..., T], *arguments: Any) -> T:
         """Return ``function(*arguments)``, seeded by `kind` and `key`."""
         found = (self._root or self._new_root()).copy()  # `digest`, inlined
@@ -360,10 +360,6 @@ class SampleRng:
     def seeded(self, function: Callable[[Any], T], kind: bytes = SAMPLE) -> Callable[[Any], T]:
         call = self.call
         return lambda index: call(kind, self.key_of(index), function, index)
-
-    def seeded_in_turn(self, dataset: Any) -> Any:
-        """Return `dataset` for use index by index between `enter` and `leave`."""
-        return SeededDataset(self, dataset)
 
     def seeded_collate(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Return `collate_fn`, seeded by the first sample of the current task."""

@@ -18,7 +18,6 @@ import sys
 import threading
 import types
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -28,7 +27,6 @@ from hybridloader._support import system
 from hybridloader._support.torch_env import when_imported
 from hybridloader._support.user_objects import attribute
 from hybridloader.seeding.sample_rng import (
-    COLLATE,
     GLOBALS,
     NUMPY,
     OPEN,
@@ -309,12 +307,8 @@ def _calling(place: str, name: str, parameters: str) -> types.CodeType:
     again after another thread has replaced it, and take the number of parameters from the second.
     """
     source = f"def {name}({parameters}): return {place}({parameters})"
-    (code,) = (
-        one
-        for one in compile(source, __file__, "exec").co_consts
-        if isinstance(one, types.CodeType)
-    )
-    return code
+    constants = compile(source, __file__, "exec").co_consts
+    return next(one for one in constants if isinstance(one, types.CodeType))
 
 
 def _install_torch(patch: Patch) -> None:
@@ -387,9 +381,8 @@ class _Installation:
             self.count -= 1
             if not self.count:
                 for home, name, before, value in reversed(self._replaced):
-                    if (
-                        getattr(home, name, None) is value
-                    ):  # otherwise other code has replaced it since
+                    # Otherwise other code has replaced it since.
+                    if getattr(home, name, None) is value:
                         setattr(home, name, before)
                 self._replaced.clear()
                 self.done.clear()
@@ -426,7 +419,18 @@ system.at_fork(after_in_child=installation.forked)
 
 T = TypeVar("T")
 
-LIBRARIES = {"random", NUMPY, "torch"}
+LIBRARIES: dict[str, tuple[Callable[[], Any], Callable[[Any, SeedTriple], Any]]] = {
+    "random": (random.Random, lambda made, found: made.seed(found.python)),
+    NUMPY: (
+        lambda: importlib.import_module(NUMPY).RandomState(),
+        lambda made, found: made.seed(found.numpy),
+    ),
+    "torch": (
+        lambda: importlib.import_module("torch").Generator(),
+        lambda made, found: made.manual_seed(found.torch),
+    ),
+}
+"""For each library, the functions that make a generator and that seed it."""
 
 
 class ThreadGenerators:
@@ -447,9 +451,8 @@ class ThreadGenerators:
         # ... and that of the current sample:
         self.rng: ThreadSampleRng | None = None
         self.kind = b""
-        self.key: Any = (
-            None  # of one sample; with `walk`, a function of the place, or None: items are indices
-        )
+        # Of one sample; with `walk`, a function of the place, or None: items are indices.
+        self.key: Any = None
         self.walk: Any = None  # iterator over `items`, each of which is a sample
         self.items: Any = ()
         self.place = 0  # of the current sample; -1: not looked up yet
@@ -497,13 +500,14 @@ class ThreadGenerators:
             self._digest = rng.digest(self.kind, key)
         return self._digest
 
-    def _generator(self, library: str, make: Callable[[], Any], seed: Callable[..., Any]) -> Any:
+    def _generator(self, library: str) -> Any:
         self._look()
         rng = self.rng
         if rng is not None and rng.kept is not None and library in rng.kept.reseeded:
-            return rng.kept._generator(library, make, seed)
+            return rng.kept._generator(library)
         if library not in self._seeded:
             self._seeded.add(library)
+            make, seed = LIBRARIES[library]
             if library not in self._made:
                 self._made[library] = make()
             if self._seeds is None:
@@ -516,17 +520,17 @@ class ThreadGenerators:
     @property
     def python(self) -> Any:
         """A `random.Random`."""
-        return self._generator("random", random.Random, lambda made, seed: made.seed(seed.python))
+        return self._generator("random")
 
     @property
     def array(self) -> Any:
         """A `numpy.random.RandomState`."""
-        return self._generator(NUMPY, _random_state, lambda made, seed: made.seed(seed.numpy))
+        return self._generator(NUMPY)
 
     @property
     def tensor(self) -> Any:
         """A `torch.Generator`, for the CPU."""
-        return self._generator("torch", _generator, lambda made, seed: made.manual_seed(seed.torch))
+        return self._generator("torch")
 
     @property
     def generator(self) -> Any:
@@ -546,12 +550,6 @@ class ThreadGenerators:
         if mode is not None:
             mode.begin()
 
-    def take_away(self) -> None:
-        """Undo `put`."""
-        if self.mode is not None:
-            self.mode.end()
-        now.generators = self.outer
-
     @contextmanager
     def in_place(self, found: SeedTriple) -> Iterator[None]:
         """Replace the global generators on this thread during the block, seeded with `found`."""
@@ -561,30 +559,11 @@ class ThreadGenerators:
             self.seed(*found)
             yield
         finally:
-            self.take_away()
+            if self.mode is not None:
+                self.mode.end()
+            now.generators = self.outer
             installation.give_back()
 
-
-def _random_state() -> Any:
-    from numpy.random import RandomState
-
-    return RandomState()
-
-
-def _generator() -> Any:
-    import torch
-
-    return torch.Generator()
-
-
-class _Spare(threading.local):
-    """Generators of a thread that are free for reuse; nested samples need several."""
-
-    def __init__(self) -> None:
-        self.found: list[ThreadGenerators] = []
-
-
-_spare = _Spare()
 
 _INFO = {"random_generator": "python", "torch_generator": "tensor", "numpy_generator": "generator"}
 
@@ -605,6 +584,8 @@ class _ThreadInfoRng:
 class ThreadSampleRng(SampleRng):
     """Gives each thread separate generators while it makes a sample. See `SampleRng`."""
 
+    seeds_in_turn = True
+
     def __init__(self, origin: Origin, worker: int, number: int = 0) -> None:
         self._end: Any = None
         self.by_function = origin.kind is Kind.SAMPLE
@@ -623,11 +604,6 @@ class ThreadSampleRng(SampleRng):
         in_turn = without is None or self.origin.kind is Kind.WORKER
         return without if in_turn else _ThreadInfoRng(without)
 
-    def _part(self, number: int) -> SampleRng:
-        part = ThreadSampleRng(self.origin, self.worker, number)
-        part.by_function = True
-        return part
-
     def key_of(self, index: Any) -> bytes:
         try:
             return key_of(index)
@@ -639,7 +615,7 @@ class ThreadSampleRng(SampleRng):
     # -- seeded calls ----------------------------------------------------------------------------------
 
     def call(self, kind: bytes, key: Key, function: Callable[..., T], *arguments: Any) -> T:
-        spare = _spare.found
+        spare = now.spare
         mine = spare.pop() if spare else ThreadGenerators()
         mine.rng, mine.kind, mine.key, mine.place = self, kind, key, -1
         item = now.item
@@ -662,15 +638,11 @@ class ThreadSampleRng(SampleRng):
     ) -> Iterator[Any]:
         if type(items) not in (list, tuple):
             items = list(items)
-        if (
-            key is None
-            and self.origin.kind is Kind.SAMPLE
-            and not {*map(type, items)} <= {int, str}
-        ):
-            deque(
-                map(key_of, items), maxlen=0
-            )  # raises for an index without a key, as in a process
-        spare = _spare.found
+        asked = key is None and self.origin.kind is Kind.SAMPLE
+        if asked and not {*map(type, items)} <= {int, str}:
+            for item in items:
+                key_of(item)  # raises for an index without a key, as in a process
+        spare = now.spare
         mine = spare.pop() if spare else ThreadGenerators()
         mine.rng, mine.kind, mine.key, mine.items, mine.place = self, SAMPLE, key, items, -1
         mine.walk = walk = iter(items)
@@ -687,10 +659,7 @@ class ThreadSampleRng(SampleRng):
             mine.mode.end()
         now.generators = mine.outer
         mine.rng = mine.walk = mine.own = mine.key = mine.items = None
-        _spare.found.append(mine)
-
-    def seeded_in_turn(self, dataset: Any) -> Any:
-        return dataset
+        now.spare.append(mine)
 
     def task(self, key: Callable[[Any], Key], function: Callable[[Any], T], index: Any) -> T:
         outer = now.first
@@ -703,14 +672,6 @@ class ThreadSampleRng(SampleRng):
     def seeded(self, function: Callable[[Any], T], kind: bytes = SAMPLE) -> Callable[[Any], T]:
         call, key = self.call, self.key_of
         return lambda index: call(kind, partial(key, index), function, index)
-
-    def seeded_collate(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        call = self.call
-
-        def collate(samples: Any) -> Any:
-            return call(COLLATE, now.first or b"", collate_fn, samples)
-
-        return collate
 
     def seeded_shard(
         self, make: Callable[[], Iterator[Any]], *, later: bool = False, entered: bool = False

@@ -44,10 +44,6 @@ def _seeds(base_seed: int, worker: int) -> SeedTriple:
     return SeedTriple(base_seed + worker, numpy_seed(base_seed, worker), base_seed + worker)
 
 
-def _seed_numpy(base_seed: int, worker: int) -> None:
-    importlib.import_module("numpy.random").seed(numpy_seed(base_seed, worker))
-
-
 def _seed_torch(seed: int) -> None:
     """Seed torch in a worker process, with the generators of all devices, as torch's worker does.
 
@@ -101,7 +97,7 @@ class ProcessSeeds(WorkerSeeds):
         # numpy and torch are seeded when they are imported: a worker may need neither. Since
         # numpy 2, `numpy.random` is imported on first access, which takes 15 ms.
         random.seed(base_seed + worker)
-        when_imported("numpy.random", lambda: _seed_numpy(base_seed, worker))
+        when_imported(NUMPY, lambda: GLOBALS.seed_numpy(numpy_seed(base_seed, worker)))
         when_imported("torch", lambda: _seed_torch(base_seed + worker))
         return nullcontext()
 
@@ -154,7 +150,7 @@ class ThreadSeeds(WorkerSeeds):
             if made is None:
                 made = ThreadGenerators()
                 made.seed(*_seeds(base_seed, worker))
-            made.reseeded |= LIBRARIES
+            made.reseeded.update(LIBRARIES)
         if made is not None and made.reseeded and kind is not Kind.SAMPLE:
             rng.kept = made
 
@@ -172,7 +168,7 @@ class InlineSeeds(WorkerSeeds):
         import torch  # noqa: F401
 
         found = _seeds(base_seed, worker)
-        with lent.alone(), kept(devices=True):
+        with lent.alone(devices=True):
             # Not `torch.manual_seed`, which also seeds the generators of all devices.
             now.generators.seed(*found)
             try:
@@ -182,7 +178,7 @@ class InlineSeeds(WorkerSeeds):
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        with lent.alone(), kept():
+        with lent.alone():
             if self._mine is not None:
                 self._mine.restore()
             try:
@@ -200,14 +196,8 @@ def seeds_by_sample(seeds: WorkerSeeds, *, any_thread: bool) -> WorkerSeeds:
     them only for `init_fn`.
     """
     if isinstance(seeds, (CallerSeeds, InlineSeeds)):
-        seeds.working = None if any_thread else _borrowed  # type: ignore[method-assign]
+        seeds.working = None if any_thread else lent.alone  # type: ignore[method-assign]
     return seeds
-
-
-@contextmanager
-def _borrowed() -> Iterator[None]:
-    with lent.alone(), kept():
-        yield
 
 
 # -- exclusive and shared use of the global generators of this process, with their states restored after
@@ -290,17 +280,19 @@ class _Lent:
         self._before: Globals | None = None
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Borrow the generators alone. A nested call, also within `together`, does nothing."""
+    def alone(self, *, devices: bool = False) -> Iterator[None]:
+        """Borrow the generators alone, `kept`. A nested call, also within `together`, does not wait."""
         me = threading.get_ident()
         if now.generators is not GLOBALS or self._owner == me:
-            yield
+            with kept(devices=devices):
+                yield
             return
         with self._free:
             self._free.wait_for(lambda: self._owner is None and not self._inside)
             self._owner = me
         try:
-            yield
+            with kept(devices=devices):
+                yield
         finally:
             with self._free:
                 self._owner = None

@@ -20,7 +20,7 @@ import hybridloader
 from hybridloader import DataLoader, Pipeline, Threads, WorkerDied, WorkerTimeout
 from hybridloader.backends import threads as thread_backend
 from hybridloader.engine.messages import Task
-from hybridloader.engine.worker import SharedItems, SharedTask, UnsharedTask
+from hybridloader.engine.worker import SharedItems, SharedTask
 from hybridloader.fetching.item_steps import ItemsFetcher
 
 LONG = 60.0
@@ -575,15 +575,21 @@ class Sharing(thread_backend._TaskSharing):
             self.turn(seconds)
 
 
-def kinds(got: Iterator[list[Any]]) -> list[list[type]]:
-    return [[type(message) for message in messages] for messages in got]
+ALONE = "a task that its worker does until it is shared"
+
+
+def kinds(got: Iterator[list[Any]]) -> list[list[Any]]:
+    return [
+        [type(message) if getattr(message, "shared", True) else ALONE for message in messages]
+        for messages in got
+    ]
 
 
 def test_tasks_are_shared_once_one_was_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(thread_backend, "_LEAST", 1.0)
     sharing = Sharing()
-    assert kinds(sharing.sent(0, 0)) == [[UnsharedTask], []]
-    assert kinds(sharing.sent(1, 1)) == [[], [UnsharedTask]]
+    assert kinds(sharing.sent(0, 0)) == [[ALONE], []]
+    assert kinds(sharing.sent(1, 1)) == [[], [ALONE]]
     sharing.took(3.0)
     shared = list(sharing.got())
     assert shared[0] == shared[1]
@@ -596,7 +602,7 @@ def test_short_tasks_go_to_their_worker_and_a_few_others_change_nothing(
 ) -> None:
     monkeypatch.setattr(thread_backend, "_LEAST", 1.0)
     sharing = Sharing()
-    assert kinds(sharing.sent(0, 0)) == [[UnsharedTask], []]
+    assert kinds(sharing.sent(0, 0)) == [[ALONE], []]
     sharing.took(0.5)
     assert kinds(sharing.got()) == [[], []]
     assert kinds(sharing.sent(1, 1)) == [[], [Task]]
@@ -615,9 +621,9 @@ def test_short_tasks_go_to_their_worker_and_a_few_others_change_nothing(
 
 def test_tasks_of_an_epoch_that_was_broken_off_are_not_shared_later() -> None:
     sharing = Sharing()
-    assert kinds(sharing.sent(0, 0)) == [[UnsharedTask], []]
+    assert kinds(sharing.sent(0, 0)) == [[ALONE], []]
     sharing.begin()
-    assert kinds(sharing.sent(1, 1)) == [[], [UnsharedTask]]
+    assert kinds(sharing.sent(1, 1)) == [[], [ALONE]]
     sharing.took(1.0)
     assert [[task.seq for task in tasks] for tasks in sharing.got()] == [[1], [1]]
 

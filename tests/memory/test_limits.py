@@ -43,7 +43,7 @@ def test_a_limit_of_another_type_is_refused_and_named(limit: Any) -> None:
 
 
 def test_bytes_of_each_kind_of_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "_own_limit", lambda: 1000)
+    monkeypatch.setattr(limits, "process_limit", lambda: 1000)
     assert Memory(limit=1).bytes() == 1
     assert Memory(limit=5_000_000).bytes() == 5_000_000  # what the user says, however much
     assert Memory(limit=1.0).bytes() == 1000
@@ -56,7 +56,7 @@ def test_bytes_of_each_kind_of_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_ranks_of_a_machine_divide_shares_and_not_what_a_user_says(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(limits, "_own_limit", lambda: 80_000)
+    monkeypatch.setattr(limits, "process_limit", lambda: 80_000)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert Memory().bytes() == 10_000 * SHARE
     assert Memory(limit=0.1).bytes() == 1000
