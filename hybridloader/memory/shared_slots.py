@@ -475,9 +475,15 @@ from other workers that the parent's end of their connection is closed."""
 
 kept: set[int] = set()  # descriptors of segments; they are among `ours`
 
-_lock: Any = threading.RLock()  # reentrant, because a collection may end a crew at any point
-# A copy from the parent may stay locked forever.
-system.at_fork(after_in_child=_lock._at_fork_reinit)
+_lock = threading.RLock()  # reentrant, because a collection may end a crew at any point
+
+
+def _fresh_lock() -> None:
+    global _lock
+    _lock = threading.RLock()  # a copy from the parent may stay locked forever
+
+
+system.at_fork(after_in_child=_fresh_lock)
 
 
 @cache

@@ -207,6 +207,8 @@ def _write(
             and found_by_name(obj)
         ):
             return obj.__qualname__
+        if fds is None and _is_shared(obj) and (found := _reduce_named(obj)):
+            return found
         if _is_tensor(obj):
             if fds is not None and len(fds) < MOST_FDS and _is_shared(obj):
                 return _reduce_shared(obj, fds)
@@ -314,6 +316,20 @@ def _is_shared(obj: Any) -> bool:
     if not dense and (torch is None or type(obj) is not torch.UntypedStorage):
         return False
     return obj.device.type == "cpu" and bool(obj.is_shared())
+
+
+def _reduce_named(obj: Any) -> Any:
+    """Reduce a tensor or storage by the name of its memory, as torch does on Windows; None elsewhere.
+
+    The dataset keeps the tensor, and so the memory, until its workers have opened it.
+    """
+    from torch import multiprocessing
+    from torch.multiprocessing import reductions
+
+    if multiprocessing.get_sharing_strategy() != "file_system":  # type: ignore[no-untyped-call]
+        return None
+    by_name: Any = reductions.reduce_tensor if _is_tensor(obj) else reductions.reduce_storage
+    return by_name(obj)
 
 
 def _reduce_storage(obj: Any, untyped: Callable[[Any], Any]) -> Any:

@@ -110,6 +110,28 @@ def test_workers_are_kept_and_an_epoch_resumes_where_it_was_left(backend: str) -
     assert [batch["objects"][0] for batch in other] == rest
 
 
+class SharedEpoch(Dataset[Any]):
+    """Samples of an epoch that the program writes into a tensor in shared memory."""
+
+    def __init__(self) -> None:
+        self.epoch = torch.zeros(1, dtype=torch.int64).share_memory_()
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        return int(self.epoch), index
+
+
+@pytest.mark.parametrize("backend", [pytest.param("spawn", marks=shown_by_forks), "shared-memory"])
+def test_a_tensor_in_shared_memory_is_shared_with_fresh_workers(backend: str) -> None:
+    dataset = SharedEpoch()
+    loader = make(DataLoader, dataset, backend=backend, persistent_workers=True, collate_fn=list)
+    for epoch in range(2):
+        dataset.epoch[0] = epoch
+        assert {sample[0] for batch in loader for sample in batch} == {epoch}
+
+
 KILLED = "killed by signal SIGKILL" if system.KILL else "killed by signal SIGTERM|exited with code"
 CRASHED = (
     "killed by signal SIGSEGV" if system.FORK else r"exited with code 3221225477 \(0xc0000005\)"
