@@ -20,7 +20,6 @@ import hybridloader
 from hybridloader import Pipeline
 from hybridloader.demo import PHOTOGRAPHS, prepare
 from hybridloader.pipeline import Operator
-from hybridloader.pipeline.pipeline import Steps
 from hybridloader.running.operator import Where
 
 ROOT = Path(__file__).parents[2]
@@ -76,7 +75,7 @@ def _run_blocks(names: dict[str, Any]) -> None:
 
 
 def test_the_page_names_every_public_method() -> None:
-    names = {*vars(Steps), *vars(Pipeline)} - {"operators"}
+    names = {*vars(Pipeline), *vars(Pipeline)} - {"operators"}
     public = {name for name in names if not name.startswith("_")}
     text = PAGE.read_text()
     heads = "\n".join(line.split(" | ")[0] for line in text.splitlines() if line.startswith("| "))
