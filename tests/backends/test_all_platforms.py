@@ -237,8 +237,8 @@ class Stuck:
         return index
 
 iterator = iter(DataLoader(Stuck(), None, num_workers=2, backend=sys.argv[1]))
-print(next(iterator), next(iterator), flush=True)
 try:
+    print(next(iterator), next(iterator), flush=True)
     next(iterator)
 except KeyboardInterrupt:
     iterator.close()
