@@ -124,6 +124,9 @@ def _add_run(commands: Any) -> Any:
         ("--device", str, "DEVICE", None, absent),
         ("--trace", str, "FILE", "record a trace, .json or .json.gz"),
         ("--headroom", None, None, "measure the largest possible speedup, on a few batches"),
+    )
+    _add_options(
+        run.add_mutually_exclusive_group(),
         ("--watch", None, None, "write rate, stall and verdict of each loader every 10 seconds"),
         ("--stats", None, None, "write the statistics and the verdict of each loader at the end"),
     )

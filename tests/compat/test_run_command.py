@@ -183,6 +183,7 @@ def test_its_own_processes_find_its_main_module(tmp_path: Path) -> None:
         (["-m", "..x"], "Relative module names not supported"),
         (["."], "there is no __main__.py in '.'"),
         ([], "the following arguments are required: SCRIPT"),
+        (["--watch", "--stats", __file__], "argument --stats: not allowed with argument --watch"),
         (["--backend", "thread", __file__], "'thread'; did you mean 'threads'? there are: inline "),
         (["--on-error", "ignore", __file__], 'on_error must be "raise", "skip"'),
         (["--task-timeout", "soon", __file__], "invalid float value: 'soon'"),

@@ -191,12 +191,12 @@ def test_the_command(option: str, tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": PACKAGE},
     )
     assert (done.returncode, done.stdout) == (3, "epoch 0\nepoch 1\n")
-    first, *told = done.stderr.splitlines()
+    first, *lines = done.stderr.splitlines()
     assert first == "done"
     if option == "--watch":
-        assert len(told) == 1
-        assert told[0].startswith("hybridloader: DataLoader: 10 batches, ")
+        assert len(lines) == 1
+        assert lines[0].startswith("hybridloader: DataLoader: 10 batches, ")
     else:
-        assert told[0] == "hybridloader: DataLoader:"
-        assert told[1].split()[:4] == ["stage", "where", "items", "busy"]
-        assert told[-2].startswith("10 items in ")
+        assert lines[0] == "hybridloader: DataLoader:"
+        assert lines[1].split()[:4] == ["stage", "where", "items", "busy"]
+        assert lines[-2].startswith("10 items in ")
