@@ -1,4 +1,5 @@
-"""Command line: ``hybridloader demo``, ``run``, ``tune``, ``index``, ``write-shards``, ``info``.
+"""Command line: ``hybridloader demo``, ``run``, ``tune``, ``index``, ``write-shards``, ``info`` and
+``explain``.
 
 It parses and reports. Nothing heavy is imported before a subcommand runs, and a user's mistake is
 one line on standard error and exit code 2, never a traceback.
@@ -11,6 +12,7 @@ import contextlib
 import importlib
 import importlib.util
 import operator
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -64,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"hybridloader {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for add in (_add_demo, _add_run, _add_tune, _add_index, _add_pack, _add_info):
+    for add in (_add_demo, _add_run, _add_tune, _add_index, _add_pack, _add_info, _add_explain):
         command = add(commands)
         command.set_defaults(parser=command)
     return parser
@@ -220,6 +222,17 @@ def _add_info(commands: Any) -> Any:
     )
     info.set_defaults(run=_info)
     return info
+
+
+def _add_explain(commands: Any) -> Any:
+    explain = commands.add_parser(
+        "explain",
+        help="print the section of the troubleshooting page that an error or a warning names",
+        description="Print the section of docs/troubleshooting.md on an error or a warning.",
+    )
+    explain.set_defaults(run=_explain)
+    explain.add_argument("name", metavar="NAME", help="the last word of an error or a warning")
+    return explain
 
 
 def _add_options(command: Any, *options: tuple[Any, ...]) -> None:
@@ -473,6 +486,30 @@ def _info(arguments: argparse.Namespace) -> None:
             found[name] = str(error).splitlines()[0]
     for name, text in found.items():
         print(f"{name:15} {text}")
+
+
+def _explain(arguments: argparse.Namespace) -> str | None:
+    """Print a section or a row of the troubleshooting page; return the error in the input, or None."""
+    from hybridloader._support.text import meant
+
+    package = Path(__file__).parent
+    folder = package if (package / "docs").exists() else package.parent  # installed, or a checkout
+    page = (folder / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    _, *pieces = re.split(r"^#+ (.+)\n", page, flags=re.MULTILINE)
+    sections = {
+        re.sub(r"[^\w -]", "", title).lower().replace(" ", "-"): f"{title}\n{text}".strip()
+        for title, text in zip(pieces[::2], pieces[1::2], strict=True)
+    }
+    for name, row in re.findall(r'^\| <a id="([\w-]+)"></a>(.*) \|$', page, re.MULTILINE):
+        warning, meaning, cure = row.split(" | ")
+        sections[name] = f"{warning}\n\nMeaning: {meaning}.\nCure: {cure}."
+    name = arguments.name.lower()
+    if name not in sections:
+        return (
+            f"there is no section {name!r}; {meant(name, sections)}errors and warnings name theirs"
+        )
+    print(sections[name])
+    return None
 
 
 @contextlib.contextmanager

@@ -5,30 +5,31 @@ from __future__ import annotations
 import re
 from typing import ClassVar
 
-HELP = "docs/troubleshooting.md"
-"""Page to which errors and warnings link: its path in the repository, or its address once it is
-hosted."""
+HELP = "hybridloader explain"
+"""Command that prints a section of docs/troubleshooting.md. An installed package has no other link that
+its user can open."""
 
-_LINK = re.compile(rf"\nSee {re.escape(HELP)}#[\w-]+")
+_LINK = re.compile(rf"\nSee: {HELP} [\w-]+")
 
 
 def linked(text: str, anchor: str) -> str:
-    """Return `text` with a last line that links to an anchor of the page `HELP`.
+    """Return `text` with a last line that names the command for an anchor of the troubleshooting page.
 
-    Messages often quote another error of this package. The link of that error is removed.
+    Messages often quote another error of this package. The line of that error is removed.
     """
-    return f"{_LINK.sub('', text)}\nSee {HELP}#{anchor}"
+    return f"{_LINK.sub('', text)}\nSee: {HELP} {anchor}"
 
 
 class HybridLoaderError(Exception):
     """Base class of all errors of this package.
 
-    The text of an error ends with a link to its section of the troubleshooting page. The link is not
-    part of ``args``. A subclass has the link of its base class unless it sets another `anchor`.
+    The text of an error ends with the command that prints its section of the troubleshooting page.
+    This line is not part of ``args``. A subclass has the section of its base class unless it sets
+    another `anchor`.
     """
 
     anchor: ClassVar[str] = ""
-    """Section of the troubleshooting page; empty: the text has no link."""
+    """Section of the troubleshooting page; empty: the text names none."""
 
     def __str__(self) -> str:
         text = super().__str__()

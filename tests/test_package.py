@@ -109,6 +109,8 @@ def test_a_wheel_holds_the_backends_inside_the_package_and_nothing_beside_it(
     for module in [*CORE.rglob("*.py")]:
         assert f"hybridloader/{module.relative_to(CORE).as_posix()}" in names
     assert "hybridloader/py.typed" in names
+    texts = {name for name in names if name.startswith("hybridloader/docs/")}
+    assert texts == {"hybridloader/docs/troubleshooting.md"}  # for `hybridloader explain`
     required = {
         line.split(":")[1].strip().split(">")[0]
         for line in metadata.splitlines()

@@ -12,7 +12,7 @@ from hybridloader._support.text import warn
 from hybridloader._support.user_objects import twin
 from hybridloader.errors import HELP, NotReady, SourceError, StateError, StoreError, WorkerTimeout
 
-LINK = f"\nSee {HELP}#"
+LINK = f"\nSee: {HELP} "
 
 
 class Damaged:

@@ -124,7 +124,7 @@ def test_the_page_shows_a_part_of_the_worked_example() -> None:
 
 
 def test_the_picture_is_the_one_that_its_script_draws() -> None:
-    overview = load(ROOT / "docs" / "overview.py")
+    overview = load(ROOT / ".ci" / "site" / "overview.py")
     assert overview.draw() == overview.PICTURE.read_text(encoding="utf-8")
 
 

@@ -95,7 +95,7 @@ def test_the_hint_comes_once_and_points_at_the_caller(monkeypatch: pytest.Monkey
         "dataset.samples is a list of 1,200,000 entries; each worker process will copy it piece by "
         "piece (counting references writes to it). "
         "hybridloader.records.SharedList(...) keeps one copy for all."
-        "\nSee docs/troubleshooting.md#large-container"
+        "\nSee: hybridloader explain large-container"
     )
     assert caught[0].filename == __file__
     hint_at_large_container(dataset)  # warnings are errors

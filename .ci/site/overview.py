@@ -1,10 +1,10 @@
-"""Draw docs/overview.svg, the picture of README.md: python docs/overview.py"""
+"""Draw docs/overview.svg, the picture of README.md: python .ci/site/overview.py"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-PICTURE = Path(__file__).with_suffix(".svg")
+PICTURE = Path(__file__).parents[2] / "docs" / "overview.svg"
 WIDTH, HEIGHT = 760, 236
 STYLE = """
     text { font: 14px system-ui, sans-serif; fill: #1f2430; text-anchor: middle }
