@@ -387,11 +387,13 @@ MOST = 4000
 """Most characters: the text becomes part of an exception's message."""
 
 _WIDTH = 160
-_LINES, _INNER, _OUTER = 4, 16, 8
-"""Most characters of a line; most lines before the first stack; frames of a stack at both ends."""
+_LINES, _INNER, _OUTER = 4, 14, 6
+"""Most characters of a line; most lines before the first stack; frames of a stack at both ends.
+Together they are less than `MOST`, so that no frame of the first stack is cut."""
 
 _FATAL, WINDOWS_FATAL = "Fatal Python error: ", "Windows fatal exception: "
-_HEADING = " (most recent call first):"
+_HEADING, _REVERSED = " (most recent call first):", " (most recent call last):"
+"""End of a heading by faulthandler, and of ours: stacks have the order of Python's tracebacks."""
 _CURRENT = re.compile(r"Current thread 0x[0-9a-f]+|Stack(?= \(most)")
 """Beginning of the heading of the thread that crashed or handles the signal, which is the main thread.
 Python 3.14t writes ``Stack``, and shows no other."""
@@ -432,10 +434,10 @@ def shortened(text: str, current: str) -> str:
     for stack in sorted(stacks, key=lambda stack: _CURRENT.match(stack[0]) is None):
         heading, frames = stack[0], _inside_the_loop(stack[1:])
         if _CURRENT.match(heading):
-            lines += [current + _HEADING, *_both_ends(_users(frames) or frames)]
+            lines += [current + _REVERSED, *_both_ends(_users(frames) or frames)]
         elif frames := _users(frames):
             heading = re.sub(r"^Thread 0x[0-9a-f]+", "Another thread", heading)
-            lines += [heading, *_both_ends(frames)]
+            lines += [heading.replace(_HEADING, _REVERSED), *_both_ends(frames)]
     return "\n".join(lines)[:MOST]
 
 
@@ -463,10 +465,11 @@ def _is_ours(line: str) -> bool:
 
 
 def _both_ends(frames: list[str]) -> list[str]:
+    """Return the outer and the inner frames, the innermost last."""
     omitted = len(frames) - _INNER - _OUTER
-    if omitted <= 0:
-        return frames
-    return [*frames[:_INNER], f"  ... ({omitted} frames omitted)", *frames[-_OUTER:]]
+    if omitted > 0:
+        frames = [*frames[:_INNER], f"  ... ({omitted} frames omitted)", *frames[-_OUTER:]]
+    return frames[::-1]
 
 
 # -- the kernel's figures about memory

@@ -55,9 +55,9 @@ def test_the_main_thread_comes_first_in_a_dump_by_another_thread() -> None:
         ]
     )
     assert of_dump(postmortem._main_thread_as_current(text)).splitlines() == [
-        "The thread that does the tasks (most recent call first):",
+        "The thread that does the tasks (most recent call last):",
         _frame("/their/dataset.py", "__getitem__"),
-        "Another thread (most recent call first):",
+        "Another thread (most recent call last):",
         _frame("/their/reader.py", "read"),
     ]
     assert postmortem._main_thread_as_current("") == ""
@@ -78,9 +78,16 @@ def test_a_deep_stack_keeps_both_ends() -> None:
     frames = [_frame(f"/a/long/path/to/some/module_{i}.py", f"function_{i}") for i in range(100)]
     text = of_dump("\n".join(["Current thread 0x1 (most recent call first):", *frames]))
     assert len(text) <= MOST
-    assert "function_0" in text
-    assert "function_99" in text
+    assert text.splitlines()[1] == frames[-1]
+    assert text.splitlines()[-1] == frames[0]
     assert "frames omitted" in text
+
+
+def test_the_frame_that_a_stack_ends_in_is_kept_at_any_length() -> None:
+    lines = ["x" * 200] * 10
+    frames = [_frame("/x" * 200, f"f{i}") for i in range(100)]
+    dump = "\n".join([*lines, "Current thread 0x1 (most recent call first):", *frames])
+    assert of_dump(dump).splitlines()[-1] == frames[0][:160]
 
 
 def test_a_thread_without_python_frames_is_left_out() -> None:
@@ -166,8 +173,8 @@ def test_what_python_3_14_writes_of_a_crash_is_told_too(heading: list[str]) -> N
     assert shortened(text, "The thread that crashed").splitlines() == [
         "Fatal Python error: Segmentation fault",
         *heading[1:-1],
-        "The thread that crashed (most recent call first):",
+        "The thread that crashed (most recent call last):",
         _frame("/their/dataset.py", "__getitem__"),
-        "Current thread's C stack trace (most recent call first):",
+        "Current thread's C stack trace (most recent call last):",
         '  Binary file "/lib/libc.so.6", at +0x1234',
     ]
