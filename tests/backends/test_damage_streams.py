@@ -54,7 +54,7 @@ class Wire:
         self.transport: Any = kind()
         self.transport.connect(0, ours)
         if kind is PipeTransport:
-            self._life, self._end = os.pipe()
+            self._life, self._end = Pipe()  # Windows can wait for these, and for no descriptor
             self.transport.watch(0, SimpleNamespace(sentinel=self._life))
 
     def write(self, data: bytes) -> None:
@@ -74,8 +74,8 @@ class Wire:
         self.theirs.close()
         self.transport.close()
         if isinstance(self.transport, PipeTransport):
-            os.close(self._life)
-            os.close(self._end)
+            self._life.close()
+            self._end.close()
 
 
 @pytest.fixture(params=[SocketTransport, PipeTransport], ids=["sockets", "portable"])

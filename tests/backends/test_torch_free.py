@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from support.comparison import same
 from support.installed_torch import takes_numpy_bools
 from support.plain_datasets import as_is, told
+from support.platforms import needs_fork, posix
 from torch.utils.data import default_collate, default_convert
 
 from hybridloader import DataLoader
@@ -281,7 +282,7 @@ def test_what_the_user_has_set_for_native_code_stays(
 # -- the dataset's way to the workers --------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("zygote", "loads"), [(True, 1), (False, 3)])
+@pytest.mark.parametrize(("zygote", "loads"), [pytest.param(True, 1, marks=needs_fork), (False, 3)])
 def test_the_dataset_is_pickled_once_for_all_workers(
     plain: Any, tmp_path: Path, zygote: bool, loads: int
 ) -> None:
@@ -292,6 +293,7 @@ def test_the_dataset_is_pickled_once_for_all_workers(
     assert sorted(log.read_text().split()) == ["loaded"] * loads + ["pickled"]
 
 
+@posix  # /proc/self/smaps
 @pytest.mark.parametrize("kind", ["array", pytest.param("tensor", marks=pytest.mark.full)])
 def test_a_large_array_of_the_dataset_is_mapped_and_writing_to_it_is_each_workers_own_affair(
     plain: Any, kind: str
