@@ -401,8 +401,11 @@ def get_backend(backend: Any) -> Backend:
         raise TypeError(f"backend must be a name or a Backend, not {backend!r}{hint}")
     if (entry := known().get(normalize(backend))) is None:
         listed = ", ".join(f"{name} ({known()[name].install})" for name in known())
-        guess = meant(backend, [*known(), _PROCESSES])
-        raise BackendUnavailable(f"unknown backend {backend!r}; {guess}there are: {listed}")
+        guess = meant(backend, [*known(), _PROCESSES, "auto"])
+        raise BackendUnavailable(
+            f"unknown backend {backend!r}; {guess}there are: {listed}, and auto "
+            "(measures; for a loader or a step)"
+        )
     made: Any = _load(backend, entry)()
     if not isinstance(made, Backend):
         raise TypeError(f"backend {backend!r} gave {made!r}, which is not a Backend")

@@ -210,7 +210,7 @@ def test_a_mistake_is_one_line(
     told = capsys.readouterr().err
     assert code == BAD_INPUT
     assert told.startswith("hybridloader run: ")
-    assert told.count("\n") == 1 + told.count("\nSee docs/")
+    assert told.count("\n") == 1 + told.count("\nSee: ")
     assert says in told
 
 

@@ -253,7 +253,7 @@ def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     assert code == 2
     assert said.startswith("hybridloader demo: ")
     assert said.endswith("\n")
-    assert said.count("\n") == 1 + said.count("\nSee docs/")
+    assert said.count("\n") == 1 + said.count("\nSee: ")
     return said
 
 

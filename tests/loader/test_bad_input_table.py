@@ -69,6 +69,7 @@ EARLY: dict[str, Row] = {
     "backend None": (lambda: get_backend(None), TypeError, "a name or a Backend, not None"),
     "backend path": (lambda: get_backend(Path("fork")), TypeError, "a name or a Backend, not"),
     "backend long": (lambda: get_backend("x" * 99), BackendUnavailable, "unknown backend"),
+    "backend auto": (lambda: get_backend("atuo"), BackendUnavailable, "mean 'auto'.* and auto "),
     "method bytes": (lambda: SharedMemory(b"fork"), BackendUnavailable, "unknown start method b'f"),  # type: ignore[arg-type]
     "method bool": (lambda: SharedMemory(True), BackendUnavailable, "unknown start method True"),  # type: ignore[arg-type]
     "take nan": (lambda: BASE.take(nan), TypeError, "take: count must be a whole number, got nan"),  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -290,3 +291,24 @@ def test_a_description_tells_the_kind_of_data_and_is_the_same_in_every_run() -> 
     one, other = (Indices(NoLength(), Stream()).describe() for _ in range(2))
     assert one == other
     assert " at 0x" not in one
+
+
+class EmptyFolder:
+    """Dataset of a folder without files; its warning comes once in a process."""
+
+    def __len__(self) -> int:
+        return 0
+
+    def __getitem__(self, index: int) -> int:
+        raise IndexError(index)
+
+
+def test_a_dataset_without_samples_warns_once() -> None:
+    pipe = Pipeline.from_dataset(EmptyFolder())
+    with pytest.warns(
+        UserWarning, match="from_dataset: the dataset, a EmptyFolder, has no samples"
+    ):
+        assert list(pipe) == []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert list(pipe) == []

@@ -17,7 +17,7 @@ from types import FunctionType, GeneratorType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hybridloader._support.states import Cadence, copied, is_stateful, set_epoch
-from hybridloader._support.text import beginning, short
+from hybridloader._support.text import beginning, short, warn_once
 from hybridloader._support.user_objects import (
     attribute,
     foreign,
@@ -145,6 +145,9 @@ class Indices(Source):
             opened = Opened(seeded, context, self.name, drawn=seeded is not order)
             return context.drop(opened.items(context, INDICES), opened.at)
         count = len(self.dataset)
+        if not count:
+            kind = type(self.dataset).__qualname__
+            warn_once(f"{self.name}: the dataset, a {kind}, has no samples", "empty-dataset")
         start = min(context.start, count)
         if self.shuffle and count:  # torch refuses to shuffle nothing
             from torch import Generator
