@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import connection, get_context
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any, ClassVar
@@ -21,7 +21,7 @@ class Pool(engine.Backend):
     children: ClassVar[bool] = True
 
     def open(self) -> PoolCrew:
-        return PoolCrew(multiprocessing.get_context(self.start_method))
+        return PoolCrew(get_context(self.start_method))
 
 
 class PoolCrew(engine.Crew):
@@ -74,26 +74,26 @@ class PoolWorker(engine.WorkerHandle):
             while (message := self.outbox.get()) is not None:
                 self.pipe.send_bytes(message)  # waits while the pipe is full
 
-    def read(self, number: int, report: Any) -> None:
+    def read(self, number: int, put: Any) -> None:
         event: Any = None
-        receive = self.pipe.recv_bytes
+        pipe, ends = self.pipe, (self.pipe, self.process.sentinel)
         with suppress(Exception):  # the process is gone, or has sent what can't be read
-            while not isinstance(event := engine.loads(receive()), engine.Exited):
-                report(event)
+            while connection.wait(ends) and pipe.poll():  # a kill may give no EOF
+                if isinstance(event := engine.loads(pipe.recv_bytes()), engine.Exited):
+                    break
+                put(event)
                 event = None  # a batch must not outlive its consumer
         if event is None:
             self.process.kill()
         self.process.join()
         self.outbox.put(None)
         self.writer.join()
-        self.pipe.close()
-        exited = engine.Exited(number, f"exited with code {self.process.exitcode}")
-        report(event or exited)
+        pipe.close()
+        put(event or engine.Exited(number, f"exited with code {self.process.exitcode}"))
 
 
 def work(number: int, ours: Any, pipe: Any, spec: engine.PackedSpec) -> None:
     """The process: a worker that gets its messages from `pipe`, and reports to it."""
-    # A fork has a copy; while that is open, `recv` would not end with the parent
-    ours.close()
+    ours.close()  # a fork's copy; if it stays open, `recv` does not end with the parent
     worker = engine.process_worker(number, spec)
     engine.serve(worker, pipe.recv, lambda event: pipe.send_bytes(engine.dumps(event)))

@@ -201,7 +201,6 @@ collect_ignore = [] if system.FORK else [
     "backends/test_postmortem.py",
     "backends/test_zygote.py",
     "benchmarks",
-    "chaos",
     "frameworks",
 ]  # fmt: skip
 

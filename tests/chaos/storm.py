@@ -27,15 +27,20 @@ import numpy as np
 
 from hybridloader import DataLoader, Pipeline, RestartPolicy, Skip
 
-DEATHS = ("kill", "segv", "bus", "exit", "sys.exit")
+SIGNALS = hasattr(signal, "SIGSTOP")
+"""Whether there are the signals of POSIX. On Windows `os.kill` ends a process, and nothing else."""
+
+DEATHS = ("kill", "segv", "bus", "exit", "sys.exit") if SIGNALS else ("kill", "exit", "sys.exit")
 """Ways for a worker to end itself in the middle of a sample."""
+
+_STOP = ("stop",) if SIGNALS else ()
 
 FAULTS = {
     "inline": ("raise", "slow"),
     "threads": ("raise", "slow", "huge", "sys.exit"),
-    "fork": (*DEATHS, "stop", "raise", "slow", "huge", "unpicklable"),
-    "spawn": (*DEATHS, "stop", "raise", "slow", "huge", "unpicklable"),
-    "shared-memory": (*DEATHS, "stop", "raise", "slow", "huge", "unpicklable"),
+    "fork": (*DEATHS, *_STOP, "raise", "slow", "huge", "unpicklable"),
+    "spawn": (*DEATHS, *_STOP, "raise", "slow", "huge", "unpicklable"),
+    "shared-memory": (*DEATHS, *_STOP, "raise", "slow", "huge", "unpicklable"),
     "ray": (*DEATHS, "raise", "slow", "huge", "unpicklable"),
 }
 """Faults that a sample can have, by backend. A thread can't be killed, and the caller can't die."""
@@ -118,12 +123,11 @@ class Plan:
 
     def _note(self, index: int) -> bool:
         """Tell whether this is the first time, and record it."""
-        fd = os.open(self._path, os.O_RDWR)
-        try:
-            first = os.pread(fd, 1, index) == b"\0"
-            os.pwrite(fd, b"\1", index)
-        finally:
-            os.close(fd)
+        with open(self._path, "r+b", buffering=0) as file:
+            file.seek(index)
+            first = file.read(1) == b"\0"
+            file.seek(index)
+            file.write(b"\1")
         return first
 
     def happened(self) -> Counter[str]:
@@ -144,8 +148,8 @@ class Stubborn:
         raise Fault("this can't be pickled")
 
 
-def _kill(signum: str) -> Callable[[], None]:
-    return lambda: os.kill(os.getpid(), getattr(signal, signum))
+def _kill(signum: str, pid: int | None = None) -> Callable[[], None]:
+    return lambda: os.kill(pid or os.getpid(), getattr(signal, signum, signal.SIGTERM))
 
 
 def _raise() -> None:
@@ -316,14 +320,17 @@ class Striker:
         stage = self._rng.choice(stages)
         worker = self._rng.randrange(len(stage.handles))
         handle, row = stage.handles[worker], stage.report()[worker]
-        kind = "stop" if self._rng.random() < 0.1 else "kill"
+        kind = "stop" if self._rng.random() < 0.1 and SIGNALS else "kill"
         if kind == "stop" and row.state == "starting":
             return  # it would be found, but only after half a minute
         if handle.pid is None or not handle.is_alive():
             return
         try:
-            os.kill(handle.pid, signal.SIGSTOP if kind == "stop" else signal.SIGKILL)
-        except ProcessLookupError:  # the stage has just found out that it is dead
+            _kill("SIGSTOP" if kind == "stop" else "SIGKILL", handle.pid)()
+        except (
+            ProcessLookupError,
+            PermissionError,
+        ):  # the stage has just found out that it is dead
             return
         self._account.faults[f"{kind} from outside"] += 1
 

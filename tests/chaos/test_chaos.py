@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from storm import FAULTS, Account, Plan, Weather, ride_out
 
+from hybridloader._support import system
+
 pytestmark = pytest.mark.chaos
 
 SEED = int(os.environ.get("HYBRIDLOADER_CHAOS_SEED", "20261121"))
@@ -27,9 +29,9 @@ FORMS = ("loader", "pipeline", "iterable")
     ],
 )
 def test_each_index_comes_out_exactly_once_whatever_happens(backend: str, form: str) -> None:
-    weather = Weather(SEED, backend, form, length=60, strikes=0.05)
-    account = ride_out(weather)
-    assert account.faults, f"nothing happened in {weather}"
+    length = 60 if system.FORK else 20  # a restarted worker imports torch where nothing is forked
+    account = ride_out(Weather(SEED, backend, form, length=length, strikes=0.05))
+    assert account.faults, f"nothing happened, seed {SEED}"
 
 
 @pytest.mark.parametrize(

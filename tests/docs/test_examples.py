@@ -15,6 +15,7 @@ from typing import Any, get_type_hints
 
 import pytest
 from support.excerpts import is_part
+from support.platforms import PACKAGE
 
 import hybridloader
 from hybridloader import Pipeline
@@ -209,7 +210,7 @@ def run_example(name: str, *arguments: str) -> str:
         capture_output=True,
         text=True,
         timeout=100,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": PACKAGE},
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""

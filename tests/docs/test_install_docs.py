@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.platforms import PACKAGE
 
 import hybridloader
 from hybridloader.loader.options import Options
@@ -58,7 +59,7 @@ def test_the_first_command_of_the_page_runs(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": PACKAGE},
     )
     assert (done.stdout, done.stderr) == ("['train.py', '--epochs', '3']\n", "")
 

@@ -42,7 +42,8 @@ def test_every_block_about_sources_runs(tmp_path: Path) -> None:
     for number in range(128):
         (tmp_path / f"train-{number:03d}.tar").write_bytes(tar_bytes(members(3 * number)))
     assert text.count('"s3://bucket/train-') == text.count('index="idx"') == 1
-    text = text.replace("s3://bucket/", f"{tmp_path}/").replace('"idx"', repr(f"{tmp_path}/idx"))
+    text = text.replace("s3://bucket/", f"{tmp_path.as_posix()}/")
+    text = text.replace('"idx"', repr(f"{tmp_path.as_posix()}/idx"))
     names: dict[str, Any] = {"__name__": "sources", "decode": decode}
     out = io.StringIO()
     runner = doctest.DocTestRunner(verbose=False)
