@@ -21,6 +21,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from hybridloader import Pipeline
 from hybridloader.pipeline.operators.sources import Indices, Items
 
 
