@@ -30,6 +30,7 @@ from support.packed_values import (
     streamed,
     through_slots,
 )
+from support.slot_pairs import writer_and_reader
 
 from hybridloader._support.threads import gil_enabled
 from hybridloader.backends.process.frames import (
@@ -42,7 +43,6 @@ from hybridloader.backends.process.frames import (
 from hybridloader.engine.messages import Begin, Stop, Task
 from hybridloader.errors import ResultPicklingError
 from hybridloader.memory.packing import IN_BAND, pack, unpack
-from hybridloader.memory.shared_slots import SlotReader, SlotWriter
 from hybridloader.memory.slots import OWN
 
 # -- numpy -----------------------------------------------------------------------------------------
@@ -123,14 +123,14 @@ def test_arrays_with_any_strides_come_back_equal(view: Any, way: Any) -> None:
     ids=["whole", "reversed", "column", "transposed"],
 )
 def test_a_read_only_array_arrives_writable_as_a_copy_does(view: Any, size: int, way: Any) -> None:
-    array = view(np.frombuffer(np.arange(size).tobytes(), np.int64))
+    array = view(np.frombuffer(np.arange(size, dtype=np.int64).tobytes(), np.int64))
     assert not array.flags.writeable
     back = way([array, {"again": array}])
     np.testing.assert_array_equal(back[0], array)
     assert back[0] is back[1]["again"]
     assert back[0].flags.writeable
     back[0][...] = 7
-    np.testing.assert_array_equal(array, view(np.arange(size)))  # that of the sender is its own
+    np.testing.assert_array_equal(array, view(np.arange(size, dtype=np.int64)))  # that of the sender is its own
 
 
 def test_the_memory_of_a_read_only_array_lives_as_long_as_its_buffers() -> None:
@@ -197,7 +197,7 @@ def nests() -> st.SearchStrategy[Any]:
 @settings(deadline=None, max_examples=150)
 @given(st.lists(nests(), min_size=1, max_size=3))
 def test_nests_of_anything_come_back_equal_whichever_way(values: list[Any]) -> None:
-    pair = SlotWriter(8 << 20), SlotReader(4 << 20)
+    pair = writer_and_reader(8 << 20, 4 << 20)
     kept = []
     for value in values:
         same(value, streamed(value), assert_same)
@@ -232,7 +232,7 @@ def test_what_is_around_the_arrays_comes_back_too(way: Any) -> None:
 )
 def test_a_large_header_goes_through_a_slot_and_so_not_through_the_stream(make: Any) -> None:
     value = {"text": make(1_000_000), "x": torch.ones(100_000)}
-    writer, reader = SlotWriter(1 << 30), SlotReader(1 << 30)
+    writer, reader = writer_and_reader()
     parts, fds = encode_done(0, pack(value), writer)
     assert sum(memoryview(part).nbytes for part in parts) < 2000
     for fd in fds:
@@ -283,7 +283,7 @@ def test_small_buffers_stay_in_the_header(make: Any, size: int, apart: bool) -> 
 
 @pytest.mark.parametrize("own", [IN_BAND, OWN], ids=["shared slot", "own slot"])
 def test_who_keeps_the_labels_does_not_keep_the_images(own: int) -> None:
-    pair = SlotWriter(1 << 30), SlotReader(1 << 30)
+    pair = writer_and_reader()
     batch = through_slots((torch.zeros(own, dtype=torch.uint8), torch.arange(64)), pair)
     labels = batch[1]
     assert pair[1].returned() == []  # the images live

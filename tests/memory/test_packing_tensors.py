@@ -21,11 +21,11 @@ from support.packed_values import (
     streamed,
     through_slots,
 )
+from support.slot_pairs import writer_and_reader
 
 from hybridloader.engine.serving import Pickled
 from hybridloader.errors import ResultPicklingError
 from hybridloader.memory.packing import IN_BAND, pack, unpack
-from hybridloader.memory.shared_slots import SlotReader, SlotWriter
 from hybridloader.memory.slots import OWN
 
 # -- tensors and arrays --------------------------------------------------------------------------
@@ -289,7 +289,7 @@ def test_a_copy_of_a_buffer_begins_at_a_cache_line(size: int) -> None:
     sent = torch.full((size,), 7, dtype=torch.uint8)
     result = Pickled(sent)
     result.packed = result.packed[0], [memoryview(bytes(part)) for part in result.packed[1]]
-    pair = SlotWriter(1 << 30), SlotReader(0)
+    pair = writer_and_reader(hold=0)
     for back in [result.peek(), result.open(), *(through_slots(sent, pair) for _ in range(9))]:
         assert torch.equal(back, sent)
         assert back.data_ptr() % 64 == 0

@@ -24,10 +24,10 @@ from support.packed_values import (
     streamed,
     through_slots,
 )
+from support.slot_pairs import writer_and_reader
 
 from hybridloader.errors import DamagedMessage
 from hybridloader.memory.packing import FEW, MOST, SMALL, AsTensor, pack, unpack
-from hybridloader.memory.shared_slots import SlotReader, SlotWriter
 
 FILLING = [torch.full((2,), i) for i in range(FEW)]
 """Tensors that are sent alone, so that those behind them go into blocks."""
@@ -230,7 +230,7 @@ def test_a_tensor_that_is_kept_keeps_at_most_a_page(lengths: list[int]) -> None:
 
 
 def test_no_tensor_of_a_block_keeps_a_slot() -> None:
-    pair = SlotWriter(1 << 30), SlotReader(1 << 30)
+    pair = writer_and_reader()
     batch = through_slots([torch.rand(64) for _ in range(1000)], pair)
     gc.collect()
     assert len(pair[1].returned()) == 1

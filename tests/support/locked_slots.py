@@ -6,8 +6,8 @@ import torch
 
 from hybridloader.memory.packing import tensor_over
 from hybridloader.memory.page_locks import PageLocks
-from hybridloader.memory.shared_slots import SlotReader, SlotWriter
 from hybridloader.memory.slots import OWN, PrivateSlots
+from support.slot_pairs import writer_and_reader
 
 LARGE = 1 << 40
 
@@ -30,7 +30,7 @@ class Shared:
     """Slots of one worker process, and its parent, in one process."""
 
     def __init__(self, locks: PageLocks, limit: int = LARGE) -> None:
-        self.writer, self.reader = SlotWriter(limit), SlotReader(limit, locks=locks)
+        self.writer, self.reader = writer_and_reader(limit, limit, locks=locks)
         self.lower = self.writer.lower
 
     def batch(self, value: int, size: int = OWN) -> torch.Tensor | None:

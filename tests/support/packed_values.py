@@ -12,6 +12,7 @@ import torch
 from hybridloader.backends.process.frames import decode_fields, encode_done
 from hybridloader.memory.packing import pack, unpack
 from hybridloader.memory.shared_slots import SlotReader, SlotWriter
+from support.slot_pairs import writer_and_reader
 
 _DTYPES = (
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 bfloat16 float32 float64 "
@@ -63,7 +64,7 @@ def streamed(value: Any) -> Any:
 
 def through_slots(value: Any, pair: tuple[SlotWriter, SlotReader] | None = None) -> Any:
     """Pack and unpack as process backends do: fields, slots, and a stream for the rest."""
-    writer, reader = pair or (SlotWriter(1 << 30), SlotReader(1 << 30))
+    writer, reader = pair or writer_and_reader()
     writer.release(reader.returned())
     parts, fds = encode_done(7, pack(value), writer)
     received = [memoryview(bytearray(part)) for part in parts]

@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from hybridloader.backends.process.backend import nameless_slots
 from hybridloader.memory import slots
+from hybridloader.memory.page_locks import PageLocks
 from hybridloader.memory.shared_slots import SlotMap, SlotReader, SlotWriter
 
 LARGE = 1 << 40
@@ -17,11 +19,23 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
+def writer_and_reader(
+    limit: int = LARGE,
+    hold: int = LARGE,
+    names: str | None = None,
+    locks: PageLocks | None = None,
+) -> tuple[SlotWriter, SlotReader]:
+    """Return both sides of one worker's slots, which have names where this platform needs them."""
+    if names is None and not nameless_slots():
+        names = f"hl-{os.getpid()}-{os.urandom(4).hex()}-"
+    return SlotWriter(limit, names), SlotReader(hold, names, locks=locks)
+
+
 class Pair:
     """One worker's writer and the parent's reader, without the two processes."""
 
     def __init__(self, limit: int = LARGE, hold: int = LARGE, names: str | None = None) -> None:
-        self.writer, self.reader = SlotWriter(limit, names), SlotReader(hold, names)
+        self.writer, self.reader = writer_and_reader(limit, hold, names)
 
     def send(self, *buffers: Any) -> tuple[SlotMap, list[Any]]:
         """Write buffers as the worker does; the parent has read but not yet opened them."""
