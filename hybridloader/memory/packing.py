@@ -98,15 +98,16 @@ class Tensors:
     def reduce(self, tensor: torch.Tensor) -> Any:
         if len(self.met) >= self._few and (reduced := self._together(tensor)) is not None:
             return reduced
-        if not (tensor.requires_grad or self.bases):
+        name = name_of(tensor.dtype)
+        # For another dtype `numpy()` would raise, which takes as long as packing a small batch.
+        if name in NUMPY_HAS and not (tensor.requires_grad or self.bases):
             array: Any
             try:
                 array = tensor.numpy()
-            except (TypeError, RuntimeError):  # on a device, sparse, or of a dtype that numpy lacks
+            except (TypeError, RuntimeError):  # on a device, or sparse
                 array = None
             if array is not None and array.size and array.flags.c_contiguous:  # nearly all
                 self.met.append(tensor)
-                name = name_of(tensor.dtype)
                 return rebuild_tensor, (pickle.PickleBuffer(array), name, array.shape, None, False)
         return self._reduce(tensor)
 

@@ -130,7 +130,8 @@ def test_a_read_only_array_arrives_writable_as_a_copy_does(view: Any, size: int,
     assert back[0] is back[1]["again"]
     assert back[0].flags.writeable
     back[0][...] = 7
-    np.testing.assert_array_equal(array, view(np.arange(size, dtype=np.int64)))  # that of the sender is its own
+    unchanged = view(np.arange(size, dtype=np.int64))
+    np.testing.assert_array_equal(array, unchanged)  # that of the sender is its own
 
 
 def test_the_memory_of_a_read_only_array_lives_as_long_as_its_buffers() -> None:

@@ -308,3 +308,21 @@ def test_what_was_expanded_is_sent_once(dtype: torch.dtype, way: Any) -> None:
         assert_same(tensor, back)
         assert back.stride() == tensor.stride()
         assert back.untyped_storage().nbytes() < 64 + 3 * dtype.itemsize
+
+
+def test_numpy_is_not_asked_for_an_array_of_a_dtype_that_it_lacks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The exception that torch then raises takes 50 us, three times as long as packing two tensors."""
+    numpy, asked = torch.Tensor.numpy, list[torch.dtype]()
+
+    def noted(tensor: torch.Tensor) -> Any:
+        asked.append(tensor.dtype)
+        return numpy(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "numpy", noted)
+    sent = [torch.ones(3, dtype=torch.bfloat16), torch.ones(3)]
+    for back in (streamed(sent), through_slots(sent)):
+        assert_same(sent[0], back[0])
+    assert torch.bfloat16 not in asked
+    assert torch.float32 in asked
