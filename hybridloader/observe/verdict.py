@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hybridloader._support.store_use import StoreUse
 from hybridloader._support.text import size, time
@@ -38,6 +38,9 @@ STALL = 0.05
 LITTLE = 0.2
 """Same threshold if no stage was busy during most of the stall, as taking a prefetched batch costs time
 in which none is."""
+
+NEAR = 1.25
+"""A share within this factor of its threshold may be beyond it in the next run."""
 
 START = 0.2
 """From this share of the time on, waiting for the start, or before the prefetch was full, matters:
@@ -132,9 +135,17 @@ def judge(figures: Figures) -> Verdict:
     if found is not None:
         return found
     idle = max(figures.by_stage, default=0.0) <= figures.rest  # no stage was busy
-    if figures.share < (LITTLE if idle else STALL):
-        return _fast(figures)
-    return _of_none(figures) if idle else _of_stage(figures)
+    border = LITTLE if idle else STALL
+    if figures.share < border:
+        found = _fast(figures)
+    else:
+        found = _of_none(figures) if idle else _of_stage(figures)
+    if not border / NEAR < figures.share < border * NEAR:
+        return found
+    near = (
+        f"{found.evidence} Another run may have another verdict: this is near {border:.0%}, below "
+    )
+    return replace(found, evidence=f"{near}which the loop itself is the bottleneck.")
 
 
 def _slow_start(figures: Figures) -> Verdict | None:
@@ -445,7 +456,9 @@ def for_start(stage: StageRecord, *, late: bool) -> str:
 def for_cores(cores: CoreUse, kind: str | None) -> str:
     """Return the advice if there are too few cores."""
     more = "more workers will not help"
-    if kind == "waits":
+    if kind == "holds-gil":
+        more += ". Its threads also hold the GIL, so processes would do more"
+    elif kind == "waits":
         more = "or take more workers, which wait at the same time"
     others = None if cores.busy is None or cores.own is None else cores.busy - cores.own
     if others is not None and others >= OTHERS * cores.cores:
@@ -507,6 +520,8 @@ def _more_workers(figures: Figures, stage: StageRecord, kind: str | None) -> str
             each = ", each of which reads a part of the data" if stage.parts else ""
             return f"Give it workers that wait: num_workers={wanted} with backend='threads'{each}."
         more = f"try num_workers={wanted} ({workers} now)"
+        if not stage.in_process and "backend" in stage.options:
+            more = f"try backend='threads' with num_workers={wanted} ({workers} processes now)"
         threads = stage.options.get("threads_per_worker")
         if stage.parts:
             more += ", if the data has as many parts"

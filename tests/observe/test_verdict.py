@@ -197,7 +197,14 @@ TRUTHS: dict[str, tuple[Recording, str, str | None, str | None, str]] = {
         "cores",
         "map(f)",
         "holds-gil",
-        "Other programs",
+        "Its threads also hold the GIL, so processes would do more",
+    ),
+    "processes that sleep": (
+        recording(slept(stage(backend="fork", in_process=False))),
+        "stage",
+        "map(f)",
+        "waits",
+        "try backend='threads' with num_workers=4 (2 processes now)",
     ),
     "the second of three": (
         recording(stage("a", load=0.3), slept(stage("b")), stage("c", 8, load=0.3)),
@@ -273,6 +280,13 @@ def test_the_verdict_names_what_is_known_to_be_so(truth: str) -> None:
     assert (verdict.cause, verdict.stage, verdict.kind) == (cause, name, kind), str(verdict)
     assert advice in verdict.advice, str(verdict)
     assert any(letter.isdigit() for letter in verdict.evidence), "a figure is behind it"
+
+
+@pytest.mark.parametrize(("wait", "near"), [(0.3, False), (0.45, True), (0.6, True), (0.7, False)])
+def test_a_share_near_the_threshold_is_reported_as_near(wait: float, near: bool) -> None:
+    verdict = stats_of(recording(stage(), wait=wait / 100, step=(10 - wait) / 100)).verdict
+    assert verdict.cause == ("loop" if wait < 0.5 else "stage")
+    assert ("Another run may have another verdict: this is near 5%" in verdict.evidence) == near
 
 
 SECONDS = (
