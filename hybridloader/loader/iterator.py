@@ -340,7 +340,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             self._watch = None
         else:
             self._watch = DatasetChanges(self._dataset) if self._persistent_workers else None
-        self._seeds = self._new_seeds()
+        self._origin = self._new_origin()
         self._pinner = pinner_for(options.device, pin_memory=bool(plan.pin_memory))
         self._pin_thread: PinThread | None = None
         if self._pinner is not None and self._num_workers and not self._backend.in_caller:
@@ -408,7 +408,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             base_seed=int(self._base_seed),
             init_fn=for_workers(self._worker_init_fn, self._backend),
             shared_seed=self._shared_seed,
-            seeding=self._seeds.origin,
+            seeding=self._origin,
             starts=self._pass_start.starts,
             reports_state=self._plan.state_every > 0,
         )
@@ -473,12 +473,10 @@ class LoaderIterator(_BaseDataLoaderIter):
         with self._pass_start.generators_restored():
             super()._reset(loader)
             self._resume()
-        seeds, before = self._new_seeds(), self._seeds
-        if self._pass_start.loads or (before.origin is not None and seeds.seed != before.seed):
+        before, origin = self._origin, self._new_origin()
+        self._origin = origin
+        if self._pass_start.loads or (before and origin and before.seed != origin.seed):
             self._stage.close()
-            self._seeds = seeds
-        else:
-            before.begin(self._pass_start.epoch)
 
     @property
     def _drawn(self) -> Drawn:
@@ -491,16 +489,23 @@ class LoaderIterator(_BaseDataLoaderIter):
             self._dataset = seed_datapipe(self._dataset, drawn.shared_seed)
         self._sampler_iter, self._base_seed, self._shared_seed = drawn
 
-    def _new_seeds(self) -> PassSeeds:
+    def _new_origin(self) -> Origin | None:
+        """Return seed and epoch of the samples, for workers; None if samples are not seeded.
+
+        This draws nothing: a policy without a seed uses the seed that torch has drawn for the workers.
+        """
         plan, start = self._plan, self._pass_start
-        return PassSeeds(
+        origin = origin_of(
             plan.options.seeding,
             int(self._base_seed),
-            start.epoch,
             threads=plan.on_threads,
             several=plan.options.threads_per_worker > 1,
-            stays=start.seed_stays,
         )
+        if origin is None or not (origin.kind is Kind.SAMPLE or start.seed_stays):
+            # torch's workers have no epoch. So a script that resumes by restoring the generator, and
+            # counts epochs from 0 again, draws the same numbers.
+            return origin
+        return replace(origin, epoch=start.epoch)
 
     def _begin(self, changes: tuple[Change, ...] = ()) -> None:
         """Begin an epoch, without errors and waiting samples."""
@@ -547,8 +552,9 @@ class LoaderIterator(_BaseDataLoaderIter):
     ) -> Results:
         """Begin an epoch of the stage; return its results, for this thread."""
         stage, thread = self._stage, self._pin_thread
+        epoch = 0 if self._origin is None else self._origin.epoch  # by which samples are seeded
         if thread is None:
-            stage.begin(source, self._shared_seed, changes, self._seeds.epoch)
+            stage.begin(source, self._shared_seed, changes, epoch)
             return stage
         # torch draws this many before the first batch. An iterable dataset ignores indices.
         window = self._prefetch_factor * self._num_workers
@@ -560,7 +566,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             source,
             seed,
             changes,
-            self._seeds.epoch,
+            epoch,
             window=window,
             first=first,
             observation=self._observation,
@@ -584,7 +590,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             record = self._plan.record
             epoch = 0 if record.budget is None else record.budget.epoch + 1
             self._budget = record.budget = ErrorBudget(self._on_error, "DataLoader", epoch)
-        collate = self._seeds.collating(self._collate_fn, lambda: progress.yielded)
+        collate = _seeded(self._collate_fn, self._origin, lambda: progress.yielded)
         pin = None if self._pinner is None or self._pin_thread is None else self._pinner.here
         # The pinning thread does not see batches that are made here.
         collate_fn = collate if pin is None else lambda samples: pin(collate(samples))
@@ -695,57 +701,23 @@ def _last(results: Results, *, workers: bool) -> tuple[int | None, Outcome | Non
     return last.worker if workers else None, outcome
 
 
-class PassSeeds:
-    """Seeds of one loader iterator with the workers' seed `base_seed` and the first epoch `epoch`.
+def _seeded(
+    collate_fn: Callable[[Any], Any], origin: Origin | None, number: Callable[[], int]
+) -> Callable[[Any], Any]:
+    """Return `collate_fn` for batches that this process makes of samples left over from others.
 
-    This draws nothing: a policy without a seed uses the seed that torch has drawn for the workers.
+    Each call is seeded by the `number` of the batch in the epoch, which a state also has. It leaves the
+    caller's generators unchanged.
     """
+    if origin is None:
+        return collate_fn
+    rng = SampleRng(origin, 0)
 
-    def __init__(
-        self,
-        seeding: Any,
-        base_seed: int,
-        epoch: int,
-        *,
-        threads: bool,
-        several: bool,
-        stays: bool,  # several epochs use the seed, because the workers are persistent
-    ) -> None:
-        self._origin = origin = origin_of(seeding, base_seed, threads=threads, several=several)
-        asked = origin is not None and origin.kind is Kind.SAMPLE
-        self.seed = base_seed if origin is None else origin.seed
-        # torch's workers have no epoch. So a script that resumes by restoring the generator, and counts
-        # epochs from 0 again, draws the same numbers.
-        self._counts = asked or stays
-        self.begin(epoch)
+    def collate(samples: Any) -> Any:
+        with kept():
+            return rng.call(COLLATE, b"refilled/%d" % number(), collate_fn, samples)
 
-    def begin(self, epoch: int) -> None:
-        """Begin epoch number `epoch`."""
-        self.epoch = epoch if self._counts else 0  # by which samples are seeded
-
-    @property
-    def origin(self) -> Origin | None:
-        """Seed and epoch, for workers; None if samples are not seeded."""
-        return self._origin and replace(self._origin, epoch=self.epoch)
-
-    def collating(
-        self, collate_fn: Callable[[Any], Any], number: Callable[[], int]
-    ) -> Callable[[Any], Any]:
-        """Return `collate_fn` for batches that this process makes of samples left over from others.
-
-        Each call is seeded by the `number` of the batch in the epoch, which a state also has. It leaves
-        the caller's generators unchanged.
-        """
-        origin = self.origin
-        if origin is None:
-            return collate_fn
-        rng = SampleRng(origin, 0)
-
-        def collate(samples: Any) -> Any:
-            with kept():
-                return rng.call(COLLATE, b"refilled/%d" % number(), collate_fn, samples)
-
-        return collate
+    return collate
 
 
 class _WeakLoaderMethod:
