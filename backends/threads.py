@@ -228,7 +228,7 @@ class _TaskSharing:
             with self._lock:
                 if not self._known:
                     # Without failed tasks: otherwise a loader whose tasks all fail would keep them.
-                    self._held = [*(task for task in self._held if task.items), shared]
+                    self._held = [task for task in self._held if task.items] + [shared]
                     self._inboxes[worker].put(shared)
                     return True
         if not self.shares:
@@ -291,12 +291,12 @@ class _ThreadCrew(Crew):
         made = thread_worker(worker, spec, copies=self._copies)
         opened = None if spec.init_fn is None else threading.Event()
         thread = _Thread(made, spec.stage, self._slots, self._report, opened)
-        seeding = spec.seeding
-        shares = spec.sharable and (seeding is None or seeding.kind is not Kind.WORKER)
-        if worker == 0 and shares and not self._copies:
-            # `init_fn` may seed generators; this is known only after it has run.
-            waits = spec.init_fn is None and spec.fetch.waits
-            self._sharing = _TaskSharing(spec.workers, spec.fetch.samples_of, waits=waits)
+        if worker == 0 and not self._copies and spec.sharable:
+            seeding = spec.seeding
+            if seeding is None or seeding.kind is not Kind.WORKER:
+                # `init_fn` may seed generators; this is known only after it has run.
+                waits = spec.init_fn is None and spec.fetch.waits
+                self._sharing = _TaskSharing(spec.workers, spec.fetch.samples_of, waits=waits)
         if self._sharing is not None:
             self._sharing.join(made, thread.messages)
         self.place(worker, thread)

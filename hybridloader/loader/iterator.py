@@ -398,7 +398,8 @@ class LoaderIterator(_BaseDataLoaderIter):
         separate = not self._backend.in_caller and not self._sends_states
         self._reorder = self._plan.reorder if separate else None
         self._dispatch = self._rule_of_dispatch()
-        warn_of_few_shards(self._dataset, self._num_workers, "DataLoader")
+        if self._plan.iterable:
+            warn_of_few_shards(self._dataset, self._num_workers, "DataLoader")
         if self._pass_start.loads:
             self._dispatch = ResumedDispatch(self._dispatch)
         spec = WorkerSpec(

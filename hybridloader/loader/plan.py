@@ -108,7 +108,7 @@ class LoaderPlan:
             return None
         return ReorderLimit(int(self.num_workers)) if self.samplers.unobserved else None
 
-    @property
+    @functools.cached_property
     def seeded_by_sample(self) -> bool:
         """True if the random numbers of a sample don't depend on its worker."""
         return isinstance(parse_seeding(self.options.seeding), SampleSeeding)
@@ -119,9 +119,8 @@ class LoaderPlan:
         backend = self.backend
         return self.num_workers > 0 and backend.in_process and not backend.in_caller
 
-    @property
     def takes_arrays(self) -> bool:
-        """True if the dataset takes an array of indices and no other code reads the indices."""
+        """Return True if the dataset takes an array of indices and no other code reads the indices."""
         if self.seeded_by_sample or self.options.on_error != "raise" or not self.in_order:
             # With `in_order=False`, a state has the indices that were not returned yet.
             return False

@@ -688,7 +688,7 @@ class PassStart:
         if progress.iterable:
             progress.begin(first, None)
             return indices
-        indices = self._plan.samplers.drawn_in_batches(indices, arrays=self._plan.takes_arrays)
+        indices = self._plan.samplers.drawn_in_batches(indices, self._plan.takes_arrays)
         repeated = self._repeated()
         progress.begin(first, ahead, repeated)
         access = self._plan.samplers.state_access(indices)
