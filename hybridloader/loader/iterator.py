@@ -46,7 +46,7 @@ from hybridloader.fetching.shards import share_of
 from hybridloader.loader.plan import LoaderPlan
 from hybridloader.loader.progress import FullBatches, Progress, Results
 from hybridloader.loader.record import LoaderObservation
-from hybridloader.loader.state import Drawn, PassStart, ResumedDispatch
+from hybridloader.loader.state import Begins, Drawn, PassStart, ResumedDispatch
 from hybridloader.observe.headroom_trials import KeptBatches, Reuse
 from hybridloader.observe.measures import LoopWaits, TimedPulls
 from hybridloader.observe.observation import is_observed
@@ -460,7 +460,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         torch's workers have the seed that was drawn before they started; this second one is unused.
         """
         shared_seed = self._shared_seed
-        if self._pass_start.resume is None:
+        if self._pass_start.resume.begins is Begins.AS_TORCH:
             super()._reset(loader, first_iter=True)
         elif shared_seed is not None and loader.generator is not None:
             _share_dist_seed(loader.generator, self._pg)  # type: ignore[no-untyped-call]
@@ -479,13 +479,10 @@ class LoaderIterator(_BaseDataLoaderIter):
         if self._pass_start.loads or (before and origin and before.seed != origin.seed):
             self._stage.close()
 
-    @property
-    def _drawn(self) -> Drawn:
-        return Drawn(self._sampler_iter, int(self._base_seed), self._shared_seed)
-
     def _resume(self) -> None:
         """Replace the values that torch's base class has drawn by those of the state."""
-        drawn = self._pass_start.resumed(self._drawn)
+        drawn = Drawn(self._sampler_iter, int(self._base_seed), self._shared_seed)
+        drawn = self._pass_start.resumed(drawn)
         if drawn.shared_seed is not None and drawn.shared_seed != self._shared_seed:
             self._dataset = seed_datapipe(self._dataset, drawn.shared_seed)
         self._sampler_iter, self._base_seed, self._shared_seed = drawn
@@ -512,7 +509,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         """Begin an epoch, without errors and waiting samples."""
         start, stage = self._pass_start, self._stage
         del self._pass_start
-        progress = self._progress = start.progress(self._drawn)
+        progress = self._progress = start.progress(int(self._base_seed), self._shared_seed)
         progress.exhausted = stage.exhausted
         if isinstance(self._dispatch, ResumedDispatch):
             start.direct(self._dispatch)
@@ -533,7 +530,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         self._next_batch = batches.__next__
         if self._plan.state_every:
             self._wait_for_workers(progress)
-        if start.resume is not None:
+        if start.resume.begins is not Begins.AS_TORCH:
             self._num_yielded = progress.yielded
             self._discard(start.resume.discard)
 

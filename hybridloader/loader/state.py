@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import cached_property, partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -62,19 +63,24 @@ VERSION = 1
 OWN = "_hybridloader"
 
 
+class Begins(Enum):
+    """How an epoch begins."""
+
+    AS_TORCH = 0  # at its beginning, with torch's draws, which are recorded and not changed
+    FRESH = 1  # at its beginning, by the steps of a saved loader
+    HERE = 2  # after the items that were returned
+    EMPTY = 3  # at its end: nothing is left of it
+    OVER = 4  # an edit of the state declares the epoch over: the next one begins
+
+
 @dataclass
 class ResumePoint:
-    """Position at which an epoch resumes, read from a state."""
+    """Position at which an epoch begins, read from a state if one was loaded."""
 
     replay: SamplerReplay
     """Description of how the sampler's iterator was made."""
     epoch: int
-    fresh: bool = False
-    """True if the epoch begins at its beginning: the previous one was over, or none had begun."""
-    empty: bool = False
-    """True if nothing is left of the epoch."""
-    over: bool = False
-    """True if an edit of the state declares the epoch over, so that the next one begins."""
+    begins: Begins = Begins.HERE
     count: int = 0
     """Number of the sampler's items that were returned, without `discard`."""
     yielded: int = 0
@@ -108,7 +114,7 @@ class ResumePoint:
     @property
     def next_epoch(self) -> int:
         """Number of the resumed epoch; if that is over, of the next one."""
-        return max(0, self.epoch - self.empty) + self.over
+        return max(0, self.epoch - (self.begins is Begins.EMPTY)) + (self.begins is Begins.OVER)
 
 
 def agreement(plan: LoaderPlan) -> dict[str, Any]:
@@ -288,13 +294,13 @@ def _read(plan: LoaderPlan, state: Mapping[str, Any], own: Mapping[str, Any]) ->
     resume = ResumePoint(replay, own["epoch"], base_seed=seed, shared_seed=state["_shared_seed"])
     resume.dataset, resume.as_they_stand = state["dataset_state"], generators is None
     if not within:
-        resume.empty = own["at"] == END and not finished
-        resume.fresh, resume.shared_seed = not resume.empty, None
-        if resume.fresh and state["_num_workers"] == plan.num_workers:
+        resume.begins = Begins.EMPTY if own["at"] == END and not finished else Begins.FRESH
+        resume.shared_seed = None
+        if resume.begins is Begins.FRESH and state["_num_workers"] == plan.num_workers:
             _read_workers(plan, state, own, resume, edited=False)
         return resume
     count, edited = _count_of(plan, state, own)
-    resume.over, resume.count = finished, count
+    resume.begins, resume.count = Begins.OVER if finished else Begins.HERE, count
     resume.yielded = count if edited else state["_num_yielded"]
     resume.discard = own.get("again", 0)
     if not edited:
@@ -488,10 +494,6 @@ def _frozen(state: Any) -> Any:
 # -- Start of an epoch of a loader: at its beginning, or at the position of a state.
 #
 # A loaded state is applied in this order: the generators, the sampler, the dataset; then workers start.
-# For a loader without a loaded state, only the start of the epoch is recorded.
-
-
-_NOTHING = nullcontext()
 
 
 class ResumedDispatch:
@@ -536,19 +538,23 @@ class PassStart:
                 undo_load(thing)
         self.loads = state is not None
         """True if a state was loaded."""
-        self.replay, as_torch = _replay_now(plan, again=again)
-        resume = None if state is None else read(plan, state)
-        if resume is None and before is not None and not as_torch:
-            resume = ResumePoint(self.replay, plan.epoch, fresh=True)
-            if plan.seeded_by_sample and "seed" not in self.replay.steps:
+        now, as_torch = _replay_now(plan, again=again)
+        if state is not None:
+            resume = read(plan, state)
+        elif before is None or as_torch:
+            resume = ResumePoint(now, plan.epoch, Begins.AS_TORCH)
+        else:
+            resume = ResumePoint(now, plan.epoch, Begins.FRESH)
+            if plan.seeded_by_sample and "seed" not in now.steps:
                 resume.base_seed = before.base_seed
-        self.resume = resume
-        """Position at which the epoch resumes; None if it begins at its beginning, as in torch."""
-        if resume is not None and resume.fresh:
+        if resume.begins is Begins.FRESH:
             resume.replay = resume.replay.at_later_epoch(samplers)
-        if resume is not None and resume.as_they_stand:
+        if resume.as_they_stand:
             resume.replay = SamplerReplay.of(samplers, resume.replay.steps)
-        self.epoch = plan.epoch if resume is None else resume.next_epoch
+        self.resume = resume
+        """Position at which the epoch begins."""
+        self.replay = now if resume.begins is Begins.OVER else resume.replay
+        self.epoch = resume.next_epoch
         """Number of the epoch."""
         self._eager = False
         self._default: Any = None  # state of torch's default generator before the epoch
@@ -556,21 +562,23 @@ class PassStart:
     @property
     def seed_stays(self) -> bool:
         """True if later epochs use the same seed for the workers."""
-        replay = self.replay if self.resume is None else self.resume.replay
-        if replay.later is not None:
-            return "seed" not in replay.later
+        later = self.resume.replay.later
+        if later is not None:
+            return "seed" not in later
         return bool(self._plan.persistent_workers and self._plan.num_workers)
 
-    def generators_restored(self) -> AbstractContextManager[None]:
-        """Set the generators to the state while the sampler's iterator is made."""
-        return _NOTHING if self.resume is None else self._restored(self.resume)
-
     @contextmanager
-    def _restored(self, resume: ResumePoint) -> Iterator[None]:
+    def generators_restored(self) -> Iterator[None]:
+        """Set the generators to the state while the sampler's iterator is made."""
+        resume = self.resume
+        if resume.begins is Begins.AS_TORCH:
+            yield
+            return
         before = torch.get_rng_state()
         saved = resume.replay.generators.get(DEFAULT, before)
         # If the training code has restored torch's generator, a new epoch draws from it as usual.
-        keeps = resume.as_they_stand or (resume.fresh and torch.equal(saved, before))
+        fresh = resume.begins is Begins.FRESH
+        keeps = resume.as_they_stand or (fresh and torch.equal(saved, before))
         self._eager, self._default = not keeps, before
         try:
             self._plan.samplers.set_generators(resume.replay.generators, resume.replay.epoch)
@@ -588,19 +596,19 @@ class PassStart:
 
     def resumed(self, drawn: Drawn) -> Drawn:
         """Return `drawn`, torch's draws for a new epoch, with the values of the loaded state."""
-        resume, plan = self.resume, self._plan
-        if resume is None:
+        resume, plan, begins = self.resume, self._plan, self.resume.begins
+        if begins is Begins.AS_TORCH:
             return drawn
         if resume.base_seed is not None:
             drawn = drawn._replace(base_seed=resume.base_seed)
         if resume.shared_seed is not None:
             drawn = drawn._replace(shared_seed=resume.shared_seed)
-        if plan.iterable and not (resume.fresh and drawn.shared_seed is None):
-            if resume.as_they_stand and resume.over and resume.base_seed is None:
+        if plan.iterable and not (begins is Begins.FRESH and drawn.shared_seed is None):
+            if resume.as_they_stand and begins is Begins.OVER and resume.base_seed is None:
                 # A different seed from that of the finished epoch.
                 return drawn._replace(base_seed=plan.samplers.draw_seed())
             return drawn
-        if resume.fresh:  # undo torch's draws: they are drawn again, or must not be drawn
+        if begins is Begins.FRESH:  # undo torch's draws: they are drawn again, or must not be drawn
             torch.set_rng_state(self._default)
         indices, seed = self._indices(resume)
         if resume.base_seed is None and seed is not None:
@@ -609,10 +617,10 @@ class PassStart:
 
     def _indices(self, resume: ResumePoint) -> IndicesAndSeed:
         samplers, replay = self._plan.samplers, resume.replay
-        if resume.empty:  # the next epoch begins as if this one had just ended
+        if resume.begins is Begins.EMPTY:  # the next epoch begins as if this one had just ended
             replay.restore(samplers)
             return iter(()), None
-        if resume.over:
+        if resume.begins is Begins.OVER:
             return self._indices_of_next_pass(resume)
         if resume.sampler is not None:
             found = load_sampler(
@@ -657,21 +665,20 @@ class PassStart:
             self.replay = self.replay._replace(start=resume.sampler.sampler)
         return self.replay.indices(samplers, 0, None, eager=True)
 
-    def progress(self, drawn: Drawn) -> Progress:
+    def progress(self, base_seed: int, shared_seed: int | None) -> Progress:
         """Make the progress of this epoch, and record it as the loader's."""
         plan, resume, record = self._plan, self.resume, self._plan.record
         made = Progress(self.replay, self.epoch, plan.num_workers, iterable=plan.iterable)
-        made.base_seed, made.shared_seed = int(drawn.base_seed), drawn.shared_seed
+        made.base_seed, made.shared_seed = base_seed, shared_seed
         made.division = self.division
         before = record.progress if self._again else None
         if before is not None and before.finished and before.stateful:
             made.resume_workers(before.ends())
-        if resume is not None and self.loads:
+        if self.loads:
             log(INFO, "loader: resumes in epoch %d after %d batches", self.epoch, resume.yielded)
-        if resume is not None and not resume.over:
-            made.replay, made.finished = resume.replay, resume.empty
-            made.yielded, made.count = resume.yielded, resume.count
-            made.resumed_at = made.yielded
+        if resume.begins is not Begins.OVER:
+            made.finished, made.count = resume.begins is Begins.EMPTY, resume.count
+            made.yielded = made.resumed_at = resume.yielded
             if resume.count and not plan.iterable:
                 state, number = resume.sampler, resume.count - resume.since
                 made.at = resume.count - 1, UNKNOWN, state and SamplerCheckpoint(number, state)
@@ -701,21 +708,18 @@ class PassStart:
     def _repeated(self) -> list[Any]:
         """Items that are fetched again before the sampler continues."""
         resume = self.resume
-        if resume is None:
-            return []
-        repeated: list[Any] = []
-        if resume.apart:
-            apart = PartialBatch(resume.apart)
-            size = self._plan.batch_size or 0
-            apart.wanted = size if 0 < size <= len(apart) else 0
-            repeated.append(apart)
-        return [*repeated, *resume.whole]
+        if not resume.apart:
+            return resume.whole
+        apart = PartialBatch(resume.apart)
+        size = self._plan.batch_size or 0
+        apart.wanted = size if 0 < size <= len(apart) else 0
+        return [apart, *resume.whole]
 
     def direct(self, dispatch: ResumedDispatch) -> None:
         """Have `dispatch` give the first tasks to the workers whose turn it is."""
         dispatch.first, dispatch.last = (), None
         resume = self.resume
-        if resume is None or resume.fresh or resume.over:
+        if resume.begins not in (Begins.HERE, Begins.EMPTY):
             return
         if self._plan.iterable:
             dispatch.first, dispatch.last = resume.first, resume.last
@@ -728,7 +732,7 @@ class PassStart:
         plan, resume = self._plan, self.resume
         if not plan.iterable:
             return None
-        if resume is not None and resume.division is not None and not resume.over:
+        if resume.division is not None and resume.begins is not Begins.OVER:
             return resume.division
         return ShardDivision.of(plan.dataset, plan.readers)
 
@@ -736,10 +740,10 @@ class PassStart:
     def starts(self) -> tuple[ShardStart, ...]:
         """Positions at which the workers begin."""
         resume, plan = self.resume, self._plan
-        if resume is None or not resume.starts:
-            loaded = resume is not None and resume.dataset is not None and not plan.num_workers
+        if not resume.starts:
+            loaded = resume.dataset is not None and not plan.num_workers
             return (ShardStart(next_epoch=True),) if loaded and plan.iterable else ()
-        if resume.over and not any(start.next_epoch for start in resume.starts):
+        if resume.begins is Begins.OVER and not any(start.next_epoch for start in resume.starts):
             return ()
         rereads = any(s.skip > s.position and not s.stateful for s in resume.starts)
         if rereads and self._plan.iterable and self.division is None:
