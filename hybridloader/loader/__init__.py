@@ -4,7 +4,8 @@
   the loader once.
 - The iterator (`iterator`) runs an epoch of the plan. `state` begins the epoch, and `progress`
   counts it.
-- The state (`state`, `torchdata_form`) is a dict of these counts and the samplers' states.
+- The state (`state`) is a dict of these counts and the samplers' states; `stateful_dataloader`
+  converts it to torchdata's form.
 
 Imports go from the front to the iterator, then to the state, then to the plan and `progress`.
 """

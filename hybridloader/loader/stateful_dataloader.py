@@ -1,39 +1,49 @@
 """`StatefulDataLoader`, a replacement for torchdata's, with its order and states, on the engine.
 
 It differs from `DataLoader` in two respects: ``shuffle=True`` draws as torchdata's sampler does, and
-states have torchdata's form. This module does not know the contents of a state.
+states have torchdata's form.
 """
 
 from __future__ import annotations
 
+import base64
+import functools
 import inspect
 import sys
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.utils.data import BatchSampler, IterableDataset
 
+from hybridloader._support.states import copied, is_stateful
 from hybridloader._support.text import whole
-from hybridloader.loader import torchdata_form
+from hybridloader._support.user_objects import described, length_of
+from hybridloader.errors import StateError
 from hybridloader.loader.dataloader import DataLoader
+from hybridloader.loader.options import OptionWords, in_keywords
+from hybridloader.loader.plan import LoaderPlan
 from hybridloader.loader.record import record_of
-from hybridloader.loader.samplers import BatchOrder, RandomOrder
-from hybridloader.loader.state import state_of
+from hybridloader.loader.samplers import BatchOrder, RandomOrder, steps_of
+from hybridloader.loader.state import (
+    OWN,
+    VERSION,
+    WITHIN,
+    agreement,
+    given,
+    snapshots_of,
+    state_of,
+)
 
 if TYPE_CHECKING:
     from multiprocessing.context import BaseContext
 
-    import torch
     from torch.utils.data import Dataset, Sampler
     from torch.utils.data.dataloader import _BaseDataLoaderIter
+    from typing_extensions import Unpack
 
-    from hybridloader.devices.pinning import Transfer
     from hybridloader.engine.contract import Backend
-    from hybridloader.engine.stage import RestartPolicy
-    from hybridloader.fetching.on_error import Replace, Retry, Skip
-    from hybridloader.memory.accelerator import Accelerator
-    from hybridloader.observe.observation import Observe
-    from hybridloader.seeding.sample_rng import SampleSeeding
 
 _OURS = inspect.signature(DataLoader).parameters
 
@@ -89,6 +99,7 @@ device, observe
     def _state_every(self) -> int:  # type: ignore[override]
         return self.snapshot_every_n_steps or sys.maxsize
 
+    @in_keywords
     def __init__(
         self,
         dataset: Dataset[Any],
@@ -111,23 +122,16 @@ device, observe
         in_order: bool = True,
         snapshot_every_n_steps: int | None = 1,
         backend: str | Backend | None = None,
-        threads_per_worker: int = 1,
-        on_error: str | Skip | Retry | Replace = "raise",
-        on_worker_death: str | RestartPolicy = "raise",
-        task_timeout: float = 0,
-        seeding: str | SampleSeeding | None = None,
-        shard_remainders: str = "keep",
-        device: str | torch.device | Accelerator | Transfer | None = None,
-        observe: bool | Observe = False,
+        **options: Unpack[OptionWords],
     ) -> None:
-        given = dict(locals())
+        passed = dict(locals())
         self.snapshot_every_n_steps = snapshot_every_n_steps
         if snapshot_every_n_steps is not None:
             whole("snapshot_every_n_steps", snapshot_every_n_steps, 0)
         ordered = sampler is not None or batch_sampler is not None
         if shuffle and not ordered and not isinstance(dataset, IterableDataset):
-            given["sampler"], given["shuffle"] = RandomOrder(dataset, generator), None  # type: ignore[arg-type]
-        super().__init__(**{name: given[name] for name in given.keys() & _OURS.keys()})
+            passed["sampler"], passed["shuffle"] = RandomOrder(dataset, generator), None  # type: ignore[arg-type]
+        super().__init__(**{n: passed[n] for n in passed.keys() & _OURS.keys()}, **options)
         if batch_sampler is None and type(self.batch_sampler) is BatchSampler:
             made = self.batch_sampler
             # torch's loader refuses a new one after its construction, and passing a `batch_sampler`
@@ -143,9 +147,9 @@ device, observe
         return begun
 
     def _get_iterator(self) -> _BaseDataLoaderIter:
-        given = record_of(self).given
-        if isinstance(given, torchdata_form.WorkersDiffer):
-            raise given
+        saved = record_of(self).given
+        if isinstance(saved, WorkersDiffer):
+            raise saved
         return super()._get_iterator()
 
     def _drop_begun(self) -> _BaseDataLoaderIter | None:
@@ -174,8 +178,12 @@ device, observe
         if record.progress is None and record.loaded is None:
             self._iterator = self._get_iterator()
             self._begun = True
+        if record.given is not None and not isinstance(record.given, WorkersDiffer):
+            if record.loaded is not None:  # not used yet
+                return dict(copied(record.given))
+            record.given = None
         plan = self._plan_ahead()
-        return torchdata_form.state_of(plan, state_of(plan, stays=self._iterator is not None))
+        return written(plan, state_of(plan, stays=self._iterator is not None))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Resume from `state_dict` at the next ``iter()``.
@@ -193,4 +201,265 @@ device, observe
             `AssertionError`, as in torchdata.
         """
         self._drop_begun()
-        torchdata_form.load(self._plan_ahead(), state_dict, super().load_state_dict)
+        record = record_of(self)
+        record.given = None
+        try:
+            super().load_state_dict(read(self._plan_ahead(), state_dict))
+            record.given = copied(dict(state_dict))
+        except WorkersDiffer as error:  # raised by `iter`
+            super().load_state_dict({})
+            record.given = error
+
+
+# -- States in torchdata's form, which has two shapes, one without workers and one with workers.
+#
+# The state of the `DataLoader` is in it as plain values, under one key that torchdata ignores, `OWN`.
+# That is the state which is loaded, with the counts that frameworks edit. A state without that key was
+# saved by torchdata. It has no state of torch's generators, so these stay as they are, as in torchdata.
+
+
+_SHARED = ("_sampler_iter_yielded", "_IterableDataset_len_called", "_shared_seed")
+"""Keys of both of torchdata's shapes that the state of a `DataLoader` has under the same names."""
+
+_NO_FETCHER = {"dataset_iter_state": None, "fetcher_ended": False}
+
+
+class WorkersDiffer(StateError, AssertionError):
+    """The state is of another number of workers, each of which has a part. torchdata asserts this."""
+
+
+# -- writing -----------------------------------------------------------------------------------------
+
+
+def written(plan: LoaderPlan, own: dict[str, Any]) -> dict[str, Any]:
+    """Return `own`, a state of a `DataLoader`, in torchdata's form."""
+    finished, progress = own["_iterator_finished"], plan.record.progress
+    main = {name: own[name] for name in _SHARED}
+    main["_index_sampler_state"], main["_sampler_iter_state"] = _sampler_states(plan, own)
+    places = own["_worker_snapshots"] or {}
+    if finished and progress is not None:
+        # torchdata writes states of the end even if no worker stays.
+        places = snapshots_of([end._replace(ended=True) for end in progress.ends()])
+    texts = {name: _text(state) for name, state in own[OWN]["generators"].items()}
+    more = {"state": {**own, OWN: {**own[OWN], "generators": texts}}}
+    workers = own["_num_workers"]
+    readers = max(1, workers)
+    snapshots = {name: _worker(plan, number, places.get(name)) for number, name in _names(readers)}
+    if not workers:
+        only = snapshots["worker_0"]
+        state, fetcher = only["dataset_state"], only["fetcher_state"]
+        itself = state is None and fetcher is not None and fetcher["dataset_iter_state"] is not None
+        within = plan.iterable and not finished
+        return {
+            **main,
+            "_num_yielded": own["_num_yielded"],
+            "fetcher_state": fetcher,
+            "dataset_state": state if within or itself else own["dataset_state"],
+            "_iterator_finished": finished,
+            OWN: more,
+        }
+    last = own["_last_yielded_worker_id"]
+    if finished and progress is not None:
+        last = progress.last_worker
+    return {
+        "_snapshot": {
+            "_snapshot_step": own["_num_yielded"],
+            "_last_yielded_worker_id": last if last >= 0 else readers - 1,
+            "_main_snapshot": {
+                "_num_workers": readers,
+                **main,
+                "_base_seed": own["_base_seed"],
+            },
+            "_worker_snapshots": snapshots,
+        },
+        "_steps_since_snapshot": 0,
+        "_iterator_finished": finished,
+        OWN: more,
+    }
+
+
+def _names(workers: int) -> list[tuple[int, str]]:
+    return [(number, f"worker_{number}") for number in range(workers)]
+
+
+def _worker(plan: LoaderPlan, number: int, place: Mapping[str, Any] | None) -> dict[str, Any]:
+    fetcher = _NO_FETCHER if place is None else place["fetcher_state"]
+    return {
+        "worker_id": number,
+        "dataset_state": None if place is None else place["dataset_state"],
+        "fetcher_state": dict(fetcher) if plan.iterable else None,
+    }
+
+
+def _sampler_states(plan: LoaderPlan, own: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return the states of the loader's sampler and of its iterator."""
+    within, progress = own["_index_sampler_state"] or {}, plan.record.progress
+    sampler, iterator = within.get("sampler_state"), own["_sampler_iter_state"]
+    if own["_iterator_finished"] or own[OWN]["since"]:
+        # torchdata writes those after the last returned item; a `DataLoader` writes earlier ones, or
+        # those of the next epoch.
+        at = None if progress is None else progress.at
+        checkpoint = None if at is None else at[2]
+        sampler = None if checkpoint is None else given(checkpoint.state.sampler)
+        iterator = None if checkpoint is None else given(checkpoint.state.iterator)
+    elif sampler is None and not own["_sampler_iter_yielded"]:
+        sampler = copied(own[OWN]["start"])
+    if plan.batch_size is None:
+        # torchdata asks the iterator of the loader's own batch sampler only.
+        return sampler, iterator
+    samples = own["_sampler_iter_yielded"] * plan.batch_size
+    if not plan.iterable:
+        samples = min(samples, length_of(plan.sampler) or samples)
+    found = {"samples_yielded": samples, **(iterator or {})}
+    if sampler is not None:
+        found["sampler_state"] = sampler
+    return None, found
+
+
+def _text(state: Any) -> str:
+    """Return the state of a generator, about 5 kB, as a text of that size."""
+    return _packed(state.numpy().tobytes())
+
+
+@functools.lru_cache(maxsize=8)  # the result is the same during an epoch, and takes 60 us
+def _packed(state: bytes) -> str:
+    return base64.b64encode(zlib.compress(state, 1)).decode()
+
+
+# -- reading -----------------------------------------------------------------------------------------
+
+
+def read(plan: LoaderPlan, state: Any) -> dict[str, Any]:
+    """Return `state` as one of a `DataLoader`. Raises `WorkersDiffer` for another number of workers."""
+    if not isinstance(state, Mapping):
+        raise StateError(f"the state of a loader is a dict, got {type(state).__name__}")
+    if not state or ("_snapshot" not in state and "_num_workers" in state):
+        return dict(state)  # none, or a `DataLoader`'s
+    try:
+        return _read(plan, state)
+    except StateError:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise StateError(
+            f"the state is not from a StatefulDataLoader of torchdata or hybridloader, or was truncated "
+            f"({described(error)}); it has {sorted(map(str, state))}"
+        ) from error
+
+
+def _read(plan: LoaderPlan, state: Mapping[str, Any]) -> dict[str, Any]:
+    if "_snapshot" in state:
+        taken = state["_snapshot"]
+        main, snapshots = taken["_main_snapshot"], dict(taken["_worker_snapshots"])
+        yielded, last = taken["_snapshot_step"], taken["_last_yielded_worker_id"]
+        workers, again = main["_num_workers"], state["_steps_since_snapshot"]
+    else:
+        main, yielded, last = {"_base_seed": 0, **state}, state["_num_yielded"], -1
+        workers, again = 0, 0
+        only = {name: state[name] for name in ("dataset_state", "fetcher_state")}
+        snapshots = {"worker_0": {"worker_id": 0, **only}}
+    _check_workers(plan, workers, snapshots)
+    edited = {
+        "_sampler_iter_yielded": main["_sampler_iter_yielded"],
+        "_num_yielded": yielded,
+        "_iterator_finished": state["_iterator_finished"],
+    }
+    if OWN in state:
+        if "state" not in state[OWN]:
+            raise StateError("an earlier version of hybridloader saved the state; load another one")
+        saved = state[OWN]["state"]
+        texts = saved[OWN]["generators"]
+        generators = {name: _generator_state(text) for name, text in texts.items()}
+        return {**saved, **edited, OWN: {**saved[OWN], "generators": generators}}
+    own = {
+        **{name: main[name] for name in _SHARED},
+        **edited,
+        "fetcher_state": None,
+        "dataset_state": state.get("dataset_state"),
+        "_base_seed": main["_base_seed"],
+        "_num_workers": workers,
+        "_last_yielded_worker_id": last,
+    }
+    own["_index_sampler_state"], own["_sampler_iter_state"] = _own_sampler_states(plan, main)
+    _add_own_fields(plan, own, snapshots, again)
+    return own
+
+
+def _check_workers(plan: LoaderPlan, workers: int, snapshots: Mapping[str, Any]) -> None:
+    if workers == plan.num_workers:
+        return
+    held = plan.iterable or is_stateful(plan.dataset)
+    if held or any(place["dataset_state"] is not None for place in snapshots.values()):
+        raise WorkersDiffer(
+            f"_num_workers is {workers} in the state and {plan.num_workers} in this loader: each "
+            "worker resumes its own part of the dataset, with its own state, so their number must be "
+            "the same"
+        )
+
+
+def _own_sampler_states(plan: LoaderPlan, main: Mapping[str, Any]) -> tuple[Any, Any]:
+    index, iterator = main["_index_sampler_state"], main["_sampler_iter_state"]
+    if plan.batch_size is None:
+        return (None if index is None else {"sampler_state": index}), iterator
+    if iterator is None:
+        return {"sampler_state": None}, None
+    return {"sampler_state": iterator.get("sampler_state")}, (
+        iterator if "sampler_iter_state" in iterator else None
+    )
+
+
+def _generator_state(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(zlib.decompress(base64.b64decode(text))), dtype=torch.uint8)
+
+
+def _place(snapshot: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "position": 0,
+        "skip": 0,
+        "dataset_state": snapshot["dataset_state"],
+        "fetcher_state": snapshot["fetcher_state"] or dict(_NO_FETCHER),
+    }
+
+
+def _add_own_fields(
+    plan: LoaderPlan, own: dict[str, Any], snapshots: Mapping[str, Any], again: int
+) -> None:
+    """Add the fields that torchdata does not have to a state that it saved."""
+    finished, iterable = own["_iterator_finished"], plan.iterable
+    places = {name: _place(place) for name, place in snapshots.items()}
+    has_states = any(
+        place["dataset_state"] is not None
+        or place["fetcher_state"]["dataset_iter_state"] is not None
+        for place in places.values()
+    )
+    if not plan.num_workers and not iterable:
+        places = {}  # `dataset_state` is the caller's own
+    elif iterable and not plan.num_workers and has_states:
+        own["dataset_state"] = None
+    stays = bool(finished and (plan.persistent_workers or not plan.num_workers))
+    own["_worker_snapshots"] = places if has_states and places and (stays or not finished) else None
+    if iterable and not has_states:  # as torchdata, reads again all that was read
+        again, own["_last_yielded_worker_id"] = again + own["_num_yielded"], -1
+        own["_num_yielded"] = own["_sampler_iter_yielded"] = 0
+    if finished and not plan.persistent_workers:
+        own["_base_seed"] = None
+    count, size = own["_sampler_iter_yielded"], plan.batch_size or 1
+    own[OWN] = {
+        "version": VERSION,
+        **agreement(plan),
+        "epoch": plan.epoch,
+        "at": WITHIN,
+        "counts": [count, own["_num_yielded"]],
+        "samples": count * size,
+        "steps": list(steps_of(plan.num_workers, again=bool(finished and plan.persistent_workers))),
+        "start": None,
+        "sampler_epoch": plan.samplers.announced_epoch,
+        "generators": None,
+        "check": None,
+        "share": None,
+        "since": 0,
+        "apart": [],
+        "whole": [],
+        "first": [],
+        "behind": [number for number, _ in _names(len(places))] if finished else [],
+        "again": 0 if finished else again,
+    }
