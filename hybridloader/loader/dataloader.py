@@ -12,7 +12,7 @@ import inspect
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.utils.data
 from torch.utils.data import IterableDataset
@@ -189,7 +189,9 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # Ligh
         observe: bool | Observe = False,
     ) -> None:
         auto = Auto.of(dataset, num_workers, backend, multiprocessing_context)
-        num_workers, backend = settled(auto, num_workers, backend)
+        if auto is not None:  # until they are chosen, one worker: 0 would not allow all options
+            num_workers = 1 if auto.workers else num_workers
+            backend = None if auto.backend else backend
         if prefetch_factor == 0:
             raise ValueError(
                 "prefetch_factor=0 would leave the workers without tasks; use prefetch_factor=1, or "
@@ -231,7 +233,9 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # Ligh
             # The measurement may iterate over another loader.
             auto, self._auto = self._auto, None
             try:
-                self._tuning = chooser().choose(self, auto)
+                # A layer above loaders, so it is found by its name, as backends are.
+                chooser: Any = importlib.import_module("hybridloader.tuning.tune")
+                self._tuning = chooser.choose(self, auto)
             except BaseException:
                 self._auto = auto
                 raise
@@ -379,12 +383,8 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # Ligh
 
 
 # -- ``num_workers="auto"`` and ``backend="auto"``: a choice that is left open until the first epoch
-#
-# The measurement is a layer above loaders, so it is found by its name, as backends are.
 
 AUTO = "auto"
-
-_CHOOSER = "hybridloader.tuning.tune"
 
 
 class Auto(NamedTuple):
@@ -412,26 +412,3 @@ class Auto(NamedTuple):
                 "backend='auto' has no choice with num_workers=0; pass num_workers='auto', or a number"
             )
         return auto
-
-
-class Chooser(Protocol):
-    """Module that measures."""
-
-    def choose(self, loader: Any, auto: Auto) -> Any:
-        """Set the attributes of `loader` that are ``"auto"``, and return the `Tuning`."""
-
-
-def chooser() -> Chooser:
-    return cast(Chooser, importlib.import_module(_CHOOSER))
-
-
-def settled(
-    auto: Auto | None, num_workers: int | str, backend: str | Backend | None
-) -> tuple[int, str | Backend | None]:
-    """Return number and backend until they are chosen: one worker, as ``num_workers=0`` allows less."""
-    if auto is None:
-        return num_workers, backend  # type: ignore[return-value]  # torch refuses other strings
-    return (
-        1 if auto.workers else int(num_workers),
-        None if auto.backend else backend,
-    )
