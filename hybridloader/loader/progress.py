@@ -10,10 +10,10 @@ from __future__ import annotations
 import copy
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from operator import itemgetter
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 from hybridloader._support.states import Cadence, Latest
 from hybridloader._support.threads import snapshot
@@ -32,36 +32,6 @@ from hybridloader.loader.samplers import SamplerReplay, SamplerState
 # enough, they make one full batch, in the place of the batch that completed it. The rest at the end of
 # the epoch makes a last, smaller batch. The result only depends on the order of the batches, not on
 # workers, backend or timing. No sample is fetched again, and fewer samples wait than a batch has.
-
-
-T = TypeVar("T")
-
-
-class Refill(Generic[T]):
-    """Queue of good samples, which leave it a batch at a time."""
-
-    def __init__(self) -> None:
-        self._waiting: deque[T] = deque()
-
-    def add(self, good: Iterable[T], wanted: int) -> list[T] | None:
-        """Add the `good` samples of a batch of `wanted`; return a full batch if there are enough now.
-
-        One batch is enough to return: a short batch adds fewer samples than `wanted`, and a full batch
-        removes as many. So fewer samples wait than the largest batch has.
-        """
-        self._waiting.extend(good)
-        if not 0 < wanted <= len(self._waiting):
-            return None
-        return [self._waiting.popleft() for _ in range(wanted)]
-
-    def rest(self) -> list[T]:
-        """Remove and return all waiting samples."""
-        rest = list(self._waiting)
-        self._waiting.clear()
-        return rest
-
-    def __len__(self) -> int:
-        return len(self._waiting)
 
 
 class WaitingSamples:
@@ -104,10 +74,9 @@ class FullBatches(Iterator[Any]):
         self._results, self._last, self._budget = results, last, budget
         self._collate_fn, self._drop_last, self._copies = collate_fn, drop_last, copies
         # All the mutable state:
-        self._refill: Refill[tuple[Any, Any]] = Refill()  # index and sample
-        self._ready: deque[tuple[Any, int]] = (
-            deque()
-        )  # batches, and how many waiting samples each has
+        self._good: deque[tuple[Any, Any]] = deque()  # index and sample of those that wait
+        # Batches, and how many waiting samples each has:
+        self._ready: deque[tuple[Any, int]] = deque()
         self._waiting = WaitingSamples() if waiting is None else waiting
 
     def __next__(self) -> Any:
@@ -115,10 +84,11 @@ class FullBatches(Iterator[Any]):
             try:
                 found = next(self._results)
             except StopIteration:
-                rest = self._refill.rest()
-                if self._drop_last or not rest:
+                if self._drop_last:
+                    self._good.clear()
+                if not self._good:
                     raise
-                self._collate(rest)
+                self._collate(len(self._good))
                 continue
             worker, outcome = self._last()
             if outcome is None:
@@ -131,9 +101,8 @@ class FullBatches(Iterator[Any]):
                 if self._budget is not None:
                     self._budget.count(outcome.attempted, outcome.failures, worker)
             except TooManyErrors:
-                self._take(
-                    found, outcome, worker
-                )  # for a caller that catches the error and continues
+                # For a caller that catches the error and continues:
+                self._take(found, outcome, worker)
                 raise
             self._take(found, outcome, worker)
         data, count = self._ready.popleft()
@@ -148,11 +117,14 @@ class FullBatches(Iterator[Any]):
             return
         self._waiting.samples.extend((worker, index) for index in outcome.short)
         samples = map(_own, found) if self._copies else found
-        batch = self._refill.add(zip(outcome.short, samples, strict=False), outcome.wanted)
-        if batch is not None:
-            self._collate(batch)
+        self._good.extend(zip(outcome.short, samples, strict=False))
+        # A short batch adds fewer samples than `wanted`, so there are enough for one full batch at most.
+        if 0 < outcome.wanted <= len(self._good):
+            self._collate(outcome.wanted)
 
-    def _collate(self, batch: list[tuple[Any, Any]]) -> None:
+    def _collate(self, count: int) -> None:
+        """Make a batch of the first `count` samples that wait."""
+        batch = [self._good.popleft() for _ in range(count)]
         try:
             data = self._collate_fn([sample for _, sample in batch])
         except Exception as error:

@@ -27,7 +27,7 @@ from hybridloader.fetching.on_error import (
     rest_is_lost,
     short_batch,
 )
-from hybridloader.loader.progress import FullBatches, Refill
+from hybridloader.loader.progress import FullBatches
 
 # -- policies --------------------------------------------------------------------------------------
 
@@ -380,41 +380,32 @@ patterns = st.lists(st.lists(st.booleans(), min_size=4, max_size=4), max_size=40
 def test_nothing_is_lost_or_doubled_and_all_but_the_last_are_full(
     patterns: list[list[bool]],
 ) -> None:
-    refill: Refill[int] = Refill()
-    short, filled = [], []
-    number = 0
+    results, short_ones, number = [], [], 0
     for pattern in patterns:
         good = [number + n for n, is_good in enumerate(pattern) if is_good]
         number += len(pattern)
         if len(good) == len(pattern):
-            continue
-        short += good
-        batch = refill.add(good, 4)
-        if batch is not None:
-            assert len(batch) == 4
-            assert set(batch) & set(good)  # it stands in the place of the one that completed it
-            filled += batch
-        assert len(refill) < 4
-    rest = refill.rest()
-    assert len(rest) < 4
-    assert filled + rest == short
-    assert refill.rest() == []
+            results.append(whole(good, len(good)))
+        else:
+            results.append(short(len(pattern), *good))
+            short_ones += good
+    batches, _ = batches_of(results, Skip(None), collate=tuple)
+    filled = [batch for batch in batches if type(batch) is tuple]
+    assert [sample for batch in filled for sample in batch] == short_ones
+    assert all(len(batch) == 4 for batch in filled[:-1])
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 8)), max_size=40))
-def test_batches_of_different_sizes_never_pile_up(batches: list[tuple[int, int]]) -> None:
-    refill: Refill[int] = Refill()
-    came: list[int] = []
-    gone: list[int] = []
-    for wanted, had in batches:
-        good = [len(came) + n for n in range(min(had, wanted - 1))]
-        came += good
-        batch = refill.add(good, wanted)
-        if batch is not None:
-            assert len(batch) == wanted
-            gone += batch
-        assert len(refill) < max(wanted for wanted, _ in batches)
-    assert gone + refill.rest() == came
+def test_batches_of_different_sizes_never_pile_up(sizes: list[tuple[int, int]]) -> None:
+    results, came = [], 0
+    for wanted, had in sizes:
+        good = range(came, came + min(had, wanted - 1))
+        came += len(good)
+        results.append(short(wanted, *good))
+    batches, _ = batches_of(results, Skip(None), collate=tuple)
+    filled = list(batches)
+    assert [sample for batch in filled for sample in batch] == [*range(came)]
+    assert len(filled[-1] if filled else ()) <= max((wanted for wanted, _ in sizes), default=0)
 
 
 def batches_of(
