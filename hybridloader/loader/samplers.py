@@ -348,7 +348,7 @@ def _chain(outer: Any) -> list[Any]:
         inner = attribute(last, "batch_sampler")
         if inner is None:
             inner = attribute(last, "sampler")
-        if inner is None or any(inner is one for one in found):
+        if inner is None or id(inner) in map(id, found):
             break
         found.append(inner)
     return found
