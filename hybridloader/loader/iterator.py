@@ -358,7 +358,6 @@ class LoaderIterator(_BaseDataLoaderIter):
         else:
             # As in torch, this calls the sampler's iter() a second time.
             self._reset(loader, first_iter=True)
-        self._note_begin()
 
     def _new_fetch(self) -> Fetch:
         return fetch_of(self._plan, self._backend, self._on_error, sends_states=self._sends_states)
@@ -375,12 +374,6 @@ class LoaderIterator(_BaseDataLoaderIter):
         made.of(self, self._plan.batch_size)
         made.begin()
         return made
-
-    def _note_begin(self) -> None:
-        observation = self._observation
-        if observation is not None:
-            observation.begun(self._stage, self._progress, self._budget)
-            self._loop = observation.loop
 
     def _shard_datapipe(self) -> None:
         """Have each rank and each worker read its part of a data pipe, by torch's rules."""
@@ -451,8 +444,6 @@ class LoaderIterator(_BaseDataLoaderIter):
             self._stage = self._start(self._new_fetch())
         changes = () if first_iter or self._watch is None else self._watch.changes()
         self._begin(changes)
-        if not first_iter:
-            self._note_begin()
 
     def _reset_first(self, loader: Any) -> None:
         """Repeat two draws as torch does: the sampler's iterator, and a seed for data pipes.
@@ -533,6 +524,9 @@ class LoaderIterator(_BaseDataLoaderIter):
         if start.resume.begins is not Begins.AS_TORCH:
             self._num_yielded = progress.yielded
             self._discard(start.resume.discard)
+        if self._observation is not None:
+            self._observation.begun(stage, progress, self._budget)
+            self._loop = self._observation.loop
 
     def _wait_for_workers(self, progress: Progress) -> None:
         for worker, event in self._stage.opened().items():
@@ -796,7 +790,11 @@ class ReusingIterator(LoaderIterator):
     def __init__(self, loader: Any, plan: LoaderPlan, kept: KeptBatches) -> None:
         self._kept = kept
         kept.begin()
-        super().__init__(loader, plan)
+        self._loads = not kept.enough
+        if self._loads:
+            super().__init__(loader, plan)
+        else:
+            _BaseDataLoaderIter.__init__(self, loader)
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         self._kept.begin()
@@ -815,20 +813,9 @@ class ReusingIterator(LoaderIterator):
             kept.mark()
         return batch
 
-
-class ReplayIterator(_BaseDataLoaderIter):
-    """Iterator over batches that are already in memory."""
-
-    def __init__(self, loader: Any, kept: KeptBatches) -> None:
-        super().__init__(loader)
-        self._kept = kept
-        kept.begin()
-
-    def _next_data(self) -> Any:
-        return self._kept.again()
-
     def close(self) -> None:
-        """Do nothing: there are no workers."""
+        if self._loads:
+            super().close()
 
 
 def iterator_of(loader: Any, plan: LoaderPlan) -> _BaseDataLoaderIter:
@@ -839,4 +826,4 @@ def iterator_of(loader: Any, plan: LoaderPlan) -> _BaseDataLoaderIter:
     kept = plan.record.kept
     if kept is None:
         kept = plan.record.kept = reuse.batches_of(loader)
-    return ReplayIterator(loader, kept) if kept.enough else ReusingIterator(loader, plan, kept)
+    return ReusingIterator(loader, plan, kept)

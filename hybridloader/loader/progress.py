@@ -220,10 +220,8 @@ class Progress:
         """Division of the shards that an iterable dataset names; None if it names none."""
         self._rereading = readers * [0]  # samples that each worker still has to read again
         self._reread_in_all = 0
-        self._before = (
-            _BEGINNING,
-            0,
-        )  # previous position of the last worker, and its tasks to repeat
+        # Previous position of the last worker, and its tasks to repeat:
+        self._before = _BEGINNING, 0
         self._latest: DrawnItem | None = None
         self._shift = 0  # from the numbers of tasks to those of the sampler's items
         self._first = 0  # number of the first task
