@@ -29,6 +29,7 @@ from torch.utils.data.dataloader import (
 
 from hybridloader._support.states import is_stateful, warn_of_few_shards
 from hybridloader._support.text import warn_once
+from hybridloader._support.threads import Waits
 from hybridloader._support.torch_env import seed_datapipe
 from hybridloader._support.user_objects import ENDS, Failure, Raised, add_note, is_ours, no_answer
 from hybridloader.devices.pinning import Pinner, Sent, pinner_for
@@ -48,7 +49,7 @@ from hybridloader.loader.progress import FullBatches, Progress, Results
 from hybridloader.loader.record import LoaderObservation
 from hybridloader.loader.state import Begins, Drawn, PassStart, ResumedDispatch
 from hybridloader.observe.headroom_trials import KeptBatches, Reuse
-from hybridloader.observe.measures import LoopWaits, TimedPulls
+from hybridloader.observe.measures import BRIEF, LoopWaits
 from hybridloader.observe.observation import is_observed
 from hybridloader.observe.stats import Stats
 from hybridloader.records.large import hint_at_large_container
@@ -132,14 +133,12 @@ class IndexFeed(Feed):
 class _PinningIterator(Iterator[Any]):
     """Iterator of the pinning thread: pulls the results of an epoch and pins them.
 
-    Errors count batches from `first`; `pulls` measures the waits for the stage.
+    Errors count batches from `first`; `waits` are those for the stage, if they are observed.
     """
 
-    def __init__(
-        self, stage: Stage, pinner: Pinner, first: int, pulls: TimedPulls | None = None
-    ) -> None:
+    def __init__(self, stage: Stage, pinner: Pinner, first: int, waits: Waits | None) -> None:
         self._stage, self._pinner, self._epoch = stage, pinner, stage.epoch
-        self._pull = stage.pull if pulls is None else pulls.timed(stage.pull)
+        self._waits = waits
         # All the mutable state:
         self._number = first - 1
         self._over = False
@@ -147,15 +146,19 @@ class _PinningIterator(Iterator[Any]):
     def __next__(self) -> _QueuedResult:
         if self._over:
             raise StopIteration
-        stage = self._stage
+        stage, waits = self._stage, self._waits
         self._number += 1
+        began = 0.0 if waits is None else perf_counter()
         try:
-            result = [self._pull(self._epoch, wait=True)]
+            result = [stage.pull(self._epoch, wait=True)]
         except StopIteration:
             raise
         except Exception as error:
             self._over = stage.closed or is_ours(error, ENDS)
             return _QueuedResult(*self._place, error=Raised(error), final=self._over)
+        finally:
+            if waits is not None:
+                waits.note(began, perf_counter())
         try:
             extras = stage.last.extras
             if extras is not None and "outcome" in extras and extras["outcome"].short is not None:
@@ -278,10 +281,10 @@ class PinThread(Runner):
         for _ in range(window):
             left = feed.draw_from(left)
         stage.begin(feed if window else source, shared_seed, changes, epoch)
-        pulls = None if observation is None else TimedPulls()
+        waits = None if observation is None else Waits(BRIEF)
         self._stage = stage
         self._relay = Relay(
-            _PinningIterator(stage, pinner, first, pulls),
+            _PinningIterator(stage, pinner, first, waits),
             f"hybridloader-{pinner.stage}",
             depth=pinner.batches_ahead,
             weigh=attrgetter("size"),
@@ -289,8 +292,8 @@ class PinThread(Runner):
             prepare=pinner.prepare,
             start=False,
         )
-        if observation is not None and pulls is not None:
-            observation.pinned(pinner.stage, self._relay.queue, pulls)
+        if observation is not None and waits is not None:
+            observation.pinned(pinner.stage, self._relay.queue, waits)
         self._relay.start()
         return PinnedResults(self, stage, self._relay, feed, left, self._timeout)
 

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from hybridloader._support.store_use import uses
+from hybridloader._support.threads import Waits
 from hybridloader._support.user_objects import attribute
 from hybridloader.engine.contract import Backend
 from hybridloader.engine.feed import RelayQueue
@@ -24,7 +25,7 @@ from hybridloader.fetching.on_error import ErrorBudget
 from hybridloader.loader.progress import Progress
 from hybridloader.observe.figures import Faults, LoopRecord, Recording, StageRecord
 from hybridloader.observe.headroom_trials import KeptBatches
-from hybridloader.observe.measures import BRIEF, SourceTimes, TimedPulls, record_of_relay
+from hybridloader.observe.measures import BRIEF, SourceTimes, record_of_relay
 from hybridloader.observe.observation import Observation, Observe
 from hybridloader.observe.stats import Stats, stats_of
 from hybridloader.observe.tracing import traced
@@ -59,7 +60,7 @@ class LoaderObservation(Observation):
         self._progress: Progress | None = None
         self._before = 0  # batches of this epoch that an earlier run returned
         self._budget: ErrorBudget | None = None
-        self._pin: tuple[str, RelayQueue, TimedPulls] | None = None
+        self._pin: tuple[str, RelayQueue, Waits, float] | None = None
 
     def of(self, iterator: object, batch_size: int | None) -> None:
         """Observe `iterator`, and stop counting when it is collected."""
@@ -84,11 +85,14 @@ class LoaderObservation(Observation):
             self.budget(budget)
         self.loop.note(self.loop.began, time.perf_counter())
 
-    def pinned(self, stage: str, queue: RelayQueue, pulls: TimedPulls) -> None:
-        """Note that a thread will pin batches, or copy them to a device, and put them into `queue`."""
-        self._pin = stage, queue, pulls
+    def pinned(self, stage: str, queue: RelayQueue, waits: Waits) -> None:
+        """Note that a thread will pin batches, or copy them to a device, and put them into `queue`.
+
+        It notes its `waits` for the stage.
+        """
+        self._pin = stage, queue, waits, time.perf_counter()
         self.relay(queue)
-        traced(self.trace, "wait", pulls)
+        traced(self.trace, "wait", waits)
 
     def drawn(self, source: Iterator[Any]) -> Iterator[Any]:
         """Return the indices of `source`, some of which are timed."""
@@ -112,14 +116,10 @@ class LoaderObservation(Observation):
             stages.append(sampler.record(SAMPLER, loop.items + queued, loop))
         stages.append(self._row_of_stage(loop, queued, 0.0 if sampler is None else sampler.waited))
         if pin is not None:
-            stages.append(self._row_of_pin(*pin, loop.ended))
+            name, queue, waits, began = pin
+            ended = max(loop.ended, began)
+            stages.append(record_of_relay(name, queue, began, ended, waits=[waits]))
         return self._stats_of(tuple(stages), self._batch_size, self.stage.stores)
-
-    def _row_of_pin(
-        self, name: str, queue: RelayQueue, pulls: TimedPulls, ended: float
-    ) -> StageRecord:
-        ended = max(ended, pulls.began)
-        return record_of_relay(name, queue, pulls.began, ended, waits=[pulls])
 
     def _queued(self) -> int:
         stage = None if self._running is None else self._running()

@@ -268,28 +268,6 @@ class SourceTimes(Waits):
         )
 
 
-class TimedPulls(Waits):
-    """Waits of a thread for its input."""
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        super().__init__(BRIEF)
-        self._clock = clock
-        self.began = clock()
-
-    def timed(self, pull: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `pull` with its calls measured."""
-        clock = self._clock
-
-        def measured(*arguments: Any, **keywords: Any) -> Any:
-            began = clock()
-            try:
-                return pull(*arguments, **keywords)
-            finally:
-                self.note(began, clock())
-
-        return measured
-
-
 def record_of_relay(
     name: str,
     queue: RelayQueue,  # it notes its sleeps

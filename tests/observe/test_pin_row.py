@@ -7,11 +7,9 @@ import time
 import pytest
 import torch
 from support.fake_accelerator import FakeAccelerator
-from support.manual_clock import Clock
 from support.pinning_datasets import BACKENDS, Rows
 
 from hybridloader import DataLoader
-from hybridloader.observe.measures import TimedPulls
 
 NAP = 0.01
 
@@ -60,22 +58,3 @@ def test_without_a_thread_there_is_no_row() -> None:
     observed = DataLoader(Rows(4), 2, device=FakeAccelerator(), observe=True)
     list(observed)
     assert all(stage.backend != "thread" for stage in observed.stats().stages)
-
-
-def test_what_it_waits_for_is_added_up() -> None:
-    clock = Clock()
-    pulls = TimedPulls(clock)
-
-    def pull(seconds: float) -> float:
-        clock.now += seconds
-        if seconds > 1:
-            raise ValueError(seconds)
-        return seconds
-
-    timed = pulls.timed(pull)
-    assert timed(0.5) == 0.5
-    timed(0.00001)
-    with pytest.raises(ValueError, match="2"):
-        timed(2.0)
-    assert pulls.waited == pytest.approx(2.50001)
-    assert list(pulls.latest) == [(100.0, 100.5), pytest.approx((100.50001, 102.50001))]
