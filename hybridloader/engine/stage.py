@@ -28,7 +28,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
-from hybridloader._support.text import DEBUG, INFO, brief, log, policy, seconds, table, whole
+from hybridloader._support.text import (
+    DEBUG,
+    INFO,
+    beginning,
+    brief,
+    log,
+    policy,
+    seconds,
+    table,
+    whole,
+)
 from hybridloader._support.torch_env import Modes, modes_here
 from hybridloader._support.user_objects import (
     Failure,
@@ -378,25 +388,29 @@ class WorkerTable:
 
     # -- words -----------------------------------------------------------------------------------
 
-    def report(self) -> list[WorkerReport]:
+    def report(self) -> str:
+        """Return a heading and one line for each worker."""
         now, handles = self.clock(), self.crew.handles()
-        rows = []
+        heading = ("worker", "where", "pid", "state", "done", "restarts", "for", "task")
+        rows: list[tuple[str, ...]] = [heading]
         for worker, state in enumerate(self.scheduler.workers):
             held = self.scheduler.held(worker)
             handle = handles[worker] if worker < len(handles) else None
+            pid = None if handle is None else handle.known_pid
+            task = " ".join(_asked(self.index(held)).split())
             rows.append(
-                WorkerReport(
-                    worker=worker,
-                    name=handle.name if handle else "",
-                    pid=handle.known_pid if handle else None,
-                    state=_STATES.get(state, "busy" if held else "idle"),
-                    done=self.answered[worker],
-                    restarts=self.restarts[worker],
-                    index=self.index(held),
-                    seconds=now - self.since[worker] if held else None,
+                (
+                    str(worker),
+                    "" if handle is None else handle.name,
+                    "-" if pid is None else str(pid),
+                    _STATES.get(state, "busy" if held else "idle"),
+                    f"{self.answered[worker]:,}",
+                    f"{self.restarts[worker]:,}",
+                    _seconds(now - self.since[worker]) if held else "-",
+                    beginning(task, _MOST) if held else "-",
                 )
             )
-        return rows
+        return "\n".join(table(rows, left=(0, 1, len(heading) - 1)))
 
     def index(self, held: Sequence[int]) -> Any:
         """Return the index of the first of these tasks; None if there is none."""
@@ -433,8 +447,10 @@ class WorkerTable:
 
     def below(self, words: str) -> str:
         """Return `words` with the table of the workers below them."""
-        return f"{words}\n{workers_table(self.report())}"
+        return f"{words}\n{self.report()}"
 
+
+_MOST = 40  # characters of a task in the table
 
 _STATES = {
     WorkerState.STARTING: "starting",
@@ -471,20 +487,6 @@ _ADVICE = {
     ),
     "SystemExit": "The dataset or a function it uses called sys.exit().",
 }
-
-
-@dataclass(frozen=True)
-class WorkerReport:
-    """State of one worker of a stage, a row of `workers_table`."""
-
-    worker: int
-    name: str  # kind of the worker
-    pid: int | None  # None before the process exists
-    state: str
-    done: int  # tasks answered by all workers of this number
-    restarts: int  # restarts of the worker of this number
-    index: Any  # index of its oldest task; None if it has none
-    seconds: float | None  # seconds since it began that task; None if it has none
 
 
 def _asked(index: Any) -> str:
@@ -609,27 +611,6 @@ def given_up(stage: str, worker: str, deaths: int, cause: str, *, at: int | None
         f"In stage {stage!r}, {workers} died {what}, so it was given up; "
         f"the last one, {worker}, {cause}. {_advice(cause)}".rstrip()
     )
-
-
-def workers_table(rows: Sequence[WorkerReport]) -> str:
-    """Return a heading and one line for each worker; empty without rows."""
-    if not rows:
-        return ""
-    heading = ("worker", "where", "pid", "state", "done", "restarts", "for", "task")
-    return "\n".join(table([heading, *map(_cells, rows)], left=(0, 1, len(heading) - 1)))
-
-
-_MOST = 40  # characters of a task in the table
-
-
-def _cells(row: WorkerReport) -> tuple[str, ...]:
-    spent = task = "-"
-    if row.seconds is not None:
-        spent, task = _seconds(row.seconds), " ".join(_asked(row.index).split())
-        task = task if len(task) <= _MOST else f"{task[: _MOST - 3]}..."
-    pid = "-" if row.pid is None else str(row.pid)
-    counts = f"{row.done:,}", f"{row.restarts:,}"
-    return str(row.worker), row.name, pid, row.state, *counts, spent, task
 
 
 def _seconds(seconds: float) -> str:
@@ -777,7 +758,8 @@ class Stage(Iterator[Any]):
         scheduler = self._scheduler
         return not scheduler.active[worker] and not scheduler.load[worker]
 
-    def report(self) -> list[WorkerReport]:
+    def report(self) -> str:
+        """Return a table of the workers and their tasks, from any thread."""
         return self._table.report()
 
     def lateness(self, timeout: float) -> str:

@@ -38,7 +38,7 @@ from hybridloader.engine.dataset_state import Change, DatasetChanges
 from hybridloader.engine.feed import Feed, Relay
 from hybridloader.engine.messages import Abandoned, Fetch, Last, WorkerSpec
 from hybridloader.engine.scheduler import Dispatch, least_busy, round_robin, round_robin_with_room
-from hybridloader.engine.stage import RestartPolicy, Stage, workers_table
+from hybridloader.engine.stage import RestartPolicy, Stage
 from hybridloader.errors import IteratorClosed, NotReady, StateError, WorkerTimeout
 from hybridloader.fetching.collate import with_entries, without_torch
 from hybridloader.fetching.on_error import ErrorBudget, Outcome, Policy, Skipped, parse_on_error
@@ -654,7 +654,7 @@ class LoaderIterator(_BaseDataLoaderIter):
 
     def report(self) -> str:
         """Return a table of the workers and their tasks. Any thread may call it."""
-        return workers_table(self._stage.report())
+        return self._stage.report()
 
     def stats(self) -> Stats:
         """Return the statistics of this epoch until now; see `hybridloader.DataLoader.stats`."""

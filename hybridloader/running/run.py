@@ -16,7 +16,6 @@ from hybridloader._support.text import INFO, log, warn, whole
 from hybridloader._support.user_objects import ENDS, NO_ITEM, is_ours, no_answer
 from hybridloader.engine.contract import close_once, closed_with, park_at_exit
 from hybridloader.engine.feed import Relay, RelayQueue
-from hybridloader.engine.stage import workers_table
 from hybridloader.errors import IteratorClosed, StateError
 from hybridloader.fetching.on_error import Skipped
 from hybridloader.fetching.readers import MapFetch
@@ -347,7 +346,7 @@ class Run(Iterator[Any]):
         """Return a table of the workers of every stage. From any thread."""
         tables = []
         for _, running in sorted(self._executor.stages.items()):
-            tables.append(f"{running.node.name}\n{workers_table(running.stage.report())}")
+            tables.append(f"{running.node.name}\n{running.stage.report()}")
         return "\n\n".join(tables)
 
     def stats(self) -> Stats:

@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from hybridloader import DataLoader, Pipeline, RestartPolicy, Skip
+from hybridloader.engine.scheduler import WorkerState
 
 SIGNALS = hasattr(signal, "SIGSTOP")
 """Whether there are the signals of POSIX. On Windows `os.kill` ends a process, and nothing else."""
@@ -273,7 +274,7 @@ def _loader(weather: Weather, plan: Plan, account: Account) -> None:
             account.delivered += indices_in(batch)
             del batch
             striker.strike([it._stage])
-        account.restarts += sum(row.restarts for row in it._stage.report())
+        account.restarts += sum(it._stage._table.restarts)
         account.skipped += [record.index for record in it.skipped]
 
 
@@ -295,9 +296,8 @@ def _pipeline(weather: Weather, plan: Plan, account: Account) -> None:
         for item in run:
             account.delivered.append(int(item.reshape(-1)[0]))
             striker.strike([running.stage for running in run._executor.stages.values()])
-        account.restarts += sum(
-            row.restarts for s in run._executor.stages.values() for row in s.stage.report()
-        )
+        stages = run._executor.stages.values()
+        account.restarts += sum(sum(running.stage._table.restarts) for running in stages)
         account.skipped += [int(record.index) for record in run.skipped]
 
 
@@ -319,9 +319,9 @@ class Striker:
             return
         stage = self._rng.choice(stages)
         worker = self._rng.randrange(len(stage.handles))
-        handle, row = stage.handles[worker], stage.report()[worker]
-        kind = "stop" if self._rng.random() < 0.1 and SIGNALS else "kill"
-        if kind == "stop" and row.state == "starting":
+        handle, state = stage.handles[worker], stage._scheduler.workers[worker]
+        kind = "stop" if self._rng.random() < 0.1 else "kill"
+        if kind == "stop" and state is WorkerState.STARTING:
             return  # it would be found, but only after half a minute
         if handle.pid is None or not handle.is_alive():
             return

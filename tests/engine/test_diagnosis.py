@@ -8,14 +8,7 @@ import pytest
 
 from hybridloader.engine.messages import Exited
 from hybridloader.engine.scheduler import Fault
-from hybridloader.engine.stage import (
-    WorkerReport,
-    death,
-    given_up,
-    overrun,
-    sample_at,
-    workers_table,
-)
+from hybridloader.engine.stage import death, given_up, overrun, sample_at
 
 WORKER = "worker 1 (process, pid 4711)"
 
@@ -119,55 +112,3 @@ def test_a_sample_that_kills_again_and_again() -> None:
     assert f"the last one, {WORKER}, {cause}." in text
     assert "Native code" in text
     assert "1 worker died at a task that contains this sample" in given_up("load", WORKER, 1, cause)
-
-
-def row(worker: int, **more: object) -> WorkerReport:
-    values = {
-        "worker": worker,
-        "name": "load, process",
-        "pid": 100 + worker,
-        "state": "busy",
-        "done": 1234,
-        "restarts": 0,
-        "index": [1, 2],
-        "seconds": 0.5,
-    }
-    return WorkerReport(**(values | more))  # type: ignore[arg-type]
-
-
-def test_the_table_of_workers() -> None:
-    text = workers_table(
-        [row(0), row(10, pid=None, state="starting", index=None, seconds=None, restarts=2)]
-    )
-    assert text.splitlines() == [
-        "worker  where          pid     state   done  restarts     for  task",
-        "------  -------------  ---  --------  -----  --------  ------  ------",
-        "0       load, process  100      busy  1,234         0  0.50 s  [1, 2]",
-        "10      load, process    -  starting  1,234         2       -  -",
-    ]
-    assert workers_table([]) == ""
-
-
-class Lines:
-    def __repr__(self) -> str:
-        return "many\nlines" * 50
-
-
-@pytest.mark.parametrize("index", [["a\nb" * 50, "c"], Lines(), [Lines()]])
-def test_a_long_task_stays_on_its_line(index: object) -> None:
-    long = workers_table([row(0, index=index)])
-    assert len(long.splitlines()) == 3
-    assert max(map(len, long.splitlines())) < 120
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.0, "0.00 s"), (9.99, "9.99 s"), (59.9, "59.9 s"), (307, "5 min 7 s"), (7384, "2 h 3 min")],
-)
-def test_times(seconds: float, text: str) -> None:
-    assert text in workers_table([row(0, seconds=seconds)])
-
-
-def test_a_task_without_an_index_is_told_from_no_task() -> None:
-    assert workers_table([row(0, index=None)]).endswith("None")
-    assert workers_table([row(0, index=None, seconds=None)]).endswith("-")
