@@ -356,11 +356,9 @@ class LoaderIterator(_BaseDataLoaderIter):
         plan.record.report = weakref.WeakMethod(self.report)
         self._next_batch: Callable[[], Any] = self._stage.pull
         self._budget: ErrorBudget | None = None
-        if self._num_workers == 0:
-            self._begin()
-        else:
-            # As in torch, this calls the sampler's iter() a second time.
-            self._reset(loader, first_iter=True)
+        if self._num_workers:
+            self._draw_again(loader)
+        self._begin()
 
     def _new_fetch(self) -> Fetch:
         return fetch_of(self._plan, self._backend, self._on_error, sends_states=self._sends_states)
@@ -436,19 +434,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             return round_robin
         return functools.partial(least_busy, in_flight=self._prefetch_factor)
 
-    def _reset(self, loader: torch.utils.data.DataLoader[Any], first_iter: bool = False) -> None:
-        if first_iter:
-            self._reset_first(loader)
-        else:
-            if self._observation is not None:
-                self._observation.begin_again()
-            self._reopen(loader)
-        if self._stage.closed:  # a worker died, or the iterator was closed: start again
-            self._stage = self._start(self._new_fetch())
-        changes = () if first_iter or self._watch is None else self._watch.changes()
-        self._begin(changes)
-
-    def _reset_first(self, loader: Any) -> None:
+    def _draw_again(self, loader: Any) -> None:
         """Repeat two draws as torch does: the sampler's iterator, and a seed for data pipes.
 
         torch's workers have the seed that was drawn before they started; this second one is unused.
@@ -460,8 +446,10 @@ class LoaderIterator(_BaseDataLoaderIter):
             _share_dist_seed(loader.generator, self._pg)  # type: ignore[no-untyped-call]
         self._shared_seed = shared_seed
 
-    def _reopen(self, loader: Any) -> None:
+    def _reset(self, loader: torch.utils.data.DataLoader[Any], first_iter: bool = False) -> None:
         """Begin another epoch; after a state was loaded, with new workers."""
+        if self._observation is not None:
+            self._observation.begin_again()
         if self._pin_thread is not None:
             self._pin_thread.break_off()
         self._pass_start = PassStart(self._plan.again(loader), again=True)
@@ -472,6 +460,9 @@ class LoaderIterator(_BaseDataLoaderIter):
         self._origin = origin
         if self._pass_start.loads or (before and origin and before.seed != origin.seed):
             self._stage.close()
+        if self._stage.closed:  # also after a worker died, or the iterator was closed
+            self._stage = self._start(self._new_fetch())
+        self._begin(() if self._watch is None else self._watch.changes())
 
     def _resume(self) -> None:
         """Replace the values that torch's base class has drawn by those of the state."""
