@@ -78,8 +78,6 @@ class Slices:
         """True if the current task, or the next one, is to have slices."""
         self.since = ALWAYS
         """Time from which a new task has slices: when measures are due, or `ALWAYS`."""
-        self.began = 0.0
-        """Start of the current task, if it is to have slices."""
         self.short = 0
         """Number of tasks since the last one with slices."""
         self._ring: deque[Slice] = deque(maxlen=limit)
@@ -114,9 +112,10 @@ class Slices:
 
     # -- called by the worker, on its own thread ---------------------------------------------------
 
-    def task(self, number: int, fetched: float, ended: float, spent: float = 0.0) -> None:
-        """Note the current task, which was fetched and packed; for `spent` see `Meter.measure`."""
-        began = self.began
+    def task(
+        self, number: int, began: float, fetched: float, ended: float, spent: float = 0.0
+    ) -> None:
+        """Note a task that was fetched and packed; for `spent` see `Meter.measure`."""
         self.on = ended - began + spent >= LONG
         self.since = ALWAYS if self.on else self._due
         self._idle(began)
@@ -125,12 +124,6 @@ class Slices:
             self.add("pack", fetched, ended)
         self.add(TASK, began, ended, number)
         self._free = ended
-
-    def failed(self, number: int) -> None:
-        """Record that the current task has raised an error."""
-        if self.on:
-            ended = perf_counter()
-            self.task(number, ended, ended)
 
     def part(self, began: float, ended: float) -> None:
         """Note samples of a task that several workers share."""

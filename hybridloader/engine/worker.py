@@ -745,7 +745,7 @@ class Worker:
                 meter.begin()  # type: ignore[union-attr]
             began = perf_counter()
             if slices is not None and began >= slices.since:
-                slices.began, slices.on, on = began, True, True
+                slices.on = on = True
             try:
                 rng = self._rng
                 if rng is None:
@@ -773,7 +773,7 @@ class Worker:
                 meter.tasks += 1
                 if slices is not None:
                     if on:
-                        slices.task(task.seq, fetched, ended, spent)
+                        slices.task(task.seq, began, fetched, ended, spent)
                     else:
                         slices.short += 1
                         if ended - began + spent >= LONG:
@@ -799,10 +799,11 @@ class Worker:
         except Exception as error:
             context.extras = None
             if meter is not None and self._broken is None:
-                meter.busy += perf_counter() - began
+                ended = perf_counter()
+                meter.busy += ended - began
                 meter.tasks += 1
-            if slices is not None:
-                slices.failed(task.seq)
+                if slices is not None and on:
+                    slices.task(task.seq, began, ended, ended)
             # torch lets a StopIteration through. One that a map-style dataset leaks would silently end
             # the user's loop early.
             return Failed(self.worker, task.seq, Failure(foreign(error)), self._position)

@@ -165,8 +165,7 @@ def test_a_ring_that_is_full_drops_the_oldest_and_counts(
 @pytest.mark.parametrize(("spent", "on"), [(0.0, False), (1.0, True)])
 def test_a_task_that_took_long_on_other_threads_is_a_long_one(spent: float, on: bool) -> None:
     ring = Slices(limit=9)
-    ring.began = 1.0
-    ring.task(0, 1.0, 1.0 + 1e-6, spent)
+    ring.task(0, 1.0, 1.0, 1.0 + 1e-6, spent)
     assert ring.on is on
 
 
