@@ -244,7 +244,8 @@ def written(plan: LoaderPlan, own: dict[str, Any]) -> dict[str, Any]:
     more = {"state": {**own, OWN: {**own[OWN], "generators": texts}}}
     workers = own["_num_workers"]
     readers = max(1, workers)
-    snapshots = {name: _worker(plan, number, places.get(name)) for number, name in _names(readers)}
+    names = [f"worker_{number}" for number in range(readers)]
+    snapshots = {name: _worker(plan, n, places.get(name)) for n, name in enumerate(names)}
     if not workers:
         only = snapshots["worker_0"]
         state, fetcher = only["dataset_state"], only["fetcher_state"]
@@ -276,10 +277,6 @@ def written(plan: LoaderPlan, own: dict[str, Any]) -> dict[str, Any]:
         "_iterator_finished": finished,
         OWN: more,
     }
-
-
-def _names(workers: int) -> list[tuple[int, str]]:
-    return [(number, f"worker_{number}") for number in range(workers)]
 
 
 def _worker(plan: LoaderPlan, number: int, place: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -460,6 +457,6 @@ def _add_own_fields(
         "apart": [],
         "whole": [],
         "first": [],
-        "behind": [number for number, _ in _names(len(places))] if finished else [],
+        "behind": [*range(len(places))] if finished else [],
         "again": 0 if finished else again,
     }
