@@ -23,12 +23,13 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import lru_cache
 from queue import Empty, SimpleQueue
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from hybridloader._support.text import flag, meant
+from hybridloader._support.text import INFO, flag, log, meant, warn_once
 from hybridloader._support.threads import snapshot
 from hybridloader.engine.messages import Done, Event, Message, Stop, WorkerSpec
 from hybridloader.errors import BackendUnavailable
@@ -421,6 +422,33 @@ def _load(name: str, entry: Entry) -> Callable[[], Backend]:
             f"backend {name!r} can't be imported ({error}); to install it: {entry.install}"
         ) from error
     return factory
+
+
+def usable(backend: Backend) -> Backend:
+    """Return `backend`, or in a daemonic process threads in its place, with one warning per process.
+
+    multiprocessing forbids daemonic processes to have children, and every loader's workers are
+    daemonic; torch raises an AssertionError there. Only backends that set `children` are replaced. A
+    program that opens such a backend directly gets `BackendUnavailable` instead.
+
+    Datasets that every worker must own (iterable ones, data pipes, readers) are copied for each thread,
+    as ever; a map-style dataset is shared by the threads, because an inner loader's dataset was made for
+    the very worker that it lives in.
+    """
+    process = multiprocessing.current_process()
+    if not backend.children or not process.daemon:
+        return backend
+    name = process.name
+    log(INFO, "process %r is daemonic: using threads, not %s", name, type(backend).__name__)
+    warn_once(
+        f"process {name!r} is daemonic, as a loader's workers are, so it can't have child processes: a "
+        "loader in it uses threads instead. They share a map-style dataset, and the GIL if there is "
+        "one. Set backend='threads' or num_workers=0 there to silence this. For processes, make the "
+        "loader in a process that is not daemonic, or give the outer loader more workers",
+        "daemonic",
+    )
+    threads: Any = get_backend("threads")
+    return replace(threads, memory=backend.memory)  # type: ignore[no-any-return]
 
 
 # -- crews that run, each ended by its holder, the holder's finalizer, or the end of the process

@@ -19,8 +19,7 @@ from torch.utils.data.dataloader import _DatasetKind
 
 from hybridloader._support.text import flag, function, seconds, warn_once, whole
 from hybridloader._support.user_objects import attribute, has
-from hybridloader.backends.fallback import usable
-from hybridloader.engine.contract import Backend, get_backend
+from hybridloader.engine.contract import Backend, get_backend, usable
 from hybridloader.engine.messages import Fetch
 from hybridloader.engine.scheduler import ReorderLimit
 from hybridloader.loader.options import Options

@@ -15,8 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from hybridloader._support.text import table
-from hybridloader.backends.fallback import usable
-from hybridloader.engine.contract import Backend
+from hybridloader.engine.contract import Backend, usable
 from hybridloader.errors import BackendUnavailable
 from hybridloader.running.operator import (
     Chain,

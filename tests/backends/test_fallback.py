@@ -12,10 +12,9 @@ import pytest
 
 from hybridloader import DataLoader, Fork, Inline, Memory, Pipeline, SharedMemory, Spawn, Threads
 from hybridloader._support.text import warn, warn_once
-from hybridloader.backends.fallback import usable
 from hybridloader.backends.process import backend as process_backend
 from hybridloader.backends.process.backend import AsTorch
-from hybridloader.engine.contract import Backend, Crew
+from hybridloader.engine.contract import Backend, Crew, usable
 from hybridloader.errors import BackendUnavailable
 
 needs_fork = pytest.mark.skipif(
