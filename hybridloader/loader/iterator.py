@@ -41,7 +41,7 @@ from hybridloader.engine.scheduler import Dispatch, least_busy, round_robin, rou
 from hybridloader.engine.stage import RestartPolicy, Stage
 from hybridloader.errors import IteratorClosed, NotReady, StateError, WorkerTimeout
 from hybridloader.fetching.collate import with_entries, without_torch
-from hybridloader.fetching.on_error import ErrorBudget, Outcome, Policy, Skipped, parse_on_error
+from hybridloader.fetching.on_error import ErrorBudget, Outcome, Skipped, parse_on_error
 from hybridloader.fetching.readers import IterableFetch, MapFetch
 from hybridloader.fetching.shards import share_of
 from hybridloader.loader.plan import LoaderPlan
@@ -361,7 +361,41 @@ class LoaderIterator(_BaseDataLoaderIter):
         self._begin()
 
     def _new_fetch(self) -> Fetch:
-        return fetch_of(self._plan, self._backend, self._on_error, sends_states=self._sends_states)
+        """Return the fetch of the workers; warn if its threads would be idle."""
+        plan, dataset = self._plan, self._plan.dataset
+        collate_fn = for_workers(plan.collate_fn, self._backend)
+        if self._backend.fresh:
+            collate_fn = with_entries(collate_fn)
+        if plan.iterable:
+            share = share_of(dataset)
+            return IterableFetch(
+                dataset,
+                collate_fn,
+                plan.batched,
+                plan.drop_last,
+                isinstance(dataset, IterDataPipe),
+                self._on_error,
+                join=plan.joins,
+                state_every=plan.state_every,
+                share=None if share is None else (*share, int(plan.num_workers)),
+            )
+        fetch = MapFetch(
+            dataset,
+            collate_fn,
+            plan.batched,
+            isinstance(dataset, MapDataPipe),
+            plan.options.threads_per_worker,
+            self._on_error,
+            sends_states=self._sends_states,
+            state_every=plan.state_every,
+        )
+        if fetch.idle_threads:
+            warn_once(
+                f"threads_per_worker has no effect for {type(dataset).__name__}: its __getitems__ is "
+                "asked for a whole batch at once. Raise num_workers, or use threads in __getitems__.",
+                "threads-without-effect",
+            )
+        return fetch
 
     def _observe(self, fetch: Fetch) -> LoaderObservation | None:
         observe = self._plan.options.observe
@@ -730,49 +764,6 @@ def for_workers(function: Any, backend: Backend) -> Any:
     method = isinstance(function, types.MethodType)
     of_a_loader = method and isinstance(function.__self__, torch.utils.data.DataLoader)
     return _WeakLoaderMethod(function) if of_a_loader else function
-
-
-def fetch_of(
-    plan: LoaderPlan,
-    backend: Backend,
-    on_error: Policy | None,
-    *,
-    sends_states: bool,  # the dataset's state goes with results
-) -> Fetch:
-    """Return the fetch of a loader's workers; warn if its threads would be idle."""
-    dataset, collate_fn = plan.dataset, for_workers(plan.collate_fn, backend)
-    if backend.fresh:
-        collate_fn = with_entries(collate_fn)
-    if plan.iterable:
-        share = share_of(dataset)
-        return IterableFetch(
-            dataset,
-            collate_fn,
-            plan.batched,
-            plan.drop_last,
-            isinstance(dataset, IterDataPipe),
-            on_error,
-            join=plan.joins,
-            state_every=plan.state_every,
-            share=None if share is None else (*share, int(plan.num_workers)),
-        )
-    fetch = MapFetch(
-        dataset,
-        collate_fn,
-        plan.batched,
-        isinstance(dataset, MapDataPipe),
-        plan.options.threads_per_worker,
-        on_error,
-        sends_states=sends_states,
-        state_every=plan.state_every,
-    )
-    if fetch.idle_threads:
-        warn_once(
-            f"threads_per_worker has no effect for {type(dataset).__name__}: its __getitems__ is "
-            "asked for a whole batch at once. Raise num_workers, or use threads in __getitems__.",
-            "threads-without-effect",
-        )
-    return fetch
 
 
 # -- iterators of a loader that loads a few batches and returns them again, for ``run --headroom``
