@@ -294,10 +294,6 @@ class Relay(Iterator[Any]):
             return
         join(self._thread, CLOSING if deadline is None else max(0.0, deadline - time.monotonic()))
 
-    @property
-    def alive(self) -> bool:
-        return self._thread.is_alive()
-
 
 TASK_SECONDS = 12e-3
 """Target seconds of a task of several items. To send an item of 77 kB to a process and back costs 0.2 to

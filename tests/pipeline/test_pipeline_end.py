@@ -309,7 +309,7 @@ def still_reads(operators: Callable[[Pipeline], Pipeline], leave: Callable[[Epoc
         relays = epochs._loader._executor.relays
         relay = relays[min(relays)].relay
         leave(epochs)
-        found = relay.alive
+        found = relay._thread.is_alive()
         stop.set()
         relay.close()
     return found
