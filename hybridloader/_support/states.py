@@ -432,7 +432,7 @@ class Schema:
 
     def _check_kind(self, state: Mapping[str, Any]) -> None:
         if not state.keys() >= self._headers:
-            raise StateError(f"this is not the state of a {self.of}: it has {_listed(state)}")
+            raise StateError(f"this is not the state of a {self.of}: {owner_of(state)}")
         if self.kind is not None and state[self.kind[0]] != self.kind[1]:
             raise StateError(
                 f"this is the state of a {state[self.kind[0]]}, not of a {self.kind[1]}"
@@ -443,6 +443,24 @@ class Schema:
                 f"version is {version!r} in the state, and this hybridloader reads {self.version}; "
                 "load it with the hybridloader that saved it"
             )
+
+
+_OWNERS = {
+    ("operators", "marks"): "pipeline's run",
+    ("_snapshot",): "StatefulDataLoader",
+    ("_worker_snapshots", "_hybridloader"): "hybridloader.DataLoader",
+    ("_sampler_iter_yielded", "fetcher_state"): "StatefulDataLoader",
+    ("sampler", "version"): "sampler",
+}
+"""Keys that are in the states of one owner only."""
+
+
+def owner_of(state: Mapping[Any, Any]) -> str:
+    """Return the owner of a state, as a clause for errors; for an unknown state its keys."""
+    for keys, owner in _OWNERS.items():
+        if state.keys() >= {*keys}:
+            return f"it is that of a {owner}"
+    return f"it has {_listed(state)}"
 
 
 def _listed(names: Iterable[Any]) -> str:

@@ -34,6 +34,7 @@ from hybridloader._support.states import (
     list_of,
     load_into,
     made,
+    owner_of,
     place_dropped,
     taken,
 )
@@ -266,13 +267,10 @@ _COUNTED = Schema("sampler", (COUNT, "samples_yielded"))
 def read(plan: LoaderPlan, state: Any) -> ResumePoint:
     """Return the position in `state`, with all checks that have no side effect."""
     own: Any = state.get(OWN) if isinstance(state, Mapping) else None
-    if isinstance(state, Mapping) and not isinstance(own, Mapping):
-        more = ""
-        if "_snapshot" in state or "_num_yielded" in state:
-            more = ", as torchdata's loaders do; hybridloader.StatefulDataLoader reads these"
+    if isinstance(state, Mapping) and (not isinstance(own, Mapping) or "state" in own):
         raise StateError(
-            f"this is not the state of a hybridloader.DataLoader: it has no {OWN!r}, but "
-            f"{sorted(map(str, state))}{more}"
+            f"this is not the state of a hybridloader.DataLoader: {owner_of(state)}. Load it with the "
+            "class that saved it; hybridloader.StatefulDataLoader also loads those of torchdata's"
         )
     _FIELDS.check(state)
     _OWN_FIELDS.check(own, agreement(plan))

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import BatchSampler, IterableDataset
 
-from hybridloader._support.states import copied, is_stateful
+from hybridloader._support.states import copied, is_stateful, owner_of
 from hybridloader._support.text import whole
 from hybridloader._support.user_objects import described, length_of
 from hybridloader.errors import StateError
@@ -338,8 +338,8 @@ def read(plan: LoaderPlan, state: Any) -> dict[str, Any]:
         raise
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise StateError(
-            f"the state is not from a StatefulDataLoader of torchdata or hybridloader, or was truncated "
-            f"({described(error)}); it has {sorted(map(str, state))}"
+            "the state is not from a StatefulDataLoader of torchdata or hybridloader, or was truncated "
+            f"({described(error)}): {owner_of(state)}"
         ) from error
 
 

@@ -78,7 +78,7 @@ OWN = "_hybridloader"
 REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "no dict": (lambda: 3, {}, "a dict, got int"),
     "foreign": (lambda: {"a": 1}, {}, "not the state of a hybridloader.DataLoader"),
-    "torchdata's": (lambda: {"_snapshot": {}}, {}, "as torchdata's loaders do"),
+    "torchdata's": (lambda: {"_snapshot": {}}, {}, "it is that of a StatefulDataLoader"),
     "version": (lambda: edited(f"{OWN}/version", 2), {}, "version is 2 in the state.* reads 1"),
     "cut off": (lambda: without("_base_seed"), {}, "lacks _base_seed: was it truncated"),
     "cut off within": (lambda: without(f"{OWN}/steps"), {}, "lacks steps: was it truncated"),

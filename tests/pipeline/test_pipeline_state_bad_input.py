@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.random_pipelines import events, saved
 
-from hybridloader import Pipeline, get_worker_info
+from hybridloader import DataLoader, Pipeline, StatefulDataLoader, get_worker_info
 from hybridloader.errors import HybridLoaderError, IteratorClosed, StateError
 from hybridloader.pipeline import Operator
 from hybridloader.sampling import DistributedShuffleSampler, ShuffleSampler
@@ -44,7 +44,7 @@ BAD: dict[str, tuple[Callable[[Any], Any], str]] = {
     "empty": (lambda _: {}, "not the state of a pipeline's run: it has nothing"),
     "of a sampler": (
         lambda _: ShuffleSampler(3, seed=0).state_dict(),
-        "not the state of a pipeline's run: it has .*sampler",
+        "not the state of a pipeline's run: it is that of a sampler",
     ),
     "of another kind": (change(kind="loader"), "the state of a loader, not of a pipeline"),
     "of another version": (change(version=1), "version is 1 in the state.* reads 5"),
@@ -262,3 +262,17 @@ def test_an_operator_of_ones_own_may_say_where_it_is(knows: bool) -> None:
     calls.clear()
     assert list(pipe.run(state=state)) == [[(6, 6), (7, 7)], [(8, 8), (9, 9)]]
     assert calls == list(range(6 if knows else 0, 10))
+
+
+@pytest.mark.parametrize("backend", ["inline", "threads"])
+def test_a_state_of_a_loader_is_named(backend: str) -> None:
+    workers = 0 if backend == "inline" else 1
+    for kind in (DataLoader, StatefulDataLoader):
+        loader = kind(range(8), 2, num_workers=workers, backend=backend)
+        with iter(loader) as batches:
+            next(batches)
+            state = loader.state_dict()
+        with pytest.raises(
+            StateError, match=rf"pipeline's run: it is that of a \S*{kind.__name__}"
+        ):
+            Pipeline.from_dataset(range(8)).run(state=state)
