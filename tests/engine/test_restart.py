@@ -15,6 +15,7 @@ import psutil
 import pytest
 import torch
 import torch.utils.data
+from support.platforms import needs_fork, posix
 
 from hybridloader import DataLoader, Pipeline, RestartPolicy, Skip, WorkerDied, get_worker_info
 from hybridloader.errors import TaskTimeout
@@ -165,6 +166,7 @@ def test_a_death_is_told_with_all_that_is_known(end: Callable[[], Any]) -> None:
     assert told.splitlines()[-2].startswith("1 ")  # the table of the workers, before the link
 
 
+@needs_fork
 @pytest.mark.filterwarnings("ignore:.*forks this process while other threads")  # the main one
 def test_a_death_is_told_on_whatever_thread_the_loader_is_used() -> None:
     loader = DataLoader(Deadly(killed, (5,), None), 4, num_workers=2, backend="fork")
@@ -419,7 +421,9 @@ LIMIT = 3
 """Seconds that a task may take: those of a good one, in a process that begins, on a busy machine."""
 
 
-@pytest.mark.parametrize("end", [stuck, stopped], ids=lambda end: end.__name__)
+@pytest.mark.parametrize(
+    "end", [stuck, pytest.param(stopped, marks=posix)], ids=lambda end: end.__name__
+)
 @pytest.mark.parametrize(
     "backend", ["fork", "shared-memory", pytest.param("spawn", marks=pytest.mark.full)]
 )
