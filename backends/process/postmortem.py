@@ -477,6 +477,8 @@ def _both_ends(frames: list[str]) -> list[str]:
 _TIGHT = 0.9
 """Fraction of a limit from which a lack of memory most likely killed the worker."""
 
+_LESS = "Try fewer workers, or backend='threads', which shares one copy of the dataset."
+
 _NO_LIMIT = 1 << 60
 """Limit that means none: v1 reports the largest number of whole pages, just below 2**63."""
 
@@ -509,12 +511,12 @@ class OomWatch:
                     "time."
                 )
         elif not whose:
-            cause = "This platform does not report whether the system ran out of memory."
+            cause = f"This platform does not report whether the system ran out of memory. If it did: {_LESS}"
         elif self._before[0] == whose and kills > self._before[1]:
             counted = f"oom_kill rose from {self._before[1]} to {kills}"
             if limit:
                 counted += f"; limit {_size(limit)}, in use {_size(used)}"
-            cause = f"Likely cause: the {whose}'s OOM killer struck ({counted})."
+            cause = f"Likely cause: the {whose}'s OOM killer struck ({counted}). {_LESS}"
         else:
             cause = (
                 "No OOM kill was counted: another program or a person sent the signal (a job scheduler, "

@@ -405,7 +405,7 @@ def get_backend(backend: Any) -> Backend:
         guess = meant(backend, [*known(), _PROCESSES, "auto"])
         raise BackendUnavailable(
             f"unknown backend {backend!r}; {guess}there are: {listed}, and auto "
-            "(measures; for a loader or a step)"
+            "(measures; for a loader or a step). Pass your own as an instance"
         )
     made: Any = _load(backend, entry)()
     if not isinstance(made, Backend):

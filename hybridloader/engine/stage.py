@@ -537,15 +537,8 @@ def death(
     held = [_asked(indices.get(seq)) for seq in fault.in_flight]
     tasks = f"It was to fetch {'; '.join(held[:4])}" if held else "It had no task"
     more = f"; and {len(held) - 4} tasks more" if len(held) > 4 else ""
-    advice = _advice(fault.cause)
-    # The kernel's report is more exact than the guess.
-    if event.memory and "SIGKILL" in fault.cause:
-        advice = (
-            "If it is memory: try fewer workers, or backend='threads', which shares one copy of the "
-            "dataset."
-        )
-    elif event.memory and "SIGBUS" in fault.cause:
-        advice = ""
+    # The kernel's report, which has an advice if memory is the cause, is more exact than a guess.
+    advice = "" if event.memory else _advice(fault.cause)
     full = "" if event.slots is None else "Its slots took {:,} of {:,} bytes.".format(*event.slots)
     sample = "" if event.task is None else sample_at(indices.get(event.task), event.at)
     parts = [f"In stage {stage!r}, {worker} {fault.cause}.", f"{tasks}{more}.", sample]

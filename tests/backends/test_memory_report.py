@@ -45,11 +45,12 @@ def v1(path: str, limit: int, used: int, kills: int) -> dict[str, Any]:
 
 
 NO_KILL = "No OOM kill was counted: another program or a person sent the signal"
+LESS = "Try fewer workers, or backend='threads', which shares one copy of the dataset."
 
 
 def test_an_empty_tree_tells_nothing(tmp_path: Path) -> None:
     unknown = "This platform does not report whether the system ran out of memory."
-    assert OomWatch(tmp_path).describe("SIGKILL") == unknown
+    assert OomWatch(tmp_path).describe("SIGKILL") == f"{unknown} If it did: {LESS}"
 
 
 def test_the_tightest_limit_counts_and_the_kills_of_the_own_group(tmp_path: Path) -> None:
@@ -141,7 +142,7 @@ def test_a_kill_that_was_counted_is_the_cause(tmp_path: Path) -> None:
     cause, now = watch.describe("SIGKILL").splitlines()
     assert cause == (
         "Likely cause: the cgroup's OOM killer struck (oom_kill rose from 3 to 4; limit 2.00 GiB, "
-        "in use 1.98 GiB)."
+        f"in use 1.98 GiB). {LESS}"
     )
     assert now == "Memory now: cgroup 1.98 GiB of 2.00 GiB in use."
 
@@ -151,7 +152,7 @@ def test_a_kill_without_a_limit_is_told_without_one(tmp_path: Path) -> None:
     watch = OomWatch(root)
     tree(root, v2("job", "max", 5, 1))
     assert watch.describe("SIGKILL") == (
-        "Likely cause: the cgroup's OOM killer struck (oom_kill rose from 0 to 1)."
+        f"Likely cause: the cgroup's OOM killer struck (oom_kill rose from 0 to 1). {LESS}"
     )
 
 
