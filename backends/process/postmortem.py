@@ -511,7 +511,7 @@ class OomWatch:
                     "time."
                 )
         elif not whose:
-            cause = f"This platform does not report whether the system ran out of memory. If it did: {_LESS}"
+            cause = f"This platform does not report a lack of memory. If there was one: {_LESS}"
         elif self._before[0] == whose and kills > self._before[1]:
             counted = f"oom_kill rose from {self._before[1]} to {kills}"
             if limit:

@@ -49,8 +49,8 @@ LESS = "Try fewer workers, or backend='threads', which shares one copy of the da
 
 
 def test_an_empty_tree_tells_nothing(tmp_path: Path) -> None:
-    unknown = "This platform does not report whether the system ran out of memory."
-    assert OomWatch(tmp_path).describe("SIGKILL") == f"{unknown} If it did: {LESS}"
+    unknown = "This platform does not report a lack of memory."
+    assert OomWatch(tmp_path).describe("SIGKILL") == f"{unknown} If there was one: {LESS}"
 
 
 def test_the_tightest_limit_counts_and_the_kills_of_the_own_group(tmp_path: Path) -> None:
