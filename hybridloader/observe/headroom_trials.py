@@ -18,6 +18,8 @@ from hybridloader._support.text import Shown, function, short, whole
 from hybridloader._support.text import time as shown
 from hybridloader._support.torch_env import device_in_use
 from hybridloader._support.user_objects import attribute, close, length_of
+from hybridloader.observe.figures import CoreUse
+from hybridloader.observe.measures import CoreUsage
 from hybridloader.observe.watching import ProgramBlock, numbered
 
 WARM_UP = 4
@@ -38,12 +40,17 @@ class Headroom(Shown):
         Number of steps timed each way.
     batches
         Number of batches that were reused.
+    others
+        Number of cores that other programs kept busy during the steps on batches in memory; 0 if it is
+        less than a quarter of the cores, or unknown. torch's threads wait for each other, so they are
+        many times slower then.
     """
 
     loading: float
     ready: float
     steps: int
     batches: int
+    others: float = 0.0
 
     @property
     def speedup(self) -> float:
@@ -62,10 +69,15 @@ class Headroom(Shown):
     @property
     def summary(self) -> str:
         """Both speeds, as a sentence."""
+        busy = (
+            f" Other programs kept {self.others:.1f} cores busy, so the step may be faster than this: "
+            "measure again without them, or call torch.set_num_threads(1) first."
+        )
         return (
             f"{_rate(self.loading)} batches/s with loading ({shown(self.loading)} a step), "
             f"{_rate(self.ready)} on batches in memory ({shown(self.ready)}): "
             f"at most {self.speedup:.2f} times as fast if loading cost nothing."
+            f"{busy if self.others else ''}"
         )
 
     def __str__(self) -> str:
@@ -183,11 +195,20 @@ def measure(
             "data or smaller batches"
         )
     loading = (ended - began) / timed
+    cores = CoreUsage()
     began = now()
     for number in range(timed):
         step(kept[number % len(kept)])
     ready = (now() - began) / timed
-    return Headroom(loading, ready, timed, len(kept))
+    return Headroom(loading, ready, timed, len(kept), _others(cores.use()))
+
+
+def _others(use: CoreUse) -> float:
+    """Return the cores that other programs kept busy, if they are enough to matter."""
+    from hybridloader.observe.verdict import OTHERS  # most loaders need no verdict
+
+    others = 0.0 if use.busy is None or use.own is None else use.busy - use.own
+    return others if others >= OTHERS * use.cores else 0.0
 
 
 def _since(clock: Callable[[], float], wait: Callable[[], None]) -> float:
@@ -231,6 +252,7 @@ class KeptBatches:
         self.loading = self.ready = 0.0  # seconds with loading and without
         self.steps = 0  # without loading, finished by the device
         self._mark = 0.0
+        self._cores: CoreUsage | None = None  # since the last batch was loaded
         self._kept: list[Any] = []
         self._loaded = self._given = 0  # in this epoch
         self._launched = 0  # steps without loading, not yet waited for
@@ -257,6 +279,7 @@ class KeptBatches:
             self.mark()
         if self._loaded == self.loads:
             self.loading = self._now() - self._mark
+            self._cores = CoreUsage()
         return self.enough
 
     def mark(self) -> None:
@@ -290,7 +313,8 @@ class KeptBatches:
                 f"{self.loads or 2 * LEAST - 1}."
             )
         timed, kept = self.loads - self.warm, min(KEPT, self.loads)
-        found = Headroom(self.loading / timed, self.ready / self.steps, self.steps, kept)
+        others = 0.0 if self._cores is None else _others(self._cores.use())
+        found = Headroom(self.loading / timed, self.ready / self.steps, self.steps, kept, others)
         steps = f"{timed} steps with loading, {self.steps} on {kept} batches."
         return f"{self.name}: {found.summary} {steps}"
 

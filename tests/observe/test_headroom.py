@@ -12,7 +12,9 @@ from torch.utils.data import IterableDataset
 
 import hybridloader
 from hybridloader import DataLoader, Pipeline
+from hybridloader.observe.figures import CoreUse
 from hybridloader.observe.headroom_trials import Headroom, measure
+from hybridloader.observe.measures import CoreUsage
 
 
 class Scripted:
@@ -123,6 +125,25 @@ def test_a_length_that_is_not_implemented_is_none() -> None:
         ).steps
         == 20
     )
+
+
+@pytest.mark.parametrize(
+    ("use", "others"),
+    [
+        (CoreUse(2.0, 1.9, 0.5), 1.4),
+        (CoreUse(2.0, 1.9, 1.5), 0.0),
+        (CoreUse(8.0, 3.0, 1.5), 0.0),
+        (CoreUse(2.0), 0.0),
+    ],
+)
+def test_cores_that_others_keep_busy_are_named(
+    use: CoreUse, others: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's threads, which wait for each other, made a step of 16 threads 60 times as slow."""
+    monkeypatch.setattr(CoreUsage, "use", lambda usage: use)
+    found = Scripted(100, load=0.3, work=0.1).headroom()
+    assert found.others == pytest.approx(others)
+    assert ("Other programs kept 1.4 cores busy" in str(found)) == (others > 0)
 
 
 def test_forms(capsys: pytest.CaptureFixture[str]) -> None:
