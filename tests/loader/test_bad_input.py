@@ -360,7 +360,7 @@ def test_other_backends_serve_after_cuda_was_initialized(
     assert [batch.tolist() for batch in loader] == [list(range(8))]
 
 
-@pytest.mark.parametrize("backend", ["fork", "shared-memory"])
+@pytest.mark.parametrize("backend", ["fork", pytest.param("shared-memory", marks=needs_fork)])
 def test_where_there_is_no_fork_the_message_says_what_to_use(
     monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support.named_slots import NamedFork, NamedSharedMemory
+from support.platforms import posix
 from torch.utils.data import Dataset
 
 from hybridloader import DataLoader, Fork, Inline, Memory, SharedMemory, Spawn, Threads
@@ -117,7 +118,13 @@ V1 = "12:pids:/job\n4:cpu,memory:/job/step\n3:name=systemd:/job\n"
         pytest.param("0::/a\n", {"a/memory.max": "max\n"}, MACHINE, id="v2, max"),
         pytest.param("0::/a\n", {"b/memory.max": "5000\n"}, MACHINE, id="v2, another's limit"),
         pytest.param("0::/../x\n", {"memory.max": "5000\n"}, 5000, id="v2, outside of the mount"),
-        pytest.param("0::/a:b\n", {"a:b/memory.max": "5000\n"}, 5000, id="v2, a colon in the name"),
+        pytest.param(
+            "0::/a:b\n",
+            {"a:b/memory.max": "5000\n"},
+            5000,
+            id="v2, a colon in the name",
+            marks=posix,
+        ),
         pytest.param(
             V1, {"memory/job/step/memory.limit_in_bytes": "4000\n"}, 4000, id="v1, nested"
         ),
@@ -317,6 +324,7 @@ def shared_before() -> int:
     return rss_of_shared_memory()
 
 
+@posix  # /proc/self/status
 @pytest.mark.parametrize("backend", [Fork, SharedMemory])
 def test_slots_that_are_kept_stay_within_the_limit_and_are_freed_with_the_batches(
     backend: Any, shared_before: int
