@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.platforms import posix
 from torch.utils.data import Dataset
 
 from hybridloader import DataLoader, Threads
@@ -119,7 +120,9 @@ def test_sparse_results_keep_their_layout_and_are_kept_by_nobody() -> None:
     assert not kept
 
 
-@pytest.mark.parametrize("share", [True, False], ids=["mapped", "streamed"])
+@pytest.mark.parametrize(
+    "share", [pytest.param(True, marks=posix), False], ids=["mapped", "streamed"]
+)
 def test_arrays_that_are_read_only_are_the_workers_own_to_write_to(share: bool) -> None:
     arrays = [np.frombuffer(bytes(size), np.uint8) for size in (10, 100_000)]
     shipment = ship(arrays, "the dataset", share=share)

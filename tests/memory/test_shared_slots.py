@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.platforms import posix
 from support.slot_pairs import FIRST, SECOND, Pair, slots_of
 
 from hybridloader.memory import segments, shared_slots
@@ -277,6 +278,7 @@ def test_named_slots_come_across_are_used_again_and_lose_their_names(names: str)
     pair.writer.close()
 
 
+@posix  # /dev/shm
 def test_sweep_takes_the_names_off_what_was_never_opened(names: str) -> None:
     pair = Pair(names=names)
     pair.pass_on(bytes(50_000))
@@ -301,6 +303,7 @@ def test_named_slots_that_only_the_worker_knew_are_swept_too(names: str) -> None
             segments.unlink(name)
 
 
+@posix  # /dev/shm
 def test_the_memory_of_a_named_segment_is_there_when_it_is_made(names: str) -> None:
     mapping, ticket, _ = segments.make(1 << 20, f"{names}0")
     try:

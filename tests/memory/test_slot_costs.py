@@ -15,6 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 from support.line_count import lines_run
+from support.platforms import posix
 from support.slot_pairs import FIRST, Pair, descriptors, slots_in, slots_of
 
 from hybridloader.memory import segments, shared_slots, slots
@@ -23,6 +24,7 @@ from hybridloader.memory.slots import OWN, PrivateSlots
 # -- what slots cost -------------------------------------------------------------------------------
 
 
+@posix  # descriptors
 def test_slots_cost_no_descriptors_and_few_mappings_however_many_are_kept() -> None:
     pair, before = Pair(), descriptors()
     kept = [pair.pass_on(bytes([k]) * 40_000)[1] for k in range(200)]
@@ -88,6 +90,7 @@ def test_slots_of_sizes_no_longer_used_are_given_back_on_both_sides() -> None:
     )
 
 
+@posix  # descriptors
 def test_a_slot_that_was_never_announced_takes_its_descriptor_along() -> None:
     pair, before = Pair(limit=2_000_000), descriptors()
     for size in range(300_000, 1_900_000, 50_000):
@@ -97,6 +100,7 @@ def test_a_slot_that_was_never_announced_takes_its_descriptor_along() -> None:
     assert descriptors() == before
 
 
+@posix  # descriptors
 def test_more_new_slots_than_one_message_announces() -> None:
     pair = Pair(limit=slots.GROWTH * (OWN - 1))  # too little for two in one mapping
     arrays = [pair.empty(OWN) for _ in range(60)]
@@ -122,6 +126,7 @@ def test_many_large_buffers_share_one_slot() -> None:
     assert [bytes(b) for b in buffers] == content
 
 
+@posix  # descriptors
 def test_no_memory_for_a_slot_sends_the_batch_through_the_stream(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -142,6 +147,7 @@ def test_no_memory_for_a_slot_sends_the_batch_through_the_stream(
     assert bytes(buffer) == b"y" * 400_000
 
 
+@posix  # descriptors
 def test_a_slot_that_can_not_be_mapped_fails_its_own_batch_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -162,6 +168,7 @@ def test_a_slot_that_can_not_be_mapped_fails_its_own_batch_only(
     assert descriptors() == before
 
 
+@posix  # descriptors
 def test_a_batch_that_can_not_be_mapped_still_gives_all_its_slots_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -177,6 +184,7 @@ def test_a_batch_that_can_not_be_mapped_still_gives_all_its_slots_back(
     assert sorted(pair.reader.returned()) == sorted({*slots_of(sent[0])})
 
 
+@posix  # descriptors
 def test_a_segment_that_two_threads_close_closes_its_descriptor_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
