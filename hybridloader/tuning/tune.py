@@ -105,9 +105,11 @@ class Tuning(Shown):
             rate = f"{trial.rate:,.1f}" if trial.rates else ""
             noise = f"{trial.noise:.0%}" if len(trial.rates) > 1 else ""
             rows.append([shown(trial.plan), rate, noise, ", ".join(marks), trial.error or ""])
-        if (why := self._search.refused) is not None:
-            start = shown(self._search.start)
-            rows.append([start, "", "", "as it was", f"beyond the limits: {why}"])
+        why, start = self._search.refused, self._search.start
+        # With "auto" nobody has chosen the backend that the loader has until then.
+        known = {*self.limits.backends, *self.limits.refused}
+        if why is not None and all(place.backend in known for place in start):
+            rows.append([shown(start), "", "", "as it was", f"beyond the limits: {why}"])
         return [rows if any(row[4] for row in rows) else [row[:4] for row in rows]]
 
     def _lines(self) -> list[str]:

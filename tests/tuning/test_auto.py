@@ -53,6 +53,7 @@ def test_batches_order_and_random_numbers_do_not_depend_on_the_choice(
     assert found == expected
     assert torch.equal(now, then)
     assert loader.tuning is not None
+    assert "beyond the limits" not in str(loader.tuning), "a plan that nobody chose"
     (place,) = loader.tuning.plan
     assert loader.num_workers == place.workers
     assert loader.num_workers == words["num_workers"] or words["num_workers"] == "auto"
