@@ -78,7 +78,7 @@ from hybridloader.running.state import (
     Counts,
     Heads,
     Ledger,
-    MarkLog,
+    Log,
     Point,
     Position,
     ReaderLog,
@@ -1053,15 +1053,17 @@ class OperatorContext:
         return inner.open(Offset(start, self._begins.slack))
 
     def mark(self, at: int, value: Any) -> None:
-        self._pass.position.mark(self._node, Mark(self.epoch, at, value))
+        self._pass.position.mark(self._node, self.epoch, at, value)
 
     def mark_all(self, value_of: Callable[[int], Any]) -> None:
-        self._pass.position.keep(self._node, Computed(self.epoch, self.start, value_of))
+        self._pass.position.keep(self._node, Computed(self.epoch, (self.start,), value_of))
 
-    def log(self, first: Any, value_of: Callable[[int, Any], Any]) -> MarkLog:
-        made = MarkLog(self.epoch, self.start, first, value_of)
+    def log(
+        self, first: tuple[Any, ...], value_of: Callable[..., Any]
+    ) -> Callable[[tuple[Any, ...]], None]:
+        made = Log(self.epoch, first, value_of)
         self._pass.position.keep(self._node, made)
-        return made
+        return made.add
 
     def left_out(self, item: Any, error: Exception) -> None:
         node, log = self._node, self._pass.executor.stages.failure_log

@@ -312,7 +312,8 @@ class ReaderItems(StageIterator):
             waiting = (each.places for each in self._waiting)
             given = (came - left for came, left in zip(self._came, waiting, strict=True))
             following = (reader + 1) % len(self._came)
-            self._log.add(Turn(tuple(given), following, frozenset(self._passed)))
+            turn = Turn(tuple(given), following, frozenset(self._passed))
+            self._log.add((sum(turn.given), turn))
 
     def _take(self, wait: bool) -> None:
         try:

@@ -325,13 +325,6 @@ class RelayOptions(NamedTuple):
     """True if they are moved to a device."""
 
 
-class Log(Protocol):
-    """Log of an operator, with an entry for each of its items; see `Context.log`."""
-
-    def add(self, entry: Any) -> None:
-        """Add the entry of one more item, before it is given; an error counts as one."""
-
-
 class Context(Protocol):
     """Values and services for an operator in one pass."""
 
@@ -378,11 +371,14 @@ class Context(Protocol):
         ``value_of(n)``, called only when a state is taken, makes the value of the mark after `n` items.
         """
 
-    def log(self, first: Any, value_of: Callable[[int, Any], Any]) -> Log:
-        """Return a log for an operator that could resume after each of its items, as `mark` would note.
+    def log(
+        self, first: tuple[Any, ...], value_of: Callable[..., Any]
+    ) -> Callable[[tuple[Any, ...]], None]:
+        """Return a function that an operator calls for each of its items instead of `mark`.
 
-        Its entries are `first`, and one for each item. ``value_of(n, entry)``, called only when a state
-        is taken, makes the value of the mark after `n` items.
+        It is called with an entry before an item is given; an error counts as one. An entry is the
+        number of items, that one included, and values of which ``value_of(*values)`` makes the value of
+        the mark, only when a state is taken. `first` is the entry before any item.
         """
 
     def drop(self, items: Iterator[Any], at: int) -> Iterator[Any]:

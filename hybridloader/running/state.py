@@ -10,12 +10,10 @@ import math
 import pickle
 import threading
 import weakref
-from abc import ABC, abstractmethod
-from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import zip_longest
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 from hybridloader._support.states import (
     COUNT,
@@ -281,8 +279,6 @@ def _same_ranks(position: Position, ours: list[int]) -> None:
 # readers, writes the log before it gives an output; any thread may read it.
 
 
-T = TypeVar("T")
-
 Numbers = Sequence[float]
 """Outputs of each input."""
 
@@ -301,136 +297,101 @@ class Point(NamedTuple):
     taken: int
 
 
-_Entry = tuple[int, int, Numbers]
-"""Position from which the inputs have these numbers of outputs."""
-
 _MOST = 256
 """Least number of entries of a log, or of logs, before a search for those that no state can need."""
+
+
+class Entries(list[Any]):
+    """Entries in their order; each is a tuple that begins with the number of items before it."""
+
+    __slots__ = ()
+
+    def last(self, n: int) -> Any:
+        """Return the last entry that is not after item `n`; None if there is none.
+
+        From the end: a later pass of this epoch, as in a repetition, begins at item 0 again. Of a copy:
+        another thread may forget some.
+        """
+        return next((entry for entry in reversed(self.copy()) if entry[0] <= n), None)
+
+    def forget(self, n: int) -> None:
+        """Forget the entries that only a place before item `n` needs."""
+        for place in range(len(self) - 1, 0, -1):
+            if self[place][0] <= n:
+                del self[:place]
+                return
 
 
 def _nothing() -> None:
     return None
 
 
-class Log(ABC):
-    """Base of the logs from which a position makes marks: entries in the order of their places."""
+class Log:
+    """Log from which a position makes marks. A mark is made of the entry there: ``value_of(*values)``.
 
-    __slots__ = ("_entries", "_limit", "epoch", "forgets", "number")
+    An entry is the number of items before it, and these values; without `value_of`, the value itself.
+    """
 
-    def __init__(self, epoch: int, *first: Any) -> None:
-        self.epoch = epoch
+    __slots__ = ("_entries", "_limit", "_value_of", "epoch", "forgets", "number")
+
+    def __init__(
+        self, epoch: int, first: tuple[Any, ...], value_of: Callable[..., Any] | None = None
+    ) -> None:
+        self.epoch, self._value_of = epoch, value_of
         # Set by the position that keeps it:
         self.number = 0  # order among its logs
         self.forgets: Callable[[], Any] = _nothing  # drops the entries that no state can need
         # All the mutable state:
-        self._entries = [*first]
+        self._entries = Entries([first])
         self._limit = _MOST
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def add(self, entry: Any) -> None:
+    def add(self, entry: tuple[Any, ...]) -> None:
         """Add an entry."""
         self._entries.append(entry)
         if len(self._entries) > self._limit:
-            self._forget_some(_MOST)
+            self._forget_some()
 
-    def _forget_some(self, least: int) -> None:
+    def _forget_some(self) -> None:
         forget = self.forgets()
         if forget is not None:
             forget()
-        self._limit = max(least, 2 * len(self))
+        self._limit = max(_MOST, 2 * len(self))
 
-    @staticmethod
-    def place_of(entry: Any) -> int:
-        """Return the number of items before an entry."""
-        return entry[0]  # type: ignore[no-any-return]
-
-    def _last(self, n: int) -> Any:
-        """Return the last entry that is not after item `n`; None if there is none."""
-        entries = self._entries.copy()  # another thread may forget some
-        place = bisect_right(entries, n, key=self.place_of)
-        return entries[place - 1] if place else None
-
-    @abstractmethod
     def last_before(self, n: int) -> Mark | None:
         """Return the mark of the last place that is not after item `n`."""
+        entry = self._entries.last(n)
+        return None if entry is None else self._mark(entry, n)
+
+    def _mark(self, entry: Any, n: int) -> Mark:
+        """Return the mark of the last place up to item `n`; `entry` is the last one up to there."""
+        at, *values = entry
+        return Mark(self.epoch, at, self._value_of(*values) if self._value_of else values[0])
 
     def forget(self, n: int) -> None:
         """Forget the entries that only a place before item `n` needs."""
-        del self._entries[: max(0, bisect_right(self._entries, n, key=self.place_of) - 1)]
+        self._entries.forget(n)
 
     def forget_later(self) -> None:
         """Forget the places between the first and those to come, which no state can use now."""
         del self._entries[1:]
 
 
-class Marks(Log):
-    """Marks that an operator makes where it can resume."""
+class Computed(Log):
+    """Log whose marks can be computed after any number of items, from its one entry on."""
 
     __slots__ = ()
 
-    _entries: list[Mark]
-
-    # From the end: a later pass of this epoch, as in a repetition, marks from its beginning on again.
-    def last_before(self, n: int) -> Mark | None:
-        return next((mark for mark in reversed(self._entries) if mark.at <= n), None)
-
-    def forget(self, n: int) -> None:
-        while len(self._entries) > 1 and self._entries[1].at <= n:
-            del self._entries[0]
-
-
-class MarkLog(Log):
-    """Entries of an operator, one after each of its items, from which a state makes marks.
-
-    `value_of` makes the value of the mark after `at` items from the entry there.
-    """
-
-    __slots__ = ("_at", "_value_of")
-
-    def __init__(
-        self, epoch: int, at: int, first: Any, value_of: Callable[[int, Any], Any]
-    ) -> None:
-        super().__init__(epoch, first)
-        self._at = at  # number of items before the first entry
-        self._value_of = value_of
-
-    def last_before(self, n: int) -> Mark | None:
-        place = min(n - self._at, len(self._entries) - 1)
-        if place < 0:
-            return None
-        at = self._at + place
-        return Mark(self.epoch, at, self._value_of(at, self._entries[place]))
-
-    def forget(self, n: int) -> None:
-        more = max(0, min(n - self._at, len(self._entries) - 1))
-        del self._entries[:more]
-        self._at += more
-
-    def forget_later(self) -> None:
-        self.forget(self._at + len(self._entries) - 1)  # entries are found by their number
-
-
-class Computed(Log):
-    """Marks that can be computed after any number of items, from `start` on: it has no entries."""
-
-    __slots__ = ("_start", "_value_of")
-
-    def __init__(self, epoch: int, start: int, value_of: Callable[[int], Any]) -> None:
-        super().__init__(epoch)
-        self._start, self._value_of = start, value_of
-
-    def last_before(self, n: int) -> Mark | None:
-        return None if n < self._start else Mark(self.epoch, n, self._value_of(n))
+    def _mark(self, entry: Any, n: int) -> Mark:
+        return super()._mark((n, n), n)
 
 
 class Ledger(Log):
     """Ledger of one node in pass `epoch`, which begins at a point. An error counts as an output."""
 
     __slots__ = ("given", "taken")
-
-    _entries: list[_Entry]
 
     def __init__(self, epoch: int, begins: Point) -> None:
         super().__init__(epoch, (*begins, ONE_EACH))
@@ -465,11 +426,8 @@ class Ledger(Log):
                 self.add(here)
         self.taken += 1
 
-    def last_before(self, n: int) -> Mark | None:
-        found = self._last(n)
-        if found is None:
-            return None
-        given, taken, counts = found
+    def _mark(self, entry: tuple[int, int, Numbers], n: int) -> Mark:
+        given, taken, counts = entry
         if not counts:
             more = max(0, min(n, self.given) - given)
             return Mark(self.epoch, given + more, taken + more)
@@ -538,10 +496,10 @@ class _Reads:
     def __init__(self, given: int, start: ShardStart, place: Place | None) -> None:
         self._begins, self.given, self._read = (given, start.skip), given, start.skip
         # Items before a task, samples read after each of its items, and after the task:
-        self._uneven: list[tuple[int, Sequence[int], int]] = []
+        self._uneven = Entries()
         # Samples read before each of these:
-        self.states = [(start.position, start)] if start.stateful and place is None else []
-        self._shards = [] if place is None else [(start.skip, place)]
+        self.states = Entries([(start.position, start)] if start.stateful and place is None else [])
+        self._shards = Entries([] if place is None else [(start.skip, place)])
 
     def __len__(self) -> int:
         return len(self._uneven) + len(self.states) + len(self._shards)
@@ -580,34 +538,29 @@ class _Reads:
     def read(self, given: int) -> int:
         """Return the number of samples read for the first `given` items."""
         before, since = self._begins
-        for first, ends, last in reversed(self._uneven.copy()):
-            if first < given:
-                if given - first <= len(ends):
-                    return ends[given - first - 1]
-                before, since = first + len(ends), last
-                break
+        found = self._uneven.last(given - 1)
+        if found is not None:
+            first, ends, since = found
+            if given - first <= len(ends):
+                return int(ends[given - first - 1])
+            before = first + len(ends)
         return since + given - before
 
     def state(self, read: int) -> tuple[int, ShardStart | None]:
         """Return the latest state until so many samples, and the number of samples before it."""
-        return _last(self.states, read) or (0, None)
+        return self.states.last(read) or (0, None)
 
     def place(self, read: int) -> Place | None:
         """Return the position in the shards after so many samples; None if none was entered."""
-        found = _last(self._shards, read)
+        found: tuple[int, Place] | None = self._shards.last(read)
         return found and found[1]._replace(at=found[1].at + read - found[0])
 
     def forget(self, given: int) -> None:
         """Forget the entries that only a position before item `given` needs."""
         read = self.read(given)
-        del self._uneven[: max(0, sum(first < given for first, _, _ in self._uneven) - 1)]
-        for found in (self.states, self._shards):
-            del found[: max(0, sum(at <= read for at, _ in found) - 1)]
-
-
-def _last(found: Sequence[tuple[int, T]], read: int) -> tuple[int, T] | None:
-    """Return the last entry that is not after so many samples."""
-    return next((entry for entry in reversed([*found]) if entry[0] <= read), None)
+        self._uneven.forget(given - 1)
+        self.states.forget(read)
+        self._shards.forget(read)
 
 
 class ReaderLog(Log):
@@ -615,10 +568,8 @@ class ReaderLog(Log):
 
     __slots__ = ("_division", "_follows", "_reads")
 
-    _entries: list[Turn]
-
     def __init__(self, epoch: int, readers: ReaderStarts) -> None:
-        super().__init__(epoch, readers.begins)
+        super().__init__(epoch, (sum(readers.begins.given), readers.begins))
         self._division = division = readers.division
         self._follows = sum(readers.begins.given) if readers.follows else None
         starts = readers.starts or (ShardStart(),) * len(readers.begins.given)
@@ -634,21 +585,11 @@ class ReaderLog(Log):
         """Return the record of `reader`, to add to."""
         reads = self._reads[reader]
         if len(reads) > self._limit:
-            self._forget_some(self._limit)
+            self._forget_some()
         return reads
 
-    @staticmethod
-    def place_of(entry: Turn) -> int:
-        return sum(entry.given)
-
-    def _at(self, n: int) -> Turn | None:
-        entry: Turn | None = self._last(n)
-        return entry and entry.after(n - sum(entry.given))
-
-    def last_before(self, n: int) -> Mark | None:
-        turn = self._at(n)
-        if turn is None:
-            return None
+    def _mark(self, entry: tuple[int, Turn], n: int) -> Mark:
+        turn = entry[1].after(n - entry[0])
         readers, places, most, division = [], list[Place](), 0, self._division
         try:
             for reader, (given, reads) in enumerate(zip(turn.given, self._reads, strict=True)):
@@ -684,11 +625,9 @@ class ReaderLog(Log):
         return None
 
     def forget(self, n: int) -> None:
-        turn = self._at(n)
-        if turn is None:
-            return
         super().forget(n)
-        for given, reads in zip(turn.given, self._reads, strict=True):
+        at, turn = self._entries[0]
+        for given, reads in zip(turn.after(n - at).given, self._reads, strict=True):
             reads.forget(given)
 
     def forget_later(self) -> None:
@@ -832,14 +771,14 @@ class RunPosition:
 
     # -- marks -----------------------------------------------------------------------------------------
 
-    def mark(self, node: Node, mark: Mark) -> None:
-        """Note that an operator could resume after ``mark.at`` items of that epoch."""
+    def mark(self, node: Node, epoch: int, at: int, value: Any) -> None:
+        """Note that an operator could resume after `at` items of that epoch from `value`."""
         with self._lock:
             passes = self._places.get(node.path)
-            if passes and passes[-1].epoch == mark.epoch:
-                passes[-1].add(mark)
+            if passes and passes[-1].epoch == epoch:
+                passes[-1].add((at, value))
             else:
-                self.keep(node, Marks(mark.epoch, mark))
+                self.keep(node, Log(epoch, (at, value)))
 
     def keep(self, node: Node, log: Log) -> None:
         """Keep the log of a node, which asks for `forget` now and then."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hybridloader.running.operator import Mark
-from hybridloader.running.state import ONE_EACH, Ledger, MarkLog, Point
+from hybridloader.running.state import ONE_EACH, Ledger, Log, Point
 
 
 def test_a_ledger_that_forgets_later_places_knows_only_the_first_of_them() -> None:
@@ -21,12 +21,12 @@ def test_a_ledger_that_forgets_later_places_knows_only_the_first_of_them() -> No
 
 
 def test_a_log_that_forgets_later_places_keeps_the_numbers_of_those_to_come() -> None:
-    log = MarkLog(0, 0, "start", lambda at, entry: [at, entry])
-    for entry in "abc":
+    log = Log(0, (0, "start"), str.upper)
+    for entry in enumerate("abc", 1):
         log.add(entry)
-    assert log.last_before(2) == Mark(0, 2, [2, "b"])
+    assert log.last_before(2) == Mark(0, 2, "B")
     log.forget_later()
-    assert log.last_before(2) is None
-    log.add("d")
-    assert log.last_before(4) == Mark(0, 4, [4, "d"])
-    assert log.last_before(3) == Mark(0, 3, [3, "c"])
+    assert log.last_before(2) == Mark(0, 0, "START")
+    log.add((4, "d"))
+    assert log.last_before(4) == Mark(0, 4, "D")
+    assert log.last_before(3) == Mark(0, 0, "START")

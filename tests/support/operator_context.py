@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import settings
 
 from hybridloader.running.operator import Chain, Context, Length, Operator
-from hybridloader.running.state import MarkLog
+from hybridloader.running.state import Log
 
 no_deadline = settings(deadline=None, max_examples=60)
 """Settings of property tests: no deadline, because a machine may be busy."""
@@ -82,8 +82,10 @@ class ScriptedContext:
     def mark_all(self, value_of: Callable[[int], Any]) -> None:
         """Nobody resumes here."""
 
-    def log(self, first: Any, value_of: Callable[[int, Any], Any]) -> MarkLog:
-        return MarkLog(self.epoch, self.start, first, value_of)
+    def log(
+        self, first: tuple[Any, ...], value_of: Callable[..., Any]
+    ) -> Callable[[tuple[Any, ...]], None]:
+        return Log(self.epoch, first, value_of).add
 
     def draw(self) -> int:
         import torch

@@ -745,11 +745,12 @@ class BucketByIterator(OperatorIterator):
             self._oldest, self._again, text = context.saved.value
             self._held = unpacked(text, rules.name)
             self._taken, self._wanted = self._oldest, frozenset(context.needed.numbers)
-        self._log = context.log(self._entry(), lambda _, entry: _bucket_state(*entry))
+        self._given = context.start  # batches and errors
+        self._log = context.log(self._entry(), _bucket_state)
 
-    def _entry(self) -> tuple[int, int, int | None]:
-        short = self._taken - self._oldest <= _LONGEST
-        return self._oldest, max(self._taken, self._again), self._held if short else None
+    def _entry(self) -> tuple[int, int, int, int | None]:
+        held = self._held if self._taken - self._oldest <= _LONGEST else None
+        return self._given, self._oldest, max(self._taken, self._again), held
 
     def __next__(self) -> Any:
         try:
@@ -768,7 +769,8 @@ class BucketByIterator(OperatorIterator):
         past = (held & -held).bit_length() - 1 if held else self._taken - self._oldest
         self._held >>= past
         self._oldest += past
-        self._log.add(self._entry())
+        self._given += 1
+        self._log(self._entry())
 
     def _next_batch(self) -> list[tuple[int, Any]]:
         rules, buckets = self._rules, self._buckets

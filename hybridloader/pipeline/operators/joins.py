@@ -585,8 +585,9 @@ class _TurnIterator(JoinIterator):
         )
         self._left = [branch.__next__ for branch in self._opened]
         self._place: int | None = None  # of the one whose turn it is, and has given nothing yet
-        entry = tuple(self._counts), tuple(self._over), self._last, self._in_a_row
-        self._log = context.log(entry, lambda _, entry: [*map(list, entry[:2]), *entry[2:]])
+        self._total = context.start  # of all
+        entry = self._total, tuple(self._counts), tuple(self._over), self._last, self._in_a_row
+        self._log = context.log(entry, lambda counts, over, *last: [[*counts], [*over], *last])
 
     @abstractmethod
     def _choose(self) -> int:
@@ -626,7 +627,8 @@ class _TurnIterator(JoinIterator):
         self._counts[number] += 1
         self._in_a_row = self._in_a_row + 1 if number == self._last else 1
         self._last = number
-        self._log.add((tuple(self._counts), tuple(self._over), number, self._in_a_row))
+        self._total += 1
+        self._log((self._total, tuple(self._counts), tuple(self._over), number, self._in_a_row))
 
     def close(self) -> None:
         self._left = []

@@ -108,6 +108,7 @@ class ShuffleIterator(OperatorIterator):
         self._taken = 0  # items, and errors in their places
         self._errors: list[int] = []  # numbers of the errors, but for the first ones
         self._errors_before = 0  # number of these
+        self._given = context.start  # items and errors
         # From number `_oldest` on, whether the item has left the buffer:
         self._gone: deque[bool] = deque()
         self._oldest = 0  # number of the first item in the buffer, or of the next that comes
@@ -115,10 +116,10 @@ class ShuffleIterator(OperatorIterator):
         self._missing: dict[int, int] = {}  # places in the buffer of items that are to come again
         if context.saved is not None and context.needed is not None:
             self._restore(context.saved, context.needed.numbers)
-        self._log = context.log(self._entry(), lambda _, entry: self._value(*entry))
+        self._log = context.log(self._entry(), self._value)
 
-    def _entry(self) -> tuple[int, int, int]:
-        return self._oldest, max(self._taken, self._again), len(self._errors)
+    def _entry(self) -> tuple[int, int, int, int]:
+        return self._given, self._oldest, max(self._taken, self._again), len(self._errors)
 
     def _value(self, oldest: int, taken: int, count: int) -> list[Any] | None:
         """Return the value of a mark after the first `count` of the errors in the list."""
@@ -189,7 +190,8 @@ class ShuffleIterator(OperatorIterator):
         while gone and gone[0]:
             gone.popleft()
             self._oldest += 1
-        self._log.add(self._entry())
+        self._given += 1
+        self._log(self._entry())
 
     def close(self) -> None:
         self._ended = True

@@ -125,20 +125,25 @@ class _PackIterator(OperatorIterator):
         if saved is not None:
             _, self._given, self._again = saved.value
         self._names: tuple[str, ...] = ()
-        self._log = context.log(self._entry(), lambda _, entry: [*entry])
+        self._made = context.start  # rows and errors
+        self._log = context.log(self._entry(), lambda *values: [*values])
 
     def __next__(self) -> Any:
         try:
             row = self._next_row()
         except Exception as error:
             if counts_as_item(error):
-                self._log.add(self._entry())
+                self._note()
             raise
-        self._log.add(self._entry())
+        self._note()
         return row
 
-    def _entry(self) -> tuple[int, int, int]:
-        return self._origin(), self._given, max(self._taken, self._again)
+    def _note(self) -> None:
+        self._made += 1
+        self._log(self._entry())
+
+    def _entry(self) -> tuple[int, int, int, int]:
+        return self._made, self._origin(), self._given, max(self._taken, self._again)
 
     @abstractmethod
     def _origin(self) -> int:
