@@ -44,15 +44,14 @@ from hybridloader.observe.measures import StageMeasures
 from hybridloader.observe.observation import Observation, Observe
 from hybridloader.observe.tracing import LocalSlices
 from hybridloader.running.flow import (
-    Dropping,
     GeneratorItems,
     InlineItems,
-    LeavingOut,
     LoggedItems,
     ReaderItems,
     ReaderTaskSizes,
     RelayDepth,
     Sending,
+    Skipping,
     SourceItems,
     StageItems,
     Taking,
@@ -661,7 +660,7 @@ class Offset(NamedTuple):
     items: int = 0
     """Items before that place."""
     slack: int = 0
-    """Number of these that need not be there; see `Dropping`."""
+    """Number of these that need not be there; see `Skipping`."""
     needed: Needed | None = None
     """Items from that place on that a resumed run needs; None: all."""
 
@@ -726,27 +725,20 @@ class ChainPass:
             relay.start()
         return items
 
-    def drop(self, items: Iterator[Any], first: Offset, name: str) -> Iterator[Any]:
-        """Return `items` without the first, which the run before has given."""
-        if not first.items:
-            return items
-        dropping = Dropping(items, first.items, first.slack, self.left, name)
-        self.position.droppings.append(dropping)
-        return dropping
-
-    def _begun(
-        self, items: Iterator[Any], first: Offset, start: Offset, name: str
-    ) -> Iterator[Any]:
+    def begun(self, items: Iterator[Any], first: Offset, start: Offset, name: str) -> Iterator[Any]:
         """Return `items` from `start` on, without the `first` ones and those that are not needed."""
-        items = self.drop(items, first, name)
-        if start.needed is None:
+        if not first.items and start.needed is None:
             return items
-        numbers, until = frozenset(start.needed.numbers), start.needed.until
+        numbers, until = start.needed or Needed((), 0)
+        wanted = frozenset(numbers)
 
-        def not_needed(number: int) -> bool | None:
-            return number not in numbers if number < until else None
+        def is_gone(number: int) -> bool | None:
+            return number not in wanted if number < until else None
 
-        return LeavingOut(items, start.items, not_needed)
+        skipping = Skipping(items, self.left, name, start.items, is_gone, first.items, first.slack)
+        if first.items:  # the run before has given them
+            self.position.droppings.append(skipping)
+        return skipping
 
     def _open(self, at: int, start: Offset) -> Iterator[Any]:
         """Open the nodes up to number `at`, to continue after the first items.
@@ -779,7 +771,7 @@ class ChainPass:
         if isinstance(node, WorkerNode) and node.reads:
             items, begins_at = self._open_readers(node, start.items)
             first = Offset(start.items - begins_at, start.slack)
-            return self._begun(items, first, start, node.name)
+            return self.begun(items, first, start, node.name)
         point = self.position.point(node, start.items, self.epoch) if start.items else Point(0, 0)
         begins = point or Point(0, 0)
         # Items that certainly exist after the node certainly exist before it.
@@ -792,7 +784,7 @@ class ChainPass:
             items = yield at - 1, before
             items = self._open_inline(node, items, begins, numbered=before.needed is not None)
         first = Offset(start.items - begins.given, start.slack)
-        return self._begun(self._withheld(node, items, begins.given), first, start, node.name)
+        return self.begun(self._withheld(node, items, begins.given), first, start, node.name)
 
     def _withheld(self, node: Node, items: Iterator[Any], at: int) -> Iterator[Any]:
         """Return the items of a node from number `at` on, without those that other ranks have had."""
@@ -809,7 +801,7 @@ class ChainPass:
             came[source] += 1
             return came[source] <= had[source]
 
-        return LeavingOut(items, at, was_had)
+        return Skipping(items, self.left, node.name, at, was_had)
 
     def _ledger(self, node: InlineNode | WorkerNode, begins: Point) -> Ledger | None:
         """Return the ledger of a node; None if it gives one item for each that it takes."""
@@ -857,7 +849,7 @@ class ChainPass:
         elif isinstance(items, GeneratorType):
             items = GeneratorItems(items, node.name)
         dropped = Offset(start.items - begins.items, start.slack)
-        return self._begun(self._withheld(node, items, begins.items), dropped, start, node.name)
+        return self.begun(self._withheld(node, items, begins.items), dropped, start, node.name)
 
     def _upstream(self, at: int, begins: Offset) -> Upstream:
         """Return the function with which the operator at number `at` opens the nodes before it."""
@@ -925,7 +917,7 @@ class ChainPass:
             start=False,
         )
         stage = items
-        while isinstance(stage, (Dropping, LeavingOut)):
+        while isinstance(stage, Skipping):
             stage = stage.items
         if isinstance(stage, (StageItems, ReaderItems)):
             stage.flow.relay = relay.queue
@@ -1072,7 +1064,7 @@ class OperatorContext:
 
     def drop(self, items: Iterator[Any], at: int) -> Iterator[Any]:
         start, slack = self._begins.items, self._begins.slack
-        return self._pass.drop(items, Offset(start - at, slack), self._node.name)
+        return self._pass.begun(items, Offset(start - at, slack), Offset(), self._node.name)
 
 
 def generator_of(

@@ -646,11 +646,7 @@ class LoggedItems(OperatorIterator):
         return found
 
 
-# -- dropping of items that come a second time when a run is resumed, on the thread that pulls them
-#
-# Where only some of the next items are needed again, those between them are left out with their places.
-# An error counts as an item, since it was raised in the place of one. Fewer items than are to be
-# dropped are an error.
+# -- leaving out of items when a run is resumed, on the thread that pulls them
 
 
 class _Passing(OperatorIterator):
@@ -673,106 +669,84 @@ class _Passing(OperatorIterator):
         """Return an item of those that `pull` returns."""
 
 
-class Dropping(_Passing):
-    """An iterator without its first `count` items, of which `done` were dropped.
+class Skipping(_Passing):
+    """Items without the first `count`, which come a second time; `done` of these were dropped.
 
-    `slack` of these need not be there: of a batch that was the last, none knows its size.
+    Fewer are an error, but `slack` of them need not be there: of a batch that was the last, none knows
+    its size. An error counts as an item, since it was raised in the place of one. From number `at` on,
+    an error comes in the place of each item for whose number `is_gone` is true. It is called once for
+    each number, in order, and returns None once no later item is gone.
     """
 
     def __init__(
-        self, items: Iterator[Any], count: int, slack: int, left: TaskContext, name: str
+        self,
+        items: Iterator[Any],
+        left: TaskContext,
+        name: str,
+        at: int,
+        is_gone: Callable[[int], bool | None],
+        count: int = 0,
+        slack: int = 0,
     ) -> None:
         super().__init__(items)
-        self.count, self._slack, self._left, self._name = count, slack, left, name
+        self._left, self._name, self._slack = left, name, slack
         # All the mutable state:
-        self.done = 0
+        self.count, self.done = count, 0
+        self._at = at
+        self._is_gone: Callable[[int], bool | None] | None = is_gone
         self._opened: Iterator[Any] = iter(())  # rest of several items that arrived as one
-        self._used_up = True  # whether `_opened` is
 
     def _next(self, pull: Callable[[], Any]) -> Any:
-        if self.done < self.count:
-            self._drop(pull)
-        if not self._used_up:
-            for item in self._opened:
-                return item
-            self._used_up = True
-        return pull()
-
-    def _drop(self, pull: Callable[[], Any]) -> None:
-        while self.done < self.count:
-            if self._left.cancelled:
+        while self._is_gone is not None:
+            drops = self.done < self.count
+            if drops and self._left.cancelled:
                 raise no_answer(IteratorClosed("this epoch was ended early"))
             try:
-                item = pull()
+                item = self._one(pull)
             except StopIteration:
-                missing, self.count = self.count - self.done, self.done
-                if missing <= self._slack:
-                    raise
-                raise no_answer(
-                    StateError(
-                        f"the state is after item {self.done + missing} of {self._name!r}, which ended "
-                        f"after item {self.done}: its items differ from those when the state was taken"
-                    )
-                ) from None
+                if drops:
+                    self._check_end()
+                raise
             except Exception as error:
                 if not counts_as_item(error):
                     raise
-                # It was raised before, at the same position.
+                if drops:  # it was raised before, at the same position
+                    self.done += 1
+                    continue
+                self._at += 1
+                raise
+            if drops:
                 self.done += 1
                 continue
-            left = self.count - self.done
-            if not is_forwarded(item):
-                self.done += 1
-            elif item.count <= left:
-                self.done += item.count
-                item.discard()
-            else:
-                self._opened, self._used_up = iter(item.open()[left:]), False
-                self.done = self.count
+            gone, self._at = self._is_gone(self._at), self._at + 1
+            if gone:
+                raise not_needed()
+            if gone is None:
+                self._is_gone = None
+            return item
+        for item in self._opened:
+            return item
+        return pull()  # also of several items, unopened
 
-    def close(self) -> None:
-        self._opened = iter(())
-        super().close()
+    def _one(self, pull: Callable[[], Any]) -> Any:
+        for item in self._opened:
+            return item
+        item = pull()
+        if not is_forwarded(item):
+            return item
+        self._opened = iter(item.open())
+        return next(self._opened)
 
-
-class LeavingOut(OperatorIterator):
-    """Items from number `at` on; errors in the places of those for whose number `is_gone` is true.
-
-    It is called once for each number, in order, and returns None once no later item is gone.
-    """
-
-    def __init__(
-        self, items: Iterator[Any], at: int, is_gone: Callable[[int], bool | None]
-    ) -> None:
-        super().__init__(items)
-        self.items, self._is_gone = items, is_gone
-        # All the mutable state:
-        self._at = at
-        self._all_come = False  # from here on
-        self._opened: Iterator[Any] = iter(())  # rest of several items that arrived as one
-
-    def __next__(self) -> Any:
-        while True:
-            for item in self._opened:
-                return item if self._all_come else self._given(item)
-            if self._all_come:
-                return self._pull()
-            try:
-                item = self._pull()
-            except Exception as error:
-                self._at += counts_as_item(error)
-                raise
-            if not is_forwarded(item):
-                return self._given(item)
-            self._opened = iter(item.open())
-
-    def _given(self, item: Any) -> Any:
-        number, self._at = self._at, self._at + 1
-        gone = self._is_gone(number)
-        self._all_come = gone is None
-        if gone:
-            raise not_needed()
-        return item
+    def _check_end(self) -> None:
+        """Raise `StateError` if too few items have come to be dropped."""
+        missing, self.count = self.count - self.done, self.done
+        if missing > self._slack:
+            raise no_answer(
+                StateError(
+                    f"the state is after item {self.done + missing} of {self._name!r}, which ended "
+                    f"after item {self.done}: its items differ from those when the state was taken"
+                )
+            ) from None
 
     def close(self) -> None:
         self._opened = iter(())
