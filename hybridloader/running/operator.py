@@ -438,8 +438,7 @@ class Operator(ABC):
     @property
     def name(self) -> str:
         """Name in tables and errors: that of the class, ``PaddedBatch`` as ``padded_batch``."""
-        words = (f"_{c.lower()}" if c.isupper() else c for c in type(self).__name__)
-        return "".join(words).lstrip("_")
+        return re.sub("(?<!^)(?=[A-Z])", "_", type(self).__name__).lower()
 
     @property
     def keeps_count(self) -> bool:
@@ -602,19 +601,20 @@ def of_length(value: Length) -> str:
     return "endless" if value == INFINITE else f"{int(value):,}"
 
 
-def steps_in(chain: Chain) -> Iterator[Operator]:
-    """Yield the operators of all chains that items come through, each chain once, `chain` last."""
-    met: set[int] = set()
+def steps_in(chain: Chain) -> list[Operator]:
+    """Return the operators of all chains that items come through, each chain once, `chain` last."""
+    met, found = set[int](), list[Operator]()
 
-    def walk(chain: Chain) -> Iterator[Operator]:
+    def walk(chain: Chain) -> None:
         met.add(id(chain))
         for operator in chain.operators:
             for branch in operator.branches():
                 if id(branch) not in met:
-                    yield from walk(branch)
-        yield from chain.operators
+                    walk(branch)
+        found.extend(chain.operators)
 
-    return walk(chain)
+    walk(chain)
+    return found
 
 
 # -- checks of a user's parameters: operators refuse bad ones when they are described, not when they run

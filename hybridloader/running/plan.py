@@ -56,19 +56,20 @@ class ChainPlan:
     @cached_property
     def live(self) -> bool:
         """True if workers or threads run in it or in its branches."""
-        return any(
-            isinstance(n, (WorkerNode, RelayNode)) or _has_live_branch(n) for n in self.nodes
-        )
+        return any(map(_is_live, self.nodes))
 
-    @property
-    def all_nodes(self) -> Iterator[Node]:
+    @cached_property
+    def all_nodes(self) -> list[Node]:
         """Nodes of this chain and of those that its items come through, each once."""
-        met, todo = {id(self)}, [self]
+        met, todo, found = {id(self)}, [self], list[Node]()
         while todo:
             for node in todo.pop().nodes:
-                yield node
-                todo += (branch for branch in node.branches if id(branch) not in met)
-                met.update(map(id, node.branches))
+                found.append(node)
+                for branch in node.branches:
+                    if id(branch) not in met:
+                        met.add(id(branch))
+                        todo.append(branch)
+        return found
 
 
 @dataclass(frozen=True)
@@ -106,9 +107,9 @@ class FunctionsNode(_Node):
         """Number of the last of them."""
         return self.first + len(self.works) - 1
 
-    @property
+    @cached_property
     def name(self) -> str:
-        return " + ".join(work.name for work in self.works)
+        return " + ".join([work.name for work in self.works])
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ class WorkerNode(FunctionsNode):
 
     forwarded: bool = False
 
-    @property
+    @cached_property
     def backend(self) -> Backend:
         assert self.placement.backend is not None
         return self.placement.backend
@@ -213,7 +214,8 @@ def _laid(chain: Chain, path: Path, layout: _Layout) -> ChainPlan:
         nodes.append(node)
     if _needs_relay_at_end(nodes):
         nodes.append(_relay_behind(nodes[-1]))
-    placed = (replace(node, path=(*path, at)) for at, node in enumerate(_forwarded(nodes)))
+    _mark_forwarded(nodes)
+    placed = [replace(node, path=(*path, at)) for at, node in enumerate(nodes)]
     return ChainPlan(chain, path, tuple(placed))
 
 
@@ -325,9 +327,7 @@ def _needs_relay_at_end(nodes: list[Node]) -> bool:
     if any(isinstance(node, RelayNode) and node.options.moves for node in nodes):
         return False
     if state == "slow":
-        return any(isinstance(node, (WorkerNode, RelayNode)) for node in nodes) or _has_live_branch(
-            nodes[0]
-        )
+        return any(map(_is_live, nodes))
     if state != "stage":
         return False
     return _state(nodes[:-1]) == "relay" or _runs_ahead(nodes[-1])
@@ -339,22 +339,21 @@ def _runs_ahead(stage: Node) -> bool:
     return stage.window > stage.placement.at_hand * stage.placement.num_workers
 
 
-def _has_live_branch(node: Node) -> bool:
-    return any(branch.live for branch in node.branches)
+def _is_live(node: Node) -> bool:
+    return isinstance(node, (WorkerNode, RelayNode)) or any(b.live for b in node.branches)
 
 
-def _forwarded(nodes: list[Node]) -> Iterator[Node]:
+def _mark_forwarded(nodes: list[Node]) -> None:
     """Mark the stages of processes whose results go to the next such stage as they came."""
-    for node, relay, behind in zip(
-        nodes, [*nodes[1:], None], [*nodes[2:], None, None], strict=False
-    ):
-        plain = isinstance(relay, RelayNode) and not relay.pins
-        direct = plain and isinstance(behind, WorkerNode)
-        if direct and isinstance(node, WorkerNode) and not node.reads:
-            assert isinstance(behind, WorkerNode)
-            yield replace(node, forwarded=node.backend.forwards == behind.backend.forwards != "")
-        else:
-            yield node
+    for at, (node, relay, later) in enumerate(zip(nodes, nodes[1:], nodes[2:], strict=False)):
+        if (
+            isinstance(node, WorkerNode)
+            and isinstance(relay, RelayNode)
+            and isinstance(later, WorkerNode)
+            and not (node.reads or relay.pins)
+        ):
+            same = node.backend.forwards == later.backend.forwards != ""
+            nodes[at] = replace(node, forwarded=same)
 
 
 # -- checks of a pipeline before anything is started: they make no worker, thread or device
