@@ -313,13 +313,11 @@ class Pipeline(Chain):
 
     def zip(self, *others: Pipeline, strict: bool = True) -> Pipeline:
         """Tuples of one item from each; also as ``Pipeline.zip(a, b)``."""
-        join = Zip((self, *others), strict)
-        return Pipeline([join])
+        return Pipeline([Zip((self, *others), strict)])
 
     def concat(self, *others: Pipeline) -> Pipeline:
         """All items of this pipeline, then all of the next one."""
-        join = Concat((self, *others))
-        return Pipeline([join])
+        return Pipeline([Concat((self, *others))])
 
     def mix(
         self,
@@ -329,13 +327,11 @@ class Pipeline(Chain):
         stop: str = "all",
     ) -> Pipeline:
         """Items of several pipelines, drawn by weight; see `Mix`."""
-        join = Mix((self, *others), weights, seed, stop)
-        return Pipeline([join])
+        return Pipeline([Mix((self, *others), weights, seed, stop)])
 
     def interleave(self, *others: Pipeline, block_length: int = 1) -> Pipeline:
         """`block_length` items of each in turn, until all have ended."""
-        join = Interleave((self, *others), block_length)
-        return Pipeline([join])
+        return Pipeline([Interleave((self, *others), block_length)])
 
     def tee(self, count: int = 2) -> tuple[Pipeline, ...]:
         """`count` pipelines that each return the items of this one, which runs once.

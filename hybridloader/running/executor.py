@@ -725,9 +725,16 @@ class ChainPass:
             relay.start()
         return items
 
-    def begun(self, items: Iterator[Any], first: Offset, start: Offset, name: str) -> Iterator[Any]:
-        """Return `items` from `start` on, without the `first` ones and those that are not needed."""
-        if not first.items and start.needed is None:
+    def begun(self, node: Node, items: Iterator[Any], at: int, start: Offset) -> Iterator[Any]:
+        """Return the items of a node, of which number `at` comes first, from `start` on.
+
+        In the places of items that are not needed, or that other ranks have had, are errors.
+        """
+        was_had = self._was_had(node)
+        if was_had is not None:
+            items = Skipping(items, self.left, node.name, at, was_had)
+        first = start.items - at  # that the run before has given
+        if not first and start.needed is None:
             return items
         numbers, until = start.needed or Needed((), 0)
         wanted = frozenset(numbers)
@@ -735,8 +742,8 @@ class ChainPass:
         def is_gone(number: int) -> bool | None:
             return number not in wanted if number < until else None
 
-        skipping = Skipping(items, self.left, name, start.items, is_gone, first.items, first.slack)
-        if first.items:  # the run before has given them
+        skipping = Skipping(items, self.left, node.name, start.items, is_gone, first, start.slack)
+        if first:
             self.position.droppings.append(skipping)
         return skipping
 
@@ -770,8 +777,7 @@ class ChainPass:
             return self._open_relay(node, at, items)
         if isinstance(node, WorkerNode) and node.reads:
             items, begins_at = self._open_readers(node, start.items)
-            first = Offset(start.items - begins_at, start.slack)
-            return self.begun(items, first, start, node.name)
+            return self.begun(node, items, begins_at, start)
         point = self.position.point(node, start.items, self.epoch) if start.items else Point(0, 0)
         begins = point or Point(0, 0)
         # Items that certainly exist after the node certainly exist before it.
@@ -783,14 +789,13 @@ class ChainPass:
         else:
             items = yield at - 1, before
             items = self._open_inline(node, items, begins, numbered=before.needed is not None)
-        first = Offset(start.items - begins.given, start.slack)
-        return self.begun(self._withheld(node, items, begins.given), first, start, node.name)
+        return self.begun(node, items, begins.given, start)
 
-    def _withheld(self, node: Node, items: Iterator[Any], at: int) -> Iterator[Any]:
-        """Return the items of a node from number `at` on, without those that other ranks have had."""
+    def _was_had(self, node: Node) -> Callable[[int], bool | None] | None:
+        """Return a function that is true for the items of a node that other ranks have had, if any."""
         position, had = self.position, self.position.own_heads
         if not had or position.heads is None or not is_at(node, position.heads):
-            return items
+            return None
         source_of = partial(position.source_of, self.plan, node, self.epoch)
         came = Counter[int]()  # items of each item of the source
 
@@ -801,7 +806,7 @@ class ChainPass:
             came[source] += 1
             return came[source] <= had[source]
 
-        return Skipping(items, self.left, node.name, at, was_had)
+        return was_had
 
     def _ledger(self, node: InlineNode | WorkerNode, begins: Point) -> Ledger | None:
         """Return the ledger of a node; None if it gives one item for each that it takes."""
@@ -818,7 +823,7 @@ class ChainPass:
         raised = bool(self.position.start.raised)
         parts = before(node, start.items, self.epoch, saved, raised)
         # If it can't begin after the first items, they are made again and dropped here.
-        begins = Offset() if parts is None else start
+        begins = Offset() if parts is None else start._replace(needed=None)
         marked = parts[0] if parts and parts[0].given is not None else None
         if marked is not None and marked.given is not None:
             begins, first = Offset(marked.given), Offset(marked.start)
@@ -848,8 +853,7 @@ class ChainPass:
             items = SourceItems(items, self.left, rows=self._in_rows)
         elif isinstance(items, GeneratorType):
             items = GeneratorItems(items, node.name)
-        dropped = Offset(start.items - begins.items, start.slack)
-        return self.begun(self._withheld(node, items, begins.items), dropped, start, node.name)
+        return self.begun(node, items, begins.items, start)
 
     def _upstream(self, at: int, begins: Offset) -> Upstream:
         """Return the function with which the operator at number `at` opens the nodes before it."""
@@ -1063,8 +1067,7 @@ class OperatorContext:
         log.add(Skipped(shown, error, "", None, node.name, self.epoch), node.path, self._skipped)
 
     def drop(self, items: Iterator[Any], at: int) -> Iterator[Any]:
-        start, slack = self._begins.items, self._begins.slack
-        return self._pass.begun(items, Offset(start - at, slack), Offset(), self._node.name)
+        return self._pass.begun(self._node, items, at, self._begins)
 
 
 def generator_of(

@@ -198,14 +198,29 @@ def check_collation(operator: Operator, collate_fn: Any, memory: Any) -> None:
 # collate function over batches made with ``collate_fn=list``.
 
 
+class _CollatingIterator(OperatorIterator):
+    """Base of the iterators that collate items by the rules of their operator."""
+
+    def __init__(
+        self, items: Iterator[Any], rules: _OfSize | BucketBy | BatchBy, context: Context
+    ) -> None:
+        super().__init__(items)
+        self._collate = Collating(rules.name, rules.collate_fn, rules.memory, context.locks)
+
+
 class _OfSize(Operator):
     """Batches of one size."""
 
     batch_size: int
     drop_last: bool
+    collate_fn: CollateFn | None
+    memory: Memory
 
     begins_anew = True
     marks_inputs = counts_errors = True  # marks where errors shifted the result of `seek`
+
+    def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
+        return BatchIterator(items, self, context)
 
     def seek(self, n: int) -> int:
         return n * self.batch_size
@@ -245,10 +260,6 @@ class Batch(_OfSize):
         check_flags(self, "drop_last")
         check_collation(self, self.collate_fn, self.memory)
 
-    def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
-        collate = Collating(self.name, self.collate_fn, self.memory, context.locks)
-        return BatchIterator(items, self, collate, context)
-
 
 @dataclass(frozen=True)
 class PaddedBatch(_OfSize):
@@ -280,26 +291,17 @@ class PaddedBatch(_OfSize):
         except TypeError as error:
             raise TypeError(f"{self.name}: {error}") from None
 
-    def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
-        collate = Collating(
-            self.name, Pad(self.padding_value, self.lengths), self.memory, context.locks
-        )
-        return BatchIterator(items, self, collate, context)
+    @property
+    def collate_fn(self) -> CollateFn:  # type: ignore[override]
+        return Pad(self.padding_value, self.lengths)
 
 
-class BatchIterator(OperatorIterator):
+class BatchIterator(_CollatingIterator):
     """Iterator of `Batch` and `PaddedBatch`."""
 
-    def __init__(
-        self,
-        items: Iterator[Any],
-        rules: _OfSize,
-        collate: Callable[[list[Any]], Any],
-        context: Context,
-    ) -> None:
-        super().__init__(items)
-        self._size, self._drop_last, self._collate = rules.batch_size, rules.drop_last, collate
-        self._mark = context.mark
+    def __init__(self, items: Iterator[Any], rules: _OfSize, context: Context) -> None:
+        super().__init__(items, rules, context)
+        self._size, self._drop_last, self._mark = rules.batch_size, rules.drop_last, context.mark
         # All the mutable state:
         self._batch: list[Any] = []
         self._ended = False
@@ -682,8 +684,7 @@ class BucketBy(Operator):
         check_collation(self, self.collate_fn, self.memory)
 
     def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
-        collate = Collating(self.name, self.collate_fn, self.memory, context.locks)
-        return BucketByIterator(items, self, collate, context)
+        return BucketByIterator(items, self, context)
 
     def needed(self, context: Context) -> Needed | None:
         """Return the items that were in a bucket."""
@@ -720,18 +721,12 @@ _LONGEST = 50_000
 more come before that bucket is full, the steps before are run again from the beginning."""
 
 
-class BucketByIterator(OperatorIterator):
+class BucketByIterator(_CollatingIterator):
     """Iterator of `BucketBy`."""
 
-    def __init__(
-        self,
-        items: Iterator[Any],
-        rules: BucketBy,
-        collate: Callable[[list[Any]], Any],
-        context: Context,
-    ) -> None:
-        super().__init__(items)
-        self._rules, self._collate = rules, collate
+    def __init__(self, items: Iterator[Any], rules: BucketBy, context: Context) -> None:
+        super().__init__(items, rules, context)
+        self._rules = rules
         # All the mutable state:
         self._buckets: dict[Any, tuple[int, list[tuple[int, Any]]]] = {}
         """Size, and the items with their numbers, of each key."""
@@ -886,26 +881,18 @@ class BatchBy(Operator):
         check_collation(self, self.collate_fn, self.memory)
 
     def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
-        collate = Collating(self.name, self.collate_fn, self.memory, context.locks)
-        return BatchByIterator(items, self, collate, context)
+        return BatchByIterator(items, self, context)
 
     def length(self, upstream: Length) -> Length:
         return upstream if upstream in (0, INFINITE) else None
 
 
-class BatchByIterator(OperatorIterator):
+class BatchByIterator(_CollatingIterator):
     """Iterator of `BatchBy`; calls `left_out` with items that alone cost more than the budget."""
 
-    def __init__(
-        self,
-        items: Iterator[Any],
-        rules: BatchBy,
-        collate: Callable[[list[Any]], Any],
-        context: Context,
-    ) -> None:
-        super().__init__(items)
-        self._rules, self._collate, self._left_out = rules, collate, context.left_out
-        self._mark = context.mark
+    def __init__(self, items: Iterator[Any], rules: BatchBy, context: Context) -> None:
+        super().__init__(items, rules, context)
+        self._rules, self._left_out, self._mark = rules, context.left_out, context.mark
         # All the mutable state:
         self._warned = False  # of what is skipped
         self._batch: list[Any] = []

@@ -6,6 +6,7 @@ import base64
 import random
 import sys
 import zlib
+from abc import abstractmethod
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -281,14 +282,35 @@ class TakeIterator(OperatorIterator):
         super().close()
 
 
+class _Every(Operator):
+    """Base of the steps that skip the first items, and then give every so many-th one."""
+
+    cheap = keeps_count = marks_inputs = counts_errors = True
+
+    @property
+    @abstractmethod
+    def place(self) -> tuple[int, int]:
+        """Number of the first item that is given, and how many places after it the next one has."""
+
+    def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
+        return EveryIterator(items, *self.place, context)
+
+    def seek(self, n: int) -> int:
+        first, step = self.place
+        return first + (n - 1) * step + 1
+
+    def length(self, upstream: Length) -> Length:
+        if upstream is None or upstream == INFINITE:
+            return upstream
+        first, step = self.place
+        return max(0, -(-(int(upstream) - first) // step))
+
+
 @dataclass(frozen=True)
-class SkipFirst(Operator):
+class SkipFirst(_Every):
     """All but the first `count` items. The errors of skipped items are still raised."""
 
     count: int
-
-    cheap = keeps_count = True
-    marks_inputs = counts_errors = True
 
     @property
     def name(self) -> str:
@@ -297,14 +319,9 @@ class SkipFirst(Operator):
     def __post_init__(self) -> None:
         settle_whole(self, "count", 0, "give a number of items")
 
-    def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
-        return EveryIterator(items, self.count, 1, context)
-
-    def seek(self, n: int) -> int:
-        return self.count + n
-
-    def length(self, upstream: Length) -> Length:
-        return _from(upstream, self.count, 1)
+    @property
+    def place(self) -> tuple[int, int]:
+        return self.count, 1
 
 
 class EveryIterator(OperatorIterator):
@@ -373,13 +390,6 @@ class EveryIterator(OperatorIterator):
         self._taken += 1
         self._skip -= skipped
         self._mark(self._given, [self._taken, self._skip])
-
-
-def _from(upstream: Length, first: int, step: int) -> Length:
-    """Return how many items an `EveryIterator` gives."""
-    if upstream is None or upstream == INFINITE:
-        return upstream
-    return max(0, -(-(int(upstream) - first) // step))
 
 
 @dataclass(frozen=True)
@@ -476,7 +486,7 @@ class RepeatIterator(PassesIterator):
 
 
 @dataclass(frozen=True)
-class ShardByRank(Operator):
+class ShardByRank(_Every):
     """The items of one of several processes: every `num_replicas`-th, from number `rank` on.
 
     When the number of items is no multiple of `num_replicas`, the first shards have one more than the
@@ -492,8 +502,7 @@ class ShardByRank(Operator):
     num_replicas: int | None = None
     rank: int | None = None
 
-    cheap = keeps_count = goes_first = True
-    marks_inputs = counts_errors = True
+    goes_first = True
 
     @property
     def name(self) -> str:
@@ -515,17 +524,10 @@ class ShardByRank(Operator):
                 f"from 0 to {self.num_replicas - 1}"
             )
 
-    def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
+    @property
+    def place(self) -> tuple[int, int]:
         num_replicas, rank = self.share
-        return EveryIterator(items, rank, num_replicas, context)
-
-    def seek(self, n: int) -> int:
-        num_replicas, rank = self.share
-        return rank + (n - 1) * num_replicas + 1
-
-    def length(self, upstream: Length) -> Length:
-        num_replicas, rank = self.share
-        return _from(upstream, rank, num_replicas)
+        return rank, num_replicas
 
     def identity(self) -> str:
         num_replicas, rank = self.share

@@ -149,6 +149,7 @@ class Indices(Source):
             kind = type(self.dataset).__qualname__
             warn_once(f"{self.name}: the dataset, a {kind}, has no samples", "empty-dataset")
         start = min(context.start, count)
+        rest: Iterator[int] = iter(range(start, count))
         if self.shuffle and count:  # torch refuses to shuffle nothing
             from torch import Generator
             from torch.utils.data import RandomSampler
@@ -158,8 +159,7 @@ class Indices(Source):
             seed = context.draw() if seed is None else seed + context.epoch
             sampler = RandomSampler(range(count), generator=Generator().manual_seed(seed))
             rest = islice(iter(sampler), start, None)  # 10 times as fast as one by one
-            return context.drop(OperatorIterator(rest), start)
-        return context.drop(OperatorIterator(iter(range(start, count))), start)
+        return context.drop(OperatorIterator(rest), start)
 
     def seek(self, n: int) -> int:
         return n
