@@ -355,7 +355,7 @@ class Executor(Runner):
     @functools.cached_property
     def in_rows(self) -> set[Path]:
         """Paths of the chains whose items a later `zip` numbers, so that left-out ones keep places."""
-        return chains_in_rows(self.plan)
+        return set(chains_in_rows(self.plan))
 
     # -- statistics ------------------------------------------------------------------------------------
 

@@ -513,10 +513,8 @@ class Operator(ABC):
         list: no item before it is needed, and with `n` = 0 no worker is started for them.
         """
         if n == 0:
-            return [
-                UpstreamPart(None, 0, epoch),
-                *(UpstreamPart(k, 0, epoch) for k in range(len(self.branches()))),
-            ]
+            branches = None, *range(len(self.branches()))
+            return [UpstreamPart(branch, 0, epoch) for branch in branches]
         if self.marks_inputs and mark is not None and mark.value is not None:
             start = mark.value[0] if isinstance(mark.value, list) else mark.value
             return [UpstreamPart(None, start, epoch, mark.at)]

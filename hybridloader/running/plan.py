@@ -428,18 +428,14 @@ def _tee_places(pipeline: Chain, repeats: _Repeats) -> Iterator[tuple[Any, int, 
         yield from _tee_places(inner, inside)
 
 
-def chains_in_rows(plan: ChainPlan) -> set[Path]:
-    """Return the paths of the chains that are in a `zip`, however deep; of a tee, if one branch is."""
-    met: set[tuple[Path, bool]] = set()
-    todo = [(plan, False)]
-    while todo:
-        chain, rows = todo.pop()
-        if (chain.path, rows) not in met:
-            met.add((chain.path, rows))
-            for node in chain.nodes:
-                inside = rows or (isinstance(node, OperatorNode) and node.operator.joins_by_number)
-                todo.extend((branch, inside) for branch in node.branches)
-    return {path for path, rows in met if rows}
+def chains_in_rows(plan: ChainPlan, rows: bool = False) -> Iterator[Path]:
+    """Yield the paths of the chains that are in a `zip`, however deep; of a tee, if one branch is."""
+    if rows:
+        yield plan.path
+    for node in plan.nodes:
+        inside = rows or (isinstance(node, OperatorNode) and node.operator.joins_by_number)
+        for branch in node.branches:
+            yield from chains_in_rows(branch, inside)
 
 
 def as_table(pipeline: Chain) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from itertools import islice
-from types import FunctionType, GeneratorType
+from types import GeneratorType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hybridloader._support.states import Cadence, copied, is_stateful, set_epoch
@@ -238,12 +238,7 @@ class Items(Source):
                     "over it has begun already; give a list, or a function that makes the iterator, "
                     "to read it in every pass"
                 )
-            set_epoch(source, context.epoch)
-            self._begun.append(True)
-            items, at = self._read(source, context)
-            items.owns = False
-            return context.drop(items, at)
-        if not hasattr(type(source), "__iter__"):
+        elif not hasattr(type(source), "__iter__"):
             try:
                 source = source()
             except StopIteration as error:
@@ -258,11 +253,12 @@ class Items(Source):
             start = min(context.start, len(source))
             rest = map(source.__getitem__, range(start, len(source)))
             return context.drop(OperatorIterator(rest), start)
-        return context.drop(*self._read(source, context))
-
-    def _read(self, source: Any, context: Context) -> tuple[OperatorIterator, int]:
+        if self.read_once:
+            self._begun.append(True)
         opened = Opened(source, context, self.name)
-        return opened.items(context, ITEMS), opened.at
+        items = opened.items(context, ITEMS)
+        items.owns = not self.read_once
+        return context.drop(items, opened.at)
 
     def seek(self, n: int) -> int:
         return n
@@ -728,25 +724,6 @@ def name_of_function(function: Any) -> str:
     return str(name).rpartition(".")[2].strip("<>")
 
 
-def _takes_one(function: Any) -> bool:
-    """Return True if a function of Python's can be called with one argument: a signature takes 30 us.
-
-    If False, its signature is needed.
-    """
-    own = 0
-    if type(function) is not FunctionType:
-        function, own = attribute(type(function), "__call__"), 1  # which takes `self` first
-        if type(function) is not FunctionType:
-            return False
-    if vars(function):  # a wrapper, maybe with another signature
-        return False
-    code, least = (
-        function.__code__,
-        function.__code__.co_argcount - len(function.__defaults__ or ()),
-    )
-    return least <= 1 + own <= code.co_argcount and not code.co_kwonlyargcount
-
-
 def check_function(stage: str, function: Any) -> None:
     """Raise `TypeError` unless `function` can be called with one item."""
     if not callable(function):
@@ -756,8 +733,6 @@ def check_function(stage: str, function: Any) -> None:
             f"stage {stage!r} got the class {function.__name__}, which has a setup(); give an object "
             f"of it, as in map({function.__name__}()): every worker gets its own"
         )
-    if _takes_one(function):
-        return
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some built-ins have no signature
