@@ -73,9 +73,6 @@ from hybridloader.running.plan import (
 from hybridloader.running.state import (
     ONE_EACH,
     SEVERAL,
-    Computed,
-    Counts,
-    Heads,
     Ledger,
     Log,
     Point,
@@ -327,21 +324,19 @@ class Executor(Runner):
             self._drawn[place] = random.Random(f"{self.seed}/drawn/{place}").getrandbits(62)
         return (self._drawn[place] + epoch) % (1 << 63)
 
-    def state(
-        self,
-        epoch: int,
-        counts: Counts,
-        saved: Mapping[str, Mark],
-        *,
-        finished: bool,
-        heads: Heads | None = None,
-    ) -> dict[str, Any]:
-        """Return the state of a run in an epoch."""
-        drawn = dict(self._drawn)
-        position = Position(
-            self.seed, self.seeded, epoch, *counts, finished, drawn, saved, *self._shares, heads
-        )
-        return position.as_dict(self.descriptions)
+    def state(self, position: RunPosition) -> dict[str, Any]:
+        """Return the state of a run. Raises `StateError` if it depends on timing."""
+        finished = position.finished
+        counts, saved, heads = position.position()
+        for stage in self.stages.values() if counts.given and not finished else ():
+            node = stage.node
+            if not node.reads and not node.placement.in_order and node.placement.num_workers > 1:
+                raise StateError(
+                    f"stage {node.name!r} is in_order=False, so which items came depends on timing, and "
+                    "no state has the rest; omit in_order, or take the state between epochs"
+                )
+        own = self.seed, self.seeded, position.epoch, *counts, finished, dict(self._drawn), saved
+        return Position(*own, *self._shares, heads).as_dict(self.descriptions)
 
     @functools.cached_property
     def _shares(self) -> tuple[list[int], list[int]]:
@@ -1050,9 +1045,6 @@ class OperatorContext:
 
     def mark(self, at: int, value: Any) -> None:
         self._pass.position.mark(self._node, self.epoch, at, value)
-
-    def mark_all(self, value_of: Callable[[int], Any]) -> None:
-        self._pass.position.keep(self._node, Computed(self.epoch, (self.start,), value_of))
 
     def log(
         self, first: tuple[Any, ...], value_of: Callable[..., Any]

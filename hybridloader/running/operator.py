@@ -365,12 +365,6 @@ class Context(Protocol):
     def mark(self, at: int, value: Any) -> None:
         """Note that this operator could resume after its first `at` items from `value`."""
 
-    def mark_all(self, value_of: Callable[[int], Any]) -> None:
-        """Note that this operator could resume after any number of its items.
-
-        ``value_of(n)``, called only when a state is taken, makes the value of the mark after `n` items.
-        """
-
     def log(
         self, first: tuple[Any, ...], value_of: Callable[..., Any]
     ) -> Callable[[tuple[Any, ...]], None]:
@@ -378,7 +372,8 @@ class Context(Protocol):
 
         It is called with an entry before an item is given; an error counts as one. An entry is the
         number of items, that one included, and values of which ``value_of(*values)`` makes the value of
-        the mark, only when a state is taken. `first` is the entry before any item.
+        the mark, only when a state is taken. `first` is the entry before any item. If it has no values,
+        there need be no other, and ``value_of(n)`` makes the value of the mark after `n` items.
         """
 
     def drop(self, items: Iterator[Any], at: int) -> Iterator[Any]:

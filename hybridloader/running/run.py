@@ -27,7 +27,7 @@ from hybridloader.running.executor import Executor, open_run
 from hybridloader.running.flow import Withheld
 from hybridloader.running.operator import Chain
 from hybridloader.running.plan import InlineNode, Node, OperatorNode, RelayNode, WorkerNode
-from hybridloader.running.state import Counts, Position, RunPosition, checked, descriptions
+from hybridloader.running.state import Position, RunPosition, checked, descriptions
 
 
 class RunObservation(Observation):
@@ -300,7 +300,7 @@ class Run(Iterator[Any]):
             The order of the items depends on timing, by ``in_order=False``. Or the state of a source
             can't be taken.
         """
-        return state_of(self._executor, self._position)
+        return self._executor.state(self._position)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from the state of another run; only before the first item. See `Pipeline.run`.
@@ -392,20 +392,6 @@ def executor_of(
     if observation is not None:
         observation.executor = weakref.ref(executor)
     return executor
-
-
-def state_of(executor: Executor, position: RunPosition) -> dict[str, Any]:
-    finished = position.finished
-    counts, saved = (position.counts, position.upcoming()) if finished else position.position()
-    for stage in executor.stages.values() if counts.given and not finished else ():
-        node = stage.node
-        if not node.reads and not node.placement.in_order and node.placement.num_workers > 1:
-            raise StateError(
-                f"stage {node.name!r} is in_order=False, so which items came depends on timing, and "
-                "no state has the rest; omit in_order, or take the state between epochs"
-            )
-    heads = None if finished else position.heads_after(saved)
-    return executor.state(position.epoch, counts, saved, finished=finished, heads=heads)
 
 
 # -- epochs of one pipeline on the same workers: a loader that frameworks hold, and a number of epochs
@@ -575,12 +561,10 @@ class PipelineLoader:
         executor = self._executor
         if self._start is not None:
             return self._start.as_dict(descriptions(self.pipeline))
-        if self._latest is not None and executor is not None:
-            return state_of(executor, self._latest)
         if executor is None:  # its seeds are those of the first epoch
             executor = Executor(self.pipeline, self.seed, first=self._epoch, idle=True)
             executor.close()
-        state = executor.state(self._epoch, Counts(), {}, finished=False)
+        state = executor.state(self._latest or RunPosition(executor.plan, self._epoch))
         if executor is not self._executor:
             self._start = checked(state, self.pipeline)
         return state

@@ -330,6 +330,7 @@ class Log:
     """Log from which a position makes marks. A mark is made of the entry there: ``value_of(*values)``.
 
     An entry is the number of items before it, and these values; without `value_of`, the value itself.
+    After an entry without values there is a mark after any number `n` of items: ``value_of(n)``.
     """
 
     __slots__ = ("_entries", "_limit", "_value_of", "epoch", "forgets", "number")
@@ -368,6 +369,8 @@ class Log:
     def _mark(self, entry: Any, n: int) -> Mark:
         """Return the mark of the last place up to item `n`; `entry` is the last one up to there."""
         at, *values = entry
+        if not values:
+            at, values = n, [n]
         return Mark(self.epoch, at, self._value_of(*values) if self._value_of else values[0])
 
     def forget(self, n: int) -> None:
@@ -377,15 +380,6 @@ class Log:
     def forget_later(self) -> None:
         """Forget the places between the first and those to come, which no state can use now."""
         del self._entries[1:]
-
-
-class Computed(Log):
-    """Log whose marks can be computed after any number of items, from its one entry on."""
-
-    __slots__ = ()
-
-    def _mark(self, entry: Any, n: int) -> Mark:
-        return super()._mark((n, n), n)
 
 
 class Ledger(Log):
@@ -865,8 +859,13 @@ class RunPosition:
 
     # -- the way back ----------------------------------------------------------------------------------
 
-    def position(self) -> tuple[Counts, dict[str, Mark]]:
-        """Return the counts until now, and copies of the marks from which to resume; from any thread."""
+    def position(self) -> tuple[Counts, dict[str, Mark], Heads | None]:
+        """Return the counts until now, and copies of the marks from which to resume; from any thread.
+
+        Then the heads, as long as a run that resumes from these marks needs them.
+        """
+        if self.finished:
+            return self.counts, self._upcoming(), None
         found: dict[str, Mark] = {}
         with self._lock:
             counts = self.counts
@@ -877,14 +876,11 @@ class RunPosition:
                         f"a source has no state after item {mark.at}: {repr_of(mark.value)}"
                     ) from mark.value
                 found[name_of(stop.node)] = mark
-        return counts, copied(found)
+        source = found.get(name_of(self._plan.nodes[0]))
+        needs_heads = source is not None and source.at < len(self.own_heads)
+        return counts, copied(found), self.heads if needs_heads else None
 
-    def heads_after(self, saved: Mapping[str, Mark]) -> Heads | None:
-        """Return the heads, as long as a run that resumes from the marks `saved` needs them."""
-        source = saved.get(name_of(self._plan.nodes[0]))
-        return self.heads if source is not None and source.at < len(self.own_heads) else None
-
-    def upcoming(self) -> dict[str, Mark]:
+    def _upcoming(self) -> dict[str, Mark]:
         """Return the marks that the next epoch begins with: of sources whose epochs follow from each
         other."""
         found = {}

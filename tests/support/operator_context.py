@@ -79,9 +79,6 @@ class ScriptedContext:
     def mark(self, at: int, value: Any) -> None:
         pass
 
-    def mark_all(self, value_of: Callable[[int], Any]) -> None:
-        """Nobody resumes here."""
-
     def log(
         self, first: tuple[Any, ...], value_of: Callable[..., Any]
     ) -> Callable[[tuple[Any, ...]], None]:

@@ -352,7 +352,7 @@ class Opened:
         """Return the rest of the epoch, marked every so many items."""
         if self._computes:
             stateful, at, begun = self._stateful, self.at, copied(self._stateful.state_dict())
-            context.mark_all(lambda n: stateful.state_after(begun, n - at))
+            context.log((context.start,), lambda n: stateful.state_after(begun, n - at))
             return OperatorIterator(self.iterator)
         if self._stateful is not None:
             loaded = context.saved is not None and not self.at
