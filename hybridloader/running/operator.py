@@ -25,7 +25,7 @@ from hybridloader._support.text import (
     spelled_out,
     whole,
 )
-from hybridloader._support.user_objects import attribute, close, takes_a_place
+from hybridloader._support.user_objects import attribute, close, counts_as_item, takes_a_place
 from hybridloader.engine.contract import Backend, get_backend
 from hybridloader.engine.scheduler import IN_FLIGHT
 from hybridloader.engine.stage import RestartPolicy
@@ -691,6 +691,28 @@ class OperatorIterator(Iterator[Any]):
         shut = attribute(self._items, "close") if self.owns else None
         if shut is not None:
             shut()
+
+
+class NotingIterator(OperatorIterator):
+    """Base of the iterators that note after each item, and after each error, where a run can resume."""
+
+    def __next__(self) -> Any:
+        try:
+            item = self._make()
+        except Exception as error:
+            if counts_as_item(error):
+                self._note()
+            raise
+        self._note()
+        return item
+
+    @abstractmethod
+    def _make(self) -> Any:
+        """Return the next item. Raises `StopIteration`, or an error in the place of an item."""
+
+    @abstractmethod
+    def _note(self) -> None:
+        """Note that one more item, or error, is given."""
 
 
 class PassesIterator(Iterator[Any]):

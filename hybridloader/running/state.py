@@ -72,17 +72,13 @@ class Heads(NamedTuple):
     """Number of its items that were had, for each of these inputs; ranks take turns at them."""
 
 
+_COUNTS = list_of(COUNT, "a list of whole numbers")
+
 _HEADS = Rule(
     "None, or a name and whole numbers",
     lambda heads: (
         heads is None
-        or (
-            LIST.fits(heads)
-            and len(heads) == 2
-            and TEXT.fits(heads[0])
-            and LIST.fits(heads[1])
-            and all(map(COUNT.fits, heads[1]))
-        )
+        or (LIST.fits(heads) and len(heads) == 2 and TEXT.fits(heads[0]) and _COUNTS.fits(heads[1]))
     ),
 )
 
@@ -745,13 +741,12 @@ class RunPosition:
     """Position of one run, which may begin at the position of another run."""
 
     def __init__(self, plan: ChainPlan, epoch: int, resumed: Position | None = None) -> None:
-        self._plan, self.epoch = plan, epoch
-        self._saved = {} if resumed is None else resumed.marks
+        resumed = resumed or Position(0, False, epoch, given=0, raised=0)
+        self._plan, self.epoch, self._saved = plan, epoch, resumed.marks
         self._spans = spans_of(self._saved)
         self._used: set[str] = set()  # marks that operators were opened with
-        self.start = Counts() if resumed is None else Counts(resumed.given, resumed.raised)
-        self.heads = None if resumed is None else resumed.heads
-        self.own_heads = () if resumed is None else resumed.own_heads
+        self.start = Counts(resumed.given, resumed.raised)
+        self.heads, self.own_heads = resumed.heads, resumed.own_heads
         self.opened = False
         # All the mutable state. One thread counts, errors first:
         self.given, self.raised = self.start

@@ -31,6 +31,7 @@ from hybridloader.running.operator import (
     Context,
     Length,
     Needed,
+    NotingIterator,
     Operator,
     OperatorIterator,
     check_flags,
@@ -721,7 +722,7 @@ _LONGEST = 50_000
 more come before that bucket is full, the steps before are run again from the beginning."""
 
 
-class BucketByIterator(_CollatingIterator):
+class BucketByIterator(_CollatingIterator, NotingIterator):
     """Iterator of `BucketBy`."""
 
     def __init__(self, items: Iterator[Any], rules: BucketBy, context: Context) -> None:
@@ -747,19 +748,7 @@ class BucketByIterator(_CollatingIterator):
         held = self._held if self._taken - self._oldest <= _LONGEST else None
         return self._given, self._oldest, max(self._taken, self._again), held
 
-    def __next__(self) -> Any:
-        try:
-            batch = self._next_batch()
-        except Exception as error:
-            if counts_as_item(error):
-                self._note(())
-            raise
-        self._note(batch)
-        return self._collate([item for _, item in batch])
-
-    def _note(self, given: Sequence[tuple[int, Any]]) -> None:
-        for number, _ in given:
-            self._held &= ~(1 << (number - self._oldest))
+    def _note(self) -> None:
         held = self._held
         past = (held & -held).bit_length() - 1 if held else self._taken - self._oldest
         self._held >>= past
@@ -767,7 +756,7 @@ class BucketByIterator(_CollatingIterator):
         self._given += 1
         self._log(self._entry())
 
-    def _next_batch(self) -> list[tuple[int, Any]]:
+    def _make(self) -> Any:
         rules, buckets = self._rules, self._buckets
         while True:
             number = self._taken
@@ -777,9 +766,10 @@ class BucketByIterator(_CollatingIterator):
                 self._end()
                 if rules.drop_last:
                     buckets.clear()
-                for key in buckets:
-                    return buckets.pop(key)[1]
-                raise
+                if not buckets:
+                    raise
+                _, batch = buckets.pop(next(iter(buckets)))
+                break
             except Exception as error:
                 self._taken += counts_as_item(error)
                 if number < self._again and counts_as_item(error):
@@ -806,7 +796,10 @@ class BucketByIterator(_CollatingIterator):
             batch.append((number, item))
             if len(batch) == size:
                 del buckets[key]
-                return batch
+                break
+        for number, _ in batch:
+            self._held &= ~(1 << (number - self._oldest))
+        return self._collate([item for _, item in batch])
 
     def close(self) -> None:
         self._buckets.clear()
@@ -887,7 +880,7 @@ class BatchBy(Operator):
         return upstream if upstream in (0, INFINITE) else None
 
 
-class BatchByIterator(_CollatingIterator):
+class BatchByIterator(_CollatingIterator, NotingIterator):
     """Iterator of `BatchBy`; calls `left_out` with items that alone cost more than the budget."""
 
     def __init__(self, items: Iterator[Any], rules: BatchBy, context: Context) -> None:
@@ -900,17 +893,7 @@ class BatchByIterator(_CollatingIterator):
         self._given, self._taken = context.start, context.first  # batches and errors; items
         self._oldest = self._taken  # number of the first item of the batch
 
-    def __next__(self) -> Any:
-        try:
-            batch = self._next_batch()
-        except Exception as error:
-            if counts_as_item(error):
-                self._note_given()
-            raise
-        self._note_given()
-        return self._collate(batch)
-
-    def _note_given(self) -> None:
+    def _note(self) -> None:
         self._given += 1
         if not self._batch:
             self._oldest = self._taken
@@ -918,7 +901,7 @@ class BatchByIterator(_CollatingIterator):
         if len(self._batch) <= 1 and self._taken - self._oldest <= 1:
             self._mark(self._given, self._oldest)
 
-    def _next_batch(self) -> list[Any]:
+    def _make(self) -> Any:
         rules, batch, pull = self._rules, self._batch, self._pull
         budget, padded, price = rules.max_cost, rules.padded, rules.cost
         while True:
@@ -929,7 +912,7 @@ class BatchByIterator(_CollatingIterator):
                 self._batch = []
                 if not batch or rules.drop_last:
                     raise
-                return batch
+                break
             except Exception as error:
                 self._taken += counts_as_item(error)
                 raise
@@ -950,14 +933,15 @@ class BatchByIterator(_CollatingIterator):
                 fits = spent <= budget
             if batch and not fits:
                 self._batch, self._spent, self._oldest = [item], cost, self._taken - 1
-                return batch
+                break
             if not batch:
                 self._oldest = self._taken - 1
             batch.append(item)
             self._spent = spent
             if len(batch) == rules.max_size:
                 self._batch, self._spent = [], 0
-                return batch
+                break
+        return self._collate(batch)
 
     def _takes(self, item: Any, cost: Any) -> bool:
         """Return True if an item that no batch has room for is taken all the same."""

@@ -23,8 +23,8 @@ from hybridloader.running.operator import (
     INFINITE,
     Context,
     Length,
+    NotingIterator,
     Operator,
-    OperatorIterator,
     check_flags,
     settle_whole,
 )
@@ -110,7 +110,7 @@ _Piece = tuple[_Document, int, int]
 """Document, and which of its tokens: the first one, and the one after the last."""
 
 
-class _PackIterator(OperatorIterator):
+class _PackIterator(NotingIterator):
     """Base of the iterators of `Pack`: reads documents, makes rows, and notes for states."""
 
     def __init__(self, items: Iterator[Any], rules: Pack, context: Context) -> None:
@@ -128,16 +128,6 @@ class _PackIterator(OperatorIterator):
         self._made = context.start  # rows and errors
         self._log = context.log(self._entry(), lambda *values: [*values])
 
-    def __next__(self) -> Any:
-        try:
-            row = self._next_row()
-        except Exception as error:
-            if counts_as_item(error):
-                self._note()
-            raise
-        self._note()
-        return row
-
     def _note(self) -> None:
         self._made += 1
         self._log(self._entry())
@@ -148,10 +138,6 @@ class _PackIterator(OperatorIterator):
     @abstractmethod
     def _origin(self) -> int:
         """Return the number of the first document that rows which were not given need."""
-
-    @abstractmethod
-    def _next_row(self) -> dict[str, Any]:
-        """Return the next row. Raises `StopIteration`, or an error of a document."""
 
     def _document(self) -> _Document | None:
         """Return the next document that has tokens; None at the end.
@@ -235,7 +221,7 @@ class SplitIterator(_PackIterator):
     def _origin(self) -> int:
         return self._documents[0].number if self._documents else self._taken
 
-    def _next_row(self) -> dict[str, Any]:
+    def _make(self) -> dict[str, Any]:
         documents, length = self._documents, self._length
         while self._tokens < length:
             document = self._document()
@@ -284,7 +270,7 @@ class FirstFitIterator(_PackIterator):
     def _origin(self) -> int:
         return self._first
 
-    def _next_row(self) -> dict[str, Any]:
+    def _make(self) -> dict[str, Any]:
         if not self._full:
             self._fill()
         pieces = self._full.popleft()
