@@ -379,6 +379,26 @@ class ReaderTaskSizes(Feed):
         return size if most is None else min(size, most)
 
 
+class _Passing(OperatorIterator):
+    """Base of the iterators that can be asked for an item without waiting, if those before can."""
+
+    def __init__(self, items: Iterator[Any]) -> None:
+        super().__init__(items)
+        self.items = items
+        self._pull_now: Callable[[], Any] = attribute(items, "next_nowait", items.__next__)
+
+    def __next__(self) -> Any:
+        return self._next(self._pull)
+
+    def next_nowait(self) -> Any:
+        """Return the next item if it is there. Raises `NotReady` if it is not."""
+        return self._next(self._pull_now)
+
+    @abstractmethod
+    def _next(self, pull: Callable[[], Any]) -> Any:
+        """Return an item of those that `pull` returns."""
+
+
 class SourceItems(OperatorIterator):
     """Items of a source until the epoch is left, and the places of left-out ones if they are in `rows`.
 
@@ -446,26 +466,16 @@ class Sending(OperatorIterator):
             raise
 
 
-class Taking(Iterator[Any]):
+class Taking(_Passing):
     """Iterator for the thread that takes the items of `Sending`, and for its current stream."""
 
     def __init__(self, relay: Relay, pinner: Pinner) -> None:
-        self._relay, self._pinner = relay, pinner
+        super().__init__(relay)
+        self._pull, self.when_ready = relay.get, relay.when_ready
+        self._pinner = pinner
 
-    def __next__(self) -> Any:
-        return self._pinner.take(next(self._relay))
-
-    def next_nowait(self) -> Any:
-        """Return the next item if it is there. Raises `NotReady` if it is not."""
-        return self._pinner.take(self._relay.next_nowait())
-
-    def when_ready(self, wake: Callable[[], None]) -> None:
-        """See `Relay.when_ready`."""
-        self._relay.when_ready(wake)
-
-    def close(self) -> None:
-        """End the thread."""
-        self._relay.close()
+    def _next(self, pull: Callable[[], Any]) -> Any:
+        return self._pinner.take(pull())
 
 
 def _places_of(stage: Stage, doing: str) -> Callable[[str, int | None], str]:
@@ -647,26 +657,6 @@ class LoggedItems(OperatorIterator):
 
 
 # -- leaving out of items when a run is resumed, on the thread that pulls them
-
-
-class _Passing(OperatorIterator):
-    """Base of the iterators that can be asked for an item without waiting, if those before can."""
-
-    def __init__(self, items: Iterator[Any]) -> None:
-        super().__init__(items)
-        self.items = items
-        self._pull_now: Callable[[], Any] = attribute(items, "next_nowait", items.__next__)
-
-    def __next__(self) -> Any:
-        return self._next(self._pull)
-
-    def next_nowait(self) -> Any:
-        """Return the next item if it is there. Raises `NotReady` if it is not."""
-        return self._next(self._pull_now)
-
-    @abstractmethod
-    def _next(self, pull: Callable[[], Any]) -> Any:
-        """Return an item of those that `pull` returns."""
 
 
 class Skipping(_Passing):

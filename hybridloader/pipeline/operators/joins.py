@@ -561,10 +561,8 @@ class _InTurn(Join):
         if mark is None or any(map(reaches_out, self.pipelines)):
             return None
         counts, over = mark.value[:2]
-        branches = [number for number in range(len(counts)) if number not in over]
-        return [UpstreamPart(number, counts[number], epoch, mark.at) for number in branches] or [
-            UpstreamPart(0, counts[0], epoch, mark.at)
-        ]
+        branches = [number for number in range(len(counts)) if number not in over] or [0]
+        return [UpstreamPart(number, counts[number], epoch, mark.at) for number in branches]
 
 
 class _TurnIterator(JoinIterator):
