@@ -337,7 +337,7 @@ class ReaderItems(StageIterator):
             self._came[worker] += 1
             self.flow.items_out += 1
             if self._log is not None:
-                self._log.of(worker).add(1, (), ())
+                self._log.of(worker).add(1, _NONE, ())
             return
         worker, extras = self._stage.last.worker, self._extras()
         self._starts.pop(worker, None)
@@ -346,12 +346,7 @@ class ReaderItems(StageIterator):
         self._came[worker] += came
         self.flow.items_out += came
         if self._log is not None:
-            reads = self._log.of(worker)
-            reads.add(came, extras.get("ends", ()), waiting.left_out_of(notes))
-            if "state" in extras:
-                reads.add_state(extras["state"])
-            if "shards" in extras:
-                reads.add_shards(extras["shards"])
+            self._log.of(worker).add(came, extras, waiting.left_out_of(notes))
         if "first" in extras and self._firsts.setdefault(extras["first"], worker) != worker:
             readers = len(self._waiting)
             warn_once(

@@ -484,9 +484,10 @@ class _Reads:
     """
 
     def __init__(self, given: int, start: ShardStart, place: Place | None) -> None:
-        self._begins, self.given, self._read = (given, start.skip), given, start.skip
+        self.given, self._read = given, start.skip
         # Items before a task, samples read after each of its items, and after the task:
         self._uneven = Entries()
+        self._begins = given - 1, [start.skip], start.skip  # as if of the item before
         # Samples read before each of these:
         self.states = Entries([(start.position, start)] if start.stateful and place is None else [])
         self._shards = Entries([] if place is None else [(start.skip, place)])
@@ -494,51 +495,38 @@ class _Reads:
     def __len__(self) -> int:
         return len(self._uneven) + len(self.states) + len(self._shards)
 
-    def add(self, units: int, ends: Sequence[int], gone: Collection[int]) -> None:
+    def add(self, units: int, extras: Mapping[str, Any], gone: Collection[int]) -> None:
         """Note the items of a task.
 
         Parameters
         ----------
         units
             Number of its values and errors.
-        ends
-            Number of samples read after each of these; empty: one for each.
+        extras
+            Metadata of its results: ``"ends"``, the number of samples read after each of these, if not
+            one for each; ``"state"``, after them; ``"shards"`` that were entered, the samples read
+            before each and its position.
         gone
             Numbers of those that were left out.
         """
+        ends = extras.get("ends")
         if ends:
             kept = [end for unit, end in enumerate(ends) if unit not in gone]
             self._uneven.append((self.given, kept, ends[-1]))
             self.given, self._read = self.given + len(kept), ends[-1]
         else:
             self.given, self._read = self.given + units, self._read + units
-
-    def add_state(self, state: ShardStart) -> None:
-        """Note the state after the samples that were read."""
-        self.states.append((self._read, state))
-
-    def add_shards(self, shards: Sequence[tuple[int, Place]]) -> None:
-        """Note the shards that were entered: samples read before each, and its position.
-
-        A worker that was restarted reports those from the beginning.
-        """
-        known = self._shards[-1][0] if self._shards else -1
-        self._shards += (entered for entered in shards if entered[0] >= known)
+        if "state" in extras:
+            self.states.append((self._read, extras["state"]))
+        if "shards" in extras:  # a worker that was restarted reports those from the beginning
+            known = self._shards[-1][0] if self._shards else -1
+            self._shards += (entered for entered in extras["shards"] if entered[0] >= known)
 
     def read(self, given: int) -> int:
         """Return the number of samples read for the first `given` items."""
-        before, since = self._begins
-        found = self._uneven.last(given - 1)
-        if found is not None:
-            first, ends, since = found
-            if given - first <= len(ends):
-                return int(ends[given - first - 1])
-            before = first + len(ends)
-        return since + given - before
-
-    def state(self, read: int) -> tuple[int, ShardStart | None]:
-        """Return the latest state until so many samples, and the number of samples before it."""
-        return self.states.last(read) or (0, None)
+        first, ends, last = self._uneven.last(given - 1) or self._begins
+        items = given - first  # from that task on
+        return int(ends[items - 1] if items <= len(ends) else last + items - len(ends))
 
     def place(self, read: int) -> Place | None:
         """Return the position in the shards after so many samples; None if none was entered."""
@@ -591,7 +579,7 @@ class ReaderLog(Log):
                     places.append(place or division.beginning(reader))
                     state = [*places[-1]]
                 else:
-                    at, start = reads.state(read)
+                    at, start = reads.states.last(read) or (0, None)
                     # A source may begin again from the state that it had at its end.
                     ended = ended or (start is not None and start.ended and at == read)
                     if start is not None and not ended:
