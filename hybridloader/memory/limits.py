@@ -209,5 +209,7 @@ def ranks_here(environ: Mapping[str, str] = os.environ) -> int:
 
 def _first_of(names: tuple[str, ...], environ: Mapping[str, str]) -> int | None:
     """Return the first of these variables that is an integer of 1 or more; None if none is."""
-    given = [environ[name].partition("(")[0].strip() for name in names if name in environ]
-    return next(filter(None, map(whole_number, given)), None)
+    for name in names:
+        if name in environ and (number := whole_number(environ[name].partition("(")[0].strip())):
+            return number
+    return None

@@ -719,6 +719,10 @@ class Skipping(_Passing):
         item = pull()
         if not is_forwarded(item):
             return item
+        if item.count <= self.count - self.done:  # all of them are dropped, so none is opened
+            item.discard()
+            self.done += item.count - 1  # the last one is counted by the caller
+            return item
         self._opened = iter(item.open())
         return next(self._opened)
 

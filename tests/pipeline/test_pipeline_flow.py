@@ -16,10 +16,20 @@ from hybridloader import Pipeline, Threads, WorkerTimeout
 from hybridloader._support.user_objects import no_answer, size_of
 from hybridloader.engine.contract import Crew
 from hybridloader.engine.feed import StageFlow, TaskBatching
-from hybridloader.engine.messages import ByReference, Done, Event, Ready, Task, WorkerSpec
+from hybridloader.engine.messages import (
+    ByReference,
+    Done,
+    Event,
+    Payload,
+    Ready,
+    Task,
+    TaskContext,
+    WorkerSpec,
+)
 from hybridloader.engine.scheduler import TASKS
 from hybridloader.engine.stage import Stage
 from hybridloader.errors import NotReady
+from hybridloader.running.flow import Skipping
 from hybridloader.testing import Call, FakeClock, Gate, ScriptedBackend, ScriptedCrew
 
 
@@ -422,3 +432,30 @@ def test_an_item_that_can_not_be_weighed_holds_nothing_up() -> None:
             timeout=30,
         )
         assert len(list(pipe)) == 9
+
+
+class Several(Payload):
+    """Three items that arrived as one, from number `first` on."""
+
+    forwardable, count = True, 3
+
+    def __init__(self, first: int, opened: list[int]) -> None:
+        self.first, self.opened = first, opened
+
+    def open(self) -> list[int]:
+        self.opened.append(self.first)
+        return [*range(self.first, self.first + 3)]
+
+    def discard(self) -> None:
+        pass
+
+
+def test_dropped_results_are_not_opened() -> None:
+    """A resumed run drops all results up to its position, which may be many."""
+    opened: list[int] = []
+    results = iter([Several(first, opened) for first in range(0, 15, 3)])
+    items = Skipping(results, TaskContext(), "map", 7, lambda number: None, count=7)
+    assert next(items) == 7
+    assert opened == [6]
+    assert next(items) == 8
+    assert [result.first for result in items] == [9, 12]
