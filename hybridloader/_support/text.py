@@ -222,13 +222,15 @@ def one_of(name: str, value: Any, choices: Collection[str]) -> None:
         raise ValueError(f"{name} must be {', '.join(most)} or {last}, got {value!r}")
 
 
-def keywords(caller: str, given: Collection[str], known: Collection[str], before: str = "") -> None:
-    """Refuse keywords that `caller` does not have. Raises `TypeError`."""
+def keywords(
+    caller: str, given: Collection[str], known: Collection[str], own: Collection[str] = ()
+) -> None:
+    """Refuse keywords that are not `known`. Raises `TypeError`, which also lists `own` parameters."""
     if unknown := sorted({*given} - {*known}):
-        guess = meant(unknown[0], known)
+        names = [*own, *known]
         raise TypeError(
-            f"{caller} got an unexpected keyword {unknown[0]!r}; {guess}there are: {before}"
-            f"{', '.join(known)}"
+            f"{caller} got an unexpected keyword {unknown[0]!r}; {meant(unknown[0], names)}there are: "
+            f"{', '.join(names)}"
         )
 
 

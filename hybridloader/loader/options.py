@@ -46,7 +46,7 @@ class Options(NamedTuple):
     @classmethod
     def parsed(cls, caller: str, words: Mapping[str, Any]) -> Options:
         """Make options of the keywords that a user gave to `caller`; check words and values."""
-        keywords(caller, words, OptionWords.__annotations__, "backend, ")
+        keywords(caller, words, OptionWords.__annotations__, ("backend",))
         options = cls(**words)
         options.check()
         return options

@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from hybridloader._support.states import is_stateful
-from hybridloader._support.text import whole
+from hybridloader._support.text import keywords, whole
 from hybridloader.devices.pinning import AHEAD, BUFFER_BYTES
 from hybridloader.fetching.collate import WithoutTorch
 from hybridloader.fetching.readers import MapFetch
@@ -79,10 +79,12 @@ def _step(name: str, kind: Callable[_P, Operator]) -> Callable[Concatenate[Pipel
     """Make the method that adds an operator of `kind`."""
 
     def method(self: Pipeline, /, *args: _P.args, **kwargs: _P.kwargs) -> Pipeline:
+        keywords(f"Pipeline.{name}", kwargs, known)
         return self._then(kind(*args, **kwargs))
 
     own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = inspect.signature(kind).parameters.values()
+    known = inspect.signature(kind).parameters
+    parameters = known.values()
     method.__name__, method.__qualname__, method.__doc__ = name, f"Pipeline.{name}", kind.__doc__
     method.__signature__ = inspect.Signature([own, *parameters], return_annotation="Pipeline")  # type: ignore[attr-defined]
     return method
@@ -188,6 +190,8 @@ class Pipeline(Chain):
         TypeError, ValueError
             Parameters contradict each other.
         """
+        own = ("sampler", "batch_sampler", "shuffle", "seed", "collate_fn", "name")
+        keywords(f"stage {name or 'from_dataset'!r}", where, Where.__annotations__, own)
         indices = Indices(dataset, sampler, batch_sampler, shuffle, seed)
         if collate_fn is not None and batch_sampler is None:
             raise ValueError(

@@ -133,7 +133,9 @@ def test_a_collate_fn_that_raises_costs_its_batch_and_no_other(name: str) -> Non
     found = outcome(operators[name], *range(7))
     assert found[0] == [0, 1]
     assert found[1] == Oops(2)
-    assert found[1].__notes__ == [f"In stage {name!r}, the calling thread, collating 2 items."]
+    assert found[1].__notes__ == [
+        f"In stage {name!r}, the calling thread, collating batch 2 of this run (2 items)."
+    ]
     assert isinstance(found[2], RuntimeError)
     assert "collate_fn raised StopIteration" in str(found[2])
     assert found[3:] == [[6]]

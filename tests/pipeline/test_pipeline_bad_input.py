@@ -72,6 +72,21 @@ PLACEMENTS: dict[str, Case] = {
         TypeError,
         "unexpected keyword 'num_worker'; did you mean 'num_workers'",
     ),
+    "misspelled parameter of a source": (
+        lambda: Pipeline.from_dataset(range(3), shufle=True),  # type: ignore[call-arg]
+        TypeError,
+        "'from_dataset'.*'shufle'; did you mean 'shuffle'",
+    ),
+    "misspelled parameter of a step": (
+        lambda: BASE.batch(2, colate_fn=list),  # type: ignore[call-arg]
+        TypeError,
+        "Pipeline.batch.*'colate_fn'; did you mean 'collate_fn'",
+    ),
+    "mix of a list of pipelines": (
+        lambda: BASE.mix([BASE, BASE]),  # type: ignore[arg-type]
+        TypeError,
+        "pass each pipeline as an argument",
+    ),
     "unknown backend": placed(
         BackendUnavailable, "unknown backend 'treads'.*threads", backend="treads"
     ),

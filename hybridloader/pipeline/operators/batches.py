@@ -164,18 +164,20 @@ class Collating:
         if is_default_collate(collate_fn):
             teach_torch()
         self._stage, self._function = stage, collate_fn
+        self._number = 0  # of batches that were made
         self._slots = PrivateSlots(memory.bytes())
         if locks is not None:
             self._slots.page_lock(locks)
 
     def __call__(self, samples: list[Any]) -> Any:
         before = set_slots(self._slots)
+        self._number += 1
         try:
             batch = self._function(samples)
         except Exception as error:
             raised = foreign(error, "a collate_fn")
-            place = f"In stage {self._stage!r}, the calling thread, collating {len(samples)} items."
-            add_note(raised, place)
+            place = f"collating batch {self._number} of this run ({len(samples)} items)"
+            add_note(raised, f"In stage {self._stage!r}, the calling thread, {place}.")
             Raised(raised).throw()
         finally:
             set_slots(before)

@@ -279,6 +279,10 @@ class Join(Source):
         for pipeline in found:
             if not isinstance(pipeline, Chain):
                 hint = "; make one with Pipeline.from_iterable" if has(pipeline, "__iter__") else ""
+                if isinstance(pipeline, (list, tuple)) and all(
+                    isinstance(p, Chain) for p in pipeline
+                ):
+                    hint = "; pass each pipeline as an argument of its own"
                 raise TypeError(f"{self.name} joins pipelines, not {pipeline!r}{hint}")
 
     def branches(self) -> tuple[Chain, ...]:
