@@ -31,6 +31,7 @@ from support.compat import (
     set_state,
 )
 from support.installed_torch import thread_safe_generator
+from support.platforms import needs_fork
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from torch.utils.data._utils.worker import WorkerInfo
 
@@ -38,6 +39,7 @@ import hybridloader
 from hybridloader import DataLoader, Inline, Threads, WorkerDied
 
 
+@needs_fork  # torch's loader beside it, in a script without a guard
 def test_r25_references_taken_before_our_import_tell_the_thread_who_it_is() -> None:
     script = """
         import os
