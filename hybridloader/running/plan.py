@@ -408,8 +408,8 @@ def _check_devices(plan: ChainPlan) -> None:
         behind = next((n for n in later if isinstance(n, (WorkerNode, RelayNode))), None)
         if behind is not None:
             raise ValueError(
-                f"{behind.name} comes after {node.name}, which must be the last step: a later one "
-                "would receive batches on another thread, without stream synchronization; move it last"
+                f"{behind.name} comes after {node.name}, so it would receive batches on another thread, "
+                f"without stream synchronization; only steps without a backend may follow {node.name}"
             )
 
 
