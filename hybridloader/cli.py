@@ -12,6 +12,7 @@ import contextlib
 import importlib
 import importlib.util
 import operator
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -124,7 +125,12 @@ def _add_run(commands: Any) -> Any:
         ("--seeding", str, "worker|sample|shared", None, absent),
         ("--shard-remainders", str, "keep|join", None, absent),
         ("--device", str, "DEVICE", None, absent),
-        ("--trace", str, "FILE", "record a trace, .json or .json.gz"),
+        (
+            "--trace",
+            str,
+            "FILE",
+            "record a trace, .json or .json.gz; several ranks: 'run-$RANK.json'",
+        ),
         ("--headroom", None, None, "measure the largest possible speedup, on a few batches"),
     )
     _add_options(
@@ -319,7 +325,7 @@ def _run(arguments: argparse.Namespace) -> str | None:
             from hybridloader.observe.tracing import trace
 
             try:
-                around.enter_context(trace(arguments.trace))
+                around.enter_context(trace(os.path.expandvars(arguments.trace)))
             except (ValueError, OSError) as error:
                 return str(error)
         if arguments.headroom:
@@ -458,6 +464,8 @@ def _info(arguments: argparse.Namespace) -> None:
     import shutil
     from importlib.metadata import PackageNotFoundError, version
 
+    import torch
+
     from hybridloader._support import system
     from hybridloader.engine import get_backend
     from hybridloader.engine.contract import backend_names
@@ -466,11 +474,14 @@ def _info(arguments: argparse.Namespace) -> None:
     from hybridloader.observe.measures import affinity, limit
 
     found = {"Python": sys.version, "system": f"{platform.platform()}, {platform.machine()}"}
-    for package in ("hybridloader", "torch", "numpy", "loky", "cloudpickle"):
+    packages = ("hybridloader", "torch", "numpy", "loky", "cloudpickle")
+    for package in (*packages, "fsspec", "s3fs", "pyarrow", "pillow", "ray"):
         try:
             found[package] = version(package)
         except PackageNotFoundError:
-            found[package] = "not installed"
+            if package in packages:
+                found[package] = "not installed"
+    found["accelerator"] = str(torch.accelerator.current_accelerator() or "none")
     found["CPUs"] = f"{limit().cores:g} of {len(affinity())}"
     found["memory"] = f"{process_limit() / 2**30:.1f} GiB"
     with contextlib.suppress(OSError):
@@ -495,6 +506,7 @@ def _explain(arguments: argparse.Namespace) -> str | None:
     package = Path(__file__).parent
     folder = package if (package / "docs").exists() else package.parent  # installed, or a checkout
     page = (folder / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    page = re.sub(r"\]\((?=[a-z-]+\.md)", "](docs/", page)
     _, *pieces = re.split(r"^#+ (.+)\n", page, flags=re.MULTILINE)
     sections = {
         re.sub(r"[^\w -]", "", title).lower().replace(" ", "-"): f"{title}\n{text}".strip()

@@ -30,6 +30,11 @@ def seed_of(value: Any) -> int:
 
 def count_of(name: str, source: int | Sized) -> int:
     """Return the number of samples: `source` itself, or its length."""
+    if any(kind.__module__ == "torch.utils.data.sampler" for kind in type(source).__mro__):
+        raise TypeError(
+            f"{name} must be the dataset or its length, not the {type(source).__name__}, whose order "
+            "and weights would be ignored; in a pipeline, .shard() divides the indices of any sampler"
+        )
     if isinstance(source, Sized):
         return whole(f"len({name})", len(source), 0, MOST_SAMPLES)
     if has(source, "__index__"):

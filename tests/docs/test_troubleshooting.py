@@ -120,7 +120,7 @@ def test_explain_prints_the_section_or_row_that_a_message_names(
     assert printed.startswith(
         "WorkerDied\n\n```text\nDataLoader worker (pid 25666) exited unexpectedly"
     )
-    assert printed.endswith("[workers that die](faults.md#workers-that-die).\n")
+    assert printed.endswith("[workers that die](docs/faults.md#workers-that-die).\n")
     assert cli.main(["explain", "no-workers"]) == 0
     assert "Cure: set `num_workers`, or leave `backend` out" in capsys.readouterr().out
     assert cli.main(["explain", "workerdyed"]) == cli.BAD_INPUT

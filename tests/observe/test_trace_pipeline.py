@@ -188,14 +188,17 @@ if __name__ == "__main__":
 
 def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "hybridloader", "run", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100)
+    rank = {**os.environ, "RANK": "3"}  # as torchrun sets it
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=100, env=rank
+    )
 
 
 def test_the_command(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    done = run(tmp_path, "--trace", "run.json.gz", "train.py")
+    done = run(tmp_path, "--trace", "run-$RANK.json.gz", "train.py")
     assert done.returncode == 5, done.stderr
-    trace = ReadTrace(tmp_path / "run.json.gz")
+    trace = ReadTrace(tmp_path / "run-3.json.gz")
     assert trace.named("next()")
     assert trace.named("task")
     for file, told in (("none/run.json", "can't be written"), ("run.txt", ".json")):

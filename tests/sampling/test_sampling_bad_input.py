@@ -69,6 +69,7 @@ TABLE: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: ShuffleSampler(2**62 + 1, 0), ValueError, "must be at most 4611686018427387904"),
     (lambda: ShuffleSampler(True, 0), TypeError, "must be a whole number, got True"),
     (lambda: ShuffleSampler(1.5, 0), TypeError, "something with a length, got float"),  # type: ignore[arg-type]
+    (lambda: ShuffleSampler(drawing([1.0]), 0), TypeError, "not the WeightedSampler, whose order"),
     (lambda: ShuffleSampler(iter([]), 0), TypeError, "an iterable dataset has no indices"),  # type: ignore[arg-type]
     (lambda: ShuffleSampler(5, -1), ValueError, "seed must be at least 0, got -1"),
     (lambda: ShuffleSampler(5, 2**64), ValueError, "seed must be at most 18446744073709551615"),
