@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.platforms import needs_fork
 from support.ways_to_draw import OTHERS, WAYS
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, IterableDataset, Subset
@@ -138,6 +139,7 @@ def per_worker(batches: Any) -> list[Any]:
     return [sample for batch in batches for sample in batch]
 
 
+@needs_fork  # torch's fresh workers do not get lambdas
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("init", [None, lambda worker: random.seed(worker)])
 def test_worker_on_threads_is_torch_bit_for_bit(workers: int, init: Any) -> None:
@@ -170,6 +172,7 @@ def seed_worker(worker: int) -> None:
     random.seed(seed)
 
 
+@needs_fork  # torch's fresh workers do not get lambdas
 def test_worker_init_fn_that_seeds_wins_bit_for_bit_as_in_torch() -> None:
     def run(make: Any, **options: Any) -> list[Any]:
         generator = torch.Generator().manual_seed(0)
