@@ -234,7 +234,7 @@ def _add_explain(commands: Any) -> Any:
     explain = commands.add_parser(
         "explain",
         help="print the section of the troubleshooting page that an error or a warning names",
-        description="Print the section of docs/troubleshooting.md on an error or a warning.",
+        description="Print the section of the troubleshooting page on an error or a warning.",
     )
     explain.set_defaults(run=_explain)
     explain.add_argument("name", metavar="NAME", help="the last word of an error or a warning")
