@@ -52,8 +52,8 @@ class Shards(ABC, Generic[T_co]):
     >>> lines = Lines(["a b", "c\\nd\\ne"])
     >>> len(lines), lines[-1], lines.locate(2)
     (4, 'e', (1, 1))
-    >>> lines.block_sizes
-    array([1, 3])
+    >>> lines.block_sizes.tolist()
+    [1, 3]
     """
 
     def __init__(self, shard_names: Sequence[str], shard_sizes: Sequence[int] | Ints) -> None:

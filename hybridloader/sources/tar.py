@@ -102,16 +102,18 @@ class Tar(Shards[Any]):
     Examples
     --------
     >>> import io, tarfile, tempfile
-    >>> file = tempfile.NamedTemporaryFile(suffix=".tar")
-    >>> with tarfile.open(file.name, "w") as archive:
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> path = f"{folder.name}/shard.tar"
+    >>> with tarfile.open(path, "w") as archive:
     ...     for name in ("0.txt", "0.cls", "1.txt", "1.cls"):
     ...         member = tarfile.TarInfo(name)
     ...         member.size = len(name)
     ...         archive.addfile(member, io.BytesIO(name.encode()))
-    >>> tar = Tar(file.name, fields=("txt", "cls"))
+    >>> tar = Tar(path, fields=("txt", "cls"))
     >>> len(tar), tar[1], tar.keys[1]
     (2, (b'1.txt', b'1.cls'), '1')
-    >>> file.close()
+    >>> tar.close()
+    >>> folder.cleanup()
     """
 
     def __init__(

@@ -387,8 +387,9 @@ class ShardWriter:
     ...     for number in range(3):
     ...         writer.write({"txt": f"text {number}", "cls": number % 2})
     >>> tar = Tar(f"{folder.name}/*.tar", fields=("txt", "cls"), index="beside")
-    >>> tar.shard_sizes, tar[2]
-    (array([2, 1]), (b'text 2', b'0'))
+    >>> tar.shard_sizes.tolist(), tar[2]
+    ([2, 1], (b'text 2', b'0'))
+    >>> tar.close()
     >>> folder.cleanup()
     """
 

@@ -10,7 +10,7 @@ import pytest
 from support.manual_clock import Clock
 
 from hybridloader import DataLoader, Observe, Pipeline
-from hybridloader.observe import Stats, observation
+from hybridloader.observe import Stats
 
 THREADS: dict[str, Any] = {"backend": "threads", "num_workers": 2}
 
@@ -171,7 +171,7 @@ class Gauge:
 def recipe(title: str) -> str:
     from pathlib import Path
 
-    page = (Path(observation.__file__).parents[2] / "docs" / "why-is-it-slow.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "why-is-it-slow.md").read_text()
     (block,) = (
         part.split("```", 1)[0]
         for part in page.split("```python\n")[1:]

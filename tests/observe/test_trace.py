@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.fake_accelerator import FakeAccelerator
+from support.platforms import needs_fork
 from support.traces import ReadTrace
 
 import hybridloader
@@ -136,6 +137,7 @@ def test_skipped_samples_and_errors(path: Path) -> None:
     assert "ValueError" in skipped["args"]["error"]
 
 
+@needs_fork  # its worker
 def test_a_trace_that_an_error_ends_is_written(path: Path) -> None:
     with pytest.raises(ValueError, match="5"):
         loaded(path, Work(bad=5), num_workers=1, backend="fork")

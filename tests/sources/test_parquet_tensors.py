@@ -113,6 +113,15 @@ class Decoding:
             self.gates[group].set()
 
 
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+def test_indices_in_order_are_recognized_in_each_type(
+    wide: Parquet, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    """On Windows, numpy 1.26 makes 32-bit integers of a list."""
+    monkeypatch.setattr(Parquet, "_shuffled", None)
+    check_wide(wide.__getitems__(np.arange(14, 20, dtype=dtype)), [*range(14, 20)])
+
+
 @pytest.mark.parametrize("broken", [False, True])
 def test_a_thread_that_would_wait_in_order_decodes_what_comes_next(
     wide: Parquet, monkeypatch: pytest.MonkeyPatch, broken: bool
