@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 from support.logging_source import Noting, note
+from support.platforms import needs_fork
 from torch.utils.data import IterableDataset
 
 from hybridloader import DataLoader, Pipeline
@@ -112,6 +113,7 @@ def test_an_error_while_a_generator_ends_is_shown_by_python_and_no_more(
     assert shown == ["while it was closed"]
 
 
+@needs_fork  # its worker
 def test_a_generator_is_closed_when_the_parent_is_killed(tmp_path: Path) -> None:
     script = """
         import os, signal, sys

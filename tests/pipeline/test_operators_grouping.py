@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -99,7 +100,7 @@ def test_the_slots_of_the_thread_are_put_back_also_behind_an_error() -> None:
 
 def test_a_plain_list_needs_no_torch() -> None:
     code = (
-        "import sys; sys.path.insert(0, 'tests')\n"
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"
         "from support.operator_context import outcome\n"
         "from hybridloader.pipeline.operators.batches import BatchBy, BucketBy\n"
         "from hybridloader.pipeline.operators.batches import Batch, Unbatch\n"

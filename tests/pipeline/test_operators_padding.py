@@ -130,9 +130,9 @@ def test_lists_of_numbers_are_sequences(samples: Any, expected: torch.Tensor) ->
 
 
 def test_arrays_may_be_read_only_and_turned_round() -> None:
-    fixed = np.arange(3)
+    fixed = np.arange(3, dtype=np.int64)
     fixed.setflags(write=False)
-    same(Pad()([fixed, np.arange(4)[::-2]]), torch.tensor([[0, 1, 2], [3, 1, 0]]))
+    same(Pad()([fixed, np.arange(4, dtype=np.int64)[::-2]]), torch.tensor([[0, 1, 2], [3, 1, 0]]))
     assert fixed.tolist() == [0, 1, 2]
 
 
