@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.platforms import needs_fork
 from support.sample_origin import PROCESS, THREAD, origin_loader, origins
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import IterableDataset
@@ -71,7 +72,11 @@ def refused() -> dict[str, tuple[Any, dict[str, Any], Any, str]]:
     }
 
 
-@pytest.mark.parametrize("case", refused())
+@pytest.mark.parametrize(
+    "case",
+    # torch's fresh workers do not get what can't be pickled
+    [pytest.param(case, marks=needs_fork if "can't" in case else ()) for case in refused()],
+)
 def test_a_loader_that_ours_refuses_is_left_to_torchs_and_told_once(case: str) -> None:
     data, given_, backend, reason = refused()[case]
 
@@ -159,6 +164,7 @@ def test_a_context_is_heeded_where_the_backend_leaves_that_open() -> None:
     assert other.start_method == "loky"
 
 
+@needs_fork
 def test_a_context_that_is_overruled_is_told_once() -> None:
     loader = origin_loader(1, multiprocessing_context="spawn")
     text.warn_once.cache_clear()

@@ -10,7 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from support.platforms import PACKAGE
+from support.platforms import PACKAGE, needs_fork, posix
 
 from hybridloader.cli import BAD_INPUT, main
 
@@ -63,6 +63,7 @@ def alike(*arguments: str, cwd: Path) -> tuple[str, str, int]:
     return wanted
 
 
+@needs_fork  # forkserver
 def test_workers_that_run_the_script_again_send_its_objects(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(
         "import torch\n"
@@ -97,7 +98,10 @@ def folder(tmp_path: Path) -> Path:
     "arguments",
     [
         ["script.py"],
-        ["./script.py", "--lr", "0.1", "--", "-m", "--backend", "threads"],
+        pytest.param(
+            ["./script.py", "--lr", "0.1", "--", "-m", "--backend", "threads"],
+            marks=posix,  # on Windows Python keeps "./" in __file__
+        ),
         ["-m", "package.part", "--help"],
         ["-m", "package.inner", "a b"],
         ["folder", "x"],
@@ -111,7 +115,9 @@ def test_a_script_sees_what_it_would_see_by_itself(folder: Path, arguments: list
     assert told.endswith("False\nTrue __main__\n")
 
 
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize(
+    "end", [pytest.param(end, marks=posix if "ctrl" in end else ()) for end in ENDS]
+)
 def test_a_script_ends_as_it_would_by_itself(tmp_path: Path, end: str) -> None:
     (tmp_path / "script.py").write_text(ENDS[end])
     told, problems, code = alike("script.py", cwd=tmp_path)
