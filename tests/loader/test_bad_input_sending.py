@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.platforms import needs_fork
 from torch.utils.data import Dataset, IterableDataset
 
 from hybridloader import DataLoader, SharedMemory
@@ -250,7 +251,9 @@ def test_a_closure_with_an_empty_cell_does_not_hide_the_culprit(
     early = None
 
 
-@pytest.mark.parametrize("backend", ["threads", "fork", "shared-memory"])
+@pytest.mark.parametrize(
+    "backend", ["threads", "fork", pytest.param("shared-memory", marks=needs_fork)]
+)
 def test_what_can_not_be_pickled_may_be_used_where_nothing_is_sent(backend: str) -> None:
     loader = DataLoader(WithInner(threading.Lock()), 8, num_workers=1, backend=backend)
     assert [batch.tolist() for batch in loader] == [list(range(8))]
