@@ -464,8 +464,6 @@ def _info(arguments: argparse.Namespace) -> None:
     import shutil
     from importlib.metadata import PackageNotFoundError, version
 
-    import torch
-
     from hybridloader._support import system
     from hybridloader.engine import get_backend
     from hybridloader.engine.contract import backend_names
@@ -481,7 +479,12 @@ def _info(arguments: argparse.Namespace) -> None:
         except PackageNotFoundError:
             if package in packages:
                 found[package] = "not installed"
-    found["accelerator"] = str(torch.accelerator.current_accelerator() or "none")
+    with contextlib.suppress(
+        ImportError, OSError
+    ):  # a torch that can't be imported is reported as well
+        import torch
+
+        found["accelerator"] = str(torch.accelerator.current_accelerator() or "none")
     found["CPUs"] = f"{limit().cores:g} of {len(affinity())}"
     found["memory"] = f"{process_limit() / 2**30:.1f} GiB"
     with contextlib.suppress(OSError):

@@ -143,9 +143,10 @@ def judge(figures: Figures) -> Verdict:
     if not border / NEAR < figures.share < border * NEAR:
         return found
     near = (
-        f"{found.evidence} Another run may have another verdict: this is near {border:.0%}, below "
+        f"Another run may have another verdict: this is near {border:.0%}, below which the loop itself "
+        "is the bottleneck."
     )
-    return replace(found, evidence=f"{near}which the loop itself is the bottleneck.")
+    return replace(found, evidence=f"{found.evidence} {near}")
 
 
 def _slow_start(figures: Figures) -> Verdict | None:

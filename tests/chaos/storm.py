@@ -327,10 +327,7 @@ class Striker:
             return
         try:
             _kill("SIGSTOP" if kind == "stop" else "SIGKILL", handle.pid)()
-        except (
-            ProcessLookupError,
-            PermissionError,
-        ):  # the stage has just found out that it is dead
+        except (ProcessLookupError, PermissionError):  # the stage has just found that it is dead
             return
         self._account.faults[f"{kind} from outside"] += 1
 
