@@ -48,6 +48,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = f"hybridloader {arguments.command}"
     try:
         problem: str | None = arguments.run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if arguments.run is _run:
+            raise
+        # The reader, such as `head`, has enough. Python would flush again at its end, and complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt:
         if arguments.run is _run:
             raise

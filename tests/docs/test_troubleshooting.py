@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import ast
 import itertools
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.platforms import PACKAGE
 
 from hybridloader import cli, errors
 from hybridloader.errors import HybridLoaderError
@@ -125,6 +129,21 @@ def test_explain_prints_the_section_or_row_that_a_message_names(
     assert "Cure: set `num_workers`, or leave `backend` out" in capsys.readouterr().out
     assert cli.main(["explain", "workerdyed"]) == cli.BAD_INPUT
     assert "did you mean 'workerdied'?" in capsys.readouterr().err
+
+
+def test_a_reader_that_has_enough_ends_the_command_in_silence() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)  # as `head` does
+    with open(writing, "wb") as gone:
+        command = [sys.executable, "-m", "hybridloader", "explain", "workerdied"]
+        done = subprocess.run(
+            command,
+            stdout=gone,
+            stderr=subprocess.PIPE,
+            check=False,
+            env={**os.environ, "PYTHONPATH": PACKAGE},
+        )
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 @pytest.mark.parametrize("text", TOLD)
