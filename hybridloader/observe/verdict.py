@@ -445,10 +445,9 @@ def for_start(stage: StageRecord, *, late: bool) -> str:
     if stage.backend == "inline" or stage.options.get("persistent_workers"):
         kept = "Later epochs do not wait for it" if late else "Keep it open for later epochs"
         return f"{kept}, or {less}."
-    how = "epochs() of a pipeline"
+    kept = "Later epochs of epochs() do not wait for it"
     if "persistent_workers" in stage.options:
-        how = "persistent_workers=True"
-    kept = f"Keep workers for later epochs ({how})"
+        kept = "Keep workers for later epochs (persistent_workers=True)"
     if late and not stage.in_process and "backend" in stage.options:
         return f"{kept}, {less}, or use threads."
     return f"{kept}, or {less}."
