@@ -4,8 +4,9 @@
     pip install playwright && python .ci/site/browser.py SITE [CHROMIUM]
 
 Each page is opened at the widths of a desktop and a phone, in light and dark. Reported are pages wider
-than the screen, pictures that do not load, blocks of code without a button that copies them, errors of
-scripts, and requests to other servers. `.ci/run` does not run this: it needs Chromium.
+than the screen, pictures that do not load, blocks of code without a button that copies them, blocks of
+88 columns that do not fit a desktop's page, errors of scripts, and requests to other servers. `.ci/run`
+does not run this: it needs Chromium.
 """
 
 import sys
@@ -18,6 +19,7 @@ from pathlib import Path
 from playwright.sync_api import Page, sync_playwright
 
 WIDTHS = {"desktop": 1280, "phone": 390}
+DESKTOP = {"width": WIDTHS["desktop"], "height": 900}
 LOOK = """() => {
     const wide = document.documentElement.scrollWidth - window.innerWidth;
     const shown = (node) => node.offsetParent !== null;
@@ -29,6 +31,8 @@ LOOK = """() => {
         pictures: [...document.images].filter((i) => !(i.complete && i.naturalWidth)).map((i) => i.src),
         uncopied: blocks.filter((block) => !copied(block)).length,
         blocks: blocks.length,
+        cut: blocks.filter((block) => block.scrollWidth > block.clientWidth
+            && block.textContent.split("\\n").every((line) => line.length <= 88)).length,
     };
 }"""
 
@@ -58,6 +62,8 @@ def problems(page: Page, address: str, seen: Counter[str]) -> list[str]:
     seen["blocks of code"] += look["blocks"]
     if look["wide"] > 0:
         found.append(f"{look['wide']} px wider than the screen")
+    if look["cut"] and page.viewport_size == DESKTOP:
+        found.append(f"{look['cut']} blocks of 88 columns are wider than their boxes")
     if look["uncopied"]:
         found.append(f"{look['uncopied']} blocks of code without a button")
     return [*found, *(f"picture: {source}" for source in look["pictures"])]
