@@ -32,5 +32,5 @@ class Dying:
                 psutil.Process().kill()
             if self.how == "crash":
                 faulthandler._read_null()  # type: ignore[attr-defined]
-            time.sleep(60)
+            time.sleep(600)  # longer than any wait for a process that is left
         return np.full((LARGE,), index)
