@@ -267,7 +267,7 @@ def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--limit", "0"], "--limit: must be at least 1"),
         (["--backend", "nope"], "unknown backend 'nope'; there are: inline"),
         (["--color"], "--color"),
-        (["--data", "no/such/folder"], "no/such/folder must hold one folder of images per class"),
+        (["--data", "absent"], "absent must hold one folder of images per class"),
         (["--data", __file__], "must hold one folder of images per class"),
         (["--data", "a [1]"], "no folder with *, ?, [ or { in its path"),
     ],
