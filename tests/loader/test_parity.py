@@ -513,7 +513,7 @@ def test_the_comparison_tells_apart_what_a_user_could() -> None:
         1, 1.0, True, np.int64(1), np.float64(1), "1", (1,), [1], {1}, {1: 1}, Pair(1, 1), (1, 1),
         torch.tensor(1), torch.tensor(1.0), torch.tensor([1]), torch.tensor(1.0).bfloat16(),
         torch.tensor(1.0).requires_grad_(), torch.nn.Parameter(torch.tensor(1.0)),
-        np.array(1), np.array(1, dtype=np.int32), np.array([1]), np.array(["1"]), None, 0.0, -0.0,
+        np.array(1), np.array(1, dtype=np.int16), np.array([1]), np.array(["1"]), None, 0.0, -0.0,
         np.eye(2), np.asfortranarray(np.eye(2)), {"a": 1, "b": 2}, {"b": 2, "a": 1},
     ]  # fmt: skip
     seen = [str(canonical(value)) for value in different]
