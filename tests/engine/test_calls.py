@@ -15,12 +15,10 @@ import numpy as np
 import pytest
 
 from hybridloader import engine
-from hybridloader.engine import calls
-from hybridloader.engine.calls import BUNDLE_BYTES, BUNDLE_SECONDS, Parts, Place, parts_of, work_of
+from hybridloader.engine import Pickled, Place, PrivateSlots, calls, parts_of, work_of
+from hybridloader.engine.calls import BUNDLE_BYTES, BUNDLE_SECONDS, Parts
 from hybridloader.engine.meter import MEASURES, Measures, SliceReport
-from hybridloader.engine.serving import Pickled
-from hybridloader.memory.slots import PrivateSlots
-from hybridloader.testing.work import Call, echo
+from hybridloader.testing import Call
 
 
 class Handle(engine.CallingHandle):
@@ -60,6 +58,10 @@ class Handle(engine.CallingHandle):
 
     def life(self) -> Future[Any]:
         return next(future for method, future in self.calls if method == "run")
+
+
+def echo(index: Any) -> Any:
+    return index
 
 
 TASK = engine.Task(0, [0])

@@ -220,15 +220,12 @@ def check(make: Callable[[], Any], epoch: int, taken: int, elsewhere: Any = None
             loader._iterator.close()
 
 
-FORKS_OF_SOME: list[Any] = [
-    pytest.param(kind, place, marks=pytest.mark.full if "fork" in place and number % 3 else ())
-    for number, kind in enumerate(KINDS)
-    for place in PLACES
-]
-"""Each kind at each place; with forked workers a third of the kinds."""
+CASES: list[Any] = [(kind, "caller") for kind in KINDS]
+CASES += [(kind, place) for place in [*PLACES][1:] for kind in (Noted, Deferred, Walking)]
+"""Each kind in the caller; in workers a kind that notes its state, one that counts, one that draws."""
 
 
-@pytest.mark.parametrize(("kind", "place"), FORKS_OF_SOME)
+@pytest.mark.parametrize(("kind", "place"), CASES)
 def test_epochs_after_a_resumed_one_are_those_of_the_run_that_was_not_interrupted(
     kind: Any, place: str
 ) -> None:
@@ -238,8 +235,9 @@ def test_epochs_after_a_resumed_one_are_those_of_the_run_that_was_not_interrupte
         check(lambda: StatefulDataLoader(kind(), 4, **PLACES[place]), 1, 2)
 
 
-@pytest.mark.parametrize("place", [place for place in PLACES if "fork" not in place])
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind is not Within])
+@pytest.mark.parametrize(
+    ("kind", "place"), [case for case in CASES if case[0] is not Within and "fork" not in case[1]]
+)
 def test_a_sampler_begins_its_later_epochs_as_without_a_resume(kind: Any, place: str) -> None:
     """On a loader with as many workers, and with others, which draws each epoch as the saved one."""
 
@@ -299,7 +297,7 @@ def test_a_state_that_is_loaded_in_the_middle_of_an_epoch_stays_for_one_epoch(ki
     assert [listed(loader) for _ in range(3)] == [whole[1:], whole, whole]
 
 
-@pytest.mark.parametrize(("kind", "place"), FORKS_OF_SOME)
+@pytest.mark.parametrize(("kind", "place"), CASES)
 def test_a_state_of_an_epochs_end_resumes_at_the_beginning_of_the_next(
     kind: Any, place: str
 ) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections import deque
 from typing import Any
 
@@ -74,31 +73,6 @@ def test_short_tasks_are_told_together_and_long_ones_alone() -> None:
     assert last.wait_for_core is None
 
 
-def test_packing_is_a_share_of_all_that_a_task_took_on_threads_too() -> None:
-    meter = Meter(Metering(None), FakeClock(1.0))
-    found = meter.measure(1.0, 1.001, 1.004, 0, 0.016)  # fetched before, for 16 ms; packed for 3
-    assert found.packing == pytest.approx(3 / 20)
-
-
-def test_what_a_thread_does_between_its_tasks_is_not_theirs() -> None:
-    clock, cpu = FakeClock(1.0), FakeClock()
-    meter = Meter(Metering(cpu, alone=False), clock)
-    for _ in range(3):
-        cpu.now += 0.5  # the training step
-        assert meter.looks
-        meter.begin()
-        began = clock.now
-        clock.now, cpu.now = clock.now + 0.1, cpu.now + 0.02
-        meter.busy += 0.1
-        assert meter.measure(began, clock.now, clock.now, 0).cpu == pytest.approx(0.02)
-    assert metered(meter, clock, 1e-5) is None
-    clock.now += 1
-    measures = metered(meter, clock, 1e-5)
-    assert measures is not None
-    assert not meter.looks, "too short to be worth it"
-    meter.close()
-
-
 class FakeRunQueue:
     """Run queue of a thread that had no core for the seconds that the test says."""
 
@@ -112,7 +86,7 @@ class FakeRunQueue:
         pass
 
 
-def test_a_wait_for_a_core_is_known_of_the_callers_own_thread(
+def test_time_of_a_core_and_a_wait_for_one_are_known_of_the_callers_own_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of a task that is looked at, and of the others as of this one; not of what is between them."""
@@ -122,13 +96,14 @@ def test_a_wait_for_a_core_is_known_of_the_callers_own_thread(
     assert metered(meter, clock, 0.001) is not None
     for _ in range(3):
         FakeRunQueue.without_core = 5.0  # in the training step
-        clock.now += 5.0
+        clock.now, cpu.now = clock.now + 5.0, cpu.now + 0.5
         meter.begin()
         began = clock.now
+        cpu.now += 0.02
         FakeRunQueue.without_core = 0.06
         clock.now, meter.busy = clock.now + 0.1, meter.busy + 0.1 + 0.1  # another, not looked at
         told = meter.measure(began, clock.now, clock.now, 0)
-        assert told.wait_for_core == pytest.approx(0.12)
+        assert (told.wait_for_core, told.cpu) == (pytest.approx(0.12), pytest.approx(0.04))
     meter.close()
 
 
@@ -163,41 +138,6 @@ def test_the_first_task_of_a_worker_is_told_as_such(by_pass: bool) -> None:
         assert [one.first for one in told if one] == [by_pass or not number, False]
         spans = [span for one in told if one for span in one.spans]
         assert all(clock.now - 1 < began <= ended <= clock.now for began, ended, _ in spans)
-
-
-def test_collation_is_a_share_of_a_task_that_is_looked_at() -> None:
-    clock = FakeClock(1.0)
-    meter = Meter(Metering(None), clock)
-    for _ in range(2):
-        meter.begin()
-        began, meter.parts.gathered = clock.now, clock.now + 0.01
-        clock.now += 0.04
-        assert meter.measure(began, clock.now, clock.now, 0).collating == pytest.approx(0.75)
-        told = metered(meter, clock, 0.04)  # a batch that the dataset makes in one call
-        assert told is not None
-        assert told.collating == 0
-
-
-def test_turns_of_coroutines_are_what_the_event_loop_does_not_wait() -> None:
-    clock = FakeClock(1.0)
-    meter = Meter(Metering(None), clock)
-    parts = meter.parts
-
-    def takes(seconds: float) -> float:
-        clock.now += seconds
-        return seconds
-
-    parts.turn()
-    takes(0.01)
-    assert parts.select(takes, 0.5) == 0.5
-    takes(0.02)
-    assert parts.pull(iter(map(takes, [7.0]))) == 7.0  # from a slow source
-    parts.turned()
-    takes(9.0)
-    told = meter.measure(clock.now, clock.now, clock.now, 0)
-    assert (told.idle, told.held) == (pytest.approx(0.5), pytest.approx(0.03))
-    told = meter.measure(clock.now, clock.now, clock.now, 0)
-    assert (told.idle, told.held, told.coroutines) == (0.0, 0.0, 0)
 
 
 @pytest.mark.parametrize("by_pass", [False, True])
@@ -236,18 +176,6 @@ def test_the_report_of_measures_is_timed() -> None:
     measures = metered(meter, clock, 0.1)
     assert measures is not None
     assert measures.reporting == pytest.approx(0.25)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="counted by Linux")
-def test_the_run_queue_of_this_thread_is_read() -> None:
-    queue = RunQueue.here()
-    if queue is None:
-        pytest.skip("this kernel counts nothing")
-    until = time.thread_time() + 0.002
-    while time.thread_time() < until:
-        pass
-    assert queue.since() >= 0
-    queue.close()
 
 
 def test_a_wait_for_a_core_is_no_wait_for_the_gil(monkeypatch: pytest.MonkeyPatch) -> None:

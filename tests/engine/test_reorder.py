@@ -11,8 +11,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from support.supervised import QUICK, Stage
 
-from hybridloader.engine.messages import (
+from hybridloader import WorkerDied
+from hybridloader.engine import (
     ByReference,
     Done,
     Event,
@@ -24,8 +26,7 @@ from hybridloader.engine.messages import (
     WorkerSpec,
 )
 from hybridloader.engine.scheduler import BYTES, PAGES, TASKS, ReorderLimit, least_busy, round_robin
-from hybridloader.engine.stage import QUICK, Stage
-from hybridloader.errors import IteratorClosed, NotReady, WorkerDied
+from hybridloader.errors import IteratorClosed, NotReady
 from hybridloader.testing import Call, FakeClock, ScriptedBackend, ScriptedCrew
 
 WORKERS, WINDOW = 2, 4
@@ -41,19 +42,6 @@ class Sized(Payload):
 
     def open(self) -> int:
         return self._nbytes
-
-
-class Other:
-    """A payload by its methods alone, as a backend from elsewhere may have it."""
-
-    def __init__(self, value: int) -> None:
-        self.value = value
-
-    def open(self) -> int:
-        return self.value
-
-    def discard(self) -> None:
-        self.value = -1
 
 
 class Workers:
@@ -120,13 +108,6 @@ def test_workers_go_on_behind_a_late_result_up_to_the_limit_and_no_further() -> 
     assert taken == list(range(200))
 
 
-def test_results_of_a_class_of_the_backends_may_wait_too() -> None:
-    workers = Workers(ReorderLimit(WORKERS), Other)
-    assert workers.until_asleep() > WINDOW
-    workers.late = False
-    assert [next(workers.stage) for _ in range(9)] == list(range(9))
-
-
 @pytest.mark.parametrize("reorder", [None, ReorderLimit(WORKERS, nbytes=0)])
 def test_without_a_limit_of_its_own_what_waits_counts_as_under_way(
     reorder: ReorderLimit | None,
@@ -170,15 +151,6 @@ def test_a_slow_consumer_gets_no_more_at_hand_by_being_slow() -> None:
     assert max(ahead) <= most
     assert sorted(ahead, reverse=True) == ahead, "it only falls"
     assert ahead[-1] == WINDOW
-
-
-def test_workers_go_on_while_what_has_piled_up_is_taken() -> None:
-    workers = Workers(ReorderLimit(WORKERS))
-    before = workers.until_asleep()
-    workers.late = False
-    for _ in range(TASKS):
-        next(workers.stage)
-    assert len(workers.drawn) - before >= TASKS // 2
 
 
 def test_what_had_come_before_a_death_is_handed_out_first() -> None:

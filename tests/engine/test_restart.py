@@ -15,9 +15,17 @@ import psutil
 import pytest
 import torch
 import torch.utils.data
-from support.platforms import needs_fork, posix
+from support.platforms import posix
 
-from hybridloader import DataLoader, Pipeline, RestartPolicy, Skip, WorkerDied, get_worker_info
+from hybridloader import (
+    DataLoader,
+    Pipeline,
+    Replace,
+    RestartPolicy,
+    Skip,
+    WorkerDied,
+    get_worker_info,
+)
 from hybridloader.errors import TaskTimeout
 from hybridloader.testing import Gate
 
@@ -166,24 +174,6 @@ def test_a_death_is_told_with_all_that_is_known(end: Callable[[], Any]) -> None:
     assert told.splitlines()[-2].startswith("1 ")  # the table of the workers, before the link
 
 
-@needs_fork
-@pytest.mark.filterwarnings("ignore:.*forks this process while other threads")  # the main one
-def test_a_death_is_told_on_whatever_thread_the_loader_is_used() -> None:
-    loader = DataLoader(Deadly(killed, (5,), None), 4, num_workers=2, backend="fork")
-    told: list[BaseException] = []
-
-    def use() -> None:
-        try:
-            list(loader)
-        except WorkerDied as error:
-            told.append(error)
-
-    thread = threading.Thread(target=use)
-    thread.start()
-    thread.join()
-    assert "SIGKILL" in str(told[0])
-
-
 # -- restart: map-style ------------------------------------------------------------------------------
 
 
@@ -223,20 +213,6 @@ def test_a_thread_that_is_ended_is_replaced(tmp_path: Path) -> None:
     data = Deadly(sys_exit, (0, 5, 17), Once(tmp_path))
     loader = DataLoader(data, 4, num_workers=2, backend="threads", on_worker_death="restart")
     assert values(loader) == list(range(LENGTH))
-
-
-def test_persistent_workers_are_replaced_in_every_epoch(tmp_path: Path) -> None:
-    data = Deadly(killed, (5,), Once(tmp_path))
-    loader = DataLoader(
-        data, 4, num_workers=2, backend="fork", on_worker_death="restart", persistent_workers=True
-    )
-    for epoch in range(3):
-        assert values(loader) == list(range(LENGTH)), epoch
-        (tmp_path / "5").unlink()
-    it: Any = loader._iterator
-    restarts = [row.split()[5] for row in it.report().splitlines()[2:]]
-    assert restarts == ["0", "3"]
-    it.close()
 
 
 def test_a_worker_that_dies_between_two_epochs_is_replaced(tmp_path: Path) -> None:
@@ -301,6 +277,25 @@ def test_a_sample_that_always_kills_is_skipped_where_bad_samples_are() -> None:
     assert all(isinstance(record.error, WorkerDied) for record in loader.skipped)
 
 
+class DeadlyTogether(Deadly):
+    """Makes batches itself, so that nobody knows which sample of a batch kills."""
+
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        return [self[index] for index in indices]
+
+
+def test_of_a_batch_that_kills_as_a_whole_all_samples_are_given_up_or_replaced() -> None:
+    options: dict[str, Any] = {"num_workers": 1, "backend": "fork", "on_worker_death": "restart"}
+    loader = DataLoader(DeadlyTogether(killed, (5,), None), 4, on_error=Skip(None), **options)
+    assert values(loader) == [i for i in range(LENGTH) if i not in range(4, 8)]
+    assert [record.index for record in loader.skipped] == [4, 5, 6, 7]
+    assert "at a task that contains this sample" in str(loader.skipped[0].error)
+    replaced = Replace(lambda index, error: -index, None)
+    loader = DataLoader(Deadly(killed, (5,), None), 4, on_error=replaced, **options)
+    assert values(loader) == [-i if i == 5 else i for i in range(LENGTH)]
+    assert [(type(r.error), r.replaced) for r in loader.skipped] == [(WorkerDied, True)]
+
+
 def test_a_sample_that_exits_is_skipped_alone() -> None:
     data = Deadly(sys.exit, (5, 17), None)
     loader = DataLoader(
@@ -334,14 +329,6 @@ def test_a_report_while_workers_start_is_empty() -> None:
     )
     list(loader)
     assert reports == [""]
-
-
-def test_too_many_deaths_are_raised_with_the_reason() -> None:
-    data = Deadly(killed, tuple(range(LENGTH)), None)
-    policy = RestartPolicy(max_restarts=3, deaths_per_sample=99)
-    loader = DataLoader(data, 4, num_workers=1, backend="fork", on_worker_death=policy)
-    with pytest.raises(WorkerDied, match="3 workers of this stage were restarted within"):
-        list(loader)
 
 
 # -- restart: iterable-style and pipelines -------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Workers that die, and their replacement: scripted, on a clock that tests set."""
+"""Workers that die or run over, their replacement, and the words: scripted, on a clock of the tests."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.supervised import answer, dead, passing, ready, stage, tasks, watch_specs
+from support.supervised import START, GivenUp, answer, dead, passing, ready, stage, tasks
 
-from hybridloader.engine.messages import Begin, Exhausted, GivenUp, PartlyGivenUp, Task, WorkerSpec
-from hybridloader.engine.stage import RestartPolicy
-from hybridloader.errors import WorkerDied, WorkerPicklingError
-from hybridloader.testing import FakeClock
+from hybridloader import RestartPolicy, WorkerDied
+from hybridloader.engine import Begin, Event, Exhausted, Exited, Task, WorkerSpec
+from hybridloader.testing import FakeClock, ScriptedCrew
 
 
 def test_a_new_worker_is_sent_again_just_what_the_dead_one_had() -> None:
@@ -27,14 +26,6 @@ def test_a_new_worker_is_sent_again_just_what_the_dead_one_had() -> None:
     assert list(it) == [f"value {seq}" for seq in range(4)]
     assert backend.crews[0].started == [0, 1, 1]
     assert tasks(backend) == [(0, 0), (1, 1), (0, 2), (1, 3), (1, 3)]
-
-
-def test_a_worker_that_dies_while_it_starts_is_replaced_too() -> None:
-    script = [ready(0), [dead(1)], [dead(1)], [*ready(1), *answer(0), *answer(1, worker=1)]]
-    it, backend = stage(script, workers=2, lookahead=2)
-    it.begin(iter([["a"], ["b"]]))
-    assert list(it) == ["value 0", "value 1"]
-    assert backend.crews[0].started == [0, 1, 1, 1]
 
 
 def test_the_first_workers_are_replaced_as_well_and_no_sample_is_blamed() -> None:
@@ -53,15 +44,6 @@ def test_where_no_worker_ever_gets_ready_the_error_says_so_in_the_end() -> None:
     with pytest.raises(WorkerDied, match=r"3 workers .* None of them ever became ready"):
         next(it)
     assert backend.crews[0].started == [0] * 4
-
-
-def test_without_a_policy_a_death_is_raised() -> None:
-    it, backend = stage([ready(), [dead()]], policy=None)
-    it.begin(iter([["a"]]))
-    with pytest.raises(WorkerDied, match="SIGKILL") as caught:
-        next(it)
-    assert backend.crews[0].started == [0]
-    assert "was not restarted" not in str(caught.value)
 
 
 def test_workers_that_end_with_one_process_count_as_one_restart() -> None:
@@ -110,39 +92,6 @@ def test_too_many_restarts_within_the_window_raise_and_older_ones_do_not_count()
     )  # the third death came when the first two were forgotten
 
 
-def test_a_sample_that_kills_its_workers_is_given_up_and_named() -> None:
-    script = [
-        ready(),
-        [dead(task=0, at=1)],
-        ready(),
-        [dead(task=0, at=1)],
-        [*ready(), *answer(0, 1)],
-    ]
-    it, backend = stage(script)
-    it.begin(iter([[7, 8, 9], [10]]))
-    assert list(it) == ["value 0", "value 1"]
-    sent = [message for _, message in backend.crews[0].sent if isinstance(message, Task)]
-    assert [task.seq for task in sent] == [0, 1, 0, 1, 0, 1]
-    assert [task.index for task in sent[:4]] == [[7, 8, 9], [10], [7, 8, 9], [10]]
-    spared = sent[4].index
-    assert type(spared) is PartlyGivenUp
-    assert (spared[0], spared[2]) == (7, 9)
-    assert type(spared[1]) is GivenUp
-    assert spared[1].index == 8
-    assert "2 workers died at this sample" in spared[1].text
-    assert "SIGKILL" in spared[1].text
-    assert sent[5].index == [10]
-
-
-def test_two_samples_of_one_task_can_be_given_up() -> None:
-    deaths = [[*ready(), dead(task=0, at=at)] for at in (0, 0, 2, 2)]
-    it, backend = stage([*deaths, [*ready(), *answer(0)]])
-    it.begin(iter([[7, 8, 9]]))
-    assert next(it) == "value 0"
-    *_, last = [message for _, message in backend.crews[0].sent if isinstance(message, Task)]
-    assert [type(index) is GivenUp for index in last.index] == [True, False, True]
-
-
 def test_where_it_is_not_known_which_sample_kills_the_whole_task_is_given_up() -> None:
     script = [[*ready(), dead()], [*ready(), dead()], [*ready(), *answer(0, 1)]]
     it, backend = stage(script)
@@ -185,39 +134,6 @@ def test_blame_is_forgotten_with_the_epoch() -> None:
     assert all(m.index == [7] for _, m in backend.crews[0].sent if isinstance(m, Task))
 
 
-def test_a_shard_goes_on_behind_what_was_delivered() -> None:
-    script = [
-        ready(),
-        answer(0, position=3),
-        [dead()],
-        [*ready(), *answer(1, position=6)],
-        answer(2),
-    ]
-    it, backend = stage(script, in_turn=True, lookahead=3)
-    specs = watch_specs(backend)
-    it.begin(iter([[None]] * 3))
-    assert list(it) == ["value 0", "value 1", "value 2"]
-    assert [spec.skip for spec in specs] == [3]
-
-
-def test_a_new_epoch_reads_the_shard_from_its_beginning_and_tells_its_seed() -> None:
-    script = [
-        ready(),
-        answer(0, position=3),
-        [dead()],
-        [*ready(), *answer(1, position=6)],
-        [dead()],
-        [*ready(), *answer(2, position=3)],
-    ]
-    it, backend = stage(script, in_turn=True, persistent=True, lookahead=2)
-    specs = watch_specs(backend)
-    it.begin(iter([[None]] * 2), 11)
-    assert list(it) == ["value 0", "value 1"]
-    it.begin(iter([[None]]), 22)
-    assert list(it) == ["value 2"]
-    assert [(spec.skip, spec.shared_seed) for spec in specs] == [(3, 11), (0, 22)]
-
-
 def test_what_kills_the_reader_of_a_shard_can_not_be_passed_over() -> None:
     script = [[*ready(), dead(task=0, at=0)], [*ready(), dead(task=0, at=0)]]
     it, _ = stage(script, in_turn=True)
@@ -243,20 +159,15 @@ def test_a_worker_at_the_end_of_its_shard_is_replaced_only_for_the_next_epoch() 
     assert begun == [0]  # the new one opens its shard when it starts
 
 
-@pytest.mark.parametrize(
-    "error",
-    [OSError(11, "Resource temporarily unavailable"), RuntimeError("can't start new thread")],
-    ids=lambda error: type(error).__name__,
-)
-def test_that_no_other_worker_can_be_had_is_told_with_the_death(error: Exception) -> None:
+def test_that_no_other_worker_can_be_had_is_told_with_the_death() -> None:
     it, backend = stage([[*ready(), dead()]])
     it.begin(iter([["a"]]))
 
     def refuse(worker: int, spec: WorkerSpec) -> None:
-        raise error
+        raise RuntimeError("can't start new thread")
 
     backend.crews[0].start = refuse  # type: ignore[method-assign]
-    with pytest.raises(WorkerDied, match=rf"could not be restarted: .*{error.args[-1]}"):
+    with pytest.raises(WorkerDied, match=r"could not be restarted: .*can't start new thread"):
         next(it)
     assert backend.crews[0].closed
 
@@ -275,18 +186,6 @@ def test_that_nothing_can_be_sent_to_the_other_worker_is_told_with_the_death() -
     assert backend.crews[0].closed
 
 
-def test_a_dataset_that_can_not_be_shipped_again_ends_it_as_well() -> None:
-    it, backend = stage([[*ready(), dead()]])
-    it.begin(iter([["a"]]))
-
-    def refuse(worker: int, spec: WorkerSpec) -> None:
-        raise WorkerPicklingError("the dataset.handle can't be pickled")
-
-    backend.crews[0].start = refuse  # type: ignore[method-assign]
-    with pytest.raises(WorkerDied, match=r"the dataset\.handle can't be pickled"):
-        next(it)
-
-
 def test_an_interrupted_stage_replaces_nobody() -> None:
     it, backend = stage([lambda crew: it.close() or [dead()]])  # type: ignore[func-returns-value]
     it.begin(iter([["a"]]))
@@ -300,10 +199,7 @@ def test_an_interrupted_stage_replaces_nobody() -> None:
     [
         ({"max_restarts": 0}, "max_restarts.*0"),
         ({"max_restarts": True}, "max_restarts.*True"),
-        ({"max_restarts": 1.5}, "max_restarts.*1.5"),
-        ({"window_seconds": 0}, "window_seconds.*0"),
         ({"window_seconds": float("nan")}, "window_seconds.*nan"),
-        ({"window_seconds": "60"}, "window_seconds.*'60'"),
         ({"deaths_per_sample": 0}, "deaths_per_sample.*0"),
     ],
 )
@@ -341,3 +237,147 @@ def test_a_stage_whose_epoch_could_not_begin_with_all_workers_is_closed() -> Non
         it.begin(iter([[None]] * 2))
     assert it.closed
     assert backend.crews[0].closed
+
+
+# -- tasks that run over -----------------------------------------------------------------------------
+
+
+def test_only_the_time_since_the_task_before_counts() -> None:
+    clock = FakeClock()
+    script = [
+        passing(clock, 100.0, *ready()),  # starting is not working
+        passing(clock, 9.0, *answer(0)),
+        passing(clock, 9.0, *answer(1)),
+        passing(clock, 9.0, *answer(2)),
+    ]
+    it, _ = stage(script, policy=None, task_timeout=10, clock=clock)
+    it.begin(iter([["a"], ["b"], ["c"]]))
+    assert list(it) == ["value 0", "value 1", "value 2"]
+
+
+def test_a_worker_that_does_not_get_ready_runs_over_as_well() -> None:
+    clock = FakeClock()
+    killed_after = []
+
+    def late(crew: ScriptedCrew) -> Sequence[Event]:
+        killed_after.append((clock.now, list(crew.killed)))
+        return [dead()]
+
+    script = [
+        [*ready(), dead()],
+        passing(clock, START + 9.0),
+        lambda crew: killed_after.append((clock.now, list(crew.killed))) or [],
+        passing(clock, 1.0),
+        late,
+        [*ready(), *answer(0)],
+    ]
+    it, backend = stage(script, task_timeout=10, clock=clock)
+    it.begin(iter([["a"]]))
+    assert next(it) == "value 0"
+    assert killed_after == [(START + 9.0, []), (START + 10.0, [0])]
+    assert backend.crews[0].started == [0, 0, 0]
+
+
+def test_what_has_come_while_nobody_asked_is_not_late() -> None:
+    clock = FakeClock()
+    script = [[*ready(), *answer(0)], answer(1)]
+    it, _ = stage(script, policy=None, task_timeout=10, clock=clock)
+    it.begin(iter([["a"], ["b"]]))
+    assert next(it) == "value 0"
+    clock.now += 1000.0  # a long step of the training loop; the worker was done in time
+    assert next(it) == "value 1"
+
+
+def test_a_wait_is_no_longer_than_the_task_may_take() -> None:
+    clock = FakeClock()
+    it, backend = stage([], policy=None, task_timeout=10, clock=clock)
+    waits: list[float | None] = []
+    steps: list[Any] = [ready(), [], answer(0)]
+
+    def wait(timeout: float | None) -> Sequence[Event]:
+        waits.append(timeout)
+        clock.now += 3.0
+        return steps.pop(0)  # type: ignore[no-any-return]
+
+    backend.crews[0].wait = wait  # type: ignore[method-assign]
+    it.begin(iter([["a"]]))
+    assert next(it) == "value 0"
+    assert waits == [START + 10.0, 10.0, 7.0]
+
+
+# -- words -------------------------------------------------------------------------------------------
+
+
+def test_the_report_tells_what_each_worker_is_doing() -> None:
+    clock = FakeClock(100.0)
+    script = [
+        [*ready(0, 1), *answer(0), *answer(1, worker=1), *answer(3, worker=1), dead(0)],
+        ready(0),
+    ]
+    it, _ = stage(script, workers=2, clock=clock)
+    it.begin(iter([["a"], ["b"], ["c"], ["d"]]))
+    assert next(it) == "value 0"
+    clock.now += 2.5
+    assert it.report().splitlines() == [
+        "worker  where  pid     state  done  restarts     for  task",
+        "------  -----  ---  --------  ----  --------  ------  -----",
+        "0                -  starting     1         1  2.50 s  ['c']",
+        "1                -      idle     2         0       -  -",
+    ]
+
+
+class Lines:
+    def __repr__(self) -> str:
+        return "many\nlines" * 50
+
+
+def test_a_task_stays_on_its_line_with_its_time() -> None:
+    clock = FakeClock(100.0)
+    times = {0.0: "0.00 s", 9.99: "9.99 s", 59.9: "59.9 s", 307.0: "5 min 7 s", 7384.0: "2 h 3 min"}
+    for index in (["a\nb" * 50, "c"], Lines(), [Lines()]):
+        clock.now = 100.0
+        it, _ = stage([], workers=2, clock=clock)
+        it.begin(iter([index]))
+        for seconds, words in times.items():
+            clock.now = 100.0 + seconds
+            _, _, busy, idle = it.report().splitlines()
+            assert words in busy
+            assert len(busy) < 120
+            assert idle.endswith("-")
+
+
+KERNEL = "Likely cause: OOM."
+
+
+@pytest.mark.parametrize(
+    ("cause", "known", "words", "never"),
+    [
+        ("SIGTERM (15)", {}, ["It was to fetch [7, 8]; [9]."], ["sample", "Native code", "slots"]),
+        (
+            "SIGABRT (6)",
+            {"task": 0, "at": 1},
+            ["It was at sample 1 of [7, 8]: 8.", "Native code"],
+            [],
+        ),
+        ("SIGSEGV (11)", {"task": 9, "at": 1}, ["Native code"], ["sample"]),
+        ("SIGFPE (8)", {"task": 0, "at": -1}, ["Native code"], ["sample"]),
+        ("SIGILL (4)", {"slots": (1_000, 20_000)}, ["Its slots took 1,000 of 20,000 bytes."], []),
+        ("SIGKILL (9)", {}, ["Likely the system ran out of memory"], []),
+        ("SIGKILL (9)", {"memory": KERNEL}, [f"\n{KERNEL}"], ["Likely the system", "'threads'"]),
+        ("SIGBUS (7)", {}, ["shared-memory mount"], []),
+        ("SIGBUS (7)", {"memory": KERNEL}, [f"\n{KERNEL}"], ["shared-memory mount"]),
+        ("SIGSEGV (11)", {"evidence": "Fatal\n  File\n"}, ["\nFatal\n  File\n"], []),
+    ],
+)
+def test_a_death_is_told_with_what_is_known_and_no_guess_beside_it(
+    cause: str, known: dict[str, Any], words: list[str], never: list[str]
+) -> None:
+    cause = f"was killed by signal {cause}"
+    it, _ = stage([ready(), [Exited(0, cause, **known)]], policy=None)
+    it.begin(iter([[7, 8], [9]]))
+    with pytest.raises(WorkerDied) as caught:
+        next(it)
+    told = str(caught.value).partition("\nworker ")[0] + "\n"  # without the table
+    assert told.startswith(f"In stage 'scripted', worker 0 {cause}. It was to fetch")
+    assert [word for word in words if word not in told] == []
+    assert [word for word in never if word in told] == []

@@ -6,20 +6,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-
-from hybridloader.engine.messages import (
-    Begin,
-    ByReference,
-    Done,
-    Event,
-    Stop,
-    Task,
-    TaskContext,
-    WorkerSpec,
-)
+from hybridloader.engine import Begin, ByReference, Done, Event, Stop, Task, TaskContext
 from hybridloader.engine.worker import Fetched, TasksUnderWay
-from hybridloader.fetching.readers import MapFetch
 
 
 class Samples:
@@ -154,10 +142,3 @@ def test_a_cancelled_worker_is_told_at_once_and_stops_what_is_under_way() -> Non
     assert isinstance(script.under_way.next(), Stop)
     script.under_way.close()
     assert script.samples[0].stopped
-
-
-@pytest.mark.parametrize("watched", [{"tracked": True}, {"timed": True}, {"reports_state": True}])
-def test_the_tasks_of_a_watched_worker_do_not_overlap(watched: dict[str, bool]) -> None:
-    fetch = MapFetch([1], list, batched=True, threads=2)
-    assert WorkerSpec("stage", 1, fetch).overlaps
-    assert not WorkerSpec("stage", 1, fetch, **watched).overlaps

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hybridloader.engine.messages import ByReference, Done, Event, Exited, Ready, Task, WorkerSpec
-from hybridloader.engine.stage import RestartPolicy, Stage
+from hybridloader import RestartPolicy
+from hybridloader.engine import ByReference, Done, Event, Exited, Ready, Task, WorkerSpec
+from hybridloader.engine.messages import GivenUp
+from hybridloader.engine.stage import QUICK, START, Stage
 from hybridloader.fetching.readers import MapFetch
 from hybridloader.testing import FakeClock, ScriptedBackend, ScriptedCrew
+
+__all__ = ["QUICK", "START", "GivenUp", "Stage"]
 
 KILLED = "was killed by signal SIGKILL (9)"
 
@@ -58,25 +62,6 @@ def ready(*workers: int) -> list[Event]:
 def tasks(backend: ScriptedBackend) -> list[tuple[int, int]]:
     crew = backend.crews[0]
     return [(worker, sent.seq) for worker, sent in crew.sent if isinstance(sent, Task)]
-
-
-def answer_all(crew: ScriptedCrew) -> list[Event]:
-    """Return results for the last task sent under each number, in the order of the numbers."""
-    latest = {sent.seq: worker for worker, sent in crew.sent if isinstance(sent, Task)}
-    return [Done(worker, seq, ByReference(f"value {seq}")) for seq, worker in latest.items()]
-
-
-def watch_specs(backend: ScriptedBackend) -> list[WorkerSpec]:
-    """Return a list that gets the spec of each worker that is started from now on."""
-    crew, specs = backend.crews[0], []
-    start = crew.start
-
-    def note(worker: int, spec: WorkerSpec) -> None:
-        specs.append(spec)
-        start(worker, spec)
-
-    crew.start = note  # type: ignore[method-assign]
-    return specs
 
 
 def passing(clock: FakeClock, seconds: float, *events: Event) -> Callable[[Any], Sequence[Event]]:
