@@ -1,4 +1,4 @@
-"""Fixtures of the tests of collation."""
+"""Fixtures of the tests of fetching and collation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from torch.utils.data._utils import collate as torchs
 
+from hybridloader._support import text
 from hybridloader.fetching.collate import teach_torch
+from hybridloader.fetching.item_loop import ItemLoop
 from hybridloader.memory.slots import PrivateSlots, set_slots
 
 
@@ -29,3 +31,17 @@ def torchs_map() -> Iterator[dict[Any, Any]]:
     yield torchs.default_collate_fn_map
     torchs.default_collate_fn_map.clear()
     torchs.default_collate_fn_map.update(before)
+
+
+@pytest.fixture
+def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds that retries would have slept."""
+    found: list[float] = []
+    monkeypatch.setitem(ItemLoop.__init__.__kwdefaults__, "sleep", found.append)
+    return found
+
+
+@pytest.fixture
+def warned_anew() -> None:
+    """Let warnings that are told once per process be told in this test."""
+    text.warn_once.cache_clear()

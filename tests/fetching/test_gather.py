@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, Protocol, runtime_checkable
 
 import pytest
@@ -15,7 +17,6 @@ from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, Tenso
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 import hybridloader
-from hybridloader.fetching.collate import gatherer
 
 TENSORS = {
     "floats": torch.randn(23, 4),
@@ -57,9 +58,10 @@ def outcome(loader: Any) -> Any:
         return type(error)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.parametrize("name", list(datasets()))
+CASES = [(name, True, 0) for name in datasets()] + [("pair", False, 0), ("pair", True, 2)]
+
+
+@pytest.mark.parametrize(("name", "shuffle", "workers"), CASES)
 def test_batches_are_those_of_torch(name: str, shuffle: bool, workers: int) -> None:
     def loader(module: Any, **more: Any) -> Any:
         torch.manual_seed(1)
@@ -70,39 +72,44 @@ def test_batches_are_those_of_torch(name: str, shuffle: bool, workers: int) -> N
     same([theirs], [ours])
 
 
-def test_samples_are_not_fetched_one_by_one() -> None:
+def samples_asked_for(data: Any, **options: Any) -> int:
+    """How many samples a loader over `data` asks a `TensorDataset` for, one by one."""
+    calls, code = 0, TensorDataset.__getitem__.__code__
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event == "call" and frame.f_code is code
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        list(hybridloader.DataLoader(data, 23, **options))
+    finally:
+        sys.setprofile(before)
+    return calls
+
+
+class Mine(TensorDataset):
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(index)
+
+
+def test_samples_are_fetched_one_by_one_only_where_a_class_or_a_function_is_the_users() -> None:
     """Speed: the dataset itself is not indexed."""
-    fetch = gatherer(datasets()["pair"], torch.utils.data.default_collate)
-    assert fetch is not None
-    same(fetch([1, 2]), [TENSORS["floats"][1:3], TENSORS["labels"][1:3]])
-
-
-def test_classes_of_the_user_are_left_alone() -> None:
-    calls: list[Any] = []
-
-    class Mine(TensorDataset):
-        def __getitem__(self, index: Any) -> Any:
-            calls.append(index)
-            return super().__getitem__(index)
-
     mine = Mine(TENSORS["labels"])
-    assert gatherer(mine, torch.utils.data.default_collate) is None
-    assert gatherer(Subset(mine, [1]), torch.utils.data.default_collate) is None
-    assert gatherer(datasets()["pair"], list) is None
-    list(hybridloader.DataLoader(mine, 23))
-    assert len(calls) == 23
+    assert samples_asked_for(datasets()["pair"]) == 0
+    assert samples_asked_for(datasets()["pair"], collate_fn=list) == 23
+    assert samples_asked_for(mine) == 23
+    assert samples_asked_for(Subset(mine, [1])) == 1
 
 
-@pytest.mark.parametrize(
-    "indices",
-    [[0, 23], [0, -1], [True, False], [1.0], ["a"], [[1, 2]], [2**70], [0, None], [-24]],
-    ids=str,
-)
-def test_odd_indices_do_what_they_do_with_torch(indices: list[Any]) -> None:
+def test_odd_indices_do_what_they_do_with_torch() -> None:
     data = datasets()["pair"]
-    theirs = outcome(torch.utils.data.DataLoader(data, batch_sampler=[indices]))
-    ours = outcome(hybridloader.DataLoader(data, batch_sampler=[indices]))
-    same([theirs], [ours])
+    odd: list[Any] = [[0, 23], [0, -1], [True, False], [1.0], ["a"], [[1, 2]], [2**70], [0, None]]
+    for indices in odd:
+        theirs = outcome(torch.utils.data.DataLoader(data, batch_sampler=[indices]))
+        ours = outcome(hybridloader.DataLoader(data, batch_sampler=[indices]))
+        same([theirs], [ours])
 
 
 def test_tensors_that_require_grad_keep_their_graph() -> None:
@@ -136,18 +143,20 @@ class Padded(torch.Tensor):
 
 
 @pytest.mark.parametrize(
-    ("kind", "function"),
+    ("name", "kind"),
     [
-        (tuple, lambda batch, *, collate_fn_map=None: "mine"),
-        (torch.Tensor, lambda batch, *, collate_fn_map=None: "mine"),
-        ((dict, tuple), lambda batch, *, collate_fn_map=None: "mine"),
+        ("pair", tuple),
+        ("pair", (dict, tuple)),
+        *((name, torch.Tensor) for name in ("pair", "stack by name", "subset", "concat")),
     ],
 )
-@pytest.mark.parametrize("name", ["pair", "stack by name", "subset", "concat"])
 def test_a_collate_function_that_was_added_to_torchs_map_is_called(
-    name: str, kind: Any, function: Any, monkeypatch: pytest.MonkeyPatch
+    name: str, kind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(default_collate_fn_map, kind, function)
+    def mine(batch: Any, *, collate_fn_map: Any = None) -> str:
+        return "mine"
+
+    monkeypatch.setitem(default_collate_fn_map, kind, mine)
     data = datasets()[name]
     theirs = outcome(torch.utils.data.DataLoader(data, 4))
     ours = outcome(hybridloader.DataLoader(data, 4))
@@ -155,11 +164,19 @@ def test_a_collate_function_that_was_added_to_torchs_map_is_called(
     same([theirs], [ours])
 
 
+@runtime_checkable
+class Named(Protocol):
+    name: str
+
+
+@pytest.mark.parametrize("kind", [Padded, Named])
 def test_a_collate_function_of_another_class_changes_nothing(
-    monkeypatch: pytest.MonkeyPatch,
+    kind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(default_collate_fn_map, Padded, lambda batch, *, collate_fn_map=None: None)
-    assert gatherer(datasets()["pair"], torch.utils.data.default_collate) is not None
+    functions: Any = default_collate_fn_map
+    monkeypatch.setitem(functions, kind, functions[float])
+    assert samples_asked_for(datasets()["pair"]) == 0
+    assert next(iter(hybridloader.DataLoader([1, 2], 2))).tolist() == [1, 2]
 
 
 @pytest.mark.parametrize("kind", [TensorDataset, Subset])
@@ -253,17 +270,3 @@ def test_getitems_of_one_object_is_asked() -> None:
     )
     same([theirs], [ours])
     assert next(iter(hybridloader.DataLoader(data, 2)))[0].tolist() == [0, 1]
-
-
-@runtime_checkable
-class Named(Protocol):
-    name: str
-
-
-def test_a_protocol_may_be_in_torchs_map_of_collate_functions(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    functions: Any = default_collate_fn_map
-    monkeypatch.setitem(functions, Named, functions[float])
-    assert gatherer(parts()[0], torch.utils.data.default_collate) is not None
-    assert next(iter(hybridloader.DataLoader([1, 2], 2))).tolist() == [1, 2]

@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset
 from hybridloader import DataLoader, Pipeline, Replace, Retry, Skip, TooManyErrors
 from hybridloader.errors import IteratorClosed, ResultPicklingError
 
-BACKENDS = ("inline", "threads", "fork", "spawn")
+BACKENDS = ("inline", "threads", "fork")
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
 WANTED: list[Any] = [x for at, kind in enumerate(KINDS) for x in (2 * at, kind.__name__)]
 

@@ -11,11 +11,7 @@ import pytest
 from torch.utils.data import IterableDataset
 
 from hybridloader import DataLoader, Pipeline, Replace, Retry, Skip, get_worker_info
-from hybridloader.engine.messages import Abandoned, EndOfShard, Task, TaskContext, WorkerSpec
-from hybridloader.engine.worker import Worker
 from hybridloader.errors import ShardLost
-from hybridloader.fetching.readers import IterableFetch, ReadersFetch
-from hybridloader.seeding.worker_seeds import CallerSeeds
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -175,93 +171,6 @@ def test_a_batch_that_can_not_be_made_or_sent_is_lost_as_a_whole() -> None:
 
 
 # -- the place in a shard --------------------------------------------------------------------------
-
-
-def fetcher(policy: Any = None, **stream: Any) -> Any:
-    return IterableFetch(Stream(**stream), list, True, on_error=policy).open(None, TaskContext())
-
-
-@pytest.mark.parametrize("policy", [None, Skip(), Retry(1, 0, then="skip")])
-def test_who_comes_after_goes_on_where_the_one_before_was(policy: Any) -> None:
-    for stop in range(6):
-        first = fetcher(policy)
-        for _ in range(stop):
-            try:
-                first.fetch([0] * 3)
-            except OSError:
-                assert policy is None
-        second = fetcher(policy)
-        second.skip(first.position)
-        assert second.position == first.position
-        rest: list[Any] = []
-        for one in (first, second):
-            found = []
-            while True:
-                try:
-                    found.append(one.fetch([0] * 3))
-                except OSError:
-                    found.append("error")
-                except EndOfShard:
-                    break
-            rest.append(found)
-        assert rest[0] == rest[1]
-
-
-def test_skipping_ends_quietly_with_the_shard_or_when_nobody_waits() -> None:
-    short = fetcher(length=3, bad=(1,))
-    short.skip(99)
-    assert short.position == 3
-    with pytest.raises(EndOfShard):
-        short.fetch([0])
-    flag = TaskContext()
-    flag.cancelled = True
-    left = IterableFetch(Stream(), list, True).open(None, flag)
-    left.skip(5)
-    assert left.position == 0
-    reader: Any = ReadersFetch(lambda: Steps(6, (1,))).open(None, TaskContext())
-    reader.skip(3)
-    assert (reader.position, reader.fetch(9)) == (3, [3, 4, 5])
-
-
-def test_a_worker_tells_its_position_and_begins_behind_what_is_known() -> None:
-    from hybridloader.engine.messages import ByReference
-
-    spec = WorkerSpec("stage", 1, IterableFetch(Stream(9, (4,)), list, True), skip=2)
-    worker = Worker(0, spec, CallerSeeds(), ByReference, TaskContext())
-    worker.open()
-    events: list[Any] = [worker.step(Task(n, [0, 0])) for n in range(4)]
-    assert [event.position for event in events] == [4, 5, 7, 9]
-    assert [type(event).__name__ for event in events] == ["Done", "Failed", "Done", "Done"]
-    assert events[0].payload.open() == [2, 3]
-
-
-@pytest.mark.parametrize("policy", [None, Skip()])
-def test_a_reader_counts_what_it_has_drawn(policy: Any) -> None:
-    context = TaskContext()
-    reader: Any = ReadersFetch(lambda: Steps(6, (1,)), policy).open(None, context)
-    assert reader.fetch(4) == [0]
-    assert reader.position == 2
-    ((position, attempted, (failed,), item),) = (context.take_extras() or {})["notes"]
-    assert (position, attempted, failed.index, item) == (1, 1, 1, "'the next item'")
-    assert reader.fetch(2) == [2, 3]
-    assert reader.position == 4
-    assert reader.fetch(9) == [4, 5]
-    assert reader.position == 6
-    with pytest.raises(EndOfShard):
-        reader.fetch(9)
-
-
-def test_waiting_to_try_again_ends_when_nobody_waits() -> None:
-    flag = TaskContext()
-
-    class Closes(Steps):
-        def __next__(self) -> int:
-            flag.cancelled = True
-            raise OSError
-
-    stream: Any = IterableFetch(Closes(3, ()), list, True, on_error=Retry(9, 60)).open(None, flag)
-    with pytest.raises(Abandoned):
-        stream.fetch([0])
 
 
 # -- readers of a pipeline -------------------------------------------------------------------------

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import random
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from itertools import count
@@ -15,24 +17,18 @@ import numpy as np
 import pytest
 import torch
 from support.comparison import same
-from support.compat import EVERY
+from support.forking import in_a_fork
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset, IterableDataset, StackDataset, Subset, TensorDataset
 from torch.utils.data import get_worker_info as imported_earlier
 
 import hybridloader
 from hybridloader import DataLoader, Threads
-from hybridloader._support import text
 from hybridloader.testing import Gate
 
 LONG = 60.0
 """Seconds after which a test gives up; never reached when all is well."""
 
-PLACES = [("inline", 0), *((name, 1) for name in EVERY), (None, 2), ("threads", 2)]
-places = pytest.mark.parametrize(
-    ("backend", "workers"),
-    [pytest.param(*p, marks=pytest.mark.full if p[0] == "spawn" else ()) for p in PLACES],
-)
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 
@@ -79,10 +75,16 @@ DATASETS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-# Fresh processes take 2 s to import torch: one kind does for them.
 @pytest.mark.parametrize(
     ("backend", "workers", "kind"),
-    [(*p, k) for p in PLACES for k in DATASETS if p[0] != "spawn" or k == "subset"],
+    [
+        *(("inline", 0, kind) for kind in DATASETS),
+        *(
+            (*place, kind)
+            for place in [("threads", 1), ("fork", 1)]
+            for kind in ("plain", "subset")
+        ),
+    ],
 )
 def test_batches_are_torchs(backend: str | None, workers: int, kind: str) -> None:
     dataset, options = DATASETS[kind]
@@ -108,13 +110,13 @@ class Meeting(Samples):
         return index, ours.id, ours.seed, ours.dataset is self
 
 
-@places
-@pytest.mark.parametrize("wrap", [False, True])
+@pytest.mark.parametrize(
+    ("backend", "workers", "wrap"),
+    [("inline", 0, True), ("inline", 1, False), ("threads", 1, True), ("fork", 1, False)],
+)
 def test_the_samples_of_a_batch_are_fetched_together(
     backend: str | None, workers: int, wrap: bool
 ) -> None:
-    if (backend, workers) == ("threads", 2):
-        workers = 1  # they would share the barrier
     meeting: Any = Meeting()
     dataset = Subset(meeting, range(8)) if wrap else meeting
     loader = DataLoader(
@@ -144,7 +146,7 @@ class Fragile(Samples):
         return index
 
 
-@places
+@pytest.mark.parametrize(("backend", "workers"), [("inline", 0), ("threads", 2), ("fork", 1)])
 def test_an_error_names_the_sample_and_costs_one_batch(backend: str | None, workers: int) -> None:
     loader = DataLoader(Fragile(), 4, num_workers=workers, backend=backend, threads_per_worker=3)
     iterator, good = iter(loader), []
@@ -268,6 +270,54 @@ def test_the_threads_of_a_worker_without_torch_do_without() -> None:
     assert ids.tolist() == [0] * 4
 
 
+# -- threads that can't be had, forks, and exits ----------------------------------------------------
+
+
+def test_where_no_thread_can_be_started_the_work_is_done_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    loader = DataLoader(range(8), 4, threads_per_worker=4)  # type: ignore[arg-type]
+    with pytest.warns(UserWarning, match="only 1 of its 4 threads .*can't start new thread"):
+        assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+def test_after_a_fork_in_the_middle_the_child_has_threads_of_its_own() -> None:
+    dataset: Any = Remembering()
+    batches = iter(DataLoader(dataset, sampler=[0, 1, 2] * 3, batch_size=3, threads_per_worker=3))
+    next(batches)
+    assert in_a_fork(lambda: next(batches)) == 0
+    next(batches)
+
+
+@pytest.mark.parametrize("stop", ["SystemExit(7)", "KeyboardInterrupt"])
+def test_a_sample_that_is_stuck_holds_up_neither_an_interrupt_nor_the_exit_of_python(
+    stop: str,
+) -> None:
+    code = f"""if True:
+        import threading
+        from hybridloader import DataLoader
+        caller, begun = threading.get_ident(), threading.Barrier(2)
+        class Samples:
+            def __len__(self): return 2
+            def __getitem__(self, index):
+                begun.wait()
+                if threading.get_ident() == caller:
+                    raise {stop}
+                threading.Event().wait()
+        try:
+            list(DataLoader(Samples(), 2, threads_per_worker=2))
+        except KeyboardInterrupt:
+            raise SystemExit(7)
+    """
+    done = subprocess.run([sys.executable, "-c", code], timeout=LONG, capture_output=True)
+    assert (done.returncode, done.stdout, done.stderr) == (7, b"", b"")
+
+
 # -- where there is nothing to share out -----------------------------------------------------------
 
 
@@ -299,9 +349,8 @@ def test_what_has_no_batches_of_indices_is_refused(
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_dataset_that_makes_batches_itself_is_asked_for_them_with_one_warning(
-    workers: int,
+    workers: int, warned_anew: None
 ) -> None:
-    text.warn_once.cache_clear()
     options: dict[str, Any] = {"num_workers": workers, "backend": Threads() if workers else None}
     loader = DataLoader(
         Subset(Batches(), range(6)), 6, collate_fn=list, threads_per_worker=3, **options
