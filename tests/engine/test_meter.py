@@ -140,6 +140,28 @@ def test_the_first_task_of_a_worker_is_told_as_such(by_pass: bool) -> None:
         assert all(clock.now - 1 < began <= ended <= clock.now for began, ended, _ in spans)
 
 
+def test_turns_of_coroutines_are_what_the_event_loop_does_not_wait() -> None:
+    clock = FakeClock(1.0)
+    meter = Meter(Metering(None), clock)
+    parts = meter.parts
+
+    def takes(seconds: float) -> float:
+        clock.now += seconds
+        return seconds
+
+    parts.turn()
+    takes(0.01)
+    assert parts.select(takes, 0.5) == 0.5
+    takes(0.02)
+    assert parts.pull(iter(map(takes, [7.0]))) == 7.0  # from a slow source
+    parts.turned()
+    takes(9.0)
+    told = meter.measure(clock.now, clock.now, clock.now, 0)
+    assert (told.idle, told.held) == (pytest.approx(0.5), pytest.approx(0.03))
+    told = meter.measure(clock.now, clock.now, clock.now, 0)
+    assert (told.idle, told.held, told.coroutines) == (0.0, 0.0, 0)
+
+
 @pytest.mark.parametrize("by_pass", [False, True])
 def test_a_pass_by_itself_has_nothing_of_the_one_before(by_pass: bool) -> None:
     clock, cpu = FakeClock(1.0), FakeClock()

@@ -7,10 +7,7 @@ from typing import Any
 
 import pytest
 from support.fake_accelerator import FakeAccelerator
-from support.locked_slots import Private, Shared
-
-from hybridloader.memory import page_locks
-from hybridloader.memory.page_locks import PageLocks
+from support.locked_slots import PageLocks, Private, Shared, page_locks
 
 
 @pytest.fixture

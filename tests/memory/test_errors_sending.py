@@ -41,8 +41,9 @@ UNSENDABLE: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("batch_size", [1, None])
-@every_backend
+@pytest.mark.parametrize(
+    ("backend", "batch_size"), [("inline", 1), ("threads", 1), ("fork", 1), ("fork", None)]
+)
 def test_a_result_that_can_not_be_sent_is_named_and_the_next_one_comes(
     backend: str, batch_size: int | None
 ) -> None:

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.slot_pairs import segments, slots
 from torch.utils.data import Dataset
 
 from hybridloader import DataLoader
-from hybridloader.memory import segments
-from hybridloader.memory.slots import KEPT, Pool, forks
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
@@ -68,16 +67,16 @@ def test_a_batch_that_a_fork_keeps_stays_as_it_is(backend: str) -> None:
 
 
 def test_forks_of_workers_do_not_count() -> None:
-    before = forks.latest
+    before = slots.forks.latest
     assert len(list(DataLoader(Filled(), num_workers=2, backend="fork"))) == 64
-    assert forks.latest == before
+    assert slots.forks.latest == before
 
 
 def test_a_segment_of_which_nothing_can_be_filled_again_is_given_back() -> None:
     def make(size: int, number: int) -> Any:
         return segments.make_private(size), None, None
 
-    pool = Pool(make, 1 << 20)
+    pool = slots.Pool(make, 1 << 20)
     first = pool.take(4096)
     assert first is not None
     (segment,) = pool.segments.values()
@@ -86,7 +85,7 @@ def test_a_segment_of_which_nothing_can_be_filled_again_is_given_back() -> None:
     size = pool.size
     for number in numbers:
         assert number is not None
-        pool.drop(number | KEPT)
+        pool.drop(number | slots.KEPT)
     again = pool.take(4096)
     assert again is not None
     assert pool.segment_of(again) is not segment
@@ -98,10 +97,10 @@ def test_a_slot_that_is_lost_is_not_taken_and_its_neighbors_are() -> None:
     def make(size: int, number: int) -> Any:
         return segments.make_private(size), None, None
 
-    pool = Pool(make, 1 << 24)
+    pool = slots.Pool(make, 1 << 24)
     taken = [pool.take(4096) for _ in range(8)]
     lost, *others = [number for number in taken if number is not None]
-    pool.drop(lost | KEPT)
+    pool.drop(lost | slots.KEPT)
     for number in others:
         pool.drop(number)
     later = [pool.take(4096) for _ in range(64)]

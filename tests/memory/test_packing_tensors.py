@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,33 +13,32 @@ from hypothesis import strategies as st
 from support.line_count import lines_run
 from support.packed_values import (
     DTYPES,
+    IN_BAND,
+    OWN,
     WAYS,
     Marked,
     Own,
     assert_same,
     is_dense,
     of_random_bytes,
+    pack,
     raw,
     streamed,
     through_slots,
+    unpack,
 )
 from support.slot_pairs import writer_and_reader
 
-from hybridloader.engine.serving import Pickled
-from hybridloader.errors import ResultPicklingError
-from hybridloader.memory.packing import IN_BAND, pack, unpack
-from hybridloader.memory.slots import OWN
+from hybridloader.engine import Pickled, ResultPicklingError
 
 # -- tensors and arrays --------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf:UserWarning")
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 4), (5, 7), (64, 80, 60)], ids=str)
-def test_tensors_of_every_dtype_and_size_come_back_equal_and_writable(
-    shape: tuple[int, ...], way: Any
-) -> None:
-    for dtype in DTYPES:
+def test_tensors_of_every_dtype_and_size_come_back_equal_and_writable(way: Any) -> None:
+    shapes: list[tuple[int, ...]] = [(), (2, 0, 4), (5, 7)]
+    for dtype, shape in [*product(DTYPES, shapes), (torch.float32, (64, 80, 60))]:
         tensor = of_random_bytes(dtype, shape)
         back = way([tensor])[0]
         assert_same(tensor, back)
@@ -50,40 +51,30 @@ def test_tensors_of_every_dtype_and_size_come_back_equal_and_writable(
             assert raw(tensor) == before  # nothing is shared with the sender's own
 
 
+VIEWS: list[Callable[[torch.Tensor], torch.Tensor]] = [
+    lambda t: t.permute(0, 2, 3, 1),
+    lambda t: t[:, ::2],
+    lambda t: t[0, 0, 0].expand(50, -1),
+    lambda t: t.flip(0),
+    lambda t: t[1:2],
+    lambda t: torch.complex(t, t).conj(),
+    lambda t: torch.complex(t, t + 1).conj().imag,
+    lambda t: torch.complex(t, t + 1).real,
+]
+
+
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(
-    "view",
-    [
-        lambda t: t.permute(0, 2, 3, 1),
-        lambda t: t.to(memory_format=torch.channels_last),
-        lambda t: t[:, ::2],
-        lambda t: t[..., 1:3],
-        lambda t: t[0, 0, 0].expand(50, -1),
-        lambda t: t.flip(0),
-        lambda t: t.transpose(1, 3),
-        lambda t: t[1:2],
-        lambda t: torch.complex(t, t).conj(),
-        lambda t: torch.complex(t, t + 1).conj().imag,
-        lambda t: torch.complex(t, t + 1).real,
-    ],
-)
 @pytest.mark.parametrize("scale", [1, 24], ids=["small", "large"])
-def test_views_come_back_equal_and_dense_ones_keep_their_strides(
-    view: Any, scale: int, way: Any
-) -> None:
-    tensor = view(torch.arange(4 * 3 * 8 * 8 * scale * 1.0).reshape(4, 3, 8, 8 * scale))
-    back = way(tensor)
-    assert_same(tensor, back)
-    assert not back.is_neg()
-    if is_dense(tensor) or 0 in tensor.stride():
-        assert tensor.stride() == back.stride()
-    else:
-        assert back.is_contiguous()
-
-
-def test_a_channels_last_tensor_that_arrives_is_nobodys_view() -> None:
-    tensor = torch.rand(2, 3, 8, 8).to(memory_format=torch.channels_last)
-    assert streamed(tensor)._base is None
+def test_views_come_back_equal_and_dense_ones_keep_their_strides(scale: int, way: Any) -> None:
+    for view in VIEWS:
+        tensor = view(torch.arange(4 * 3 * 8 * 8 * scale * 1.0).reshape(4, 3, 8, 8 * scale))
+        back = way(tensor)
+        assert_same(tensor, back)
+        assert not back.is_neg()
+        if is_dense(tensor) or 0 in tensor.stride():
+            assert tensor.stride() == back.stride()
+        else:
+            assert back.is_contiguous()
 
 
 @pytest.mark.filterwarnings("ignore:.*deprecated:UserWarning")  # torch's own, of quantised tensors
@@ -168,8 +159,8 @@ def test_classes_and_objects_of_metaclasses_go_as_ever() -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("size", [64, 200_000], ids=["small", "large"])
-def test_views_of_one_storage_still_share_it_when_they_arrive(size: int, way: Any) -> None:
+def test_views_of_one_storage_still_share_it_when_they_arrive(way: Any) -> None:
+    size = 200_000
     whole = torch.arange(size, dtype=torch.float32)
     views = {
         "all": whole,
@@ -201,14 +192,6 @@ def test_an_empty_view_of_a_storage_that_others_share_arrives() -> None:
     empty, *others = streamed([memory[:0], memory[16:20], memory[17:21]])
     assert empty.shape == (0,)
     assert [t.tolist() for t in others] == [[16, 17, 18, 19], [17, 18, 19, 20]]
-
-
-def test_views_of_neighboring_parts_of_a_storage_share_what_they_shared() -> None:
-    memory = torch.arange(64, dtype=torch.uint8)
-    back = streamed([memory[:20], memory[17:20], memory[24:40], memory[30:40]])
-    back[1][:], back[3][:] = 99, 98  # the parts begin within the same 16 bytes
-    assert back[0].tolist() == [*range(17), 99, 99, 99]
-    assert back[2].tolist() == [*range(24, 30), *[98] * 10]
 
 
 def test_many_overlapping_views_of_one_storage_take_no_longer_each_than_few() -> None:
@@ -283,7 +266,7 @@ def test_views_of_one_storage_keep_their_alignment(way: Any) -> None:
     assert [t.data_ptr() % 64 for t in back] == [t.data_ptr() % 64 for t in sent] == [16, 0, 24]
 
 
-@pytest.mark.parametrize("size", [1, IN_BAND - 1, IN_BAND, OWN])
+@pytest.mark.parametrize("size", [IN_BAND - 1, IN_BAND, OWN])
 def test_a_copy_of_a_buffer_begins_at_a_cache_line(size: int) -> None:
     """A batch may come in read-only memory, or in a slot of which the consumer keeps too many."""
     sent = torch.full((size,), 7, dtype=torch.uint8)
@@ -296,7 +279,7 @@ def test_a_copy_of_a_buffer_begins_at_a_cache_line(size: int) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_what_was_expanded_is_sent_once(dtype: torch.dtype, way: Any) -> None:
     whole = of_random_bytes(dtype, (1000, 3))
     for tensor in (

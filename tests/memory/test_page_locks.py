@@ -7,64 +7,21 @@ import os
 import subprocess
 import sys
 import threading
-import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 from support.fake_accelerator import FakeAccelerator
 from support.forking import in_a_fork
-from support.locked_slots import LARGE, Private, Shared, address
-
-from hybridloader.memory import page_locks, segments, slots
-from hybridloader.memory.page_locks import PageLocks
-from hybridloader.memory.slots import OWN
+from support.locked_slots import LARGE, OWN, PageLocks, Private, Shared, address, page_locks
+from support.slot_pairs import segments, slots
 
 # -- the device comes first --------------------------------------------------------------------------
-
-
-def test_a_slot_is_used_again_after_the_device_has_read_it_and_not_before(
-    memory: Any, device: FakeAccelerator
-) -> None:
-    batch = memory.batch(1)
-    first = address(batch)
-    copy = device.move(batch)
-    del batch
-    second = address(memory.batch(2))
-    assert second != first
-    device.run()
-    assert (copy == 1).all()
-    assert {address(memory.batch(k)) for k in (3, 4)} == {first, second}
-    assert len(device.locked) == 2
-
-
-def test_pages_are_locked_once_and_counted(memory: Any, device: FakeAccelerator) -> None:
-    locks = memory.slots.locks if isinstance(memory, Private) else memory.reader.locks
-    assert device.locked == {}
-    for k in range(5):
-        batch = memory.batch(k)
-        assert device.is_pinned(batch)
-        assert list(device.locked.values()) == [locks.size]
-        assert locks.size >= OWN
-        del batch
-        device.run()
-
-
-def test_what_the_user_copies_on_a_stream_of_its_own_is_waited_for_if_it_is_dropped_there(
-    memory: Any, device: FakeAccelerator
-) -> None:
-    side = device.side_stream()
-    batch = memory.batch(1)
-    first = address(batch)
-    with device.on(side):
-        copy = device.move(batch)
-        del batch
-    device.run(device.default)
-    assert address(memory.batch(2)) != first
-    device.run(side)
-    assert (copy == 1).all()
 
 
 def test_or_after_the_current_stream_was_told_to_wait_for_it(
@@ -267,14 +224,6 @@ def test_a_refusal_for_another_reason_is_not_cured_by_a_limit(
     assert "limit" not in message.lower()
 
 
-def test_without_a_refusal_there_is_no_warning(memory: Any, locks: PageLocks) -> None:
-    memory.batch(1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        locks.warn()
-    assert locks.refusal is None
-
-
 def test_a_later_slot_is_locked_again_if_there_is_room_by_then(device: FakeAccelerator) -> None:
     device.lockable, device.manual = OWN, False
     memory = Private(PageLocks(device))
@@ -353,21 +302,6 @@ def test_slots_that_are_given_back_are_unlocked(
     assert device.locked == {}
 
 
-def test_what_the_device_reads_is_neither_given_back_nor_unlocked_by_a_lower_limit(
-    memory: Any, device: FakeAccelerator
-) -> None:
-    batch = memory.batch(1)
-    copy = device.move(batch)
-    del batch
-    memory.lower(1)
-    memory.batch(2)
-    memory.close()
-    del memory
-    assert len(device.locked) == 1
-    device.run()  # it raises if the pages were unlocked, and reads them
-    assert (copy == 1).all()
-
-
 def test_an_interpreter_that_ends_while_the_device_reads_ends_quietly() -> None:
     code = """
 import torch
@@ -443,3 +377,99 @@ def test_a_fork_does_not_move_the_parent_to_other_pages_than_the_device_reads(
 
     assert in_a_fork(child) == 0
     assert (batch == 77).all()
+
+
+# -- any order of all that ---------------------------------------------------------------------------
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Copies that the device makes late show whether a slot was written to, or unlocked, too early."""
+
+    kind: Any = Private
+    batches = Bundle("batches")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.device = FakeAccelerator()
+        self.side = self.device.side_stream()
+        self.locks = PageLocks(self.device)
+        self.locks.wait_for(self.side)
+        self.memory = self.kind(self.locks, 5 * OWN)
+        self.value = 0
+        self.copies: list[tuple[torch.Tensor, int]] = []
+        self.held: list[list[tuple[torch.Tensor, int]]] = []
+        self.closed = False
+        self._before = slots.GROWTH
+        slots.GROWTH = 2
+
+    @rule(target=batches, size=st.sampled_from([OWN, OWN + 4096, 2 * OWN]))
+    def take(self, size: int) -> list[tuple[torch.Tensor, int]]:
+        self.value = self.value % 250 + 1
+        batch = None if self.closed else self.memory.batch(self.value, size)
+        self.held.append([] if batch is None else [(batch, self.value)])
+        return self.held[-1]
+
+    @rule(batch=batches, side=st.booleans())
+    def copy(self, batch: list[tuple[torch.Tensor, int]], side: bool) -> None:
+        if batch:
+            tensor, value = batch[0]
+            with self.device.on(self.side if side else self.device.default):
+                self.copies.append((self.device.move(tensor), value))
+
+    @rule(batch=consumes(batches), thread=st.booleans())
+    def drop(self, batch: list[tuple[torch.Tensor, int]], thread: bool) -> None:
+        if thread:
+            other = threading.Thread(target=batch.clear)
+            other.start()
+            other.join()
+        else:
+            batch.clear()
+
+    @rule(which=st.sampled_from(["default", "side", "both"]))
+    def run(self, which: str) -> None:
+        both = {"default": self.device.default, "side": self.side}
+        self.device.run(*([both[which]] if which in both else both.values()))
+
+    @rule()
+    def allow_fewer_locks(self) -> None:
+        self.device.lockable = 3 * OWN
+
+    @rule()
+    def lower(self) -> None:
+        self.memory.lower(3 * OWN)
+
+    @rule()
+    def collect(self) -> None:
+        self.locks.collect()
+
+    @rule()
+    def close(self) -> None:
+        if not self.closed and self.value > 8:
+            self.closed = True
+            self.memory.close()
+
+    @invariant()
+    def what_is_locked_is_counted(self) -> None:
+        assert self.locks.size == sum(self.device.locked.values())
+
+    def teardown(self) -> None:
+        slots.GROWTH = self._before
+        self.memory.close()
+        for batch in self.held:
+            batch.clear()
+        self.device.run()
+        self.locks.collect()
+        for copy, value in self.copies:
+            assert (copy == value).all()
+        assert self.device.locked == {}
+        assert self.locks.size == 0
+
+
+class AnyOrderShared(AnyOrder):
+    kind = Shared
+
+
+TestPrivateSlots = AnyOrder.TestCase
+TestSharedSlots = AnyOrderShared.TestCase
+_SETTINGS = settings(max_examples=30, stateful_step_count=40, deadline=None)
+TestPrivateSlots.settings = TestSharedSlots.settings = _SETTINGS

@@ -1,12 +1,14 @@
-"""Tensors that a dataset holds, as they arrive in workers that have a copy of their own."""
+"""What a dataset holds, as it arrives in workers with a copy of their own, and failures on the way."""
 
 from __future__ import annotations
 
 import gc
+import os
 import weakref
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from support.platforms import posix
@@ -14,6 +16,8 @@ from torch.utils.data import Dataset
 
 from hybridloader import DataLoader, Threads
 from hybridloader.engine import Backend
+from hybridloader.errors import WorkerPicklingError
+from hybridloader.memory import shipping
 from hybridloader.memory.shipping import receive, ship
 
 
@@ -132,3 +136,50 @@ def test_arrays_that_are_read_only_are_the_workers_own_to_write_to(share: bool) 
         own[:] = 1
         assert own.sum() == len(array)
         assert array.sum() == 0
+
+
+# -- failures that are not the fault of what is sent ---------------------------------------------------
+
+memfd = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="there is no memfd")
+
+
+class Raises:
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def __reduce__(self) -> Any:
+        raise self.error
+
+
+@memfd
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [(KeyboardInterrupt(), KeyboardInterrupt), (OSError(28, "of its own"), WorkerPicklingError)],
+    ids=["interrupt", "its own"],
+)
+def test_whatever_ends_it_no_descriptor_stays(
+    error: BaseException, told: type[BaseException]
+) -> None:
+    before = psutil.Process().num_fds()
+    with pytest.raises(told):
+        ship([bytes(100_000), Raises(error)], "the list", share=True)
+    assert psutil.Process().num_fds() == before
+
+
+@memfd
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
+@pytest.mark.parametrize("nbytes", [10, 1_000_000], ids=["at the end", "at once"])
+def test_a_lack_of_room_is_told_as_that(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
+    monkeypatch.setattr(shipping, "nameless_file", lambda: os.open("/dev/full", os.O_WRONLY))
+    with pytest.raises(OSError, match="no room to send it to workers: No space left"):
+        ship(bytes(nbytes), "the bytes", share=True)
+
+
+@memfd
+def test_a_lack_of_descriptors_is_told_as_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> int:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(shipping, "nameless_file", none)
+    with pytest.raises(OSError, match="Too many open files"):
+        ship(b"", "the bytes", share=True)

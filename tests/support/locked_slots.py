@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from hybridloader.memory import page_locks
 from hybridloader.memory.packing import tensor_over
 from hybridloader.memory.page_locks import PageLocks
 from hybridloader.memory.slots import OWN, PrivateSlots
 from support.slot_pairs import writer_and_reader
+
+__all__ = ["OWN", "PageLocks", "page_locks"]
 
 LARGE = 1 << 40
 
