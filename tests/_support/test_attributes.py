@@ -11,7 +11,6 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from hybridloader import DataLoader, Pipeline
-from hybridloader._support.user_objects import attribute, has
 
 
 class Config(dict[str, Any]):
@@ -110,18 +109,3 @@ def test_every_part_of_a_pipeline_may_be_one(backend: str) -> None:
 class Times(Raising):
     def __call__(self, batch: Any) -> Any:
         return Config(x=batch.x * 10)
-
-
-class Broken:
-    @property
-    def state(self) -> int:
-        raise KeyError("mine")
-
-
-def test_what_a_class_defines_raises_what_it_raises() -> None:
-    assert attribute(Config(), "state") is None
-    assert not has(Config(), "state")
-    assert has(Config(state=1), "state")
-    assert attribute(Raising(), "state", 3) == 3
-    with pytest.raises(KeyError, match="mine"):
-        attribute(Broken(), "state")

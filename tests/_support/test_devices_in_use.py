@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +11,7 @@ import torch
 from support.platforms import needs_fork
 
 from hybridloader import DataLoader, SharedMemory
-from hybridloader._support.torch_env import device_in_use, modules
-from hybridloader.engine.contract import Backend
-from hybridloader.errors import BackendUnavailable
+from hybridloader.engine import Backend, BackendUnavailable
 
 KIND = torch.device("xpu")
 """Any that is not CUDA: none of torch's own is asked here."""
@@ -70,39 +68,52 @@ def test_a_fork_is_refused_after_any_device_was_initialized(
         assert next(iterator).tolist() == [0]
 
 
+@needs_fork
 def test_shared_memory_forks_only_as_long_as_no_device_is_in_use(
     module: Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("multiprocessing.get_start_method", lambda: "fork")
-    assert SharedMemory()._method() == "loky"
-    module.used = False
-    assert SharedMemory()._method() == "fork"
+    found = []
+    for module.used in (True, False):
+        loader: Any = DataLoader(Loaders(), num_workers=1, backend=SharedMemory())
+        found.append([int(pid) for pid in loader] == [os.getpid()])
+    assert found == [False, True]
 
 
+class Loaders:
+    """Its sample is the process that has loaded this file: ours, if the worker is a fork of it."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> int:
+        return HOME
+
+
+HOME = os.getpid()
+
+
+@needs_fork
 def test_a_backend_from_outside_of_torch_is_named_as_it_is_and_cuda_is_asked_beside_it(
     module: Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def begin() -> None:
+        with iter(DataLoader(squares(), num_workers=1, backend="fork")):  # type: ignore[arg-type,attr-defined]
+            pass
+
     monkeypatch.setattr(
         torch.accelerator, "current_accelerator", lambda *_: SimpleNamespace(type="openreg")
     )
-    assert device_in_use() == "openreg"
+    with pytest.raises(BackendUnavailable, match="after openreg was initialized"):
+        begin()
     module.used = False
-    assert device_in_use() is None
+    begin()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    assert device_in_use() == "CUDA"
-
-
-def test_of_a_module_that_can_not_tell_nothing_is_claimed(
-    module: Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    with pytest.raises(BackendUnavailable, match="after CUDA was initialized"):
+        begin()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace())
-    assert device_in_use() is None
-
-
-def test_without_torch_no_device_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "torch")
-    assert modules() == {}
-    assert device_in_use() is None
+    begin()  # of a module that can't tell nothing is claimed
 
 
 @pytest.mark.parametrize("backend", ["threads", "inline"])

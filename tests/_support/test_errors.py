@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -27,7 +28,6 @@ from support.failing_datasets import (
 from torch.utils.data import IterableDataset, get_worker_info
 
 from hybridloader import DataLoader
-from hybridloader._support import system
 
 # -- what a worker raises ------------------------------------------------------------------------
 
@@ -270,7 +270,7 @@ def test_the_cause_of_an_exception_is_told(backend: str) -> None:
 @pytest.mark.filterwarnings("ignore:.*forks this process while other threads")  # the main one
 @every_backend
 def test_errors_of_a_worker_on_another_thread_of_the_caller_arrive_there(backend: str) -> None:
-    if backend == "fork" and not system.FORK:
+    if backend == "fork" and not hasattr(os, "fork"):
         pytest.skip("needs fork")
     found: list[Any] = []
 
@@ -323,7 +323,7 @@ DATASETS: dict[str, Callable[[], Any]] = {
 }
 
 
-WORKERS = [(None, 0), ("inline", 1), ("inline", 2), ("threads", 2), ("fork", 2)]
+WORKERS = [(None, 0), ("threads", 2), ("fork", 2)]
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,10 @@ from support.inherited_objects import Box, Common, Counting, WithReducer, reduce
 from support.platforms import posix
 
 from hybridloader import DataLoader, Pipeline, SharedMemory, Threads
-from hybridloader._support import system
 from hybridloader.engine import Backend
 from hybridloader.errors import WorkerPicklingError
 
-FORK = multiprocessing.get_context("fork" if system.FORK else "spawn")
+FORK = multiprocessing.get_context("fork" if hasattr(os, "fork") else "spawn")
 SPAWN = multiprocessing.get_context("spawn")
 
 
@@ -85,7 +84,7 @@ def test_all_workers_and_those_that_replace_them_share_one_of_each_kind(
 def test_a_function_of_a_pipeline_shares_too(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     backend, _, portable = backend.partition(", ")
     if portable:
-        monkeypatch.setattr(system, "UNIX_SOCKETS", False)
+        monkeypatch.setattr("hybridloader._support.system.UNIX_SOCKETS", False)
     function = Counting(SPAWN)
     pipeline = Pipeline.from_iterable(range(3)).map(function, backend=backend, num_workers=1)
     assert list(pipeline) == [0, 1, 2]
@@ -136,16 +135,27 @@ def test_a_reducer_that_multiprocessing_was_told_of_is_used(start_method: str) -
         del reduction.ForkingPickler._extra_reducers[WithReducer]
 
 
+class Counts:
+    """Adds to a number in shared memory, and to one of its own, with each sample."""
+
+    def __init__(self) -> None:
+        self.shared, self.own = multiprocessing.RawValue("i", 1), ctypes.c_int(1)
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        self.shared.value += 1
+        self.own.value += 1
+        return self.shared.value, self.own.value
+
+
 def test_a_ctypes_object_that_lies_in_no_shared_memory_is_copied() -> None:
     """Its type is registered with multiprocessing as soon as another of it lies in shared memory."""
-    from hybridloader.memory.shipping import replicate
-
-    shared = multiprocessing.RawValue("i", 1)
-    box = Box([shared, ctypes.c_int(2)])
-    copied = replicate(box, "the box").inner
-    assert copied[0] is shared
-    assert copied[1] is not box.inner[1]
-    assert copied[1].value == 2
+    data: Any = Counts()
+    loader = DataLoader(data, None, num_workers=1, backend=Threads(copy_dataset=True))
+    assert [list(pair) for pair in loader] == [[2, 2], [3, 3], [4, 4]]
+    assert (data.shared.value, data.own.value) == (4, 1)
 
 
 def test_a_structure_of_the_main_script_goes_along() -> None:

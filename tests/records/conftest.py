@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-
-from hybridloader.records import shared_buffer
+from support.containers import shared_buffer
 
 
 @pytest.fixture(params=["nameless", "named"])

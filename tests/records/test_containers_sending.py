@@ -14,13 +14,18 @@ from typing import Any
 
 import cloudpickle
 import pytest
-from support.containers import READ, forked, linux, output, owner, read_pickle
+from support.containers import (
+    READ,
+    BufferGone,
+    forked,
+    linux,
+    output,
+    owner,
+    read_pickle,
+    shared_buffer,
+)
 
-from hybridloader._support import system
-from hybridloader.records import shared_buffer
-from hybridloader.records.shared_buffer import BufferGone
-from hybridloader.records.shared_dict import SharedDict
-from hybridloader.records.shared_list import SharedList
+from hybridloader.records import SharedDict, SharedList
 
 
 def test_a_pickle_of_a_million_is_tiny(memory: str) -> None:
@@ -104,7 +109,7 @@ def test_spawned_processes_read_it_and_send_it_back(memory: str) -> None:
 @pytest.fixture(scope="module")
 def tracker() -> None:
     """Start multiprocessing's tracker: loky does so if none runs, and its pipe stays open."""
-    if system.FORK:
+    if hasattr(os, "fork"):
         from multiprocessing import resource_tracker
 
         with warnings.catch_warnings():

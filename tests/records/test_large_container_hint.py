@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hybridloader.records import large
+from hybridloader.records import SharedList, large
 from hybridloader.records.large import hint_at_large_container, largest_container
-from hybridloader.records.shared_list import SharedList
 
 
 class Trap:

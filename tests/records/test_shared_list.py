@@ -6,8 +6,10 @@ import math
 import operator
 import pickle
 import threading
+import tracemalloc
 import weakref
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,9 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.containers import Text, few, lists, same, texts
 
-from hybridloader.records.shared_buffer import Column
-from hybridloader.records.shared_dict import SharedDict
-from hybridloader.records.shared_list import SharedList
+from hybridloader.records import SharedDict, SharedList
 
 
 class Instances:
@@ -43,38 +43,31 @@ def test_every_element_comes_back_with_its_type_and_value(elements: list[Any]) -
     assert same(list(reversed(shared)), elements[::-1])
 
 
-@pytest.mark.parametrize(
-    ("elements", "kind"),
-    [
-        ([1, -(2**63), 2**63 - 1], "int"),
-        ([1, 2**63], "pickle"),
-        ([1, True], "pickle"),
-        ([True], "pickle"),
-        ([1.5, -0.0, math.inf], "float"),
-        ([1.5, 1], "pickle"),
-        (["a", "", "\u00e9", "\ud800", "\U0001f600"], "str"),
-        (["a", Text("b")], "pickle"),
-        ([b"", b"\0\xff"], "bytes"),
-        ([bytearray(b"a")], "pickle"),
-        ([], "pickle"),
-    ],
-)
-def test_the_kind_is_that_of_all_elements(elements: list[Any], kind: str, memory: str) -> None:
-    shared = SharedList(elements)
-    assert shared._layout.kind == kind
-    assert same(list(shared), elements)
-    assert same([shared[i] for i in range(len(elements))], elements)
+KINDS: list[list[Any]] = [
+    [1, -(2**63), 2**63 - 1], [1, 2**63], [1, True], [True], [1.5, -0.0, math.inf], [1.5, 1],
+    ["a", "", "\u00e9", "\ud800", "\U0001f600"], ["a", Text("b")], [b"", b"\0\xff"],
+    [bytearray(b"a")], [],
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("first", [7, 1.5, "t\u00e9xt", b"raw"])
-@pytest.mark.parametrize("later", ["text", 2**70, None])
-def test_another_kind_may_come_late(first: Any, later: Any, memory: str) -> None:
-    for count in 1, 4, 5, 6, 20_000:
-        elements = [first] * count + [later, first]
-        shared = SharedList(iter(elements))
+def test_elements_of_one_kind_or_of_several_come_back(memory: str) -> None:
+    for elements in KINDS:
+        shared = SharedList(elements)
         assert same(list(shared), elements)
-        assert same(shared[count], later)
-        assert same(shared[count + 1], first)
+        assert same([shared[i] for i in range(len(elements))], elements)
+    for numbers in (range(5000), [0.5] * 5000):
+        assert SharedList(numbers).nbytes < 9 * 5000
+        assert SharedList([*numbers, None]).nbytes > 9 * 5000
+
+
+def test_another_kind_may_come_late(memory: str) -> None:
+    for first, later in product((7, 1.5, "t\u00e9xt", b"raw"), ("text", 2**70, None)):
+        for count in 1, 4, 5, 6, 9000:
+            elements = [first] * count + [later, first]
+            shared = SharedList(iter(elements))
+            assert same(list(shared), elements)
+            assert same(shared[count], later)
+            assert same(shared[count + 1], first)
 
 
 def test_what_only_cloudpickle_can_pickle() -> None:
@@ -98,29 +91,14 @@ def test_a_generator_never_becomes_a_list() -> None:
     assert 1 <= most <= 2 * 8192 + 1
 
 
-def test_large_elements_are_taken_one_by_one() -> None:
-    taken = 0
-
-    def generate() -> Iterator[bytes]:
-        nonlocal taken
-        for i in range(200):
-            taken += 1
-            yield bytes([i]) * (1 << 17)
-
-    pieces: list[int] = []
-    column = Column("test")
-    add = column.add
-
-    def noted(chunk: Any) -> None:
-        pieces.append(len(chunk))
-        add(chunk)
-
-    column.add = noted  # type: ignore[method-assign]
-    column.extend(generate())
-    assert pieces[:2] == [1, 4]
-    column.close()
-    assert set(pieces[2:-1]) == {8}  # a megabyte
-    assert taken == 200
+def test_large_elements_are_taken_a_megabyte_at_a_time() -> None:
+    tracemalloc.start()
+    try:
+        shared = SharedList(bytes([i]) * (1 << 17) for i in range(200))
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
+    assert [shared[i][-1] for i in range(200)] == list(range(200))
 
 
 @few

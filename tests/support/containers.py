@@ -17,6 +17,11 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 
+from hybridloader.records import shared_buffer
+from hybridloader.records.shared_buffer import BufferGone
+
+__all__ = ["BufferGone", "shared_buffer"]
+
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 
 
