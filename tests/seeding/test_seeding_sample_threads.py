@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import random
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from random import random as taken
+from contextlib import contextmanager
+from random import choice as taken_choice
+from random import gauss as taken_gauss
 from typing import Any
 
 import numpy as np
@@ -23,30 +24,23 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import Dataset, get_worker_info
 
 from hybridloader import DataLoader, Pipeline, SampleSeeding, rng
-from hybridloader.seeding.sample_rng import Origin, SampleRng, now
-from hybridloader.seeding.thread_generators import ThreadSampleRng, installation
-
-taken_instance: Any = np.random.mtrand._rand  # type: ignore[attr-defined]
+from hybridloader.seeding.thread_generators import installation
 
 
-@pytest.fixture
-def threads() -> Iterator[ThreadSampleRng]:
-    rng = ThreadSampleRng(Origin(1), 0)
-    rng.prepare()
-    yield rng
-    rng.release()
+def seeded(function: Callable[[int], Any], items: int = 1, **where: Any) -> Any:
+    """A run over numbers, with a seed, of which one worker makes what `function` returns."""
+    where = {"backend": "threads", "num_workers": 1, "seeding": "sample", **where}
+    return Pipeline.from_iterable(range(items)).map(function, **where).run(seed=1)
 
 
-def on_a_process(function: Callable[[], Any]) -> Any:
-    """Result of `function` with generators of its own."""
-    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
-        return SampleRng(Origin(1), 0).call(b"", b"key", function)
-    finally:
-        now.digest = None
-        random.setstate(before[0])
-        np.random.set_state(before[1])
-        torch.set_rng_state(before[2])
+@contextmanager
+def seeding_on_threads() -> Iterator[None]:
+    """A loader with threads that have begun to seed samples each."""
+    options: Any = {"num_workers": 2, "backend": "threads", "seeding": "sample"}
+    iterator: Any = iter(DataLoader(Drawing(), 4, collate_fn=collate, **options))
+    next(iterator), next(iterator)  # one of each worker: both have begun
+    yield
+    iterator.close()
 
 
 DRAWN: dict[str, Callable[[], Any]] = {
@@ -128,6 +122,7 @@ DRAWN: dict[str, Callable[[], Any]] = {
     "torch's seed": lambda: torch.initial_seed(),
     "fork_rng": lambda: _forked(),
     "loader": lambda: [b.tolist() for b in DataLoader(range(9), 9, shuffle=True)],
+    "taken from random": lambda: [taken_choice(range(99)), taken_gauss(0, 1)],
     "split": lambda: list(torch.utils.data.random_split(range(9), [4, 5])[0]),
 }
 
@@ -138,33 +133,20 @@ def _forked() -> Any:
     return inside, torch.rand(1).item()
 
 
-@pytest.mark.parametrize("what", DRAWN)
-def test_what_is_drawn_on_a_thread_is_what_a_process_draws(
-    what: str, threads: ThreadSampleRng
-) -> None:
-    function = DRAWN[what]
-    expected = on_a_process(function)
+def draw(item: int) -> Any:
+    """Return what one of `DRAWN` draws, twice: whatever it did to its generators, of the same seed."""
+    return [*DRAWN.values()][item // 2]()
+
+
+def test_what_is_drawn_on_a_thread_is_what_a_process_draws() -> None:
     before = states()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert threads.call(b"", b"key", function) == expected
+        found = list(seeded(draw, 2 * len(DRAWN)))
     assert states() == before
-    assert threads.call(b"", b"key", function) == expected  # whatever it did to its generators
-
-
-def test_functions_imported_on_their_own_are_covered_where_they_are_python(
-    threads: ThreadSampleRng,
-) -> None:
-    choice, gauss = random.choice, random.gauss  # as `from random import ...` before anything ran
-    module = importlib.import_module("support.random_datasets")  # it has some, taken at import
-
-    def draw() -> Any:
-        return choice(range(99)), gauss(0, 1), module.choice(range(99)), module.gauss(0, 1)
-
-    expected = on_a_process(draw)
-    before = states()
-    assert threads.call(b"", b"key", draw) == expected
-    assert states() == before
+    wanted = list(seeded(draw, 2 * len(DRAWN), backend="fork"))
+    names = [*DRAWN]
+    assert [names[n // 2] for n, one in enumerate(found) if one != wanted[n]] == []
 
 
 class Dispatched(torch.Tensor):
@@ -179,10 +161,10 @@ class Dispatched(torch.Tensor):
         return torch.ones(9)
 
 
-def test_one_thread_at_a_time_dispatches_in_a_mode(threads: ThreadSampleRng) -> None:
+def test_one_thread_at_a_time_dispatches_in_a_mode() -> None:
     """torch fills its table of operators for such modes without a lock of its own."""
     tensor = torch.ones(9).as_subclass(Dispatched)
-    threads.call(b"", b"i1", lambda: torch.nn.functional.dropout(tensor))
+    list(seeded(lambda _: torch.nn.functional.dropout(tensor)))
     assert Dispatched.free is False
     assert installation.dispatching.acquire(blocking=False)
     installation.dispatching.release()
@@ -190,72 +172,56 @@ def test_one_thread_at_a_time_dispatches_in_a_mode(threads: ThreadSampleRng) -> 
 
 def test_what_the_loop_draws_meanwhile_is_its_own() -> None:
     """The loop draws while a sample is being made: what it would draw without a loader."""
-    rng = ThreadSampleRng(Origin(1), 0)
-    rng.prepare()
     begun, done = threading.Event(), threading.Event()
-    found: list[Any] = []
 
-    def sample() -> Any:
+    def sample(_: int) -> Any:
         begun.set()
         done.wait(30)
         return DRAWN["random"]()
-
-    def work() -> None:
-        found.append(rng.call(b"", b"key", sample))
 
     def loop() -> list[Any]:
         random.seed(1)
         np.random.seed(2)
         torch.manual_seed(3)
         random.gauss(0, 1)
-        numbers = [function() for name, function in DRAWN.items() if "re" not in name]
-        return [*numbers, taken() if done.is_set() else random.random()]
+        return [function() for name, function in DRAWN.items() if "re" not in name]
 
-    expected_sample = on_a_process(DRAWN["random"])
-    done.set()
-    done.clear()
-    thread = threading.Thread(target=work)
-    thread.start()
-    begun.wait(30)
-    during = loop()
-    done.set()
-    thread.join()
-    rng.release()
-    done.clear()
+    with seeded(sample) as run:
+        begun.wait(30)
+        during = loop()
+        done.set()
+        found = list(run)
     assert during == loop()
-    assert found == [expected_sample]
+    assert found == list(seeded(lambda _: DRAWN["random"](), backend="fork"))
+
+
+def attributes() -> list[Any]:
+    """All that could have been replaced."""
+    homes: tuple[Any, ...] = (random, np.random, np.random.mtrand, torch, torch.random)
+    names = [[n for n in dir(home) if not n.startswith("_hybridloader")] for home in homes]
+    found = [[getattr(h, n) for n in ns] for h, ns in zip(homes, names, strict=True)]
+    codes = [getattr(value, "__code__", None) for value in found[-1]]
+    return [*found, codes, type(random._inst), vars(random._inst).copy()]
 
 
 def test_everything_is_as_it_was_when_the_last_is_gone() -> None:
-    def attributes() -> list[Any]:
-        homes: tuple[Any, ...] = (random, np.random, np.random.mtrand, torch, torch.random)
-        names = [[n for n in dir(home) if not n.startswith("_hybridloader")] for home in homes]
-        found = [[getattr(h, n) for n in ns] for h, ns in zip(homes, names, strict=True)]
-        codes = [getattr(value, "__code__", None) for value in found[-1]]
-        return [*found, codes, type(random._inst), vars(random._inst).copy()]
-
     gc.collect()
-    assert installation.count == 0
     before = attributes()
-    one, other = ThreadSampleRng(Origin(1), 0), ThreadSampleRng(Origin(2), 0)
-    one.prepare()
-    other.prepare()
-    assert random.random is not before[0][dir(random).index("random")]
-    one.release()
-    one.release()  # no matter how often
-    assert type(random._inst) is not random.Random
-    del other
+    with seeding_on_threads():
+        with seeding_on_threads():
+            assert type(random._inst) is not random.Random
+        assert type(random._inst) is not random.Random
     assert attributes() == before
-    assert type(random._inst) is random.Random
+    list(Pipeline.from_dataset(range(9)).map(add, seeding="sample"))
+    gc.collect()
+    assert attributes() == before
 
 
 def test_functions_that_were_taken_meanwhile_serve_for_ever() -> None:
     """A module that a sample imports may take them, and a thread may be in one at that moment."""
-    rng = ThreadSampleRng(Origin(1), 0)
-    rng.prepare()
-    kept = random.random, random.getrandbits, random.seed, random.getstate, random.setstate
-    kept_rand = np.random.rand
-    rng.release()
+    with seeding_on_threads():
+        kept = random.random, random.getrandbits, random.seed, random.getstate, random.setstate
+        kept_rand = np.random.rand
     assert type(random._inst) is random.Random
     draw, bits, seed, getstate, setstate = kept
     seed(5)
@@ -273,34 +239,13 @@ def test_functions_that_were_taken_meanwhile_serve_for_ever() -> None:
     assert first == np.random.rand()
 
 
-def test_a_loader_leaves_nothing_behind() -> None:
-    loader = DataLoader(
-        Drawing(), 4, collate_fn=collate, num_workers=2, backend="threads", seeding="sample"
-    )
-    iterator = iter(loader)
-    next(iterator), next(iterator)  # one of each worker: both have begun
-    assert installation.count == 2
-    iterator.close()
-    assert installation.count == 0
-    pipeline = Pipeline.from_dataset(range(9)).map(add, seeding="sample")
-    list(pipeline)
-    gc.collect()
-    assert installation.count == 0
-
-
 def test_what_somebody_else_replaced_meanwhile_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    rng = ThreadSampleRng(Origin(1), 0)
-    rng.prepare()
-    before = np.random.rand
-    try:
-        own: Any = lambda *shape: 0.5  # noqa: E731
+    rand, own = np.random.rand, lambda *shape: 0.5
+    with seeding_on_threads():
         monkeypatch.setattr(np.random, "rand", own)
-        rng.release()
-        assert np.random.rand is own
-    finally:
-        rng.release()
-        monkeypatch.undo()
-        np.random.rand = getattr(before, "__wrapped__", before)  # type: ignore[assignment]
+    assert np.random.rand is own
+    monkeypatch.undo()
+    np.random.rand = rand
 
 
 def drop(index: int) -> list[float]:
