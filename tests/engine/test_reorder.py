@@ -11,7 +11,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from support.supervised import QUICK, Stage
+from support.supervised import (
+    BYTES,
+    PAGES,
+    QUICK,
+    TASKS,
+    ReorderLimit,
+    Stage,
+    least_busy,
+    round_robin,
+)
 
 from hybridloader import WorkerDied
 from hybridloader.engine import (
@@ -25,7 +34,6 @@ from hybridloader.engine import (
     Task,
     WorkerSpec,
 )
-from hybridloader.engine.scheduler import BYTES, PAGES, TASKS, ReorderLimit, least_busy, round_robin
 from hybridloader.errors import IteratorClosed, NotReady
 from hybridloader.testing import Call, FakeClock, ScriptedBackend, ScriptedCrew
 

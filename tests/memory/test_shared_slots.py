@@ -305,6 +305,24 @@ def test_a_slot_that_was_never_announced_takes_its_descriptor_along() -> None:
 
 
 @posix  # descriptors
+def test_more_new_slots_than_one_message_announces() -> None:
+    pair = Pair(limit=slots.GROWTH * (OWN - 1))  # too little for two in one mapping
+    arrays = [pair.empty(OWN) for _ in range(60)]
+    for k, array in enumerate(arrays):
+        array[:] = k
+    slot_map, fds = pair.writer.write([memoryview(array) for array in arrays])
+    assert len(fds) == len(slot_map.new) == 48
+    assert [span is None for span in slot_map.spans] == [False] * 48 + [True] * 12
+    pair.reader.learn(slot_map, fds)
+    stream = [memoryview(bytearray(array)) for array in arrays[48:]]
+    assert [b[-1] for b in pair.reader.buffers(slot_map, stream)] == list(range(60))
+    slot_map, buffers = pair.pass_on(*arrays)  # the others are announced with the next batch
+    assert len(slot_map.new) == 12
+    assert [b[-1] for b in buffers] == list(range(60))
+    pair.writer.close()
+
+
+@posix  # descriptors
 def test_no_memory_for_a_slot_sends_the_batch_through_the_stream(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -8,11 +8,13 @@ from typing import Any
 from hybridloader import RestartPolicy
 from hybridloader.engine import ByReference, Done, Event, Exited, Ready, Task, WorkerSpec
 from hybridloader.engine.messages import GivenUp
+from hybridloader.engine.scheduler import BYTES, PAGES, TASKS, ReorderLimit, least_busy, round_robin
 from hybridloader.engine.stage import QUICK, START, Stage
 from hybridloader.fetching.readers import MapFetch
 from hybridloader.testing import FakeClock, ScriptedBackend, ScriptedCrew
 
-__all__ = ["QUICK", "START", "GivenUp", "Stage"]
+__all__ = ["BYTES", "PAGES", "QUICK", "START", "TASKS", "GivenUp", "ReorderLimit", "Stage"]
+__all__ += ["least_busy", "round_robin"]
 
 KILLED = "was killed by signal SIGKILL (9)"
 
