@@ -356,7 +356,9 @@ def test_persistent_workers_go_on_after_errors_in_every_epoch(backend: str) -> N
 
 
 def _broken_init(worker: int) -> None:
-    raise LookupError("no luck", worker)  # the init line
+    error = LookupError("no luck", worker)
+    error.__notes__ = ["the user's own note"]  # type: ignore[attr-defined]
+    raise error  # the init line
 
 
 @every_backend
@@ -367,7 +369,8 @@ def test_an_error_in_worker_init_fn_is_raised_by_next(backend: str) -> None:
             next(iterator)
         assert caught.value.args == ("no luck", 0)
         assert "# the init line" in text_of(caught.value)
-        (note,) = caught.value.__notes__  # each has its own alone
+        own, note = caught.value.__notes__  # each time one of its task alone
+        assert own == "the user's own note"
         assert "worker 0 " in note
 
 

@@ -191,8 +191,9 @@ def test_a_plain_batch_calls_few_functions(
 
     calls = least(count)
     usual = {name: calls[name] / BATCHES for name in calls if calls[name] > BATCHES / 20}
-    # Two more where threads that run at once overtake each other, and leave room for another task.
-    assert len(usual) <= each + waiting + 2, str(calls)
+    # Workers that run at once overtake each other, which leaves the loop room for a task for the next.
+    overtaken = 2 if side == "consumer" else 0
+    assert len(usual) <= each + waiting + overtaken, str(calls)
     assert all(often < 2.2 for often in usual.values()), str(calls)
 
 
