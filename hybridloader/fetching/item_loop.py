@@ -263,8 +263,8 @@ class ItemLoop:
                 elif kind == "batch":
                     item, outcome = found
                     whole = outcome.short is None  # the batch counts as one item
-                    note = Note(len(results.values), outcome.attempted - whole, outcome.failures)
-                    results.notes.append(note)
+                    attempted, failures = outcome.attempted - whole, outcome.failures
+                    results.notes.append(Note(len(results.values), attempted, failures, None, whole))
                     if not whole:
                         return
                 elif kind == "flat_map":
@@ -376,7 +376,7 @@ class ItemLoop:
             index = index if type(index) in (int, str) else shown
             in_place = None if replaced else shown
         failed = FailureRecord(index, place, Failure(error), replaced)
-        results.notes.append(Note(place, 0 if replaced else 1, [failed], in_place))
+        results.notes.append(Note(place, 0 if replaced else 1, [failed], in_place, replaced))
 
     def _foreign(self, error: Exception) -> Exception:
         return foreign(error) if self._batch else foreign(error, "a function of a pipeline")

@@ -37,9 +37,10 @@ class Note(NamedTuple):
     """Failures to be counted, raised or left out between two results of a pipeline's task."""
 
     position: int  # number of results before it
-    attempted: int  # samples that count, those of `failures` included
+    attempted: int  # samples that count, those of `failures` included, but the one that follows
     failures: Sequence[FailureRecord]
     item: str | None = None  # short repr, if the failure replaces this item; None: only counted
+    follows: bool = False  # one of these samples is the next result, and counts with it
 
 
 class Outcome(NamedTuple):
@@ -531,7 +532,10 @@ class ResultQueue(Iterator[Any]):
             note.throw()
         if note.item is None:
             if self._budget is not None:
-                self._budget.count(note.attempted, note.failures, worker)
+                try:
+                    self._budget.count(note.attempted + note.follows, note.failures, worker)
+                finally:
+                    self._budget.attempted -= note.follows
         elif self._budget is not None and self._may_skip(note):
             self._budget.leave_out(note.failures[0], worker)
         else:

@@ -198,8 +198,7 @@ def test_a_budget_is_a_number_or_a_share(
     budget: Any, attempted: list[int], last: int | None
 ) -> None:
     assert fails_at(Skip(budget), attempted) == last
-    if not isinstance(budget, float):
-        assert fails_at(Replace(nothing, budget), attempted) == last
+    assert fails_at(Replace(nothing, budget), attempted) == last
     assert fails_at(Retry(1, 0, then=Skip(budget)), attempted) == last
 
 
