@@ -264,7 +264,9 @@ class ItemLoop:
                     item, outcome = found
                     whole = outcome.short is None  # the batch counts as one item
                     attempted, failures = outcome.attempted - whole, outcome.failures
-                    results.notes.append(Note(len(results.values), attempted, failures, None, whole))
+                    results.notes.append(
+                        Note(len(results.values), attempted, failures, None, whole)
+                    )
                     if not whole:
                         return
                 elif kind == "flat_map":
