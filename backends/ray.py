@@ -94,36 +94,20 @@ def _actor_class() -> Any:
     return _package().remote(concurrency_groups={"life": 1, "aside": 1})(engine.CalledWorker)
 
 
-class _Result(engine.Payload):
+class _Result(engine.Pickled):
     """Result that lies with Ray until it is opened, or that another stage's worker gets by reference."""
 
     forwardable = True
 
-    def __init__(self, sent: Any, place: engine.Place, slots: engine.PrivateSlots) -> None:
+    def __init__(
+        self, sent: engine.Pickled, place: engine.Place, slots: engine.PrivateSlots
+    ) -> None:
+        self.packed, self.count, self.slots = sent.packed, sent.count, slots
         self.place: engine.Place | None = place
-        self._sent, self.count = sent, sent.count
-        sent.slots = slots
-
-    @property
-    def nbytes(self) -> int:
-        found: int = self._sent.nbytes
-        return found
-
-    @property
-    def array_bytes(self) -> int:
-        found: int = self._sent.array_bytes
-        return found
-
-    def open(self) -> Any:
-        self.place = None
-        return self._sent.open()
-
-    def peek(self) -> Any:
-        return self._sent.peek()
 
     def discard(self) -> None:
         self.place = None
-        self._sent.discard()
+        super().discard()
 
 
 class _RayCrew(engine.Crew):
@@ -250,6 +234,7 @@ class _Actor(engine.CallingHandle):
 
     def received(self, done: engine.Done, step: Future[Any], at: int) -> engine.Done:
         ref = step.object_ref  # type: ignore[attr-defined]
+        assert isinstance(done.payload, engine.Pickled)
         result = _Result(done.payload, engine.Place(ref, at), self.crew.slots)
         if self.crew.closed:  # the result will not be used
             result.discard()

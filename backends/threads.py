@@ -1,8 +1,14 @@
-"""Workers that are threads of this process: one copy of the dataset, nothing to pickle.
+"""Workers in this process: threads, or the calling thread, which plays them.
 
-Good where the work waits or releases the GIL: reading, decoding, most of numpy and torch. A thread can't
-be killed: one that is stuck in the user's code stays after close, as a daemon that ends with that code.
-Never touches process-wide settings: torch's thread count is set for this thread only.
+Threads have one copy of the dataset, and nothing is pickled. Good where the work waits or releases
+the GIL: reading, decoding, most of numpy and torch. A thread can't be killed: one that is stuck in the
+user's code stays after close, as a daemon that ends with that code. Never touches process-wide settings:
+torch's thread count is set for this thread only.
+
+The calling thread does one task at a time: nothing runs beside anything else. With ``num_workers=0`` it
+does the work in its own context, as torch does. With ``num_workers=k`` it plays k workers in turn, each
+with its own random states and its own copy of the dataset, so that a debugger sees the very data that k
+processes would have made.
 """
 
 from __future__ import annotations
@@ -12,29 +18,44 @@ import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from contextvars import copy_context
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from hybridloader._support.text import brief
+from hybridloader._support.text import brief, warn
 from hybridloader._support.threads import join
 from hybridloader._support.torch_env import is_datapipe, renew_autograd_engine
 from hybridloader.engine import contract
 from hybridloader.engine.contract import SLICE, Backend, Crew, WorkerHandle
-from hybridloader.engine.messages import Begin, Done, Event, Message, Stop, Task, WorkerSpec
+from hybridloader.engine.messages import (
+    Begin,
+    ByReference,
+    Done,
+    Event,
+    Exited,
+    Message,
+    Stop,
+    Task,
+    TaskContext,
+    WorkerSpec,
+)
 from hybridloader.engine.meter import Measures
 from hybridloader.engine.serving import serve, thread_worker
-from hybridloader.engine.worker import NEW, Incoming, SharedTask, Worker
+from hybridloader.engine.worker import NEW, Incoming, SharedTask, Worker, worker_info_set
+from hybridloader.errors import WorkerPicklingError
 from hybridloader.fetching.collate import teach_torch
 from hybridloader.memory.limits import DEFAULT_MEMORY, Memory
-from hybridloader.memory.slots import PrivateSlots, set_slots
+from hybridloader.memory.shipping import replicate
+from hybridloader.memory.slots import PrivateSlots, on_this_thread, set_slots
 from hybridloader.seeding.sample_rng import Kind
+from hybridloader.seeding.worker_seeds import InlineSeeds, WorkerSeeds
 
 if TYPE_CHECKING:
-    from hybridloader.memory.page_locks import PageLocks
+    from hybridloader.memory.accelerator import PageLocks
 
 _OURS = (threading.__file__, os.path.dirname(os.path.abspath(contract.__file__)), __file__)
 """Files of this package. Their frames at the beginning of a stack are left out, being the same in all
@@ -106,14 +127,13 @@ class _Thread(WorkerHandle):  # the thread itself has no reference to its handle
         stage: str,
         slots: PrivateSlots,
         report: Callable[[Event], None],
-        opened: threading.Event | None,
     ) -> None:
         self.context = worker.context
         self.messages = _Inbox()
         self._codes: list[int] = []
         self.thread = threading.Thread(
             target=copy_context().run,
-            args=(_main, worker, self.messages, slots, report, opened, self._codes),
+            args=(_main, worker, self.messages, slots, report, self._codes),
             name=f"hybridloader-{stage}-{worker.worker}",
             daemon=True,
         )
@@ -143,7 +163,6 @@ def _main(
     messages: _Inbox,
     slots: PrivateSlots,
     report: Callable[[Event], None],
-    opened: threading.Event | None,
     codes: list[int],
 ) -> None:
     def prepare() -> None:
@@ -151,18 +170,12 @@ def _main(
         if slots.locks is not None:
             slots.locks.enter()
 
-    def report_opened(event: Event) -> None:
-        assert opened is not None
-        opened.set()
-        report(event)
-
     def listen() -> Callable[[], None]:
         if worker.wakes:
             messages.call(worker.wake)
         return messages.ring
 
-    report_event = report if opened is None else report_opened
-    codes.append(serve(worker, messages.get, report_event, prepare=prepare, listen=listen))
+    codes.append(serve(worker, messages.get, report, prepare=prepare, listen=listen))
 
 
 def _stack_of(ident: int | None, who: str) -> str:
@@ -272,25 +285,31 @@ class _TaskSharing:
         self.limit = float("inf") if never else self._worth / 2 if share else self._worth
 
 
-class _ThreadCrew(Crew):
+class _LocalCrew(Crew):
     def __init__(self, copies: bool, slots: PrivateSlots) -> None:
         teach_torch()
-        self._queued: list[tuple[_Inbox, Incoming]] = []  # sent by the next flush
-        self._copies = copies
-        self._slots = slots
-        self._threads = cast("list[_Thread]", self.handles())  # the list that `place` changes
-        # One for each worker that may be running `init_fn`.
-        self._opening: list[threading.Event] = []
-        self._sharing: _TaskSharing | None = None  # None: each worker does its tasks alone
+        self._copies, self._slots = copies, slots
 
     def page_lock(self, locks: PageLocks) -> None:
         self._slots.page_lock(locks)
         self.upkeep = self._slots.warn
 
+
+class _ThreadCrew(_LocalCrew):
+    def __init__(self, copies: bool, slots: PrivateSlots) -> None:
+        super().__init__(copies, slots)
+        self._queued: list[tuple[_Inbox, Incoming]] = []  # sent by the next flush
+        self._threads = cast("list[_Thread]", self.handles())  # the list that `place` changes
+        # One for each worker that may be running `init_fn`.
+        self._opening: list[threading.Event] = []
+        self._sharing: _TaskSharing | None = None  # None: each worker does its tasks alone
+
     def start(self, worker: int, spec: WorkerSpec) -> None:
         made = thread_worker(worker, spec, copies=self._copies)
-        opened = None if spec.init_fn is None else threading.Event()
-        thread = _Thread(made, spec.stage, self._slots, self._report, opened)
+        opened, report = threading.Event(), self._report
+        if spec.init_fn is not None:
+            report = partial(self._report_opened, opened)
+        thread = _Thread(made, spec.stage, self._slots, report)
         if worker == 0 and not self._copies and spec.sharable:
             seeding = spec.seeding
             if seeding is None or seeding.kind is not Kind.WORKER:
@@ -301,7 +320,7 @@ class _ThreadCrew(Crew):
             self._sharing.join(made, thread.messages)
         self.place(worker, thread)
         thread.thread.start()
-        if opened is not None:
+        if spec.init_fn is not None:
             self._opening.append(opened)
             if is_datapipe(spec.fetch.dataset):
                 self.settle()  # before the dataset is copied for the next worker
@@ -351,6 +370,10 @@ class _ThreadCrew(Crew):
         super().close()
         self._slots.close()
 
+    def _report_opened(self, opened: threading.Event, event: Event) -> None:
+        opened.set()
+        self._report(event)
+
     def _report(self, event: Event) -> None:
         if self._slots.refusal is not None:  # warn on the thread that takes batches
             self.upkeep = self._slots.warn
@@ -360,3 +383,138 @@ class _ThreadCrew(Crew):
             if sharing.shares != (sharing.mean > sharing.limit):
                 sharing.turn(event.seconds)
         self.report(event)
+
+
+# -- the calling thread as k workers
+
+
+@dataclass(frozen=True)
+class Inline(Backend):
+    """Do the work on the thread that calls ``next()``; no workers.
+
+    Parameters
+    ----------
+    copy_dataset
+        Whether each simulated worker reads a copy of the dataset, as a process would. A map-style
+        dataset that can't be copied is shared, with a warning. Without effect if ``num_workers=0``.
+    memory
+        Limit of the recycled slots in which large tensors are collated.
+    """
+
+    copy_dataset: bool = True
+    memory: Memory = DEFAULT_MEMORY
+    name: ClassVar[str] = "inline"
+    in_process: ClassVar[bool] = True
+    in_caller: ClassVar[bool] = True
+
+    @property
+    def copies(self) -> bool:
+        return self.copy_dataset
+
+    def open(self) -> Crew:
+        return _InlineCrew(self.copy_dataset, PrivateSlots(self.memory.bytes()))
+
+
+class _InlineHandle(WorkerHandle):
+    name = "inline"
+
+    def __init__(self, crew: _InlineCrew, worker: int) -> None:
+        self._crew, self._worker = crew, worker
+
+    def is_alive(self) -> bool:
+        return self._worker in self._crew.workers
+
+    def terminate(self) -> None:
+        self._crew.kill(self._worker)
+
+    def join(self, timeout: float | None = None) -> None: ...
+
+
+class _InlineCrew(_LocalCrew):
+    def __init__(self, copies: bool, slots: PrivateSlots) -> None:
+        super().__init__(copies, slots)
+        self._context = TaskContext()
+        self._events: deque[Event] = deque()
+        self._todo: deque[tuple[int, Message]] = deque()
+        self.workers: dict[int, Worker] = {}
+
+    def start(self, worker: int, spec: WorkerSpec) -> None:
+        seeds = WorkerSeeds()
+        if spec.workers > 0:
+            seeds = InlineSeeds()
+            spec = replace(spec, fetch=spec.fetch.with_dataset(self._dataset_for(spec)))
+        self._todo = deque(item for item in self._todo if item[0] != worker)
+        made = Worker(worker, spec, seeds, ByReference, self._context)
+        self.place(worker, _InlineHandle(self, worker))
+        self.workers[worker] = made
+        self._act(made, None)
+
+    def send(self, worker: int, message: Message) -> None:
+        self._todo.append((worker, message))
+
+    def wait(self, timeout: float | None) -> Sequence[Event]:
+        if self.upkeep is not None:
+            self.upkeep()
+        while self._todo and not self._events:
+            worker, message = self._todo.popleft()
+            made = self.workers.get(worker)
+            if made is None:
+                continue
+            if isinstance(message, Stop):
+                self.kill(worker, None)
+            else:
+                self._act(made, message)
+        events = tuple(self._events)
+        self._events.clear()
+        return events
+
+    def wake(self) -> None:
+        return None  # `wait` never sleeps
+
+    def kill(self, worker: int, cause: str | None = "was ordered to end") -> None:
+        made = self.workers.pop(worker, None)
+        if made is not None:
+            made.close()
+            self._events.append(Exited(worker, cause))
+
+    def close(self) -> None:
+        self._context.cancelled = True
+        self._todo.clear()
+        self._events.clear()
+        workers = list(self.workers.values())
+        self.workers.clear()
+        try:
+            for worker in workers:
+                worker.close()
+        finally:
+            self._slots.close()
+
+    def _act(self, worker: Worker, message: Task | Begin | None) -> None:
+        """Open the worker (`message` None), or have it do one step, with its `WorkerInfo` in place."""
+        info = nullcontext() if worker.info is None else worker_info_set(worker.info)
+        before, on_this_thread.slots = on_this_thread.slots, self._slots
+        try:
+            with info:
+                event = worker.open() if message is None else worker.step(message)
+        finally:
+            on_this_thread.slots = before
+        if self._slots.refusal is not None:
+            self.upkeep = self._slots.warn
+        if event is not None:
+            self._events.append(event)
+
+    def _dataset_for(self, spec: WorkerSpec) -> object:
+        fetch = spec.fetch
+        if not (self._copies or fetch.private):
+            return fetch.dataset
+        try:
+            return replicate(fetch.dataset, "the dataset")
+        except WorkerPicklingError as error:
+            if fetch.private:
+                raise
+            warn(
+                f"inline workers share one dataset: {error} "
+                "Inline(copy_dataset=False) silences this warning.",
+                "shared-dataset",
+            )
+            return fetch.dataset

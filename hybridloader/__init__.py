@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from hybridloader import sources as sources
     from hybridloader import testing as testing
     from hybridloader import tuning as tuning
-    from hybridloader.backends.inline import Inline as Inline
     from hybridloader.backends.process.backend import Fork as Fork
     from hybridloader.backends.process.backend import SharedMemory as SharedMemory
     from hybridloader.backends.process.backend import Spawn as Spawn
     from hybridloader.backends.ray import Ray as Ray
+    from hybridloader.backends.threads import Inline as Inline
     from hybridloader.backends.threads import Threads as Threads
     from hybridloader.compat.from_torch import from_torch as from_torch
     from hybridloader.compat.install import install as install
@@ -56,10 +56,9 @@ __getattr__, __dir__, __all__ = lazily(
     __name__,
     {
         "errors": "HybridLoaderError StateError TooManyErrors WorkerDied WorkerTimeout",
-        "backends.inline": "Inline",
         "backends.process.backend": "Fork SharedMemory Spawn",
         "backends.ray": "Ray",
-        "backends.threads": "Threads",
+        "backends.threads": "Inline Threads",
         "compat.from_torch": "from_torch",
         "compat.install": "install uninstall",
         "devices.pinning": "Transfer",

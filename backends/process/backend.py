@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from hybridloader._support import system
-from hybridloader._support.text import warn, warn_once
+from hybridloader._support.text import first_few, warn, warn_once
 from hybridloader._support.torch_env import device_in_use
 from hybridloader.backends.process import fork_safety
 from hybridloader.backends.process.crew import ProcessCrew
@@ -23,7 +23,6 @@ from hybridloader.backends.process.starters import ForkStarter, Starter, occupy_
 from hybridloader.backends.process.transports import PipeTransport, SocketTransport
 from hybridloader.engine.contract import Backend, Crew
 from hybridloader.errors import BackendUnavailable, ForkUnsafe
-from hybridloader.memory import segments
 from hybridloader.memory.limits import DEFAULT_MEMORY, Memory
 
 _OURS = "hybridloader"
@@ -280,10 +279,9 @@ def check_threads(name: str) -> None:
     if not others or _warned.is_set():
         return
     _warned.set()
-    more = f" and {len(others) - 4} more" if len(others) > 4 else ""
     warn(
-        f"backend {name!r} forks this process while other threads run in it ({', '.join(others[:4])}"
-        f"{more}). A lock that one of them holds at that moment stays locked in the worker forever. If "
+        f"backend {name!r} forks this process while other threads run in it ({first_few(others)}). A "
+        "lock that one of them holds at that moment stays locked in the worker forever. If "
         "workers hang, use backend='spawn' or SharedMemory(start_method='loky'), or make the iterator "
         "before these threads start (and keep its workers: persistent_workers=True)",
         "fork-with-threads",
@@ -292,7 +290,7 @@ def check_threads(name: str) -> None:
 
 def nameless_slots() -> bool:
     """Return True if memory without a name can be sent to another process on this platform."""
-    return system.UNIX_SOCKETS and segments.nameless_available()
+    return system.UNIX_SOCKETS and (system.MEMFD or system.module("_posixshmem") is not None)
 
 
 def _starter(method: str, *, preload: bool, runs_script: bool) -> Starter:
@@ -310,6 +308,6 @@ def _starter(method: str, *, preload: bool, runs_script: bool) -> Starter:
     zygote = preload and method in ("loky", "forkserver") and sockets and fork_safety.available()
     if not zygote:
         return Starter(method, transport)
-    from hybridloader.backends.process.zygote_starter import ZygoteStarter
+    from hybridloader.backends.process.zygote import ZygoteStarter
 
     return ZygoteStarter(transport, runs_script=runs_script and method == "forkserver")

@@ -30,8 +30,6 @@ from hybridloader.backends.process.postmortem import PostmortemWriter
 from hybridloader.engine.messages import (
     Done,
     Event,
-    Exhausted,
-    Exited,
     Failed,
     Message,
     Task,
@@ -40,9 +38,7 @@ from hybridloader.engine.messages import (
 )
 from hybridloader.engine.serving import Pickled, received
 from hybridloader.engine.worker import Worker, run, set_process_info
-from hybridloader.errors import ResultPicklingError
 from hybridloader.fetching.collate import teach_torch
-from hybridloader.memory.packing import pack_in_band
 from hybridloader.memory.shared_slots import SlotReader, SlotWriter, both_ways, task_names
 from hybridloader.memory.slots import set_slots
 from hybridloader.seeding.worker_seeds import ProcessSeeds
@@ -194,7 +190,7 @@ class _WorkerConnection:
         self._asked: deque[int] = deque()
         self._arrived: SimpleQueue[Frame | BaseException | None] | None = None
         self._one_way = True
-        self._complained = False
+        self._complained = False  # the parent knows that tasks are copied, as too many are kept
         self._outgoing: SimpleQueue[Any] = SimpleQueue()
         self._unwritten = 0
         self._counting = threading.Lock()
@@ -240,47 +236,20 @@ class _WorkerConnection:
 
     def report(self, event: Event) -> None:
         """Write an event, now or from the writer's thread."""
-        fds: Sequence[int] = ()
-        extras = None
-        if isinstance(event, Done) and event.extras is not None:
-            try:
-                extras = pack_in_band(event.extras, "metadata of a result")
-            except ResultPicklingError as error:
-                event = Failed(event.worker, event.seq, Failure(error), event.position)
-        returned = self._tasks.returned()
-        if isinstance(event, Done):
-            assert isinstance(event.payload, Pickled)
-            parts, fds = frames.encode_done(
-                event.seq,
-                event.payload.packed,
-                self.results,
-                count=event.payload.count,
-                seconds=event.seconds,
-                returned=returned,
-                refusal=None if self._tasks.overflow is None else self._complaint(),
-                position=event.position,
-                extras=extras,
-            )
-        else:
-            assert not isinstance(event, Exited)
-            parts = frames.encode_event(event, returned)
+        returned, refusal = self._tasks.returned(), None
+        if self._tasks.overflow is not None and not self._complained and isinstance(event, Done):
+            self._complained = True
+            refusal = f"in worker {self._worker}, {self._tasks.overflow}"
+        parts, fds = frames.encode_event(event, returned, self.results, refusal)
         self._write(parts, fds)
         if self.postmortem is not None:
-            if self._arrived is None:
-                self.postmortem.end()
+            asked = self._asked
+            if asked and asked[0] == getattr(event, "seq", None):
+                asked.popleft()
+            if asked:
+                self.postmortem.begin(asked[0])
             else:
-                self._answered(event)
-
-    def _answered(self, event: Event) -> None:
-        """Record that the worker is at the task after that of `event`, if it has one."""
-        assert self.postmortem is not None
-        asked = self._asked
-        if asked and isinstance(event, Done | Failed | Exhausted) and asked[0] == event.seq:
-            asked.popleft()
-        if asked:
-            self.postmortem.begin(asked[0])
-        else:
-            self.postmortem.end()
+                self.postmortem.end()
 
     def _release(self, returned: Sequence[int]) -> None:
         """Use slots of results again, which the parent is done with."""
@@ -288,14 +257,6 @@ class _WorkerConnection:
         if self._one_way and self._tasks.highest >= 0:
             self._one_way = False  # from now on both directions share the limit
             self.results.lower(both_ways(self._share)[0])
-
-    def _complaint(self) -> str | None:
-        """Return, once, the reason why tasks are copied, of which the parent warns: too many are
-        kept."""
-        if self._complained:
-            return None
-        self._complained = True
-        return f"in worker {self._worker}, {self._tasks.overflow}"
 
     def finish(self) -> None:
         """Wait until everything is written."""
@@ -405,16 +366,17 @@ class ParentWatch:
             context.cancelled, self.context = self.context.cancelled, context
 
     def _watch(self, connection: int | None, parent: int) -> None:
-        if connection is None or not system.PIDFD:
-            self._watch_without_pidfd(parent)
-            return
-        try:
-            pidfd = os.pidfd_open(parent)
-        except ProcessLookupError:
-            os._exit(1)  # the parent has ended already
-        except OSError:  # a kernel before 5.3, or a sandbox that forbids it
-            self._watch_without_pidfd(parent)
-            return
+        pidfd = None
+        if connection is not None and system.PIDFD:
+            try:
+                pidfd = os.pidfd_open(parent)
+            except ProcessLookupError:
+                os._exit(1)  # the parent has ended already
+            except OSError:  # a kernel before 5.3, or a sandbox that forbids it
+                pass
+        if pidfd is None or connection is None:
+            system.await_end(parent)
+            self._end()
         poll = select.poll()
         poll.register(pidfd, select.POLLIN)
         poll.register(connection, 0)  # POLLHUP is always reported
@@ -425,10 +387,6 @@ class ParentWatch:
                 with self._changing:
                     self.context.cancelled = True
                 poll.unregister(connection)
-
-    def _watch_without_pidfd(self, parent: int) -> None:
-        system.await_end(parent)
-        self._end()
 
     def _end(self) -> NoReturn:
         """Let the worker close its sources, and end the process in any case."""

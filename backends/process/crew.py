@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from hybridloader._support import system
 from hybridloader.backends.process import frames
 from hybridloader.backends.process.frames import (
+    OTHER,
     TASK,
     Frame,
     encode_fields,
-    encode_message,
     into_slots,
     open_packed,
 )
@@ -67,7 +67,7 @@ from hybridloader.memory.shared_slots import (
 from hybridloader.memory.slots import OWN, number_of, place_of
 
 if TYPE_CHECKING:
-    from hybridloader.memory.page_locks import PageLocks
+    from hybridloader.memory.accelerator import PageLocks
 
 
 # -- Slots between the parent and one worker, both ways, and results of other workers forwarded to it.
@@ -91,9 +91,9 @@ if TYPE_CHECKING:
 # 7. When A retires a segment, or is closed, every worker of B that knows it gets an order to forget
 #    it, with the next result that is forwarded to it. Memory that it still looks at stays mapped.
 #
-# Where a segment has no descriptor any more, or the slots have names, the parent copies the buffers
-# into its own slots for B's worker, or the stream; the header still goes as it is. Only where B's
-# workers would read the header otherwise than the parent does (``__main__``, functions made on the
+# Where a buffer has no slot, a segment no descriptor, or the slots have names, the parent copies all
+# buffers into its own slots for B's worker, or the stream; the header still goes as it is. Only where
+# workers of B would read the header otherwise than the parent does (``__main__``, functions made on the
 # spot, unless both crews are forks) is it loaded here and packed again.
 
 
@@ -126,17 +126,13 @@ class SlotChannel:
         self.claims: dict[int, list[SlotReference]] = {}
         self._forgotten: deque[int] = deque()  # aliases to be reported to it; any thread appends
 
-    @property
-    def taken(self) -> tuple[int, int]:
-        """Bytes that the slots for results take, and `share`."""
-        return self.results.size, self._share
-
     def encode(self, message: Message) -> Encoded:
         """Encode a message, with the slots that the worker may fill again."""
         returned = self.results.returned()
         try:
             if type(message) is not Task:
-                return encode_message(message, returned, other_main=not self._forks), ()
+                packed, buffers = pack(message, "a message", other_main=not self._forks)
+                return [encode_fields(OTHER, 0, packed, returned), *buffers], ()
             seq, index, item = message
             kind = type(index[0]) if type(index) is list and index else type(index)
             if kind is int or kind is str:  # a sampler's usual index
@@ -208,102 +204,80 @@ class SlotChannel:
 
     # -- the parts -----------------------------------------------------------------------------------
 
-    def _writer(self) -> shared_slots.SlotWriter:
-        if self.tasks is None:
-            limit, self.results.limit = shared_slots.both_ways(self._share)
-            names = None if self._names is None else shared_slots.task_names(self._names)
-            self.tasks = shared_slots.SlotWriter(limit, names)
-        return self.tasks
-
     def _enclose(self, task: Task, returned: list[int], index: Any) -> Encoded:
-        packed, buffers = pack(index, "a task", other_main=not self._forks)
-        slots = self._writer() if buffers or len(packed) >= OWN else None
-        slot_map, header, streamed, fds = into_slots(packed, buffers, slots)
-        if slot_map is not None:
-            self.refusal = self.refusal or slot_map.refusal
+        packed = pack(index, "a task", other_main=not self._forks)
+        return self._copy(task, returned, *packed, SlotMap((), (), (), None), ())
+
+    def _copy(
+        self,
+        task: Task,
+        returned: list[int],
+        header: Any,
+        buffers: list[memoryview],
+        news: SlotMap,  # announces and retires segments of other workers, too
+        fds: Sequence[int],  # those of `news`
+    ) -> Encoded:
+        """Encode a task with copies of its buffers, in slots as far as there are any."""
+        own, new_fds = news, list[int]()
+        if buffers or len(header) >= OWN:
+            if self.tasks is None:
+                limit, self.results.limit = shared_slots.both_ways(self._share)
+                names = None if self._names is None else shared_slots.task_names(self._names)
+                self.tasks = shared_slots.SlotWriter(limit, names)
+            own, header, buffers, new_fds = into_slots(header, buffers, self.tasks)
+            self.refusal = self.refusal or own.refusal
+            own = own._replace(new=own.new + news.new, retired=own.retired + news.retired)
+        slot_map = own if any(own[:3]) else None
         head = encode_fields(TASK, task.seq, header, returned, slot_map, items=task.item)
-        return [head, *streamed], fds
+        return [head, *buffers], [*new_fds, *fds]
 
     def _forward(self, task: Task, returned: list[int], result: ProcessResult) -> Encoded:
+        """Encode a result by naming its slots, or as a copy if the worker can't map them all."""
         references = self.keep(task.seq, result)
         try:
-            same = self._forks and result.forks
-            if not same and not reads_the_same_everywhere(result.pickled()):
-                return self._enclose(task, returned, result.peek())
-            return self._name(task, returned, result, references)
+            if not (self._forks and result.forks):
+                pickled = result.header or result.buffers_in_place()[-1]
+                if not reads_the_same_everywhere(pickled):
+                    return self._enclose(task, returned, result.peek())
+            forgotten = []
+            while self._forgotten:
+                forgotten.append(self._forgotten.popleft())
+                self.known.pop(forgotten[-1], None)
+            slots = result.slots or self.results  # a placeholder: there is no reference then
+            segments = {slot: slots.segments[place_of(slot)[0]] for slot in references}
+            new, fds = self._introduce(segments.values())
+            names = {  # of the slots, for the worker
+                slot: number_of(segment.alias, place_of(slot)[1])
+                for slot, segment in segments.items()
+                if segment.alias in self.known
+            }
+            news = SlotMap((), tuple(new), tuple(forgotten), None)
+            spans = result.spans()
+            if None in spans or len(names) < len(references):
+                buffers = result.buffers_in_place()  # may raise
+                header = result.header or buffers.pop()
+                return self._copy(task, returned, header, buffers, news, fds)
+            for slot, name in names.items():
+                references[slot].retain()
+                self.claims.setdefault(name, []).append(references[slot])
+            named = tuple(span._replace(slot=names[span.slot]) for span in spans if span)
+            slot_map = news._replace(spans=named)
+            head = encode_fields(TASK, task.seq, result.header, returned, slot_map, items=task.item)
+            return [head], fds
         except BaseException:
             self.answered(task.seq)
             raise
 
-    def _name(
-        self,
-        task: Task,
-        returned: list[int],
-        result: ProcessResult,
-        references: dict[int, SlotReference],
-    ) -> Encoded:
-        """Encode a result by naming the slots of another worker, as far as this one can map them."""
-        # `self.results` is a placeholder: no slot is named then.
-        slots = result.slots or self.results
-        segments = {segment: slots.segments[segment] for segment, _ in map(place_of, references)}
-        for segment in segments.values():
-            segment.mapped()  # may raise
-        forgotten = []
-        while self._forgotten:
-            forgotten.append(self._forgotten.popleft())
-            self.known.pop(forgotten[-1], None)
-        aliases, new, fds = self._introduce(segments)
-        named: dict[int, int] = {}  # slots, by this worker's numbers
-        for slot in references:
-            number, place = place_of(slot)
-            if number in aliases:
-                named[slot] = number_of(aliases[number], place)
-        spans: list[BufferPlace | None] = []
-        rest: list[memoryview] = []  # to be copied: one for each None in `spans`
-        stream = iter(result.buffers)
-        for span in result.spans():
-            if span is None:
-                rest.append(next(stream))
-            elif span.slot in named:
-                span = span._replace(slot=named[span.slot])
-            else:
-                rest.append(slots.view(span))
-                span = None
-            spans.append(span)
-        for slot, name in named.items():
-            references[slot].retain()
-            self.claims.setdefault(name, []).append(references[slot])
-        header: Any = result.header
-        own: SlotMap | None = None
-        own_fds: Sequence[int] = ()
-        if rest or len(header) >= OWN:
-            own, header, rest, own_fds = into_slots(header, rest, self._writer())
-        if own is not None:
-            self.refusal = self.refusal or own.refusal
-            copied = iter(own.spans)
-            spans = [next(copied) if span is None else span for span in spans] + list(copied)
-            new, forgotten = [*own.new, *new], [*own.retired, *forgotten]
-        slot_map = None
-        if spans or forgotten:
-            slot_map = SlotMap(tuple(spans), tuple(new), tuple(forgotten), None)
-        head = encode_fields(TASK, task.seq, header, returned, slot_map, items=task.item)
-        return [head, *rest], [*own_fds, *fds]
-
-    def _introduce(
-        self, segments: dict[int, MappedSegment]
-    ) -> tuple[dict[int, int], list[Notice], list[int]]:
-        """Give the aliases of segments that the worker can map, and notices of those new to it."""
-        aliases: dict[int, int] = {}
+    def _introduce(self, segments: Iterable[MappedSegment]) -> tuple[list[Notice], list[int]]:
+        """Let the worker know of these segments, where that is possible; give notices of new ones."""
         new: list[Notice] = []
         fds: list[int] = []
-        for number, segment in segments.items():
-            alias = segment.alias
-            if alias in self.known:
-                aliases[number] = alias
+        for segment in segments:
+            alias, kept = segment.alias, segment.kept
+            if alias in self.known or kept is None or self._names is not None:
                 continue
-            kept = segment.kept
-            if kept is None or self._names is not None or len(new) == shared_slots.MOST_NEW:
-                continue
+            if len(new) == shared_slots.MOST_NEW:
+                break
             # Listener first, then descriptor. The thread that closes the segment uses the reverse
             # order, so that each worker with this memory is ordered to forget it.
             segment.listeners.add(self.forget)
@@ -312,10 +286,9 @@ class SlotChannel:
                 segment.listeners.discard(self.forget)
                 continue
             self.known[alias] = segment
-            aliases[number] = alias
             new.append(Notice(alias, segment.capacity, Ticket(segment.mapped().size, None)))
             fds.append(fd)
-        return aliases, new, fds
+        return new, fds
 
 
 # -- results, not yet opened: each is opened, discarded, or forwarded to a worker
@@ -432,9 +405,6 @@ class ProcessResult(Payload):
             return list(self.buffers)
         stream, view = iter(self.buffers), self.slots.view
         return [next(stream) if span is None else view(span) for span in self.spans()]
-
-    def pickled(self) -> memoryview:  # the header, in any memory
-        return self.header or self.buffers_in_place()[-1]
 
     def peek(self) -> Any:
         """Load the value, over memory that is valid for as long as somebody has its `references`."""
@@ -725,7 +695,7 @@ class ProcessCrew(Crew):
             cause = f"sent an unreadable message ({damage}), and was killed"
         killed = next((name for name in ("SIGKILL", "SIGBUS") if name in cause), None)
         memory = "" if killed is None else self._oom.describe(killed)
-        slots = None if killed is None else channel.taken
+        slots = None if killed is None else (channel.results.size, channel.slots[0])
         if record is None:
             return Exited(worker, cause, memory=memory, slots=slots)
         task, with_it = record.task, handle.ended_with

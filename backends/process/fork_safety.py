@@ -16,11 +16,11 @@ import threading
 import time
 from collections.abc import Collection
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 from hybridloader._support import system
+from hybridloader._support.text import first_few
 from hybridloader._support.torch_env import device_in_use
 
 _PROCESS = Path(system.PROC, "self")
@@ -40,11 +40,8 @@ _MEMORY_DEVICES = 1
 
 def available() -> bool:
     """True if this platform forks, lists the threads and files of a process, and has pidfds."""
-    return system.FORK and system.PIDFD and tells_threads() and _pidfds_work()
-
-
-@cache
-def _pidfds_work() -> bool:
+    if not (system.FORK and system.PIDFD and tells_threads()):
+        return False
     try:
         os.close(os.pidfd_open(os.getpid()))  # missing in old kernels and in some sandboxes
     except OSError:
@@ -75,13 +72,15 @@ def refusal(before: Collection[int]) -> str:  # as for `open_files`
     while (names := other_threads()) and time.monotonic() < deadline:
         time.sleep(_SETTLING / 100)
     if names:
-        return f"has started threads ({_listed(names)}), which would be missing after a fork"
+        return f"has started threads ({first_few(names)}), which would be missing after a fork"
     files = open_files(before)
     if files:
         _forget_archives()
         files = open_files(before)
     if files:
-        return f"has opened {_listed(files)}, and after a fork all workers would share its position"
+        return (
+            f"has opened {first_few(files)}, and after a fork all workers would share its position"
+        )
     return ""
 
 
@@ -94,11 +93,6 @@ def _forget_archives() -> None:
         with suppress(KeyError, AttributeError):
             sys.modules[name].FastPath.__new__.cache_clear()
     gc.collect()  # each archive is part of a reference cycle
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-    return ", ".join(names[:4]) + more
 
 
 def other_threads() -> list[str]:
@@ -129,15 +123,14 @@ def open_files(before: Collection[int]) -> list[str]:
                 continue
             if stat.S_ISREG(about.st_mode) and (
                 name.startswith("/memfd:")
-                or (f" {name}\n" in mapped and "lock:" not in _information(fd))
+                or (
+                    f" {name}\n" in mapped
+                    and "lock:" not in (_PROCESS / "fdinfo" / str(fd)).read_text()
+                )
             ):
                 continue
             found.append(name)
     return found
-
-
-def _information(fd: int) -> str:
-    return (_PROCESS / "fdinfo" / str(fd)).read_text()
 
 
 class Hazard(NamedTuple):

@@ -18,9 +18,19 @@ from typing import Any, NamedTuple
 
 from hybridloader._support.user_objects import Failure, repr_of
 from hybridloader.engine.dataset_state import ShardStart
-from hybridloader.engine.messages import Begin, Exhausted, Failed, Message, Ready, Stop, Task
+from hybridloader.engine.messages import (
+    Begin,
+    Done,
+    Event,
+    Exhausted,
+    Failed,
+    Message,
+    Ready,
+    Stop,
+    Task,
+)
 from hybridloader.errors import DamagedMessage, ResultPicklingError
-from hybridloader.memory.packing import Packed, pack, unpack
+from hybridloader.memory.packing import pack_in_band, unpack
 from hybridloader.memory.segments import ALIGN, aligned_view
 from hybridloader.memory.shared_slots import SlotMap, SlotReader, SlotWriter
 from hybridloader.memory.slots import OWN
@@ -305,17 +315,6 @@ def _loaded(pickled: Any, kind: type | tuple[type, ...], what: str) -> Any:
 # -- messages --------------------------------------------------------------------------------------
 
 
-def encode_message(
-    message: Message, returned: Sequence[int] = (), *, other_main: bool = False
-) -> list[Any]:
-    """Encode `message`, without slots for large buffers."""
-    if type(message) is Task:
-        header, buffers = pack(message.index, "a task", other_main=other_main)
-        return [encode_fields(TASK, message.seq, header, returned, items=message.item), *buffers]
-    header, buffers = pack(message, "a message", other_main=other_main)
-    return [encode_fields(OTHER, 0, header, returned), *buffers]
-
-
 def decode_message(
     parts: Sequence[memoryview], slots: SlotReader | None = None, fds: list[int] | None = None
 ) -> tuple[Message, Sequence[int]]:
@@ -372,18 +371,38 @@ def open_packed(
 # -- events ----------------------------------------------------------------------------------------
 
 
-def encode_event(event: Ready | Failed | Exhausted, returned: Sequence[int] = ()) -> list[Any]:
-    if isinstance(event, Failed):
+def encode_event(
+    event: Event,
+    returned: Sequence[int],
+    slots: SlotWriter,  # for the large buffers of a result
+    refusal: str | None = None,  # text of a warning that the parent shows, with a result
+) -> tuple[list[Any], Sequence[int]]:
+    """Encode an event. Gives parts and descriptors."""
+    if isinstance(event, Done):
         try:
-            failure = pickle.dumps(event.failure)
-        except Exception as error:  # `Failure` prevents this; a vague error is better than a hang
-            lost = Failure(ResultPicklingError(f"an exception could not be sent: {repr_of(error)}"))
-            failure = pickle.dumps(lost)
-        return [encode_fields(FAILED, event.seq, failure, returned, position=event.position)]
-    state = b"" if event.shard_start is None else pickle.dumps(event.shard_start, 5)
+            extras = event.extras
+            packed = None if extras is None else pack_in_band(extras, "metadata of a result")
+        except ResultPicklingError as error:
+            event = Failed(event.worker, event.seq, Failure(error), event.position)
+        else:
+            payload: Any = event.payload  # a `Pickled`
+            (header, buffers), slot_map, fds = payload.packed, None, list[int]()
+            if buffers or len(header) >= OWN:
+                slot_map, header, buffers, fds = into_slots(header, buffers, slots)
+            if refusal is not None:
+                slot_map = slot_map or SlotMap((None,) * len(buffers), (), (), None)
+                slot_map = slot_map._replace(refusal=refusal)
+            items = -1 if payload.count is None else payload.count
+            rest = slot_map, packed, items, event.seconds, event.position
+            return [encode_fields(DONE, event.seq, header, returned, *rest), *buffers], fds
+    if isinstance(event, Failed):
+        body = pickle.dumps(event.failure)
+        return [encode_fields(FAILED, event.seq, body, returned, position=event.position)], ()
+    assert isinstance(event, Ready | Exhausted)
+    body = b"" if event.shard_start is None else pickle.dumps(event.shard_start, 5)
     if isinstance(event, Ready):
-        return [encode_fields(READY, 0, state, returned)]
-    return [encode_fields(EXHAUSTED, event.seq, state, returned, position=event.position)]
+        return [encode_fields(READY, 0, body, returned)], ()
+    return [encode_fields(EXHAUSTED, event.seq, body, returned, position=event.position)], ()
 
 
 def decode_shard_start(body: memoryview) -> Any:
@@ -398,43 +417,14 @@ def decode_extras(extras: bytes | memoryview) -> dict[str, Any]:
     return _loaded(extras, dict, "the metadata of a result")  # type: ignore[no-any-return]
 
 
-def encode_done(
-    seq: int,
-    packed: Packed,
-    slots: SlotWriter | None,
-    *,
-    count: int | None = None,  # number of items, if the result is a list
-    seconds: float = 0.0,
-    returned: Sequence[int] = (),
-    refusal: str | None = None,  # text of a warning that the parent shows
-    position: int = 0,
-    extras: bytes | None = None,
-) -> tuple[list[Any], Sequence[int]]:
-    """Encode a result, large buffers into slots as far as there are any. Gives parts and descriptors."""
-    header, buffers = packed
-    slot_map: SlotMap | None = None
-    fds: Sequence[int] = ()
-    if slots is not None and (buffers or len(header) >= OWN):
-        slot_map, header, buffers, fds = into_slots(header, buffers, slots)
-    if refusal is not None:
-        slot_map = (slot_map or SlotMap((None,) * len(buffers), (), (), None))._replace(
-            refusal=refusal
-        )
-    items = -1 if count is None else count
-    head = encode_fields(DONE, seq, header, returned, slot_map, extras, items, seconds, position)
-    return [head, *buffers], fds
-
-
 def into_slots(
-    header: Any, buffers: list[memoryview], slots: SlotWriter | None
-) -> tuple[SlotMap | None, Any, list[memoryview], Sequence[int]]:
+    header: Any, buffers: list[memoryview], slots: SlotWriter
+) -> tuple[SlotMap, Any, list[memoryview], list[int]]:
     """Copy large buffers into slots.
 
-    Gives the slot map, if there is one, the header, the buffers that go through the stream, and
-    descriptors. A header of `OWN` bytes goes into a slot too, as the last buffer, and is empty here.
+    Gives the slot map, the header, the buffers that go through the stream, and descriptors. A header of
+    `OWN` bytes goes into a slot too, as the last buffer, and is empty here.
     """
-    if slots is None or not (buffers or len(header) >= OWN):
-        return None, header, buffers, ()
     if len(header) >= OWN:
         buffers, header = [*buffers, memoryview(header)], b""
     slot_map, fds = slots.write(buffers)

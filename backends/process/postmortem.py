@@ -91,24 +91,35 @@ class PostmortemRecord:
         self,
         fd: int,  # descriptor of the file, at its end; owned by the record from now on
         path: str | None = None,  # by which the worker opens it; None: it gets a duplicate of `fd`
-        *,  # parameters for tests
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-        kill: Callable[[int, int], None] = os.kill,
-        status: Callable[[int], Mapping[str, str] | None] = _status_of,
     ) -> None:
         # A duplicate comes to the worker with its first frame, unless there is a path; -1 once closed.
         self.fd, self.path = fd, path
         self.why_none = ""  # reason why the last `stack` returned no text, as a clause
-        self._clock, self._sleep, self._kill, self._status = clock, sleep, kill, status
+        self._clock, self._sleep = time.monotonic, time.sleep  # tests replace these four
+        self._kill, self._status = os.kill, _status_of
         ours.add(fd)
 
     @classmethod
     def make(cls) -> PostmortemRecord | None:
+        """Make the file, its numbers written, with a descriptor that programs do not inherit."""
+        path, fd = None, -1
         try:
-            return cls(*_record_file())
+            if system.TEMPORARY:
+                path = os.path.join(
+                    tempfile.gettempdir(), f"hl-{os.getpid()}-{secrets.token_hex(8)}"
+                )
+                fd = open_record(path, os.O_CREAT | os.O_EXCL)
+            else:
+                fd = nameless_file()
+            # This write allocates the page, so that the worker's stores can't fail for lack of memory.
+            # It also leaves the offset after the numbers. Parent, worker and their forks share one
+            # offset, so each appends after the others' text. No process seeks; reads are by `pread`.
+            os.write(fd, _NUMBERS.pack(0, 0, -1, -1).ljust(_TEXT, b"\0"))
         except OSError:  # no memory, descriptor or room; data is loaded without a record
+            if fd >= 0:
+                os.close(fd)
             return None
+        return cls(fd, path)
 
     @property
     def task(self) -> int | None:  # `Task.seq`; None: no task, or unknown
@@ -253,25 +264,6 @@ class PostmortemRecord:
 
 def _state(status: Mapping[str, str] | None) -> str:
     return "" if status is None else status.get("State", "")[:1]
-
-
-def _record_file() -> tuple[int, str | None]:
-    """Make the file, its numbers written, with a descriptor that programs do not inherit."""
-    path = None
-    if system.TEMPORARY:
-        path = os.path.join(tempfile.gettempdir(), f"hl-{os.getpid()}-{secrets.token_hex(8)}")
-        fd = open_record(path, os.O_CREAT | os.O_EXCL)
-    else:
-        fd = nameless_file()
-    try:
-        # This write allocates the page, so that the worker's stores can't fail for lack of memory. It
-        # also leaves the offset after the numbers. Parent, worker and their forks share one offset, so
-        # each appends after the others' text. No process seeks; reads are by `pread`.
-        os.write(fd, _NUMBERS.pack(0, 0, -1, -1).ljust(_TEXT, b"\0"))
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd, path
 
 
 def _event(pid: int) -> str:

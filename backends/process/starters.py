@@ -32,7 +32,7 @@ from hybridloader.backends.process.transports import PipeTransport, SocketTransp
 from hybridloader.engine.contract import GRACE, WorkerHandle, before_each
 from hybridloader.engine.dataset_state import Change
 from hybridloader.engine.messages import WorkerSpec
-from hybridloader.memory.shared_slots import ours
+from hybridloader.memory.shared_slots import OwnDescriptor, ours
 from hybridloader.memory.shipping import Shipment, ship
 from hybridloader.memory.slots import forks
 
@@ -227,7 +227,7 @@ and runs on. So no thread blocks in `waitpid`.
 EXCEPTION = 0xC0000000
 """Exit codes from here on are those of Windows's exceptions (NTSTATUS values of the severity error)."""
 
-reaping = threading.RLock()
+reaping = system.renewed_in_forks(threading.RLock())
 """Lock for starting a process and for reading its exit code.
 
 multiprocessing checks all its children whenever it starts one. For a moment, another thread does not
@@ -243,22 +243,20 @@ class ProcessHandle(WorkerHandle):
     """Handle of a worker process, which also knows how it ended."""
 
     name = "process"
+    # All the mutable state:
+    pidfd: OwnDescriptor | None = None  # readable once the process has ended; until `release`
+    _ended = _terminated = False
+    _code: int | None = None  # once it has ended; None: unknown
 
     def __init__(self, process: Any) -> None:  # of multiprocessing or loky, and started
         self._process = process
-        # All the mutable state:
-        self.pidfd: int | None = None  # readable once the process has ended; open until `release`
-        self._ended = self._terminated = False
-        self._code: int | None = None  # once it has ended; None: unknown
         try:
-            self.pidfd = os.pidfd_open(process.pid)
+            self.pidfd = OwnDescriptor(os.pidfd_open(process.pid))
         except ProcessLookupError:  # SIGCHLD is ignored, and the process has ended
             self._has_ended()
         # Not Linux, an old kernel, a sandbox, or no free descriptor.
         except (AttributeError, OSError):
             pass
-        else:
-            self._releasing = held_by(self, self.pidfd)
         popen = getattr(process, "_popen", None)
         if popen is not None and system.KILL is not None:
             # multiprocessing calls it at exit, and then waits without a limit.
@@ -304,7 +302,7 @@ class ProcessHandle(WorkerHandle):
             if self._ended:
                 return False
             if self.pidfd is not None:
-                ended = bool(multiprocessing.connection.wait([self.pidfd], 0))
+                ended = bool(multiprocessing.connection.wait([self.pidfd.fileno()], 0))
             else:  # multiprocessing takes a process that other code waited for as alive
                 ended = not (self._process.is_alive() and system.alive(self._process.pid))
             if ended:
@@ -317,7 +315,7 @@ class ProcessHandle(WorkerHandle):
             if not self.is_alive():
                 raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH))
             if self.pidfd is not None:
-                signal.pidfd_send_signal(self.pidfd, signum)
+                signal.pidfd_send_signal(self.pidfd.fileno(), signum)
             else:
                 os.kill(self._process.pid, signum)
 
@@ -336,14 +334,13 @@ class ProcessHandle(WorkerHandle):
 
     def join(self, timeout: float | None = None) -> None:
         deadline = None if timeout is None else time.monotonic() + timeout
-        pidfd = self._duplicate()
+        pidfd = self.pidfd
+        if self._ended:
+            return
         if pidfd is not None:
-            try:
-                multiprocessing.connection.wait([pidfd], timeout)
-            finally:
-                os.close(pidfd)
+            multiprocessing.connection.wait([pidfd.fileno()], timeout)
             self.is_alive()  # reaps the process
-        elif not self._ended and multiprocessing.connection.wait([self._process.sentinel], timeout):
+        elif multiprocessing.connection.wait([self._process.sentinel], timeout):
             pause = _LOOK / 100
             while self.is_alive():
                 if deadline is not None and time.monotonic() >= deadline:
@@ -363,9 +360,7 @@ class ProcessHandle(WorkerHandle):
                 dying.add(self)
                 return
             dying.discard(self)
-            if self.pidfd is not None:
-                self._releasing()
-                self.pidfd = None
+            self.pidfd = None
 
     def cause(self) -> str:
         """Describe how the worker ended, if it was not asked to end."""
@@ -391,15 +386,6 @@ class ProcessHandle(WorkerHandle):
             "code in it has waited for the worker"
         )
 
-    def _duplicate(self) -> int | None:
-        """Duplicate the pidfd, to wait by: another thread may release the original meanwhile."""
-        with reaping:
-            if self.pidfd is None or self._ended:
-                return None
-            with suppress(OSError):  # no descriptor left
-                return os.dup(self.pidfd)
-        return None
-
     def _has_ended(self) -> None:
         """Ask for the exit code, which also lets the kernel forget the process."""
         self._ended = True
@@ -416,19 +402,6 @@ class ProcessHandle(WorkerHandle):
         self.disown()
 
 
-def held_by(holder: Any, fd: int) -> weakref.finalize[[int], Any]:
-    """Close `fd` when `holder` is collected, or when the result is called."""
-    ours.add(fd)
-    finalizer = weakref.finalize(holder, _close, fd)
-    finalizer.atexit = False
-    return finalizer
-
-
-def _close(fd: int) -> None:
-    ours.discard(fd)
-    os.close(fd)
-
-
 def _kill(reference: weakref.ref[Any]) -> None:
     """End a process as multiprocessing does, but by SIGKILL: a worker ignores SIGTERM."""
     popen = reference()
@@ -438,9 +411,7 @@ def _kill(reference: weakref.ref[Any]) -> None:
 
 
 def _forked() -> None:
-    """Forget, in a fork, the parent's dying processes, and a lock that a lost thread may have."""
-    global reaping
-    reaping = threading.RLock()
+    """Forget, in a fork, the parent's dying processes."""
     dying.clear()
     _hiding.stack.close()
 

@@ -264,18 +264,15 @@ class SocketEndpoint:
     def get(self) -> Frame:
         """Wait for the next frame. Raises `EOFError` (the parent has hung up) or `DamagedMessage`."""
         while not self._frames:
-            self._read()
+            try:
+                self._frames.extend(read_some(self._sock, self._decoder))
+            except ConnectionError:  # the parent hung up with unread results
+                raise EOFError from None
         return self._frames.popleft()
 
     @property
     def ready(self) -> bool:  # True if `get` will not wait
         return bool(self._frames)
-
-    def _read(self) -> None:
-        try:
-            self._frames.extend(read_some(self._sock, self._decoder))
-        except ConnectionError:  # the parent hung up with unread results
-            raise EOFError from None
 
     def send(self, parts: Sequence[Buffer], fds: Sequence[int] = ()) -> None:
         """Write a frame. Raises `EOFError` when the parent has hung up, or this end has."""
@@ -410,7 +407,7 @@ class SocketTransport:
         # It was started in another way now.
         if self._worker_of.pop(connection.sentinel, None) is not None:
             self._poll.unregister(connection.sentinel)
-        fd = handle.sentinel if handle.pidfd is None else handle.pidfd
+        fd = handle.sentinel if handle.pidfd is None else handle.pidfd.fileno()
         connection.sentinel, connection.end_reported = fd, handle.end_reported
         self._worker_of[fd] = worker
         self._poll.register(fd, select.POLLIN)

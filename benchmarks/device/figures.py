@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
 import itertools
 import os
@@ -20,9 +21,9 @@ from benchmarks.device.record import Record
 from benchmarks.device.steps import Device, each, percentile, stepping
 from benchmarks.machine import about
 from hybridloader import DataLoader, Memory, SharedMemory, Threads
-from hybridloader.devices.accelerator import TorchAccelerator
+from hybridloader.devices.pinning import TorchAccelerator
 from hybridloader.memory import segments
-from hybridloader.memory.page_locks import locked_bytes
+from hybridloader.memory.accelerator import PageLocks
 
 MB = 1_000_000
 IMAGE = 3 * 224 * 224
@@ -179,7 +180,8 @@ def bandwidth(record: Record, *, small: bool) -> None:
                 found[name] = size / each(batches, gpu, seconds, CLOCK)
                 record(f"{mb} MB, {name}", found[name], "GB/s")
                 record(f"{mb} MB, {name}: first {warmup} batches", first[name], "s")
-                record(f"{mb} MB, {name}: page-locked slots", locked_bytes() / MB, "MB")
+                locked = [one.size for one in gc.get_objects() if isinstance(one, PageLocks)]
+                record(f"{mb} MB, {name}: page-locked slots", sum(locked) / MB, "MB")
                 del batches
         share = found["threads"] / found["bare"]
         record(f"{mb} MB, threads: share", share, "of bare", share >= 0.95, "0.95 is the goal")

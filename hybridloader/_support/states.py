@@ -135,10 +135,6 @@ class _Unpickler(pickle.Unpickler):
         return thing.clone()  # copy.deepcopy takes 10 us more
 
 
-def _refuse(reason: str) -> NoReturn:
-    raise StateError(reason)
-
-
 class Given:
     """State that is kept; `given` returns copies of `kept`, never `kept` itself."""
 
@@ -178,7 +174,8 @@ class Frozen(Given):
 class Missing(Given):
     """State that could not be taken: `given` raises the reason."""
 
-    opened = staticmethod(_refuse)
+    def given(self) -> NoReturn:
+        raise StateError(self.kept)
 
 
 def set_epoch(source: Any, epoch: int) -> None:
@@ -483,22 +480,13 @@ def has_buffer(dataset: Any) -> bool:
 
     Resuming from such a state loses these samples, and in a worker raises IndexError (datasets 5.2).
     """
-    return is_stream(dataset) and any(
-        type(part).__name__ == "BufferShuffledExamplesIterable"
-        for part in _parts(attribute(dataset, "_ex_iterable"))
-    )
-
-
-def _parts(examples: Any) -> list[Any]:
-    """Return the steps of a stream, from the last one back to its sources."""
-    found, todo = [], [examples]
-    while todo:
-        part = todo.pop()
-        if part is not None:
-            found.append(part)
-            todo.append(attribute(part, "ex_iterable"))
-            todo += attribute(part, "ex_iterables") or ()
-    return found
+    steps = [attribute(dataset, "_ex_iterable")] if is_stream(dataset) else []
+    for step in steps:  # from the last one back to the sources, which are added here
+        if type(step).__name__ == "BufferShuffledExamplesIterable":
+            return True
+        if step is not None:
+            steps += [attribute(step, "ex_iterable"), *(attribute(step, "ex_iterables") or ())]
+    return False
 
 
 def warn_of_few_shards(dataset: Any, workers: int, stage: str) -> None:

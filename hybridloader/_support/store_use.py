@@ -61,19 +61,12 @@ class StoreUse:
         return any(astuple(self)[1:])
 
 
-_adding = threading.RLock()  # reentrant: a handler of a signal may read a store
+# Reentrant: a handler of a signal may read a store.
+_adding = system.renewed_in_forks(threading.RLock())
 # All the mutable state. The counts change under that lock, and are read without it: a finalizer may read
 # or stop at any moment, also on a thread that adds.
 _uses: dict[str, StoreUse] = {}
 _observers: set[object] = set()  # an object for each
-
-
-def _fresh_lock() -> None:
-    global _adding
-    _adding = threading.RLock()  # a fork may have copied a held lock
-
-
-system.at_fork(after_in_child=_fresh_lock)
 
 
 def start_counting() -> Callable[[], None]:

@@ -67,6 +67,13 @@ def at_fork(**hooks: Callable[[], object]) -> None:
         os.register_at_fork(**hooks)
 
 
+def renewed_in_forks(lock: Any) -> Any:
+    """Return a lock of `threading`, which is free in each fork: a held copy may stay held forever."""
+    if FORK:
+        os.register_at_fork(after_in_child=lock._at_fork_reinit)
+    return lock
+
+
 def signals(*names: str) -> frozenset[int]:
     """Return those of the signals that this platform has."""
     return frozenset(getattr(signal, name) for name in names if hasattr(signal, name))

@@ -37,6 +37,12 @@ def beginning(text: str, longest: int = 80) -> str:
     return text if len(text) <= longest else text[: longest - 3] + "..."
 
 
+def first_few(names: Sequence[str]) -> str:
+    """Return the first names, and the number of the others."""
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return ", ".join(names[:4]) + more
+
+
 def table(
     rows: Sequence[Sequence[str]], left: Collection[int] = (0, 1), *, underlined: bool = True
 ) -> list[str]:
@@ -118,10 +124,8 @@ def warn(message: str, anchor: str) -> None:
     warnings.warn(linked(message, anchor), stacklevel=_stacklevel())
 
 
-@functools.lru_cache(maxsize=256)
-def warn_once(message: str, anchor: str) -> None:
-    """Warn at that line, once in a process for each message."""
-    warnings.warn(linked(message, anchor), stacklevel=_stacklevel())
+warn_once = functools.lru_cache(maxsize=256)(warn)
+"""Warn at that line, once in a process for each message."""
 
 
 def _stacklevel() -> int:

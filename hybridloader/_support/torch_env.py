@@ -14,8 +14,8 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from functools import lru_cache
-from importlib.abc import Loader, MetaPathFinder
+from functools import lru_cache, partial
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -50,32 +50,16 @@ class _Finder(MetaPathFinder):
             spec = importlib.util.find_spec(fullname)
         finally:
             del self._looking.now
-        if spec is not None and spec.loader is not None:
-            spec.loader = _ThenAct(spec.loader, self)
+        loader: Any = None if spec is None else spec.loader
+        if loader is not None:
+            loader.exec_module = partial(self._run, loader.exec_module)
         return spec
 
-    def imported(self) -> None:
+    def _run(self, exec_module: Callable[[ModuleType], None], module: ModuleType) -> None:
+        exec_module(module)
         if self in sys.meta_path:
             sys.meta_path.remove(self)
             self._act()
-
-
-class _ThenAct(Loader):
-    """Loader that runs the module's own loader, and then `act`."""
-
-    def __init__(self, loader: Loader, finder: _Finder) -> None:
-        self._loader, self._finder = loader, finder
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        spec = module.__spec__
-        module.__loader__ = self._loader  # user code sees the module's real loader
-        if spec is not None:
-            spec.loader = self._loader
-        self._loader.exec_module(module)
-        self._finder.imported()
 
 
 # -- the number of native threads in a worker: one, because the workers are the parallelism
@@ -127,28 +111,20 @@ def _openmp() -> Any:
     """Return the OpenMP runtime that torch uses, or None. Never loads one that is not loaded."""
     if system.NO_LOAD is None:
         return None
-    for path in _candidates():
-        try:
-            runtime = ctypes.CDLL(path, mode=system.NO_LOAD | os.RTLD_NOW)
-            runtime.omp_set_num_threads.argtypes = [ctypes.c_int]
-        except (OSError, AttributeError):
-            continue
-        return runtime
-    return None
-
-
-def _candidates() -> list[str]:
     name = re.compile(r"lib(gomp|iomp5|omp)[-.\w]*$")
-    found = []
-    torch = sys.modules.get("torch")
+    torch, found = sys.modules.get("torch"), []
     if torch is not None and torch.__file__:  # torch's runtime precedes others that are loaded
         folder = Path(torch.__file__).parent / "lib"
         found = [str(path) for path in sorted(folder.glob("lib*omp*")) if name.search(path.name)]
-    try:
+    with suppress(OSError):
         lines = Path(system.PROC, "self/maps").read_text().splitlines()
-    except OSError:
-        return found
-    return list(dict.fromkeys([*found, *(line.split()[-1] for line in lines if name.search(line))]))
+        found += [line.split()[-1] for line in lines if name.search(line)]
+    for path in dict.fromkeys(found):
+        with suppress(OSError, AttributeError):
+            runtime = ctypes.CDLL(path, mode=system.NO_LOAD | os.RTLD_NOW)
+            runtime.omp_set_num_threads.argtypes = [ctypes.c_int]
+            return runtime
+    return None
 
 
 # -- modes of a thread
@@ -235,15 +211,7 @@ def is_datapipe(dataset: Any) -> bool:
     return data is not None and isinstance(dataset, (data.IterDataPipe, data.MapDataPipe))
 
 
-_walking = threading.Lock()
-
-
-def _fresh_lock() -> None:
-    global _walking
-    _walking = threading.Lock()  # a copy from the parent may stay locked forever
-
-
-system.at_fork(after_in_child=_fresh_lock)
+_walking = system.renewed_in_forks(threading.Lock())
 
 
 def seed_datapipe(dataset: Any, shared_seed: int) -> Any:

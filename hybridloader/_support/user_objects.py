@@ -17,7 +17,7 @@ import types
 from collections.abc import Callable, Collection
 from dataclasses import is_dataclass
 from itertools import islice
-from typing import Any, Generic, NamedTuple, NoReturn, TypeGuard, TypeVar, overload
+from typing import Any, Generic, NamedTuple, NoReturn, TypeGuard, TypeVar
 
 from hybridloader._support.inheritance import reducing_pickler
 from hybridloader.errors import IteratorClosed, NotReady, StateError, WorkerDied, WorkerTimeout
@@ -37,12 +37,8 @@ class Fallback(Generic[T]):
     def __init__(self, read: Callable[[Any], T]) -> None:
         self._read, self.__doc__ = read, read.__doc__
 
-    @overload
-    def __get__(self, thing: None, kind: type) -> Fallback[T]: ...
-    @overload
-    def __get__(self, thing: object, kind: type | None = None) -> T: ...
-    def __get__(self, thing: Any, kind: type | None = None) -> Fallback[T] | T:
-        return self if thing is None else self._read(thing)
+    def __get__(self, thing: Any, kind: type | None = None) -> T:
+        return self if thing is None else self._read(thing)  # type: ignore[return-value]
 
 
 def attribute(thing: Any, name: str, default: Any = None) -> Any:
@@ -117,11 +113,11 @@ def repr_of(error: BaseException) -> str:
     return _safely(repr, error)
 
 
-def _safely(shown: Callable[[Any], str], error: BaseException) -> str:
+def _safely(shown: Callable[[Any], str], thing: Any) -> str:
     try:
-        return shown(error)
+        return shown(thing)
     except Exception as second:
-        return f"<{type(error).__name__}, whose text raised {type(second).__name__}>"
+        return f"<{type(thing).__name__}, whose text raised {type(second).__name__}>"
 
 
 def described(error: BaseException) -> str:
@@ -359,30 +355,27 @@ class _Freezer:
         try:
             pickle.loads(self._dumps(value))
         except Exception:  # as above
-            try:
-                return repr(value)
-            except Exception:  # a RecursionError, for instance
-                return f"<{type(value).__qualname__} that can't be shown>"
+            return _safely(repr, value)
         return value
 
-    def _dumps(self, thing: Any) -> bytes:
+    def _dumps(self, thing: Any, base: Any = pickle.Pickler) -> bytes:
         """Pickle `thing`, classes by reference if possible: an ``except`` must match them."""
-        try:
-            return self._dump(thing, pickle.Pickler)
-        except Exception:  # as above
-            import cloudpickle
 
-            return self._dump(thing, cloudpickle.Pickler)
-
-    def _dump(self, thing: Any, base: Any) -> bytes:
         def reduce(obj: Any) -> Any:
             if not issubclass(type(obj), BaseException) or any(obj is e for e in self._freezing):
                 return None
             return _thaw, (self.freeze(obj), id(type(obj)))
 
         out = io.BytesIO()
-        reducing_pickler(base)(out, reduce).dump(thing)
-        return out.getvalue()
+        try:
+            reducing_pickler(base)(out, reduce).dump(thing)
+            return out.getvalue()
+        except Exception:  # as above
+            import cloudpickle
+
+            if base is cloudpickle.Pickler:
+                raise
+            return self._dumps(thing, cloudpickle.Pickler)
 
 
 def _alike(found: BaseException, sent: BaseException) -> bool:
@@ -461,25 +454,20 @@ def size_of(value: Any, most: int | None = None) -> int:
     be looked into: it is no item's fault that it is to be weighed.
     """
     try:
-        return _size_of(value, most)
+        found = attribute(value, "nbytes")
+        if isinstance(found, int):
+            return found
+        parts: Collection[Any]
+        if isinstance(value, dict):
+            parts = value.values()
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            parts = value
+        elif is_dataclass(value) and not isinstance(value, type):
+            parts = own_attributes(value).values()
+        else:
+            return sys.getsizeof(value)
+        count, looked = len(parts), len(parts) if most is None else min(most, len(parts))
+        size = sum(size_of(part, most) for part in islice(parts, looked))
+        return (size * count // looked if looked else 0) + sys.getsizeof(value)
     except Exception:  # an `nbytes` that raises, a list that holds itself
         return object.__sizeof__(value)
-
-
-def _size_of(value: Any, most: int | None) -> int:
-    found = attribute(value, "nbytes")
-    if isinstance(found, int):
-        return found
-    if isinstance(value, dict):
-        return _elements(value.values(), most) + sys.getsizeof(value)
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return _elements(value, most) + sys.getsizeof(value)
-    if is_dataclass(value) and not isinstance(value, type):
-        return _elements(own_attributes(value).values(), most) + sys.getsizeof(value)
-    return sys.getsizeof(value)
-
-
-def _elements(values: Collection[Any], most: int | None) -> int:
-    if most is None or len(values) <= most:
-        return sum(size_of(value, most) for value in values)
-    return sum(size_of(value, most) for value in islice(values, most)) * len(values) // most

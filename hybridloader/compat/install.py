@@ -36,20 +36,15 @@ if TYPE_CHECKING:
 class _Place:
     """State of the process: the replaced method of torch's class."""
 
-    lock: Any = field(default_factory=threading.Lock)
+    lock: Any = field(default_factory=lambda: system.renewed_in_forks(threading.Lock()))
     """Held while one of the other attributes changes."""
     installed: Installation | None = None
     """The installation that makes iterators, or None. Read without the lock."""
     torchs: Any = None
     """torch's method, after ours has replaced it."""
 
-    def forked(self) -> None:
-        """Make a new lock in a forked child: a thread of the parent may have held the old one."""
-        self.lock = threading.Lock()
-
 
 _place = _Place()
-system.at_fork(after_in_child=_place.forked)
 
 
 class Installation:

@@ -38,7 +38,7 @@ from hybridloader.memory.limits import DEFAULT_MEMORY, Memory, check_memory
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from hybridloader.memory.page_locks import PageLocks
+    from hybridloader.memory.accelerator import PageLocks
 
 
 GRACE = 1.0
@@ -346,7 +346,7 @@ class Entry(NamedTuple):
 
 _HOME, _INCLUDED = "hybridloader.backends", "comes with hybridloader"
 _OURS = {
-    "inline": Entry(f"{_HOME}.inline:Inline", _INCLUDED),
+    "inline": Entry(f"{_HOME}.threads:Inline", _INCLUDED),
     "threads": Entry(f"{_HOME}.threads:Threads", _INCLUDED),
     "fork": Entry(f"{_HOME}.process.backend:Fork", _INCLUDED),
     "spawn": Entry(f"{_HOME}.process.backend:Spawn", "pip install loky cloudpickle"),

@@ -83,7 +83,7 @@ from hybridloader.errors import IteratorClosed, NotReady, TaskTimeout, WorkerDie
 
 if TYPE_CHECKING:
     from hybridloader.engine.meter import Metering
-    from hybridloader.memory.page_locks import PageLocks
+    from hybridloader.memory.accelerator import PageLocks
 
 
 @dataclass(frozen=True)

@@ -248,8 +248,8 @@ class LoaderPlan:
     @functools.cached_property
     def backend(self) -> Backend:
         """Backend that runs the epoch. Starts nothing."""
-        from hybridloader.backends.inline import Inline
         from hybridloader.backends.process.backend import AsTorch
+        from hybridloader.backends.threads import Inline
 
         backend, method = self.asked, self.start_method
         if self.num_workers == 0:

@@ -193,8 +193,10 @@ class Tensors:
         blocks = self.blocks
         if not blocks.made:
             return self.several_over_one_storage()
-        if blocks.gather():
-            if not self.several_over_one_storage(blocks.tensors()):
+        if all(block.gather() for block in blocks.made):  # they can be joined
+            of_torch = [block for block in blocks.made if type(block.dtype) is not str]
+            tensors = [tensor for block in of_torch for tensor in block.tensors]
+            if not self.several_over_one_storage(tensors):
                 return False
             blocks.forget(closed=blocks.closed)
         else:
@@ -268,7 +270,8 @@ class _Base:
         return name_of(tensor.dtype), offset, tuple(tensor.shape), tensor.stride()
 
     def __reduce__(self) -> Any:
-        return _rebuild_base, (pickle.PickleBuffer(self._bytes.numpy()),)
+        array = self._bytes.numpy()
+        return rebuild_tensor, (pickle.PickleBuffer(array), "uint8", array.shape, None, False)
 
 
 def _shared_parts(tensors: list[torch.Tensor]) -> list[tuple[int, int]]:
@@ -389,10 +392,6 @@ class AsTensor:
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
-
-
-def _rebuild_base(data: Any) -> torch.Tensor:
-    return _flat(data, _torch().uint8)
 
 
 def _rebuild_view(base: torch.Tensor, dtype: str, *place: Any) -> torch.Tensor:
@@ -559,16 +558,6 @@ class Blocks(dict[Kind, Block | None]):
                 block.shapes.append(shape)
         self[kind] = block
         return block
-
-    def tensors(self) -> Iterator[Any]:
-        """Yield the torch tensors in the blocks."""
-        for block in self.made:
-            if type(block.dtype) is not str:
-                yield from block.tensors
-
-    def gather(self) -> bool:
-        """Prepare all blocks to be sent; return False if some tensors can't be joined."""
-        return all(block.gather() for block in self.made)
 
     def part(self, buffer: memoryview) -> Any:
         """Return the object to send for a buffer of the pickle: for a mark, the parts of its block."""

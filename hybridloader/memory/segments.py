@@ -68,10 +68,6 @@ class Mapping:
         return memoryview(array).cast("B")
 
 
-def nameless_available() -> bool:
-    return system.MEMFD or system.module("_posixshmem") is not None
-
-
 def make(size: int, name: str | None) -> tuple[Mapping, Ticket, int | None]:
     """Make a segment of `size` bytes, with a name or without, and map it.
 

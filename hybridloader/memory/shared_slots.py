@@ -19,7 +19,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from hybridloader._support import system
 from hybridloader.memory import segments
@@ -27,7 +27,7 @@ from hybridloader.memory.segments import ALIGN, Mapping, Ticket
 from hybridloader.memory.slots import IDLE, KEPT, OWN, Made, Pool, forks, place_of
 
 if TYPE_CHECKING:
-    from hybridloader.memory.page_locks import PageLocks
+    from hybridloader.memory.accelerator import PageLocks
 
 
 MOST_NEW = 48
@@ -94,14 +94,7 @@ class SlotWriter:
         self._naming = threading.Lock()
         self._swept = False
         self.pool = Pool(make, limit)
-        self.lower, self.close = self.pool.lower, self.pool.close
-        # Threads of a worker take slots for samples while it sends a batch.
-        self._taking = threading.Lock()
-
-    def empty(self, size: int) -> Any | None:
-        """Return an uninitialized buffer of `size` bytes; None if no slot is available."""
-        with self._taking:
-            return self.pool.empty(size)
+        self.empty, self.lower, self.close = self.pool.empty, self.pool.lower, self.pool.close
 
     def write(self, buffers: Sequence[memoryview]) -> tuple[SlotMap, list[int]]:
         """Copy into slots those of `buffers` that are not in a slot yet.
@@ -109,7 +102,7 @@ class SlotWriter:
         The caller sends the map and the descriptors to the reader, and then closes the descriptors. Each
         slot in the map stays in use until the reader returns it.
         """
-        with self._taking:
+        with self.pool.taking:  # threads of a worker take slots while it sends a batch
             where = [self._find(buffer) for buffer in buffers]
             missing = [i for i, span in enumerate(where) if span is None]
             alone = [i for i in missing if buffers[i].nbytes >= OWN]
@@ -205,7 +198,7 @@ class MappedSegment:
     def __init__(
         self,
         mapping: Mapping | OSError,  # the memory, or the error why it could not be mapped
-        kept: KeptDescriptor | None,  # the descriptor, if it was kept
+        kept: OwnDescriptor | None,  # the descriptor, if it was kept
         capacity: int,
     ) -> None:
         self.mapping, self.kept, self.capacity = mapping, kept, capacity
@@ -213,7 +206,7 @@ class MappedSegment:
         self.listeners: set[Callable[[int], None]] = set()
         self.locks: PageLocks | None = None  # None: its pages are not locked
         self._lock_asked = self._ended = False
-        self._lent: set[int] = set()  # open batches over it; finalizers remove them
+        self.lent: set[int] = set()  # open batches over it; finalizers remove them
 
     def mapped(self) -> Mapping:
         """Return the memory. Raises `MemoryError` if it could not be mapped."""
@@ -221,26 +214,9 @@ class MappedSegment:
             raise MemoryError(f"a slot of shared memory can't be mapped here: {self.mapping}")
         return self.mapping
 
-    def slot(self, place: int) -> Any:
-        """Return a view of one slot. The mapping must outlive it."""
-        mapping, start = self.mapped(), place * self.capacity
-        if start + self.capacity > mapping.size:
-            raise IndexError(f"a segment of {mapping.size:,} bytes has no slot {place}")
-        return mapping.view(start, self.capacity)
-
-    def view(self, place: int, start: int, size: int) -> memoryview:
-        """Return a part of one slot. The caller must keep the slot in use in another way."""
-        return self.mapped().lasting_view(place * self.capacity + start, size)
-
-    def lend(self) -> int:
-        """Record that a batch over it is open; return the number for `give_back`."""
-        lent = next(_lendings)
-        self._lent.add(lent)
-        return lent
-
     def give_back(self, lent: int) -> None:
         """Record that neither that batch nor the device reads it any more. From any thread."""
-        self._lent.discard(lent)
+        self.lent.discard(lent)
         if self._ended:
             self.unlock_soon()
 
@@ -252,18 +228,13 @@ class MappedSegment:
                 self.locks = locks
 
     def unlock_soon(self) -> None:
-        self._ended = True  # before the check; `give_back` changes `_lent` before it reads this
-        if self.locks is not None and not self._lent:
+        self._ended = True  # before the check; `give_back` changes `lent` before it reads this
+        if self.locks is not None and not self.lent:
             self.locks.unlock(self.mapped().address)
-
-    def unkeep(self) -> None:
-        if self.kept is not None:
-            self.kept.close()
-            self.kept = None
 
     def end(self) -> None:
         """Call all listeners: the segment is gone, or will not be forwarded any more."""
-        self.unkeep()
+        self.kept = None
         for listener in list(self.listeners):
             listener(self.alias)
         self.listeners.clear()
@@ -304,10 +275,6 @@ class SlotReader:
         mapped = [segment.mapping for segment in list(self.segments.values())]
         return sum(mapping.size for mapping in mapped if not isinstance(mapping, OSError))
 
-    def waiting(self) -> list[int]:
-        """Return the slots that were returned here and not yet reported to the writer. Takes none."""
-        return list(dict.fromkeys([*self._free, *(number for number, _ in self._returned)]))
-
     def learn(self, slot_map: SlotMap, fds: list[int]) -> None:
         """Map new segments of `slot_map`, forget retired ones. Takes ownership of `fds`."""
         for number in slot_map.retired:
@@ -320,8 +287,7 @@ class SlotReader:
 
     def _map(
         self, ticket: Ticket, fds: list[int]
-    ) -> tuple[Mapping | OSError, KeptDescriptor | None]:
-        kept: KeptDescriptor | None = None
+    ) -> tuple[Mapping | OSError, OwnDescriptor | None]:
         try:
             if ticket.name is not None:
                 return segments.open_named(ticket.name), None
@@ -335,8 +301,6 @@ class SlotReader:
                 if kept is None:
                     os.close(fd)
         except OSError as error:  # raised when a batch over this segment is opened
-            if kept is not None:
-                kept.close()
             return error, None
 
     def lost(self, slot_map: SlotMap) -> bool:
@@ -370,13 +334,14 @@ class SlotReader:
         """Return the slots of a batch that was discarded."""
         for number in slots_of(slot_map):
             if not self.forwards:
-                self.segments[place_of(number)[0]].unkeep()
+                self.segments[place_of(number)[0]].kept = None
             self.hand_back(number)
 
     def view(self, span: BufferPlace) -> memoryview:
         """Return a buffer without a copy. The caller must keep the slot in use in another way."""
-        segment, place = place_of(span.slot)
-        return self.segments[segment].view(place, span.start, span.size)
+        number, place = place_of(span.slot)
+        segment = self.segments[number]
+        return segment.mapped().lasting_view(place * segment.capacity + span.start, span.size)
 
     def hand_back(self, number: int) -> None:
         """Return a slot for one batch. From any thread."""
@@ -422,9 +387,12 @@ class SlotReader:
         at, place = place_of(number)
         segment = self.segments[at]
         size = segment.capacity
-        array = segment.slot(place)
+        mapping, start = segment.mapped(), place * size
+        if start + size > mapping.size:
+            raise IndexError(f"a segment of {mapping.size:,} bytes has no slot {place}")
+        array = mapping.view(start, size)
         if not self.forwards:
-            segment.unkeep()
+            segment.kept = None
         self._collect()
         if self.lent + size > self.limit:
             self.overflow = (
@@ -438,7 +406,9 @@ class SlotReader:
         self.lent += size
         if self.locks is not None:
             segment.lock(self.locks)
-        back = partial(_hand_in, self._returned, number, segment, segment.lend(), forks.latest)
+        lent = next(_lendings)
+        segment.lent.add(lent)
+        back = partial(_hand_in, self._returned, number, segment, lent, forks.latest)
         # `back` also keeps the mapping alive as long as a view of it exists.
         after = (back,) if segment.locks is None else (segment.locks.after_device, back)
         weakref.finalize(array, *after).atexit = False
@@ -473,17 +443,10 @@ ours: set[int] = set()
 """All descriptors of backends in this process. In a forked worker they would keep memory alive, and hide
 from other workers that the parent's end of their connection is closed."""
 
-kept: set[int] = set()  # descriptors of segments; they are among `ours`
 
-_lock = threading.RLock()  # reentrant, because a collection may end a crew at any point
-
-
-def _fresh_lock() -> None:
-    global _lock
-    _lock = threading.RLock()  # a copy from the parent may stay locked forever
-
-
-system.at_fork(after_in_child=_fresh_lock)
+def _close(fd: int) -> None:
+    ours.discard(fd)
+    os.close(fd)
 
 
 @cache
@@ -492,36 +455,35 @@ def _most() -> int:
     return MOST if limit is None else min(MOST, limit // _SHARE)
 
 
-class KeptDescriptor:
-    """Kept descriptor of a segment. One thread may close it while another duplicates it."""
+class OwnDescriptor:
+    """Descriptor that is closed with the last reference to this object.
+
+    So one thread may let go of it while another waits by it, or duplicates it.
+    """
 
     def __init__(self, fd: int) -> None:
-        self._fd: int | None = fd
+        self._fd = fd
+        ours.add(fd)
+        weakref.finalize(self, _close, fd).atexit = False
+
+    def fileno(self) -> int:
+        return self._fd
 
     def duplicate(self) -> int | None:
-        """Return a duplicate that the caller owns; None if this one is closed or no number is free."""
-        with _lock:
-            if self._fd is None:
-                return None
-            try:
-                return os.dup(self._fd)
-            except OSError:
-                return None
-
-    def close(self) -> None:
-        with _lock:
-            fd, self._fd = self._fd, None
-            if fd is not None:
-                kept.discard(fd)
-                ours.discard(fd)
-                os.close(fd)
-
-
-def keep_descriptor(fd: int) -> KeptDescriptor | None:
-    """Take ownership of `fd`; return None, and leave `fd` to the caller, if enough are kept."""
-    with _lock:
-        if len(kept) >= _most():
+        """Return a duplicate that the caller owns; None if no number is free."""
+        try:
+            return os.dup(self._fd)
+        except OSError:
             return None
-        kept.add(fd)
-        ours.add(fd)
-        return KeptDescriptor(fd)
+
+
+kept: weakref.WeakSet[OwnDescriptor] = weakref.WeakSet()
+
+
+def keep_descriptor(fd: int) -> OwnDescriptor | None:
+    """Take ownership of `fd`; return None, and leave `fd` to the caller, if enough are kept."""
+    if len(kept) >= _most():
+        return None
+    descriptor = OwnDescriptor(fd)
+    kept.add(descriptor)
+    return descriptor

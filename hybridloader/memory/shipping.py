@@ -16,6 +16,8 @@ import threading
 import types
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
+from operator import methodcaller
 from typing import IO, Any, NamedTuple
 
 from hybridloader._support.inheritance import (
@@ -33,11 +35,8 @@ from hybridloader.errors import DamagedMessage, WorkerPicklingError
 from hybridloader.memory.packing import (
     Tensors,
     check_leaf,
-    dtype_of,
     keep_small,
-    name_of,
     reduce_sparse,
-    view_of,
 )
 from hybridloader.memory.segments import ALIGN, map_descriptor, nameless_file
 
@@ -114,7 +113,7 @@ def ship(thing: Any, what: str, *, share: bool, by_name: bool = False) -> Shipme
         )
 
     shipment = Shipment()
-    inherited = Inherited(functools.partial(blame, starting=True))
+    inherited = Inherited(partial(blame, starting=True))
     file = nameless_file() if share else -1
     try:
         if share:
@@ -199,6 +198,19 @@ def _write(
     _take_main_along()
     tensors = Tensors()
 
+    def shares(obj: Any) -> bool:
+        if not _is_shared(obj):
+            return False
+        if fds is not None:
+            return len(fds) < MOST_FDS
+        from torch import multiprocessing  # which names the memory that it shares on Windows
+
+        strategy: str = multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]
+        return strategy == "file_system"
+
+    def send(storage: Any) -> Any:
+        return _reduce_shared(storage, fds) if shares(storage) else _as_bytes(storage)
+
     def reduce(obj: Any) -> Any:
         if (
             by_name
@@ -207,13 +219,12 @@ def _write(
             and found_by_name(obj)
         ):
             return obj.__qualname__
-        if fds is None and _is_shared(obj) and (found := _reduce_named(obj)):
-            return found
         if _is_tensor(obj):
-            if fds is not None and len(fds) < MOST_FDS and _is_shared(obj):
-                return _reduce_shared(obj, fds)
-            return tensors.reduce(obj)
-        found = _reduce_storage(obj, _as_bytes)
+            if not shares(obj):
+                return tensors.reduce(obj)
+            check_leaf(obj)
+            return None  # torch's own pickle of it has its storage
+        found = _reduce_storage(obj, send)
         if found is not None:
             return found
         number = inherited.take(obj)
@@ -318,18 +329,26 @@ def _is_shared(obj: Any) -> bool:
     return obj.device.type == "cpu" and bool(obj.is_shared())
 
 
-def _reduce_named(obj: Any) -> Any:
-    """Reduce a tensor or storage by the name of its memory, as torch does on Windows; None elsewhere.
+def _reduce_shared(storage: Any, fds: list[int] | None) -> Any:
+    """Reduce a storage by a descriptor, or by the name of its memory.
 
-    The dataset keeps the tensor, and so the memory, until its workers have opened it.
+    The dataset keeps the storage, and so the memory, until its workers have opened it.
     """
-    from torch import multiprocessing
-    from torch.multiprocessing import reductions
+    # torch.multiprocessing.reductions does the same over its own socket.
+    if fds is None:
+        from torch.multiprocessing import reductions
 
-    if multiprocessing.get_sharing_strategy() != "file_system":  # type: ignore[no-untyped-call]
-        return None
-    by_name: Any = reductions.reduce_tensor if _is_tensor(obj) else reductions.reduce_storage
-    return by_name(obj)
+        return reductions.reduce_storage(storage)  # type: ignore[no-untyped-call]
+    fd, size = storage._share_fd_cpu_()[:2]
+    fds.append(os.dup(fd))
+    return _shared, (len(fds) - 1, size)
+
+
+def _shared(number: int, size: int) -> Any:
+    import torch
+
+    cls: Any = torch.UntypedStorage
+    return cls._new_shared_fd_cpu(os.dup(_local.fds[number]), size)
 
 
 def _reduce_storage(obj: Any, untyped: Callable[[Any], Any]) -> Any:
@@ -338,67 +357,23 @@ def _reduce_storage(obj: Any, untyped: Callable[[Any], Any]) -> Any:
     Tensors of a subclass are pickled with their storage. torch can't load an untyped storage that it
     has pickled, and it pickles a storage once for each tensor over it.
     """
-    torch = sys.modules.get("torch")
+    torch: Any = sys.modules.get("torch")
     if torch is None:
         return None
     if type(obj) is torch.UntypedStorage:
         return untyped(obj) if obj.device.type == "cpu" else None
     if type(obj) is torch.TypedStorage and obj._untyped_storage.device.type == "cpu":
-        return _typed, (obj._untyped_storage, obj.dtype)
+        cls: Callable[..., Any] = torch.TypedStorage
+        return partial(cls, wrap_storage=obj._untyped_storage, dtype=obj.dtype, _internal=True), ()
     return None
-
-
-def _typed(untyped: Any, dtype: Any) -> Any:
-    import torch
-
-    cls: Any = torch.TypedStorage
-    return cls(wrap_storage=untyped, dtype=dtype, _internal=True)
 
 
 def _as_bytes(untyped: Any) -> Any:
     """Reduce a storage to a tensor over it, which this module can pickle."""
     import torch
 
-    return _storage_of, (torch.empty(0, dtype=torch.uint8, device="cpu").set_(untyped),)
-
-
-def _storage_of(tensor: Any) -> Any:
-    return tensor.untyped_storage()
-
-
-def _reduce_shared(tensor: Any, fds: list[int]) -> Any:
-    # torch.multiprocessing.reductions does the same over its own socket
-    # (_share_fd_cpu_ / _new_shared_fd_cpu; torch 2.13).
-    check_leaf(tensor)
-    fd, size = tensor.untyped_storage()._share_fd_cpu_()[:2]
-    fds.append(os.dup(fd))
-    where = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
-    flags = tensor.is_conj(), tensor.is_neg(), tensor.requires_grad
-    return _rebuild_shared, (
-        len(fds) - 1, size, name_of(tensor.dtype), *where, flags
-    )  # fmt: skip
-
-
-def _rebuild_shared(
-    number: int,
-    size: int,
-    dtype: str,
-    offset: int,
-    shape: tuple[int, ...],
-    stride: tuple[int, ...],
-    flags: tuple[bool, bool, bool],
-) -> Any:
-    import torch
-
-    cls: Any = torch.UntypedStorage
-    storage = cls._new_shared_fd_cpu(os.dup(_local.fds[number]), size)
-    tensor = view_of(storage, dtype_of(dtype), offset, shape, stride)
-    conjugate, negative, grad = flags
-    if conjugate:
-        tensor = tensor.conj()
-    if negative:
-        tensor = torch._neg_view(tensor)
-    return tensor.requires_grad_() if grad else tensor
+    tensor = torch.empty(0, dtype=torch.uint8, device="cpu").set_(untyped)
+    return methodcaller("untyped_storage"), (tensor,)
 
 
 _DEEPEST = 25
@@ -451,7 +426,8 @@ def _parts(thing: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(thing, functools.partial):
         yield from ((".func", thing.func), (".args", thing.args), (".keywords", thing.keywords))
     elif isinstance(thing, type):  # a class that can't be imported is pickled with its contents
-        yield from ((f".{name}", value) for name, value in vars(thing).items() if not _own(value))
+        members = (item for item in vars(thing).items() if type(item[1]) not in _MADE_BY_PYTHON)
+        yield from ((f".{name}", value) for name, value in members)
         yield from ((f".<base>.{base.__name__}", base) for base in thing.__bases__)
     elif type(thing) not in _CONTAINERS:
         yield from _parts_of_state(thing)
@@ -459,10 +435,8 @@ def _parts(thing: Any) -> Iterator[tuple[str, Any]]:
 
 _CONTAINERS = (dict, list, tuple, deque, set, frozenset)
 
-
-def _own(value: Any) -> bool:
-    """Return True for members that Python makes for each class: slots, ``__dict__``, ``__weakref__``."""
-    return isinstance(value, (types.MemberDescriptorType, types.GetSetDescriptorType))
+_MADE_BY_PYTHON = (types.MemberDescriptorType, types.GetSetDescriptorType)
+"""Members of each class: slots, ``__dict__``, ``__weakref__``."""
 
 
 def _parts_of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:

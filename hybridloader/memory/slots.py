@@ -9,7 +9,7 @@ count. At zero the slot is free, and only free slots are written to. So a collat
 function keeps is safe, in the worker and in the parent.
 
 If a device reads the batches, the pages of a slot may be locked for it. Then a reference ends after
-the device has read them (`memory/page_locks.py`).
+the device has read them (`memory/accelerator.py`).
 
 No call here waits. It returns None if no slot is free and the limit or the system allows no new one;
 the batch is then made in ordinary memory.
@@ -34,7 +34,7 @@ from hybridloader.memory.limits import warn_of_overflow
 from hybridloader.memory.segments import Mapping, Ticket
 
 if TYPE_CHECKING:
-    from hybridloader.memory.page_locks import PageLocks
+    from hybridloader.memory.accelerator import PageLocks
 
 
 OWN = 256 * 1024
@@ -124,12 +124,12 @@ class Pool:
         self,
         make: Callable[[int, int], Made],  # given size and number of a segment; may raise `OSError`
         limit: int,  # bytes of all segments
-        locks: PageLocks | None = None,  # locks the pages of new segments
     ) -> None:
-        self._make = make
+        self.make = make
         self._limit = limit
-        self.locks = locks
+        self.taking = threading.Lock()  # for pools of several threads; `empty` takes it
         # All the mutable state:
+        self.locks: PageLocks | None = None  # locks the pages of new segments
         self.segments: dict[int, Segment] = {}  # by number
         self.size = self.made = 0  # bytes of all segments, and number of segments ever made
         self.retired: list[int] = []  # freed segments to be announced to the reader
@@ -145,12 +145,13 @@ class Pool:
     def empty(self, size: int) -> Any | None:
         """Return an uninitialized buffer of `size` bytes over a new slot; None if there is no slot.
 
-        The slot is in use until the last view of the buffer dies.
+        The slot is in use until the last view of the buffer dies. May be called from any thread.
         """
-        number = self.take(size)
-        if number is None:
-            return None
-        segment, buffer = self.segment_of(number), self.view(number, size)
+        with self.taking:
+            number = self.take(size)
+            if number is None:
+                return None
+            segment, buffer = self.segment_of(number), self.view(number, size)
         # `gone` also keeps the mapping alive as long as a view of it exists.
         shared = None if self.locks is None else forks.latest  # pages that forks share are locked
         gone = partial(_drop, self._dropped, number, segment.mapping, shared)
@@ -301,7 +302,7 @@ class Pool:
 
     def _make_segment(self, capacity: int, count: int) -> Segment:
         try:
-            return Segment(self.made, capacity, count, self._make(count * capacity, self.made))
+            return Segment(self.made, capacity, count, self.make(count * capacity, self.made))
         except OSError:
             if count == 1:
                 raise
@@ -330,9 +331,7 @@ class PrivateSlots:
     """Slots for workers of this process; any of its threads may take one."""
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
         self.pool = Pool(_make_private, limit)
-        self._taking = threading.Lock()
         self._warned = False
         self.refusal: str | None = None  # reason why a batch got no slot, for a warning
 
@@ -347,12 +346,11 @@ class PrivateSlots:
 
     def page_lock(self, locks: PageLocks) -> None:
         """Lock the pages of all slots, which a device will read. Call it before the first is taken."""
-        self.pool = Pool(partial(_make_private, forks_share=True), self._limit, locks)
+        self.pool.locks, self.pool.make = locks, partial(_make_private, forks_share=True)
 
     def empty(self, size: int) -> Any | None:
         """Return an uninitialized buffer of `size` bytes; None if no slot is available."""
-        with self._taking:
-            found = self.pool.empty(size)
+        found = self.pool.empty(size)
         if found is None and not self._warned:
             self.refusal = self.pool.refusal
         return found
@@ -372,11 +370,11 @@ class PrivateSlots:
         Never waits: a finalizer may call this on a thread that is taking a slot. Then each slot is freed
         with its last view.
         """
-        if self._taking.acquire(blocking=False):
+        if self.pool.taking.acquire(blocking=False):
             try:
                 self.pool.close()
             finally:
-                self._taking.release()
+                self.pool.taking.release()
 
 
 def _make_private(size: int, number: int, *, forks_share: bool = False) -> Made:

@@ -94,7 +94,7 @@ from hybridloader.seeding.sample_rng import Origin, SampleRng, SampleSeeding, or
 
 if TYPE_CHECKING:
     from hybridloader._support.threads import Waits
-    from hybridloader.memory.page_locks import PageLocks
+    from hybridloader.memory.accelerator import PageLocks
 
 
 class Runner:

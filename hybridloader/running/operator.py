@@ -35,7 +35,7 @@ from hybridloader.seeding.sample_rng import SampleSeeding, parse_seeding
 
 if TYPE_CHECKING:
     from hybridloader.devices.pinning import Pinner
-    from hybridloader.memory.page_locks import PageLocks
+    from hybridloader.memory.accelerator import PageLocks
 
 
 class Where(TypedDict, total=False):

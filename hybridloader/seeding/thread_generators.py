@@ -1,10 +1,11 @@
 """Patches that let `random`, `numpy.random` and torch use a thread's generators, not the global ones.
 
 The patches are installed only while workers on threads seed their samples or run their `init_fn`.
-docs/randomness.md lists the functions that each patch covers. The class of `random`'s one instance is
-exchanged, since functions of it are imported by name. numpy's is an object of C, so its functions are
-replaced; torch has a mode for each thread. Threads that make no sample draw from the global generators
-as before. This module never changes the state of a global generator.
+docs/randomness.md lists the functions that each patch covers. A function that C code holds still draws
+from the global generators. The class of `random`'s one instance is exchanged, since functions of it are
+imported by name. numpy's is an object of C, so its functions are replaced; torch has a mode for each
+thread. Threads that make no sample draw from the global generators as before. This module never changes
+the state of a global generator.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ from hybridloader.seeding.sample_rng import (
     now,
     seeds,
 )
+
+T = TypeVar("T")
 
 Patch = Callable[[Any, str, Any], None]
 """Function that replaces an attribute (object, name, new value) until the patches are removed."""
@@ -210,14 +213,13 @@ def mode_class() -> Any:
             return False  # otherwise the first operation imports torch.compile, which takes 1 s
 
         def __enter__(self) -> Any:
-            self._lock = installation.dispatching
-            self._lock.acquire()
+            installation.dispatching.acquire()
             torch._C._push_on_torch_dispatch_stack(self)
             return self
 
         def __exit__(self, *exc: object) -> None:
             torch._C._pop_torch_dispatch_stack(None)
-            self._lock.release()
+            installation.dispatching.release()
 
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -356,8 +358,9 @@ class _Installation:
 
     def __init__(self) -> None:
         # All the mutable state:
-        self._lock = threading.RLock()
-        self.dispatching = threading.RLock()  # held by the thread that is in torch's mode `Within`
+        self._lock = system.renewed_in_forks(threading.RLock())
+        # Held by the thread that is in torch's mode `Within`:
+        self.dispatching = system.renewed_in_forks(threading.RLock())
         self.count = 0
         self._replaced: list[tuple[Any, str, Any, Any]] = []  # object, name, value before and now
         self.done: set[str] = set()
@@ -397,27 +400,12 @@ class _Installation:
                 self.done.add(name)
                 _INSTALL[name](self._patch)
 
-    def forked(self) -> None:
-        """Drop, in the child of a fork, the locks of threads that exist only in the parent."""
-        self._lock, self.dispatching = threading.RLock(), threading.RLock()
-
 
 installation = _Installation()
-system.at_fork(after_in_child=installation.forked)
 
 
-# -- Seeding of samples for workers that share a process: each thread draws from separate generators.
-#
-# A sample on a thread must draw the numbers that it would draw in a process. It must not move the
-# global generators, which belong to the training loop. While such workers run, `random`, `numpy.random`
-# and torch therefore use the generators of the calling thread (see `thread_generators`). A generator is
-# seeded when a sample first draws from it, so a sample that draws nothing is not slowed by seeding.
-#
-# A function that C code holds still draws from the global generators. This module never changes the
-# state of a global generator.
+# -- generators of a thread, seeded when a sample first draws: one that draws nothing is not slowed
 
-
-T = TypeVar("T")
 
 LIBRARIES: dict[str, tuple[Callable[[], Any], Callable[[Any, SeedTriple], Any]]] = {
     "random": (random.Random, lambda made, found: made.seed(found.python)),
@@ -660,14 +648,6 @@ class ThreadSampleRng(SampleRng):
         now.generators = mine.outer
         mine.rng = mine.walk = mine.own = mine.key = mine.items = None
         now.spare.append(mine)
-
-    def task(self, key: Callable[[Any], Key], function: Callable[[Any], T], index: Any) -> T:
-        outer = now.first
-        now.first = key(index)
-        try:
-            return function(index)
-        finally:
-            now.first = outer
 
     def seeded(self, function: Callable[[Any], T], kind: bytes = SAMPLE) -> Callable[[Any], T]:
         call, key = self.call, self.key_of

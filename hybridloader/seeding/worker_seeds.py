@@ -65,7 +65,7 @@ def _seed_torch(seed: int) -> None:
 
 
 class WorkerSeeds:
-    """Seeding of one worker. This base class does nothing."""
+    """Seeding of one worker. This base class does nothing, as with ``num_workers=0``."""
 
     method: ClassVar[str] = "caller"
     """Name of the method in `WorkerInfo.worker_method`."""
@@ -82,10 +82,6 @@ class WorkerSeeds:
 
     def keep_for(self, rng: SampleRng, base_seed: int, worker: int) -> None:
         """Let `rng` use the worker's generators for the libraries that are not seeded by sample."""
-
-
-class CallerSeeds(WorkerSeeds):
-    """Seeding for ``num_workers=0``: the caller keeps its own generators."""
 
 
 class ProcessSeeds(WorkerSeeds):
@@ -195,8 +191,8 @@ def seeds_by_sample(seeds: WorkerSeeds, *, any_thread: bool) -> WorkerSeeds:
     sample, because that takes about 0.1 ms, most of it in numpy. With `any_thread`, the worker borrows
     them only for `init_fn`.
     """
-    if isinstance(seeds, (CallerSeeds, InlineSeeds)):
-        seeds.working = None if any_thread else lent.alone  # type: ignore[method-assign]
+    if seeds.method in ("caller", "inline"):
+        seeds.working = None if any_thread else lent.alone
     return seeds
 
 

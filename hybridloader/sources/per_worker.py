@@ -115,15 +115,7 @@ class PerWorker(Generic[T]):
 _known: weakref.WeakValueDictionary[bytes, PerWorker[Any]] = weakref.WeakValueDictionary()
 """All instances of this process, by key."""
 
-_receiving = threading.Lock()
-
-
-def _fresh_lock() -> None:
-    global _receiving
-    _receiving = threading.Lock()  # a fork may have copied a held lock
-
-
-system.at_fork(after_in_child=_fresh_lock)
+_receiving = system.renewed_in_forks(threading.Lock())
 
 
 def _received(key: bytes, open: Callable[[], T], options: dict[str, Any]) -> PerWorker[T]:

@@ -20,7 +20,7 @@ from hybridloader.engine.messages import (
     WorkerSpec,
 )
 from hybridloader.engine.worker import get_worker_info
-from hybridloader.memory.page_locks import PageLocks
+from hybridloader.memory.accelerator import PageLocks
 from hybridloader.testing.tools import DEADLINE, Gate, Running
 from hybridloader.testing.work import (
     Call,

@@ -36,7 +36,7 @@ def _context() -> None:
     """Open once what the driver and torch keep open, so that no single test seems to have left it."""
     from support.digested_batches import KIND, SIZE, busy, digest
 
-    from hybridloader.devices.accelerator import find
+    from hybridloader.devices.pinning import find
 
     device = find(KIND)
     assert device is not None

@@ -47,7 +47,7 @@ def test_a_process_may_end_while_the_thread_is_in_a_long_call_of_the_driver() ->
     """The part that moves itself is copied from ordinary memory, so its copy waits for the kernels."""
     run(
         """
-        from hybridloader.devices.accelerator import find
+        from hybridloader.devices.pinning import find
 
         class Part:
             def record_stream(self, stream): ...

@@ -12,7 +12,7 @@ from support.digested_batches import BATCHES, KIND, Noise, busy, digest, wanted,
 
 from hybridloader import DataLoader, Memory, Pipeline, SharedMemory, Transfer
 from hybridloader._support.torch_env import device_in_use
-from hybridloader.devices.accelerator import TorchAccelerator, current, find
+from hybridloader.devices.pinning import TorchAccelerator, current, find
 from hybridloader.errors import BackendUnavailable
 from hybridloader.memory.segments import make_private
 

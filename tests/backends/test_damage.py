@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
+from support.packed_values import encoded_message
 
 from hybridloader._support.user_objects import Failure
 from hybridloader.backends.process import frames
@@ -29,16 +30,15 @@ from hybridloader.backends.process.frames import (
     decode_message,
     decode_shard_start,
     encode,
-    encode_done,
     encode_event,
     encode_fields,
-    encode_message,
 )
-from hybridloader.engine.messages import Begin, Exhausted, Failed, Ready, Stop, Task
+from hybridloader.engine.messages import Begin, Done, Exhausted, Failed, Ready, Stop, Task
+from hybridloader.engine.serving import Pickled
 from hybridloader.errors import DamagedMessage, HybridLoaderError
 from hybridloader.memory.packing import pack, unpack
 from hybridloader.memory.segments import ALIGN, aligned_view
-from hybridloader.memory.shared_slots import BufferPlace, SlotMap
+from hybridloader.memory.shared_slots import BufferPlace, SlotMap, SlotWriter
 
 thorough = settings(max_examples=150, deadline=None)
 
@@ -234,13 +234,14 @@ def test_a_damaged_stream_stays_damaged() -> None:
 # -- first parts of frames ------------------------------------------------------------------------
 
 SLOT_MAP = SlotMap((BufferPlace(3, 0, 70_000), None), (), (5,), "too much is kept")
+SLOTS = SlotWriter(1)
 FIRST_PARTS: list[bytes] = [
-    bytes(encode_event(Ready(0))[0]),
-    bytes(encode_event(Exhausted(0, 7), [1, -2])[0]),
-    bytes(encode_event(Failed(0, 3, Failure(KeyError("k"))), [9])[0]),
-    bytes(encode_done(1 << 40, pack([1, "two"]), None, count=2, seconds=0.5)[0][0]),
-    bytes(encode_done(4, pack(None), None, returned=[4, 5], refusal="why", extras=b"e")[0][0]),
-    bytes(encode_message(Task(1 << 40, [1, 2, 3]), [1, 2])[0]),
+    bytes(encode_event(Ready(0), (), SLOTS)[0][0]),
+    bytes(encode_event(Exhausted(0, 7), [1, -2], SLOTS)[0][0]),
+    bytes(encode_event(Failed(0, 3, Failure(KeyError("k"))), [9], SLOTS)[0][0]),
+    bytes(encode_event(Done(0, 1 << 40, Pickled([1, "two"]), 0.5), (), SLOTS)[0][0]),
+    bytes(encode_event(Done(0, 4, Pickled(None), extras={}), [4, 5], SLOTS, "why")[0][0]),
+    bytes(encoded_message(Task(1 << 40, [1, 2, 3]), [1, 2])[0]),
 ]
 
 
@@ -306,7 +307,7 @@ def test_a_first_part_that_claims_what_it_has_not_is_refused(
 
 
 MESSAGES: list[list[bytes]] = [
-    [bytes(part) for part in encode_message(message, [1, 2])]
+    [bytes(part) for part in encoded_message(message, [1, 2])]
     for message in (Task(5, [1, 2, 3]), Task(6, "name"), Task(7, (1, 2)), Begin(2), Stop())
 ]
 
@@ -354,7 +355,7 @@ class Explosive:
 
 @pytest.mark.parametrize("returned", [(), (3,), (1, 70_000, 1 << 40)])
 def test_an_index_that_fails_to_load_among_others_is_known_by_its_task(returned: Any) -> None:
-    parts = encode_message(Task(1 << 33, [0, 5, Explosive(), 6]), returned)
+    parts = encoded_message(Task(1 << 33, [0, 5, Explosive(), 6]), returned)
     with pytest.raises(Unreadable) as caught:
         decode_message([memoryview(part) for part in parts])
     assert (caught.value.seq, caught.value.returned) == (1 << 33, returned)

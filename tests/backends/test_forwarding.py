@@ -83,7 +83,7 @@ def test_between_forks_nothing_is_opened_or_copied_here(monkeypatch: pytest.Monk
     with CrewDriver(Fork(), make) as a, CrewDriver(Fork(), digest) as b:
         payloads = [a.payload(a.send(k)) for k in range(6)]
         monkeypatch.setattr("hybridloader.backends.process.crew.unpack", None)
-        monkeypatch.setattr("hybridloader.memory.shared_slots.MappedSegment.view", None)
+        monkeypatch.setattr("hybridloader.memory.shared_slots.SlotReader.view", None)
         sent = [b.send(payload) for payload in payloads]
         monkeypatch.undo()
         assert [b.payload(seq).open() for seq in sent] == [digest(make(k)) for k in range(6)]

@@ -17,7 +17,7 @@ from support.fake_accelerator import FakeAccelerator
 from hybridloader import DataLoader, Fork, Inline, Memory, Threads
 from hybridloader.engine.messages import Stop, Task, WorkerSpec
 from hybridloader.engine.stage import RestartPolicy, Stage
-from hybridloader.memory.page_locks import PageLocks
+from hybridloader.memory.accelerator import PageLocks
 from hybridloader.memory.slots import OWN
 from hybridloader.testing import Call
 

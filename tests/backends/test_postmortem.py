@@ -113,7 +113,8 @@ def test_there_is_no_record_where_no_file_can_be_had(monkeypatch: pytest.MonkeyP
     def refuse(*_: Any) -> int:
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr(postmortem, "_record_file", refuse)
+    for name in ("nameless_file", "open_record"):
+        monkeypatch.setattr(postmortem, name, refuse)
     assert PostmortemRecord.make() is None
 
 

@@ -307,13 +307,9 @@ class Kernel:
         made = PostmortemRecord.make()
         assert made is not None
         numbers = postmortem._NUMBERS.pack(38, 99, -1, -1)
-        self.record = PostmortemRecord(
-            _with_numbers(made, numbers),
-            clock=lambda: self.now,
-            sleep=self._sleep,
-            kill=self._kill,
-            status=lambda pid: self._status(),
-        )
+        self.record: Any = PostmortemRecord(_with_numbers(made, numbers))
+        self.record._clock, self.record._sleep = lambda: self.now, self._sleep
+        self.record._kill, self.record._status = self._kill, lambda pid: self._status()
 
     def _kill(self, pid: int, signum: int) -> None:
         assert (pid, signum) == (99, 38)

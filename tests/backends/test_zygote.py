@@ -25,8 +25,7 @@ from hybridloader.backends.process import fork_safety
 from hybridloader.backends.process.backend import SharedMemory, Spawn
 from hybridloader.backends.process.child import FirstFrame
 from hybridloader.backends.process.starters import ProcessHandle
-from hybridloader.backends.process.zygote import ENDED, FORKED, STATUS, serve
-from hybridloader.backends.process.zygote_starter import ForkedHandle
+from hybridloader.backends.process.zygote import ENDED, FORKED, STATUS, ForkedHandle, serve
 from hybridloader.testing import Gate
 from hybridloader.testing.tools import DEADLINE
 

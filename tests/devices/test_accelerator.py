@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from hybridloader.devices import accelerator as accelerator_module
-from hybridloader.devices.accelerator import TorchAccelerator
+from hybridloader.devices import pinning
+from hybridloader.devices.pinning import TorchAccelerator
 
 DEVICE = torch.device("cuda", 1)
 
@@ -98,7 +98,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Scripted:
         ("set_device_index", made.set_index),
     ):
         monkeypatch.setattr(torch.accelerator, name, call)
-    monkeypatch.setattr(accelerator_module, "_side_streams", {})
+    monkeypatch.setattr(pinning, "_side_streams", {})
     return made
 
 
@@ -171,7 +171,7 @@ def test_the_host_waits_for_an_event_without_keeping_a_core_busy(
     scripted: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers, rests = [False, False, True], []
-    monkeypatch.setattr(accelerator_module.time, "sleep", rests.append)
+    monkeypatch.setattr(pinning.time, "sleep", rests.append)
     TorchAccelerator(DEVICE).wait(SimpleNamespace(query=lambda: answers.pop(0)))
     assert len(rests) == 2
     assert answers == []

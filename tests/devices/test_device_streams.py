@@ -15,7 +15,7 @@ from support.pinning_datasets import Rows, first_of, reading
 
 from hybridloader import DataLoader, Pipeline
 from hybridloader.devices.pinning import BUFFER_BYTES, Mover
-from hybridloader.memory import page_locks
+from hybridloader.memory import accelerator as page_locks
 
 
 class Apart(FakeAccelerator):

@@ -7,8 +7,15 @@ import torch
 from support.fake_accelerator import FakeAccelerator, taken_for_current
 
 from hybridloader import Transfer
-from hybridloader.devices.accelerator import TorchAccelerator, current, find
-from hybridloader.devices.pinning import Mover, Pinner, check, pinner_for
+from hybridloader.devices.pinning import (
+    Mover,
+    Pinner,
+    TorchAccelerator,
+    check,
+    current,
+    find,
+    pinner_for,
+)
 
 
 def test_a_device_that_is_not_there_or_none_is_refused_in_words() -> None:

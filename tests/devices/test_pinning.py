@@ -16,8 +16,7 @@ from support.fake_accelerator import FakeAccelerator
 from support.pinning_datasets import Leaf
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from hybridloader.devices.accelerator import TorchAccelerator
-from hybridloader.devices.pinning import BUFFER_BYTES, Mover, Pinner, Sent
+from hybridloader.devices.pinning import BUFFER_BYTES, Mover, Pinner, Sent, TorchAccelerator
 
 # -- pinning -----------------------------------------------------------------------------------------
 

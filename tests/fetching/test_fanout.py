@@ -139,15 +139,14 @@ def test_the_slots_of_a_worker_are_taken_by_one_thread_at_a_time() -> None:
     inside, most, meet = [0], [0], together(4)
 
     class Slots(Pool):
-        def empty(self, size: int) -> None:
+        def take(self, size: int) -> None:
             inside[0] += 1
             most[0] = max(most[0], inside[0])
             for _ in range(2000):  # long enough for a switch, as the check below shows
                 os.getpid()
             inside[0] -= 1
 
-    slots = SlotWriter(1)
-    slots.pool = Slots(slots.pool._make, 1)
+    slots = Slots(SlotWriter(1).pool.make, 1)
     before = set_slots(slots)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)

@@ -31,6 +31,7 @@ from support.packed_values import (
     Point,
     Record,
     assert_same,
+    encoded_message,
     pack,
     streamed,
     through_slots,
@@ -43,10 +44,10 @@ from hybridloader.backends.process.frames import (
     Decoder,
     decode_message,
     encode,
-    encode_done,
-    encode_message,
+    encode_event,
 )
-from hybridloader.engine import Begin, ResultPicklingError, Stop, Task
+from hybridloader.engine import Begin, Done, ResultPicklingError, Stop, Task
+from hybridloader.engine.serving import Pickled
 
 # -- numpy -----------------------------------------------------------------------------------------
 
@@ -208,7 +209,7 @@ def test_a_large_header_goes_through_a_slot_and_so_not_through_the_stream() -> N
     for make in (bytes, lambda n: "ç" * n):
         value: Any = {"text": make(1_000_000), "x": torch.ones(100_000)}
         writer, reader = writer_and_reader()
-        parts, fds = encode_done(0, pack(value), writer)
+        parts, fds = encode_event(Done(0, 0, Pickled(value)), (), writer)
         assert sum(memoryview(part).nbytes for part in parts) < 2000
         for fd in fds:
             os.close(fd)
@@ -376,7 +377,7 @@ def test_descriptors_go_to_the_frame_they_belong_to() -> None:
 def test_every_kind_of_index_reaches_the_worker_with_the_slots_to_use_again() -> None:
     indices: list[Any] = [3, [1, 2], [], ("tuple", 1), [0, (1, 2)], [1, lambda: 5], None]
     for index in [*indices, torch.tensor([4, 5]), np.arange(20_000)]:
-        parts = [memoryview(bytes(part)) for part in encode_message(Task(9, index), [4, 2])]
+        parts = [memoryview(bytes(part)) for part in encoded_message(Task(9, index), [4, 2])]
         message, returned = decode_message(parts)
         assert isinstance(message, Task)
         assert (message.seq, returned) == (9, (4, 2))
@@ -389,5 +390,5 @@ def test_every_kind_of_index_reaches_the_worker_with_the_slots_to_use_again() ->
 
 def test_other_messages_carry_the_returned_slots_too() -> None:
     for message in (Stop(), Begin(2, 77, ())):
-        parts = [memoryview(bytes(part)) for part in encode_message(message, [1])]
+        parts = [memoryview(bytes(part)) for part in encoded_message(message, [1])]
         assert decode_message(parts) == (message, (1,))

@@ -125,7 +125,7 @@ def test_within_a_lock_of_the_slots_a_collection_may_end_a_batch(
     del cycle
 
     def collect() -> None:
-        with memory.slots._taking:
+        with memory.slots.pool.taking:
             gc.collect()
 
     thread = threading.Thread(target=collect, daemon=True)
@@ -305,7 +305,7 @@ def test_slots_that_are_given_back_are_unlocked(
 def test_an_interpreter_that_ends_while_the_device_reads_ends_quietly() -> None:
     code = """
 import torch
-from hybridloader.memory.page_locks import PageLocks
+from hybridloader.memory.accelerator import PageLocks
 from hybridloader.memory.packing import tensor_over
 from hybridloader.memory.slots import OWN, PrivateSlots
 from support.fake_accelerator import FakeAccelerator

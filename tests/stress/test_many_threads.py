@@ -162,17 +162,18 @@ def a_loader_has_one_record() -> None:
 
 
 def descriptors_are_closed_once() -> None:
-    kept = [shared_slots.keep_descriptor(os.open(os.devnull, os.O_RDONLY)) for _ in range(40)]
+    numbers = [os.open(os.devnull, os.O_RDONLY) for _ in range(40)]
+    kept: list[Any] = [shared_slots.keep_descriptor(fd) for fd in numbers]
 
     def use() -> None:
-        for descriptor in kept:
-            assert descriptor is not None
-            if (copy := descriptor.duplicate()) is not None:
-                os.close(copy)
-            descriptor.close()
+        for place in range(40):
+            if (descriptor := kept[place]) is not None:
+                os.close(descriptor.duplicate())
+                kept[place] = None
 
     at_once(*[use] * THREADS)
     assert not shared_slots.kept
+    assert not shared_slots.ours & {*numbers}
 
 
 def values_are_packed_apart() -> None:

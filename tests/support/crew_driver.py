@@ -15,6 +15,7 @@ import numpy as np
 
 from hybridloader.engine.contract import Backend
 from hybridloader.engine.messages import Done, Exited, Failed, Ready, Task, WorkerSpec
+from hybridloader.memory.shared_slots import SlotReader
 from hybridloader.memory.slots import OWN
 from hybridloader.testing.suite import Call
 from hybridloader.testing.tools import DEADLINE
@@ -132,15 +133,20 @@ def one_value(array: np.ndarray) -> tuple[int, int]:
 # -- from one to the other -------------------------------------------------------------------------
 
 
+def waiting(reader: SlotReader) -> list[int]:
+    """The slots that were returned in this process, and of which the writer does not know yet."""
+    return list(dict.fromkeys([*reader._free, *(number for number, _ in reader._returned)]))
+
+
 def slots_in_use(crew: CrewDriver) -> int:
     """Slots of A's workers that the parent has not given back, or not told of yet."""
     results = [channel.results for channel in crew.raw.channels]
-    return sum(len(reader.segments) - len(reader.waiting()) for reader in results)
+    return sum(len(reader.segments) - len(waiting(reader)) for reader in results)
 
 
 def given_back(crew: CrewDriver, worker: int = 0) -> list[int]:
     """The slots of a worker that the parent is about to give back."""
-    return sorted(crew.raw.channels[worker].results.waiting())
+    return sorted(waiting(crew.raw.channels[worker].results))
 
 
 def through(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hybridloader import DataLoader, Memory, SharedMemory, Threads
-from hybridloader.devices.accelerator import TorchAccelerator, find
+from hybridloader.devices.pinning import TorchAccelerator, find
 from support.digested_batches import KIND, Noise
 
 LIMIT = 24 << 20

@@ -16,14 +16,13 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from hybridloader.devices import pinning
-from hybridloader.devices.accelerator import find
-from hybridloader.pipeline.operators import sources
+from hybridloader.devices.pinning import find
 
 if TYPE_CHECKING:
     import torch
@@ -396,8 +395,8 @@ def taken_for_current(accelerator: FakeAccelerator) -> Iterator[None]:
         known = str(device) in (accelerator.name, accelerator.name.partition(":")[0])
         return accelerator if known else find(device)
 
-    with ExitStack() as patched:
-        for module in (pinning, sources):
-            patched.enter_context(mock.patch.object(module, "current", return_value=accelerator))
-            patched.enter_context(mock.patch.object(module, "find", named))
+    with (
+        mock.patch.object(pinning, "current", return_value=accelerator),
+        mock.patch.object(pinning, "find", named),
+    ):
         yield

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from hybridloader.memory import page_locks
+from hybridloader.memory import accelerator as page_locks
+from hybridloader.memory.accelerator import PageLocks
 from hybridloader.memory.packing import tensor_over
-from hybridloader.memory.page_locks import PageLocks
 from hybridloader.memory.slots import OWN, PrivateSlots
 from support.slot_pairs import writer_and_reader
 

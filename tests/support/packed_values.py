@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from hybridloader.backends.process.frames import decode_fields, encode_done
+from hybridloader.backends.process.frames import (
+    OTHER,
+    TASK,
+    decode_fields,
+    encode_event,
+    encode_fields,
+)
+from hybridloader.engine.messages import Done, Message, Task
+from hybridloader.engine.serving import Pickled
 from hybridloader.memory.packing import FEW, IN_BAND, MOST, SMALL, AsTensor, pack, unpack
 from hybridloader.memory.shared_slots import SlotReader, SlotWriter
 from hybridloader.memory.slots import OWN
@@ -65,11 +74,20 @@ def streamed(value: Any) -> Any:
     return unpack(header, [memoryview(bytearray(buffer)) for buffer in buffers])
 
 
+def encoded_message(message: Message, returned: Sequence[int] = ()) -> list[Any]:
+    """Encode a message as a crew does it, without slots for large buffers."""
+    if isinstance(message, Task):
+        header, buffers = pack(message.index, "a task")
+        return [encode_fields(TASK, message.seq, header, returned, items=message.item), *buffers]
+    header, buffers = pack(message, "a message")
+    return [encode_fields(OTHER, 0, header, returned), *buffers]
+
+
 def through_slots(value: Any, pair: tuple[SlotWriter, SlotReader] | None = None) -> Any:
     """Pack and unpack as process backends do: fields, slots, and a stream for the rest."""
     writer, reader = pair or writer_and_reader()
     writer.release(reader.returned())
-    parts, fds = encode_done(7, pack(value), writer)
+    parts, fds = encode_event(Done(0, 7, Pickled(value)), (), writer)
     received = [memoryview(bytearray(part)) for part in parts]
     _, seq, header, _, slot_map, *_ = decode_fields(received)
     assert seq == 7

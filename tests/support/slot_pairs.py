@@ -9,8 +9,8 @@ import numpy as np
 
 from hybridloader.backends.process.backend import nameless_slots
 from hybridloader.memory import segments, shared_slots, slots
+from hybridloader.memory.accelerator import PageLocks
 from hybridloader.memory.packing import tensor_over
-from hybridloader.memory.page_locks import PageLocks
 from hybridloader.memory.shared_slots import SlotMap, SlotReader, SlotWriter
 from hybridloader.memory.slots import OWN, capacity_for
 

@@ -41,7 +41,7 @@ from hybridloader.running.operator import (
 if TYPE_CHECKING:
     import torch
 
-    from hybridloader.memory.page_locks import PageLocks
+    from hybridloader.memory.accelerator import PageLocks
 
 
 # -- samples with fields: mappings, namedtuples and dataclasses, taken apart and put together again

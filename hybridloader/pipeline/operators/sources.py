@@ -27,8 +27,7 @@ from hybridloader._support.user_objects import (
     no_answer,
     text_of,
 )
-from hybridloader.devices.accelerator import current, find
-from hybridloader.devices.pinning import AHEAD, BUFFER_BYTES, Pinner, Transfer, check, pinner_for
+from hybridloader.devices import pinning
 from hybridloader.engine.dataset_state import load_for_epoch, undo_load
 from hybridloader.errors import ShardLost, StateError
 from hybridloader.fetching.item_steps import Step, is_async
@@ -770,8 +769,8 @@ class PinMemory(OneForOne):
 
     device: Any = None
     _: KW_ONLY
-    batches_ahead: int = AHEAD
-    buffer_bytes: int = BUFFER_BYTES
+    batches_ahead: int = pinning.AHEAD
+    buffer_bytes: int = pinning.BUFFER_BYTES
 
     begins_anew = True
     moves: ClassVar[bool] = False
@@ -779,7 +778,7 @@ class PinMemory(OneForOne):
 
     def __post_init__(self) -> None:
         try:
-            Transfer(self.device, self.batches_ahead, self.buffer_bytes)
+            pinning.Transfer(self.device, self.batches_ahead, self.buffer_bytes)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{self.name}: {error}") from None
 
@@ -788,14 +787,14 @@ class PinMemory(OneForOne):
         return RelayOptions(self.batches_ahead, self.pinner, self.moves)
 
     def check_run(self) -> None:
-        check(self.device)
+        pinning.check(self.device)
 
-    def pinner(self) -> Pinner | None:
+    def pinner(self) -> pinning.Pinner | None:
         """Return the pinner of one run, for the device that is current on this thread."""
-        accelerator = current() if self.device is None else find(self.device)
+        accelerator = pinning.current() if self.device is None else pinning.find(self.device)
         if accelerator is None or not accelerator.pins:
             return None
-        return Pinner(accelerator, self.batches_ahead, self.buffer_bytes)
+        return pinning.Pinner(accelerator, self.batches_ahead, self.buffer_bytes)
 
     def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
         raise TypeError(f"{self.name} is opened by the engine, as a relay")
@@ -828,6 +827,6 @@ class ToDevice(PinMemory):
             raise TypeError("to: give a device, such as 'cuda'")
         super().check_run()
 
-    def pinner(self) -> Pinner | None:
-        transfer = Transfer(self.device, self.batches_ahead, self.buffer_bytes)
-        return pinner_for(transfer, pin_memory=False)
+    def pinner(self) -> pinning.Pinner | None:
+        transfer = pinning.Transfer(self.device, self.batches_ahead, self.buffer_bytes)
+        return pinning.pinner_for(transfer, pin_memory=False)
