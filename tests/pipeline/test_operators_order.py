@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
-from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.operator_context import (
+from support.scripts import (
     Oops,
     Script,
-    context,
+    begin,
     drain,
     errors_in,
     items_in,
     no_deadline,
     outcome,
-    run,
+    scripted,
+    steps,
 )
 
-from hybridloader.pipeline.operators.order import Repeat, ShardByRank, Shuffle, SkipFirst, Take
-from hybridloader.running.operator import INFINITE
+from hybridloader import Pipeline
 
 errors = st.builds(Oops, st.integers(0, 99))
 scripts = st.lists(st.one_of(st.integers(), st.none(), errors), max_size=20)
@@ -40,14 +38,14 @@ def test_a_shuffle_loses_nothing_and_takes_nothing_forward_too_far(
 ) -> None:
     numbered = [step if isinstance(step, Oops) else (at, step) for at, step in enumerate(script)]
     items = items_in(numbered)
-    found = outcome(Shuffle(buffer, seed), *numbered)
+    found = outcome(steps.shuffle(buffer, seed), *numbered)
     assert sorted(items_in(found), key=items.index) == items
     assert errors_in(found) == errors_in(numbered)
     for place, item in enumerate(items_in(found)):
         assert items.index(item) - place <= buffer - 1
     if buffer == 1:
         assert items_in(found) == items
-    assert Shuffle(buffer).length(len(items)) == len(items)
+    assert Pipeline.from_iterable(items).shuffle(buffer).length == len(items)
 
 
 @no_deadline
@@ -56,31 +54,31 @@ def test_the_order_does_not_depend_on_errors_between(places: list[int], buffer: 
     script: list[Any] = list(range(20))
     for place in places:
         script.insert(place, Oops(place))
-    found = outcome(Shuffle(buffer, 3), *script)
-    assert items_in(found) == outcome(Shuffle(buffer, 3), *range(20))
+    found = outcome(steps.shuffle(buffer, 3), *script)
+    assert items_in(found) == outcome(steps.shuffle(buffer, 3), *range(20))
 
 
 def test_the_order_is_a_function_of_seed_and_pass() -> None:
     def order(seed: int | None, epoch: int) -> list[int]:
-        return outcome(Shuffle(10, seed), *range(50), epoch=epoch)
+        return outcome(steps.shuffle(10, seed), *range(50), epoch=epoch)
 
     assert order(1, 0) == order(1, 0)
     orders = [order(seed, epoch) for seed in (None, 1, 2) for epoch in (0, 1)]
     assert len({tuple(found) for found in orders}) == 6
-    other = Shuffle(10).begin(lambda: Script(*range(50)), context(seed=7))
-    assert drain(other) != order(None, 0)
+    assert outcome(steps.shuffle(10), *range(50), seed=7) != order(None, 0)
 
 
 def test_what_fits_into_the_buffer_is_shuffled_uniformly() -> None:
-    counts = Counter(tuple(outcome(Shuffle(4, seed), 1, 2, 3)) for seed in range(3000))
+    items = list(Pipeline.from_iterable([1, 2, 3]).shuffle(4, 0).repeat(3000))
+    counts = Counter(tuple(items[at : at + 3]) for at in range(0, 9000, 3))
     assert len(counts) == 6
-    # 500 each are expected, with a deviation of 20; the seeds are fixed, so this is no coin toss.
+    # 500 each are expected, with a deviation of 20; the seed is fixed, so this is no coin toss.
     assert all(400 < count < 600 for count in counts.values())
 
 
 def test_a_shuffle_fills_its_buffer_and_no_more() -> None:
     source = Script(*range(10))
-    found = Shuffle(4).open(source, context())
+    found = begin(steps.shuffle(4), source)
     assert source.pulled == 0
     next(found)
     assert source.pulled == 4
@@ -95,39 +93,34 @@ def test_a_shuffle_fills_its_buffer_and_no_more() -> None:
 @given(scripts, st.integers(0, 8))
 def test_a_take_pulls_what_it_gives_and_then_closes(script: list[Any], count: int) -> None:
     source = Script(*script)
-    found = drain(Take(count).open(source, context()))
-    items = items_in(script)
-    assert found == script[:count]  # what raises has its place among them
+    assert drain(begin(steps.take(count), source)) == script[:count]  # what raises has its place
     assert source.closed == 1
     assert source.pulled == (count if count <= len(script) else len(script) + 1)
-    assert Take(count).length(len(items)) == min(count, len(items))
-    assert Take(count).length(None) == (None if count else 0)
-    assert Take(count).length(INFINITE) == count
+    for known in (Pipeline.from_iterable(script), Pipeline.from_iterable([1]).repeat()):
+        assert known.take(count).length == min(count, known.length or 0)
+    assert scripted().take(count).length == (None if count else 0)
 
 
 # -- repeat ------------------------------------------------------------------------------------------
 
 
-class Passes:
-    """Makes a pass after the other, of scripts; None can't be begun."""
+def passes_of(*passes: Any) -> Pipeline:
+    """A pipeline each of whose passes is another script; None can't be begun."""
+    left = iter(passes)
 
-    def __init__(self, *passes: Any) -> None:
-        self.left = list(passes)
-        self.begun: list[Script] = []
-
-    def __call__(self, epoch: int, start: int) -> Iterator[Any]:
-        assert (epoch, start) == (len(self.begun), 0)
-        steps = self.left.pop(0)
-        if steps is None:
+    def begun() -> Script:
+        script = next(left)
+        if script is None:
             raise Oops("begin")
-        self.begun.append(Script(*steps))
-        return self.begun[-1]
+        return Script(*script)
+
+    return Pipeline.from_iterable(begun)
 
 
 @no_deadline
 @given(st.lists(scripts, min_size=1, max_size=4))
 def test_a_repeat_gives_one_pass_after_the_other(passes: list[list[Any]]) -> None:
-    found = drain(Repeat(len(passes)).begin(Passes(*passes), context()))
+    found = drain(passes_of(*passes).repeat(len(passes)).run())
     assert found == [step for steps in passes for step in steps]
 
 
@@ -136,38 +129,24 @@ def test_a_repeat_gives_one_pass_after_the_other(passes: list[list[Any]]) -> Non
 def test_a_repeat_without_end_ends_with_a_pass_that_gives_nothing(
     passes: list[list[Any]], last: list[Any]
 ) -> None:
-    source = Passes(*passes, last, [1, 2, 3])
-    found = drain(Repeat().begin(source, context()))
+    found = drain(passes_of(*passes, last, [1, 2, 3]).repeat().run())
     assert found == [step for steps in [*passes, last] for step in steps]
-    assert source.left == [[1, 2, 3]]
 
 
-def test_a_pass_begins_when_its_turn_comes() -> None:
-    source = Passes([1], [2], [3])
-    found = Repeat(2).begin(source, context())
-    assert len(source.begun) == 1
-    assert next(found) == 1
-    assert len(source.begun) == 1
-    assert next(found) == 2
-    found.close()  # type: ignore[attr-defined]
-    assert [script.closed for script in source.begun] == [0, 1]
-    assert drain(found) == []
-    none = Passes()
-    assert drain(Repeat(0).begin(none, context())) == []
-
-
-def test_a_pass_that_cannot_be_begun_is_an_error_and_the_end() -> None:
-    found = Repeat().begin(Passes([1], None, [2]), context())
-    assert drain(found) == [1, Oops("begin")]
+def test_a_pass_begins_when_its_turn_comes_and_one_that_can_not_is_the_last() -> None:
+    found = passes_of([1], None, [2]).repeat(3).run()
+    assert next(found) == 1  # the second has not begun
+    assert drain(found) == [Oops("begin")]
+    assert list(passes_of().repeat(0)) == []
 
 
 def test_lengths_of_repeats() -> None:
-    assert Repeat(3).length(5) == 15
-    assert Repeat().length(5) == INFINITE
-    assert Repeat().length(0) == 0
-    assert Repeat(0).length(INFINITE) == 0
-    assert Repeat(2).length(INFINITE) == INFINITE
-    assert Repeat().length(None) is None
+    five, none, endless = (Pipeline.from_iterable(range(count)) for count in (5, 0, 1))
+    endless = endless.repeat()
+    assert five.repeat(3).length == 15
+    assert five.repeat().length == endless.repeat(2).length == float("inf")
+    assert none.repeat().length == endless.repeat(0).length == 0
+    assert scripted(1).repeat().length is None
 
 
 # -- shard -------------------------------------------------------------------------------------------
@@ -176,42 +155,33 @@ def test_lengths_of_repeats() -> None:
 @no_deadline
 @given(scripts, st.integers(1, 5))
 def test_shards_make_up_the_whole(script: list[Any], replicas: int) -> None:
-    shards = [outcome(ShardByRank(replicas, rank), *script) for rank in range(replicas)]
+    shards = [outcome(steps.shard(replicas, rank), *script) for rank in range(replicas)]
     items = items_in(script)
     for rank, shard in enumerate(shards):
         assert items_in(shard) == items_in(script[rank::replicas])
         assert errors_in(shard) == errors_in(script)
-        assert ShardByRank(replicas, rank).length(len(items)) == len(items[rank::replicas])
+        whole = Pipeline.from_iterable(items)
+        assert whole.shard(replicas, rank).length == len(items[rank::replicas])
 
 
 def test_a_shard_asks_torch_when_the_pass_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    shard = ShardByRank()
-    monkeypatch.delitem(sys.modules, "torch")
-    assert shard.share == (1, 0)
-    state = SimpleNamespace(
-        is_available=lambda: True,
-        is_initialized=lambda: True,
-        get_rank=lambda: 1,
-        get_world_size=lambda: 3,
-    )
-    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(distributed=state))
-    assert outcome(shard, *range(7)) == [1, 4]
-    assert shard.length(7) == 2
-    assert outcome(ShardByRank(2, 0), *range(4)) == [0, 2]
-    state.is_initialized = lambda: False
-    assert outcome(shard, *range(3)) == [0, 1, 2]
-    state.is_available = lambda: False
-    state.is_initialized = pytest.fail
-    assert outcome(shard, *range(3)) == [0, 1, 2]
-    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace())
-    assert outcome(shard, *range(3)) == [0, 1, 2]
+    shard = Pipeline.from_iterable(range(7)).shard()
+    assert list(shard) == [*range(7)]
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)
+    assert list(shard) == [1, 4]
+    assert shard.length == 2
+    assert outcome(steps.shard(2, 0), *range(4)) == [0, 2]
+    monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
+    assert list(shard) == [*range(7)]
 
 
 def test_a_skip_asks_for_nothing_before_it_is_asked() -> None:
     source = Script(1, 2, Oops(1), 3, 4)
-    found = SkipFirst(3).open(source, context())
+    found = begin(steps.skip(3), source)
     assert source.pulled == 0
     with pytest.raises(Oops):
         next(found)
     assert next(found) == 3
-    assert drain(run(SkipFirst(9), 1, Oops(2), 3)) == [Oops(2)]
+    assert outcome(steps.skip(9), 1, Oops(2), 3) == [Oops(2)]

@@ -11,12 +11,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.operator_context import Oops, errors_in, items_in, no_deadline, outcome
 from support.random_pipelines import saved
+from support.scripts import Oops, errors_in, items_in, no_deadline, outcome, steps
 from torch.utils.data import default_collate
 
 from hybridloader import Pipeline
-from hybridloader.pipeline.operators.pack import Pack
 
 Row = list[list[int]]
 """Tokens of each segment."""
@@ -70,16 +69,16 @@ def checked(row: Any, length: int, padding: int = 0) -> Row:
 @given(st.lists(st.integers(0, 12), max_size=12), st.integers(1, 7))
 def test_split_rows_have_all_tokens_in_order(sizes: list[int], length: int) -> None:
     documents = [np.arange(size) for size in sizes]
-    found = outcome(Pack(length, padding_value=-1), *documents)
+    found = outcome(steps.pack(length, padding_value=-1), *documents)
     assert [checked(row, length, -1) for row in found] == split(sizes, length)
-    whole = outcome(Pack(length, drop_last=True), *documents)
+    whole = outcome(steps.pack(length, drop_last=True), *documents)
     assert len(whole) == sum(sizes) // length
 
 
 @no_deadline
 @given(st.lists(st.integers(0, 6), max_size=14), st.integers(6, 8), st.integers(1, 4))
 def test_first_fit_rows_keep_documents_whole(sizes: list[int], length: int, rows: int) -> None:
-    found = outcome(Pack(length, "first_fit", rows), *map(np.arange, sizes))
+    found = outcome(steps.pack(length, "first_fit", rows), *map(np.arange, sizes))
     assert [checked(row, length) for row in found] == first_fit(sizes, length, rows)
 
 
@@ -107,18 +106,18 @@ def test_rows_are_those_of_grain() -> None:
     theirs = eval(done.stdout)
     documents = [np.arange(1, size + 1) for size in sizes]
     for method, rows in zip(("split", "first_fit"), theirs, strict=True):
-        ours = outcome(Pack(16, method, 3), *documents)
+        ours = outcome(steps.pack(16, method, 3), *documents)
         assert [[array.tolist() for array in row.values()] for row in ours] == rows
 
 
 def test_documents_are_arrays_tensors_lists_or_dicts_of_them() -> None:
     kinds = [np.array([1, 2], np.uint16), torch.tensor([3]), [4, 5], [], torch.tensor([6])]
-    (row,) = outcome(Pack(8, padding_value=9), *kinds)
+    (row,) = outcome(steps.pack(8, padding_value=9), *kinds)
     assert row["tokens"].tolist() == [1, 2, 3, 4, 5, 6, 9, 9]
-    (row,) = outcome(Pack(4), np.array([1, 2], np.uint16))
+    (row,) = outcome(steps.pack(4), np.array([1, 2], np.uint16))
     assert row["tokens"].dtype == np.uint16
     fields = [{"ids": np.array([n, n]), "weight": np.array([0.5, n], np.float32)} for n in (1, 2)]
-    (row,) = outcome(Pack(4), *fields)
+    (row,) = outcome(steps.pack(4), *fields)
     assert {name: array.tolist() for name, array in row.items()} == {
         "ids": [1, 1, 2, 2],
         "weight": [0.5, 1, 0.5, 2],
@@ -130,7 +129,7 @@ def test_documents_are_arrays_tensors_lists_or_dicts_of_them() -> None:
 
 def test_rows_hold_no_document_and_are_collated() -> None:
     document = np.arange(4)
-    rows = outcome(Pack(2), document)
+    rows = outcome(steps.pack(2), document)
     document[:] = 9
     assert [row["tokens"].tolist() for row in rows] == [[0, 1], [2, 3]]
     assert default_collate(rows)["positions"].tolist() == [[0, 1], [0, 1]]
@@ -141,7 +140,7 @@ def test_rows_hold_no_document_and_are_collated() -> None:
 @pytest.mark.parametrize("method", ["split", "first_fit"])
 def test_an_error_is_raised_and_nothing_is_lost(method: str) -> None:
     documents = [[1, 2], Oops(), [3], [4, 5, 6], Oops(), [7]]
-    found = outcome(Pack(3, method, 2), *documents)
+    found = outcome(steps.pack(3, method, 2), *documents)
     assert errors_in(found) == [Oops(), Oops()]
     assert sorted(t for row in items_in(found) for t in row["tokens"] if t) == [*range(1, 8)]
 
@@ -159,7 +158,7 @@ def test_an_error_is_raised_and_nothing_is_lost(method: str) -> None:
     ],
 )
 def test_a_document_that_is_none_is_refused(document: Any, told: str) -> None:
-    found = outcome(Pack(3, "first_fit"), [1], document, [2])
+    found = outcome(steps.pack(3, "first_fit"), [1], document, [2])
     (error,) = errors_in(found)
     assert told in str(error)
     assert [row["tokens"].tolist() for row in items_in(found)] == [[1, 2, 0]]
@@ -167,7 +166,7 @@ def test_a_document_that_is_none_is_refused(document: Any, told: str) -> None:
 
 def test_long_documents_are_truncated_or_skipped() -> None:
     documents = [[1], [2, 3, 4, 5], [6]]
-    (first, second) = outcome(Pack(3, "first_fit", oversize="truncate"), *documents)
+    (first, second) = outcome(steps.pack(3, "first_fit", oversize="truncate"), *documents)
     assert [first["tokens"].tolist(), second["tokens"].tolist()] == [[1, 6, 0], [2, 3, 4]]
     run = iter(Pipeline.from_iterable(documents).pack(3, "first_fit", oversize="skip"))
     with pytest.warns(UserWarning, match="pack skips documents of more than row_length=3"):
@@ -190,9 +189,9 @@ def test_long_documents_are_truncated_or_skipped() -> None:
 )
 def test_parameters_are_checked(arguments: Any, told: str) -> None:
     with pytest.raises(ValueError, match=told):
-        Pack(**arguments)
+        Pipeline.from_iterable([[1]]).pack(**arguments)
     with pytest.raises(TypeError, match="padding_value must be a number"):
-        Pack(4, padding_value="0")  # type: ignore[arg-type]
+        Pipeline.from_iterable([[1]]).pack(4, padding_value="0")  # type: ignore[arg-type]
 
 
 def test_the_length_is_known_of_nothing_and_of_no_end_alone() -> None:

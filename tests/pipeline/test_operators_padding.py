@@ -11,11 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.comparison import same
-from support.operator_context import no_deadline, outcome
+from support.scripts import no_deadline, outcome, steps
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import default_collate
 
-from hybridloader.pipeline.operators.batches import Pad, PaddedBatch
+from hybridloader.pipeline import Pad
 
 Point = namedtuple("Point", "x y")
 
@@ -45,7 +45,7 @@ def test_one_dimension_is_padded_as_by_torch(
 
 def test_large_ones_are_padded_as_by_torch_into_slots() -> None:
     samples = [torch.randn(length, 1000) for length in (300, 5, 299)]
-    (batch,) = outcome(PaddedBatch(3, padding_value=0.5), *samples)
+    (batch,) = outcome(steps.padded_batch(3, padding_value=0.5), *samples)
     same(batch, pad_sequence(samples, True, 0.5))
 
 
@@ -148,7 +148,7 @@ def test_gradients_flow_through() -> None:
 
 def test_gradients_flow_through_large_batches() -> None:
     samples = [torch.ones(length, 1000, requires_grad=True) for length in (300, 200, 300)]
-    for batch in outcome(PaddedBatch(2), *samples):
+    for batch in outcome(steps.padded_batch(2), *samples):
         batch.sum().backward()
     assert all(sample.grad is not None for sample in samples)
 
@@ -195,6 +195,6 @@ def test_samples_that_do_not_fit_are_an_error_that_names_the_field(samples: Any,
 
 
 def test_a_bad_batch_costs_itself_and_no_other() -> None:
-    found = outcome(PaddedBatch(2), [1], {"x": 1}, [2], [3, 4])
+    found = outcome(steps.padded_batch(2), [1], {"x": 1}, [2], [3, 4])
     assert isinstance(found[0], (ValueError, TypeError))
     same(found[1], torch.tensor([[2, 0], [3, 4]]))

@@ -12,10 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.comparison import same
-from support.operator_context import Oops, errors_in, items_in, no_deadline, outcome
+from support.scripts import Oops, errors_in, items_in, no_deadline, outcome, steps
 from torch.utils.data import default_collate
-
-from hybridloader.pipeline.operators.batches import Batch, Unbatch
 
 Point = namedtuple("Point", "x y")
 
@@ -46,53 +44,56 @@ def test_what_default_collate_made_is_taken_apart(sample: Any, count: int) -> No
     if isinstance(sample, str):
         sample = (sample, sample)
     given = [sample] * count
-    same(outcome(Unbatch(columns=True), default_collate(given)), given)
+    same(outcome(steps.unbatch(columns=True), default_collate(given)), given)
 
 
 @no_deadline
 @given(st.lists(st.one_of(st.integers(), st.text(), st.none(), st.tuples(st.integers()))))
 def test_a_list_of_samples_gives_these(samples: list[Any]) -> None:
-    batches = outcome(Batch(3, collate_fn=list), *samples)
-    assert outcome(Unbatch(), *batches) == samples
-    assert outcome(Unbatch(), *map(tuple, batches)) == samples
+    batches = outcome(steps.batch(3, collate_fn=list), *samples)
+    assert outcome(steps.unbatch(), *batches) == samples
+    assert outcome(steps.unbatch(), *map(tuple, batches)) == samples
 
 
 def test_every_kind_of_batch() -> None:
     x, y = torch.arange(4).reshape(2, 2), np.arange(2.0)
-    same(outcome(Unbatch(), x), [x[0], x[1]])
-    same(outcome(Unbatch(), y), [y[0], y[1]])
-    same(outcome(Unbatch(), {"x": x, "y": y}), [{"x": x[i], "y": y[i]} for i in range(2)])
-    counted = outcome(Unbatch(), Counter(y=[3, 4]))  # whose own `update` adds
+    same(outcome(steps.unbatch(), x), [x[0], x[1]])
+    same(outcome(steps.unbatch(), y), [y[0], y[1]])
+    same(outcome(steps.unbatch(), {"x": x, "y": y}), [{"x": x[i], "y": y[i]} for i in range(2)])
+    counted = outcome(steps.unbatch(), Counter(y=[3, 4]))  # whose own `update` adds
     same(counted, [Counter(y=3), Counter(y=4)])
-    same(outcome(Unbatch(), OrderedDict(y=y, x=x)), [OrderedDict(y=y[i], x=x[i]) for i in range(2)])
-    same(outcome(Unbatch(), Point(x, y)), [Point(x[i], y[i]) for i in range(2)])
-    same(outcome(Unbatch(), Row(x, {"y": y})), [Row(x[i], {"y": y[i]}) for i in range(2)])
-    same(outcome(Unbatch(), [x, y]), [(x[i], y[i]) for i in range(2)])
-    same(outcome(Unbatch(), (x, ["a", "b"])), [(x[0], "a"), (x[1], "b")])
     same(
-        outcome(Unbatch(), {"x": x, "name": ["a", "b"]}),
+        outcome(steps.unbatch(), OrderedDict(y=y, x=x)),
+        [OrderedDict(y=y[i], x=x[i]) for i in range(2)],
+    )
+    same(outcome(steps.unbatch(), Point(x, y)), [Point(x[i], y[i]) for i in range(2)])
+    same(outcome(steps.unbatch(), Row(x, {"y": y})), [Row(x[i], {"y": y[i]}) for i in range(2)])
+    same(outcome(steps.unbatch(), [x, y]), [(x[i], y[i]) for i in range(2)])
+    same(outcome(steps.unbatch(), (x, ["a", "b"])), [(x[0], "a"), (x[1], "b")])
+    same(
+        outcome(steps.unbatch(), {"x": x, "name": ["a", "b"]}),
         [{"x": x[i], "name": "ab"[i]} for i in range(2)],
     )
-    assert outcome(Unbatch(), [], torch.zeros(0, 3), {"x": torch.zeros(0)}, ()) == []
+    assert outcome(steps.unbatch(), [], torch.zeros(0, 3), {"x": torch.zeros(0)}, ()) == []
 
 
 def test_what_could_be_either_is_an_error_until_it_is_said() -> None:
     """Lengths never decide: else one batch of some size would be taken for the other thing."""
     for first in (2, 3):
         batch = [torch.ones(first, 4), torch.zeros(3, 4)]
-        (error,) = outcome(Unbatch(), batch)
+        (error,) = outcome(steps.unbatch(), batch)
         assert isinstance(error, TypeError)
         assert "pass columns=False or columns=True" in str(error)
-        same(outcome(Unbatch(columns=False), batch), batch)
+        same(outcome(steps.unbatch(columns=False), batch), batch)
     same(
-        outcome(Unbatch(columns=True), [torch.ones(2), torch.zeros(2)]),
+        outcome(steps.unbatch(columns=True), [torch.ones(2), torch.zeros(2)]),
         [(torch.tensor(1.0), torch.tensor(0.0))] * 2,
     )
     boxes = [torch.ones(2, 4), torch.zeros(2, 4)]
-    (error,) = outcome(Unbatch(), {"image": torch.ones(2, 8), "boxes": boxes})
+    (error,) = outcome(steps.unbatch(), {"image": torch.ones(2, 8), "boxes": boxes})
     assert "the batch['boxes'], a list of 2 x Tensor" in str(error)
     same(
-        outcome(Unbatch(columns=False), {"image": torch.ones(2, 8), "boxes": boxes}),
+        outcome(steps.unbatch(columns=False), {"image": torch.ones(2, 8), "boxes": boxes}),
         [{"image": torch.ones(8), "boxes": box} for box in boxes],
     )
 
@@ -117,7 +118,7 @@ def test_what_could_be_either_is_an_error_until_it_is_said() -> None:
 def test_what_is_no_batch_is_an_error_and_the_next_one_comes(
     batch: Any, kind: type[Exception], told: str
 ) -> None:
-    found = outcome(Unbatch(), [1, 2], batch, [3])
+    found = outcome(steps.unbatch(), [1, 2], batch, [3])
     assert items_in(found) == [1, 2, 3]
     with pytest.raises(kind, match=told):
         raise errors_in(found)[0]
@@ -132,7 +133,7 @@ def test_a_function_of_ones_own() -> None:
         yield_late = iter(batch)
         return (character for character in yield_late)
 
-    found = outcome(Unbatch(split=split), "ab", "bad", "c", "end", "", "d")
+    found = outcome(steps.unbatch(split=split), "ab", "bad", "c", "end", "", "d")
     assert items_in(found) == ["a", "b", "c", "d"]
     assert found[2] == Oops(1)
     assert type(found[4]) is RuntimeError
@@ -154,4 +155,4 @@ def test_samples_that_raise_leave_those_behind_them() -> None:
                 raise Oops(2)
             return number
 
-    assert outcome(Unbatch(split=lambda batch: Late()), "x") == [1, Oops(2), 3]
+    assert outcome(steps.unbatch(split=lambda batch: Late()), "x") == [1, Oops(2), 3]
