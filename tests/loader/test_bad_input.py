@@ -17,7 +17,7 @@ from support.platforms import needs_fork
 from torch.utils.data import Dataset, IterableDataset
 
 import hybridloader
-from hybridloader import DataLoader, Fork, Inline, SharedMemory, Spawn, Threads
+from hybridloader import DataLoader, Fork, Inline, SharedMemory, Threads
 from hybridloader._support import text
 from hybridloader.engine import Backend, contract
 from hybridloader.errors import BackendUnavailable
@@ -48,7 +48,7 @@ def _fresh_registry() -> Iterator[None]:
 # -- the name of a backend -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["treads", "", "process", "shared memory"])
+@pytest.mark.parametrize("name", ["treads", ""])
 def test_an_unknown_backend_is_refused_with_a_list_of_those_there_are(name: str) -> None:
     with pytest.raises(BackendUnavailable) as caught:
         DataLoader(Numbers(), backend=name)
@@ -60,9 +60,7 @@ def test_an_unknown_backend_is_refused_with_a_list_of_those_there_are(name: str)
     assert isinstance(caught.value, ValueError)
 
 
-@pytest.mark.parametrize(
-    "name", ["Threads", " threads ", "SHARED_MEMORY", "shared-memory", "Fork", "Processes"]
-)
+@pytest.mark.parametrize("name", [" Threads ", "SHARED_MEMORY", "Processes"])
 def test_case_and_underscores_of_a_name_do_not_matter(name: str) -> None:
     assert DataLoader(Numbers(), num_workers=1, backend=name).backend == name
 
@@ -72,14 +70,14 @@ def test_processes_are_another_name_of_shared_memory() -> None:
     assert "processes" not in hybridloader.engine.backend_names()
 
 
-@pytest.mark.parametrize("kind", [Inline, Threads, Fork, Spawn, SharedMemory])
+@pytest.mark.parametrize("kind", [Threads, SharedMemory])
 def test_a_backend_class_is_refused_with_the_hint_to_make_an_instance(kind: type[Backend]) -> None:
     given: Any = kind
     with pytest.raises(TypeError, match=rf"instance.*{kind.__name__}\(\)"):
         DataLoader(Numbers(), backend=given)
 
 
-@pytest.mark.parametrize("wrong", [1, True, 2.5, b"threads", ["threads"], object(), len, int])
+@pytest.mark.parametrize("wrong", [True, b"threads", int])
 def test_a_backend_of_the_wrong_type_is_refused(wrong: Any) -> None:
     with pytest.raises(TypeError, match="backend") as caught:
         DataLoader(Numbers(), backend=wrong)
@@ -100,7 +98,7 @@ def test_a_backend_set_after_the_constructor_is_checked_at_once() -> None:
     assert loader.backend == "threads"
 
 
-@pytest.mark.parametrize("method", ["Fork", "threads", "", "fork server", 3])
+@pytest.mark.parametrize("method", ["Fork", 3])
 def test_an_unknown_start_method_is_refused_with_a_list(method: Any) -> None:
     with pytest.raises(BackendUnavailable) as caught:
         SharedMemory(start_method=method)
@@ -178,11 +176,8 @@ def test_what_another_package_registers_must_be_a_backend(monkeypatch: pytest.Mo
     [
         ("inline", "fork"),
         ("threads", "fork"),
-        (Threads(), "spawn"),
         ("fork", "spawn"),
         (Fork(), "forkserver"),
-        ("spawn", "fork"),
-        (SharedMemory("fork"), "spawn"),
         (SharedMemory("loky"), "spawn"),
     ],
 )
@@ -236,13 +231,11 @@ def test_a_contradiction_made_after_the_constructor_is_found_by_the_iterator() -
         iter(loader)
 
 
-@pytest.mark.parametrize("backend", [None, *NAMES])
 @pytest.mark.parametrize(
     ("options", "word"),
     [
         ({"num_workers": -1}, "num_workers"),
         ({"num_workers": 1, "timeout": -1}, "timeout"),
-        ({"num_workers": 1, "timeout": -0.5}, "timeout"),
         ({"num_workers": 1, "prefetch_factor": -1}, "prefetch_factor"),
         ({"num_workers": 1, "prefetch_factor": 0}, "prefetch_factor"),
         ({"num_workers": 0, "prefetch_factor": 0}, "prefetch_factor"),
@@ -256,14 +249,12 @@ def test_a_contradiction_made_after_the_constructor_is_found_by_the_iterator() -
         ({"num_workers": 1, "threads_per_worker": 2, "batch_size": None}, "batch_size=None"),
     ],
 )
-def test_numbers_out_of_range_are_refused(
-    backend: str | None, options: dict[str, Any], word: str
-) -> None:
+def test_numbers_out_of_range_are_refused(options: dict[str, Any], word: str) -> None:
     with pytest.raises(ValueError, match=word):
-        DataLoader(Numbers(), backend=backend, **options)
+        DataLoader(Numbers(), **options)
 
 
-@pytest.mark.parametrize("wrong", [True, False, 2.0, "2", None, [2]])
+@pytest.mark.parametrize("wrong", [True, 2.0, None])
 def test_a_number_of_threads_that_is_none_is_refused(wrong: Any) -> None:
     with pytest.raises(TypeError, match="threads_per_worker must be a whole number") as caught:
         DataLoader(Numbers(), threads_per_worker=wrong)
@@ -290,7 +281,6 @@ BAD_FOR_TORCH: list[tuple[Callable[[], Any], dict[str, Any]]] = [
     (Numbers, {"batch_sampler": [[0]], "drop_last": True}),
     (Numbers, {"batch_size": None, "drop_last": True}),
     (Numbers, {"batch_size": 0}),
-    (Numbers, {"batch_size": -3}),
     (Numbers, {"batch_size": 1.5}),
     (Numbers, {"drop_last": "yes"}),
     (Numbers, {"multiprocessing_context": "fork"}),
@@ -304,14 +294,13 @@ BAD_FOR_TORCH: list[tuple[Callable[[], Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("dataset", "options"), BAD_FOR_TORCH)
-@pytest.mark.parametrize("backend", [None, "threads"])
 def test_what_torch_refuses_is_refused_with_the_same_exception(
-    backend: str | None, dataset: Callable[[], Any], options: dict[str, Any]
+    dataset: Callable[[], Any], options: dict[str, Any]
 ) -> None:
     with pytest.raises(Exception) as theirs:
         torch.utils.data.DataLoader(dataset(), **options)
     with pytest.raises(Exception) as ours:
-        DataLoader(dataset(), backend=backend, **options)
+        DataLoader(dataset(), **options)
     assert type(ours.value) is type(theirs.value)
     assert str(ours.value) == str(theirs.value)
 
@@ -374,7 +363,7 @@ def test_where_there_is_no_fork_the_message_says_what_to_use(
 # -- a backend that has nothing to do -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ["threads", "fork", "spawn", "shared-memory", Threads()])
+@pytest.mark.parametrize("backend", ["fork", Threads()])
 def test_a_backend_without_workers_warns_once_where_the_loader_is_used(
     backend: str | Backend,
 ) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from hybridloader import DataLoader, Fork, Inline, Memory, Pipeline, SharedMemory, Spawn, Threads
+from hybridloader import DataLoader, Fork, Inline, Pipeline, SharedMemory, Spawn, Threads
 from hybridloader.engine import Backend, get_backend
 
 nan, inf = float("nan"), float("inf")
@@ -52,45 +52,22 @@ FLAG = "must be True or False, got"
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"num_workers": nan}, TypeError, f"num_workers {WHOLE} nan"),
-    ({"num_workers": inf}, TypeError, f"num_workers {WHOLE} inf"),
-    ({"num_workers": 1.5}, TypeError, f"num_workers {WHOLE} 1.5"),
-    ({"num_workers": 2.0}, TypeError, f"num_workers {WHOLE} 2.0"),
     ({"num_workers": np.float64(2)}, TypeError, f"num_workers {WHOLE}"),
     ({"timeout": nan}, ValueError, f"{SECONDS} nan"),
-    ({"timeout": inf}, ValueError, "timeout=inf is more seconds than"),
     ({"timeout": 1e12}, ValueError, "timeout=1000000000000.0 is more seconds than"),
-    ({"timeout": np.float32("nan")}, ValueError, SECONDS),
     ({"prefetch_factor": 1.5}, TypeError, f"prefetch_factor {WHOLE} 1.5"),
-    ({"prefetch_factor": nan}, TypeError, f"prefetch_factor {WHOLE} nan"),
-    ({"prefetch_factor": inf}, TypeError, f"prefetch_factor {WHOLE} inf"),
     ({"collate_fn": 3}, TypeError, "collate_fn must be a function .*got 3"),
-    ({"collate_fn": "default"}, TypeError, "collate_fn must be a function .*got 'default'"),
-    ({"collate_fn": [len]}, TypeError, "collate_fn must be a function .*got"),
     ({"worker_init_fn": 3}, TypeError, "worker_init_fn must be a function .*got 3"),
-    ({"worker_init_fn": "seed"}, TypeError, "worker_init_fn must be a function .*'seed'"),
-    ({"worker_init_fn": {}}, TypeError, "worker_init_fn must be a function .*{}"),
     ({"generator": 3}, TypeError, r"generator must be a torch.Generator, got 3; use torch\.Gen"),
-    ({"generator": "cpu"}, TypeError, "generator must be a torch.Generator, got 'cpu'"),
-    ({"generator": np.random.default_rng(0)}, TypeError, "generator must be a torch.Generator"),
     ({"sampler": 3}, TypeError, "sampler must be an iterable of indices, got 3"),
-    ({"sampler": len}, TypeError, "sampler must be an iterable of indices"),
     ({"sampler": endless}, TypeError, "sampler must be an iterable .*function endless"),
     ({"batch_sampler": 3}, TypeError, "batch_sampler must be an iterable of indices, got 3"),
-    ({"batch_sampler": endless}, TypeError, "batch_sampler must be an iterable"),
     ({"pin_memory": "yes"}, TypeError, f"pin_memory {FLAG} 'yes'"),
-    ({"pin_memory": 0.5}, TypeError, f"pin_memory {FLAG} 0.5"),
     ({"persistent_workers": "no"}, TypeError, f"persistent_workers {FLAG} 'no'"),
-    ({"persistent_workers": nan}, TypeError, f"persistent_workers {FLAG} nan"),
-    ({"persistent_workers": []}, TypeError, rf"persistent_workers {FLAG} \[\]"),
     ({"in_order": "no"}, TypeError, f"in_order {FLAG} 'no'"),
-    ({"in_order": nan}, TypeError, f"in_order {FLAG} nan"),
     ({"dataset": None}, TypeError, "dataset must have __getitem__ .*got None"),
-    ({"dataset": 3}, TypeError, "dataset must have __getitem__ .*got 3"),
-    ({"dataset": object()}, TypeError, "dataset must have __getitem__"),
-    ({"dataset": len}, TypeError, "dataset must have __getitem__ .*built-in function len"),
     ({"dataset": endless}, TypeError, "dataset must have __getitem__ .*function endless"),
     ({"dataset": endless()}, TypeError, r"dataset must .*generator.*Pipeline\.from_iterable"),
-    ({"dataset": iter("ab")}, TypeError, r"dataset must .*Pipeline\.from_iterable"),
     ({"dataset": {1, 2}}, TypeError, r"dataset must .*\{1, 2\}; .*Pipeline\.from_iterable"),
     ({"dataset": Numbers}, TypeError, r"got the class Numbers; make one: Numbers\(\.\.\.\)"),
 ]
@@ -102,34 +79,25 @@ def _named(value: Any) -> str:
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # torch's constructor looks first
-@pytest.mark.parametrize("backend", [None, "threads"])
 @pytest.mark.parametrize(("options", "kind", "says"), REFUSED, ids=_named)
 def test_an_argument_that_can_not_be_meant_is_refused_by_the_constructor(
-    options: dict[str, Any], kind: type[Exception], says: str, backend: str | None
+    options: dict[str, Any], kind: type[Exception], says: str
 ) -> None:
     given = {"dataset": Numbers(), "num_workers": 1, **options}
     with pytest.raises(kind, match=says) as caught:
-        DataLoader(backend=backend, **given)
+        DataLoader(**given)
     assert type(caught.value) is kind
 
 
 CHANGED: list[tuple[str, Any, type[Exception], str]] = [
     ("num_workers", -1, ValueError, "num_workers must not be negative, got -1"),
     ("num_workers", "2", TypeError, f"num_workers {WHOLE} '2'"),
-    ("num_workers", None, TypeError, f"num_workers {WHOLE} None"),
-    ("num_workers", 1.5, TypeError, f"num_workers {WHOLE} 1.5"),
-    ("num_workers", [1], TypeError, f"num_workers {WHOLE}"),
     ("timeout", "3", ValueError, f"{SECONDS} '3'"),
-    ("timeout", None, ValueError, f"{SECONDS} None"),
-    ("timeout", 1j, ValueError, f"{SECONDS} 1j"),
     ("timeout", np.ones(2), ValueError, SECONDS),
-    ("timeout", nan, ValueError, f"{SECONDS} nan"),
     ("timeout", -1, ValueError, f"{SECONDS} -1"),
     ("prefetch_factor", 0, ValueError, "prefetch_factor must be at least 1, got 0"),
-    ("prefetch_factor", -3, ValueError, "prefetch_factor must be at least 1, got -3"),
     ("prefetch_factor", "2", TypeError, f"prefetch_factor {WHOLE} '2'"),
     ("collate_fn", None, TypeError, "collate_fn must be a function .*got None"),
-    ("collate_fn", 3, TypeError, "collate_fn must be a function .*got 3"),
     ("worker_init_fn", "x", TypeError, "worker_init_fn must be a function .*got 'x'"),
     ("generator", 3, TypeError, "generator must be a torch.Generator, got 3"),
     ("in_order", "no", TypeError, f"in_order {FLAG} 'no'"),
@@ -151,9 +119,8 @@ def test_what_is_set_after_the_constructor_is_refused_by_iter(
 
 
 @pytest.mark.parametrize("kind", [Inline, Threads, Fork, Spawn, SharedMemory])
-@pytest.mark.parametrize("memory", [3, 0.5, "1G", {}, Memory])
-def test_memory_must_be_a_memory(kind: Callable[..., Backend], memory: Any) -> None:
-    backend = kind(memory=memory)
+def test_memory_must_be_a_memory(kind: Callable[..., Backend]) -> None:
+    backend = kind(memory=3)
     says = rf"{kind.__name__}: memory must be a hybridloader.Memory, not .*memory=Memory\(limit="  # type: ignore[attr-defined]
     with pytest.raises(TypeError, match=says):
         DataLoader(Numbers(), backend=backend)  # type: ignore[arg-type]
@@ -164,10 +131,9 @@ def test_memory_must_be_a_memory(kind: Callable[..., Backend], memory: Any) -> N
 
 
 @pytest.mark.parametrize("kind", [Inline, Threads])
-@pytest.mark.parametrize("copies", ["no", 1, None])
-def test_whether_to_copy_is_yes_or_no(kind: Callable[..., Backend], copies: Any) -> None:
+def test_whether_to_copy_is_yes_or_no(kind: Callable[..., Backend]) -> None:
     with pytest.raises(TypeError, match="copy_dataset must be True or False, got"):
-        get_backend(kind(copy_dataset=copies))
+        get_backend(kind(copy_dataset=1))
 
 
 @pytest.mark.parametrize(
@@ -193,9 +159,8 @@ def test_whether_to_copy_is_yes_or_no(kind: Callable[..., Backend], copies: Any)
     ],
     ids=_named,
 )
-@pytest.mark.parametrize("backend", ["threads", "fork"])
 def test_what_torch_takes_for_a_number_or_a_flag_is_taken(
-    options: dict[str, Any], backend: str
+    options: dict[str, Any],
 ) -> None:
-    given = {"dataset": Numbers(), "num_workers": 1, "backend": backend, **options}
+    given = {"dataset": Numbers(), "num_workers": 1, "backend": "threads", **options}
     assert len(list(DataLoader(**given))) == 4

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -16,10 +15,8 @@ from loky.backend.process import LokyProcess
 from support.unsendable import Endless, WithInner, nested
 
 from hybridloader import DataLoader, Memory, Pipeline, SharedMemory
-from hybridloader.backends.threads import _ThreadCrew
 from hybridloader.engine import get_backend
 from hybridloader.errors import BackendUnavailable, WorkerPicklingError
-from hybridloader.pipeline.operators.cache import Cache
 from hybridloader.records import SharedDict, SharedList
 
 nan, inf = float("nan"), float("inf")
@@ -44,7 +41,7 @@ def _no_worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with monkeypatch.context() as patch:
         patch.setattr(BaseProcess, "start", start)
         patch.setattr(LokyProcess, "start", start)
-        patch.setattr(_ThreadCrew, "start", start)
+        patch.setattr(threading.Thread, "start", start)
         yield
 
 
@@ -60,101 +57,51 @@ NO_MEMORY = "leaves no memory for a batch; pass bytes or a share above 0"
 
 EARLY: dict[str, Row] = {
     "limit numpy int": (lambda: Memory(np.int64(5)), TypeError, SHARE),  # type: ignore[arg-type]
-    "limit numpy float": (lambda: Memory(np.float32(0.5)), TypeError, SHARE),  # type: ignore[arg-type]
     "limit complex": (lambda: Memory(1j), TypeError, SHARE),  # type: ignore[arg-type]
-    "limit list": (lambda: Memory([1]), TypeError, SHARE),  # type: ignore[arg-type]
     "limit nan": (lambda: Memory(nan), ValueError, f"limit=nan {NO_MEMORY}"),
-    "limit -inf": (lambda: Memory(-inf), ValueError, f"limit=-inf {NO_MEMORY}"),
     "limit inf": (lambda: Memory(inf), ValueError, "limit=inf: a float is a share"),
     "backend None": (lambda: get_backend(None), TypeError, "a name or a Backend, not None"),
     "backend path": (lambda: get_backend(Path("fork")), TypeError, "a name or a Backend, not"),
     "backend long": (lambda: get_backend("x" * 99), BackendUnavailable, "unknown backend"),
     "backend auto": (lambda: get_backend("atuo"), BackendUnavailable, "mean 'auto'.* and auto "),
     "method bytes": (lambda: SharedMemory(b"fork"), BackendUnavailable, "unknown start method b'f"),  # type: ignore[arg-type]
-    "method bool": (lambda: SharedMemory(True), BackendUnavailable, "unknown start method True"),  # type: ignore[arg-type]
     "take nan": (lambda: BASE.take(nan), TypeError, "take: count must be a whole number, got nan"),  # type: ignore[arg-type]
-    "take str": (lambda: BASE.take("2"), TypeError, "take: count must be a whole number, got '2'"),  # type: ignore[arg-type]
-    "take bool": (lambda: BASE.take(True), TypeError, "take: count must be a whole number"),
     "skip None": (lambda: BASE.skip(None), TypeError, "skip: count .*got None"),  # type: ignore[arg-type]
-    "skip inf": (lambda: BASE.skip(inf), TypeError, "skip: count .*got inf"),  # type: ignore[arg-type]
     "skip below": (lambda: BASE.skip(-1), ValueError, "skip: count must be at least 0, got -1"),
     "batch nan": (lambda: BASE.batch(nan), TypeError, "batch: batch_size .*got nan"),  # type: ignore[arg-type]
-    "batch None": (lambda: BASE.batch(None), TypeError, "batch: batch_size .*got None"),  # type: ignore[arg-type]
-    "batch float": (lambda: BASE.batch(2.0), TypeError, "batch: batch_size .*got 2.0"),  # type: ignore[arg-type]
     "batch flag": (lambda: BASE.batch(2, drop_last="no"), TypeError, "batch: drop_last .*'no'"),  # type: ignore[arg-type]
     "shuffle nan": (lambda: BASE.shuffle(nan), TypeError, "shuffle: buffer_size .*got nan"),  # type: ignore[arg-type]
-    "shuffle bool": (lambda: BASE.shuffle(True), TypeError, "shuffle: buffer_size .*got True"),
     "seed below": (lambda: BASE.shuffle(2, seed=-1), ValueError, "shuffle: seed .*got -1"),
-    "seed nan": (lambda: BASE.shuffle(2, seed=nan), TypeError, "shuffle: seed .*got nan"),  # type: ignore[arg-type]
     "repeat nan": (lambda: BASE.repeat(nan), TypeError, "repeat: times .*got nan"),  # type: ignore[arg-type]
-    "repeat str": (lambda: BASE.repeat("2"), TypeError, "repeat: times .*got '2'"),  # type: ignore[arg-type]
     "prefetch inf": (lambda: BASE.prefetch(inf), TypeError, "prefetch: count .*got inf"),  # type: ignore[arg-type]
     "shard str": (lambda: BASE.shard("2", "0"), TypeError, "shard: num_replicas .*got '2'"),  # type: ignore[arg-type]
-    "shard nan": (lambda: BASE.shard(2, nan), TypeError, "shard: rank .*got nan"),  # type: ignore[arg-type]
     "shard below": (lambda: BASE.shard(2, -1), ValueError, "shard: rank .*got -1"),
     "fork bool": (lambda: BASE.tee(True), TypeError, "tee: count .*got True"),
-    "fork str": (lambda: BASE.tee("2"), TypeError, "tee: count .*got '2'"),  # type: ignore[arg-type]
     "weights text": (lambda: BASE.mix(BASE, weights="12"), TypeError, r"mix: weights\[0\] .*'1'"),  # type: ignore[arg-type]
-    "weight None": (lambda: BASE.mix(BASE, weights=[1, None]), TypeError, r"mix: weights\[1\]"),  # type: ignore[list-item]
     "weight bool": (lambda: BASE.mix(BASE, weights=[1, True]), TypeError, r"mix: weights\[1\]"),
     "interleave str": (lambda: BASE.interleave("ab"), TypeError, "interleave joins pipelines"),  # type: ignore[arg-type]
-    "map None": (lambda: BASE.map(None), TypeError, "needs a function of one item, not None"),  # type: ignore[arg-type]
     "filter number": (lambda: BASE.filter(3), TypeError, "needs a function of one item, not 3"),  # type: ignore[arg-type]
-    "workers inf": (
-        lambda: BASE.map(str, num_workers=inf, **THREADS),
-        TypeError,
-        "workers .*got inf",
-    ),
-    "prefetch bool": (
-        lambda: BASE.map(str, prefetch=True, **THREADS),
-        TypeError,
-        "prefetch .*got True",
-    ),
-    "bytes nan": (
-        lambda: BASE.map(str, buffer_bytes=nan, **THREADS),
-        TypeError,
-        "buffer_bytes .*got nan",
-    ),
-    "threads nan": (
-        lambda: BASE.map(str, threads_per_worker=nan, **THREADS),
-        TypeError,
-        "threads_per_worker .*got nan",
-    ),
-    "init str": (
-        lambda: BASE.map(str, worker_init_fn="x", **THREADS),
-        TypeError,
-        "worker_init_fn .*got 'x'",
-    ),
-    "dataset None": (lambda: Pipeline.from_dataset(None), TypeError, "NoneType can't be read by i"),
     "dataset class": (lambda: Pipeline.from_dataset(Endless), TypeError, "type can't be read by i"),
-    "sampler 3": (
-        lambda: Pipeline.from_dataset(range(3), sampler=3),  # type: ignore[arg-type]
-        TypeError,
-        "from_dataset: sampler must be an iterable, not 3",
-    ),
-    "source None": (lambda: Pipeline.from_iterable(None), TypeError, "source .*not None"),
     "source bytes": (
         lambda: Pipeline.from_iterable(b"ab"),
         TypeError,
         "one character at a time: b'ab'",
     ),
-    "operators": (lambda: Pipeline([3]), TypeError, "begins with a source"),  # type: ignore[list-item]
     "run seed nan": (lambda: BASE.run(seed=nan), TypeError, "seed must be a whole number, got nan"),  # type: ignore[arg-type]
-    "run epoch": (lambda: BASE.run(epoch=-1), ValueError, "epoch must be at least 0, got -1"),
     "epochs nan": (lambda: BASE.epochs(nan), TypeError, "count must be a whole number, got nan"),  # type: ignore[arg-type]
-    "cache number": (lambda: Cache(3), TypeError, r"cache: path .*not 3 \(a int\)"),  # type: ignore[arg-type]
-    "cache bytes": (lambda: Cache(b"x"), TypeError, "cache: path .*not b'x'"),  # type: ignore[arg-type]
-    "cache bool": (lambda: Cache(True), TypeError, "cache: path .*not True"),  # type: ignore[arg-type]
-    "cache list": (lambda: Cache(["a"]), TypeError, r"cache: path .*not \['a'\]"),  # type: ignore[arg-type]
-    "cache empty": (lambda: Cache(""), ValueError, "cache: path='' names no file"),
-    "cache folder": (lambda: Cache("some/"), ValueError, "cache: path='some/' names no file"),
-    "cache null": (lambda: Cache("x\0y"), ValueError, r"cache: path='x\\x00y' names no file"),
-    "cache print": (lambda: Cache("x", fingerprint=3), TypeError, "cache: fingerprint .*not 3"),  # type: ignore[arg-type]
+    "cache number": (lambda: BASE.cache(3), TypeError, r"cache: path .*not 3 \(a int\)"),  # type: ignore[arg-type]
+    "cache empty": (lambda: BASE.cache(""), ValueError, "cache: path='' names no file"),
+    "cache folder": (lambda: BASE.cache("some/"), ValueError, "cache: path='some/' names no file"),
+    "cache null": (lambda: BASE.cache("x\0y"), ValueError, r"cache: path='x\\x00y' names no file"),
+    "cache print": (
+        lambda: BASE.cache("x", fingerprint=3),
+        TypeError,
+        "cache: fingerprint .*not 3",
+    ),  # type: ignore[arg-type]
     "list number": (lambda: SharedList(3), TypeError, "'int' object is not iterable"),  # type: ignore[arg-type]
     "list lock": (lambda: SharedList([threading.Lock()]), TypeError, "cannot pickle '_thread.lock"),
     "dict number": (lambda: SharedDict(3), TypeError, "'int' object is not iterable"),  # type: ignore[call-overload]
     "dict no pair": (lambda: SharedDict([1]), TypeError, "1 is not a pair of a key and a value"),  # type: ignore[list-item]
-    "dict lock": (lambda: SharedDict({"a": threading.Lock()}), TypeError, "cannot pickle '_thread"),
 }
 
 
@@ -192,8 +139,6 @@ UNSENDABLE: dict[str, tuple[Callable[[], Any], str]] = {
     "nameless": (Nameless, r"dataset\.inner \(a Nameless\).*no such name"),
     "wrong reduce": (WrongReduce, r"dataset\.inner \(a WrongReduce\).*__reduce__"),
     "failing state": (FailingState, r"dataset\.inner \(a FailingState\).*the device is busy"),
-    "generator": (lambda: (x for x in "ab"), r"dataset\.inner \(a generator\).*pickle"),
-    "weak reference": (lambda: weakref.ref(WithInner), r"dataset\.inner \(a \w+\).*pickle"),
     "frame": (lambda: sys._getframe(), r"dataset\.inner \(a frame\).*pickle"),
     "semaphore": (threading.Semaphore, r"dataset\.inner\._cond\._lock \(a lock\)"),
     "in a dict in a tuple": (
@@ -205,7 +150,6 @@ UNSENDABLE: dict[str, tuple[Callable[[], Any], str]] = {
         r"inner\[\(1, 2\)\] \(a lo",
     ),
     "thread": (threading.Thread, r"dataset\.inner\.[\w.]+ \(a (.*lock|_ThreadHandle)\)"),
-    "local": (threading.local, r"dataset\.inner \(a _local\)"),
 }
 
 
