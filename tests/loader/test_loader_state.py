@@ -37,6 +37,11 @@ from hybridloader.sampling import ShuffleSampler
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
+every_sampler_once = pytest.mark.parametrize(
+    ("sampler", "workers"), [(name, at % 2 * 2) for at, name in enumerate(sorted(SAMPLERS))]
+)
+"""Every other one with workers, which ask a sampler in the same way."""
+
 # -- the rest of the epoch comes -------------------------------------------------------------------
 
 
@@ -90,8 +95,7 @@ def test_the_epochs_after_it_are_those_of_the_uninterrupted_run(sampler: str, wo
     assert [first, taken + flat(other), flat(other)] == whole
 
 
-@every_sampler
-@pytest.mark.parametrize("workers", [0, 2])
+@every_sampler_once
 def test_at_the_end_of_an_epoch_the_next_one_comes_once(sampler: str, workers: int) -> None:
     backend = "threads" if workers else "inline"
     whole = epochs_of(make(sampler, workers, backend), 2)
@@ -200,8 +204,7 @@ def test_workers_have_the_seed_that_they_had() -> None:
         iterator.close()
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@every_sampler
+@every_sampler_once
 def test_asking_for_a_state_changes_nothing(sampler: str, workers: int) -> None:
     def run(asks: bool) -> list[Any]:
         torch.manual_seed(0)
@@ -227,20 +230,20 @@ def test_it_counts_what_was_yielded_and_not_what_was_prefetched() -> None:
     assert state["_index_sampler_state"]["samples_yielded"] == BATCH
 
 
-@every_sampler
-def test_but_for_generators_it_is_json(sampler: str) -> None:
-    torch.manual_seed(0)
-    (whole,) = epochs_of(make(sampler), 1)
-    torch.manual_seed(0)
-    taken, state = left_after(make(sampler), 2)
-    generators = state["_hybridloader"].pop("generators")
-    state = json.loads(json.dumps(state))
-    assert all(isinstance(value, torch.Tensor) for value in generators.values())
-    state["_hybridloader"]["generators"] = generators
-    other = make(sampler)
-    other.load_state_dict(state)
-    assert taken + flat(other) == whole
-    assert len(pickle.dumps(state)) < 10_000
+def test_but_for_generators_it_is_json() -> None:
+    for sampler in SAMPLERS:
+        torch.manual_seed(0)
+        (whole,) = epochs_of(make(sampler), 1)
+        torch.manual_seed(0)
+        taken, state = left_after(make(sampler), 2)
+        generators = state["_hybridloader"].pop("generators")
+        state = json.loads(json.dumps(state))
+        assert all(isinstance(value, torch.Tensor) for value in generators.values())
+        state["_hybridloader"]["generators"] = generators
+        other = make(sampler)
+        other.load_state_dict(state)
+        assert taken + flat(other) == whole
+        assert len(pickle.dumps(state)) < 10_000
 
 
 def test_its_size_does_not_depend_on_the_number_of_samples() -> None:

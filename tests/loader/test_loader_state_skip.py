@@ -45,9 +45,15 @@ def flat(batches: Any) -> list[Any]:
     return [batch.tolist() for batch in batches]
 
 
-@pytest.mark.parametrize("where", [(0, "inline"), (2, "threads"), (3, "fork")], ids=str)
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("sampler", [shuffled, ours])
+@pytest.mark.parametrize(
+    ("sampler", "drop_last", "where"),
+    [
+        (shuffled, False, (0, "inline")),
+        (ours, True, (0, "inline")),
+        (shuffled, True, (2, "threads")),
+        (ours, False, (3, "fork")),
+    ],
+)
 def test_samples_that_wait_are_fetched_first_and_wait_again(
     sampler: Any, drop_last: bool, where: tuple[int, str]
 ) -> None:

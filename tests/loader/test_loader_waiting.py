@@ -153,7 +153,7 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("taken", [1, 2, 7, 45])
+@pytest.mark.parametrize("taken", [1, 45])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_state_is_that_of_the_batches_taken_however_many_wait(name: str, taken: int) -> None:
     def make(wanted: int) -> Any:
@@ -203,13 +203,13 @@ OBSERVED: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", [*UNOBSERVED, *OBSERVED])
-def test_only_where_nobody_can_tell_batches_are_asked_for_sooner(name: str) -> None:
-    options = {"num_workers": 2, "backend": "threads", **{**UNOBSERVED, **OBSERVED}[name]}
-    if options["num_workers"] == 0:
-        del options["backend"]
-    made = DataLoader(DATA, **options)
-    assert (made._plan().reorder is not None) == (name in UNOBSERVED)
+def test_only_where_nobody_can_tell_batches_are_asked_for_sooner() -> None:
+    for name in [*UNOBSERVED, *OBSERVED]:
+        options = {"num_workers": 2, "backend": "threads", **{**UNOBSERVED, **OBSERVED}[name]}
+        if options["num_workers"] == 0:
+            del options["backend"]
+        made = DataLoader(DATA, **options)
+        assert (made._plan().reorder is not None) == (name in UNOBSERVED), name
 
 
 def test_a_factor_that_was_set_later_or_on_a_loader_of_torchs_is_kept_to() -> None:

@@ -365,11 +365,15 @@ def datasets() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("kind", sorted(datasets()))
 @pytest.mark.parametrize(
-    "policy", ["skip", Retry(2), Replace(negative)], ids=["skip", "retry", "replace"]
+    ("kind", "policy", "backend", "workers"),
+    [
+        *((kind, "skip", "inline", 0) for kind in sorted(datasets())),
+        *((kind, "skip", "fork", 2) for kind in ("together", "one by one")),
+        ("together", Retry(2), "threads", 2),
+        ("one by one", Replace(negative), "threads", 2),
+    ],
 )
-@pytest.mark.parametrize(("backend", "workers"), [("inline", 0), ("threads", 2), ("fork", 2)])
 def test_if_nothing_fails_batches_are_those_of_torch(
     kind: str, policy: Any, backend: str, workers: int
 ) -> None:

@@ -16,9 +16,11 @@ from support.platforms import needs_fork
 from torch.utils.data import IterableDataset
 
 from hybridloader import DataLoader, Pipeline
-from hybridloader.testing.tools import DEADLINE
 
 BACKENDS = ("inline", "threads", "fork", "spawn")
+
+DEADLINE = 60.0
+"""Seconds that a process may take to end."""
 
 ATEXIT_IN_FORKS = sys.version_info >= (3, 13)
 """True if multiprocessing runs functions of `atexit` in what it forks."""

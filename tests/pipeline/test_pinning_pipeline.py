@@ -15,7 +15,7 @@ from support.pinning_datasets import Counting, Pinnable, first_of, on_backends, 
 
 from hybridloader import Pipeline
 from hybridloader.errors import IteratorClosed, NotReady
-from hybridloader.memory.slots import OWN
+from hybridloader.memory.slots import OWN, set_slots
 
 TO_THREAD = "hybridloader-to"
 PIN_THREAD = "hybridloader-pin_memory"
@@ -345,3 +345,18 @@ def test_it_can_be_pickled_and_compared() -> None:
     again = pickle.loads(pickle.dumps(pipe))
     assert again.operators[-1] == pipe.operators[-1]
     assert str(again) == str(pipe)
+
+
+def test_the_slots_of_the_thread_are_put_back_also_behind_an_error() -> None:
+    class Mine:
+        def empty(self, size: int) -> None: ...
+
+    mine = Mine()
+    before = set_slots(mine)
+    try:
+        found = outcomes(Pipeline.from_iterable([1, "a", 3, 4]).batch(2).run())
+        assert set_slots(mine) is mine
+    finally:
+        set_slots(before)
+    assert isinstance(found[0], Exception)
+    assert found[1].tolist() == [3, 4]

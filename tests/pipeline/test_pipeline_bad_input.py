@@ -14,7 +14,6 @@ import pytest
 
 from hybridloader import Pipeline, Threads
 from hybridloader.errors import BackendUnavailable, WorkerPicklingError
-from hybridloader.pipeline.operators.batches import Batch
 
 BASE = Pipeline.from_dataset(range(7))
 
@@ -373,7 +372,11 @@ GAPS: dict[str, Case] = {
     "epochs below zero": (lambda: BASE.epochs(-1), ValueError, "count must be at least 0"),
     "seed of a run": (lambda: BASE.run(seed="x"), TypeError, "seed must be a whole number"),
     "epoch of a run": (lambda: BASE.run(epoch=True), TypeError, "epoch must be a whole number"),
-    "the class of an operator": (lambda: BASE.apply(Batch), TypeError, "apply takes an Operator"),
+    "the class of an operator": (
+        lambda: BASE.apply(type(BASE.batch(2).operators[-1])),
+        TypeError,
+        "apply takes an Operator",
+    ),
     "a branch repeated alone": (
         lambda: (lambda a, b: a.filter(double).repeat(2).zip(b).run())(*BASE.tee(2)),
         ValueError,

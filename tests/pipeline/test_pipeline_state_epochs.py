@@ -24,18 +24,21 @@ def fails(item: int) -> int:
 
 
 @pytest.mark.parametrize("place", [{}, {"backend": "threads", "num_workers": 2}])
-@pytest.mark.parametrize("stop", range(11))
-def test_an_error_in_the_place_of_an_item_counts_as_one(place: dict[str, Any], stop: int) -> None:
-    pipe = (
-        Pipeline.from_dataset(range(20)).map(fails, **place).enumerate().batch(3, collate_fn=list)
-    )
-    with pipe.run() as run:
-        found = events(run, stop)
-        state, rest = saved(run), events(run)
-    assert state["given"] == stop
-    assert state["raised"] == sum(what == "error" for what, _ in found)
-    with pipe.run(state=state) as run:
-        assert events(run) == rest
+def test_an_error_in_the_place_of_an_item_counts_as_one(place: dict[str, Any]) -> None:
+    for stop in range(11):
+        pipe = (
+            Pipeline.from_dataset(range(20))
+            .map(fails, **place)
+            .enumerate()
+            .batch(3, collate_fn=list)
+        )
+        with pipe.run() as run:
+            found = events(run, stop)
+            state, rest = saved(run), events(run)
+        assert state["given"] == stop
+        assert state["raised"] == sum(what == "error" for what, _ in found)
+        with pipe.run(state=state) as run:
+            assert events(run) == rest
 
 
 def test_errors_do_not_have_work_done_again_where_each_item_stands_for_itself() -> None:
@@ -99,27 +102,27 @@ def shuffled() -> Pipeline:
     return pipe.map(changed, backend="threads", num_workers=2).batch(2, collate_fn=list)
 
 
-@pytest.mark.parametrize("stop", range(22))
-def test_epochs_go_on_in_the_epoch_and_with_those_behind_it(stop: int) -> None:
-    found: list[Any] = []
-    state = None
-    with shuffled().epochs(4, first=2) as epochs:
-        if stop == 0:
+def test_epochs_go_on_in_the_epoch_and_with_those_behind_it() -> None:
+    for stop in range(22):
+        found: list[Any] = []
+        state = None
+        with shuffled().epochs(4, first=2) as epochs:
+            if stop == 0:
+                state = saved(epochs)
+            for epoch in epochs:
+                for item in epoch:
+                    found.append((epoch.epoch, item))
+                    if len(found) == stop:
+                        state = saved(epochs)
+                        assert state == saved(epoch)
+        assert len(found) == 20
+        if stop > 20:
             state = saved(epochs)
-        for epoch in epochs:
-            for item in epoch:
-                found.append((epoch.epoch, item))
-                if len(found) == stop:
-                    state = saved(epochs)
-                    assert state == saved(epoch)
-    assert len(found) == 20
-    if stop > 20:
-        state = saved(epochs)
-    for _ in range(2):
-        with shuffled().epochs(4, first=2, state=state) as again:
-            assert saved(again) == state
-            rest = [(epoch.epoch, item) for epoch in again for item in epoch]
-        assert rest == found[stop:]
+        for _ in range(2):
+            with shuffled().epochs(4, first=2, state=state) as again:
+                assert saved(again) == state
+                rest = [(epoch.epoch, item) for epoch in again for item in epoch]
+            assert rest == found[stop:]
 
 
 def test_a_state_from_the_end_of_an_epoch_begins_the_next_one_once() -> None:
