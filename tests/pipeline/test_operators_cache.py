@@ -22,34 +22,20 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.comparison import same
-from support.operator_context import Oops, Script, context, drain
 from support.platforms import posix
+from support.scripts import Kept, Oops, drain
 
+from hybridloader import Pipeline
 from hybridloader.errors import ResultPicklingError
-from hybridloader.pipeline.operators import cache as cache_module
-from hybridloader.pipeline.operators.cache import Cache
-from hybridloader.running.operator import INFINITE
 
 in_a_folder = settings(
     max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 
 
-def never() -> Iterator[Any]:
-    raise AssertionError("opened what comes before")
-
-
-def begin(cache: Cache, *steps: Any) -> Any:
-    return cache.begin(lambda: Script(*steps), context())
-
-
-def again(cache: Cache) -> Any:
-    return cache.begin(never, context())
-
-
 @pytest.fixture(params=["memory", "file"])
-def cache(request: pytest.FixtureRequest, tmp_path: Path) -> Cache:
-    return Cache() if request.param == "memory" else Cache(tmp_path / "cache")
+def cache(request: pytest.FixtureRequest, tmp_path: Path) -> Kept:
+    return Kept() if request.param == "memory" else Kept(tmp_path / "cache")
 
 
 @pytest.fixture
@@ -60,105 +46,101 @@ def file(tmp_path: Path) -> Path:
 # -- both kinds --------------------------------------------------------------------------------------
 
 
-def test_later_passes_give_what_the_first_gave_and_open_nothing(cache: Cache) -> None:
-    assert not cache.ready()
-    assert drain(begin(cache, 1, None, "a", (2, [3]))) == [1, None, "a", (2, [3])]
-    assert cache.ready()
+def test_later_passes_give_what_the_first_gave_and_open_nothing(cache: Kept) -> None:
+    assert drain(cache.begin(1, None, "a", (2, [3]))) == [1, None, "a", (2, [3])]
     for _ in range(2):
-        assert drain(again(cache)) == [1, None, "a", (2, [3])]
+        assert drain(cache.again()) == [1, None, "a", (2, [3])]
 
 
-def test_nothing_is_kept_as_well_as_anything_else(cache: Cache) -> None:
-    assert drain(begin(cache)) == []
-    assert cache.ready()
-    assert drain(again(cache)) == []
+def test_nothing_is_kept_as_well_as_anything_else(cache: Kept) -> None:
+    assert drain(cache.begin()) == []
+    assert drain(cache.again()) == []
 
 
 @pytest.mark.parametrize("how", ["closed", "let go"])
-def test_a_pass_that_was_broken_off_is_not_kept(cache: Cache, how: str, tmp_path: Path) -> None:
-    found = begin(cache, *range(3))
+def test_a_pass_that_was_broken_off_is_not_kept(cache: Kept, how: str, tmp_path: Path) -> None:
+    found = cache.begin(*range(3))
     assert [next(found) for _ in range(3)] == [0, 1, 2]
     if how == "closed":
         found.close()
-        assert drain(found) == []
         found.close()
     del found
     gc.collect()
-    assert not cache.ready()
     assert os.listdir(tmp_path) == []
-    assert drain(begin(cache, "whole")) == ["whole"]
-    assert drain(again(cache)) == ["whole"]
+    assert drain(cache.begin("whole")) == ["whole"]
+    assert drain(cache.again()) == ["whole"]
 
 
-def test_a_pass_in_which_an_item_raised_is_not_kept(cache: Cache, tmp_path: Path) -> None:
-    found = begin(cache, 1, Oops(1), 2, Oops(2), 3)
+def test_a_pass_in_which_an_item_raised_is_not_kept(cache: Kept, tmp_path: Path) -> None:
+    found = cache.begin(1, Oops(1), 2, Oops(2), 3)
     with pytest.warns(UserWarning, match=r"items raised errors \(2 here\) is not whole") as told:
         assert drain(found) == [1, Oops(1), 2, Oops(2), 3]
     assert len(told) == 1
-    assert not cache.ready()
     assert os.listdir(tmp_path) == []
 
 
-def test_a_pass_over_what_is_kept_can_be_closed(cache: Cache) -> None:
-    drain(begin(cache, 1, 2, 3))
-    found = again(cache)
+def test_a_pass_over_what_is_kept_can_be_closed(cache: Kept) -> None:
+    drain(cache.begin(1, 2, 3))
+    found = cache.again()
     assert next(found) == 1
     found.close()
     found.close()
-    assert drain(found) == []
 
 
-def test_passes_at_the_same_time_do_not_disturb_each_other(cache: Cache) -> None:
-    one, other = begin(cache, 1, 2), begin(cache, 3, 4)
+def test_passes_at_the_same_time_do_not_disturb_each_other(cache: Kept) -> None:
+    one, other = cache.begin(1, 2), cache.begin(3, 4)
     assert [next(one), next(other)] == [1, 3]
     assert drain(one) == [2]
-    assert drain(again(cache)) == [1, 2]
+    assert drain(cache.again()) == [1, 2]
     assert drain(other) == [4]
-    assert drain(again(cache)) == ([1, 2] if cache.path is None else [3, 4])
+    assert drain(cache.again()) == ([1, 2] if cache.path is None else [3, 4])
 
 
-def test_a_copy_begins_with_nothing_and_a_pickle_too(cache: Cache) -> None:
-    drain(begin(cache, 1))
-    for other in (copy.copy(cache), pickle.loads(pickle.dumps(cache))):
-        assert other == cache
-        assert other.ready() == (cache.path is not None)
+def test_a_copy_begins_with_nothing_and_a_pickle_too() -> None:
+    pipe = Pipeline.from_iterable(numbers).cache()
+    for made in (copy.copy(pipe), pickle.loads(pickle.dumps(pipe))):
+        BEGUN.clear()
+        assert list(pipe) == list(made) == list(made) == [1, 2]
+    assert len(BEGUN) == 1
 
 
-def test_a_cache_opens_over_an_iterator(cache: Cache) -> None:
-    assert drain(cache.open(Script(1, 2), context())) == [1, 2]
-    assert drain(again(cache)) == [1, 2]
+BEGUN: list[int] = []
+
+
+def numbers() -> Iterator[int]:
+    BEGUN.append(1)
+    return iter([1, 2])
 
 
 # -- in memory ---------------------------------------------------------------------------------------
 
 
 def test_memory_gives_the_same_objects() -> None:
-    cache, item = Cache(), object()
-    drain(begin(cache, item))
-    assert drain(again(cache))[0] is item
+    cache, item = Kept(), object()
+    drain(cache.begin(item))
+    assert drain(cache.again())[0] is item
 
 
 def test_the_length_is_known_once_all_are_kept() -> None:
-    cache = Cache()
-    assert cache.length(None) is None
-    assert cache.length(INFINITE) == INFINITE
-    assert cache.length(5) == 5
-    drain(begin(cache, 1, 2))
-    assert cache.length(None) == 2
+    cache = Kept()
+    assert cache.pipe.length is None
+    assert Pipeline.from_iterable([1]).repeat().cache().length == float("inf")
+    assert Pipeline.from_iterable(range(5)).cache().length == 5
+    drain(cache.begin(1, 2))
+    assert cache.pipe.length == 2
 
 
 def test_the_first_whole_pass_of_several_threads_is_kept() -> None:
-    cache, together = Cache(), threading.Barrier(4)
+    cache, together = Kept(), threading.Barrier(4)
+    runs = [cache.begin(*[number] * 100) for number in range(4)]
 
-    def fill(number: int) -> list[Any]:
-        found = begin(cache, *[number] * 100)
+    def fill(run: Any) -> list[Any]:
         together.wait(30)
-        return drain(found)
+        return drain(run)
 
     with ThreadPoolExecutor(4) as threads:
-        assert list(threads.map(fill, range(4))) == [[number] * 100 for number in range(4)]
-    kept = drain(again(cache))
-    assert kept in [[number] * 100 for number in range(4)]
+        assert list(threads.map(fill, runs)) == [[number] * 100 for number in range(4)]
+    assert drain(cache.again()) in [[number] * 100 for number in range(4)]
 
 
 # -- in a file ---------------------------------------------------------------------------------------
@@ -179,28 +161,28 @@ plain = st.one_of(
 def test_what_is_read_is_what_was_written(tmp_path: Path, items: list[Any]) -> None:
     file = tmp_path / "cache"
     file.unlink(missing_ok=True)
-    same(drain(begin(Cache(file), *items)), items)
-    same(drain(again(Cache(file))), items)
+    same(drain(Kept(file).begin(*items)), items)
+    same(drain(Kept(file).again()), items)
     assert os.listdir(tmp_path) == ["cache"]
 
 
 def test_arrays_can_be_written_to_and_the_file_stays_as_it_is(file: Path) -> None:
     small, large = np.arange(3), np.arange(100_000.0)
-    drain(begin(Cache(file), small, large, torch.arange(50_000)))
+    drain(Kept(file).begin(small, large, torch.arange(50_000)))
     before = file.read_bytes()
-    found = drain(again(Cache(file)))
+    found = drain(Kept(file).again())
     assert found[1].ctypes.data % 64 == 0
     for item in found:
         item[0] = 77
     assert [item[0] for item in found] == [77, 77, 77]
     assert file.read_bytes() == before
-    assert [item[0] for item in drain(again(Cache(file)))] == [0, 0, 0]
+    assert [item[0] for item in drain(Kept(file).again())] == [0, 0, 0]
 
 
 @posix
 def test_arrays_outlive_the_pass_and_the_file(file: Path) -> None:
-    drain(begin(Cache(file), np.arange(100_000)))
-    found = again(Cache(file))
+    drain(Kept(file).begin(np.arange(100_000)))
+    found = Kept(file).again()
     item = next(found)
     found.close()
     file.unlink()
@@ -209,24 +191,23 @@ def test_arrays_outlive_the_pass_and_the_file(file: Path) -> None:
 
 @posix
 def test_only_this_user_may_read_it(file: Path) -> None:
-    drain(begin(Cache(file), 1))
+    drain(Kept(file).begin(1))
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
 def test_a_relative_path_and_a_text_will_do(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(file.parent)
-    drain(begin(Cache("cache"), 1))
-    assert Cache(file).ready()
-    assert drain(again(Cache(str(file)))) == [1]
+    drain(Kept("cache").begin(1))
+    assert drain(Kept(str(file)).again()) == [1]
 
 
 def test_a_folder_that_is_not_there_is_an_error_at_once(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"there is no folder .*nowhere.* make it first"):
-        begin(Cache(tmp_path / "nowhere" / "cache"), 1)
+        Kept(tmp_path / "nowhere" / "cache").begin(1)
 
 
 def test_an_item_that_cannot_be_pickled_is_an_error_and_nothing_is_kept(file: Path) -> None:
-    found = begin(Cache(file), 1, threading.Lock(), 2)
+    found = Kept(file).begin(1, threading.Lock(), 2)
     with pytest.warns(UserWarning, match=r"\(1 here\)"):
         one, error, two = drain(found)
     assert (one, two) == (1, 2)
@@ -244,9 +225,9 @@ def test_a_full_disk_is_told_once_and_costs_only_the_cache(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     items = [np.full(100_000, number) for number in range(4)]
-    found = begin(Cache(file), *items)
+    found = Kept(file).begin(*items)
     same(next(found), items[0])
-    monkeypatch.setattr(cache_module, "_write", full)
+    monkeypatch.setattr("hybridloader.pipeline.operators.cache._write", full)
     with pytest.warns(
         UserWarning, match="can't be written.*No space left.*continues without"
     ) as told:
@@ -288,8 +269,8 @@ def test_any_failure_to_write_costs_only_the_cache(
     def one_pass() -> list[Any]:
         if at == "begin":
             fail()
-            return drain(begin(Cache(file), 1, 2))
-        found = begin(Cache(file), 1, 2)
+            return drain(Kept(file).begin(1, 2))
+        found = Kept(file).begin(1, 2)
         first = next(found)
         fail()
         return [first, *drain(found)]
@@ -308,24 +289,23 @@ def test_writes_may_be_partial(file: Path, monkeypatch: pytest.MonkeyPatch) -> N
         lambda fd, view: real(fd, view[:1000]),
     )
     item = np.arange(30_000)
-    drain(begin(Cache(file), item, "b"))
+    drain(Kept(file).begin(item, "b"))
     monkeypatch.undo()
-    same(drain(again(Cache(file))), [item, "b"])
+    same(drain(Kept(file).again()), [item, "b"])
 
 
 def test_an_interrupt_while_writing_leaves_nothing(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = begin(Cache(file), np.arange(100_000), 2)
+    found = Kept(file).begin(np.arange(100_000), 2)
 
     def interrupted(fd: int, piece: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cache_module, "_write", interrupted)
+    monkeypatch.setattr("hybridloader.pipeline.operators.cache._write", interrupted)
     with pytest.raises(KeyboardInterrupt):
         next(found)
     monkeypatch.undo()
-    assert drain(found) == [2]
     assert os.listdir(file.parent) == []
 
 
@@ -334,13 +314,11 @@ def test_a_fork_neither_writes_nor_removes_what_its_parent_writes(file: Path) ->
     code = f"""
 import gc, os, sys
 sys.path.insert(0, "tests")
-from support.operator_context import Script, context, drain
-from hybridloader.pipeline.operators.cache import Cache
-found = Cache({str(file)!r}).begin(lambda: Script(*range(1000)), context())
+from support.scripts import Kept, drain
+found = Kept({str(file)!r}).begin(*range(1000))
 print(next(found))
 child = os.fork()
 if not child:
-    found.close()
     del found
     gc.collect()
     sys.exit()
@@ -348,7 +326,7 @@ os.waitpid(child, 0)
 assert drain(found) == list(range(1, 1000))
 """
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
-    assert drain(again(Cache(file))) == list(range(1000))
+    assert drain(Kept(file).again()) == list(range(1000))
 
 
 @posix
@@ -356,9 +334,8 @@ def test_a_pass_that_is_under_way_at_exit_leaves_nothing(file: Path) -> None:
     code = f"""
 import sys
 sys.path.insert(0, "tests")
-from support.operator_context import Script, context
-from hybridloader.pipeline.operators.cache import Cache
-found = Cache({str(file)!r}).begin(lambda: Script(*range(1000)), context())
+from support.scripts import Kept
+found = Kept({str(file)!r}).begin(*range(1000))
 next(found)
 """
     subprocess.run([sys.executable, "-c", code], check=True)

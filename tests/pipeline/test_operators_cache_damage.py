@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,20 +10,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.comparison import same
-from support.operator_context import Script, context, drain, items_in
 from support.platforms import posix
+from support.scripts import Kept, drain, items_in
 
 from hybridloader.errors import CacheError, HybridLoaderError
-from hybridloader.pipeline.operators import cache as cache_module
-from hybridloader.pipeline.operators.cache import Cache, Reader
 
 in_a_folder = settings(
     max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-
-
-def begin(cache: Cache, *steps: Any) -> Any:
-    return cache.begin(lambda: Script(*steps), context())
 
 
 @pytest.fixture
@@ -36,7 +29,7 @@ ITEMS = [1, "two", np.arange(9_000), {"four": torch.ones(3)}]
 
 
 def written(file: Path, fingerprint: str = "of this") -> bytes:
-    drain(begin(Cache(file, fingerprint), *ITEMS))
+    drain(Kept(file, fingerprint).begin(*ITEMS))
     return file.read_bytes()
 
 
@@ -45,7 +38,7 @@ def test_a_file_of_another_pipeline_is_refused(file: Path) -> None:
     with pytest.raises(
         CacheError, match="by another pipeline, 'of this', and this one is 'of that'"
     ):
-        begin(Cache(file, "of that"))
+        Kept(file, "of that").begin()
     assert issubclass(CacheError, HybridLoaderError)
 
 
@@ -54,7 +47,7 @@ def test_a_file_of_another_format_is_refused(file: Path) -> None:
     whole[8] = 2
     file.write_bytes(whole)
     with pytest.raises(CacheError, match="of format 2, and this release reads format 3; delete it"):
-        begin(Cache(file, "of this"))
+        Kept(file, "of this").begin()
 
 
 @pytest.mark.parametrize(
@@ -73,14 +66,14 @@ def test_damage_to_the_frame_is_found_at_once(file: Path, at: int, told: str) ->
     whole[at] ^= 1
     file.write_bytes(whole)
     with pytest.raises(CacheError, match=told):
-        begin(Cache(file, "of this and more"))
+        Kept(file, "of this and more").begin()
 
 
 @pytest.mark.parametrize("content", [b"", b"x", b"not a cache " * 100])
 def test_a_foreign_file_is_refused_and_left_as_it_is(file: Path, content: bytes) -> None:
     file.write_bytes(content)
     with pytest.raises(CacheError, match="is not a cache file; pass another path"):
-        begin(Cache(file))
+        Kept(file).begin()
     assert file.read_bytes() == content
 
 
@@ -92,7 +85,7 @@ def test_a_file_that_is_cut_off_is_refused(tmp_path: Path, data: st.DataObject) 
     whole = written(file)
     file.write_bytes(whole[: data.draw(st.integers(8, len(whole) - 1))])
     with pytest.raises(CacheError, match=r"cache' is damaged: it is cut off, .*delete it"):
-        begin(Cache(file, "of this"))
+        Kept(file, "of this").begin()
 
 
 @posix
@@ -109,7 +102,7 @@ def test_damage_is_found_wherever_it_is(tmp_path: Path, data: st.DataObject) -> 
     whole[at] ^= data.draw(st.integers(1, 255))
     file.write_bytes(whole)
     try:
-        found = drain(begin(Cache(file, "of this")))
+        found = drain(Kept(file, "of this").begin())
     except CacheError:
         return
     assert len(found) == len(ITEMS)
@@ -124,7 +117,7 @@ def test_damage_to_a_record_costs_that_record(file: Path) -> None:
     whole = bytearray(written(file))
     whole[whole.index(b"two")] ^= 1
     file.write_bytes(whole)
-    found = drain(begin(Cache(file, "of this")))
+    found = drain(Kept(file, "of this").begin())
     assert isinstance(found[1], CacheError)
     same(items_in(found), [ITEMS[0], *ITEMS[2:]])
 
@@ -136,12 +129,15 @@ def test_digests_are_checked_before_anything_is_unpickled(
     whole[whole.index(b"two")] ^= 1
     file.write_bytes(whole)
     unpickled = []
-    monkeypatch.setattr(cache_module, "unpack", lambda *parts: unpickled.append(parts))
-    reader = Reader(str(file), "of this")
+    monkeypatch.setattr(
+        "hybridloader.pipeline.operators.cache.unpack", lambda *parts: unpickled.append(parts)
+    )
+    run = Kept(file).again()
+    next(run)
+    unpickled.clear()
     with pytest.raises(CacheError):
-        reader.read(1)
+        next(run)
     assert not unpickled
-    reader.close()
 
 
 class Gone:
@@ -151,9 +147,9 @@ class Gone:
 def test_a_class_that_is_gone_is_an_error_that_names_the_record(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drain(begin(Cache(file), 1, Gone(), 3))
+    drain(Kept(file).begin(1, Gone(), 3))
     monkeypatch.delattr(f"{__name__}.Gone")
-    one, error, three = drain(begin(Cache(file)))
+    one, error, three = drain(Kept(file).begin())
     assert (one, three) == (1, 3)
     assert isinstance(error, AttributeError)
     assert "record 1 of the cache file" in vars(error)["__notes__"][0]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.operator_context import Oops, Script, ScriptedContext, context, drain
+from support.scripts import Oops, Script, drain
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -22,15 +22,16 @@ from torch.utils.data import (
 )
 
 from hybridloader import Pipeline
-from hybridloader.pipeline.operators.sources import Indices, Items
 
 
 def indices(epoch: int = 0, **parameters: Any) -> list[Any]:
-    return drain(Indices(**parameters).start(context(epoch)))
+    if "batch_sampler" in parameters:
+        parameters["collate_fn"] = list
+    return drain(Pipeline.from_dataset(**parameters).run(epoch=epoch))
 
 
-class OnlyLength:
-    """A dataset that must not be read."""
+class Numbers:
+    """A dataset whose samples are their indices."""
 
     def __init__(self, length: int) -> None:
         self._length = length
@@ -39,7 +40,7 @@ class OnlyLength:
         return self._length
 
     def __getitem__(self, index: int) -> Any:
-        raise AssertionError("read")
+        return index
 
 
 class NoLength:
@@ -51,50 +52,40 @@ class NoLength:
 
 
 def test_the_plain_order_is_that_of_a_range() -> None:
-    assert indices(dataset=OnlyLength(5)) == [0, 1, 2, 3, 4]
-    assert Indices(OnlyLength(5)).length(None) == 5
+    assert indices(dataset=Numbers(5)) == [0, 1, 2, 3, 4]
+    assert Pipeline.from_dataset(Numbers(5)).length == 5
 
 
 def test_a_seeded_shuffle_is_that_of_torch_with_the_epoch_added() -> None:
     for epoch in (0, 3):
         generator = torch.Generator().manual_seed(17 + epoch)
         theirs = list(RandomSampler(range(20), generator=generator))
-        assert indices(epoch, dataset=OnlyLength(20), shuffle=True, seed=17) == theirs
+        assert indices(epoch, dataset=Numbers(20), shuffle=True, seed=17) == theirs
     sampler: Any = DistributedSampler(range(20), num_replicas=1, rank=0, seed=17)  # type: ignore[arg-type]
     sampler.set_epoch(3)
-    assert indices(3, dataset=OnlyLength(20), shuffle=True, seed=17) == list(sampler)
+    assert indices(3, dataset=Numbers(20), shuffle=True, seed=17) == list(sampler)
 
 
 def test_the_seed_of_the_run_is_that_of_a_shuffle_without_one() -> None:
-    run = context(epoch=2, seed=40)
     generator = torch.Generator().manual_seed(42)
     theirs = list(RandomSampler(range(20), generator=generator))
-    assert drain(Indices(OnlyLength(20), shuffle=True).start(run)) == theirs
-    assert drain(Indices(OnlyLength(20), shuffle=True, seed=7).start(run)) != theirs
-
-
-def test_a_shuffle_without_a_seed_draws_from_torchs_generator_as_torch_does() -> None:
-    torch.manual_seed(5)
-    theirs = list(RandomSampler(range(20)))
-    after = torch.rand(1)
-    torch.manual_seed(5)
-    assert indices(dataset=OnlyLength(20), shuffle=True) == theirs
-    assert torch.rand(1) == after
+    assert drain(Pipeline.from_dataset(Numbers(20), shuffle=True).run(epoch=2, seed=40)) == theirs
+    assert indices(2, dataset=Numbers(20), shuffle=True, seed=7) != theirs
 
 
 def test_an_empty_dataset_may_be_shuffled() -> None:
     assert indices(dataset=[], shuffle=True) == []
     assert indices(dataset=[], shuffle=True, seed=1) == []
-    assert Indices([], shuffle=True).length(None) == 0
+    assert Pipeline.from_dataset([], shuffle=True).length == 0
 
 
 def test_samplers_say_the_order() -> None:
-    data = OnlyLength(7)
+    data = Numbers(7)
     assert indices(dataset=data, sampler=[3, 1]) == [3, 1]
     sampler = BatchSampler(SequentialSampler(range(7)), 3, False)
     assert indices(dataset=data, batch_sampler=sampler) == [[0, 1, 2], [3, 4, 5], [6]]
-    assert Indices(data, batch_sampler=sampler).length(None) == 3
-    assert Indices(data, [3, 1]).length(None) == 2
+    assert Pipeline.from_dataset(data, batch_sampler=sampler).length == 3
+    assert Pipeline.from_dataset(data, sampler=[3, 1]).length == 2
     assert indices(dataset=NoLength(), sampler=[3, 1]) == [3, 1]
 
 
@@ -108,10 +99,10 @@ def test_a_sampler_without_a_length_is_as_good() -> None:
             raise NotImplementedError
 
     for sampler in (Inherited(), Refuses()):
-        operator = Indices(OnlyLength(3), sampler)
-        assert operator.length(None) is None
+        operator = Pipeline.from_dataset(Numbers(3), sampler=sampler)
+        assert operator.length is None
         for _ in range(2):
-            assert drain(operator.start(context())) == [1, 2]
+            assert drain(operator.run()) == [1, 2]
 
 
 def test_a_sampler_is_told_the_epoch_before_every_pass() -> None:
@@ -126,18 +117,18 @@ def test_a_sampler_is_told_the_epoch_before_every_pass() -> None:
             return iter(self.epochs[-1:])
 
     told = Told()
-    for operator in (Indices([1, 2], told), Indices([1, 2], batch_sampler=told), Items(told)):
-        for epoch in (0, 1):
-            assert drain(operator.start(context(epoch))) == [epoch]
-    assert drain(Items(lambda: told).start(context(7))) == [7]
+    for epoch in (0, 1):
+        assert drain(Pipeline.from_iterable(told).run(epoch=epoch)) == [epoch]
+        assert indices(epoch, dataset=Numbers(2), sampler=told) == [epoch]
+    assert drain(Pipeline.from_iterable(lambda: told).run(epoch=7)) == [7]
 
 
 def test_the_length_is_read_anew_for_every_pass() -> None:
     data = [1, 2]
-    operator = Indices(data)
+    operator = Pipeline.from_dataset(data)
     data.append(3)
-    assert operator.length(None) == 3
-    assert drain(operator.start(context())) == [0, 1, 2]
+    assert operator.length == 3
+    assert drain(operator.run()) == [1, 2, 3]
 
 
 class Stream(IterableDataset[int]):
@@ -172,20 +163,20 @@ def test_what_contradicts_itself_is_refused_at_once(
     parameters: dict[str, Any], kind: type[Exception], told: str
 ) -> None:
     with pytest.raises(kind, match=told):
-        Indices(**{"dataset": [1, 2, 3], **parameters})
+        Pipeline.from_dataset(**{"dataset": [1, 2, 3], **parameters})
 
 
 # -- items -------------------------------------------------------------------------------------------
 
 
 def test_an_iterable_is_read_in_every_pass() -> None:
-    operator = Items([1, None, "a"])
+    operator = Pipeline.from_iterable([1, None, "a"])
     for _ in range(2):
-        assert drain(operator.start(context())) == [1, None, "a"]
-    assert operator.length(None) == 3
-    assert Items(Stream()).length(None) is None
-    assert drain(Items(Stream()).start(context())) == [1, 2]
-    assert drain(Items(DataLoader([1, 2, 3], 2)).start(context()))[0].tolist() == [1, 2]  # type: ignore[arg-type]
+        assert drain(operator.run()) == [1, None, "a"]
+    assert operator.length == 3
+    assert Pipeline.from_iterable(Stream()).length is None
+    assert drain(Pipeline.from_iterable(Stream()).run()) == [1, 2]
+    assert drain(Pipeline.from_iterable(DataLoader([1, 2, 3], 2)).run())[0].tolist() == [1, 2]  # type: ignore[arg-type]
 
 
 def test_a_function_is_called_for_every_pass() -> None:
@@ -195,26 +186,26 @@ def test_a_function_is_called_for_every_pass() -> None:
         made.append(Script(1, Oops(1), 2))
         return made[-1]
 
-    operator = Items(make)
-    assert operator.length(None) is None
+    operator = Pipeline.from_iterable(make)
+    assert operator.length is None
     for _ in range(2):
-        assert drain(operator.start(context())) == [1, Oops(1), 2]
+        assert drain(operator.run()) == [1, Oops(1), 2]
     assert len(made) == 2
-    assert drain(Items(Stream).start(context())) == [1, 2]  # a class is a function, too
+    assert drain(Pipeline.from_iterable(Stream).run()) == [1, 2]  # a class is a function, too
 
 
 def test_an_iterator_is_read_once() -> None:
-    operator = Items(iter([1, 2, 3]))
-    first = operator.start(context())
+    operator = Pipeline.from_iterable(iter([1, 2, 3]))
+    first = operator.run()
     assert next(first) == 1
     with pytest.raises(
         ValueError, match=r"an iterator, which can be read once.*give a list, or a func"
     ):
-        operator.start(context())
+        operator.run()
     assert drain(first) == [2, 3]
-    assert operator.length(None) is None
-    again = pickle.loads(pickle.dumps(Items(iter([1, 2]))))
-    assert drain(again.start(context())) == [1, 2]
+    assert operator.length is None
+    again = pickle.loads(pickle.dumps(Pipeline.from_iterable(iter([1, 2]))))
+    assert drain(again.run()) == [1, 2]
 
 
 def test_a_generator_that_it_made_is_closed_and_one_that_was_given_is_not() -> None:
@@ -222,7 +213,7 @@ def test_a_generator_that_it_made_is_closed_and_one_that_was_given_is_not() -> N
 
     def numbers() -> Iterator[int]:
         try:
-            yield from (1, 2, 3)
+            yield from range(30)
         finally:
             ended.append(True)
 
@@ -230,29 +221,20 @@ def test_a_generator_that_it_made_is_closed_and_one_that_was_given_is_not() -> N
         def __iter__(self) -> Iterator[int]:
             return numbers()
 
+    def begin_and_close(source: Any) -> Any:
+        with Pipeline.from_iterable(source).prefetch(1).run() as found:
+            next(found)
+        return source
+
     for source in (numbers, Iterable()):
         ended.clear()
-        found: Any = Items(source).start(context())
-        assert next(found) == 1
-        found.close()
-        found.close()
+        begin_and_close(source)
         assert ended == [True]
-        assert drain(found) == []
-
     ended.clear()
-    generator = numbers()
-    found = Items(generator).start(context())
-    assert next(found) == 1
-    found.close()
-    assert drain(found) == []
+    generator = begin_and_close(numbers())
+    assert next(generator) > 0
     assert not ended
-    assert next(generator) == 2
-
-    file = io.StringIO("a\nb\n")
-    found = Items(file).start(context())
-    assert next(found) == "a\n"
-    found.close()
-    assert file.readline() == "b\n"
+    assert begin_and_close(io.StringIO("a\n" * 30)).readline() == "a\n"
 
 
 @pytest.mark.parametrize(
@@ -267,29 +249,32 @@ def test_a_generator_that_it_made_is_closed_and_one_that_was_given_is_not() -> N
 )
 def test_what_is_no_iterable_is_refused_at_once(source: Any, told: str) -> None:
     with pytest.raises(TypeError, match=told):
-        Items(source)
+        Pipeline.from_iterable(source)
 
 
 def test_a_function_that_gives_no_iterable_is_an_error_when_the_pass_begins() -> None:
     with pytest.raises(TypeError, match=r"the function .* must give an iterable, not 3"):
-        Items(lambda: 3).start(ScriptedContext())
+        Pipeline.from_iterable(lambda: 3).run()
 
     def leaks() -> Any:
         raise StopIteration
 
     with pytest.raises(RuntimeError, match="raised StopIteration"):
-        Items(leaks).start(ScriptedContext())
+        Pipeline.from_iterable(leaks).run()
 
 
 def test_a_description_tells_the_kind_of_data_and_is_the_same_in_every_run() -> None:
     assert (
-        Indices([1, 2], shuffle=True, seed=3).describe()
+        Pipeline.from_dataset([1, 2], shuffle=True, seed=3).operators[0].describe()
         == "from_dataset(list of 2, shuffle=True, seed=3)"
     )
-    assert Items(range(9)).describe() == "from_iterable(range of 9)"
-    assert Items(Stream).describe() == "from_iterable(Stream)"
-    assert Items(iter([1])).describe() == "from_iterable(list_iterator)"
-    one, other = (Indices(NoLength(), Stream()).describe() for _ in range(2))
+    assert Pipeline.from_iterable(range(9)).operators[0].describe() == "from_iterable(range of 9)"
+    assert Pipeline.from_iterable(Stream).operators[0].describe() == "from_iterable(Stream)"
+    assert (
+        Pipeline.from_iterable(iter([1])).operators[0].describe() == "from_iterable(list_iterator)"
+    )
+    pipes = (Pipeline.from_dataset(NoLength(), sampler=Stream()) for _ in range(2))
+    one, other = (pipe.operators[0].describe() for pipe in pipes)
     assert one == other
     assert " at 0x" not in one
 

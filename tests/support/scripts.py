@@ -99,3 +99,26 @@ def items_in(outcomes: Any) -> list[Any]:
 
 def errors_in(outcomes: Any) -> list[Any]:
     return [item for item in outcomes if isinstance(item, BaseException)]
+
+
+class Kept:
+    """A pipeline with a cache, of whatever script a pass is given."""
+
+    def __init__(self, path: Any = None, fingerprint: str = "of this") -> None:
+        self.script: tuple[Any, ...] | None = None
+        self.path = path
+        self.pipe = Pipeline.from_iterable(self._begun).cache(
+            path, fingerprint=fingerprint if path else None
+        )
+
+    def _begun(self) -> Script:
+        assert self.script is not None, "opened what comes before"
+        return Script(*self.script)
+
+    def begin(self, *script: Any) -> Any:
+        self.script = script
+        return self.pipe.run()
+
+    def again(self) -> Any:
+        self.script = None
+        return self.pipe.run()
