@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -13,6 +15,8 @@ from hypothesis import strategies as st
 from support.scripts import Oops, Script, drain, no_deadline, scripted
 
 from hybridloader import Pipeline
+from hybridloader.errors import NotReady
+from hybridloader.testing import Gate
 
 errors = st.builds(Oops, st.integers(0, 99))
 scripts = st.lists(st.one_of(st.integers(), st.none(), errors), max_size=10)
@@ -104,6 +108,45 @@ def test_threads_that_pull_as_they_like_all_get_everything() -> None:
     first, *others = (branch.prefetch(number) for number, branch in enumerate(branches, 1))
     found = drain(first.interleave(*others).run())
     assert found == [step for step in script for _ in range(4)]
+
+
+def test_branches_pull_one_at_a_time() -> None:
+    gate = Gate()
+
+    class Gated(Script):
+        inside = most = 0
+
+        def __next__(self) -> Any:
+            self.inside += 1
+            self.most = max(self.most, self.inside)
+            if self.pulled == 10:  # all branches are open by now
+                gate.arrive()
+            try:
+                return super().__next__()
+            finally:
+                self.inside -= 1
+
+    source = Gated(*range(50))
+    branches = Pipeline.from_iterable(lambda: source).tee(4)
+    first, *others = (branch.prefetch(1) for branch in branches)
+    with first.zip(*others).run() as run:
+        assert [next(run) for _ in range(9)] == [(number,) * 4 for number in range(9)]
+        gate.await_arrivals()
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(1e-5)  # so that the others come, and wait for it
+        try:
+            found = [*_polled(run, 100)]
+        finally:
+            sys.setswitchinterval(before)
+        gate.open()
+        assert [*found, *run] == [(number,) * 4 for number in range(9, 50)]
+    assert source.most == 1
+
+
+def _polled(run: Any, times: int) -> Iterator[Any]:
+    for _ in range(times):
+        with suppress(NotReady):
+            yield run.next_nowait()
 
 
 def test_the_traceback_of_an_error_says_where_it_was_raised() -> None:
