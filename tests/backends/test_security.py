@@ -25,8 +25,8 @@ import psutil
 import pytest
 import torch
 from support.named_slots import NamedSharedMemory
-from support.operator_context import Script, context, drain
 from support.platforms import posix
+from support.scripts import Kept, drain
 
 from hybridloader import DataLoader, Pipeline
 from hybridloader._support import system
@@ -37,7 +37,7 @@ from hybridloader.backends.process.transports import SocketEndpoint
 from hybridloader.errors import CacheError
 from hybridloader.memory import segments
 from hybridloader.pipeline.operators import cache
-from hybridloader.pipeline.operators.cache import Cache, _who_else
+from hybridloader.pipeline.operators.cache import _who_else
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 PROCESSES = ["fork", "shared-memory", "spawn"]
@@ -250,11 +250,11 @@ ITEMS = [np.arange(30_000), "two"]
 
 
 def write(file: Path) -> None:
-    drain(Cache(file).begin(lambda: Script(*ITEMS), context()))
+    drain(Kept(file).begin(*ITEMS))
 
 
 def begin(file: Path) -> Any:
-    return Cache(file).begin(lambda: Script(*ITEMS), context())
+    return Kept(file).begin(*ITEMS)
 
 
 @posix
@@ -356,13 +356,12 @@ FULL = """
 import resource, sys, warnings
 sys.path[:0] = sys.argv[2:]
 import numpy as np
-from support.operator_context import Script, context, drain
-from hybridloader.pipeline.operators.cache import Cache
+from support.scripts import Kept, drain
 resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))  # Python ignores SIGXFSZ
 with warnings.catch_warnings(record=True) as told:
     warnings.simplefilter("always")
     items = [np.full(50_000, number) for number in range(4)]
-    found = drain(Cache(sys.argv[1]).begin(lambda: Script(*items), context()))
+    found = drain(Kept(sys.argv[1]).begin(*items))
 print([int(item[0]) for item in found], len(told), "without a cache" in str(told[0].message))
 """
 
@@ -384,7 +383,7 @@ def test_a_disk_that_is_full_leaves_no_half_of_a_file(tmp_path: Path) -> None:
 def test_a_damaged_cache_loads_nothing(tmp_path: Path) -> None:
     """The digest is looked at first: what a byte was changed in is never run."""
     file = tmp_path / "cache"
-    drain(Cache(file).begin(lambda: Script(Tell()), context()))
+    drain(Kept(file).begin(Tell()))
     whole = bytearray(file.read_bytes())
     whole[whole.index(b"_told")] ^= 1
     file.write_bytes(whole)

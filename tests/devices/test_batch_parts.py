@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.operator_context import no_deadline
 from support.pinning_datasets import Leaf
+from support.scripts import no_deadline
 from torch.utils.data._utils.pin_memory import pin_memory as torchs_pin_memory
 
 from hybridloader.devices.batch_parts import mapped, pins_itself, tensors_in
