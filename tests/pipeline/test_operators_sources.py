@@ -217,16 +217,22 @@ def test_a_generator_that_it_made_is_closed_and_one_that_was_given_is_not() -> N
         finally:
             ended.append(True)
 
+    made = []  # no collection closes them
+
+    def make() -> Iterator[int]:
+        made.append(numbers())
+        return made[-1]
+
     class Iterable:
         def __iter__(self) -> Iterator[int]:
-            return numbers()
+            return make()
 
     def begin_and_close(source: Any) -> Any:
         with Pipeline.from_iterable(source).prefetch(1).run() as found:
             next(found)
         return source
 
-    for source in (numbers, Iterable()):
+    for source in (make, Iterable()):
         ended.clear()
         begin_and_close(source)
         assert ended == [True]

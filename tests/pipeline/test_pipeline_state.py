@@ -22,6 +22,7 @@ from support.random_pipelines import (
     events,
     recipes,
     saved,
+    sources,
 )
 
 from hybridloader import Pipeline
@@ -64,6 +65,16 @@ def test_any_pipeline_goes_on_where_it_stopped(
     recipe: Recipe, stops: list[int], seeds: list[int], epoch: int
 ) -> None:
     resumed_exactly(recipe, stops, seeds, epoch)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("step", STEPS)
+@settings(deadline=None, max_examples=15)
+@given(sources, st.integers(0, 30), st.integers(0, 30), st.integers(0, 99))
+def test_each_operator_goes_on_where_it_stopped(
+    step: str, source: Recipe, first: int, second: int, seed: int
+) -> None:
+    resumed_exactly(_extended(source, step), [first, second], [seed, seed + 1, seed + 2])
 
 
 @CACHE
