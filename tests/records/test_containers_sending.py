@@ -108,7 +108,10 @@ def test_spawned_processes_read_it_and_send_it_back(memory: str) -> None:
 
 @pytest.fixture(scope="module")
 def tracker() -> None:
-    """Start multiprocessing's tracker: loky does so if none runs, and its pipe stays open."""
+    """Start the trackers of multiprocessing and loky: loky does so if none runs, and pipes stay open."""
+    from loky.backend.resource_tracker import _resource_tracker
+
+    _resource_tracker.ensure_running()
     if hasattr(os, "fork"):
         from multiprocessing import resource_tracker
 
