@@ -268,7 +268,7 @@ def test_a_state_of_torchdatas_loader_is_refused_and_named() -> None:
     for workers in (0, 1):
         loader = StatefulDataLoader(Augmented(noise=0), BATCH, num_workers=workers)
         _, state = broken_off(loader, 2)
-        with pytest.raises(ValueError, match="that of a StatefulDataLoader.*loads those of torchdata's"):
+        with pytest.raises(ValueError, match="that of a StatefulDataLoader"):
             DataLoader(Augmented(noise=0), BATCH).load_state_dict(state)
 
 
