@@ -113,6 +113,15 @@ def _wait_for_one(children: set[psutil.Process], seconds: float) -> None:
             os.close(line)
 
 
+def _opened() -> list[str]:
+    """Return the targets of all open descriptors, the latest last."""
+    found = []
+    for number in sorted(map(int, os.listdir("/proc/self/fd"))):
+        with contextlib.suppress(OSError):
+            found.append(f"{number}: {os.readlink(f'/proc/self/fd/{number}')}")
+    return found
+
+
 def _descriptors() -> int:
     """Count the open descriptors, without those that the driver of a device opens as it needs them."""
     folder = Path(system.PROC, "self/fd")
@@ -343,5 +352,5 @@ def _nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
         while _descriptors() > descriptors and time.monotonic() < deadline:
             wait([], 0.05)  # a thread of another library, such as loky's, closes one late
             gc.collect()
-        assert _descriptors() <= descriptors, "left descriptors open"
+        assert _descriptors() <= descriptors, f"left descriptors open, of {_opened()}"
     gc.freeze()  # what tests have imported since is a million objects: half a second, each time
