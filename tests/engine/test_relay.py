@@ -187,7 +187,7 @@ def test_a_relay_lets_in_what_its_limit_allows_and_one_that_is_larger_alone() ->
 
     relay = Relay(source(), "r", depth=100, weigh=int, limit=10)
     assert third.wait(30)
-    assert next(relay) == 4  # makes room for 3, not for 20 behind it
+    assert next(relay) == 4  # makes room for 3, not for 20 after it
     relay_left = [next(relay) for _ in range(5)]
     assert relay_left == [5, 3, 20, 1, 1]
     with pytest.raises(StopIteration):

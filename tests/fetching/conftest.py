@@ -43,5 +43,5 @@ def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 @pytest.fixture
 def warned_anew() -> None:
-    """Let warnings that are told once per process be told in this test."""
+    """Let warnings that come once per process come in this test."""
     text.warn_once.cache_clear()

@@ -296,7 +296,7 @@ def test_nothing_is_lost_or_doubled_and_all_but_the_last_are_full(fours: list[li
     good = [one for four in fours for one in four]
     loader, batches = batches_of(good)
     found = list(batches)
-    # Full ones come in their place, and behind them what the short ones were filled up to.
+    # Full ones come in their place, and after them those that the short ones were filled up to.
     assert sorted(n for batch in found for n in batch) == [n for n, one in enumerate(good) if one]
     assert sum(len(batch) < 4 for batch in found) <= 1
     assert [record.index for record in loader.skipped] == [

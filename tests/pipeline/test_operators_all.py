@@ -152,7 +152,7 @@ BY_NUMBER = {"skip", "skip nothing", "enumerate", "shard", "shard of one", "take
 def test_items_are_those_of_the_reference_and_errors_come_where_they_were_met(
     name: str, script: list[Any]
 ) -> None:
-    """Behind what came before it, and before what is pulled behind it."""
+    """After the items before it, and before those that are pulled after it."""
     step, reference = CASES[name]
     source = Script(*script)
     run, items, errors = begin(step, source), [], []

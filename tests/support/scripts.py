@@ -30,7 +30,7 @@ class Oops(Exception):
 
 
 class Script(Iterator[Any]):
-    """Gives items and raises those that are exceptions; goes on behind them. Counts its calls."""
+    """Gives items and raises those that are exceptions; continues after them. Counts its calls."""
 
     def __init__(self, *steps: Any) -> None:
         self._steps = iter(steps)
