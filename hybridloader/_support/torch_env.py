@@ -18,7 +18,7 @@ from functools import lru_cache, partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 from hybridloader._support import system
@@ -51,8 +51,13 @@ class _Finder(MetaPathFinder):
         finally:
             del self._looking.now
         loader: Any = None if spec is None else spec.loader
-        if loader is not None:
-            loader.exec_module = partial(self._run, loader.exec_module)
+        if spec is not None and loader is not None:
+            run = partial(self._run, loader.exec_module)
+            try:
+                loader.exec_module = run
+            except AttributeError:  # a loader without a `__dict__`, as a compiler's own may be
+                create: Any = getattr(loader, "create_module", lambda spec: None)
+                spec.loader = SimpleNamespace(create_module=create, exec_module=run)  # type: ignore[assignment]
         return spec
 
     def _run(self, exec_module: Callable[[ModuleType], None], module: ModuleType) -> None:

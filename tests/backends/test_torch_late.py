@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.machinery
 import importlib.util
 import os
 import random
@@ -179,3 +180,28 @@ def test_what_an_act_raises_the_import_raises(module: Any) -> None:
     when_imported(name, lambda: {}["missing"])
     with pytest.raises(KeyError, match="missing"):
         importlib.import_module(name)
+
+
+def test_a_loader_without_attributes_of_its_own_is_run_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Frozen:
+        __slots__ = ()
+
+        def create_module(self, spec: Any) -> None: ...
+
+        def exec_module(self, module: Any) -> None:
+            module.value = 1
+
+    class Finder:
+        def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+            return importlib.machinery.ModuleSpec(name, Frozen()) if name == "of_frozen" else None  # type: ignore[arg-type]
+
+    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
+    calls = []
+    when_imported("of_frozen", lambda: calls.append(sys.modules["of_frozen"].value))
+    try:
+        assert importlib.import_module("of_frozen").value == 1
+    finally:
+        sys.modules.pop("of_frozen", None)
+    assert calls == [1]
