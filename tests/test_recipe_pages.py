@@ -8,6 +8,8 @@ import pytest
 import recipes
 from support.excerpts import is_part
 
+from hybridloader.observe import Headroom
+
 COMMANDS = [command for page in recipes.PAGES for command in recipes.commands(page)]
 
 
@@ -51,6 +53,7 @@ def test_every_script_has_a_page() -> None:
         ("-----  ---\n", "---  -------\n", True),
         ("read    65% <\ndecode  35%\n", "read      9%\ndecode  99% <\n", True),
         ("read    1 < 2\n", "read    1 2\n", False),
+        (f"{Headroom(2, 1, 1, 1)}\n", f"{Headroom(2, 1, 1, 1, others=1.5)}\n", True),
     ],
 )
 def test_outputs_are_compared_but_for_their_numbers(shown: str, seen: str, same: bool) -> None:
