@@ -12,10 +12,10 @@ from configparser import ConfigParser
 from pathlib import Path
 
 import pytest
+from support.platforms import FORK
 
 import hybridloader
 from hybridloader import cli
-from hybridloader._support import system
 
 ROOT = Path(__file__).parent.parent
 CORE = ROOT / "hybridloader"
@@ -147,5 +147,5 @@ def test_info_prints_what_a_bug_report_needs(capsys: pytest.CaptureFixture[str])
     assert lines["Python"] == sys.version.splitlines()[0].rstrip()
     assert lines["torch"] == importlib.metadata.version("torch")
     assert lines["inline"] == lines["threads"] == "works"
-    assert (lines["fork"] == "works") is system.FORK
+    assert (lines["fork"] == "works") is FORK
     assert lines["memory"].endswith(" GiB")

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 from storm import FAULTS, Account, Plan, Weather, ride_out
-
-from hybridloader._support import system
+from support.platforms import FORK
 
 pytestmark = pytest.mark.chaos
 
@@ -29,7 +28,7 @@ FORMS = ("loader", "pipeline", "iterable")
     ],
 )
 def test_each_index_comes_out_exactly_once_whatever_happens(backend: str, form: str) -> None:
-    length = 60 if system.FORK else 20  # a restarted worker imports torch where nothing is forked
+    length = 60 if FORK else 20  # a restarted worker imports torch where nothing is forked
     account = ride_out(Weather(SEED, backend, form, length=length, strikes=0.05))
     assert account.faults, f"nothing happened, seed {SEED}"
 

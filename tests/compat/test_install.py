@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.compat import is_ours
 from support.installed_torch import warns_without_accelerator
 from support.platforms import PACKAGE, needs_fork
 from support.sample_origin import PROCESS, THREAD, OriginDataset, origin_loader, origins
@@ -25,7 +26,6 @@ from torch.utils.data import dataloader as torchs
 import hybridloader
 from hybridloader import DataLoader, Skip, Threads, install
 from hybridloader.engine.contract import Crew
-from hybridloader.loader.iterator import LoaderIterator
 from hybridloader.loader.options import Options
 from hybridloader.loader.plan import LoaderPlan
 from hybridloader.testing.tools import Gate
@@ -46,7 +46,7 @@ def test_torchs_loaders_run_on_the_backend_within_and_on_torchs_after() -> None:
         assert installed.active
         assert origins(loader) == origins(origin_loader(1)) == THREAD
         with iter(loader) as iterator:
-            assert type(iterator) is LoaderIterator
+            assert is_ours(iterator)
     assert not installed.active
     assert origins(loader) == PROCESS
 

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from support.platforms import needs_fork
+from support.compat import is_ours
+from support.once import forget_warnings
+from support.platforms import FORK, needs_fork
 from support.sample_origin import PROCESS, THREAD, origin_loader, origins
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import IterableDataset
 
 import hybridloader
 from hybridloader import DataLoader, Threads, install
-from hybridloader._support import system, text
 from hybridloader.errors import BackendUnavailable, WorkerPicklingError
-from hybridloader.loader.iterator import LoaderIterator
 from hybridloader.loader.options import Options
 from hybridloader.loader.plan import LoaderPlan
 
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 # -- what ours would refuse ------------------------------------------------------------------------
 
 
-_CONTEXT: Any = type(multiprocessing.get_context("fork" if system.FORK else "spawn"))
+_CONTEXT: Any = type(multiprocessing.get_context("fork" if FORK else "spawn"))
 
 
 class _Process(_CONTEXT.Process):  # type: ignore[misc]
@@ -87,7 +87,7 @@ def test_a_loader_that_ours_refuses_is_left_to_torchs_and_told_once(case: str) -
         kind = type(iterator)
         return kind, [batch.tolist() for batch in iterator], torch.rand(1)
 
-    text.warn_once.cache_clear()
+    forget_warnings()
     wanted = drawn_of(data)
     with install(backend):
         with pytest.warns(UserWarning, match=reason) as caught:
@@ -102,7 +102,7 @@ def test_a_loader_with_other_things_behind_our_private_names_is_left_to_torchs()
     class Numbered(TorchLoader[Any]):
         _epoch = None
 
-    text.warn_once.cache_clear()
+    forget_warnings()
     with install("threads"), pytest.warns(UserWarning, match="int"):
         assert [batch.tolist() for batch in Numbered(range(4), 2)] == [[0, 1], [2, 3]]  # type: ignore[arg-type]
 
@@ -131,7 +131,7 @@ class _Answers(TorchLoader):  # type: ignore[type-arg]
 def test_a_loader_may_answer_for_unknown_attributes_as_it_likes() -> None:
     loader: Any = _Answers(range(4), 2, num_workers=1)  # type: ignore[arg-type]
     with install("threads"), iter(loader) as iterator:
-        assert type(iterator) is LoaderIterator
+        assert is_ours(iterator)
         assert [batch.tolist() for batch in iterator] == [[0, 1], [2, 3]]
     with pytest.raises(TypeError, match="_Answers is a subclass of torch's DataLoader"):
         hybridloader.from_torch(loader)
@@ -167,7 +167,7 @@ def test_a_context_is_heeded_where_the_backend_leaves_that_open() -> None:
 @needs_fork
 def test_a_context_that_is_overruled_is_told_once() -> None:
     loader = origin_loader(1, multiprocessing_context="spawn")
-    text.warn_once.cache_clear()
+    forget_warnings()
     with install("fork"):
         with pytest.warns(UserWarning, match="multiprocessing_context='spawn'") as caught:
             list(loader)

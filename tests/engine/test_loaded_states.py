@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.sampler_loaders import Every
+from support.sampler_loaders import pace
 from torch.utils.data import IterableDataset, get_worker_info
 
 from hybridloader import DataLoader, Pipeline, PipelineLoader, StatefulDataLoader
@@ -260,8 +260,7 @@ def test_a_source_of_a_pipeline_begins_its_later_epochs_as_without_a_resume(
     kind: Any, readers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From a state at item 64 of its second epoch, and, with one reader, from one at its beginning."""
-    for module in ("engine.dataset_state", "pipeline.operators.sources"):
-        monkeypatch.setattr(f"hybridloader.{module}.Cadence", lambda **_: Every(1))
+    pace(monkeypatch, 1)
     for taken in (100,) if readers else (100, 10):
         check(
             lambda: PipelineLoader(Pipeline.from_iterable(kind(LONG), **readers), seed=0), 1, taken

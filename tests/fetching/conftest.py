@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from support.once import forget_warnings
 from torch.utils.data._utils import collate as torchs
 
-from hybridloader._support import text
 from hybridloader.fetching.collate import teach_torch
 from hybridloader.fetching.item_loop import ItemLoop
 from hybridloader.memory.slots import PrivateSlots, set_slots
@@ -44,4 +44,4 @@ def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 @pytest.fixture
 def warned_anew() -> None:
     """Let warnings that come once per process come in this test."""
-    text.warn_once.cache_clear()
+    forget_warnings()

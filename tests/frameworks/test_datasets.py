@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.once import forget_warnings
 from support.seeded_training import LIKE_TORCHS_PROCESSES, WORKERS, Regression, torch_loader
 
-from hybridloader import DataLoader, Pipeline
-from hybridloader._support.text import warn_once
-from hybridloader.backends.threads import Threads
+from hybridloader import DataLoader, Pipeline, Threads
 from hybridloader.sampling import BlockShuffleSampler
 
 datasets = pytest.importorskip("datasets")
@@ -176,7 +175,7 @@ def test_more_workers_than_shards_is_said(caplog: pytest.LogCaptureFixture) -> N
     datasets.logging.enable_propagation()
     try:
         loader = DataLoader(stream(), batch_size=4, num_workers=SHARDS + 1, backend="threads")
-        warn_once.cache_clear()
+        forget_warnings()
         with pytest.warns(UserWarning, match=r"3 shards for 4 workers of this rank, so 1 of them"):
             assert sum(len(batch["target"]) for batch in loader) == SHARDS * IN_SHARD
     finally:
@@ -217,10 +216,10 @@ def test_a_stream_goes_on_from_a_state(workers: int, backend: str) -> None:
 
 def test_shards_that_ranks_can_not_divide_are_said() -> None:
     data = split_dataset_by_node(stream(4), rank=0, world_size=3)
-    warn_once.cache_clear()
+    forget_warnings()
     with pytest.warns(UserWarning, match="4 shards can't be divided evenly among 3 ranks"):
         list(DataLoader(data, batch_size=4))
-    warn_once.cache_clear()
+    forget_warnings()
     pipe = Pipeline.from_iterable(stream(2), backend="threads", num_workers=3)
     with pytest.warns(UserWarning, match="2 shards for 3 workers of this rank"):
         assert len(list(pipe)) == 2 * IN_SHARD

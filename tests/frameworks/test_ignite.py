@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.compat import is_ours
 from support.seeded_training import (
     LIKE_TORCHS_PROCESSES,
     WORKERS,
@@ -19,7 +20,6 @@ from torch.utils.data import BatchSampler
 
 from hybridloader import DataLoader, install
 from hybridloader.backends.process.backend import SharedMemory
-from hybridloader.loader.iterator import LoaderIterator
 
 pytest.importorskip("ignite")
 from ignite.distributed import auto_dataloader
@@ -216,5 +216,5 @@ def test_the_loader_that_ignite_makes_itself_runs_on_ours_within_install() -> No
     wanted = run(Engine, torch_loader(data, **options))
     with install(backend="threads"):
         loader = auto_dataloader(data, **options)
-        assert isinstance(iter(loader), LoaderIterator)
+        assert is_ours(iter(loader))
         assert run(Engine, loader) == wanted

@@ -16,7 +16,7 @@ from support.comparison import same
 from support.seeded_training import LIKE_TORCHS_PROCESSES, WORKERS
 
 import hybridloader
-from hybridloader.backends.threads import Threads
+from hybridloader import Threads
 from hybridloader.errors import BackendUnavailable
 
 pytest.importorskip("monai")

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 from support.comparison import same
+from support.compat import is_ours
 from support.seeded_training import LIKE_TORCHS_PROCESSES, WORKERS
 from torch import Tensor
 
 import hybridloader
-from hybridloader.loader.iterator import LoaderIterator
 
 pytest.importorskip("torch_geometric")
 from torch_geometric.data import Data
@@ -262,4 +262,4 @@ def test_pygs_own_class_runs_on_ours_within_install(filter_per_worker: bool) -> 
         loader = NodeLoader(graph(), OneHop(graph()), **options)
         iterator = iter(loader)
         inner = iterator if filter_per_worker else iterator.iterator
-        assert isinstance(inner, LoaderIterator)
+        assert is_ours(inner)

@@ -13,8 +13,7 @@ import torch
 from support.seeded_training import LIKE_TORCHS_PROCESSES, WORKERS, Augmented, losses, torch_loader
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from hybridloader import DataLoader
-from hybridloader.backends.threads import Threads
+from hybridloader import DataLoader, Threads
 
 pytest.importorskip("torchdata")
 from torchdata.stateful_dataloader import Stateful, StatefulDataLoader, stateful_dataloader

@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, Dataset, IterableDataset, RandomSampler, get_worker_info
 
-from hybridloader import StatefulDataLoader
-from hybridloader.backends.threads import Threads
+from hybridloader import StatefulDataLoader, Threads
 
 pytest.importorskip("torchdata")
 from torchdata.stateful_dataloader import StatefulDataLoader as Theirs

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.once import forget_warnings
 from support.platforms import needs_fork
 from torch.utils.data import Dataset, IterableDataset
 
 import hybridloader
 from hybridloader import DataLoader, Fork, Inline, SharedMemory, Threads
-from hybridloader._support import text
 from hybridloader.engine import Backend, contract
 from hybridloader.errors import BackendUnavailable
 
@@ -367,7 +367,7 @@ def test_where_there_is_no_fork_the_message_says_what_to_use(
 def test_a_backend_without_workers_warns_once_where_the_loader_is_used(
     backend: str | Backend,
 ) -> None:
-    text.warn_once.cache_clear()
+    forget_warnings()
     loader = DataLoader(Numbers(), 8, backend=backend)
     with pytest.warns(UserWarning, match="num_workers") as caught:
         first = [batch.tolist() for batch in loader]
@@ -383,7 +383,7 @@ def test_a_backend_without_workers_warns_once_where_the_loader_is_used(
 
 @pytest.mark.parametrize("backend", [None, "inline", Inline()])
 def test_a_backend_that_needs_no_workers_does_not_warn(backend: str | Backend | None) -> None:
-    text.warn_once.cache_clear()
+    forget_warnings()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert len(list(DataLoader(Numbers(), 4, backend=backend))) == 2

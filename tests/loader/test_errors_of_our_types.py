@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from support.failing_datasets import Samples, load, outcomes
+from support.failing_datasets import Samples, load, of_a_loader_within, outcomes
 from support.fake_accelerator import FakeAccelerator
 from torch.utils.data import IterableDataset
 
 from hybridloader import StateError, TooManyErrors, WorkerDied, WorkerTimeout
-from hybridloader._support.user_objects import no_answer
 from hybridloader.errors import IteratorClosed, NotReady, ShardLost, TaskTimeout
 
 OURS = (
@@ -37,7 +36,7 @@ def test_an_error_of_a_sample_ends_nothing(
     def fail_often(index: int) -> int:
         if index % 3 == 2:
             kind = OURS[index // 3]
-            raise no_answer(kind("mine")) if within else kind("mine")
+            raise of_a_loader_within(kind("mine")) if within else kind("mine")
         return index
 
     options = {} if device is None else {"device": FakeAccelerator()}

@@ -11,11 +11,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.sampler_loaders import Every, listed
+from support.sampler_loaders import listed, pace
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from hybridloader import DataLoader, StatefulDataLoader, Threads
-from hybridloader.engine import dataset_state
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -161,7 +160,7 @@ def test_a_dataset_stopped_anywhere_on_any_backend_gives_one_stream(
         return DataLoader(kind(), 2, num_workers=workers, backend=backend, **more)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dataset_state, "Cadence", lambda **_: Every(steps))
+        pace(patch, steps)
         whole = ahead_of(iter(loader(False, 2)), 99)
         taken: list[Any] = []
         state: dict[str, Any] = {}
@@ -195,7 +194,7 @@ def test_what_is_large_is_not_sent_with_each_batch(
 ) -> None:
     from hybridloader.loader import progress
 
-    monkeypatch.setattr(dataset_state, "Cadence", lambda **_: Every(1000))
+    pace(monkeypatch, 1000)
     come = []
     note = progress.Progress.note_result
 

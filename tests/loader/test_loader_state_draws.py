@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset, IterableDataset, RandomSampler, Sampler, get_worker_info
 
 from hybridloader import DataLoader, StatefulDataLoader
-from hybridloader.loader.state import OWN
 from hybridloader.sampling import ShuffleSampler
 
 pytestmark = pytest.mark.filterwarnings("ignore:Shard has no state_dict")
@@ -240,7 +239,7 @@ def test_a_state_from_before_it_had_these_draws_is_loaded(workers: Workers) -> N
     first, second = (loader_of(DataLoader, "shuffle", workers) for _ in range(2))
     list(first)
     state = first.state_dict()
-    del state[OWN]["later"]
+    del state["_hybridloader"]["later"]
     second.load_state_dict(state)
     assert list(second) == list(first)
 

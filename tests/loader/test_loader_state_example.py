@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.platforms import PACKAGE
+from support.platforms import FORK, PACKAGE
 
 from hybridloader import PipelineLoader
-from hybridloader._support import system
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "resume.py"
@@ -34,7 +33,7 @@ def test_a_killed_run_goes_on_to_the_last_bit(tmp_path: Path) -> None:
         },
     )
     assert done.returncode == 0, done.stderr
-    assert f"(exit code {-9 if system.FORK else 15})" in done.stdout
+    assert f"(exit code {-9 if FORK else 15})" in done.stdout
     assert done.stdout.endswith("the same to the last bit\n")
     assert len(done.stdout.splitlines()) > 10
 

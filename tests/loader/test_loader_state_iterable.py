@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.sampler_loaders import some_counts
+from support.once import forget_warnings
+from support.sampler_loaders import pace, some_counts
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from hybridloader import DataLoader, WorkerTimeout
-from hybridloader._support.states import Cadence
-from hybridloader._support.text import warn_once
 
 SIZES = (7, 3, 10)
 """Samples of three workers: one ends long before the others, and no two end on a full batch together."""
@@ -340,7 +339,7 @@ def test_reading_again_is_told_once_and_how_far_it_is() -> None:
         other.load_state_dict(state)
         return other
 
-    warn_once.cache_clear()
+    forget_warnings()
     loader = left()
     assert loader.resuming is None
     with pytest.warns(
@@ -359,7 +358,7 @@ def test_reading_again_is_told_once_and_how_far_it_is() -> None:
 
 
 def test_a_state_is_gone_on_from_without_reading_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Cadence, "due", lambda self: True)  # on a busy machine, too
+    pace(monkeypatch, 1)  # on a busy machine, too
 
     class Told(Walk):
         asked = 0

@@ -15,12 +15,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.manual_clock import Clock
-from support.sampler_loaders import Every, listed
+from support.sampler_loaders import listed, pace, time_states
 from torch.utils.data import BatchSampler, Sampler
 
 from hybridloader import DataLoader, StateError, StatefulDataLoader
-from hybridloader._support.states import Cadence
-from hybridloader.loader import samplers
 from hybridloader.sampling import ShuffleSampler
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -178,7 +176,7 @@ def test_stopped_anywhere_on_any_backend_the_stream_is_one(
     kind: str, steps: int, legs: list[tuple[int, tuple[int, str], int]]
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(samplers, "Cadence", lambda: Every(steps))
+        pace(patch, steps)
         whole = listed(loader_of(kind, (0, "inline")))
         taken: list[Any] = []
         state: dict[str, Any] = {}
@@ -325,7 +323,7 @@ def test_nobody_asks_a_sampler_for_a_large_state_at_each_batch(
     workers: int, backend: str, kind: type[DataLoader], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
-    monkeypatch.setattr(samplers, "Cadence", lambda: Cadence(clock))
+    time_states(monkeypatch, clock)
     whole = listed(loader_of("order", (0, "inline")))
     sampler = Asked(clock, 0.025)
     loader = kind(NUMBERS, 4, sampler=sampler, num_workers=workers, backend=backend)

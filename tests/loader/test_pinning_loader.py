@@ -27,8 +27,10 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Sampler
 
 from hybridloader import DataLoader, Transfer
-from hybridloader.memory.slots import OWN
 from hybridloader.testing import Gate
+
+OWN = 256 << 10
+"""Bytes from which on a buffer has a slot of its own."""
 
 PIN_THREAD = "hybridloader-pin_memory"
 TO_THREAD = "hybridloader-to"

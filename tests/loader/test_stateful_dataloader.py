@@ -13,12 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.sampler_loaders import time_states
 from torch.utils.data import BatchSampler, Dataset, IterableDataset, RandomSampler, get_worker_info
 
-from hybridloader import DataLoader, StateError, StatefulDataLoader
-from hybridloader._support.states import Cadence
-from hybridloader.backends.threads import Threads
-from hybridloader.errors import DamagedMessage
+from hybridloader import DataLoader, StateError, StatefulDataLoader, Threads
 
 COPIES = Threads(copy_dataset=True)
 BACKENDS = pytest.mark.parametrize(
@@ -238,7 +236,7 @@ def test_the_worker_whose_batch_came_last_is_told() -> None:
 
 def test_what_workers_tell_and_how_often(monkeypatch: pytest.MonkeyPatch) -> None:
     # A pause of the process within the first state would make states seem to be dear.
-    monkeypatch.setattr(Cadence.__init__, "__defaults__", (lambda: 0.0,))
+    time_states(monkeypatch, lambda: 0.0)
 
     def asked(steps: int | None) -> int:
         options: dict[str, Any] = {"num_workers": 1, "snapshot_every_n_steps": steps}
@@ -353,12 +351,3 @@ def test_what_was_drawn_is_replayed_by_number_after_an_edit() -> None:
 def test_our_dataloader_says_who_reads_such_a_state() -> None:
     with pytest.raises(StateError, match=r"it is that of a StatefulDataLoader.*also loads"):
         DataLoader(Counted(), 3).load_state_dict(ALONE)
-
-
-def test_what_a_worker_told_is_looked_at() -> None:
-    from hybridloader.backends.process.frames import decode_shard_start
-
-    assert decode_shard_start(memoryview(b"")) is None
-    for damaged in (b"no pickle", pickle.dumps("neither")):
-        with pytest.raises(DamagedMessage):
-            decode_shard_start(memoryview(damaged))

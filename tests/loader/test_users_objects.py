@@ -13,14 +13,14 @@ import pytest
 import torch
 from support.compat import Numbers, flat, keep
 from support.forking import in_a_fork
+from support.once import forget_warnings
+from support.platforms import FORK
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torchs
 from torch.utils.data._utils.worker import WorkerInfo
 
 from hybridloader import DataLoader, StatefulDataLoader
-from hybridloader._support import system, text
-from hybridloader.engine.worker import worker_info_set
 
 # -- iterators -------------------------------------------------------------------------------------
 
@@ -252,7 +252,6 @@ def test_torchs_global_tells_of_a_worker_process(backend: str) -> None:
 
 def test_a_process_that_a_worker_thread_forks_is_not_that_worker() -> None:
     """torch's loader in a dataset: its workers are forked, and are told by torch who they are."""
-    outer: Any = WorkerInfo(id=3, num_workers=4, seed=0, dataset=None, worker_method="thread")
     inner: Any = WorkerInfo(id=0, num_workers=2, seed=0, dataset=None, worker_method="thread")
 
     def act() -> None:
@@ -260,12 +259,18 @@ def test_a_process_that_a_worker_thread_forks_is_not_that_worker() -> None:
         torchs._worker_info = inner
         assert get_worker_info() is inner
 
-    with worker_info_set(outer):
-        assert in_a_fork(act) == 0
-        assert get_worker_info() is outer
+    class Forking(Numbers):
+        def __getitem__(self, index: int) -> int:
+            outer = get_worker_info()
+            assert outer is not None
+            assert in_a_fork(act) == 0
+            assert get_worker_info() is outer
+            return index
+
+    assert flat(DataLoader(Forking(2), num_workers=1, backend="threads")) == [0, 1]
 
 
-METHOD = "fork" if system.FORK else "spawn"
+METHOD = "fork" if FORK else "spawn"
 
 
 class Named(multiprocessing.get_context(METHOD).Process):  # type: ignore[name-defined,misc]
@@ -277,7 +282,7 @@ class Context(type(multiprocessing.get_context(METHOD))):  # type: ignore[misc]
 
 
 def test_a_context_with_a_process_of_its_own_is_warned_of() -> None:
-    text.warn_once.cache_clear()
+    forget_warnings()
     context: Any = Context()
     loader = DataLoader(Numbers(2), num_workers=1, multiprocessing_context=context)
     with pytest.warns(UserWarning, match="Context that was passed as multiprocessing_context"):

@@ -37,9 +37,9 @@ from support.packed_values import (
     through_slots,
     unpack,
 )
+from support.platforms import GIL
 from support.slot_pairs import writer_and_reader
 
-from hybridloader._support.threads import gil_enabled
 from hybridloader.backends.process.frames import (
     Decoder,
     decode_message,
@@ -328,7 +328,7 @@ def test_a_way_that_is_registered_later_counts_from_then_on() -> None:
 
 
 @pytest.mark.skipif(
-    not gil_enabled() and sys.version_info < (3, 14),
+    not GIL and sys.version_info < (3, 14),
     reason="free-threaded Python 3.13 frees no class of a process that has started a thread",
 )
 def test_classes_that_are_made_on_the_way_are_not_kept_for_ever() -> None:

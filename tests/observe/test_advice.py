@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch.utils.data
+from support import platforms
 
 from hybridloader import DataLoader, Pipeline, StatefulDataLoader, get_worker_info
-from hybridloader._support import system
 from hybridloader.observe import stats as stats_module
 from hybridloader.observe.figures import CoroutineUse, Figures, StageRecord
 from hybridloader.observe.verdict import advice_on, for_start
@@ -65,7 +65,7 @@ def part() -> list[int]:
 THREADS: dict[str, Any] = {"backend": "threads", "num_workers": 2}
 FORK: dict[str, Any] = {"backend": "fork", "num_workers": 2}
 FORKING = {
-    "multiprocessing_context": multiprocessing.get_context("fork" if system.FORK else "spawn"),
+    "multiprocessing_context": multiprocessing.get_context("fork" if platforms.FORK else "spawn"),
     "num_workers": 2,
 }
 BOTH, WORKERS = {"num_workers", "threads_per_worker"}, {"num_workers"}

@@ -15,10 +15,10 @@ import numpy
 import pytest
 import torch
 import torch.utils.data
+from support.platforms import GIL
 
 import hybridloader
 from hybridloader import DataLoader, Skip, StatefulDataLoader
-from hybridloader._support.threads import gil_enabled
 from hybridloader.observe import Stats
 from hybridloader.observe.stats import LOOP
 from hybridloader.sources import PerWorker
@@ -120,7 +120,7 @@ def test_threads_that_hold_the_gil_are_named() -> None:
         stats = loaded("spin", "threads", 2)[1]
         if stats.verdict.kind != "waits":  # on a busy machine it waits for a core
             break
-    if gil_enabled():
+    if GIL:
         assert (stats.verdict.cause, stats.verdict.kind) == ("stage", "holds-gil"), str(stats)
         assert "processes" in stats.verdict.advice
     else:

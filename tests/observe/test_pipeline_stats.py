@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy
 import pytest
+from support.platforms import GIL
 
 from hybridloader import Pipeline, get_worker_info
-from hybridloader._support.threads import gil_enabled
 from hybridloader.observe import Stats
 
 NAP = 0.004
@@ -108,7 +108,7 @@ CASES: dict[str, Case] = {
     ),
     "threads that hold the GIL": (
         lambda: FEW.map(spinning, **THREADS),
-        *(0, "stage", "map(spinning)", "holds-gil" if gil_enabled() else "computes"),
+        *(0, "stage", "map(spinning)", "holds-gil" if GIL else "computes"),
     ),
     "results that are dear to send": (
         lambda: FEW.map(dear, **PROCESSES),

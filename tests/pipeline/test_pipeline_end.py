@@ -14,9 +14,9 @@ import pytest
 from support.short_waits import shorten_waits
 
 from hybridloader import Pipeline, Threads
-from hybridloader.engine.contract import Crew
+from hybridloader.engine import Crew
 from hybridloader.errors import IteratorClosed
-from hybridloader.running.run import Epochs
+from hybridloader.pipeline import Epochs
 from hybridloader.testing import Gate
 
 WORKERS = ("threads", "fork", "shared-memory")

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from support.failing_datasets import of_a_loader_within
 
 from hybridloader import Pipeline, StateError, TooManyErrors, WorkerDied, WorkerTimeout
-from hybridloader._support.user_objects import no_answer
 from hybridloader.errors import IteratorClosed, NotReady, ShardLost, TaskTimeout
 
 KINDS = ("inline", "threads", "fork", "shared-memory")
@@ -180,7 +180,7 @@ class Stumble:
 
     def __call__(self, item: Any) -> Any:
         if item == 3 or (type(item) is list and 3 in item):
-            raise no_answer(self.kind("mine")) if self.within else self.kind("mine")
+            raise of_a_loader_within(self.kind("mine")) if self.within else self.kind("mine")
         return item
 
 

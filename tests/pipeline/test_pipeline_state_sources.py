@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.random_pipelines import events, saved
-from support.sampler_loaders import Every
+from support.sampler_loaders import pace
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
 
 from hybridloader import Pipeline
@@ -31,10 +32,7 @@ LENGTHS = [1 + k * 7 % 13 for k in range(2000)]
 def cadence(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Sets how often a mark that would be due is made; else that depends on what it costs."""
 
-    def pace(steps: int) -> None:
-        monkeypatch.setattr("hybridloader.pipeline.operators.sources.Cadence", lambda: Every(steps))
-
-    return pace
+    return partial(pace, monkeypatch)
 
 
 @pytest.fixture(autouse=True)

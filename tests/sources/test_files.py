@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 from support.http_store import HttpStore
+from support.once import forget_warnings
 from support.platforms import posix
 
 from hybridloader import DataLoader, Retry, Skip
-from hybridloader._support.text import warn_once
 from hybridloader.errors import BackendUnavailable, CacheError, SourceError, StoreError
 from hybridloader.sampling import ShuffleSampler
 from hybridloader.sources import Files
@@ -145,7 +145,7 @@ def test_a_remote_store_is_read_by_fresh_workers(store: HttpStore) -> None:
     store.files["/a.txt"] = b"a"
     files = Files(f"{store.url}/a.txt", decode="text")
     assert files[0] == "a"
-    warn_once.cache_clear()
+    forget_warnings()
     with pytest.warns(
         UserWarning, match="starts fresh workers instead of forking: fsspec is in use"
     ):

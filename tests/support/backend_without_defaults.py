@@ -7,9 +7,18 @@ from collections.abc import Sequence
 from queue import Empty, SimpleQueue
 from typing import Any, ClassVar
 
-from hybridloader.engine import serve, thread_worker
-from hybridloader.engine.contract import Backend, Crew, WorkerHandle
-from hybridloader.engine.messages import Done, Event, Message, Stop, WorkerSpec
+from hybridloader.engine import (
+    Backend,
+    Crew,
+    Done,
+    Event,
+    Message,
+    Stop,
+    WorkerHandle,
+    WorkerSpec,
+    serve,
+    thread_worker,
+)
 
 
 class WithoutDefaults(Backend):

@@ -56,6 +56,11 @@ class Told(Sampler[int]):
             yield index
 
 
+def is_ours(iterator: Any) -> bool:
+    """Return whether hybridloader made this iterator of a loader, whose class may be torch's."""
+    return type(iterator).__module__.startswith("hybridloader.")
+
+
 def keep(samples: Any) -> Any:
     return samples
 

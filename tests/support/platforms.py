@@ -1,18 +1,25 @@
-"""Marks of tests for some platforms only, and the folder of the package."""
+"""Facts about this platform, marks of tests for some platforms only, and the folder of the package."""
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
 import pytest
 
 import hybridloader
-from hybridloader._support import system
+
+FORK = hasattr(os, "fork")
+POSIX = os.name == "posix"
+GIL = getattr(sys, "_is_gil_enabled", lambda: True)()
+ROOT = Path("/" if sys.platform == "linux" else os.devnull)
+"""Folder of the kernel's files: proc, dev/shm. Elsewhere nothing is below it."""
 
 posix = pytest.mark.skipif(
-    not system.UNIX_SOCKETS, reason="signals, sockets, descriptors and permissions of POSIX"
+    not POSIX, reason="signals, sockets, descriptors and permissions of POSIX"
 )
-needs_fork = pytest.mark.skipif(not system.FORK, reason="needs fork")
+needs_fork = pytest.mark.skipif(not FORK, reason="needs fork")
 
 PACKAGE = str(Path(hybridloader.__file__).parents[1])
 """Folder in which other processes find the package. `.ci/windows` copies it out of the checkout."""

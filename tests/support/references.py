@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 
-from hybridloader._support.threads import gil_enabled
+from support.platforms import GIL
 
 
 def merge_references() -> None:
@@ -13,5 +13,5 @@ def merge_references() -> None:
     In a free-threaded Python the thread that made an object counts the references to it. If another
     thread drops the last one, the object dies when the first thread runs again, or in a collection.
     """
-    if not gil_enabled():
+    if not GIL:
         gc.collect()

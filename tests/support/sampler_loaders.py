@@ -147,3 +147,14 @@ class Every:
 
     def taken(self) -> None:
         pass
+
+
+def pace(patch: pytest.MonkeyPatch, steps: int) -> None:
+    """Have states taken at the first step and then every `steps` steps; by itself their cost decides."""
+    for module in ("engine.dataset_state", "loader.samplers", "pipeline.operators.sources"):
+        patch.setattr(f"hybridloader.{module}.Cadence", lambda **_: Every(steps))
+
+
+def time_states(patch: pytest.MonkeyPatch, clock: Callable[[], float]) -> None:
+    """Measure by this clock how many seconds it takes to take a state."""
+    patch.setattr("hybridloader._support.states.Cadence.__init__.__defaults__", (clock,))
