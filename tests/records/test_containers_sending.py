@@ -123,8 +123,11 @@ def tracker() -> None:
 @pytest.mark.usefixtures("tracker")
 def test_loky_reads_it(memory: str) -> None:
     from loky import ProcessPoolExecutor
+    from loky.backend.context import (
+        ctx_loky,  # by name it may be joblib's, with a tracker of its own
+    )
 
-    with ProcessPoolExecutor(max_workers=1, timeout=None) as pool:
+    with ProcessPoolExecutor(max_workers=1, timeout=None, context=ctx_loky) as pool:
         shared, mapping = SharedList(["a", "b"]), SharedDict({"k": [1]})
         assert pool.submit(worker_reads, shared, 1).result()[:2] == ("b", "SharedList")
         assert pool.submit(worker_reads, mapping, "k").result()[0] == [1]
