@@ -20,8 +20,8 @@ from typing import Any
 import psutil
 import pytest
 from hypothesis import settings
+from support.platforms import FORK, ROOT
 
-from hybridloader._support import system
 from hybridloader.errors import BackendUnavailable
 
 # No test is judged by the clock: on a busy machine any example may take longer than hypothesis's 0.2 s.
@@ -83,7 +83,7 @@ def _of_ray(line: str) -> bool:
 
 def _descendants(pid: int) -> list[int]:
     """Read the children from /proc by thread, if it is there: psutil reads all processes."""
-    tasks = Path(system.PROC, str(pid), "task")
+    tasks = ROOT / "proc" / str(pid) / "task"
     if not (tasks / str(pid) / "children").exists():
         try:
             return [child.pid for child in psutil.Process(pid).children(recursive=True)]
@@ -124,15 +124,10 @@ def _opened() -> list[str]:
 
 def _descriptors() -> int:
     """Count the open descriptors, without those that the driver of a device opens as it needs them."""
-    folder = Path(system.PROC, "self/fd")
+    folder = ROOT / "proc/self/fd"
     if not folder.exists():
         return 0
-    names = os.listdir(folder)
-    from hybridloader._support.torch_env import device_in_use
-
-    if device_in_use() is None:
-        return len(names)
-    return sum(not _leads_to(folder / name).startswith(_NODES) for name in names)
+    return sum(not _leads_to(folder / name).startswith(_NODES) for name in os.listdir(folder))
 
 
 def _leads_to(link: Path) -> str:
@@ -148,7 +143,7 @@ def _segments() -> set[str]:
 
 
 def _named() -> list[str]:
-    folder = Path(system.ROOT, "dev/shm")
+    folder = ROOT / "dev/shm"
     names = os.listdir(folder) if folder.exists() else []
     return [name for name in names if name.startswith("hl-")]
 
@@ -182,7 +177,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     A deselection by `-m "not full"` in `addopts` would be lost as soon as somebody gives a `-m`.
     """
-    names = {item.nodeid for item in items} if system.FORK else set()
+    names = {item.nodeid for item in items} if FORK else set()
     for item in items:
         twins = {item.nodeid.replace(other, "fork") for other in ("shared-memory", "spawn")}
         if "tests/backends/" not in item.nodeid and (twins - {item.nodeid}) & names:
@@ -203,7 +198,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 # All of these need forks, signals or descriptors.
-collect_ignore = [] if system.FORK else [
+collect_ignore = [] if FORK else [
     "backends/test_exits.py",
     "backends/test_fresh_environment.py",
     "backends/test_handles.py",
@@ -232,7 +227,7 @@ def _applicable() -> Iterator[None]:
     try:
         return (yield)
     except (AttributeError, ImportError, BackendUnavailable, ValueError) as error:
-        if system.FORK or not re.search(
+        if hasattr(os, "fork") or not re.search(
             r"needs fork|context for 'fork|a valid start method|no start method 'fork"
             r"|No module named '(fcntl|resource)'|module '(os|signal|socket|multiprocessing)' has no",
             str(error),
@@ -284,7 +279,7 @@ def _trackers_running() -> None:
     import torch.utils.data  # noqa: F401
     from loky.backend.resource_tracker import _resource_tracker
 
-    if system.FORK:
+    if FORK:
         resource_tracker.ensure_running()
     _resource_tracker.ensure_running()
     gc.collect()

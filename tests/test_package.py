@@ -12,10 +12,10 @@ from configparser import ConfigParser
 from pathlib import Path
 
 import pytest
+from support.command import main
 from support.platforms import FORK
 
 import hybridloader
-from hybridloader import cli
 
 ROOT = Path(__file__).parent.parent
 CORE = ROOT / "hybridloader"
@@ -142,7 +142,7 @@ def test_constraints_pin_everything_that_is_required() -> None:
 
 
 def test_info_prints_what_a_bug_report_needs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["info"]) == 0
+    assert main(["info"]) == 0
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert lines["Python"] == sys.version.splitlines()[0].rstrip()
     assert lines["torch"] == importlib.metadata.version("torch")

@@ -26,8 +26,6 @@ from torch.utils.data import dataloader as torchs
 import hybridloader
 from hybridloader import DataLoader, Skip, Threads, install
 from hybridloader.engine.contract import Crew
-from hybridloader.loader.options import Options
-from hybridloader.loader.plan import LoaderPlan
 from hybridloader.testing.tools import Gate
 
 
@@ -164,22 +162,18 @@ def test_options_hold_for_all_loaders_that_can_have_them() -> None:
         assert installed.options.threads_per_worker == 2
 
 
-def fitting(options: Options, loader: Any) -> Options:
-    return options.without(LoaderPlan.of(loader, None, options).option_problems)
-
-
 def test_an_option_that_a_loader_can_not_have_changes_nothing_for_it() -> None:
-    options = Options(threads_per_worker=3, task_timeout=2, shard_remainders="join")
     ragged: Any = TorchLoader(range(6), batch_sampler=[[0], [1, 2, 3], [4]])  # type: ignore[arg-type]
     single: Any = TorchLoader(range(6), None)  # type: ignore[arg-type]
     stream: Any = TorchLoader(Stream(), 2, num_workers=1)
-    assert fitting(options, ragged) == Options(threads_per_worker=3)
-    assert fitting(options, single) == Options()
-    assert fitting(options, stream) == Options(task_timeout=2, shard_remainders="join")
-    assert fitting(options, origin_loader(1)) == Options(task_timeout=2)
-    with install("threads", **options._asdict()), iter(single) as iterator:
-        assert iterator._plan.options == Options()
+    with install("threads", threads_per_worker=3, task_timeout=2, shard_remainders="join"):
         assert [batch.tolist() for batch in ragged] == [[0], [1, 2, 3], [4]]
+        assert [int(sample) for sample in single] == list(range(6))
+        assert [len(batch) for batch in stream] == [2, 2, 2, 2, 1]
+        assert origins(origin_loader(1)) == THREAD
+        for loader in (ragged, single, stream):
+            with iter(loader) as iterator:
+                assert is_ours(iterator)
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from support.command import BAD_INPUT, main
 from support.platforms import PACKAGE, needs_fork, posix
-
-from hybridloader.cli import BAD_INPUT, main
 
 SEES = """
 import atexit, sys

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from support.command import main
 
 import hybridloader
-from hybridloader import cli, demo
+from hybridloader import demo
 from hybridloader.demo import PHOTOGRAPHS, SIDE, SIZE, DemoError, Photographs, prepare, read_folder
 
 ROOT = Path(__file__).parents[2]
@@ -192,11 +193,11 @@ def test_the_command_line_trains_and_compares(
     shown: list[Any] = []
     monkeypatch.setattr(demo, "show", lambda images, *given: shown.append((len(images), *given)))
     arguments = ["demo", "--data", str(cut), "--epochs", "1", "--workers", "0", "--limit", "9"]
-    assert cli.main(arguments) == 0
+    assert main(arguments) == 0
     printed = capsys.readouterr()
     assert "9 images to train on, 10 held out" in printed.out
     assert not printed.err
-    assert cli.main([*arguments, "--no-compare"]) == 0
+    assert main([*arguments, "--no-compare"]) == 0
     assert shown == [(9, 1, "threads")]
 
 
@@ -246,7 +247,7 @@ def test_each_comparison_measures_both_loaders(cut: Path) -> None:
 def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """Run the demo with `arguments`; it must end with 2 and one line, which is returned."""
     try:
-        code: object = cli.main(["demo", "--epochs", "1", "--no-compare", *arguments])
+        code: object = main(["demo", "--epochs", "1", "--no-compare", *arguments])
     except SystemExit as end:  # argparse's way
         code = end.code
     said = capsys.readouterr().err
@@ -333,7 +334,7 @@ def test_ctrl_c_is_one_line_and_130(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(demo, "train", interrupt)
-    assert cli.main(["demo", "--data", str(small), "--workers", "1"]) == 130
+    assert main(["demo", "--data", str(small), "--workers", "1"]) == 130
     assert capsys.readouterr().err == "hybridloader demo: interrupted\n"
 
 

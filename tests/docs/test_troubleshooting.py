@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.command import BAD_INPUT, main
 from support.platforms import PACKAGE
 
-from hybridloader import cli, errors
+from hybridloader import errors
 from hybridloader.errors import HybridLoaderError
 
 ROOT = Path(__file__).parents[2]
@@ -117,17 +118,17 @@ def test_explain_prints_the_section_or_row_that_a_message_names(
 ) -> None:
     names = {*anchors_of_errors().values()} - {""}
     for name in names | {anchor for anchor, _ in ROWS}:
-        assert cli.main(["explain", name]) == 0
+        assert main(["explain", name]) == 0
         assert len(capsys.readouterr().out) > 60
-    assert cli.main(["explain", "WorkerDied"]) == 0
+    assert main(["explain", "WorkerDied"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith(
         "WorkerDied\n\n```text\nDataLoader worker (pid 25666) exited unexpectedly"
     )
     assert printed.endswith("[workers that die](docs/faults.md#workers-that-die).\n")
-    assert cli.main(["explain", "no-workers"]) == 0
+    assert main(["explain", "no-workers"]) == 0
     assert "Cure: set `num_workers`, or leave `backend` out" in capsys.readouterr().out
-    assert cli.main(["explain", "workerdyed"]) == cli.BAD_INPUT
+    assert main(["explain", "workerdyed"]) == BAD_INPUT
     assert "did you mean 'workerdied'?" in capsys.readouterr().err
 
 

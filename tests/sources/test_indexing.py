@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from support.archives import sample_members, tar_bytes
+from support.command import main
 from support.http_store import HttpStore
 
-from hybridloader.cli import main
 from hybridloader.errors import SourceError
 from hybridloader.sources import Tar, indexing
 from hybridloader.sources.indexing import index_archives, packed_index

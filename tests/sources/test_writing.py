@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.command import main
 
-from hybridloader.cli import main
 from hybridloader.sources import Parquet, ShardWriter, Tar, indexing, write_shards
 from hybridloader.sources.store import MANIFEST
 from hybridloader.sources.writing import _Folder
