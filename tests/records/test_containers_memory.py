@@ -30,6 +30,7 @@ from hybridloader.records import SharedDict, SharedList
 
 @linux
 def test_the_memory_goes_with_the_last_view(memory: str) -> None:
+    gc.collect()  # of tests before this one
     names, maps, descriptors = segments(), mappings(), len(os.listdir("/proc/self/fd"))
     shared: Any = SharedList(str(i) for i in range(1000))
     assert len(os.listdir("/proc/self/fd")) == descriptors + 1
