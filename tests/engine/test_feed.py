@@ -1,18 +1,33 @@
-"""A relay: an iterator on a thread."""
+"""Reading ahead: a relay, sizes of tasks, the room of a stage, and a stage that waits for its source."""
 
 from __future__ import annotations
 
 import gc
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from hybridloader._support.user_objects import Raised, no_answer
-from hybridloader.engine.feed import Relay, RelayQueue
+from hybridloader._support.user_objects import Raised, no_answer, size_of
+from hybridloader.engine import ByReference, Done, Event, Failed, Failure, Ready, WorkerSpec
+from hybridloader.engine.feed import (
+    MOST,
+    MOST_BYTES,
+    TASK_SECONDS,
+    Relay,
+    RelayQueue,
+    StageFlow,
+    TaskBatching,
+)
+from hybridloader.engine.stage import Stage
 from hybridloader.errors import IteratorClosed, NotReady, StateError, WorkerDied, WorkerTimeout
+from hybridloader.running.flow import RelayDepth
+from hybridloader.testing import Call, FakeClock, ScriptedBackend, ScriptedCrew
 
 
 def test_a_timeout_that_nobody_was_told_of_is_over_once_something_has_come() -> None:
@@ -207,3 +222,242 @@ def test_a_relay_never_holds_more_than_its_limit() -> None:
     relay.start()
     assert list(relay) == [3] * 200
     assert max(most) <= 9
+
+
+# -- task sizes ------------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, MOST), st.integers(0, 10**7), st.integers(0, 10**8)), max_size=50
+    ),
+    st.integers(1, 8),
+)
+def test_task_sizes_follow_what_tasks_take(tasks: list[tuple[int, int, int]], least: int) -> None:
+    task_sizes = TaskBatching(iter(()), least=least)
+    assert task_sizes.size == least
+    for items, nanoseconds, nbytes in tasks:
+        before = task_sizes.size
+        task_sizes.learn(items, nanoseconds / 1e9, nbytes)
+        assert least <= task_sizes.size <= min(max(MOST, least), 2 * before)
+        assert task_sizes.size == least or task_sizes.size * nbytes <= MOST_BYTES * items
+    for _ in range(200):
+        task_sizes.learn(1, 2 * TASK_SECONDS)
+    assert task_sizes.size == least
+    for _ in range(200):
+        task_sizes.learn(10, TASK_SECONDS / 2)
+    assert task_sizes.size == pytest.approx(max(least, 20), abs=1)
+
+
+def test_a_relay_holds_two_tasks_of_the_stage_beside_it_with_the_larger_ones() -> None:
+    class Beside:
+        def __init__(self, size: int) -> None:
+            self.batching, self.depths = TaskBatching(iter(())), list[RelayDepth]()
+            self.batching.size = size
+
+    relay = Relay(iter(()), "relay", start=False)
+    depth = RelayDepth(relay, 3)
+    before: Any = Beside(1)
+    after: Any = Beside(8)
+    depth.couple(before)
+    assert relay.queue.depth == 3  # the least
+    depth.couple(after)
+    assert relay.queue.depth == 16
+    after.batching.size = 4
+    depth.adjust()
+    assert relay.queue.depth == 8
+
+
+# -- room of a stage -------------------------------------------------------------------------------
+
+
+def test_room_of_a_prefetch_alone() -> None:
+    flow = StageFlow(4, prefetch=3)
+    assert flow.room() == 3
+    flow.sent(0, ["a", "b"])
+    assert flow.room() == 1
+    flow.sent(1, ["c"])
+    assert flow.room() == 0
+    flow.came(Done(0, 0, ByReference(["a", "b"])))
+    assert flow.room() == 0
+    flow.left(0)
+    assert flow.room() == 2
+
+
+def test_room_counts_items_and_bytes_and_what_failed() -> None:
+    flow = StageFlow(2, prefetch=10, buffer_bytes=1000)
+    assert flow.room() == 2  # for each worker one, until a size is known
+    flow.sent(0, ["a"])
+    assert flow.room() == 1
+    flow.sent(1, ["b"])
+    assert flow.room() == 0
+    flow.came(Failed(0, 0, Failure(ValueError())))
+    assert flow.room() == 0  # it has not been handed out
+    flow.left(0)
+    assert flow.room() == 1
+    flow.came(Done(1, 1, ByReference(Hundred())))
+    assert flow.room() == 9
+    flow.sent(2, ["c", "d"])
+    assert flow.room() == 7
+    flow.left(1)
+    assert flow.room() == 8
+    flow.left(2)
+    flow.left(2)
+    assert (flow.queued, flow.queued_bytes, flow.room()) == (0, 0, 10)
+
+
+class Hundred:
+    nbytes = 100
+
+
+class Sized:
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=60), st.integers(1, 4), st.data())
+def test_buffer_bytes_is_never_passed_by_more_than_the_first_results(
+    sizes: list[int], workers: int, data: st.DataObject
+) -> None:
+    sizes.insert(0, max(sizes))  # so that what is under way is never underestimated
+    limit = data.draw(st.integers(1, 6000))
+    flow = StageFlow(workers, buffer_bytes=limit)
+    todo, under_way, waiting = list(enumerate(sizes)), list[int](), list[int]()
+    while todo or under_way or waiting:
+        moves = []
+        if todo and flow.room() != 0:
+            moves.append("send")
+        moves += ["come"] * bool(under_way) + ["leave"] * bool(waiting)
+        assert moves, "one task is always let in"
+        move = data.draw(st.sampled_from(moves))
+        if move == "send":
+            seq, _ = todo.pop(0)
+            flow.sent(seq, ["item"])
+            under_way.append(seq)
+        elif move == "come":
+            seq = data.draw(st.sampled_from(under_way)) if 0 not in under_way else 0
+            under_way.remove(seq)
+            flow.came(Done(0, seq, ByReference(Sized(sizes[seq]))))
+            waiting.append(seq)
+        else:
+            seq = waiting.pop(0)
+            flow.left(seq)
+        assert flow.queued == len(under_way) + len(waiting)
+        assert flow.queued_bytes == sum(sizes[seq] for seq in waiting)
+        least = max(workers * sizes[0] if len(sizes) else 0, sizes[0])
+        assert sum(sizes[seq] for seq in (*under_way, *waiting)) <= max(limit, least)
+
+
+def test_a_large_item_among_small_ones_counts_as_large() -> None:
+    flow = StageFlow(1, buffer_bytes=4000)
+    flow.sent(0, ["item"] * 4)
+    flow.came(Done(0, 0, ByReference([Sized(1000), Sized(0), Sized(0), Sized(0)])))
+    flow.left(0)
+    room = flow.room()
+    assert room is not None
+    assert room * 1000 <= 4000
+
+
+# -- a stage that waits for its source -------------------------------------------------------------
+
+
+class Hand(Iterator[int]):
+    """Items that a test puts there, as a relay has them."""
+
+    def __init__(self) -> None:
+        self.items: list[int] = []
+        self.asked = 0
+
+    def __next__(self) -> int:
+        raise AssertionError("the stage waits for its source")
+
+    def next_nowait(self) -> int:
+        if not self.items:
+            raise no_answer(NotReady())
+        return self.items.pop(0)
+
+    def when_ready(self, wake: Callable[[], None]) -> None:
+        self.asked += 1
+        if self.items:
+            wake()
+
+
+def fed(script: Sequence[Any], **more: Any) -> tuple[Stage, ScriptedBackend, Hand]:
+    backend, hand = ScriptedBackend(script), Hand()
+    spec = WorkerSpec("scripted", 2, Call(lambda index: index))
+    stage = Stage(backend, spec, lookahead=4, **more)
+    stage.begin(TaskBatching(hand))
+    return stage, backend, hand
+
+
+def test_a_hungry_stage_asks_to_be_woken_before_each_sleep_and_no_more() -> None:
+    def bring(crew: ScriptedCrew) -> list[Event]:
+        hand.items.append(5)
+        return []
+
+    nothing: list[Event] = []
+    done = Done(0, 0, ByReference(["value"]))
+    stage, backend, hand = fed([[Ready(0), Ready(1)], nothing, bring, [done]])
+    assert next(stage) == ["value"]
+    assert hand.asked == 4  # with an item under way it still wants more
+    assert backend.crews[0].woken == 0
+    stage.close()
+
+
+def test_timeout_does_not_count_while_only_the_source_is_late() -> None:
+    clock = FakeClock()
+
+    def later(crew: ScriptedCrew) -> list[Event]:
+        clock.now += 20
+        return []
+
+    stage, _, _ = fed([later, later, lambda crew: pytest.fail("enough")], timeout=10, clock=clock)
+    with pytest.raises(pytest.fail.Exception, match="enough"):
+        next(stage)
+    stage.close()
+
+
+def test_timeout_begins_when_the_work_does() -> None:
+    clock = FakeClock()
+
+    def bring(crew: ScriptedCrew) -> list[Event]:
+        clock.now += 20
+        hand.items.append(5)
+        return []
+
+    def answer(crew: ScriptedCrew) -> list[Event]:
+        clock.now += 9
+        return [Done(0, 0, ByReference(["value"]))]
+
+    stage, _, hand = fed([bring, answer], timeout=10, clock=clock)
+    try:
+        assert next(stage) == ["value"]
+    finally:
+        stage.close()
+
+
+def test_timeout_counts_while_there_is_work_under_way() -> None:
+    clock = FakeClock()
+
+    def later(crew: ScriptedCrew) -> list[Event]:
+        clock.now += 6
+        return []
+
+    stage, _, hand = fed([later, later], timeout=10, clock=clock)
+    hand.items.append(5)
+    with pytest.raises(WorkerTimeout, match=r"after 10 seconds.*\[5\]"):
+        next(stage)
+    stage.close()
+
+
+# -- sizes of items --------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Record:
+    data: bytes
+
+
+def test_the_fields_of_a_dataclass_with_slots_are_weighed() -> None:
+    assert size_of(Record(bytes(10_000))) - size_of(Record(b"")) == 10_000

@@ -1,18 +1,25 @@
-"""Cores that a process may use, read from files that a test writes."""
+"""Cores that a process may use, read from files that a test writes, and seconds of a stage."""
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from hybridloader import Pipeline
-from hybridloader.observe import measures
-from hybridloader.observe.measures import CoreUsage, affinity, limit, read, share
-from hybridloader.running.operator import Placement
+from hybridloader import Pipeline, Threads
+from hybridloader.engine import ByReference, Done
+from hybridloader.fetching.item_steps import Step, WorkFetch
+from hybridloader.observe import measures as measures_module
+from hybridloader.observe.measures import CoreUsage, StageMeasures, affinity, limit, read, share
+from hybridloader.pipeline import Placement
+from hybridloader.testing import FakeClock
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files of Linux")
 
@@ -75,8 +82,8 @@ def test_a_step_has_a_worker_for_each_core_by_default(
     quota: int | str, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = machine(tmp_path, "0::/job\n", {"job/cpu.max": f"{quota} 100000\n"})
-    monkeypatch.setattr(measures, "affinity", lambda: set(range(64)))
-    monkeypatch.setattr(measures, "limit", lambda *_: limit(*files))
+    monkeypatch.setattr(measures_module, "affinity", lambda: set(range(64)))
+    monkeypatch.setattr(measures_module, "limit", lambda *_: limit(*files))
     placement = Placement.of("map", {"backend": "threads"})
     assert placement.num_workers == workers
 
@@ -111,13 +118,13 @@ def test_ranks_share_the_cores_of_a_machine(
     files = {"job/cpu.max": f"{quota} 100000\n"}
     if cpuset is not None:
         files["job/cpuset.cpus.effective"] = f"{cpuset}\n"
-    monkeypatch.setattr(measures, "affinity", lambda: set(range(bound)))
+    monkeypatch.setattr(measures_module, "affinity", lambda: set(range(bound)))
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     assert share(ranks, *machine(tmp_path, "0::/job\n", files)) == found
 
 
 def test_the_cpuset_of_version_1_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measures, "affinity", lambda: set(range(16)))
+    monkeypatch.setattr(measures_module, "affinity", lambda: set(range(16)))
     files = {"cpuset/job/cpuset.effective_cpus": "0-15"}
     assert share(8, *machine(tmp_path, "4:cpuset:/job\n", files)) == 2
 
@@ -127,9 +134,9 @@ def test_a_step_has_a_worker_for_each_core_of_its_rank_and_the_table_tells(
     ranks: str, workers: int, told: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-    monkeypatch.setattr(measures, "affinity", lambda: set(range(64)))
+    monkeypatch.setattr(measures_module, "affinity", lambda: set(range(64)))
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    monkeypatch.setattr(measures, "text_of", lambda path: "")
+    monkeypatch.setattr(measures_module, "text_of", lambda path: "")
     pipe = Pipeline.from_dataset(range(3)).map(abs, backend="threads")
     table = str(pipe.map(str, backend="fork", num_workers=3))
     assert f"threads x {workers} " in table
@@ -138,9 +145,9 @@ def test_a_step_has_a_worker_for_each_core_of_its_rank_and_the_table_tells(
 
 
 def test_a_verdict_counts_the_cores_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measures, "affinity", lambda: set(range(64)))
+    monkeypatch.setattr(measures_module, "affinity", lambda: set(range(64)))
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    monkeypatch.setattr(measures, "text_of", lambda path: "")
+    monkeypatch.setattr(measures_module, "text_of", lambda path: "")
     assert CoreUsage().use().share is None
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert CoreUsage().use().share == 8
@@ -183,7 +190,7 @@ def test_under_a_quota_the_work_of_the_cgroup_counts(
     """A container sees all cores of its host, which others keep busy."""
     files = {"job/cpu.max": f"{quota * 100_000:.0f} 100000"}
     cgroups, proc = machine(tmp_path, "0::/job/inner\n", files, "cpu0 9 0 0 0 0 0 0 0\n")
-    monkeypatch.setattr(measures, "limit", lambda: limit(cgroups, proc))
+    monkeypatch.setattr(measures_module, "limit", lambda: limit(cgroups, proc))
     monkeypatch.setattr(time, "perf_counter", lambda: clock)
 
     def worked(seconds: float, periods: int, cut_short: int) -> None:
@@ -216,3 +223,48 @@ def test_this_process_is_seen_to_work() -> None:
     assert use.own is not None
     assert 0 < use.own <= len(affinity()) + 0.5
     assert usage.use(10.0).own > use.own  # type: ignore[operator]
+
+
+# -- seconds of a stage ----------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.floats(0, 10), st.integers(0, 3), st.booleans()), max_size=20))
+def test_seconds_without_work_are_starved_or_blocked(
+    moves: list[tuple[float, int, bool]],
+) -> None:
+    clock = FakeClock(100.0)
+    measures = StageMeasures(
+        Threads(), WorkFetch((Step("map", abs),)), 3, 1, each=True, clock=clock
+    )
+    busy = starved = elapsed = 0.0
+    idle, starving = 3, True
+    measures.idle(3, starved=True)
+    for seq, (seconds, next_idle, next_starving) in enumerate(moves):
+        clock.now += seconds
+        elapsed += seconds
+        starved += idle * seconds if starving else 0.0
+        measures.came(Done(0, seq, ByReference([]), (3 - idle) * seconds), math.inf)
+        busy += (3 - idle) * seconds
+        idle, starving = next_idle, next_starving
+        measures.idle(idle, starved=starving)
+    assert measures.worked == pytest.approx(busy)
+    assert measures.starved == pytest.approx(starved)
+    assert measures.elapsed == pytest.approx(elapsed)
+    assert measures.blocked == pytest.approx(3 * elapsed - busy - starved, abs=1e-6)
+    measures.close()
+    clock.now += 50
+    measures.close()
+    assert measures.elapsed == pytest.approx(elapsed)
+
+
+def test_no_seconds_of_a_running_stage_are_negative() -> None:
+    """Its clock moves between two reads."""
+    clock = itertools.count(100.0)
+    fetch = WorkFetch((Step("map", abs),))
+    measures = StageMeasures(Threads(), fetch, 2, 1, each=True, clock=lambda: float(next(clock)))
+    measures.idle(0, starved=False)
+    measures.turned_away()
+    measures.worked += 5.0
+    measures.pulled()
+    # The time without work or input is 1 s at the first read. At the next it is 3 s, 2 s of it blocked.
+    assert measures.other == 0

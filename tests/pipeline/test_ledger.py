@@ -1,7 +1,9 @@
-"""Logs of a node: a place that is forgotten is never taken for another one."""
+"""Logs of a node: a place that is forgotten is never taken for another one. Results that a run drops."""
 
 from __future__ import annotations
 
+from hybridloader.engine import Payload, TaskContext
+from hybridloader.running.flow import Skipping
 from hybridloader.running.operator import Mark
 from hybridloader.running.state import ONE_EACH, Ledger, Log, Point
 
@@ -30,3 +32,30 @@ def test_a_log_that_forgets_later_places_keeps_the_numbers_of_those_to_come() ->
     log.add((4, "d"))
     assert log.last_before(4) == Mark(0, 4, "D")
     assert log.last_before(3) == Mark(0, 0, "START")
+
+
+class Several(Payload):
+    """Three items that arrived as one, from number `first` on."""
+
+    forwardable, count = True, 3
+
+    def __init__(self, first: int, opened: list[int]) -> None:
+        self.first, self.opened = first, opened
+
+    def open(self) -> list[int]:
+        self.opened.append(self.first)
+        return [*range(self.first, self.first + 3)]
+
+    def discard(self) -> None:
+        pass
+
+
+def test_dropped_results_are_not_opened() -> None:
+    """A resumed run drops all results up to its position, which may be many."""
+    opened: list[int] = []
+    results = iter([Several(first, opened) for first in range(0, 15, 3)])
+    items = Skipping(results, TaskContext(), "map", 7, lambda number: None, count=7)
+    assert next(items) == 7
+    assert opened == [6]
+    assert next(items) == 8
+    assert [result.first for result in items] == [9, 12]

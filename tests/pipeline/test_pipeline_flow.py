@@ -5,32 +5,19 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridloader import Pipeline, Threads, WorkerTimeout
-from hybridloader._support.user_objects import no_answer, size_of
-from hybridloader.engine.contract import Crew
-from hybridloader.engine.feed import StageFlow, TaskBatching
-from hybridloader.engine.messages import (
-    ByReference,
-    Done,
-    Event,
-    Payload,
-    Ready,
-    Task,
-    TaskContext,
-    WorkerSpec,
-)
-from hybridloader.engine.scheduler import TASKS
-from hybridloader.engine.stage import Stage
+from hybridloader import Pipeline, Threads
+from hybridloader.engine import Crew, Event, Task
 from hybridloader.errors import NotReady
-from hybridloader.running.flow import Skipping
-from hybridloader.testing import Call, FakeClock, Gate, ScriptedBackend, ScriptedCrew
+from hybridloader.testing import Gate
+
+TASKS = 64
+"""Results of each worker that may wait behind a late one."""
 
 
 @pytest.fixture
@@ -182,53 +169,9 @@ def test_prefetch_bounds_what_readers_read() -> None:
     assert source.furthest <= 2 + 2 + RELAY + 1
 
 
-@settings(deadline=None, max_examples=30)
-@given(st.lists(st.integers(1, 1000), min_size=1, max_size=60), st.integers(1, 4), st.data())
-def test_buffer_bytes_is_never_passed_by_more_than_the_first_results(
-    sizes: list[int], workers: int, data: st.DataObject
-) -> None:
-    sizes.insert(0, max(sizes))  # so that what is under way is never underestimated
-    limit = data.draw(st.integers(1, 6000))
-    flow = StageFlow(workers, buffer_bytes=limit)
-    todo, under_way, waiting = list(enumerate(sizes)), list[int](), list[int]()
-    while todo or under_way or waiting:
-        moves = []
-        if todo and flow.room() != 0:
-            moves.append("send")
-        moves += ["come"] * bool(under_way) + ["leave"] * bool(waiting)
-        assert moves, "one task is always let in"
-        move = data.draw(st.sampled_from(moves))
-        if move == "send":
-            seq, _ = todo.pop(0)
-            flow.sent(seq, ["item"])
-            under_way.append(seq)
-        elif move == "come":
-            seq = data.draw(st.sampled_from(under_way)) if 0 not in under_way else 0
-            under_way.remove(seq)
-            flow.came(Done(0, seq, ByReference(Sized(sizes[seq]))))
-            waiting.append(seq)
-        else:
-            seq = waiting.pop(0)
-            flow.left(seq)
-        assert flow.queued == len(under_way) + len(waiting)
-        assert flow.queued_bytes == sum(sizes[seq] for seq in waiting)
-        least = max(workers * sizes[0] if len(sizes) else 0, sizes[0])
-        assert sum(sizes[seq] for seq in (*under_way, *waiting)) <= max(limit, least)
-
-
 class Sized:
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-
-
-def test_a_large_item_among_small_ones_counts_as_large() -> None:
-    flow = StageFlow(1, buffer_bytes=4000)
-    flow.sent(0, ["item"] * 4)
-    flow.came(Done(0, 0, ByReference([Sized(1000), Sized(0), Sized(0), Sized(0)])))
-    flow.left(0)
-    room = flow.room()
-    assert room is not None
-    assert room * 1000 <= 4000
 
 
 @settings(deadline=None, max_examples=15)
@@ -312,101 +255,7 @@ def test_a_stage_does_not_spin_while_its_source_has_nothing() -> None:
     assert len(backend.waits) <= 3 * 21
 
 
-class Hand(Iterator[int]):
-    """Items that a test puts there, as a relay has them."""
-
-    def __init__(self) -> None:
-        self.items: list[int] = []
-        self.asked = 0
-
-    def __next__(self) -> int:
-        raise AssertionError("the stage waits for its source")
-
-    def next_nowait(self) -> int:
-        if not self.items:
-            raise no_answer(NotReady())
-        return self.items.pop(0)
-
-    def when_ready(self, wake: Callable[[], None]) -> None:
-        self.asked += 1
-        if self.items:
-            wake()
-
-
-def fed(script: Sequence[Any], **more: Any) -> tuple[Stage, ScriptedBackend, Hand]:
-    backend, hand = ScriptedBackend(script), Hand()
-    spec = WorkerSpec("scripted", 2, Call(lambda index: index))
-    stage = Stage(backend, spec, lookahead=4, **more)
-    stage.begin(TaskBatching(hand))
-    return stage, backend, hand
-
-
-def test_a_hungry_stage_asks_to_be_woken_before_each_sleep_and_no_more() -> None:
-    def bring(crew: ScriptedCrew) -> list[Event]:
-        hand.items.append(5)
-        return []
-
-    nothing: list[Event] = []
-    done = Done(0, 0, ByReference(["value"]))
-    stage, backend, hand = fed([[Ready(0), Ready(1)], nothing, bring, [done]])
-    assert next(stage) == ["value"]
-    assert hand.asked == 4  # with an item under way it still wants more
-    assert backend.crews[0].woken == 0
-    stage.close()
-
-
-def test_timeout_does_not_count_while_only_the_source_is_late() -> None:
-    clock = FakeClock()
-
-    def later(crew: ScriptedCrew) -> list[Event]:
-        clock.now += 20
-        return []
-
-    stage, _, _ = fed([later, later, lambda crew: pytest.fail("enough")], timeout=10, clock=clock)
-    with pytest.raises(pytest.fail.Exception, match="enough"):
-        next(stage)
-    stage.close()
-
-
-def test_timeout_begins_when_the_work_does() -> None:
-    clock = FakeClock()
-
-    def bring(crew: ScriptedCrew) -> list[Event]:
-        clock.now += 20
-        hand.items.append(5)
-        return []
-
-    def answer(crew: ScriptedCrew) -> list[Event]:
-        clock.now += 9
-        return [Done(0, 0, ByReference(["value"]))]
-
-    stage, _, hand = fed([bring, answer], timeout=10, clock=clock)
-    try:
-        assert next(stage) == ["value"]
-    finally:
-        stage.close()
-
-
-def test_timeout_counts_while_there_is_work_under_way() -> None:
-    clock = FakeClock()
-
-    def later(crew: ScriptedCrew) -> list[Event]:
-        clock.now += 6
-        return []
-
-    stage, _, hand = fed([later, later], timeout=10, clock=clock)
-    hand.items.append(5)
-    with pytest.raises(WorkerTimeout, match=r"after 10 seconds.*\[5\]"):
-        next(stage)
-    stage.close()
-
-
 # -- what items weigh ------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class Record:
-    data: bytes
 
 
 class Unweighable:
@@ -415,15 +264,10 @@ class Unweighable:
         raise NotImplementedError
 
 
-def test_the_fields_of_a_dataclass_with_slots_are_weighed() -> None:
-    assert size_of(Record(bytes(10_000))) - size_of(Record(b"")) == 10_000
-
-
 def test_an_item_that_can_not_be_weighed_holds_nothing_up() -> None:
     inside_itself: list[Any] = []
     inside_itself.append(inside_itself)
     for item in (Unweighable(), inside_itself):
-        assert size_of(item) > 0
         pipe = Pipeline.from_iterable(range(9)).map(
             lambda _, item=item: item,
             backend="threads",
@@ -432,30 +276,3 @@ def test_an_item_that_can_not_be_weighed_holds_nothing_up() -> None:
             timeout=30,
         )
         assert len(list(pipe)) == 9
-
-
-class Several(Payload):
-    """Three items that arrived as one, from number `first` on."""
-
-    forwardable, count = True, 3
-
-    def __init__(self, first: int, opened: list[int]) -> None:
-        self.first, self.opened = first, opened
-
-    def open(self) -> list[int]:
-        self.opened.append(self.first)
-        return [*range(self.first, self.first + 3)]
-
-    def discard(self) -> None:
-        pass
-
-
-def test_dropped_results_are_not_opened() -> None:
-    """A resumed run drops all results up to its position, which may be many."""
-    opened: list[int] = []
-    results = iter([Several(first, opened) for first in range(0, 15, 3)])
-    items = Skipping(results, TaskContext(), "map", 7, lambda number: None, count=7)
-    assert next(items) == 7
-    assert opened == [6]
-    assert next(items) == 8
-    assert [result.first for result in items] == [9, 12]

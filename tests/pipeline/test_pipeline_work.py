@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import sys
 import threading
@@ -15,26 +14,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridloader import Pipeline, Threads, get_worker_info
-from hybridloader._support.user_objects import Failure
-from hybridloader.engine.contract import Crew
-from hybridloader.engine.feed import (
-    LOOKED_AT,
-    MOST,
-    MOST_BYTES,
-    TASK_SECONDS,
-    Relay,
-    StageFlow,
-    TaskBatching,
-)
-from hybridloader.engine.messages import ByReference, Done, Failed, Task
+from hybridloader import Fork, Pipeline, Threads, get_worker_info
+from hybridloader.engine import Crew, Task
 from hybridloader.errors import NotReady
-from hybridloader.fetching.item_steps import Step, WorkFetch
-from hybridloader.observe.measures import StageMeasures
-from hybridloader.running.flow import RelayDepth
-from hybridloader.testing import FakeClock, Gate
+from hybridloader.testing import Gate
 
 KINDS = ("inline", "threads", "fork", "shared-memory")
+
+MOST = 64
+"""Items in one task at most."""
+
+MOST_BYTES = 1 << 22
+"""Bytes of the items of a task of several at most, and of its results."""
 
 
 @pytest.fixture
@@ -52,6 +43,19 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- task sizes --------------------------------------------------------------------------------------
 
 
+def weighed(crew: Any, sizes: list[int]) -> Crew:
+    """Return the crew, which notes from now on how many items a task has."""
+    send = crew.send
+
+    def note(worker: int, message: Any) -> None:
+        if isinstance(message, Task):
+            sizes.append(len(message.index))
+        send(worker, message)
+
+    crew.send = note
+    return crew  # type: ignore[no-any-return]
+
+
 @dataclass(frozen=True)
 class Weighing(Threads):
     """Threads that remember how many items a task had."""
@@ -60,16 +64,18 @@ class Weighing(Threads):
     name: ClassVar[str] = "weighing"
 
     def open(self) -> Crew:
-        crew: Any = super().open()
-        send = crew.send
+        return weighed(super().open(), self.sizes)
 
-        def weighed(worker: int, message: Any) -> None:
-            if isinstance(message, Task):
-                self.sizes.append(len(message.index))
-            send(worker, message)
 
-        crew.send = weighed
-        return crew  # type: ignore[no-any-return]
+@dataclass(frozen=True)
+class WeighingFork(Fork):
+    """Forked workers of which it is remembered how many items a task had."""
+
+    sizes: list[int] = field(default_factory=list)
+    name: ClassVar[str] = "weighing-fork"
+
+    def open(self) -> Crew:
+        return weighed(super().open(), self.sizes)
 
 
 def sizes_of(count: int, **where: Any) -> list[int]:
@@ -109,18 +115,10 @@ def test_task_sizes_are_no_larger_than_prefetch(prefetch: int) -> None:
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("backend", ["threads", "fork"])
+@pytest.mark.parametrize("kind", [Weighing, WeighingFork])
 @pytest.mark.parametrize(("item", "made"), [(1 << 20, 1), (1, 1 << 20), (1 << 22, 1), (1, 1 << 22)])
-def test_tasks_of_large_items_or_results_are_small(
-    monkeypatch: pytest.MonkeyPatch, backend: str, item: int, made: int
-) -> None:
+def test_tasks_of_large_items_or_results_are_small(kind: Any, item: int, made: int) -> None:
     """In bytes: no task has more than 4 MiB, or it has a single item."""
-    sizes, draw = [], TaskBatching.draw
-
-    def weighed(batching: TaskBatching, most: int | None) -> Any:
-        found = draw(batching, most)
-        sizes.append(len(found))
-        return found
 
     class Blobs:
         def __len__(self) -> int:
@@ -129,12 +127,12 @@ def test_tasks_of_large_items_or_results_are_small(
         def __getitem__(self, index: int) -> bytes:
             return bytes(item)
 
-    monkeypatch.setattr(TaskBatching, "draw", weighed)
+    backend = kind()
     pipe = Pipeline.from_dataset(Blobs()).map(lambda _: bytes(made), backend=backend, num_workers=1)
-    assert len(list(pipe)) == sum(sizes) == 40
+    assert len(list(pipe)) == sum(backend.sizes) == 40
     fitting = max(1, MOST_BYTES // (max(item, made) + 33))  # an object of bytes has 33 more
     # The bytes of results are known when the first has come; two tasks are in flight.
-    assert max(sizes[2:]) == fitting
+    assert max(backend.sizes[2:]) == fitting
 
 
 @pytest.mark.usefixtures("quick")
@@ -150,48 +148,7 @@ def test_few_elements_of_a_long_item_are_weighed() -> None:
     item = [Token()] * 4096  # 16 MiB, so that each is a task of its own
     sizes = sizes_of_items([item] * 20)
     assert max(sizes) == 1
-    assert 0 < next(looks) <= 2 * LOOKED_AT * 20  # each item and each result
-
-
-@given(
-    st.lists(
-        st.tuples(st.integers(1, MOST), st.integers(0, 10**7), st.integers(0, 10**8)), max_size=50
-    ),
-    st.integers(1, 8),
-)
-def test_task_sizes_follow_what_tasks_take(tasks: list[tuple[int, int, int]], least: int) -> None:
-    task_sizes = TaskBatching(iter(()), least=least)
-    assert task_sizes.size == least
-    for items, nanoseconds, nbytes in tasks:
-        before = task_sizes.size
-        task_sizes.learn(items, nanoseconds / 1e9, nbytes)
-        assert least <= task_sizes.size <= min(max(MOST, least), 2 * before)
-        assert task_sizes.size == least or task_sizes.size * nbytes <= MOST_BYTES * items
-    for _ in range(200):
-        task_sizes.learn(1, 2 * TASK_SECONDS)
-    assert task_sizes.size == least
-    for _ in range(200):
-        task_sizes.learn(10, TASK_SECONDS / 2)
-    assert task_sizes.size == pytest.approx(max(least, 20), abs=1)
-
-
-def test_a_relay_holds_two_tasks_of_the_stage_beside_it_with_the_larger_ones() -> None:
-    class Beside:
-        def __init__(self, size: int) -> None:
-            self.batching, self.depths = TaskBatching(iter(())), list[RelayDepth]()
-            self.batching.size = size
-
-    relay = Relay(iter(()), "relay", start=False)
-    depth = RelayDepth(relay, 3)
-    before: Any = Beside(1)
-    after: Any = Beside(8)
-    depth.couple(before)
-    assert relay.queue.depth == 3  # the least
-    depth.couple(after)
-    assert relay.queue.depth == 16
-    after.batching.size = 4
-    depth.adjust()
-    assert relay.queue.depth == 8
+    assert 0 < next(looks) <= 2 * 8 * 20  # eight of each item and of each result
 
 
 @pytest.mark.usefixtures("quick")
@@ -394,87 +351,3 @@ def test_a_slow_item_holds_up_one_thread_and_not_the_tasks_behind_it(backend: st
 
     where: dict[str, Any] = {"backend": backend, "num_workers": 1, "threads_per_worker": 2}
     assert list(Pipeline.from_dataset(range(12)).map(wait_for_later, **where)) == list(range(12))
-
-
-# -- measures and flow -----------------------------------------------------------------------------
-
-
-@given(st.lists(st.tuples(st.floats(0, 10), st.integers(0, 3), st.booleans()), max_size=20))
-def test_seconds_without_work_are_starved_or_blocked(
-    moves: list[tuple[float, int, bool]],
-) -> None:
-    clock = FakeClock(100.0)
-    measures = StageMeasures(
-        Threads(), WorkFetch((Step("map", abs),)), 3, 1, each=True, clock=clock
-    )
-    busy = starved = elapsed = 0.0
-    idle, starving = 3, True
-    measures.idle(3, starved=True)
-    for seq, (seconds, next_idle, next_starving) in enumerate(moves):
-        clock.now += seconds
-        elapsed += seconds
-        starved += idle * seconds if starving else 0.0
-        measures.came(Done(0, seq, ByReference([]), (3 - idle) * seconds), math.inf)
-        busy += (3 - idle) * seconds
-        idle, starving = next_idle, next_starving
-        measures.idle(idle, starved=starving)
-    assert measures.worked == pytest.approx(busy)
-    assert measures.starved == pytest.approx(starved)
-    assert measures.elapsed == pytest.approx(elapsed)
-    assert measures.blocked == pytest.approx(3 * elapsed - busy - starved, abs=1e-6)
-    measures.close()
-    clock.now += 50
-    measures.close()
-    assert measures.elapsed == pytest.approx(elapsed)
-
-
-def test_no_seconds_of_a_running_stage_are_negative() -> None:
-    """Its clock moves between two reads."""
-    clock = itertools.count(100.0)
-    fetch = WorkFetch((Step("map", abs),))
-    measures = StageMeasures(Threads(), fetch, 2, 1, each=True, clock=lambda: float(next(clock)))
-    measures.idle(0, starved=False)
-    measures.turned_away()
-    measures.worked += 5.0
-    measures.pulled()
-    # The time without work or input is 1 s at the first read. At the next it is 3 s, 2 s of it blocked.
-    assert measures.other == 0
-
-
-def test_room_of_a_prefetch_alone() -> None:
-    flow = StageFlow(4, prefetch=3)
-    assert flow.room() == 3
-    flow.sent(0, ["a", "b"])
-    assert flow.room() == 1
-    flow.sent(1, ["c"])
-    assert flow.room() == 0
-    flow.came(Done(0, 0, ByReference(["a", "b"])))
-    assert flow.room() == 0
-    flow.left(0)
-    assert flow.room() == 2
-
-
-def test_room_counts_items_and_bytes_and_what_failed() -> None:
-    flow = StageFlow(2, prefetch=10, buffer_bytes=1000)
-    assert flow.room() == 2  # for each worker one, until a size is known
-    flow.sent(0, ["a"])
-    assert flow.room() == 1
-    flow.sent(1, ["b"])
-    assert flow.room() == 0
-    flow.came(Failed(0, 0, Failure(ValueError())))
-    assert flow.room() == 0  # it has not been handed out
-    flow.left(0)
-    assert flow.room() == 1
-    flow.came(Done(1, 1, ByReference(Hundred())))
-    assert flow.room() == 9
-    flow.sent(2, ["c", "d"])
-    assert flow.room() == 7
-    flow.left(1)
-    assert flow.room() == 8
-    flow.left(2)
-    flow.left(2)
-    assert (flow.queued, flow.queued_bytes, flow.room()) == (0, 0, 10)
-
-
-class Hundred:
-    nbytes = 100
