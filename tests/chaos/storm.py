@@ -26,7 +26,6 @@ from typing import Any
 import numpy as np
 
 from hybridloader import DataLoader, Pipeline, RestartPolicy, Skip
-from hybridloader.engine.scheduler import WorkerState
 
 SIGNALS = hasattr(signal, "SIGSTOP")
 """Whether there are the signals of POSIX. On Windows `os.kill` ends a process, and nothing else."""
@@ -321,7 +320,7 @@ class Striker:
         worker = self._rng.randrange(len(stage.handles))
         handle, state = stage.handles[worker], stage._scheduler.workers[worker]
         kind = "stop" if self._rng.random() < 0.1 else "kill"
-        if kind == "stop" and state is WorkerState.STARTING:
+        if kind == "stop" and state.name == "STARTING":
             return  # it would be found, but only after half a minute
         if handle.pid is None or not handle.is_alive():
             return

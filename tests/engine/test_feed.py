@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.forking import in_a_fork
+from support.platforms import needs_fork
 
 from hybridloader._support.user_objects import Raised, no_answer, size_of
 from hybridloader.engine import ByReference, Done, Event, Failed, Failure, Ready, WorkerSpec
@@ -222,6 +224,29 @@ def test_a_relay_never_holds_more_than_its_limit() -> None:
     relay.start()
     assert list(relay) == [3] * 200
     assert max(most) <= 9
+
+
+@needs_fork
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_fork_that_lets_a_relay_go_while_its_thread_is_at_work_does_not_hang() -> None:
+    relay = Relay(iter(range(3)), "r")
+    held, release = threading.Event(), threading.Event()
+
+    def hold() -> None:  # as the relay's thread does for a moment with each item
+        with relay.queue.came:
+            held.set()
+            release.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    try:
+        assert in_a_fork(relay._finalizer, seconds=2) == 0
+    finally:
+        release.set()
+        thread.join()
+        relay.close()
+        gc.collect()
 
 
 # -- task sizes ------------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ from support.platforms import GIL
 import hybridloader
 from hybridloader import DataLoader, Skip, StatefulDataLoader
 from hybridloader.observe import Stats
-from hybridloader.observe.stats import LOOP
 from hybridloader.sources import PerWorker
 
 NAP = 0.004
@@ -140,7 +139,7 @@ def test_a_loop_that_takes_its_time_is_named(backend: str, workers: int) -> None
         pytest.skip("it does all itself")
     stats = loaded("", backend, workers, step=2 * NAP)[1]
     assert stats.verdict.cause == "loop", str(stats)
-    assert stats.stages[-1].name == LOOP
+    assert stats.stages[-1].name == "your loop"
     assert stats.stages[-1].load > 0.8
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import os
 import signal
@@ -20,7 +19,6 @@ from support.forking import in_a_fork
 
 import hybridloader
 from hybridloader import Pipeline, WorkerDied
-from hybridloader.engine.feed import Relay
 from hybridloader.errors import IteratorClosed
 
 WORKERS = ("threads", "fork", "shared-memory")
@@ -125,29 +123,6 @@ def test_a_fork_while_another_thread_asks_or_closes_does_not_wait_for_its_locks(
         release.set()
         thread.join()
     assert list(run) == [0, 1, 2]
-
-
-@needs_fork
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_a_fork_that_lets_a_relay_go_while_its_thread_is_at_work_does_not_hang() -> None:
-    relay = Relay(iter(range(3)), "r")
-    held, release = threading.Event(), threading.Event()
-
-    def hold() -> None:  # as the relay's thread does for a moment with each item
-        with relay.queue.came:
-            held.set()
-            release.wait()
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    held.wait()
-    try:
-        assert in_a_fork(relay._finalizer, seconds=2) == 0
-    finally:
-        release.set()
-        thread.join()
-        relay.close()
-        gc.collect()
 
 
 # -- scripts ---------------------------------------------------------------------------------------

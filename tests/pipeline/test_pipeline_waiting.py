@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from hybridloader import Pipeline
-from hybridloader.engine.scheduler import TASKS
 from hybridloader.errors import NotReady
 from hybridloader.testing import Gate
+
+TASKS = 64
+"""Results of each worker that may wait behind a late one."""
 
 WORKERS = 2
 WINDOW = 2 * WORKERS

@@ -28,7 +28,6 @@ from hybridloader.sampling import (
     TokenBudgetBatchSampler,
     WeightedSampler,
 )
-from hybridloader.sampling.batching import PlannedBatchSampler
 
 LENGTHS = [(7 * i) % 31 for i in range(60)]
 WEIGHTS = [0.0, *(1 + i % 3 for i in range(59))]
@@ -73,7 +72,7 @@ def _short_blocks() -> Iterator[None]:
     """Read an epoch in several blocks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ResumableSampler, "_BLOCK", 7)
-        patch.setattr(PlannedBatchSampler, "_BLOCK", 3)
+        patch.setattr("hybridloader.sampling.batching.PlannedBatchSampler._BLOCK", 3)
         yield
 
 

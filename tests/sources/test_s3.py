@@ -18,7 +18,7 @@ from support.archives import sample_members, tar_bytes
 from hybridloader import DataLoader
 from hybridloader.errors import SourceError, StoreError
 from hybridloader.sampling import BlockShuffleSampler
-from hybridloader.sources import Files, Parquet, Tar, indexing, write_shards
+from hybridloader.sources import Files, Parquet, Tar, write_shards
 
 pytest.importorskip("s3fs")
 moto = pytest.importorskip("moto.server")
@@ -151,7 +151,7 @@ def test_shards_are_written_resumed_and_read_with_their_index(
     assert write_shards(samples(-1), "s3://photos/packed", **options) == [4, 4, 2]
     with pytest.raises(FileExistsError, match="has a complete pack"):
         write_shards(samples(-1), "s3://photos/packed", **options)
-    monkeypatch.setattr(indexing, "make_index", None)  # none is made
+    monkeypatch.setattr("hybridloader.sources.indexing.make_index", None)  # none is made
     tar = Tar("s3://photos/packed/", fields=("txt",), index="beside", storage_options=s3)
     assert [text for (text,) in tar] == [b"text %d" % number for number in range(10)]
     tar.close()

@@ -16,7 +16,6 @@ from hybridloader import DataLoader, Retry, Skip
 from hybridloader.errors import SourceError, StoreError
 from hybridloader.sampling import BlockShuffleSampler
 from hybridloader.sources import Files, Parquet, Shards, Tar
-from hybridloader.sources import store as store_module
 
 ROWS = 6
 
@@ -95,8 +94,8 @@ def list_loader(source: Any, **options: Any) -> Any:
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Pauses between two tries, which take no time but on the clock that is looked at."""
     made: list[float] = []
-    monkeypatch.setattr(store_module, "sleep", made.append)
-    monkeypatch.setattr(store_module, "monotonic", lambda: sum(made))
+    monkeypatch.setattr("hybridloader.sources.store.sleep", made.append)
+    monkeypatch.setattr("hybridloader.sources.store.monotonic", lambda: sum(made))
     return made
 
 
@@ -262,9 +261,9 @@ def test_a_storm_loses_doubles_and_damages_nothing(
     store: HttpStore, opened: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A third of the answers fails, in one of four ways; blocks and single samples are read."""
-    monkeypatch.setattr(store_module, "_FIRST", 0.0)
+    monkeypatch.setattr("hybridloader.sources.store._FIRST", 0.0)
     # By chance, and by the order of three threads, one request may get three short answers.
-    monkeypatch.setattr(store_module, "_SHORT", 300)
+    monkeypatch.setattr("hybridloader.sources.store._SHORT", 300)
     chosen = random.Random(7)
     kinds = ["503", "short", "less", "drop"]
     store.faults.extend(chosen.choice([*kinds, *["ok"] * 8]) for _ in range(300))
