@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from hybridloader.sampling.distributed import (
         DistributedShuffleSampler as DistributedShuffleSampler,
     )
+    from hybridloader.sampling.distributed import ShuffleSampler as ShuffleSampler
     from hybridloader.sampling.permutation import Permutation as Permutation
     from hybridloader.sampling.resumable import ResumableSampler as ResumableSampler
-    from hybridloader.sampling.shuffle import ShuffleSampler as ShuffleSampler
     from hybridloader.sampling.weighted import WeightedSampler as WeightedSampler
 
 __getattr__, __dir__, __all__ = lazily(
@@ -26,10 +26,9 @@ __getattr__, __dir__, __all__ = lazily(
     {
         "batching": "BucketBatchSampler TokenBudgetBatchSampler",
         "blocks": "BlockShuffleSampler",
-        "distributed": "DistributedShuffleSampler",
+        "distributed": "DistributedShuffleSampler ShuffleSampler",
         "permutation": "Permutation",
         "resumable": "ResumableSampler",
-        "shuffle": "ShuffleSampler",
         "weighted": "WeightedSampler",
     },
 )

@@ -1,20 +1,301 @@
-"""`Files`: a dataset of files, one sample each, from any place that fsspec knows."""
+"""`Files`: a dataset of files, one sample each, from any place that fsspec knows.
+
+All sources list their files by `list_files`: globs and folders of several places, in an order that is
+always the same. `Texts` keeps many names as two arrays, which workers of other processes map instead of
+copying them.
+"""
 
 from __future__ import annotations
 
+import itertools
+import json
+import operator
+import os
+import re
 from array import array
-from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import PurePosixPath
+from typing import Any, Literal, NamedTuple, overload
 
 import numpy as np
 
-from hybridloader._support.text import flag
+from hybridloader._support.text import flag, seconds
 from hybridloader._support.user_objects import add_note
-from hybridloader.errors import SourceError
-from hybridloader.sources.listing import Root, Texts, Urls, list_files
+from hybridloader.errors import CacheError, SourceError
 from hybridloader.sources.shards import Shards
-from hybridloader.sources.store import RETRY
+from hybridloader.sources.store import RETRY, Store, fsspec_module, is_local, write_whole
+
+VERSION = 1
+"""Version of a kept listing."""
+
+_RANGE = re.compile(r"(?<!\[)\{([0-9]+\.\.[0-9]+)\}")
+
+_OTHER_BRACES = re.compile(r"(?<!\[)\{[^}]*(?:,|\.\.)[^}]*\}")
+"""Braces that a shell would expand, or that are a mistake, in a URL without its ranges."""
+
+_AROUND = "around"
+"""Type of a link to a folder that contains the link."""
+
+Urls = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+
+class Root(NamedTuple):
+    """Files that one URL names."""
+
+    url: str
+    folder: str  # common parent of the names in the URL, without a final slash
+    paths: list[str]  # sorted
+    sizes: list[int]  # bytes; -1: unknown
+
+
+def urls_of(urls: Urls) -> list[str]:
+    """Return the URLs, with ``{000..123}`` written out.
+
+    Raises `ValueError` if there are none, or if one has braces that are not written out.
+    """
+    many = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
+    found = [one for url in many for one in _expanded(os.fspath(url))]
+    if not found:
+        raise ValueError("no files were named; pass a path, a URL, a glob, or a list of these")
+    return found
+
+
+def _expanded(url: str) -> Iterable[str]:
+    """Write out ranges of numbers, as bash does, unless they name a local file."""
+    if "{" not in url or (is_local(url) and os.path.exists(url)):
+        return [url]
+    parts = _RANGE.split(url)
+    if _OTHER_BRACES.search("".join(parts[::2])) is not None:
+        raise ValueError(
+            f"{url}: these braces are not expanded, only ranges such as {{000..127}} are; list the "
+            "names one by one, or write [{] for a { that is part of a name"
+        )
+    choices = [_range(*part.split("..")) if at % 2 else [part] for at, part in enumerate(parts)]
+    return map("".join, itertools.product(*choices))
+
+
+def _range(first: str, last: str) -> list[str]:
+    """Count from `first` to `last`, up or down; if one has zeros in front, all numbers are as long."""
+    padded = any(end[0] == "0" and len(end) > 1 for end in (first, last))
+    width = max(len(first), len(last)) if padded else 0
+    start, stop = int(first), int(last)
+    way = 1 if start <= stop else -1
+    return [f"{number:0{width}d}" for number in range(start, stop + way, way)]
+
+
+def list_files(
+    urls: Urls,
+    options: Mapping[str, Any],
+    kept: str | None = None,
+    *,
+    ignored: tuple[str, ...] = (),
+    retry: float = RETRY,
+) -> tuple[list[Root], list[Store]]:
+    """List the files that `urls` name, and the store of each; the URLs of one place share it.
+
+    A file that several name is only in the first of them. Stores are asked, not the listings that
+    fsspec keeps.
+
+    Parameters
+    ----------
+    urls
+        Paths or URLs: of files; of folders, which end in ``/`` unless they are local; or globs.
+    options
+        Options of fsspec.
+    kept
+        Path of a local file that keeps the list: it is read if it is there, else written.
+    ignored
+        Beginnings of names that are left out of a folder, and of the folders within it.
+    retry
+        Seconds within which a request that failed is made again.
+
+    Raises
+    ------
+    FileNotFoundError
+        A glob or a folder has no files, or a local file is not there.
+    CacheError
+        `kept` is no list of these URLs.
+    SourceError
+        A name leads out of its folder.
+    """
+    seconds("retry_seconds", retry)
+    wanted = urls_of(urls)
+    places = [_place_of(url) for url in wanted]
+    urls_by_place = dict(zip(places, wanted, strict=True))
+    by_place = {place: Store(url, options, retry) for place, url in urls_by_place.items()}
+    stores = [by_place[place] for place in places]
+    if kept is not None and os.path.exists(kept):
+        return _read(kept, wanted), stores
+    for store in by_place.values():
+        store.forget_listings()
+    seen: set[tuple[Store, str]] = set()
+    roots = []
+    for url, store in zip(wanted, stores, strict=True):
+        root = store.patiently(partial(_listed, url, store, ignored))
+        fresh = [at for at, path in enumerate(root.paths) if (store, path) not in seen]
+        seen.update((store, path) for path in root.paths)
+        paths, sizes = [root.paths[at] for at in fresh], [root.sizes[at] for at in fresh]
+        roots.append(root._replace(paths=paths, sizes=sizes))
+    if kept is not None:
+        text = json.dumps({"version": VERSION, "roots": roots}, ensure_ascii=False)
+        write_whole(kept, text.encode("utf-8", "surrogateescape"))
+    return roots, stores
+
+
+def _place_of(url: str) -> str:
+    """Return the part of a URL that names its file system."""
+    if is_local(url):
+        return "file"
+    first, chained, rest = url.partition("::")
+    protocol, separator, path = first.partition("://")
+    if not separator:  # such as simplecache::, which names no file
+        return f"{first}::{_place_of(rest)}"
+    if chained:
+        return f"{protocol}::{rest}"
+    return f"{protocol}://{path.partition('/')[0]}"
+
+
+def _listed(url: str, store: Store, ignored: tuple[str, ...]) -> Root:
+    fs = _following_links(url) if store.is_local else store.fs
+    # The first part of a chain that names a file: of simplecache::http://a, the second.
+    named = url if store.is_local else next(part for part in url.split("::") if "://" in part)
+    path = str(fs._strip_protocol(named))
+    asks = "://" not in url or "::" in url[url.find(named) :]  # in http, ? begins a query
+    magic = re.search(r"[*?\[]" if asks else r"[*\[]", path)
+    if magic is not None and not (store.is_local and os.path.exists(path)):
+        found = fs.glob(path, detail=True)
+        folder = path[: magic.start()].rpartition("/")[0]
+    elif named.endswith("/") or (store.is_local and os.path.isdir(path)):
+        folder = path.rstrip("/")
+        found = fs.find(folder + "/" if folder else "", detail=True)
+        if ignored:
+            hidden = re.compile(f"(?:^|/)(?:{'|'.join(map(re.escape, ignored))})")
+            found = {n: info for n, info in found.items() if not hidden.search(n, len(folder))}
+    else:  # not checked: a list of a million URLs would take as many requests
+        if store.is_local:
+            return Root(url, os.path.dirname(path), [path], [os.stat(path).st_size])
+        return Root(url, path.rpartition("/")[0], [path], [-1])
+    files = {n: info for n, info in found.items() if info.get("type") not in ("directory", _AROUND)}
+    if not files:
+        pattern = "" if magic is None else "; *, ? and [ are read as a pattern; write [[] for a ["
+        raise FileNotFoundError(f"{url} matches no files{pattern}")
+    for name in files:
+        if ".." in PurePosixPath(name.replace("\\", "/")).parts and ".." not in url:
+            raise SourceError(f"{url} lists {name!r}, a name outside its folder")
+    paths = sorted(files)
+    sizes = [files[name].get("size") for name in paths]
+    return Root(url, folder, paths, [-1 if size is None else int(size) for size in sizes])
+
+
+def _following_links(url: str) -> Any:
+    """Return a local file system that goes into folders that are links, as torchvision's folders do.
+
+    fsspec's own lists such a link as if it were a file, and finds nothing below it. A link to a folder
+    around it is left out: its files are listed there, and to follow it would never end.
+    """
+    fsspec_module(url)
+    from fsspec.implementations.local import LocalFileSystem
+
+    class Following(LocalFileSystem):  # type: ignore[misc]
+        cachable = False
+
+        def info(self, path: Any, **kwargs: Any) -> Any:
+            found = super().info(path, **kwargs)
+            if found["islink"] and found["type"] == "other" and os.path.isdir(found["name"]):
+                found["type"] = _AROUND if _leads_around(found["name"]) else "directory"
+            return found
+
+    return Following()
+
+
+def _leads_around(link: str) -> bool:
+    """Return True if a link to a folder is itself in that folder."""
+    target, folder = os.path.realpath(link), os.path.realpath(os.path.dirname(link))
+    return os.path.commonpath([target, folder]) == target
+
+
+def _read(kept: str, urls: list[str]) -> list[Root]:
+    try:
+        with open(kept, encoding="utf-8", errors="surrogateescape") as file:
+            held = json.load(file)
+        if held["version"] != VERSION:
+            raise ValueError(f"it has version {held['version']}, not {VERSION}")
+        roots = [Root(*root) for root in held["roots"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CacheError(f"{kept} is not a readable list of files ({error}); delete it") from error
+    if [root.url for root in roots] != urls:
+        raise CacheError(
+            f"{kept} lists {[root.url for root in roots]!r:.200}, not {urls!r:.200}; delete it, or "
+            "name another file"
+        )
+    return roots
+
+
+_AT_ONCE = 4096
+"""Texts that an iterator decodes at a time."""
+
+
+class Texts(Sequence[str]):
+    """Texts that do not change.
+
+    A list of a million names takes some 100 MB, and in a forked process each name that is looked at is
+    copied with its page. Two arrays are sent to fresh processes as they are.
+
+    Parameters
+    ----------
+    texts
+        Any texts; names of files that are not UTF-8 too.
+
+    Examples
+    --------
+    >>> names = Texts(["a.jpg", "b.jpg"])
+    >>> names[-1], names[:1], len(names), "b.jpg" in names
+    ('b.jpg', ['a.jpg'], 2, True)
+    """
+
+    def __init__(self, texts: Iterable[str] = ()) -> None:
+        parts = [text.encode("utf-8", "surrogatepass") for text in texts]
+        self._ends = np.cumsum([0, *map(len, parts)], dtype=np.int64)
+        self._data = np.frombuffer(b"".join(parts), np.uint8)
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[at] for at in range(len(self))[index]]
+        at = operator.index(index)
+        at += len(self) if at < 0 else 0
+        if not 0 <= at < len(self):
+            raise IndexError(f"no text {index} of {len(self)}")
+        start, stop = self._ends[at : at + 2].tolist()
+        return self._data[start:stop].tobytes().decode("utf-8", "surrogatepass")
+
+    def __iter__(self) -> Iterator[str]:
+        for first in range(0, len(self), _AT_ONCE):
+            ends = self._ends[first : first + _AT_ONCE + 1].tolist()
+            data = self._data[ends[0] : ends[-1]].tobytes()
+            for start, stop in itertools.pairwise(ends):
+                yield data[start - ends[0] : stop - ends[0]].decode("utf-8", "surrogatepass")
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, (Texts, list, tuple)):
+            return NotImplemented
+        return len(self) == len(other) and all(map(operator.eq, self, other))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        more = ", ..." if len(self) > 3 else ""
+        return f"Texts([{', '.join(map(repr, self[:3]))}{more}])"
+
 
 Decode = Literal["bytes", "text"] | Callable[[bytes], Any]
 
@@ -99,7 +380,7 @@ class Files(Shards[Any]):
         numbers = {store: number for number, store in enumerate(dict.fromkeys(stores))}
         self._shard_stores = list(numbers)
         self._store_of = array("L", (numbers[store] for store in stores))
-        self.paths: Texts = Texts(chain.from_iterable(root.paths for root in roots))
+        self.paths: Texts = Texts(itertools.chain.from_iterable(root.paths for root in roots))
         self._sizes = np.array([size for root in roots for size in root.sizes], np.int64)
         self.classes: list[str] = []
         self._labels: Any = None

@@ -28,7 +28,7 @@ from hybridloader._support import system
 from hybridloader._support.text import warn_once
 from hybridloader.errors import SourceError
 from hybridloader.memory.limits import local_rank, ranks_here
-from hybridloader.sources.listing import Urls, list_files
+from hybridloader.sources.files import Urls, list_files
 from hybridloader.sources.store import MANIFEST, RETRY, RemoteFile, Stamp, Store, each, write_whole
 
 # -- Index of one tar archive: samples by key, and the place of each of their members.

@@ -21,7 +21,7 @@ from hybridloader._support.text import flag, warn_once, whole
 from hybridloader.errors import SourceError
 from hybridloader.sources.block_reader import AHEAD, Fetched
 from hybridloader.sources.block_reader import CACHE as DISK
-from hybridloader.sources.listing import Root, Urls, list_files
+from hybridloader.sources.files import Root, Urls, list_files
 from hybridloader.sources.per_worker import PerWorker
 from hybridloader.sources.shards import Shards
 from hybridloader.sources.store import (

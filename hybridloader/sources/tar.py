@@ -14,8 +14,8 @@ from hybridloader._support.text import function
 from hybridloader._support.user_objects import add_note
 from hybridloader.errors import SourceError
 from hybridloader.sources.block_reader import AHEAD, CACHE
+from hybridloader.sources.files import Texts, Urls
 from hybridloader.sources.indexing import BLOCK, TarIndex, archives, indexed
-from hybridloader.sources.listing import Texts, Urls
 from hybridloader.sources.shards import Shards
 from hybridloader.sources.store import RETRY, Ranges
 

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 from hybridloader._support.text import one_of, short, whole
 from hybridloader._support.user_objects import add_note
 from hybridloader.errors import SourceError
+from hybridloader.sources.files import Urls, list_files
 from hybridloader.sources.indexing import make_index, name_parts, packed_index
-from hybridloader.sources.listing import Urls, list_files
 from hybridloader.sources.store import MANIFEST, Stamp, Store
 
 if TYPE_CHECKING:

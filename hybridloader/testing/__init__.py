@@ -10,8 +10,14 @@ The rest of the package does not import this one.
 """
 
 from hybridloader.testing.suite import BackendContract
-from hybridloader.testing.tools import FakeClock, Gate, ScriptedBackend, ScriptedCrew
-from hybridloader.testing.work import Call, Count
+from hybridloader.testing.tools import (
+    Call,
+    Count,
+    FakeClock,
+    Gate,
+    ScriptedBackend,
+    ScriptedCrew,
+)
 
 __all__ = [
     "BackendContract",

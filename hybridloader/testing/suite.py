@@ -21,10 +21,12 @@ from hybridloader.engine.messages import (
 )
 from hybridloader.engine.worker import get_worker_info
 from hybridloader.memory.accelerator import PageLocks
-from hybridloader.testing.tools import DEADLINE, Gate, Running
-from hybridloader.testing.work import (
+from hybridloader.testing.tools import (
+    DEADLINE,
     Call,
     Count,
+    Gate,
+    Running,
     at_gate,
     broken_init,
     echo,

@@ -1,5 +1,8 @@
-"""Tools that replace waiting: a clock and a gate that a test controls, and scripted workers; and a crew
-without a stage."""
+"""Tools that replace waiting: a clock and a gate that a test controls, and scripted workers; a crew
+without a stage; and work for the workers of a test.
+
+The work is sent to workers of every kind, and imports torch and numpy where it runs.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,21 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from hybridloader.engine.contract import Backend, Crew
-from hybridloader.engine.messages import Done, Event, Failed, Message, Task, WorkerSpec
+from hybridloader.engine.messages import (
+    Done,
+    EndOfShard,
+    Event,
+    Failed,
+    Fetch,
+    Fetcher,
+    FunctionFetcher,
+    Message,
+    Task,
+    TaskContext,
+    WorkerSpec,
+)
+from hybridloader.engine.worker import get_worker_info
+from hybridloader.fetching.collate import WithoutTorch
 
 DEADLINE = 60.0
 """Seconds after which a test that waits for a worker gives up; a correct test never waits that long."""
@@ -192,3 +209,101 @@ class Running:
         self.events.extend(events)
         self._unread.extend(event for event in events if isinstance(event, (Done, Failed)))
         return events
+
+
+# -- work: a function, or a shard; and the functions of the contract suite
+
+
+@dataclass(frozen=True)
+class Call(Fetch):
+    """A `Fetch` that calls a function: the simplest work for a worker."""
+
+    function: Callable[[Any], Any]
+    dataset: Any = None
+    private: bool = False
+
+    def open(self, shared_seed: int | None, context: TaskContext) -> Fetcher:
+        return FunctionFetcher(self.function)
+
+
+@dataclass(frozen=True)
+class Count(Fetch):
+    """A `Fetch` whose shard has `length` items in each epoch."""
+
+    length: int
+    dataset: Any = None
+    private: bool = True
+
+    def open(self, shared_seed: int | None, context: TaskContext) -> Fetcher:
+        items = iter(range(self.length))
+
+        def fetch(index: Any) -> int:
+            for item in items:
+                return item
+            raise EndOfShard
+
+        return FunctionFetcher(fetch)
+
+
+def echo(index: Any) -> Any:
+    return index
+
+
+def filled(index: int) -> Any:
+    import numpy as np
+
+    return np.full(1 << 20, index, dtype=np.int16)
+
+
+def collated(index: int) -> Any:
+    """Return a batch from the default collation that works without torch."""
+    import numpy as np
+
+    return WithoutTorch("default_collate")([np.full(1 << 19, index, dtype=np.uint8)])
+
+
+def fail_on_odd(index: int) -> int:
+    if index % 2:
+        raise ArithmeticError("odd", index)
+    return index
+
+
+def leave(index: Any) -> None:
+    raise SystemExit(3)
+
+
+def unpicklable(index: int) -> Any:
+    return "fine" if index else (x for x in "abc")
+
+
+def broken_init(worker: int) -> None:
+    raise LookupError(f"no luck in worker {worker}")
+
+
+def who(index: Any) -> tuple[int, int, int]:
+    from torch.utils.data import get_worker_info as torchs
+
+    ours, theirs = get_worker_info(), torchs()
+    assert ours is theirs
+    assert ours is not None
+    return ours.id, ours.num_workers, ours.seed
+
+
+def at_gate(gate: Gate) -> Callable[[bytes], int]:
+    def wait_then_measure(data: bytes) -> int:
+        gate.arrive()
+        return len(data)
+
+    return wait_then_measure
+
+
+def init_into(folder: Path) -> Callable[[int], None]:
+    def init(worker: int) -> None:
+        import torch
+
+        descriptor, name = tempfile.mkstemp(prefix="init-", dir=folder)
+        os.close(descriptor)
+        Path(name).write_text(f"{worker} {torch.initial_seed()}")
+        torch.manual_seed(0)
+
+    return init

@@ -15,8 +15,14 @@ from hybridloader._support.threads import gil_enabled
 from hybridloader._support.user_objects import add_note
 from hybridloader.errors import WorkerTimeout
 from hybridloader.tuning.planner import Limits, Plan, Search, Trial, limits_here, shown
-from hybridloader.tuning.subjects import LoaderSubject, PipelineSubject, subject_of
-from hybridloader.tuning.trials import Empty, Subject, measure
+from hybridloader.tuning.subjects import (
+    Empty,
+    LoaderSubject,
+    PipelineSubject,
+    Subject,
+    measure,
+    subject_of,
+)
 
 if TYPE_CHECKING:
     from hybridloader.loader.dataloader import Auto

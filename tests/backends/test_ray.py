@@ -33,7 +33,7 @@ from hybridloader import (
 from hybridloader.backends.ray import exited
 from hybridloader.errors import BackendUnavailable, WorkerPicklingError
 from hybridloader.testing import Gate
-from hybridloader.testing.work import Call, echo
+from hybridloader.testing.tools import Call, echo
 
 ray = pytest.importorskip("ray")
 

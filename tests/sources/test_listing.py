@@ -17,7 +17,7 @@ from support.platforms import posix
 
 from hybridloader.errors import SourceError
 from hybridloader.sources import Files, Parquet, Tar
-from hybridloader.sources.listing import urls_of
+from hybridloader.sources.files import urls_of
 
 
 @pytest.fixture(params=[ListedStore, SharedListedStore])

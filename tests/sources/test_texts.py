@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridloader.sources import listing as module
-from hybridloader.sources.listing import Texts
+from hybridloader.sources import files as module
+from hybridloader.sources.files import Texts
 
 anything = st.lists(st.text(st.characters(), max_size=5), max_size=9)
 

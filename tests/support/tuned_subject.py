@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hybridloader.tuning.planner import Costs, Plan, Stage
-from hybridloader.tuning.trials import Running, Subject
+from hybridloader.tuning.subjects import Running, Subject
 from tests.support.manual_clock import Clock
 
 

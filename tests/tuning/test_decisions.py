@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hybridloader import WorkerDied, WorkerTimeout
 from hybridloader.tuning.planner import INLINE, Costs, Limits, Place, Plan, Trial, price
-from hybridloader.tuning.trials import Empty, rates_of
+from hybridloader.tuning.subjects import Empty, rates_of
 from hybridloader.tuning.tune import Tuner, Tuning
 from tests.support.tuned_subject import Cost, Scripted
 

@@ -15,8 +15,7 @@ import hybridloader
 from hybridloader import DataLoader, Pipeline, WorkerDied, WorkerTimeout, tune
 from hybridloader.tuning import tune as choosing
 from hybridloader.tuning.planner import INLINE, Place
-from hybridloader.tuning.subjects import subject_of
-from hybridloader.tuning.trials import Empty
+from hybridloader.tuning.subjects import Empty, subject_of
 
 SECONDS = 0.3
 
