@@ -8,10 +8,10 @@ from hybridloader._support.lazily import lazily
 
 if TYPE_CHECKING:
     from hybridloader.fetching.on_error import Skipped as Skipped
+    from hybridloader.observe.figures import StageStats as StageStats
     from hybridloader.observe.headroom_trials import Headroom as Headroom
     from hybridloader.observe.headroom_trials import headroom as headroom
     from hybridloader.observe.stats import Comparison as Comparison
-    from hybridloader.observe.stats import StageStats as StageStats
     from hybridloader.observe.stats import Stats as Stats
     from hybridloader.observe.stats import compare as compare
     from hybridloader.observe.tracing import merge as merge
@@ -23,7 +23,8 @@ __getattr__, __dir__, __all__ = lazily(
     {
         "headroom_trials": "Headroom headroom",
         ".fetching.on_error": "Skipped",
-        "stats": "Comparison StageStats Stats compare",
+        "figures": "StageStats",
+        "stats": "Comparison Stats compare",
         "tracing": "merge trace",
         "verdict": "Verdict",
     },

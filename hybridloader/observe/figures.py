@@ -85,21 +85,70 @@ class Faults:
 
 
 @dataclass(frozen=True)
-class StageRecord:
-    """Measurements of one stage, of one thread between two stages, or of a source."""
+class StageStats:
+    """Statistics of one stage until now.
+
+    Attributes
+    ----------
+    name
+        Name of the stage; ``"your loop"`` takes the items, ``"sampler"`` is the sampler of a loader.
+    backend
+        Backend; ``"thread"`` for a thread between two stages, ``"caller"`` for your loop's thread.
+    num_workers
+        Number of workers.
+    items
+        Items that left the stage; a loader's are batches.
+    busy
+        Seconds of work, summed over workers, as are the next four.
+    starved
+        Idle seconds for lack of input.
+    blocked
+        Idle seconds because results were not taken.
+    other
+        Seconds spent starting, receiving tasks or handing over results.
+    cpu
+        CPU seconds; None if unknown.
+    bytes
+        Bytes of the results, estimated; None if unknown.
+    queued
+        Items in flight in the stage, or waiting after it.
+    stall
+        Seconds that your loop waited for the stage after the prefetch was full.
+    faults
+        Faults, by kind.
+    """
 
     name: str
     backend: str
-    """Backend of the stage; ``"thread"`` for a relay, ``"caller"`` for the loop's thread."""
-    workers: int = 1
+    num_workers: int
+    items: int
+    busy: float
+    starved: float
+    blocked: float
+    other: float
+    cpu: float | None = None
+    bytes: int | None = None
+    queued: int = 0
+    stall: float = 0.0
+    faults: Faults = field(default=Faults())
+
+    @property
+    def load(self) -> float:
+        """Busy share of the workers' time, from 0 to 1."""
+        whole = self.busy + self.starved + self.blocked + self.other
+        return min(1.0, self.busy / whole) if whole > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class StageRecord(StageStats):
+    """Measurements of one stage, of one thread between two stages, or of a source. The stall is 0."""
+
+    num_workers: int = 1
     items: int = 0
     busy: float = 0.0
-    """Busy seconds, summed over workers, as are the next three."""
     starved: float = 0.0
     blocked: float = 0.0
     other: float = 0.0
-    cpu: float | None = None
-    """CPU seconds of its workers."""
     wait_for_core: float | None = None
     """Seconds that its workers were runnable but had no core."""
     gil_waits: tuple[float, ...] = ()
@@ -110,11 +159,8 @@ class StageRecord:
     """Seconds of `busy` that packing results took."""
     sending: float = 0.0
     """Seconds, not in `busy`, that sending and opening results took."""
-    bytes: int | None = None
     arrays: float = 0.0
     """Share of `bytes` in tensors and arrays, which are not pickled."""
-    queued: int = 0
-    faults: Faults = field(default=Faults())
     spans: tuple[Span, ...] = ()
     latencies: tuple[float, ...] = ()
     """Seconds from the end of a task until its result was received, for results that were waited for."""
@@ -349,7 +395,7 @@ class Figures:
         seen = within(later, max(known), loop.ended)
         shares = stall_by_stage([stage.spans for stage in stages], seen)
         if not seen and stall > 0:  # only short calls: divide the stall by the loads of the stages
-            loads = [load_of(stage) for stage in stages]
+            loads = [stage.load for stage in stages]
             shares = [load / max(1.0, sum(loads)) for load in loads]
         measured = length(seen) if seen else 1.0
         firsts = [stage.first for stage in stages if stage.first is not None]
@@ -396,12 +442,6 @@ def _full(recording: Recording) -> float | None:
     if not begun:
         return recording.loop.began if recording.loop.items else None
     return max((stage.full for stage in begun if stage.full is not None), default=None)
-
-
-def load_of(stage: StageRecord) -> float:
-    """Return the busy share of the time of a stage's workers, from 0 to 1."""
-    whole = stage.busy + stage.starved + stage.blocked + stage.other
-    return min(1.0, stage.busy / whole) if whole > 0 else 0.0
 
 
 def _names(stages: Sequence[StageRecord]) -> tuple[str, ...]:

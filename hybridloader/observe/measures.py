@@ -573,7 +573,7 @@ class StageMeasures:
         return StageRecord(
             name=name,
             backend=self.backend.name,
-            workers=self.workers,
+            num_workers=self.workers,
             items=items,
             busy=self.worked,
             starved=self.starved,

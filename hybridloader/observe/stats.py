@@ -5,13 +5,21 @@ from __future__ import annotations
 import os
 import textwrap
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from operator import attrgetter
 from typing import Any
 
 from hybridloader._support.store_use import StoreUse
 from hybridloader._support.text import Shown, size, time
-from hybridloader.observe.figures import LOOP, REST, CoreUse, Faults, Figures, Recording
+from hybridloader.observe.figures import (
+    LOOP,
+    REST,
+    CoreUse,
+    Faults,
+    Figures,
+    Recording,
+    StageStats,
+)
 from hybridloader.observe.verdict import Verdict, judge
 
 LITTLE = 0.01
@@ -183,61 +191,6 @@ _CAUSES = ("busy", "starved", "blocked", "other")
 
 
 @dataclass(frozen=True)
-class StageStats:
-    """Statistics of one stage until now.
-
-    Attributes
-    ----------
-    name
-        Name of the stage; ``"your loop"`` takes the items, ``"sampler"`` is the sampler of a loader.
-    backend
-        Backend; ``"thread"`` for a thread between two stages, ``"caller"`` for your loop's thread.
-    num_workers
-        Number of workers.
-    items
-        Items that left the stage; a loader's are batches.
-    busy
-        Seconds of work, summed over workers, as are the next four.
-    starved
-        Idle seconds for lack of input.
-    blocked
-        Idle seconds because results were not taken.
-    other
-        Seconds spent starting, receiving tasks or handing over results.
-    cpu
-        CPU seconds; None if unknown.
-    bytes
-        Bytes of the results, estimated; None if unknown.
-    queued
-        Items in flight in the stage, or waiting after it.
-    stall
-        Seconds that your loop waited for the stage after the prefetch was full.
-    faults
-        Faults, by kind.
-    """
-
-    name: str
-    backend: str
-    num_workers: int
-    items: int
-    busy: float
-    starved: float
-    blocked: float
-    other: float
-    cpu: float | None = None
-    bytes: int | None = None
-    queued: int = 0
-    stall: float = 0.0
-    faults: Faults = field(default=Faults())
-
-    @property
-    def load(self) -> float:
-        """Busy share of the workers' time, from 0 to 1."""
-        whole = self.busy + self.starved + self.blocked + self.other
-        return min(1.0, self.busy / whole) if whole > 0 else 0.0
-
-
-@dataclass(frozen=True)
 class Stall:
     """Seconds that a loop waited in `next()` after the prefetch was full.
 
@@ -394,18 +347,14 @@ class Stats(Shown):
         ]
 
 
-_OF_RECORD = ("backend", "items", *_CAUSES, "cpu", "bytes", "queued", "faults")
-"""Attributes of `StageStats` that a `StageRecord` has under the same names."""
-
-
 def stats_of(recording: Recording) -> Stats:
     """Return the statistics of a recording."""
     figures, loop = Figures.of(recording), recording.loop
     seconds = loop.ended - loop.began
     rows = []
     for name, stage, stall in zip(figures.names, recording.stages, figures.by_stage, strict=True):
-        of_record = {attribute: getattr(stage, attribute) for attribute in _OF_RECORD}
-        rows.append(StageStats(name, num_workers=stage.workers, stall=stall, **of_record))
+        known = {field.name: getattr(stage, field.name) for field in fields(StageStats)}
+        rows.append(StageStats(**known | {"name": name, "stall": stall}))
     by_stage = {row.name: row.stall for row in rows}
     if figures.rest > 0:
         by_stage[REST] = figures.rest

@@ -18,7 +18,6 @@ from hybridloader.observe.figures import (
     Figures,
     StageRecord,
     length,
-    load_of,
     slow_firsts,
     stall_by_stage,
     within,
@@ -225,7 +224,7 @@ def _fast(figures: Figures) -> Verdict:
             "Loading was fast enough after that, so a longer epoch waits for a smaller share of its "
             "time; make the first batches come sooner.",
         )
-    fewer = ", or take workers away" if any(stage.workers > 1 for stage in stages) else ""
+    fewer = ", or take workers away" if any(stage.num_workers > 1 for stage in stages) else ""
     return Verdict(
         *("loop", None, None),
         f"Your loop is the bottleneck: it waited for {figures.share:.1%} of the time, "
@@ -263,7 +262,7 @@ def _of_stage(figures: Figures) -> Verdict:
         evidence = f"{held}; its workers waited for {_store(figures, use)}."
         return Verdict("store", name, "waits", evidence, for_store(figures, stage, use))
     if idle := without_data(stage):
-        held += f"; {idle} of its {stage.workers} workers had next to nothing to read"
+        held += f"; {idle} of its {stage.num_workers} workers had next to nothing to read"
     if stage.source and stage.backend in ("caller", "thread"):
         advice = (
             "Make it cheaper, or do its work in a step that has workers: adding workers to later steps "
@@ -367,7 +366,7 @@ def _kind_by_times(
     waited = max(0.0, stage.busy - stage.cpu - for_core)
     computed = stage.cpu / (stage.cpu + waited) if stage.cpu else 0.0
     elapsed = elapsed_of(stage)
-    if stage.in_process and stage.workers > 1 and elapsed > 0:
+    if stage.in_process and stage.num_workers > 1 and elapsed > 0:
         at_once, rate = stage.busy / elapsed, stage.cpu / elapsed
         taking_turns = at_once >= AT_ONCE and ONE_CORE[0] <= rate <= ONE_CORE[1]
         if taking_turns and late > LATE * switch_interval and computed < 1 / ONE_CORE[1]:
@@ -383,12 +382,12 @@ def _takes_turns(stage: StageRecord, for_core: float, switch_interval: float) ->
     """Return True if threads take turns at the GIL: its holder computes or waits for a core."""
     waits = stage.gil_waits
     found_held = len(late_of(waits, LATE * switch_interval)) >= HELD_AT * len(waits)
-    if stage.workers > 1 and len(waits) >= LOOKS and not found_held:
+    if stage.num_workers > 1 and len(waits) >= LOOKS and not found_held:
         return False  # threads that release it get it back at once: results are late as cores were busy
     # If all wait for a core at once, none of them delays the others.
-    turn = stage.busy / stage.workers - for_core
+    turn = stage.busy / stage.num_workers - for_core
     if turn <= 0:
-        turn = (stage.busy - for_core) / stage.workers
+        turn = (stage.busy - for_core) / stage.num_workers
     return stage.cpu is None or stage.cpu >= TURN * turn > 0
 
 
@@ -398,7 +397,7 @@ def late_of(waits: Sequence[float], seconds: float) -> list[float]:
 
 def elapsed_of(stage: StageRecord) -> float:
     """Return the seconds that a stage ran."""
-    return (stage.busy + stage.starved + stage.blocked + stage.other) / stage.workers
+    return (stage.busy + stage.starved + stage.blocked + stage.other) / stage.num_workers
 
 
 LEAVE_THE_GIL = (
@@ -415,7 +414,7 @@ def advice_on(figures: Figures, stage: StageRecord, kind: str | None) -> str:
         )
     use = stage.coroutines
     if kind == "waits" and use is not None and use.idle >= MOST * stage.busy:
-        wanted = math.ceil(use.concurrency * _workers_wanted(figures, stage) / stage.workers)
+        wanted = math.ceil(use.concurrency * _workers_wanted(figures, stage) / stage.num_workers)
         return (
             f"More coroutines wait at the same time: try concurrency={wanted} ({use.concurrency} now) "
             f"of {use.step}; read ahead, or from a nearer place."
@@ -513,7 +512,7 @@ def _smaller(stage: StageRecord) -> str:
 
 def _more_workers(figures: Figures, stage: StageRecord, kind: str | None) -> str:
     inline, cores = stage.backend == "inline", figures.recording.cores
-    workers = 0 if inline else stage.workers
+    workers = 0 if inline else stage.num_workers
     wanted = _workers_wanted(figures, stage)
     if kind == "waits":
         if inline:
@@ -550,9 +549,9 @@ def _workers_wanted(figures: Figures, stage: StageRecord) -> int:
     """Return the number of workers that would keep up with the loop, if the stage scaled linearly."""
     own = figures.seconds - figures.stall  # seconds that the loop needs itself
     # The bottleneck's workers were busy for most of the time, even if they have not reported all yet.
-    load = max(load_of(stage), 0.5) * stage.workers
+    load = max(stage.load, 0.5) * stage.num_workers
     if own <= 0:
-        return 2 * stage.workers
+        return 2 * stage.num_workers
     # The figures are not precise to a tenth of a worker.
     wanted = math.ceil(load * figures.seconds / own - 0.1)
-    return max(stage.workers + 1, min(wanted, MORE * stage.workers))
+    return max(stage.num_workers + 1, min(wanted, MORE * stage.num_workers))

@@ -596,7 +596,7 @@ def test_threads_that_hold_the_gil_compute_for_most_of_the_time_that_a_core_is_t
     """Threads that wait for a disk, on a machine so busy that their results and looks are late."""
     made = replace(
         stage(),
-        workers=workers,
+        num_workers=workers,
         busy=10.0 * workers,
         cpu=cpu,
         wait_for_core=for_core,

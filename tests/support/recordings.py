@@ -27,7 +27,7 @@ def stage(name: str = "map(f)", workers: int = 2, load: float = 1.0, **others: A
         "full": 0.5,
         "options": {"backend": "threads", "num_workers": workers, "persistent_workers": False},
     }
-    return StageRecord(name, workers=workers, **{**known, **others})
+    return StageRecord(name, num_workers=workers, **{**known, **others})
 
 
 def loop(step: float = 0.05, wait: float = 0.05, **others: Any) -> LoopRecord:
