@@ -202,19 +202,15 @@ def _sizes_of(data_source: Any) -> Any:
 
 
 class BlockOrder:
-    """Order of the samples of one epoch: ``take(positions)`` are their indices.
+    """Order of the samples of one epoch: ``take(positions)`` are their indices."""
 
-    Parameters
-    ----------
-    sizes
-        Number of samples of each block; some may be 0.
-    window_blocks
-        Number of blocks among which samples are shuffled.
-    seed, epoch
-        Key of the order.
-    """
-
-    def __init__(self, sizes: Ints, window: int, seed: int, epoch: int) -> None:
+    def __init__(
+        self,
+        sizes: Ints,  # number of samples of each block; some may be 0
+        window: int,  # number of blocks among which samples are shuffled
+        seed: int,
+        epoch: int,
+    ) -> None:
         self._key, self._window = (seed, epoch), window
         order = Permutation(len(sizes), seed, epoch, purpose="blocks").read(0, len(sizes))
         ends = np.cumsum(sizes[order])

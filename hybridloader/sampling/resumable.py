@@ -45,22 +45,16 @@ each, and positions that come first, both as texts."""
 class Leftover:
     """Order of the positions that `ranks` have left of an order of `size` positions.
 
-    Parameters
-    ----------
-    size
-        Number of positions of the shared order; that of `before`, if given.
-    turns
-        Position at which the next turn of each rank begins. Rank ``r`` has left the position
-        ``turns[r] + r`` and every `ranks`-th one from there. All turns are equal modulo the number of
-        ranks.
-    first
-        Further positions that are left. They come first.
-    before
-        The shared order, if it was itself the rest of an order.
+    Rank ``r`` has left the position ``turns[r] + r`` and every `ranks`-th one from there. All turns are
+    equal modulo the number of ranks.
     """
 
     def __init__(
-        self, size: int, turns: Sequence[int], first: Sequence[int], before: Leftover | None = None
+        self,
+        size: int,  # that of `before`, if given
+        turns: Sequence[int],  # position at which the next turn of each rank begins
+        first: Sequence[int],  # further positions that are left; they come first
+        before: Leftover | None = None,  # the shared order, if it was itself the rest of an order
     ) -> None:
         ranks = len(turns)
         self._before, self._ranks = before, ranks

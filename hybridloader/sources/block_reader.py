@@ -69,25 +69,19 @@ _OWNER = "owner"
 
 
 class BlockCache:
-    """Blocks in a folder.
+    """Blocks in a folder, which several sources and several jobs may share.
 
-    Parameters
-    ----------
-    folder
-        It is made if it is not there. Several sources and several jobs may share it.
-    limit
-        Bytes of all files in it, those of other jobs included. The files used longest ago are
-        removed first; a file that a process uses stays. If there is no room for a block, it is not kept.
-
-    Attributes
-    ----------
-    private
-        True if it lasts only as long as the process that made it.
+    The files used longest ago are removed first; a file that a process uses stays. If there is no room
+    for a block, it is not kept.
     """
 
-    def __init__(self, folder: str, limit: int) -> None:
+    def __init__(
+        self,
+        folder: str,  # it is made if it is not there
+        limit: int,  # bytes of all files in it, those of other jobs included
+    ) -> None:
         self.folder, self.limit = folder, limit
-        self.private = False
+        self.private = False  # True: it lasts only as long as the process that made it
         self._lock = threading.Lock()
         # All the mutable state:
         self._room = 0.0  # bytes that may be written until the folder is listed again
@@ -100,12 +94,8 @@ class BlockCache:
     ) -> Any:
         """Return the bytes of a block, by `fetch` if no process has put it here yet.
 
-        Of several that ask for it at a time one fetches it, and the others wait.
-
-        Parameters
-        ----------
-        fetched
-            Called with the result of `fetch` before it is written: a disk may be slow.
+        Of several that ask for it at a time one fetches it, and the others wait. `fetched` is called
+        with the result of `fetch` before it is written: a disk may be slow.
         """
         name = hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:32]
         path = os.path.join(self.folder, f"{name}.block")
@@ -440,30 +430,17 @@ class BlockReader:
 
     A source that was sent to another process has a cache from then on, a private one if it has no other.
     The process of the sampler fetches into it, and the others read from there.
-
-    Parameters
-    ----------
-    shard_ends
-        Number of samples up to the end of each shard.
-    limit
-        Bytes of blocks that are held or being fetched. A block that a sample waits for is fetched
-        even if there is no room.
-    cache
-        Folder that keeps blocks from one epoch to the next.
-    warns
-        Warn if many samples are read without a plan.
-    starts, window
-        First samples of the blocks of a sampler in another process, which announces them, and how many
-        are in use at a time.
     """
 
     def __init__(
         self,
-        shard_ends: array[int],
+        shard_ends: array[int],  # number of samples up to the end of each shard
+        # Bytes of blocks that are held or being fetched. A block that a sample waits for is fetched even
+        # if there is no room.
         limit: int = AHEAD,
-        cache: BlockCache | None = None,
-        warns: bool = True,
-        starts: array[int] | None = None,
+        cache: BlockCache | None = None,  # keeps blocks from one epoch to the next
+        warns: bool = True,  # if many samples are read without a plan
+        starts: array[int] | None = None,  # those that a sampler in another process announces
         window: int = 1,
     ) -> None:
         self._shard_ends, self._limit, self._warns = shard_ends, limit, warns
@@ -497,10 +474,7 @@ class BlockReader:
     def divide(self, sizes: Ints, window: int) -> bool:
         """Have blocks of so many samples, of which `window` are in use at the same time.
 
-        Returns
-        -------
-        bool
-            False: some block has samples of two shards, so samples are read alone.
+        Returns False if some block has samples of two shards, so samples are read alone.
         """
         starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
         if not np.isin(np.asarray(self._shard_ends, np.int64), starts).all():
@@ -511,22 +485,13 @@ class BlockReader:
     def begin(
         self,
         source: Source,
-        sizes: Ints,
-        order: Iterator[Ints],
-        blocks: int,
+        sizes: Ints,  # number of samples of each block; none lies in two shards
+        order: Iterator[
+            Ints
+        ],  # arrays of the samples that come; several threads read it, one at a time
+        blocks: int,  # number of blocks that are in use at the same time
     ) -> None:
-        """Read ahead in `order` from the next sample on. The blocks of an earlier plan are dropped.
-
-        Parameters
-        ----------
-        sizes
-            Number of samples of each block; none lies in two shards.
-        order
-            Arrays of the samples that come, in their order. It is read from several threads, one at a
-            time.
-        blocks
-            Number of blocks that are in use at the same time.
-        """
+        """Read ahead in `order` from the next sample on. The blocks of an earlier plan are dropped."""
         if not self.divide(sizes, blocks) or self._starts is None:
             return
         plan = _Plan(self._starts, self._shard_ends, order, source.fetch_size)

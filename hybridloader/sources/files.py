@@ -85,39 +85,22 @@ def _range(first: str, last: str) -> list[str]:
 
 
 def list_files(
-    urls: Urls,
-    options: Mapping[str, Any],
-    kept: str | None = None,
+    urls: Urls,  # of files; of folders, which end in ``/`` unless they are local; or globs
+    options: Mapping[str, Any],  # of fsspec
+    kept: str | None = None,  # local file that keeps the list: read if it is there, else written
     *,
-    ignored: tuple[str, ...] = (),
-    retry: float = RETRY,
+    ignored: tuple[
+        str, ...
+    ] = (),  # beginnings of names that are left out of a folder, at any depth
+    retry: float = RETRY,  # seconds within which a request that failed is made again
 ) -> tuple[list[Root], list[Store]]:
     """List the files that `urls` name, and the store of each; the URLs of one place share it.
 
     A file that several name is only in the first of them. Stores are asked, not the listings that
     fsspec keeps.
 
-    Parameters
-    ----------
-    urls
-        Paths or URLs: of files; of folders, which end in ``/`` unless they are local; or globs.
-    options
-        Options of fsspec.
-    kept
-        Path of a local file that keeps the list: it is read if it is there, else written.
-    ignored
-        Beginnings of names that are left out of a folder, and of the folders within it.
-    retry
-        Seconds within which a request that failed is made again.
-
-    Raises
-    ------
-    FileNotFoundError
-        A glob or a folder has no files, or a local file is not there.
-    CacheError
-        `kept` is no list of these URLs.
-    SourceError
-        A name leads out of its folder.
+    Raises `FileNotFoundError` if a glob or a folder has no files, or a local file is not there. Raises
+    `CacheError` if `kept` is no list of these URLs, and `SourceError` if a name leads out of its folder.
     """
     seconds("retry_seconds", retry)
     wanted = urls_of(urls)

@@ -73,37 +73,17 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class TarIndex:
-    """Samples of one archive, in the order of their first members.
+    """Samples of one archive, in the order of their first members."""
 
-    Attributes
-    ----------
-    stamp
-        Size and mark of the archive that was indexed.
-    keys
-        Key of each sample.
-    starts
-        First member of each sample, and, last, the number of members.
-    extensions
-        All extensions of the archive.
-    extension
-        Number of the extension of each member.
-    offset, size
-        Place of the data of each member, in bytes; its header is the block in front of it.
-    header
-        Checksum of the header of each member.
-    ignored
-        Number of files that are no sample's: without an extension, or hidden.
-    """
-
-    stamp: Stamp
-    keys: list[str]
-    starts: Ints
-    extensions: list[str]
-    extension: Ints
-    offset: Ints
-    size: Ints
-    header: Ints
-    ignored: int
+    stamp: Stamp  # of the archive that was indexed
+    keys: list[str]  # of the samples
+    starts: Ints  # first member of each sample, and, last, the number of members
+    extensions: list[str]  # all of the archive
+    extension: Ints  # number of the extension of each member
+    offset: Ints  # bytes before the data of each member; its header is the block in front of them
+    size: Ints  # bytes of each member
+    header: Ints  # checksum of the header of each member
+    ignored: int  # number of files that are no sample's: without an extension, or hidden
 
 
 class Headers(RemoteFile):
@@ -137,11 +117,8 @@ def name_parts(name: str) -> tuple[str, str] | None:
 def make_index(name: str, file: Any, stamp: Stamp) -> TarIndex:
     """Index the archive `name`, which is open for reading from its beginning.
 
-    Raises
-    ------
-    SourceError
-        It is no tar archive, is compressed or cut short, or has members that can't be found by an
-        offset, names that lead outside, or two members of one name.
+    Raises `SourceError` if it is no tar archive, is compressed or cut short, or has members that can't
+    be found by an offset, names that lead outside, or two members of one name.
     """
     start = file.read(6)
     for magic, method in _PACKED.items():
@@ -426,34 +403,17 @@ class Failure(NamedTuple):
 
 def index_archives(
     urls: Urls,
-    folder: str,
+    folder: str,  # a local one, which is made if it is not there
     *,
     storage_options: Mapping[str, Any] | None = None,
-    at_once: int = 8,
+    at_once: int = 8,  # number of archives that are read at a time
+    # Called with the number of archives that are done, the number of all, and the name of one:
     report: Callable[[int, int, str], object] = lambda *_: None,
 ) -> list[Failure]:
     """Index archives into a folder that `Tar` reads as ``index=folder``; those that are there, stay.
 
-    Parameters
-    ----------
-    urls, storage_options
-        See `Tar`.
-    folder
-        Local folder, which is made if it is not there.
-    at_once
-        Number of archives that are read at a time.
-    report
-        Called with the number of archives that are done, the number of all, and the name of one.
-
-    Returns
-    -------
-    list of Failure
-        Archives that could not be indexed, or whose index can't be kept. The others have theirs.
-
-    Raises
-    ------
-    FileNotFoundError, SourceError, ValueError
-        `urls` names no archives.
+    Returns the archives that could not be indexed, or whose index can't be kept. Raises an error of
+    `list_files` if `urls` names no archives.
     """
     places = archives(urls, storage_options or {})
     failures = []

@@ -39,21 +39,13 @@ Names = tuple[str, ...]
 
 
 class Columns:
-    """Decoded columns of one row group. Threads share them.
-
-    Attributes
-    ----------
-    table : pyarrow.Table
-        The columns, each in one piece, without those that `matrix` has taken out of it.
-    nbytes : int
-        Bytes of all of them.
-    """
+    """Decoded columns of one row group. Threads share them."""
 
     def __init__(self, table: Any, where: str) -> None:
-        self.table, self._where = table.combine_chunks(), where
-        self.nbytes, self._rows = int(self.table.nbytes), len(table)
-        self._lock = threading.Lock()
-        # All the mutable state, and `table`:
+        self._where, self._rows, self._lock = where, len(table), threading.Lock()
+        # All the mutable state:
+        self.table = table.combine_chunks()  # without the columns that `matrix` has taken out of it
+        self.nbytes = int(self.table.nbytes)  # of all columns
         self._arrays: dict[str, npt.NDArray[Any] | None] = {}
         self._matrices: dict[Names, npt.NDArray[Any]] = {}
 
@@ -947,15 +939,10 @@ class Finder:
 
     A table has the interval of every 2**k-th number, so a search begins at most a few intervals before
     its end. 4,096 numbers in random order take 15 us, and 90 with `numpy.searchsorted`.
-
-    Parameters
-    ----------
-    stops
-        Numbers that follow the last one of each interval; none is empty.
     """
 
     def __init__(self, stops: Ints) -> None:
-        self._stops = stops
+        self._stops = stops  # the numbers that follow the last one of each interval; none is empty
         count = int(stops[-1]) if len(stops) else 0
         self._shift = max(0, (count // (4 * max(1, len(stops)))).bit_length() - 1)
         known = np.arange(0, count, 1 << self._shift)

@@ -146,19 +146,14 @@ class WrongLength(Exception):
 
 
 class Store:
-    """Files of one place: of this machine, of a bucket or server, or of an archive.
+    """Files of one place: of this machine, of a bucket or server, or of an archive."""
 
-    Parameters
-    ----------
-    url
-        Any URL of the place, or a path.
-    options
-        Options of fsspec for it, such as credentials.
-    retry
-        Seconds from the first failure of a request within which it is made again, where that may help.
-    """
-
-    def __init__(self, url: str, options: Mapping[str, Any], retry: float = RETRY) -> None:
+    def __init__(
+        self,
+        url: str,  # any of the place, or a path
+        options: Mapping[str, Any],  # of fsspec for it, such as credentials
+        retry: float = RETRY,  # seconds from the first failure of a request to its last try
+    ) -> None:
         self._url, self._options, self._retry = url, dict(options), retry
         self.is_local = is_local(url)
         # A file in an archive has a file position. Other stores serve all threads.

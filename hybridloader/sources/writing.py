@@ -94,13 +94,7 @@ class TarFile:
 
 
 class ParquetFile:
-    """Parquet file with a row for each sample.
-
-    Parameters
-    ----------
-    schema
-        Schema of pyarrow; None: that of the first rows.
-    """
+    """Parquet file with a row for each sample. `schema` None: that of the first rows."""
 
     def __init__(self, file: Any, schema: Any) -> None:
         self.file = file
@@ -192,17 +186,7 @@ def _encoded(value: Any, extension: str, number: int) -> bytes:
 class FolderSamples:
     """Samples as dicts of bytes by extension: files whose names agree up to the first dot are one.
 
-    Parameters
-    ----------
-    urls, storage_options
-        See `Files`.
-    classes
-        True adds ``cls``: the number of the first folder below the folder of `urls`, sorted by name.
-
-    Attributes
-    ----------
-    ignored : int
-        Number of files that are no sample's: hidden, or without an extension.
+    `classes` adds ``cls``: the number of the first folder below the folder of `urls`, sorted by name.
     """
 
     def __init__(
@@ -212,7 +196,7 @@ class FolderSamples:
         classes: bool = False,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        self.ignored = 0
+        self.ignored = 0  # number of files that are no sample's: hidden, or without an extension
         groups: dict[str, dict[str, tuple[Store, str, int]]] = {}
         roots, stores = list_files(urls, storage_options or {})
         for root, store in zip(roots, stores, strict=True):

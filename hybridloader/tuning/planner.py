@@ -79,24 +79,16 @@ def shown(plan: Plan) -> str:
 
 @dataclass(frozen=True)
 class Stage:
-    """Stage to be placed.
-
-    Attributes
-    ----------
-    name
-        Name in tables, and that of its row in statistics.
-    threads_inside
-        True if `threads_per_worker` has an effect.
-    shares_task
-        True if the threads of a worker share one result, as those of a loader share a batch.
-    only
-        Backend of all its workers, if that is not to be chosen.
-    """
+    """Stage to be placed."""
 
     name: str
+    """Name in tables, and that of its row in statistics."""
     threads_inside: bool = True
+    """True if `threads_per_worker` has an effect."""
     shares_task: bool = False
+    """True if the threads of a worker share one result, as those of a loader share a batch."""
     only: str | None = None
+    """Backend of all its workers, if that is not to be chosen."""
 
     def within(self, place: Place) -> Place:
         """Return `place` with the backend that is not to be chosen, if there is one."""
@@ -105,30 +97,20 @@ class Stage:
 
 @dataclass(frozen=True)
 class Costs:
-    """Cost of one result of a stage.
-
-    Attributes
-    ----------
-    wall
-        Seconds in one thread that works alone.
-    cpu
-        CPU seconds; None if not known.
-    bytes
-        Bytes of the result; 0 if not known.
-    speedup
-        Results that two threads make, as a multiple of those of one; None if not known.
-    gil
-        False on a Python whose threads run at the same time.
-    load
-        Busy share of the workers in the trial that found this, from 0 to 1.
-    """
+    """Cost of one result of a stage."""
 
     wall: float
+    """Seconds in one thread that works alone."""
     cpu: float | None = None
+    """CPU seconds; None if not known."""
     bytes: int = 0
+    """Bytes of the result; 0 if not known."""
     speedup: float | None = None
+    """Results that two threads make, as a multiple of those of one; None if not known."""
     gil: bool = True
+    """False on a Python whose threads run at the same time."""
     load: float = 0.0
+    """Busy share of the workers in the trial that found this, from 0 to 1."""
 
     @property
     def computing(self) -> float:
@@ -172,24 +154,16 @@ SPEEDUP = 1.4
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of every plan that is tried.
-
-    Attributes
-    ----------
-    cores
-        CPUs; a fraction if a quota allows that.
-    memory
-        Bytes for results in flight and for worker processes.
-    backends
-        Backends that are offered.
-    refused
-        Reason for each backend that is not offered.
-    """
+    """Limits of every plan that is tried."""
 
     cores: float
+    """CPUs; a fraction if a quota allows that."""
     memory: int = 1 << 62
+    """Bytes for results in flight and for worker processes."""
     backends: tuple[str, ...] = ("inline", "threads", "fork")
+    """Backends that are offered."""
     refused: Mapping[str, str] = field(default_factory=dict)
+    """Reason for each backend that is not offered."""
 
     @property
     def whole_cores(self) -> int:
@@ -227,18 +201,12 @@ class Limits:
         return min(MOST_THREADS, max(2, math.ceil(OVERLAP * self.whole_cores / costs.computing)))
 
 
-def limits_here(cpus: float | None, memory: int | float, start: Plan = ()) -> Limits:
-    """Return the limits of this process: those given, within those of the machine and its ranks.
-
-    Parameters
-    ----------
-    cpus
-        CPUs at most; None: no other limit than affinity, quota and ranks.
-    memory
-        Share of this process's memory (a float up to 1), or bytes (an int).
-    start
-        Plan of the user, whose backends are offered, too, unless they are not safe here.
-    """
+def limits_here(
+    cpus: float | None,  # at most; None: no other limit than affinity, quota and ranks
+    memory: int | float,  # a share of this process's memory (a float up to 1), or bytes (an int)
+    start: Plan = (),  # plan of the user, whose backends are offered, too, unless they are not safe here
+) -> Limits:
+    """Return the limits of this process: those given, within those of the machine and its ranks."""
     from hybridloader.memory.limits import Memory, ranks_here
     from hybridloader.observe.measures import share
 
@@ -300,24 +268,16 @@ KEEPS_UP = 0.95
 
 @dataclass(frozen=True)
 class Trial:
-    """Measurement of one plan.
-
-    Attributes
-    ----------
-    plan
-        Places of the stages.
-    rates
-        Results a second, of consecutive parts of the trial; empty if it failed.
-    stages
-        Costs of each stage; empty if they are not known.
-    error
-        Reason for which it failed, in one line.
-    """
+    """Measurement of one plan."""
 
     plan: Plan
+    """Places of the stages."""
     rates: tuple[float, ...] = ()
+    """Results a second, of consecutive parts of the trial; empty if it failed."""
     stages: tuple[Costs | None, ...] = ()
+    """Costs of each stage; empty if they are not known."""
     error: str | None = None
+    """Reason for which it failed, in one line."""
 
     @property
     def rate(self) -> float:
@@ -345,27 +305,18 @@ class Trial:
 
 @dataclass
 class Search:
-    """Search over plans: iterate `plans`, measure each, and `note` it before the next.
-
-    Attributes
-    ----------
-    stages
-        Stages to be placed.
-    start
-        Plan as the user has it.
-    limits
-        Limits of every plan that is proposed.
-    gil
-        False on a Python whose threads run at the same time.
-    target
-        Results a second that are enough; None: the more the better. May be set during the search.
-    """
+    """Search over plans: iterate `plans`, measure each, and `note` it before the next."""
 
     stages: tuple[Stage, ...]
+    """Stages to be placed."""
     start: Plan
+    """Plan as the user has it."""
     limits: Limits
+    """Limits of every plan that is proposed."""
     gil: bool = True
+    """False on a Python whose threads run at the same time."""
     target: float | None = None
+    """Results a second that are enough; None: the more the better. May be set during the search."""
     trials: dict[Plan, Trial] = field(default_factory=dict)
     costs: tuple[Costs | None, ...] = ()
     given: tuple[Plan, ...] = ()

@@ -85,24 +85,16 @@ def _costs(stats: Stats, name: str) -> Costs | None:
 
 
 class Subject(ABC):
-    """Something to tune.
-
-    Attributes
-    ----------
-    name
-        Name in texts, such as ``"DataLoader"``.
-    unit
-        Name of a result, such as ``"batches"``.
-    stages
-        Stages to be placed.
-    start
-        Plan as the user has it.
-    """
+    """Something to tune."""
 
     name: str
+    """Name in texts, such as ``"DataLoader"``."""
     unit: str
+    """Name of a result, such as ``"batches"``."""
     stages: tuple[Stage, ...]
+    """Stages to be placed."""
     start: Plan
+    """Plan as the user has it."""
 
     @abstractmethod
     def open(self, plan: Plan, timeout: float) -> AbstractContextManager[Running]:
@@ -138,26 +130,14 @@ class Measured:
 def measure(
     subject: Subject,
     plan: Plan,
-    seconds: float,
-    deadline: float,
+    seconds: float,  # to measure for, after the first results
+    deadline: float,  # time on `clock` after which it waits for no other result; the workers end then
     clock: Callable[[], float],
     *,
-    step: Callable[[Any], object] | None = None,
-    keep: int = 0,
+    step: Callable[[Any], object] | None = None,  # called with each result, as the user's loop does
+    keep: int = 0,  # number of results to return
 ) -> Measured:
-    """Run `subject` with `plan` and measure its rates.
-
-    Parameters
-    ----------
-    seconds
-        Seconds to measure for, after the first results.
-    deadline
-        Time on `clock` after which it waits for no other result. The workers end then.
-    step
-        Called with each result, as the user's loop does.
-    keep
-        Number of results to return.
-    """
+    """Run `subject` with `plan` and measure its rates."""
     began = clock()
     kept: list[Any] = []
     try:
