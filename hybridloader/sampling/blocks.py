@@ -149,8 +149,7 @@ class BlockShuffleSampler(DistributedShuffleSampler):
 
     def _blocks(self, most: int) -> Iterator[tuple[SamplerPlace, Any]]:
         if self._read_ahead is not None:
-            begun = self._upcoming()
-            order = self._planned(SamplerPlace(begun.epoch, begun.position))
+            order = self._planned(SamplerPlace(self._next.epoch, self._next.position))
             self._given = self._read_ahead(self._sizes, order, self._in_use)
         yield from super()._blocks(most)
 

@@ -209,10 +209,7 @@ class ResumableSampler(Sampler[T_co]):
     def __init__(self, n: int, seed: int, epoch: int) -> None:
         self._n, self.seed = n, seed_of(seed)
         # All the mutable state:
-        self._next: SamplerPlace | None = SamplerPlace(
-            whole("epoch", epoch, 0)
-        )  # None: the epoch after `_begun`
-        self._begun = 0  # the epoch of the iteration that began last
+        self._next = SamplerPlace(whole("epoch", epoch, 0))  # where the next iteration begins
         self._place: SamplerPlace | None = None  # of the iteration that yielded last, until it ends
 
     def _read(self, epoch: int, start: int, stop: int) -> Items:
@@ -273,8 +270,8 @@ class ResumableSampler(Sampler[T_co]):
 
     def _blocks(self, most: int) -> Iterator[tuple[SamplerPlace, Items]]:
         """Begin an epoch; yield up to `most` items at a time. The caller advances the place."""
-        place = self._upcoming()  # with the first item
-        self._next, self._begun, self._place = None, place.epoch, place
+        place = self._place = self._next  # with the first item
+        self._next = SamplerPlace(place.epoch + 1)
         items = self._items(place, most)
         while len(items) == most:
             yield place, items
@@ -289,7 +286,7 @@ class ResumableSampler(Sampler[T_co]):
     @property
     def epoch(self) -> int:
         """Current epoch; between two epochs, the next one."""
-        return (self._place or self._upcoming()).epoch
+        return (self._place or self._next).epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration.
@@ -298,7 +295,7 @@ class ResumableSampler(Sampler[T_co]):
         are not affected.
         """
         epoch = whole("epoch", epoch, 0)
-        if self._next is None or self._next.epoch != epoch:
+        if self._next.epoch != epoch:
             self._next = SamplerPlace(epoch)
         self._place = None
 
@@ -312,7 +309,7 @@ class ResumableSampler(Sampler[T_co]):
             The other fields are a version, the kind of sampler, and the arguments that must be equal in
             the sampler that loads the state.
         """
-        return self._state_at(self._place or self._upcoming())
+        return self._state_at(self._place or self._next)
 
     def state_after(self, state: Mapping[str, Any], items: int) -> dict[str, Any] | None:
         """Return the state `items` items after `state`, without drawing these items.
@@ -330,7 +327,7 @@ class ResumableSampler(Sampler[T_co]):
 
     def upcoming_state_dict(self) -> dict[str, Any]:
         """Return the start of the next iteration. Within an iteration it differs from `state_dict`."""
-        return self._state_at(self._upcoming())
+        return self._state_at(self._next)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Start the next iteration at the position in `state_dict`. Running iterations don't change.
@@ -354,9 +351,6 @@ class ResumableSampler(Sampler[T_co]):
         Schema(kind, (up_to(most), "position")).check(state_dict)
         self._next = self._settled(place)
         self._place = None
-
-    def _upcoming(self) -> SamplerPlace:
-        return self._next or SamplerPlace(self._begun + 1)
 
     def _state_at(self, place: SamplerPlace) -> dict[str, Any]:
         place = self._settled(place)

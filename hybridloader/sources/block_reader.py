@@ -486,9 +486,7 @@ class BlockReader:
         self,
         source: Source,
         sizes: Ints,  # number of samples of each block; none lies in two shards
-        order: Iterator[
-            Ints
-        ],  # arrays of the samples that come; several threads read it, one at a time
+        order: Iterator[Ints],  # of the samples that come; read from several threads, one at a time
         blocks: int,  # number of blocks that are in use at the same time
     ) -> None:
         """Read ahead in `order` from the next sample on. The blocks of an earlier plan are dropped."""
