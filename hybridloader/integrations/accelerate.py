@@ -15,7 +15,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
 
 from hybridloader._support.text import warn
 
@@ -34,9 +34,6 @@ _MISSING = object()
 class KeptLoaders:
     """Result of `keep_loaders`. Its `undo`, or the end of a ``with`` block, undoes it."""
 
-    def __init__(self) -> None:
-        self._active = True
-
     def undo(self) -> None:
         """Undo the changes to accelerate, unless another call of `keep_loaders` needs them.
 
@@ -47,12 +44,26 @@ class KeptLoaders:
         RuntimeError
             Other code has changed the same attributes of accelerate since; nothing was undone.
         """
-        if not self._active:
+        if self not in _kept:
             return
         if len(_kept) == 1:
-            _undo()
+            lost = [
+                f"{home.__name__}.{name}"
+                for home, name, value, _ in _changes
+                if vars(home).get(name, _MISSING) is not value
+            ]
+            if lost:
+                raise RuntimeError(
+                    f"{', '.join(lost)} was changed by other code after keep_loaders(); undo that "
+                    "first. Nothing was undone"
+                )
+            while _changes:
+                home, name, _, before = _changes.pop()
+                if before is _MISSING:
+                    delattr(home, name)
+                else:
+                    setattr(home, name, before)
         _kept.remove(self)
-        self._active = False
 
     def __enter__(self) -> KeptLoaders:
         return self
@@ -63,6 +74,9 @@ class KeptLoaders:
 
 _kept: list[KeptLoaders] = []
 """Results of `keep_loaders` that were not undone; the last one undoes the changes."""
+
+_Change = tuple[Any, str, Any, Any]
+"""Owner of an attribute, its name, its new value, and its previous one: `_MISSING` if it had none."""
 
 _changes: list[_Change] = []
 """Changes made to accelerate, in order. Empty if there are none to undo."""
@@ -136,38 +150,6 @@ def keep_loaders() -> KeptLoaders:
 # -- changes to accelerate ----------------------------------------------------------------------------
 
 
-class _Change(NamedTuple):
-    """New value of an attribute, and its previous value: `_MISSING` if it had none."""
-
-    home: Any
-    name: str
-    value: Any
-    before: Any
-
-    @classmethod
-    def of(cls, home: Any, name: str, value: Any) -> _Change:
-        return cls(home, name, value, vars(home).get(name, _MISSING))
-
-
-def _undo() -> None:
-    lost = [
-        f"{home.__name__}.{name}"
-        for home, name, value, _ in _changes
-        if vars(home).get(name, _MISSING) is not value
-    ]
-    if lost:
-        raise RuntimeError(
-            f"{', '.join(lost)} was changed by other code after keep_loaders(); undo that first. "
-            "Nothing was undone"
-        )
-    for home, name, _, before in reversed(_changes):
-        if before is _MISSING:
-            delattr(home, name)
-        else:
-            setattr(home, name, before)
-    _changes.clear()
-
-
 def _changes_of(module: Any) -> list[_Change]:
     """Return the changes to accelerate. Raises `AttributeError` if one is missing."""
     import torch.utils.data
@@ -179,14 +161,15 @@ def _changes_of(module: Any) -> list[_Change]:
     adapter = module.DataLoaderAdapter
     shard, dispatcher = module.DataLoaderShard, module.DataLoaderDispatcher
     parameters = {**module._PYTORCH_DATALOADER_KWARGS, KEY: None}
-    return [
-        _Change.of(DataLoader, KEY, property(lambda loader: loader)),
-        _Change.of(module, "_PYTORCH_DATALOADER_KWARGS", parameters),
-        _Change.of(module, "DataLoader", _rebuilt),
-        _Change.of(adapter, "__init__", _adapting(adapter.__init__)),
-        _Change.of(shard, "set_epoch", _announcing(shard.set_epoch)),
-        _Change.of(dispatcher, "set_epoch", _announcing(dispatcher.set_epoch)),
+    changes = [
+        (DataLoader, KEY, property(lambda loader: loader)),
+        (module, "_PYTORCH_DATALOADER_KWARGS", parameters),
+        (module, "DataLoader", _rebuilt),
+        (adapter, "__init__", _adapting(adapter.__init__)),
+        (shard, "set_epoch", _announcing(shard.set_epoch)),
+        (dispatcher, "set_epoch", _announcing(dispatcher.set_epoch)),
     ]
+    return [(home, name, new, vars(home).get(name, _MISSING)) for home, name, new in changes]
 
 
 def _rebuilt(*args: Any, _hybridloader_source: Any = None, **kwargs: Any) -> Any:
