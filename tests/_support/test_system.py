@@ -14,7 +14,7 @@ import pytest
 from hybridloader._support import system
 from hybridloader.memory import segments
 from hybridloader.memory.shared_slots import SlotReader
-from hybridloader.testing.tools import DEADLINE
+from hybridloader.testing import DEADLINE
 
 
 def test_a_missing_module_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ import hybridloader
 from hybridloader import DataLoader, Pipeline, StatefulDataLoader, WorkerDied
 from hybridloader._support import system
 from hybridloader.errors import BackendUnavailable, TaskTimeout
-from hybridloader.testing.tools import DEADLINE
+from hybridloader.testing import DEADLINE
 
 BACKENDS = ["inline", "threads", "spawn", "shared-memory", None]
 PROCESSES = ["spawn", "shared-memory"]

@@ -35,8 +35,7 @@ from support.short_waits import shorten_waits
 from hybridloader.backends.process import transports
 from hybridloader.engine import contract
 from hybridloader.errors import IteratorClosed
-from hybridloader.testing import Gate
-from hybridloader.testing.tools import DEADLINE
+from hybridloader.testing import DEADLINE, Gate
 
 # -- closing -------------------------------------------------------------------------------------
 

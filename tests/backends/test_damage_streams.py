@@ -33,7 +33,7 @@ from hybridloader.engine.messages import Exited
 from hybridloader.errors import CacheError, DamagedMessage, WorkerPicklingError
 from hybridloader.memory.shipping import _Contents, receive, ship
 from hybridloader.pipeline.operators.cache import Reader, Writer
-from hybridloader.testing.tools import DEADLINE
+from hybridloader.testing import DEADLINE
 
 thorough = settings(max_examples=100, deadline=None)
 in_a_folder = settings(thorough, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -29,8 +29,7 @@ from hybridloader.backends.process import child, starters, transports
 from hybridloader.backends.process.transports import SocketEndpoint
 from hybridloader.errors import IteratorClosed
 from hybridloader.memory import shared_slots
-from hybridloader.testing import Gate
-from hybridloader.testing.tools import DEADLINE
+from hybridloader.testing import DEADLINE, Gate
 
 # -- dead workers --------------------------------------------------------------------------------
 

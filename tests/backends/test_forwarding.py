@@ -28,7 +28,7 @@ from hybridloader import Fork, Memory, Spawn, Threads
 from hybridloader.engine.contract import Backend
 from hybridloader.engine.messages import Failed
 from hybridloader.memory.slots import OWN, number_of
-from hybridloader.testing.tools import Gate
+from hybridloader.testing import Gate
 
 PAIRS = [
     pytest.param(Fork(), Fork(), id="fork-fork"),

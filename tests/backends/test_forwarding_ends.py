@@ -13,7 +13,7 @@ from support.crew_driver import CrewDriver, digest, full, make, one_value, slots
 from hybridloader import Fork
 from hybridloader.engine.messages import Task
 from hybridloader.memory import shared_slots, slots
-from hybridloader.testing.tools import Gate
+from hybridloader.testing import Gate
 
 
 @pytest.fixture

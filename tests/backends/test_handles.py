@@ -20,7 +20,7 @@ from support.forking import in_a_fork
 from hybridloader import WorkerDied
 from hybridloader.backends.process import fork_safety, starters
 from hybridloader.backends.process.starters import UNKNOWN, ProcessHandle, starting
-from hybridloader.testing.tools import DEADLINE
+from hybridloader.testing import DEADLINE
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="signals of POSIX")
 needs_pidfd = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs pidfd")

@@ -21,7 +21,7 @@ from hybridloader.backends.process import crew as processes
 from hybridloader.backends.process.frames import Frame
 from hybridloader.engine import contract
 from hybridloader.engine.messages import WorkerSpec
-from hybridloader.testing.tools import DEADLINE, Call, FakeClock, Gate
+from hybridloader.testing import DEADLINE, Call, FakeClock, Gate
 
 BACKENDS = [
     pytest.param(Fork(), id="fork"),

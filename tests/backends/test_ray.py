@@ -32,8 +32,7 @@ from hybridloader import (
 )
 from hybridloader.backends.ray import exited
 from hybridloader.errors import BackendUnavailable, WorkerPicklingError
-from hybridloader.testing import Gate
-from hybridloader.testing.tools import Call, echo
+from hybridloader.testing import Call, Gate, echo
 
 ray = pytest.importorskip("ray")
 

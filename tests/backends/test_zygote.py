@@ -26,8 +26,7 @@ from hybridloader.backends.process.backend import SharedMemory, Spawn
 from hybridloader.backends.process.child import FirstFrame
 from hybridloader.backends.process.starters import ProcessHandle
 from hybridloader.backends.process.zygote import ENDED, FORKED, STATUS, ForkedHandle, serve
-from hybridloader.testing import Gate
-from hybridloader.testing.tools import DEADLINE
+from hybridloader.testing import DEADLINE, Gate
 
 pytestmark = pytest.mark.skipif(not fork_safety.available(), reason="needs fork, /proc and pidfds")
 

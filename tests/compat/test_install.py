@@ -26,7 +26,7 @@ from torch.utils.data import dataloader as torchs
 import hybridloader
 from hybridloader import DataLoader, Skip, Threads, install
 from hybridloader.engine.contract import Crew
-from hybridloader.testing.tools import Gate
+from hybridloader.testing import Gate
 
 
 class Stream(IterableDataset[int]):

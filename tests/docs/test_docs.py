@@ -227,7 +227,7 @@ def test_the_tables_on_the_page_of_design_are_those_of_the_scheduler() -> None:
         assert found == {(state.value, e): to.value for (state, e), to in table.items()}
 
 
-@pytest.mark.parametrize("module", ["loader.dataloader", "testing.suite"])
+@pytest.mark.parametrize("module", ["loader.dataloader", "testing"])
 def test_examples_in_docstrings_run(module: str) -> None:
     result = doctest.testmod(importlib.import_module(f"hybridloader.{module}"))
     assert result.attempted

@@ -7,7 +7,7 @@ import warnings
 import hybridloader.testing
 from hybridloader.engine.messages import Task
 from hybridloader.memory.accelerator import PageLocks
-from hybridloader.testing.tools import collated
+from hybridloader.testing import collated
 from support.fake_accelerator import FakeAccelerator
 
 

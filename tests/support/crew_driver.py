@@ -17,8 +17,7 @@ from hybridloader.engine.contract import Backend
 from hybridloader.engine.messages import Done, Exited, Failed, Ready, Task, WorkerSpec
 from hybridloader.memory.shared_slots import SlotReader
 from hybridloader.memory.slots import OWN
-from hybridloader.testing.suite import Call
-from hybridloader.testing.tools import DEADLINE
+from hybridloader.testing import DEADLINE, Call
 
 LARGE = 2 * OWN
 
