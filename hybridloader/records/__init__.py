@@ -7,13 +7,7 @@ from typing import TYPE_CHECKING
 from hybridloader._support.lazily import lazily
 
 if TYPE_CHECKING:
-    from hybridloader.records.shared_dict import SharedDict as SharedDict
-    from hybridloader.records.shared_list import SharedList as SharedList
+    from hybridloader.records.containers import SharedDict as SharedDict
+    from hybridloader.records.containers import SharedList as SharedList
 
-__getattr__, __dir__, __all__ = lazily(
-    __name__,
-    {
-        "shared_dict": "SharedDict",
-        "shared_list": "SharedList",
-    },
-)
+__getattr__, __dir__, __all__ = lazily(__name__, {"containers": "SharedDict SharedList"})

@@ -9,9 +9,4 @@ from hybridloader._support.lazily import lazily
 if TYPE_CHECKING:
     from hybridloader.tuning.tune import Tuning as Tuning
 
-__getattr__, __dir__, __all__ = lazily(
-    __name__,
-    {
-        "tune": "Tuning",
-    },
-)
+__getattr__, __dir__, __all__ = lazily(__name__, {"tune": "Tuning"})

@@ -65,7 +65,7 @@ def test_keys_with_the_same_hash_are_told_apart(
 ) -> None:
     with monkeypatch.context() as patch:
         for function in ("stable_hash", "crc32"):
-            patch.setattr(f"hybridloader.records.shared_dict.{function}", lambda key: 0)
+            patch.setattr(f"hybridloader.records.containers.{function}", lambda key: 0)
         check_against_dict(pairs)
 
 
