@@ -391,7 +391,7 @@ def _tune(arguments: argparse.Namespace) -> str | None:
 def _index(arguments: argparse.Namespace) -> str | None:
     """Index archives; return the errors as one text, or None."""
     from hybridloader.errors import SourceError
-    from hybridloader.sources.indexing import index_archives
+    from hybridloader.sources.tar import index_archives
 
     try:
         with _progress("archives") as report:

@@ -1,23 +1,457 @@
-"""`Tar`: a dataset of samples in tar archives, found by an index of their members."""
+"""`Tar`: a dataset of samples in tar archives, found by an index of their members.
+
+An index is read where it is kept, else made by one of the processes that share a folder. The command
+``hybridloader index`` calls `index_archives`, which makes the same files ahead of time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import hashlib
+import io
+import json
+import os
+import re
+import tarfile
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 from zlib import crc32
 
 import numpy as np
+import numpy.typing as npt
 
-from hybridloader._support.text import function
+from hybridloader._support import system
+from hybridloader._support.text import function, warn_once
 from hybridloader._support.user_objects import add_note
 from hybridloader.errors import SourceError
+from hybridloader.memory.limits import local_rank, ranks_here
 from hybridloader.sources.block_reader import AHEAD, CACHE
-from hybridloader.sources.files import Texts, Urls
-from hybridloader.sources.indexing import BLOCK, TarIndex, archives, indexed
+from hybridloader.sources.files import Texts, Urls, list_files
 from hybridloader.sources.shards import Shards
-from hybridloader.sources.store import RETRY, Ranges
+from hybridloader.sources.store import (
+    MANIFEST,
+    RETRY,
+    Ranges,
+    RemoteFile,
+    Stamp,
+    Store,
+    each,
+    write_whole,
+)
+
+# -- Index of one tar archive: samples by key, and the place of each of their members.
+#
+# It is made in one pass over the headers, and may be kept in a file. Nothing here reads members.
+
+
+VERSION = 2
+"""Version of a kept index."""
+
+BLOCK = 512
+"""Bytes of a header. Members are padded to a multiple of it."""
+
+_FIRST = 256 << 10
+"""Bytes of the first read of a remote archive, which shows the sizes of members."""
+
+_LEAP = 512 << 10
+"""Mean distance of headers, in bytes, above which each header is read separately: a request takes about
+as long as half a MiB takes to arrive."""
+
+_SMALL, _LARGE = 16 << 10, 8 << 20
+"""Bytes of a read of one header, with the small members after it (a class, a text); and of a read if
+headers are close to each other."""
+
+_NAME = re.compile(r"((?:.*/|)[^./]+)[.]([^/]*)", re.DOTALL)
+"""Key and extension, as in webdataset: the name is cut at the first dot after the last slash. Names that
+begin with a dot don't match, also within a folder."""
+
+_META = re.compile(r"__[^/]*__($|/)")
+"""Names of members that webdataset ignores too."""
+
+_PACKED = {
+    b"\x1f\x8b": "gzip",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ": "xz",
+    b"\x28\xb5\x2f\xfd": "zstandard",
+    b"\x04\x22\x4d\x18": "lz4",
+}
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class TarIndex:
+    """Samples of one archive, in the order of their first members."""
+
+    stamp: Stamp  # of the archive that was indexed
+    keys: list[str]  # of the samples
+    starts: Ints  # first member of each sample, and, last, the number of members
+    extensions: list[str]  # all of the archive
+    extension: Ints  # number of the extension of each member
+    offset: Ints  # bytes before the data of each member; its header is the block in front of them
+    size: Ints  # bytes of each member
+    header: Ints  # checksum of the header of each member
+    ignored: int  # number of files that are no sample's: without an extension, or hidden
+
+
+class Headers(RemoteFile):
+    """A remote archive that is read from its beginning on by leaps: only the parts that are read."""
+
+    def __init__(self, store: Store, path: str, size: int) -> None:
+        super().__init__(store, path, size)
+        # All the mutable state, beside that of the base:
+        self._reads = 0
+        self._start, self._data = 0, b""  # the part that was fetched last
+
+    def fetch(self, start: int, stop: int) -> bytes:
+        self._reads += 1
+        if not self._start <= start <= stop <= self._start + len(self._data):
+            members = self._reads / 3  # tarfile and the index read three times for each member
+            ahead = _SMALL if start > members * _LEAP else _LARGE
+            end = min(max(stop, start + (ahead if self._data else _FIRST)), self.size)
+            self._data = self.store.remote_range(self.path, start, end)
+            self._start = start
+        return self._data[start - self._start : stop - self._start]
+
+
+def name_parts(name: str) -> tuple[str, str] | None:
+    """Return key and extension of a member, in lower case; None if it is of no sample."""
+    found = _NAME.fullmatch(name)
+    if found is None or _META.match(name):
+        return None
+    return found[1], found[2].lower()
+
+
+def make_index(name: str, file: Any, stamp: Stamp) -> TarIndex:
+    """Index the archive `name`, which is open for reading from its beginning.
+
+    Raises `SourceError` if it is no tar archive, is compressed or cut short, or has members that can't
+    be found by an offset, names that lead outside, or two members of one name.
+    """
+    start = file.read(6)
+    for magic, method in _PACKED.items():
+        if start.startswith(magic):
+            raise SourceError(
+                f"{name} is compressed by {method}, so its members can't be found by an offset: write "
+                "it uncompressed (images, sound and video hardly get smaller). To read it from "
+                "beginning to end, give a generator over it to Pipeline.from_iterable"
+            )
+    file.seek(0)
+    members: dict[str, dict[str, tuple[int, int, int]]] = {}
+    ignored = 0
+    for member in _members(name, file):
+        found = name_parts(member.name)
+        if found is None:
+            ignored += 1
+            continue
+        key, extension = found
+        parts = members.setdefault(key, {})
+        if extension in parts:
+            raise SourceError(
+                f"{name} has two members {key}.{extension}, so one would be lost; rename one"
+            )
+        file.seek(member.offset_data - BLOCK)
+        header = crc32(file.read(BLOCK))
+        parts[extension] = member.offset_data, member.size, header
+    extensions = sorted({extension for parts in members.values() for extension in parts})
+    number = {extension: at for at, extension in enumerate(extensions)}
+    rows = [
+        (number[extension], *place)
+        for parts in members.values()
+        for extension, place in parts.items()
+    ]
+    columns = np.array(rows, np.int64).reshape(len(rows), 4).T.copy()
+    starts = np.cumsum([0, *map(len, members.values())], dtype=np.int64)
+    codes, offsets, sizes, headers = columns
+    return TarIndex(stamp, [*members], starts, extensions, codes, offsets, sizes, headers, ignored)
+
+
+def _members(name: str, file: Any) -> Iterator[tarfile.TarInfo]:
+    """Yield the members that are regular files. Raises `SourceError` for members that would be lost."""
+    last = "its beginning"
+    try:
+        archive = tarfile.open(fileobj=file, mode="r:")  # noqa: SIM115  # the file is the caller's
+        for member in archive:
+            archive.members.clear()  # type: ignore[attr-defined]  # otherwise it keeps all members
+            last = f"member {member.name!r}"
+            if member.issparse():
+                raise SourceError(f"{name}, {last} is sparse; write the archive without --sparse")
+            if member.islnk() or member.issym():
+                raise SourceError(
+                    f"{name}, {last} is a link to {member.linkname!r} and has no data; write the "
+                    "archive with --dereference --hard-dereference"
+                )
+            if member.name.startswith("/") or ".." in PurePosixPath(member.name).parts:
+                raise SourceError(
+                    f"{name}, {last}: its name leads out of the archive; write it without "
+                    "'..' and a leading slash"
+                )
+            if member.isreg():
+                yield member
+        end = archive.offset
+    except (tarfile.TarError, EOFError) as error:
+        raise SourceError(
+            f"{name} is not a tar archive, or it is damaged or truncated after {last}: {error}"
+        ) from error
+    file.seek(end)
+    # tarfile reads a damaged header, and the end of the file, as the end of the archive.
+    if file.read(BLOCK) != bytes(BLOCK):
+        raise SourceError(
+            f"{name} is damaged or truncated after {last}: there is neither a header nor the end of an "
+            f"archive at byte {end}"
+        )
+    while rest := file.read(1 << 20):
+        if rest.strip(b"\0"):
+            raise SourceError(
+                f"{name} has more data after the end of the archive, at byte {end}: cat joined "
+                "archives; use tar --concatenate, or several files"
+            )
+
+
+def packed_index(index: TarIndex) -> memoryview:
+    """Return the contents of the file of an index."""
+    about = {
+        "version": VERSION,
+        "stamp": index.stamp,
+        "extensions": index.extensions,
+        "ignored": index.ignored,
+    }
+    keys = "\0".join(index.keys).encode("utf-8", "surrogateescape")
+    arrays = {name: getattr(index, name) for name in _ARRAYS}
+    packed = io.BytesIO()
+    np.savez(
+        packed,
+        about=np.frombuffer(json.dumps(about).encode(), np.uint8),
+        keys=np.frombuffer(keys, np.uint8),
+        **arrays,
+    )
+    return packed.getbuffer()
+
+
+_ARRAYS = ("starts", "extension", "offset", "size", "header")
+
+
+def load_index(path: str | io.BytesIO, stamp: Stamp) -> TarIndex | None:
+    """Read a kept index from its file or its contents; None if there is none with this stamp.
+
+    The file is a zip archive, whose checksums detect damage.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as held:
+            about = json.loads(held["about"].tobytes())
+            if about["version"] != VERSION or Stamp(*about["stamp"]) != stamp:
+                return None
+            arrays = {name: held[name] for name in _ARRAYS}
+            text = held["keys"].tobytes().decode("utf-8", "surrogateescape")
+            keys = text.split("\0") if len(arrays["starts"]) > 1 else []
+            return TarIndex(
+                stamp, keys, extensions=about["extensions"], ignored=about["ignored"], **arrays
+            )
+    except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile):
+        return None
+
+
+# -- Indices of several archives, in a folder or beside them.
+
+
+fcntl = system.module("fcntl")  # None on Windows: each process makes the indices that are missing
+
+BESIDE = "beside"
+"""Value of `index` that keeps indices next to their archives."""
+
+SUFFIX = ".index"
+"""Suffix of the name of an index."""
+
+_LOCK = ".lock"
+"""File in a folder of indices that is locked while they are made."""
+
+_NAMED = 100
+"""Characters of an archive's name in the name of its index; most file systems allow 255 bytes."""
+
+Place = tuple[Store, str]
+"""Store of an archive, and its path there."""
+
+
+def archives(urls: Urls, options: Mapping[str, Any], retry: float = RETRY) -> list[Place]:
+    """List the archives that `urls` name; `retry` is that of `list_files`.
+
+    Raises `FileNotFoundError` if there are none.
+    """
+    roots, stores = list_files(urls, options, retry=retry)
+    places = [
+        (store, path)
+        for root, store in zip(roots, stores, strict=True)
+        for path in root.paths
+        if not path.endswith((SUFFIX, f"/{MANIFEST}"))
+    ]
+    if not places:
+        raise FileNotFoundError(
+            f"{urls!r:.200} names only indices and no archives; pass the archives"
+        )
+    return places
+
+
+def indexed(places: Sequence[Place], kept: str | None) -> list[TarIndex]:
+    """Return the index of each archive, kept or made.
+
+    Of the processes that share a folder one makes those that are missing, while the others wait.
+    """
+    stores = [store for store, _ in places]
+    wanted = each(lambda place: Archive(*place, place[0].stamp(place[1]), kept), places, stores)
+    found = dict(zip(wanted, each(Archive.load, wanted, stores), strict=True))
+    missing = [archive for archive, index in found.items() if index is None]
+    if missing:
+        with _alone(kept):
+            made = each(Archive.index, missing, [archive.store for archive in missing])
+        found.update(zip(missing, made, strict=True))
+    return [index for archive in wanted if (index := found[archive]) is not None]
+
+
+@dataclass(frozen=True)
+class Archive:
+    """An archive to be indexed."""
+
+    store: Store
+    path: str
+    stamp: Stamp
+    kept: str | None
+    """The option `index` of `Tar`."""
+
+    @property
+    def name(self) -> str:
+        return self.store.name(self.path)
+
+    @property
+    def file(self) -> str:
+        """Path of the file of its index: on this machine, or in the store of the archive."""
+        if self.kept is None or self.kept == BESIDE:
+            return f"{self.path}{SUFFIX}"
+        name = self.name
+        if name.startswith(("http://", "https://")):
+            name = name.partition("?")[0]  # a query may be a signature, which differs each time
+        digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).hexdigest()[:16]
+        return os.path.join(self.kept, f"{os.path.basename(name)[:_NAMED]}.{digest}{SUFFIX}")
+
+    def load(self) -> TarIndex | None:
+        """Return the kept index, if there is one with the stamp of the archive."""
+        if self.kept is None:
+            return None
+        if self.kept != BESIDE or self.store.is_local:
+            return load_index(self.file, self.stamp)
+        try:
+            return load_index(io.BytesIO(self.store.read(self.file)), self.stamp)
+        except FileNotFoundError:
+            return None
+
+    def index(self) -> TarIndex:
+        """Return the index, which is kept if it can be.
+
+        Raises `ValueError` if several ranks would index a remote archive, as they keep nothing.
+        """
+        noticed = bool(self.stamp.mark)  # else a change would not be, so no index is kept
+        keeps = self.store.is_local or self.kept not in (None, BESIDE)
+        ranks = 1 if self.store.is_local else max(ranks_here(), local_rank() + 1)
+        if ranks > 1 and not noticed:
+            warn_once(
+                f"each of the {ranks} ranks of this machine reads the headers of all archives: the "
+                "store reports neither a time nor a checksum, so a change would not be noticed, and no "
+                "index is kept; copy the archives to a store that reports one of them",
+                "read-by-each-rank",
+            )
+        elif ranks > 1 and not keeps:
+            raise ValueError(
+                f"{self.name} has no kept index, so each of the {ranks} ranks of this machine would "
+                "read the archive; set index= to a folder that all ranks share, where one rank makes "
+                f"each index. To fill the folder ahead of time, run: hybridloader index {self.name} ... "
+                "-o FOLDER"
+            )
+        if self.kept is None or not (noticed and keeps):
+            return self._make()
+        index = load_index(self.file, self.stamp)  # another process may have made it
+        if index is None:
+            index = self._make()
+            try:
+                write_whole(self.file, packed_index(index))
+            except OSError as error:  # this index works; the next process indexes the archive again
+                warn_once(
+                    f"indices of archives are not kept in {os.path.dirname(self.file)}: "
+                    f"{type(error).__name__}: {error.strerror}; set index= to a writable folder",
+                    "index-not-kept",
+                )
+        return index
+
+    def _make(self) -> TarIndex:
+        whole = self.store.is_local or self.stamp.size < 0
+        store, path, size = self.store, self.path, self.stamp.size
+        with store.open(path) if whole else Headers(store, path, size) as file:
+            try:
+                return make_index(self.name, file, self.stamp)
+            except Exception as error:
+                store.raise_named(error, path)
+
+
+@contextmanager
+def _alone(kept: str | None) -> Iterator[None]:
+    """Hold the lock of a folder of indices; a process that ends, also by a signal, gives it back."""
+    with ExitStack() as locked:
+        if kept is not None and kept != BESIDE:
+            os.makedirs(kept, exist_ok=True)
+            # OSError: the folder isn't writable, of which saving an index warns; or the file system has
+            # no locks, and each process makes what is missing.
+            with suppress(OSError):
+                lock = locked.enter_context(open(os.path.join(kept, _LOCK), "ab"))
+                if fcntl is not None:
+                    fcntl.lockf(lock, fcntl.LOCK_EX)
+        yield
+
+
+def index_archives(
+    urls: Urls,
+    folder: str,  # a local one, which is made if it is not there
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    at_once: int = 8,  # number of archives that are read at a time
+    # Called with the number of archives that are done, the number of all, and the name of one:
+    report: Callable[[int, int, str], object] = lambda *_: None,
+) -> list[tuple[str, Exception]]:
+    """Index archives into a folder that `Tar` reads as ``index=folder``; those that are there, stay.
+
+    Returns names and errors of archives that could not be indexed, or whose index can't be kept. Raises
+    an error of `list_files` if `urls` names no archives.
+    """
+    places = archives(urls, storage_options or {})
+    failures = []
+    with _alone(folder), ThreadPoolExecutor(at_once) as threads:
+        asked = {threads.submit(_keep, place, folder): place for place in places}
+        try:
+            for done, future in enumerate(as_completed(asked), 1):
+                store, path = asked[future]
+                error = future.exception()
+                if isinstance(error, Exception):
+                    failures.append((store.name(path), error))
+                report(done, len(places), store.name(path))
+        except BaseException:
+            threads.shutdown(wait=False, cancel_futures=True)
+            raise
+    return sorted(failures, key=lambda failure: failure[0])
+
+
+def _keep(place: Place, folder: str) -> None:
+    store, path = place
+    archive = Archive(store, path, store.stamp(path), folder)
+    archive.index()
+    if not archive.stamp.mark:
+        raise ValueError(
+            f"{archive.name}: the store reports neither a time nor a checksum, so a change would not "
+            "be noticed, and no index is kept; copy the archive to a store that reports one of them"
+        )
+
 
 _PARTS = 1024
 """Blocks whose parts are kept: about 300 bytes each."""

@@ -25,8 +25,8 @@ from hybridloader._support.text import one_of, short, whole
 from hybridloader._support.user_objects import add_note
 from hybridloader.errors import SourceError
 from hybridloader.sources.files import Urls, list_files
-from hybridloader.sources.indexing import make_index, name_parts, packed_index
 from hybridloader.sources.store import MANIFEST, Stamp, Store
+from hybridloader.sources.tar import make_index, name_parts, packed_index
 
 if TYPE_CHECKING:
     from typing_extensions import Self

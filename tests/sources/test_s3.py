@@ -151,7 +151,7 @@ def test_shards_are_written_resumed_and_read_with_their_index(
     assert write_shards(samples(-1), "s3://photos/packed", **options) == [4, 4, 2]
     with pytest.raises(FileExistsError, match="has a complete pack"):
         write_shards(samples(-1), "s3://photos/packed", **options)
-    monkeypatch.setattr("hybridloader.sources.indexing.make_index", None)  # none is made
+    monkeypatch.setattr("hybridloader.sources.tar.make_index", None)  # none is made
     tar = Tar("s3://photos/packed/", fields=("txt",), index="beside", storage_options=s3)
     assert [text for (text,) in tar] == [b"text %d" % number for number in range(10)]
     tar.close()

@@ -22,9 +22,10 @@ from support.platforms import posix
 from hybridloader import DataLoader, Retry, Skip
 from hybridloader.errors import SourceError, StoreError
 from hybridloader.sampling import BlockShuffleSampler, ShuffleSampler
-from hybridloader.sources import Files, Tar, indexing
-from hybridloader.sources.indexing import VERSION, load_index, make_index, packed_index
+from hybridloader.sources import Files, Tar
+from hybridloader.sources import tar as module
 from hybridloader.sources.store import Stamp, Store
+from hybridloader.sources.tar import VERSION, load_index, make_index, packed_index
 
 
 def written(path: Path, members: Any) -> str:
@@ -161,7 +162,7 @@ def test_an_index_that_can_not_be_kept_is_told_once(
     def refuse(path: str, data: Any) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", path)
 
-    monkeypatch.setattr(indexing, "write_whole", refuse)
+    monkeypatch.setattr(module, "write_whole", refuse)
     with pytest.warns(
         UserWarning, match=r"not kept in .*d: PermissionError: Perm.* index= to a writable folder"
     ):

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 from support.command import main
 
-from hybridloader.sources import Parquet, ShardWriter, Tar, indexing, write_shards
+from hybridloader.sources import Parquet, ShardWriter, Tar, write_shards
+from hybridloader.sources import tar as module
 from hybridloader.sources.store import MANIFEST
 from hybridloader.sources.writing import _Folder
 
@@ -63,7 +64,7 @@ def test_a_tar_comes_back_with_its_index(
     source: Any = Samples(100) if kind == "dataset" else map(sample, range(100))
     counts = write_shards(source, url, samples_per_shard=30)
     assert counts == ([25] * 4 if kind == "dataset" else [30, 30, 30, 10])
-    monkeypatch.setattr(indexing, "make_index", None)  # none is made
+    monkeypatch.setattr(module, "make_index", None)  # none is made
     assert contents(f"{url}/", index="beside") == expected(100)  # the manifest is no archive
     if where == "local":
         names = {path.name for path in (tmp_path / "out").iterdir()}
