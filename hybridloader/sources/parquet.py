@@ -19,11 +19,10 @@ import numpy.typing as npt
 
 from hybridloader._support.text import flag, warn_once, whole
 from hybridloader.errors import SourceError
-from hybridloader.sources.block_reader import AHEAD, Fetched
-from hybridloader.sources.block_reader import CACHE as DISK
 from hybridloader.sources.files import Root, Urls, list_files
 from hybridloader.sources.per_worker import PerWorker
-from hybridloader.sources.shards import Shards
+from hybridloader.sources.shards import AHEAD, Fetched, Shards
+from hybridloader.sources.shards import CACHE as DISK
 from hybridloader.sources.store import (
     RETRY,
     Ranges,

@@ -31,9 +31,8 @@ from hybridloader._support.text import function, warn_once
 from hybridloader._support.user_objects import add_note
 from hybridloader.errors import SourceError
 from hybridloader.memory.limits import local_rank, ranks_here
-from hybridloader.sources.block_reader import AHEAD, CACHE
 from hybridloader.sources.files import Texts, Urls, list_files
-from hybridloader.sources.shards import Shards
+from hybridloader.sources.shards import AHEAD, CACHE, Shards
 from hybridloader.sources.store import (
     MANIFEST,
     RETRY,

@@ -18,8 +18,8 @@ from support.http_store import HttpStore
 
 from hybridloader import DataLoader, Pipeline, SharedMemory, Spawn
 from hybridloader.sampling import BlockShuffleSampler
-from hybridloader.sources import Tar, block_reader
-from hybridloader.sources.block_reader import BlockCache, BlockReader, private_cache
+from hybridloader.sources import Tar, shards
+from hybridloader.sources.shards import BlockCache, BlockReader, private_cache
 
 pytest.importorskip("fcntl")
 SHARDS, EACH = 6, 8
@@ -57,7 +57,7 @@ def test_a_block_is_fetched_once_and_read_by_all(cache: BlockCache) -> None:
     assert cache.get("a", never) == block(1)
     assert BlockCache(cache.folder, 10_000).get("a", never) == block(1)
     code = (
-        "import sys; from hybridloader.sources.block_reader import BlockCache;"
+        "import sys; from hybridloader.sources.shards import BlockCache;"
         "print(len(BlockCache(sys.argv[1], 10_000).get('a', None)))"
     )
     done = subprocess.run(
@@ -106,9 +106,9 @@ def test_a_file_that_is_not_whole_is_never_read(cache: BlockCache, damage: str) 
 def test_what_a_killed_writer_left_is_written_anew(cache: BlockCache) -> None:
     code = """
 import os, sys
-from hybridloader.sources import block_reader
-cache = block_reader.BlockCache(sys.argv[1], 10_000)
-block_reader.os.replace = lambda *_: os.kill(os.getpid(), 9)
+from hybridloader.sources import shards
+cache = shards.BlockCache(sys.argv[1], 10_000)
+shards.os.replace = lambda *_: os.kill(os.getpid(), 9)
 cache.get("a", lambda: b"x" * 500)
 """
     done = subprocess.run([sys.executable, "-c", code, cache.folder], check=False)
@@ -152,7 +152,7 @@ def test_a_disk_that_is_full_is_told_and_costs_no_sample(
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("hybridloader.sources.block_reader.os.replace", full)
+    monkeypatch.setattr("hybridloader.sources.shards.os.replace", full)
     with pytest.warns(UserWarning, match="No space left on device"):
         assert cache.get("a", lambda: block(1)) == block(1)
     assert names(cache) == []
@@ -166,7 +166,7 @@ def test_a_loader_on_a_full_disk_loses_nothing(
             raise OSError(28, "No space left on device")
 
     tar = tar_of(store, cache_dir=str(tmp_path))
-    monkeypatch.setattr(block_reader, "open", lambda *_: Full(), raising=False)
+    monkeypatch.setattr(shards, "open", lambda *_: Full(), raising=False)
     sampler = BlockShuffleSampler(tar, seed=0, block_size=3, window_blocks=2)
     loader: Any = DataLoader(
         tar, 4, sampler=sampler, collate_fn=list, num_workers=2, backend="threads"
@@ -233,7 +233,7 @@ def test_a_private_cache_goes_with_its_owner_or_is_removed_after_it(tmp_path: Pa
     folder = cache.folder
     assert cache.get("a", lambda: block(1)) == block(1)
     code = (
-        "import os; from hybridloader.sources.block_reader import private_cache;"
+        "import os; from hybridloader.sources.shards import private_cache;"
         "cache = private_cache(1 << 20); print(cache.folder, flush=True); os.kill(os.getpid(), 9)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -291,7 +291,7 @@ def test_samples_do_not_wait_until_their_block_is_written(
     monkeypatch.setattr(BlockCache, "_write", slowly)
     # The server's port is in the keys: in 1 run of 17, two blocks would share one of 256 lock files, and
     # the second would wait for the first one's write.
-    monkeypatch.setattr(block_reader, "_LOCKS", 1 << 32)
+    monkeypatch.setattr(shards, "_LOCKS", 1 << 32)
     sampler = BlockShuffleSampler(tar, seed=0)
     assert sorted(tar[index] for index in sampler) == sorted(texts())
     assert tar._reader is not None

@@ -352,7 +352,7 @@ def test_what_was_fetched_is_not_asked_for_again_by_a_retry(gated: Any) -> None:
 def test_another_sampler_reads_sample_by_sample_and_is_told_which_would_not(
     gated: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hybridloader.sources.block_reader._MANY", 9)
+    monkeypatch.setattr("hybridloader.sources.shards._MANY", 9)
     source = gated(4, 3)
     with pytest.warns(UserWarning, match="sampler=BlockShuffleSampler"):
         assert sorted(map(source.__getitem__, ShuffleSampler(source, 0))) == [*range(12)]

@@ -15,8 +15,8 @@ from hybridloader import DataLoader, Pipeline, Retry
 from hybridloader._support import store_use
 from hybridloader._support.store_use import StoreUse, store_of
 from hybridloader.sampling import BlockShuffleSampler
-from hybridloader.sources import Files, Tar, block_reader
-from hybridloader.sources.block_reader import BlockCache
+from hybridloader.sources import Files, Tar, shards
+from hybridloader.sources.shards import BlockCache
 
 SHARDS, EACH = 4, 4
 
@@ -71,7 +71,7 @@ def test_a_block_is_counted_before_it_is_written(
         return write(*arguments)
 
     monkeypatch.setattr(BlockCache, "_write", slowly)
-    monkeypatch.setattr(block_reader, "_LOCKS", 1 << 32)  # no two blocks share one
+    monkeypatch.setattr(shards, "_LOCKS", 1 << 32)  # no two blocks share one
     try:
         use = epoch(tar, sampler=BlockShuffleSampler(tar, seed=0))
     finally:
