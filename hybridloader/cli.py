@@ -74,21 +74,40 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"hybridloader {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for add in (_add_demo, _add_run, _add_tune, _add_index, _add_pack, _add_info, _add_explain):
-        command = add(commands)
-        command.set_defaults(parser=command)
+    _add_demo(commands)
+    _add_run(commands)
+    _add_tune(commands)
+    _add_index(commands)
+    _add_pack(commands)
+    _command(
+        *(commands, "info", _info),
+        help="print what a bug report needs: versions, limits, backends",
+        description="Print the versions and limits that a bug report needs, and which backends work.",
+    )
+    explain = _command(
+        *(commands, "explain", _explain),
+        help="print the section of the troubleshooting page that an error or a warning names",
+        description="Print the section of the troubleshooting page on an error or a warning.",
+    )
+    explain.add_argument("name", metavar="NAME", help="the last word of an error or a warning")
     return parser
 
 
-def _add_demo(commands: Any) -> Any:
-    demo = commands.add_parser(
-        "demo",
+def _command(commands: Any, name: str, run: Callable[..., str | None], **texts: Any) -> Any:
+    """Add a command that calls `run` with the arguments, and return its parser."""
+    command = commands.add_parser(name, **texts)
+    command.set_defaults(run=run, parser=command)
+    return command
+
+
+def _add_demo(commands: Any) -> None:
+    demo = _command(
+        *(commands, "demo", _demo),
         help="train a small network on photographs, and compare with torch's loader",
         description="Train a small network that recognizes from which of ten photographs a crop comes, "
         "then compare with torch's loader. The first run cuts the photographs, which "
         "scikit-image and scikit-learn contain, into 4,500 JPEG files.",
     )
-    demo.set_defaults(run=_demo)
     _add_options(
         demo,
         ("--data", Path, "DIR", "train on these images: a folder with one folder per class"),
@@ -105,12 +124,11 @@ def _add_demo(commands: Any) -> Any:
         default=True,
         help="compare with torch's loader after the training (default: yes)",
     )
-    return demo
 
 
-def _add_run(commands: Any) -> Any:
-    run = commands.add_parser(
-        "run",
+def _add_run(commands: Any) -> None:
+    run = _command(
+        *(commands, "run", _run),
         usage="%(prog)s [OPTION ...] SCRIPT [ARGUMENT ...]\n       %(prog)s [OPTION ...] -m MODULE "
         "[ARGUMENT ...]",
         help="run a script with its torch DataLoaders on hybridloader's engine",
@@ -120,7 +138,6 @@ def _add_run(commands: Any) -> Any:
         "loader that can't have an option ignores it. Arguments after SCRIPT are passed to it.",
         allow_abbrev=False,
     )
-    run.set_defaults(run=_run)
     absent = argparse.SUPPRESS
     _add_options(
         run,
@@ -148,12 +165,12 @@ def _add_run(commands: Any) -> Any:
     run.add_argument(
         "-m", dest="module", action="store_true", help="SCRIPT is the name of a module"
     )
-    return _with_script(run)
+    _take_script(run)
 
 
-def _add_tune(commands: Any) -> Any:
-    tune = commands.add_parser(
-        "tune",
+def _add_tune(commands: Any) -> None:
+    tune = _command(
+        *(commands, "tune", _tune),
         usage="%(prog)s [OPTION ...] SCRIPT [ARGUMENT ...]",
         help="run a script up to its first loader or pipeline, and measure which workers load fastest",
         description="Run a Python script until a DataLoader, torch's or hybridloader's, has had 8 "
@@ -162,7 +179,6 @@ def _add_tune(commands: Any) -> Any:
         epilog="Arguments after SCRIPT are passed to it.",
         allow_abbrev=False,
     )
-    tune.set_defaults(run=_tune)
     _add_options(
         tune,
         ("--seconds", float, "S", "limit of the measurement; default: 20", 20.0),
@@ -170,18 +186,17 @@ def _add_tune(commands: Any) -> Any:
         ("--memory", float, "SHARE", "share of the memory that may be used; default: 0.5", 0.5),
         ("--keep-up", None, None, "choose the cheapest plan that keeps up with the script's loop"),
     )
-    return _with_script(tune)
+    _take_script(tune)
 
 
-def _add_index(commands: Any) -> Any:
-    index = commands.add_parser(
-        "index",
+def _add_index(commands: Any) -> None:
+    index = _command(
+        *(commands, "index", _index),
         help="index tar archives ahead of time, for Tar(..., index=FOLDER)",
         description="Read the headers of tar archives, and write an index of each into a folder. All "
         "ranks and runs read the indices from it: Tar(URL, index=FOLDER). Archives with an index in the "
         "folder are skipped, so the same command resumes after an interruption.",
     )
-    index.set_defaults(run=_index)
     urls = "archive, folder or glob; braces such as {000..127} name several"
     index.add_argument("urls", nargs="+", metavar="URL", help=urls)
     index.add_argument(
@@ -192,17 +207,15 @@ def _add_index(commands: Any) -> Any:
         ("--parallel", _at_least(1), "N", "number of archives read at a time; default: 8", 8),
         _STORAGE_OPTIONS,
     )
-    return index
 
 
-def _add_pack(commands: Any) -> Any:
-    pack = commands.add_parser(
-        "write-shards",
+def _add_pack(commands: Any) -> None:
+    pack = _command(
+        *(commands, "write-shards", _pack),
         help="write a folder or a dataset into shards: tar archives or Parquet files",
         description="Write samples into shards that Tar, Parquet and webdataset read, each archive with "
         "its index. Nothing is overwritten. The same command resumes after an interruption.",
     )
-    pack.set_defaults(run=_pack)
     pack.add_argument(
         "source",
         metavar="SOURCE",
@@ -224,28 +237,6 @@ def _add_pack(commands: Any) -> Any:
         ("--workers", _at_least(1), "N", "number of threads that read samples; default: 4", 4),
         _STORAGE_OPTIONS,
     )
-    return pack
-
-
-def _add_info(commands: Any) -> Any:
-    info = commands.add_parser(
-        "info",
-        help="print what a bug report needs: versions, limits, backends",
-        description="Print the versions and limits that a bug report needs, and which backends work.",
-    )
-    info.set_defaults(run=_info)
-    return info
-
-
-def _add_explain(commands: Any) -> Any:
-    explain = commands.add_parser(
-        "explain",
-        help="print the section of the troubleshooting page that an error or a warning names",
-        description="Print the section of the troubleshooting page on an error or a warning.",
-    )
-    explain.set_defaults(run=_explain)
-    explain.add_argument("name", metavar="NAME", help="the last word of an error or a warning")
-    return explain
 
 
 def _add_options(command: Any, *options: tuple[Any, ...]) -> None:
@@ -258,12 +249,11 @@ def _add_options(command: Any, *options: tuple[Any, ...]) -> None:
             command.add_argument(flag, type=kind, metavar=metavar, help=text, default=value)
 
 
-def _with_script(command: Any) -> Any:
-    """Return a command that takes a script and its arguments, too."""
+def _take_script(command: Any) -> None:
+    """Have a command take a script and its arguments, too."""
     command.add_argument("script", metavar="SCRIPT")
     rest = command.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT")
     rest.required = False
-    return command
 
 
 def _bytes(text: str) -> int:
