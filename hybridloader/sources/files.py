@@ -47,6 +47,7 @@ class Root(NamedTuple):
     folder: str  # common parent of the names in the URL, without a final slash
     paths: list[str]  # sorted
     sizes: list[int]  # bytes; -1: unknown
+    store: Store
 
 
 def urls_of(urls: Urls) -> list[str]:
@@ -93,8 +94,8 @@ def list_files(
         str, ...
     ] = (),  # beginnings of names that are left out of a folder, at any depth
     retry: float = RETRY,  # seconds within which a request that failed is made again
-) -> tuple[list[Root], list[Store]]:
-    """List the files that `urls` name, and the store of each; the URLs of one place share it.
+) -> list[Root]:
+    """List the files that `urls` name; the URLs of one place share its store.
 
     A file that several name is only in the first of them. Stores are asked, not the listings that
     fsspec keeps.
@@ -109,7 +110,7 @@ def list_files(
     by_place = {place: Store(url, options, retry) for place, url in urls_by_place.items()}
     stores = [by_place[place] for place in places]
     if kept is not None and os.path.exists(kept):
-        return _read(kept, wanted), stores
+        return _read(kept, wanted, stores)
     for store in by_place.values():
         store.forget_listings()
     seen: set[tuple[Store, str]] = set()
@@ -121,9 +122,10 @@ def list_files(
         paths, sizes = [root.paths[at] for at in fresh], [root.sizes[at] for at in fresh]
         roots.append(root._replace(paths=paths, sizes=sizes))
     if kept is not None:
-        text = json.dumps({"version": VERSION, "roots": roots}, ensure_ascii=False)
+        saved = {"version": VERSION, "roots": [root[:-1] for root in roots]}
+        text = json.dumps(saved, ensure_ascii=False)
         write_whole(kept, text.encode("utf-8", "surrogateescape"))
-    return roots, stores
+    return roots
 
 
 def _place_of(url: str) -> str:
@@ -157,8 +159,8 @@ def _listed(url: str, store: Store, ignored: tuple[str, ...]) -> Root:
             found = {n: info for n, info in found.items() if not hidden.search(n, len(folder))}
     else:  # not checked: a list of a million URLs would take as many requests
         if store.is_local:
-            return Root(url, os.path.dirname(path), [path], [os.stat(path).st_size])
-        return Root(url, path.rpartition("/")[0], [path], [-1])
+            return Root(url, os.path.dirname(path), [path], [os.stat(path).st_size], store)
+        return Root(url, path.rpartition("/")[0], [path], [-1], store)
     files = {n: info for n, info in found.items() if info.get("type") not in ("directory", _AROUND)}
     if not files:
         pattern = "" if magic is None else "; *, ? and [ are read as a pattern; write [[] for a ["
@@ -168,7 +170,7 @@ def _listed(url: str, store: Store, ignored: tuple[str, ...]) -> Root:
             raise SourceError(f"{url} lists {name!r}, a name outside its folder")
     paths = sorted(files)
     sizes = [files[name].get("size") for name in paths]
-    return Root(url, folder, paths, [-1 if size is None else int(size) for size in sizes])
+    return Root(url, folder, paths, [-1 if size is None else int(size) for size in sizes], store)
 
 
 def _following_links(url: str) -> Any:
@@ -198,13 +200,13 @@ def _leads_around(link: str) -> bool:
     return os.path.commonpath([target, folder]) == target
 
 
-def _read(kept: str, urls: list[str]) -> list[Root]:
+def _read(kept: str, urls: list[str], stores: list[Store]) -> list[Root]:
     try:
         with open(kept, encoding="utf-8", errors="surrogateescape") as file:
             held = json.load(file)
         if held["version"] != VERSION:
             raise ValueError(f"it has version {held['version']}, not {VERSION}")
-        roots = [Root(*root) for root in held["roots"]]
+        roots = [Root._make([*root, one]) for root, one in zip(held["roots"], stores, strict=False)]
     except (ValueError, KeyError, TypeError) as error:
         raise CacheError(f"{kept} is not a readable list of files ({error}); delete it") from error
     if [root.url for root in roots] != urls:
@@ -357,12 +359,12 @@ class Files(Shards[Any]):
             raise ValueError(
                 f"decode must be 'bytes', 'text' or a function that takes bytes, got {decode!r}"
             )
-        roots, stores = list_files(urls, storage_options or {}, index, retry=retry_seconds)
+        roots = list_files(urls, storage_options or {}, index, retry=retry_seconds)
         super().__init__(Texts(root.url for root in roots), [len(root.paths) for root in roots])
         self._decode = decode
-        numbers = {store: number for number, store in enumerate(dict.fromkeys(stores))}
-        self._shard_stores = list(numbers)
-        self._store_of = array("L", (numbers[store] for store in stores))
+        self._shard_stores = list(dict.fromkeys(root.store for root in roots))
+        numbers = {store: number for number, store in enumerate(self._shard_stores)}
+        self._store_of = array("L", (numbers[root.store] for root in roots))
         self.paths: Texts = Texts(itertools.chain.from_iterable(root.paths for root in roots))
         self._sizes = np.array([size for root in roots for size in root.sizes], np.int64)
         self.classes: list[str] = []

@@ -709,13 +709,10 @@ class Parquet(Shards[Any]):
             raise ValueError(f"columns has a name twice: {', '.join(columns)}")
         self._tensors, self._filter = flag("tensors", tensors), filter
         # As in pyarrow's datasets: Spark and others keep files without rows under such names.
-        roots, stores = list_files(
-            urls, storage_options or {}, ignored=("_", "."), retry=retry_seconds
-        )
+        roots = list_files(urls, storage_options or {}, ignored=("_", "."), retry=retry_seconds)
         folders, numbers = iter(_folder_columns(roots)), count()
-        places = [
-            (store, path) for root, store in zip(roots, stores, strict=True) for path in root.paths
-        ]
+        places = [(root.store, path) for root in roots for path in root.paths]
+        stores = (store for store, _ in places)
         stamps = each(lambda place: place[0].stamp(place[1]), places, stores)
         self._files = [
             ParquetFile(*place, stamp, next(folders), next(numbers))

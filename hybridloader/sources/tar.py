@@ -282,10 +282,9 @@ def archives(urls: Urls, options: Mapping[str, Any], retry: float = RETRY) -> li
 
     Raises `FileNotFoundError` if there are none.
     """
-    roots, stores = list_files(urls, options, retry=retry)
     places = [
-        (store, path)
-        for root, store in zip(roots, stores, strict=True)
+        (root.store, path)
+        for root in list_files(urls, options, retry=retry)
         for path in root.paths
         if not path.endswith((SUFFIX, f"/{MANIFEST}"))
     ]

@@ -198,8 +198,7 @@ class FolderSamples:
     ) -> None:
         self.ignored = 0  # number of files that are no sample's: hidden, or without an extension
         groups: dict[str, dict[str, tuple[Store, str, int]]] = {}
-        roots, stores = list_files(urls, storage_options or {})
-        for root, store in zip(roots, stores, strict=True):
+        for root in list_files(urls, storage_options or {}):
             for path, size in zip(root.paths, root.sizes, strict=True):
                 parts = name_parts(path[len(root.folder) :].lstrip("/"))
                 if parts is None:
@@ -211,7 +210,7 @@ class FolderSamples:
                         f"{files[parts[1]][1]} and {path} are both {'.'.join(parts)}, so one would be "
                         "lost; pack their folders separately"
                     )
-                files[parts[1]] = store, path, size
+                files[parts[1]] = root.store, path, size
         self._samples = [*groups.items()]
         self.classes: list[str] = []
         if classes:
