@@ -40,8 +40,7 @@ class _Place:
     """Held while one of the other attributes changes."""
     installed: Installation | None = None
     """The installation that makes iterators, or None. Read without the lock."""
-    torchs: Any = None
-    """torch's method, after ours has replaced it."""
+    torchs: Any = None  # torch's method, after ours has replaced it
 
 
 _place = _Place()

@@ -27,14 +27,11 @@ class NotThere(Exception):
 class Program(NamedTuple):
     """Code to run."""
 
-    name: str
-    """Its ``sys.argv[0]``."""
+    name: str  # its ``sys.argv[0]``
     file: str
     code: CodeType
-    spec: ModuleSpec | None
-    """Spec of a module; None for a script."""
-    folder: str
-    """First entry of its import path."""
+    spec: ModuleSpec | None  # spec of a module; None for a script
+    folder: str  # first entry of its import path
 
 
 @contextlib.contextmanager

@@ -28,8 +28,7 @@ class Span(NamedTuple):
     ended: float
     part: float = 1.0
     """This worker's part of its stage's capacity: 0.5 for one of two workers, if it never pauses."""
-    density: float = 1.0
-    """Busy share of this worker meanwhile, from 0 to 1."""
+    density: float = 1.0  # busy share of this worker meanwhile, from 0 to 1
 
 
 class Wait(NamedTuple):
@@ -44,12 +43,9 @@ class CoroutineUse(NamedTuple):
 
     step: str
     concurrency: int
-    begun: int
-    """Number of coroutines."""
-    idle: float
-    """Seconds that the event loops waited for something that a coroutine awaits."""
-    held: float
-    """Seconds that coroutines ran and blocked the event loops."""
+    begun: int  # number of coroutines
+    idle: float  # seconds that the event loops waited for something that a coroutine awaits
+    held: float  # seconds that coroutines ran and blocked the event loops
 
 
 @dataclass(frozen=True)
@@ -149,41 +145,28 @@ class StageRecord(StageStats):
     starved: float = 0.0
     blocked: float = 0.0
     other: float = 0.0
-    wait_for_core: float | None = None
-    """Seconds that its workers were runnable but had no core."""
+    wait_for_core: float | None = None  # seconds that its workers were runnable but had no core
     gil_waits: tuple[float, ...] = ()
     """Seconds that its threads took to get the GIL back after releasing it, sampled."""
-    collating: float = 0.0
-    """Seconds of `busy` that `collate_fn` took."""
-    packing: float = 0.0
-    """Seconds of `busy` that packing results took."""
-    sending: float = 0.0
-    """Seconds, not in `busy`, that sending and opening results took."""
-    arrays: float = 0.0
-    """Share of `bytes` in tensors and arrays, which are not pickled."""
+    collating: float = 0.0  # seconds of `busy` that `collate_fn` took
+    packing: float = 0.0  # seconds of `busy` that packing results took
+    sending: float = 0.0  # seconds, not in `busy`, that sending and opening results took
+    arrays: float = 0.0  # share of `bytes` in tensors and arrays, which are not pickled
     spans: tuple[Span, ...] = ()
     latencies: tuple[float, ...] = ()
     """Seconds from the end of a task until its result was received, for results that were waited for."""
-    since: float | None = None
-    """Time before which spans were dropped."""
-    first: float | None = None
-    """Time at which its first task began."""
-    firsts: tuple[Wait, ...] = ()
-    """Times of the first task of each worker."""
-    later: float | None = None
-    """Mean seconds of the other tasks; None if there were none."""
+    since: float | None = None  # time before which spans were dropped
+    first: float | None = None  # time at which its first task began
+    firsts: tuple[Wait, ...] = ()  # times of the first task of each worker
+    later: float | None = None  # mean seconds of the other tasks; None if there were none
     parts: tuple[float, ...] = ()
     """Busy seconds of each worker, if each worker reads a separate part of the data."""
     coroutines: CoroutineUse | None = None
     """Use of event loops, if its function, or the slowest of its functions, is an ``async def``."""
-    full: float | None = None
-    """Time at which a whole window of tasks had returned."""
-    in_process: bool = True
-    """True if its workers share the GIL with the loop."""
-    source: bool = False
-    """True for a sampler and for the reader of a source."""
-    reads: bool = False
-    """True for a stage that reads samples of a dataset."""
+    full: float | None = None  # time at which a whole window of tasks had returned
+    in_process: bool = True  # True if its workers share the GIL with the loop
+    source: bool = False  # True for a sampler and for the reader of a source
+    reads: bool = False  # True for a stage that reads samples of a dataset
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of the user's constructor that affect this stage, with their values."""
 
@@ -195,15 +178,11 @@ class LoopRecord:
     began: float
     ended: float
     items: int = 0
-    waited: float = 0.0
-    """Total seconds spent in `next()`."""
-    waits: tuple[Wait, ...] = ()
-    """The longer waits, in order."""
-    brief: int = 0
-    """Number of shorter waits, which are not in `waits`."""
+    waited: float = 0.0  # total seconds spent in `next()`
+    waits: tuple[Wait, ...] = ()  # the longer waits, in order
+    brief: int = 0  # number of shorter waits, which are not in `waits`
     brief_seconds: float = 0.0
-    dropped: int = 0
-    """Number of longer waits that were dropped from `waits`."""
+    dropped: int = 0  # number of longer waits that were dropped from `waits`
 
 
 @dataclass(frozen=True)
@@ -240,10 +219,8 @@ class Recording:
     cores: CoreUse | None = None
     switch_interval: float = 0.005
     """Seconds after which a waiting thread requests the GIL; infinite in a free-threaded Python."""
-    batch_size: int | None = None
-    """Samples per item; None if unknown."""
-    stores: tuple[StoreUse, ...] = ()
-    """Use of object stores, by their names."""
+    batch_size: int | None = None  # samples per item; None if unknown
+    stores: tuple[StoreUse, ...] = ()  # use of object stores, by their names
 
 
 def stall_by_stage(stages: Sequence[Iterable[Span]], waits: Iterable[Wait]) -> list[float]:
@@ -347,24 +324,16 @@ class Figures:
     recording: Recording
     names: tuple[str, ...]
     """Names of the stages; no two are the same, and none is that of another row."""
-    full: float | None
-    """Time at which the prefetch was full; None if it never was."""
-    seconds: float
-    """Seconds since the prefetch was full; the fields below also count from then."""
-    calls: int
-    """Calls of `next()`."""
-    stall: float
-    """Seconds that the loop spent in `next()`."""
-    warmup: float
-    """Seconds that the loop spent in `next()` before the prefetch was full."""
+    full: float | None  # time at which the prefetch was full; None if it never was
+    seconds: float  # seconds since the prefetch was full; the fields below also count from then
+    calls: int  # calls of `next()`
+    stall: float  # seconds that the loop spent in `next()`
+    warmup: float  # seconds that the loop spent in `next()` before the prefetch was full
     p50: float
     p99: float
-    by_stage: tuple[float, ...]
-    """Seconds of the stall that belong to each stage."""
-    late: float
-    """Seconds of all waits until the first task began, and no source was busy."""
-    opening: float
-    """Seconds of all waits in which workers did slow first tasks."""
+    by_stage: tuple[float, ...]  # seconds of the stall that belong to each stage
+    late: float  # seconds of all waits until the first task began, and no source was busy
+    opening: float  # seconds of all waits in which workers did slow first tasks
 
     @property
     def share(self) -> float:

@@ -46,8 +46,7 @@ LOOP = ("iter()", "next()")
 class Event(NamedTuple):
     """Event of a trace; times are seconds of `time.perf_counter`."""
 
-    kind: str
-    """``"X"``: a slice, ``"i"``: an instant."""
+    kind: str  # ``"X"``: a slice, ``"i"``: an instant
     track: Track
     name: str
     began: float

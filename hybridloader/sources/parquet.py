@@ -136,21 +136,17 @@ class Part(NamedTuple):
     """Rows of one row group."""
 
     columns: Columns
-    rows: Any
-    """Array of row numbers; a slice for consecutive samples."""
-    at: slice
-    """Position of these samples among those of all parts."""
+    rows: Any  # array of row numbers; a slice for consecutive samples
+    at: slice  # position of these samples among those of all parts
 
 
 class Selection(NamedTuple):
     """Samples of a batch."""
 
-    parts: Sequence[Part]
-    """Samples of the same row group, one group after the other."""
+    parts: Sequence[Part]  # samples of the same row group, one group after the other
     order: Ints | None
     """Position among the parts of each sample of the batch; None: the parts are in order."""
-    size: int
-    """Number of samples."""
+    size: int  # number of samples
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the samples as dicts of Python's objects."""
@@ -276,14 +272,10 @@ def _dtype_of(dtype: npt.DTypeLike) -> Any:
 class OpenParquet(NamedTuple):
     """A file that is open."""
 
-    number: int
-    """Number of the file in the table."""
-    source: Any
-    """Pyarrow file."""
-    fragment: Any
-    """Fragment of pyarrow.dataset, with its metadata."""
-    remote: _RemoteFile | None
-    """The remote file that `source` reads, if it is remote."""
+    number: int  # number of the file in the table
+    source: Any  # pyarrow file
+    fragment: Any  # fragment of pyarrow.dataset, with its metadata
+    remote: _RemoteFile | None  # the remote file that `source` reads, if it is remote
 
 
 class ParquetFile(NamedTuple):
@@ -294,8 +286,7 @@ class ParquetFile(NamedTuple):
     stamp: Stamp
     folders: Mapping[str, Any] = MappingProxyType({})
     """Columns in the names of its folders: pyarrow scalars by name."""
-    number: int = 0
-    """Number of the file in the table: files of two archives may have the same path."""
+    number: int = 0  # number of the file in the table: files of two archives may have the same path
 
     @property
     def name(self) -> str:
@@ -365,8 +356,7 @@ class _RemoteFile(RemoteFile):
     One thread at a time reads it: pyarrow has a lock around it.
     """
 
-    fetched: tuple[Ranges, Any] | None = None
-    """Parts that are fetched already, and their bytes."""
+    fetched: tuple[Ranges, Any] | None = None  # parts that are fetched already, and their bytes
 
     def fetch(self, start: int, stop: int) -> bytes:
         if self.fetched is not None:

@@ -48,12 +48,9 @@ CACHE = 100 << 30
 class Fetched(NamedTuple):
     """Bytes of several samples of one shard, as `Shards.fetch` returned them."""
 
-    data: Any
-    """Buffer of bytes."""
-    first: int
-    """Number in the shard of the first of these samples."""
-    last: int
-    """Number after that of the last sample."""
+    data: Any  # buffer of bytes
+    first: int  # number in the shard of the first of these samples
+    last: int  # number after that of the last sample
 
 
 class Shards(ABC, Generic[T_co]):

@@ -39,10 +39,8 @@ class Place(NamedTuple):
     """Workers of one stage."""
 
     backend: str
-    workers: int
-    """Number of workers; 0 inline."""
-    threads: int = 1
-    """Threads of each."""
+    workers: int  # number of workers; 0 inline
+    threads: int = 1  # threads of each
 
     @property
     def processes(self) -> int:
@@ -81,14 +79,11 @@ def shown(plan: Plan) -> str:
 class Stage:
     """Stage to be placed."""
 
-    name: str
-    """Name in tables, and that of its row in statistics."""
-    threads_inside: bool = True
-    """True if `threads_per_worker` has an effect."""
+    name: str  # name in tables, and that of its row in statistics
+    threads_inside: bool = True  # True if `threads_per_worker` has an effect
     shares_task: bool = False
     """True if the threads of a worker share one result, as those of a loader share a batch."""
-    only: str | None = None
-    """Backend of all its workers, if that is not to be chosen."""
+    only: str | None = None  # backend of all its workers, if that is not to be chosen
 
     def within(self, place: Place) -> Place:
         """Return `place` with the backend that is not to be chosen, if there is one."""
@@ -99,18 +94,13 @@ class Stage:
 class Costs:
     """Cost of one result of a stage."""
 
-    wall: float
-    """Seconds in one thread that works alone."""
-    cpu: float | None = None
-    """CPU seconds; None if not known."""
-    bytes: int = 0
-    """Bytes of the result; 0 if not known."""
+    wall: float  # seconds in one thread that works alone
+    cpu: float | None = None  # CPU seconds; None if not known
+    bytes: int = 0  # bytes of the result; 0 if not known
     speedup: float | None = None
     """Results that two threads make, as a multiple of those of one; None if not known."""
-    gil: bool = True
-    """False on a Python whose threads run at the same time."""
-    load: float = 0.0
-    """Busy share of the workers in the trial that found this, from 0 to 1."""
+    gil: bool = True  # False on a Python whose threads run at the same time
+    load: float = 0.0  # busy share of the workers in the trial that found this, from 0 to 1
 
     @property
     def computing(self) -> float:
@@ -156,12 +146,9 @@ SPEEDUP = 1.4
 class Limits:
     """Limits of every plan that is tried."""
 
-    cores: float
-    """CPUs; a fraction if a quota allows that."""
-    memory: int = 1 << 62
-    """Bytes for results in flight and for worker processes."""
-    backends: tuple[str, ...] = ("inline", "threads", "fork")
-    """Backends that are offered."""
+    cores: float  # CPUs; a fraction if a quota allows that
+    memory: int = 1 << 62  # bytes for results in flight and for worker processes
+    backends: tuple[str, ...] = ("inline", "threads", "fork")  # backends that are offered
     refused: Mapping[str, str] = field(default_factory=dict)
     """Reason for each backend that is not offered."""
 
@@ -270,14 +257,11 @@ KEEPS_UP = 0.95
 class Trial:
     """Measurement of one plan."""
 
-    plan: Plan
-    """Places of the stages."""
+    plan: Plan  # places of the stages
     rates: tuple[float, ...] = ()
     """Results a second, of consecutive parts of the trial; empty if it failed."""
-    stages: tuple[Costs | None, ...] = ()
-    """Costs of each stage; empty if they are not known."""
-    error: str | None = None
-    """Reason for which it failed, in one line."""
+    stages: tuple[Costs | None, ...] = ()  # costs of each stage; empty if they are not known
+    error: str | None = None  # reason for which it failed, in one line
 
     @property
     def rate(self) -> float:
@@ -307,20 +291,15 @@ class Trial:
 class Search:
     """Search over plans: iterate `plans`, measure each, and `note` it before the next."""
 
-    stages: tuple[Stage, ...]
-    """Stages to be placed."""
-    start: Plan
-    """Plan as the user has it."""
-    limits: Limits
-    """Limits of every plan that is proposed."""
-    gil: bool = True
-    """False on a Python whose threads run at the same time."""
+    stages: tuple[Stage, ...]  # stages to be placed
+    start: Plan  # plan as the user has it
+    limits: Limits  # limits of every plan that is proposed
+    gil: bool = True  # False on a Python whose threads run at the same time
     target: float | None = None
     """Results a second that are enough; None: the more the better. May be set during the search."""
     trials: dict[Plan, Trial] = field(default_factory=dict)
     costs: tuple[Costs | None, ...] = ()
-    given: tuple[Plan, ...] = ()
-    """The only plans to measure, if that is no search."""
+    given: tuple[Plan, ...] = ()  # the only plans to measure, if that is no search
     refused: str | None = None
     """Limit that the plan of the user exceeds, in words; None if it keeps all."""
 

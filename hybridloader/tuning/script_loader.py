@@ -28,8 +28,7 @@ class Found(NamedTuple):
     """Loader or pipeline that has had enough results."""
 
     loader: Any
-    loop: float
-    """Seconds of the script's loop for one result, at the median, without waits for it."""
+    loop: float  # seconds of the script's loop for one result, at the median, without waits for it
 
 
 class TunedEnd(BaseException):

@@ -87,14 +87,10 @@ def _costs(stats: Stats, name: str) -> Costs | None:
 class Subject(ABC):
     """Something to tune."""
 
-    name: str
-    """Name in texts, such as ``"DataLoader"``."""
-    unit: str
-    """Name of a result, such as ``"batches"``."""
-    stages: tuple[Stage, ...]
-    """Stages to be placed."""
-    start: Plan
-    """Plan as the user has it."""
+    name: str  # name in texts, such as ``"DataLoader"``
+    unit: str  # name of a result, such as ``"batches"``
+    stages: tuple[Stage, ...]  # stages to be placed
+    start: Plan  # plan as the user has it
 
     @abstractmethod
     def open(self, plan: Plan, timeout: float) -> AbstractContextManager[Running]:
@@ -121,10 +117,8 @@ class Measured:
     error: Exception | None
     overhead: float
     """Seconds until its first result, and from its last one until its workers had ended."""
-    closing: float = 0.0
-    """The latter alone."""
-    kept: tuple[Any, ...] = ()
-    """First results, if they were asked for."""
+    closing: float = 0.0  # seconds of the latter alone
+    kept: tuple[Any, ...] = ()  # first results, if they were asked for
 
 
 def measure(
