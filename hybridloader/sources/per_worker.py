@@ -120,16 +120,12 @@ _receiving = system.renewed_in_forks(threading.Lock())
 
 def _received(key: bytes, open: Callable[[], T], options: dict[str, Any]) -> PerWorker[T]:
     """Return the object with this key, made again if it is not in this process."""
-    found = _known.get(key)
-    if found is not None:
-        return found
-    made = PerWorker(open, **options)
-    del _known[made._key]
-    made._key = key
     with _receiving:  # several threads may receive it
         found = _known.get(key)
         if found is None:
-            _known[key] = found = made
+            found = PerWorker(open, **options)
+            del _known[found._key]
+            found._key, _known[key] = key, found
     return found
 
 
