@@ -74,14 +74,10 @@ SHOWN = 12
 
 
 class _Watched:
-    """Loader or pipeline that is watched; `stats` returns None once it is gone."""
+    """Epoch of a loader or pipeline that is watched; `stats` returns None once it is gone."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def begin(self, stats: Callable[[], Stats | None]) -> None:
-        """Begin an epoch."""
-        self.stats = stats
+    def __init__(self, name: str, stats: Callable[[], Stats | None]) -> None:
+        self.name, self.stats = name, stats
         self._latest: Stats | None = None
         self._rate = 0.0
         self._written = 0  # items of the latest line
@@ -157,12 +153,11 @@ class Watch(ProgramBlock):
     def see(self, name: str, key: Hashable, stats: Callable[[], Stats | None]) -> None:
         """Watch the result of `stats`, in place of an earlier entry with this `key`."""
         with self._lock:
-            watched = self._watched.pop(key, None)
-            if watched is None:
+            before = self._watched.pop(key, None)
+            if before is None:
                 number = self._numbers[name] = self._numbers.get(name, 0) + 1
-                watched = _Watched(numbered(name, number))
-            watched.begin(stats)
-            self._watched[key] = watched  # at the end: the latest
+            name = numbered(name, number) if before is None else before.name
+            self._watched[key] = _Watched(name, stats)  # at the end: the latest
             if len(self._watched) > SHOWN:
                 del self._watched[next(iter(self._watched))]
 
