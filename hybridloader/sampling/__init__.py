@@ -12,23 +12,20 @@ from hybridloader._support.lazily import lazily
 if TYPE_CHECKING:
     from hybridloader.sampling.batching import BucketBatchSampler as BucketBatchSampler
     from hybridloader.sampling.batching import TokenBudgetBatchSampler as TokenBudgetBatchSampler
-    from hybridloader.sampling.blocks import BlockShuffleSampler as BlockShuffleSampler
-    from hybridloader.sampling.distributed import (
-        DistributedShuffleSampler as DistributedShuffleSampler,
-    )
-    from hybridloader.sampling.distributed import ShuffleSampler as ShuffleSampler
     from hybridloader.sampling.permutation import Permutation as Permutation
     from hybridloader.sampling.resumable import ResumableSampler as ResumableSampler
+    from hybridloader.sampling.shuffle import BlockShuffleSampler as BlockShuffleSampler
+    from hybridloader.sampling.shuffle import DistributedShuffleSampler as DistributedShuffleSampler
+    from hybridloader.sampling.shuffle import ShuffleSampler as ShuffleSampler
     from hybridloader.sampling.weighted import WeightedSampler as WeightedSampler
 
 __getattr__, __dir__, __all__ = lazily(
     __name__,
     {
         "batching": "BucketBatchSampler TokenBudgetBatchSampler",
-        "blocks": "BlockShuffleSampler",
-        "distributed": "DistributedShuffleSampler ShuffleSampler",
         "permutation": "Permutation",
         "resumable": "ResumableSampler",
+        "shuffle": "BlockShuffleSampler DistributedShuffleSampler ShuffleSampler",
         "weighted": "WeightedSampler",
     },
 )
