@@ -17,11 +17,12 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from hybridloader._support.text import warn
+from hybridloader._support.text import warn, warn_once
+from hybridloader._version import __version__
 
-TESTED = ("1.15", "1.15")
-"""First and last release of accelerate with which all tests pass. Older releases, from 1.0 on, are
-built the same way, but lose their count of epochs in `skip_first_batches`."""
+TESTED = "1.15"
+"""Release of accelerate with which all tests pass. Older releases, from 1.0 on, are built the same way,
+but lose their count of epochs in `skip_first_batches`."""
 
 KEY = "_hybridloader_source"
 """Attribute through which accelerate reads the loader itself, and parameter that passes it on."""
@@ -134,14 +135,19 @@ def keep_loaders() -> KeptLoaders:
             changes = _changes_of(data_loader)
         except AttributeError as error:
             raise RuntimeError(
-                f"accelerate {release} is not built as expected (tested: {'-'.join(TESTED)}), so it "
+                f"accelerate {release} is not built as expected (tested: {TESTED}), so it "
                 f"can't keep hybridloader's loaders; nothing was changed. {error}. Use a tested "
                 "release, or hybridloader.install(backend=...)"
             ) from error
         for home, name, value, _ in changes:
             setattr(home, name, value)
         _changes.extend(changes)
-        _warn_if_untested(release)
+        if ".".join(release.split(".")[:2]) != TESTED:
+            warn_once(
+                f"hybridloader {__version__} was tested with accelerate {TESTED}, but this is "
+                f"accelerate {release}",
+                "accelerate-version",
+            )
     kept = KeptLoaders()
     _kept.append(kept)
     return kept
@@ -238,22 +244,3 @@ def _announcing(set_epoch: Callable[[Any, int], None]) -> Callable[[Any, int], N
             announce(base, epoch)
 
     return announcing
-
-
-@functools.cache
-def _warn_if_untested(release: str) -> None:
-    from packaging.version import InvalidVersion, Version
-
-    first, last = (Version(tested).release for tested in TESTED)
-    try:
-        within = first <= Version(release).release[:2] <= last
-    except InvalidVersion:
-        within = False
-    if not within:
-        from hybridloader._version import __version__
-
-        warn(
-            f"hybridloader {__version__} was tested with accelerate {'-'.join(TESTED)}, but "
-            f"this is accelerate {release}",
-            "accelerate-version",
-        )

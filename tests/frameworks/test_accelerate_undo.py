@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader as TorchLoader
 
 import hybridloader
 from hybridloader import DataLoader
+from hybridloader._support.text import warn_once
 
 pytest.importorskip("accelerate")
 import accelerate
@@ -110,19 +111,19 @@ def test_what_somebody_else_changed_since_is_not_overwritten() -> None:
 def test_an_untested_release_is_warned_of_once_and_both_are_named(
     release: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    integration._warn_if_untested.cache_clear()
+    warn_once.cache_clear()
     monkeypatch.setattr(accelerate, "__version__", release)
-    tested = "-".join(integration.TESTED)
-    told = rf"{hybridloader.__version__} was tested with accelerate {tested}, .* {release}"
+    told = (
+        rf"{hybridloader.__version__} was tested with accelerate {integration.TESTED}, .* {release}"
+    )
     with pytest.warns(UserWarning, match=told) as warned:
         keep_loaders().undo()
     assert warned[0].filename == __file__
     keep_loaders().undo()
-    integration._warn_if_untested.cache_clear()
 
 
 def test_the_installed_release_is_a_tested_one() -> None:
-    integration._warn_if_untested.cache_clear()
+    warn_once.cache_clear()
     keep_loaders().undo()
 
 
