@@ -14,9 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hybridloader._support.text import flag, one_of, whole
-from hybridloader.sampling.arguments import LARGEST, fingerprint, lengths_of
-from hybridloader.sampling.permutation import Permutation
-from hybridloader.sampling.resumable import ResumableSampler
+from hybridloader.sampling.permutation import LARGEST, Permutation
+from hybridloader.sampling.resumable import ResumableSampler, fingerprint, lengths_of
 
 Ints = npt.NDArray[np.int64]
 

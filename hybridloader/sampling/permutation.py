@@ -10,14 +10,20 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from hybridloader._support.text import whole
-from hybridloader.sampling.arguments import LARGEST, MOST_SAMPLES, seed_of
 
 Words = npt.NDArray[np.uint64]
+
+LARGEST = 2**63 - 1
+"""Largest length or epoch: the maximum of int64."""
+
+MOST_SAMPLES = 2**62
+"""Largest number of samples. It leaves room in int64 for an index and a number of ranks."""
 
 BLOCK = 32_768
 """Positions to map at a time. With 4096 at a time a position takes 73 ns, mostly numpy's calls; with
@@ -36,6 +42,11 @@ TABLE = 4096
 # Stafford's multipliers of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
 _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _HALF = np.uint64(32)
+
+
+def seed_of(value: Any) -> int:
+    """Return `value` as a seed of 64 bits, such as that of ``torch.initial_seed()``."""
+    return whole("seed", value, 0, 2**64 - 1)
 
 
 def key_words(purpose: str, seed: int, epoch: int) -> Words:

@@ -21,14 +21,16 @@ import numpy.typing as npt
 from hybridloader._support.text import flag, one_of, whole
 from hybridloader._support.user_objects import attribute
 from hybridloader.errors import StateError
-from hybridloader.sampling.arguments import count_of, fingerprint, lengths_of
 from hybridloader.sampling.permutation import Permutation, order_of
 from hybridloader.sampling.resumable import (
     LONGEST,
     Leftover,
     ResumableSampler,
     SamplerPlace,
+    count_of,
+    fingerprint,
     leftover_of,
+    lengths_of,
 )
 
 Ints = npt.NDArray[np.int64]

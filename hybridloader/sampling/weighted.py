@@ -13,9 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hybridloader._support.text import flag, whole
-from hybridloader.sampling.arguments import fingerprint, weights_of
 from hybridloader.sampling.permutation import key_words
-from hybridloader.sampling.resumable import ResumableSampler
+from hybridloader.sampling.resumable import ResumableSampler, fingerprint, weights_of
 
 Floats = npt.NDArray[np.float64]
 
