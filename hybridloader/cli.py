@@ -340,7 +340,7 @@ def _run(arguments: argparse.Namespace) -> str | None:
 def _tune(arguments: argparse.Namespace) -> str | None:
     """Tune the first loader or pipeline of a script; return the error as text, or None."""
     from hybridloader.compat import script
-    from hybridloader.tuning.script_loader import FirstLoader, Found, TunedEnd
+    from hybridloader.tuning.script_loader import FirstLoader, TunedEnd
     from hybridloader.tuning.subjects import subject_of
     from hybridloader.tuning.tune import tune
 
@@ -349,28 +349,26 @@ def _tune(arguments: argparse.Namespace) -> str | None:
     except script.NotThere as error:
         return str(error)
 
-    problem: str | None = None
-
-    def tuned(found: Found) -> None:
-        nonlocal problem
+    def tuned(loader: Any, loop: float) -> str | None:
         try:
-            subject = subject_of(found.loader)
+            subject = subject_of(loader)
         except (TypeError, ValueError) as error:
-            problem = str(error)
-            return
+            return str(error)
         result = tune(
             subject,
             seconds=arguments.seconds,
-            step=1 / found.loop if arguments.keep_up and found.loop > 0 else None,
+            step=1 / loop if arguments.keep_up and loop > 0 else None,
             cpus=arguments.cpus,
             memory=arguments.memory,
         )
         print(result)
+        return None
 
     try:
         with FirstLoader(tuned) as first:
             script.run(program, arguments.arguments)
-    except TunedEnd:
+    except TunedEnd as end:
+        problem: str | None = end.args[0]
         return problem
     return (
         f"the script ended before a DataLoader had {first.enough} batches, or a Pipeline as many items, "

@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from hybridloader._support.user_objects import close
 
@@ -24,15 +24,8 @@ ENOUGH = 8
 """Batches or items that a loader or a run has had when it is tuned."""
 
 
-class Found(NamedTuple):
-    """Loader or pipeline that has had enough results."""
-
-    loader: Any
-    loop: float  # seconds of the script's loop for one result, at the median, without waits for it
-
-
 class TunedEnd(BaseException):
-    """End of the script, after its loader or pipeline was tuned."""
+    """End of the script, after its loader or pipeline was tuned, with the result of that."""
 
 
 class Loop:
@@ -44,11 +37,14 @@ class Loop:
 
 
 class FirstLoader:
-    """Context in which the first loader or pipeline with enough results is given to `tuned`, once."""
+    """Context in which the first loader or pipeline with enough results is given to `tuned`, once.
+
+    With it come the seconds of the script's loop for one result, at the median, without waits for it.
+    """
 
     def __init__(
         self,
-        tuned: Callable[[Found], object],
+        tuned: Callable[[Any, float], object],
         enough: int = ENOUGH,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -115,8 +111,7 @@ class FirstLoader:
             loop.given = None
         if len(loop.seconds) >= self.enough:
             self._done = True
-            self._tuned(Found(end(), statistics.median(loop.seconds)))
-            raise TunedEnd
+            raise TunedEnd(self._tuned(end(), statistics.median(loop.seconds)))
         result = self.within(ask)
         loop.given = self._clock()
         return result

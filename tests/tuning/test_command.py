@@ -17,7 +17,7 @@ import torch.utils.data
 from hybridloader import DataLoader, Pipeline, PipelineLoader
 from hybridloader.running.run import Run
 from hybridloader.tuning import tune as choosing
-from hybridloader.tuning.script_loader import FirstLoader, Found, TunedEnd
+from hybridloader.tuning.script_loader import FirstLoader, TunedEnd
 from tests.support.manual_clock import Clock
 
 SCRIPT = """
@@ -122,7 +122,7 @@ def test_a_pipeline_is_found_however_it_is_run(
     kind: str, backend: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(choosing, "SECONDS", 0.2)
-    clock, found = Clock(), list[Found]()
+    clock, found = Clock(), list[tuple[Any, float]]()
     method = vars(Run)["__next__"]
     made = list[Pipeline]()
 
@@ -131,11 +131,14 @@ def test_a_pipeline_is_found_however_it_is_run(
         for _ in KINDS[kind](made[0]):
             clock.now += 0.25
 
-    with pytest.raises(TunedEnd), FirstLoader(found.append, enough=3, clock=clock):
+    with (
+        pytest.raises(TunedEnd),
+        FirstLoader(lambda *one: found.append(one), enough=3, clock=clock),
+    ):
         script()
     (pipe,) = made
-    assert [round(one.loop, 3) for one in found] == [0.25]
-    assert found[0].loader is pipe.settled()
+    assert [round(loop, 3) for _, loop in found] == [0.25]
+    assert found[0][0] is pipe.settled()
     assert vars(Run)["__next__"] is method
 
 
@@ -146,17 +149,17 @@ class OfPipeline(torch.utils.data.IterableDataset[str]):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_pipeline_within_a_loader_is_the_loader_s(workers: int) -> None:
-    found = list[Found]()
+    found = list[tuple[Any, float]]()
     loader = torch.utils.data.DataLoader(OfPipeline(), 8, num_workers=workers)
-    with pytest.raises(TunedEnd), FirstLoader(found.append, enough=3):
+    with pytest.raises(TunedEnd), FirstLoader(lambda *one: found.append(one), enough=3):
         list(loader)
-    assert [one.loader for one in found] == [loader]
+    assert [one for one, _ in found] == [loader]
 
 
 def test_what_another_thread_takes_does_not_count() -> None:
-    found, taken = list[Found](), list[Any]()
+    found, taken = list[tuple[Any, float]](), list[Any]()
     pipe = Pipeline.from_dataset(range(40)).map(str)
-    with FirstLoader(found.append, enough=3):
+    with FirstLoader(lambda *one: found.append(one), enough=3):
         for source in (pipe, torch.utils.data.DataLoader(range(40))):  # type: ignore[arg-type]
             thread = threading.Thread(target=lambda source=source: taken.extend(source))
             thread.start()
@@ -166,7 +169,7 @@ def test_what_another_thread_takes_does_not_count() -> None:
 
 @pytest.mark.parametrize("of", [DataLoader, torch.utils.data.DataLoader])
 def test_the_loop_is_timed_without_waits(of: type[torch.utils.data.DataLoader[int]]) -> None:
-    clock, found = Clock(), list[Found]()
+    clock, found = Clock(), list[tuple[Any, float]]()
     method = vars(torch.utils.data.DataLoader)["__iter__"]
 
     class Waits(torch.utils.data.Dataset[int]):
@@ -181,7 +184,10 @@ def test_the_loop_is_timed_without_waits(of: type[torch.utils.data.DataLoader[in
         for _ in of(Waits(), 2):
             clock.now += 0.25
 
-    with pytest.raises(TunedEnd), FirstLoader(found.append, enough=3, clock=clock):
+    with (
+        pytest.raises(TunedEnd),
+        FirstLoader(lambda *one: found.append(one), enough=3, clock=clock),
+    ):
         script()
-    assert [round(one.loop, 3) for one in found] == [0.25]
+    assert [round(loop, 3) for _, loop in found] == [0.25]
     assert vars(torch.utils.data.DataLoader)["__iter__"] is method
