@@ -387,10 +387,7 @@ class ShardWriter:
         resume: bool = False,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        if samples_per_shard is not None and bytes_per_shard is not None:
-            raise ValueError("pass samples_per_shard or bytes_per_shard, not both")
-        sizes = {"samples_per_shard": samples_per_shard, "bytes_per_shard": bytes_per_shard}
-        plan = {name: whole(name, size, 1) for name, size in sizes.items() if size is not None}
+        plan = _size_of(samples_per_shard=samples_per_shard, bytes_per_shard=bytes_per_shard)
         self._begin(url, format, schema, plan, storage_options or {}, resume)
 
     def _begin(
@@ -604,32 +601,35 @@ def write_shards(
     TypeError, ValueError
         A sample can't be written; the message has its number.
     """
-    sizes = {
-        "shards": shards,
-        "samples_per_shard": samples_per_shard,
-        "bytes_per_shard": bytes_per_shard,
-    }
-    given = {name: whole(name, value, 1) for name, value in sizes.items() if value is not None}
-    if len(given) > 1:
-        raise ValueError(f"pass only one of {', '.join(given)}")
+    given = _size_of(
+        shards=shards, samples_per_shard=samples_per_shard, bytes_per_shard=bytes_per_shard
+    )
     one_of("format", format, _FORMATS)
     workers = whole("workers", workers, 1)
     encode = encode or (lambda sample: sample)
     if hasattr(source, "__len__") and hasattr(source, "__getitem__"):
-        plan, samples = _dataset(source, encode, format, schema, given, workers)
-    elif shards is None:
-        plan, samples = _iterable(source, encode, given)
-    else:
+        plan, samples_from = _dataset(source, encode, format, schema, given, workers)
+    elif shards is not None:
         raise ValueError(
             "shards= needs a source with len(); for an iterable, pass samples_per_shard= or "
             "bytes_per_shard="
         )
+    else:
+        items = map(encode, source)
+        first = [*islice(items, 1)]
+        if not first:
+            raise ValueError(_EMPTY)
+        plan = {**given, "first": _checksum(first[0])}
+
+        def samples_from(start: int) -> Iterator[Any]:
+            return islice(chain(first, items), start, None)
+
     writer = ShardWriter.__new__(ShardWriter)
     writer._begin(url, format, schema, plan, storage_options or {}, True)
     total = plan.get("shards", 0)
     report(writer.shards, total, "")
     with writer:
-        for sample in samples(writer.written):
+        for sample in samples_from(writer.written):
             before = writer.shards
             writer.write(sample)
             if writer.shards != before:
@@ -638,8 +638,12 @@ def write_shards(
     return writer._counts
 
 
-Samples = Callable[[int], Iterator[Any]]
-"""Function that returns the samples from a number on."""
+def _size_of(**sizes: int | None) -> dict[str, int]:
+    """Return the size that was passed, or none. Raises `ValueError` for several."""
+    given = {name: whole(name, value, 1) for name, value in sizes.items() if value is not None}
+    if len(given) > 1:
+        raise ValueError(f"pass only one of {', '.join(given)}")
+    return given
 
 
 def _dataset(
@@ -649,8 +653,8 @@ def _dataset(
     schema: Any,
     given: Mapping[str, int],
     workers: int,
-) -> tuple[dict[str, Any], Samples]:
-    """Return the plan of a pack with even shards, and its samples."""
+) -> tuple[dict[str, Any], Callable[[int], Iterator[Any]]]:
+    """Return the plan of a pack with even shards, and a function of its samples from a number on."""
 
     def sample(number: int) -> Any:
         try:
@@ -667,18 +671,6 @@ def _dataset(
     total = min(_shards_of(count, given, form, schema, tried), count)
     plan = {"samples": count, "shards": total, "first": _checksum(tried[0])}
     return plan, lambda start: _read(sample, range(start, count), workers)
-
-
-def _iterable(
-    source: Any, encode: Callable[[Any], Any], given: Mapping[str, int]
-) -> tuple[dict[str, Any], Samples]:
-    """Return the plan of a pack whose shards are filled in turn, and its samples."""
-    items = map(encode, source)
-    first = [*islice(items, 1)]
-    if not first:
-        raise ValueError(_EMPTY)
-    plan = {**given, "first": _checksum(first[0])}
-    return plan, lambda start: islice(chain(first, items), start, None)
 
 
 def _checksum(sample: Any) -> int:

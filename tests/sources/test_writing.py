@@ -294,7 +294,7 @@ def test_arguments_are_checked(tmp_path: Path) -> None:
     for empty in ([], iter([])):
         with pytest.raises(ValueError, match="the source has no samples"):
             write_shards(empty, url)
-    with pytest.raises(ValueError, match="not both"):
+    with pytest.raises(ValueError, match="only one of"):
         ShardWriter(url, samples_per_shard=1, bytes_per_shard=1)
     assert not [*tmp_path.iterdir()]
 
