@@ -22,8 +22,7 @@ from typing import Any, NoReturn
 from hybridloader._version import __version__
 
 BAD_INPUT = 2
-INTERRUPTED = 130
-"""128 and the number of SIGINT, as shells count."""
+INTERRUPTED = 130  # 128 and the number of SIGINT, as shells count
 
 
 class _Parser(argparse.ArgumentParser):

@@ -22,8 +22,7 @@ from hybridloader.observe.figures import CoreUse
 from hybridloader.observe.measures import CoreUsage
 from hybridloader.observe.watching import ProgramBlock, numbered
 
-WARM_UP = 4
-"""First steps, which are not timed: workers start, kernels are compiled."""
+WARM_UP = 4  # first steps, which are not timed: workers start, kernels are compiled
 
 
 @dataclass(frozen=True)
@@ -220,14 +219,12 @@ def _rate(seconds: float) -> str:
     return f"{1 / seconds:,.1f}" if seconds > 0 else "infinite"
 
 
-LOADED, KEPT = 36, 4
-"""Most batches of a loader that are loaded, and how many of these are reused."""
+LOADED, KEPT = 36, 4  # most batches of a loader that are loaded, and how many of these are reused
 
 WAITS = 8
 """Steps without loading between two waits for the device. Launched kernels may still run meanwhile."""
 
-LEAST = 2
-"""Fewest batches to load: one that is not timed and one that is."""
+LEAST = 2  # fewest batches to load: one that is not timed and one that is
 
 
 class KeptBatches:

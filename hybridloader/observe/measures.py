@@ -227,8 +227,7 @@ class LoopWaits(Waits):
         )
 
 
-SAMPLED = 64
-"""One of so many quick indices is timed: C code passes the others on."""
+SAMPLED = 64  # one of so many quick indices is timed: C code passes the others on
 
 
 class SourceTimes(Waits):

@@ -22,8 +22,7 @@ from hybridloader.observe.figures import (
 )
 from hybridloader.observe.verdict import Verdict, judge
 
-LITTLE = 0.01
-"""Load below which a stage is left out of the comparison."""
+LITTLE = 0.01  # load below which a stage is left out of the comparison
 
 
 @dataclass(frozen=True)

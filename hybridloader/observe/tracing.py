@@ -36,8 +36,7 @@ takes two seconds to write."""
 SLICES = 4096
 """Slices that a worker keeps until it reports them, within 10 ms unless a task takes longer."""
 
-Track = tuple[int, str]
-"""Process id, and a name for the thread that no other has in the trace."""
+Track = tuple[int, str]  # process id, and a name for the thread that no other has in the trace
 
 LOOP = ("iter()", "next()")
 """Names of the slices in which a loop waits for an iterator and for an item."""
@@ -495,5 +494,4 @@ def _names_process(event: dict[str, Any]) -> bool:
     return event["ph"] == "M" and event["name"].startswith("process_")  # type: ignore[no-any-return]
 
 
-_ABOVE = 1 << 24
-"""Number above the thread ids of the kernel, which torch's tracks have."""
+_ABOVE = 1 << 24  # number above the thread ids of the kernel, which torch's tracks have

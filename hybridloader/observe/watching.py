@@ -69,8 +69,7 @@ def numbered(name: str, number: int) -> str:
     return name if number == 1 else f"{name} {number}"
 
 
-SHOWN = 12
-"""Maximum number of loaders to show, the latest ones."""
+SHOWN = 12  # maximum number of loaders to show, the latest ones
 
 
 class _Watched:

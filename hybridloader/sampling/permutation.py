@@ -19,8 +19,7 @@ from hybridloader._support.text import whole
 
 Words = npt.NDArray[np.uint64]
 
-LARGEST = 2**63 - 1
-"""Largest length or epoch: the maximum of int64."""
+LARGEST = 2**63 - 1  # largest length or epoch: the maximum of int64
 
 MOST_SAMPLES = 2**62
 """Largest number of samples. It leaves room in int64 for an index and a number of ranks."""

@@ -114,8 +114,7 @@ def fingerprint(array: npt.NDArray[Any]) -> int:
 
 Ints = npt.NDArray[np.int64]
 
-LONGEST = 7_000
-"""Most characters of the texts in one state, which must stay below 10 KB."""
+LONGEST = 7_000  # most characters of the texts in one state, which must stay below 10 KB
 
 Saved = list[list[Any]]
 """A `Leftover` in a state: for each time that ranks were merged the number of ranks, the position of
@@ -232,8 +231,7 @@ def _unpacked(text: str) -> Ints:
 
 T_co = TypeVar("T_co", covariant=True)
 
-Items = Any
-"""Several items: an array of numbers, or a list."""
+Items = Any  # several items: an array of numbers, or a list
 
 VERSION = 1
 """Version of the state. It changes if the meaning of a field or the order for a seed changes."""

@@ -282,8 +282,7 @@ class DistributedShuffleSampler(ResumableSampler[int]):
         return {**kept[0], "position": 0, "left": left} if merged.size else None
 
 
-_PLANNED = 4096
-"""Positions that are announced to a source at a time."""
+_PLANNED = 4096  # positions that are announced to a source at a time
 
 
 class HasBlocks(Protocol):

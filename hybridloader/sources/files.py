@@ -26,16 +26,14 @@ from hybridloader.errors import CacheError, SourceError
 from hybridloader.sources.shards import Shards
 from hybridloader.sources.store import RETRY, Store, fsspec_module, is_local, write_whole
 
-VERSION = 1
-"""Version of a kept listing."""
+VERSION = 1  # version of a kept listing
 
 _RANGE = re.compile(r"(?<!\[)\{([0-9]+\.\.[0-9]+)\}")
 
 _OTHER_BRACES = re.compile(r"(?<!\[)\{[^}]*(?:,|\.\.)[^}]*\}")
 """Braces that a shell would expand, or that are a mistake, in a URL without its ranges."""
 
-_AROUND = "around"
-"""Type of a link to a folder that contains the link."""
+_AROUND = "around"  # type of a link to a folder that contains the link
 
 Urls = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -217,8 +215,7 @@ def _read(kept: str, urls: list[str], stores: list[Store]) -> list[Root]:
     return roots
 
 
-_AT_ONCE = 4096
-"""Texts that an iterator decodes at a time."""
+_AT_ONCE = 4096  # texts that an iterator decodes at a time
 
 
 class Texts(Sequence[str]):

@@ -376,8 +376,7 @@ _LATELY, _OFTEN = 8, 16
 """Row groups dropped last that are remembered, as many as the default window of a `BlockShuffleSampler`;
 and how often one of these is decoded again before a warning."""
 
-_OPEN = 32
-"""Files that stay open in a process while unused; each holds its decoded metadata."""
+_OPEN = 32  # files that stay open in a process while unused; each holds its decoded metadata
 
 
 class RowGroups:
@@ -578,12 +577,10 @@ class _Entry:
         self.columns: Columns | None = None
 
 
-CACHE = 256 << 20
-"""Bytes of decoded row groups that a process keeps."""
+CACHE = 256 << 20  # bytes of decoded row groups that a process keeps
 
 
-_NULL = "__HIVE_DEFAULT_PARTITION__"
-"""Name of a folder for a missing value."""
+_NULL = "__HIVE_DEFAULT_PARTITION__"  # name of a folder for a missing value
 
 
 class _Batch(dict[str, Any]):

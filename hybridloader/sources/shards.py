@@ -38,11 +38,9 @@ from hybridloader.sources.store import Store, ahead
 T_co = TypeVar("T_co", covariant=True)
 Ints = npt.NDArray[np.int64]
 
-AHEAD = 512 << 20
-"""Bytes of blocks that a process holds, fetched or being fetched."""
+AHEAD = 512 << 20  # bytes of blocks that a process holds, fetched or being fetched
 
-CACHE = 100 << 30
-"""Bytes of blocks in a cache with a folder."""
+CACHE = 100 << 30  # bytes of blocks in a cache with a folder
 
 
 class Fetched(NamedTuple):
@@ -293,11 +291,9 @@ _SHARED, _ALONE, _IF_FREE = (
 )
 """Locks: with others, alone, and alone or not at all."""
 
-_LOCKS = 256
-"""Lock files for blocks that are being fetched; blocks whose names end alike share one."""
+_LOCKS = 256  # lock files for blocks that are being fetched; blocks whose names end alike share one
 
-_TRAILER = 12
-"""Bytes after the data: the length, and a checksum of the data and the length."""
+_TRAILER = 12  # bytes after the data: the length, and a checksum of the data and the length
 
 _SPARE = 0.05
 """Share of the limit that is freed at a time. The folder is listed again after as many bytes."""
@@ -305,8 +301,7 @@ _SPARE = 0.05
 _PRIVATE = "hybridloader-blocks-"
 """Prefix of the names of folders that are removed when their process ends."""
 
-_OWNER = "owner"
-"""File in such a folder that its process has locked."""
+_OWNER = "owner"  # file in such a folder that its process has locked
 
 
 class BlockCache:
@@ -495,17 +490,14 @@ def _locked(path: str, how: int = _ALONE, flags: int = os.O_RDWR | os.O_CREAT) -
 # second iteration of the same source or a copy of it is slower, and never wrong.
 
 
-AT_ONCE = 16
-"""Blocks that are fetched at a time."""
+AT_ONCE = 16  # blocks that are fetched at a time
 
-_MANY = 512
-"""Samples read one by one from a remote source before a warning names the sampler."""
+_MANY = 512  # samples read one by one from a remote source before a warning names the sampler
 
 _QUEUED = 64
 """Largest number of blocks looked up ahead of time while there is no room for another one."""
 
-_JOIN = 5.0
-"""Seconds that closing waits for fetches in flight."""
+_JOIN = 5.0  # seconds that closing waits for fetches in flight
 
 
 _Place = tuple[int, int, int]

@@ -30,17 +30,14 @@ from hybridloader.sources.per_worker import PerWorker
 T = TypeVar("T")
 R = TypeVar("R")
 
-MANIFEST = "_pack.json"
-"""Name of the file that describes the pack in a folder of shards."""
+MANIFEST = "_pack.json"  # name of the file that describes the pack in a folder of shards
 
-RETRY = 60.0
-"""Seconds from the first failure of a request in which it is retried."""
+RETRY = 60.0  # seconds from the first failure of a request in which it is retried
 
 _FIRST, _LONGEST = 0.1, 4.0
 """Seconds of the first and of the longest pause, at most; each pause is twice the one before."""
 
-_PASSING = {408, 425, 429, 500, 502, 503, 504}
-"""HTTP status codes after which a retry may succeed."""
+_PASSING = {408, 425, 429, 500, 502, 503, 504}  # HTTP status codes after which a retry may succeed
 
 _jitter = random.SystemRandom()
 """Shared with no fork. It leaves the state of `random` unchanged."""
@@ -50,32 +47,25 @@ _FOR_GOOD = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirector
 
 INSTALL = "pip install fsspec aiohttp"
 
-_DAMAGED = (zipfile.BadZipFile, zlib.error)
-"""Errors of an archive whose contents are bad."""
+_DAMAGED = (zipfile.BadZipFile, zlib.error)  # errors of an archive whose contents are bad
 
 _MISTAKES = (TypeError, ValueError, ImportError, AttributeError, LookupError, AssertionError)
 """Errors of a program, which a retry would meet again. A client's errors may have these types too."""
 
-_OPEN = 64
-"""Local files that are kept open in a process."""
+_OPEN = 64  # local files that are kept open in a process
 
 GAP = 64 * 1024
 """Largest gap between two parts of a file that one request reads: it costs less than a request."""
 
-CONNECTIONS = 100
-"""Connections to a store from a process: aiohttp's default."""
+CONNECTIONS = 100  # connections to a store from a process: aiohttp's default
 
-_SHORT = 3
-"""Requests that return fewer bytes than announced before the file counts as shorter."""
+_SHORT = 3  # requests that return fewer bytes than announced before the file counts as shorter
 
-_S3 = ("s3", "s3a")
-"""Protocols of s3fs."""
+_S3 = ("s3", "s3a")  # protocols of s3fs
 
-_AT_ONCE = 8
-"""Remote files that are indexed at the same time."""
+_AT_ONCE = 8  # remote files that are indexed at the same time
 
-_AHEAD = 8 << 20
-"""Bytes of each request where a remote file is read from beginning to end."""
+_AHEAD = 8 << 20  # bytes of each request where a remote file is read from beginning to end
 
 _MARKS = ("ETag", "etag", "LastModified", "Last-Modified", "mtime", "md5Hash", "updated", "created")
 """Fields of a file system that change with the contents; the first one found is used."""

@@ -49,14 +49,12 @@ from hybridloader.sources.store import (
 # It is made in one pass over the headers, and may be kept in a file. Nothing here reads members.
 
 
-VERSION = 2
-"""Version of a kept index."""
+VERSION = 2  # version of a kept index
 
 BLOCK = 512
 """Bytes of a header. Members are padded to a multiple of it."""
 
-_FIRST = 256 << 10
-"""Bytes of the first read of a remote archive, which shows the sizes of members."""
+_FIRST = 256 << 10  # bytes of the first read of a remote archive, which shows the sizes of members
 
 _LEAP = 512 << 10
 """Mean distance of headers, in bytes, above which each header is read separately: a request takes about
@@ -70,8 +68,7 @@ _NAME = re.compile(r"((?:.*/|)[^./]+)[.]([^/]*)", re.DOTALL)
 """Key and extension, as in webdataset: the name is cut at the first dot after the last slash. Names that
 begin with a dot don't match, also within a folder."""
 
-_META = re.compile(r"__[^/]*__($|/)")
-"""Names of members that webdataset ignores too."""
+_META = re.compile(r"__[^/]*__($|/)")  # names of members that webdataset ignores too
 
 _PACKED = {
     b"\x1f\x8b": "gzip",
@@ -261,20 +258,16 @@ def load_index(path: str | io.BytesIO, stamp: Stamp) -> TarIndex | None:
 
 fcntl = system.module("fcntl")  # None on Windows: each process makes the indices that are missing
 
-BESIDE = "beside"
-"""Value of `index` that keeps indices next to their archives."""
+BESIDE = "beside"  # value of `index` that keeps indices next to their archives
 
-SUFFIX = ".index"
-"""Suffix of the name of an index."""
+SUFFIX = ".index"  # suffix of the name of an index
 
-_LOCK = ".lock"
-"""File in a folder of indices that is locked while they are made."""
+_LOCK = ".lock"  # file in a folder of indices that is locked while they are made
 
 _NAMED = 100
 """Characters of an archive's name in the name of its index; most file systems allow 255 bytes."""
 
-Place = tuple[Store, str]
-"""Store of an archive, and its path there."""
+Place = tuple[Store, str]  # store of an archive, and its path there
 
 
 def archives(urls: Urls, options: Mapping[str, Any], retry: float = RETRY) -> list[Place]:
@@ -451,8 +444,7 @@ def _keep(place: Place, folder: str) -> None:
         )
 
 
-_PARTS = 1024
-"""Blocks whose parts are kept: about 300 bytes each."""
+_PARTS = 1024  # blocks whose parts are kept: about 300 bytes each
 
 
 class _Member(NamedTuple):

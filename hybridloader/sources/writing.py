@@ -37,11 +37,9 @@ if TYPE_CHECKING:
 # Nothing here knows where the file will lie, or how many samples a shard has.
 
 
-KEY = "__key__"
-"""Name of a sample's key."""
+KEY = "__key__"  # name of a sample's key
 
-ROWS = 1024
-"""Rows of a row group, which is read and decoded as a whole."""
+ROWS = 1024  # rows of a row group, which is read and decoded as a whole
 
 
 class TarFile:
@@ -238,20 +236,15 @@ def _class_of(key: str) -> str:
     return name
 
 
-VERSION = 2
-"""Version of the manifest."""
+VERSION = 2  # version of the manifest
 
-BYTES = 256 << 20
-"""Bytes of a shard if no size is given."""
+BYTES = 256 << 20  # bytes of a shard if no size is given
 
-_TRIED = 32
-"""Samples of a dataset from which its total size is estimated."""
+_TRIED = 32  # samples of a dataset from which its total size is estimated
 
-_AT_ONCE = 8
-"""Samples of a dataset that a thread reads at a time."""
+_AT_ONCE = 8  # samples of a dataset that a thread reads at a time
 
-_PART = ".part-"
-"""Prefix of the names of local files that are being written."""
+_PART = ".part-"  # prefix of the names of local files that are being written
 
 _EMPTY = "the source has no samples"
 

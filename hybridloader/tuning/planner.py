@@ -29,8 +29,7 @@ OVERLAP = 3.0
 """Limit of workers that wait for a part of their time, as a multiple of those that keep all CPUs busy on
 average: waits do not end in turn, so that with exactly as many, CPUs are idle at times."""
 
-MOST_THREADS = 64
-"""Threads of a stage, at most."""
+MOST_THREADS = 64  # threads of a stage, at most
 
 IN_PROCESS = ("inline", "threads")
 
@@ -60,8 +59,7 @@ class Place(NamedTuple):
 
 INLINE = Place("inline", 0)
 
-Plan = tuple[Place, ...]
-"""A place for each stage."""
+Plan = tuple[Place, ...]  # a place for each stage
 
 
 def price(plan: Plan) -> int:
@@ -129,8 +127,7 @@ class Costs:
         return found
 
 
-TINY = 100e-6
-"""Seconds of a result below which handing it to a worker costs as much."""
+TINY = 100e-6  # seconds of a result below which handing it to a worker costs as much
 
 WAITS, COMPUTES = 0.1, 0.8
 """Shares of CPU time up to which a stage waits, and from which on it computes."""
@@ -138,8 +135,7 @@ WAITS, COMPUTES = 0.1, 0.8
 ALONE = 1.2
 """Speedup of two threads below which work that waits for less than half of the time holds the GIL."""
 
-SPEEDUP = 1.4
-"""Speedup of two threads from which on they are taken to release the GIL."""
+SPEEDUP = 1.4  # speedup of two threads from which on they are taken to release the GIL
 
 
 @dataclass(frozen=True)
@@ -240,17 +236,13 @@ def _backends() -> tuple[tuple[str, ...], dict[str, str]]:
     return tuple(offered), refused
 
 
-NOISE = 0.03
-"""Least difference of two medians, as a share, that counts."""
+NOISE = 0.03  # least difference of two medians, as a share, that counts
 
-CLOSE = 0.05
-"""Share by which a cheaper plan may be slower than the fastest, at most, and be chosen."""
+CLOSE = 0.05  # share by which a cheaper plan may be slower than the fastest, at most, and be chosen
 
-FIRST = 32
-"""Threads of the first plan for a stage that waits, at most; the search may go beyond."""
+FIRST = 32  # threads of the first plan for a stage that waits, at most; the search may go beyond
 
-KEEPS_UP = 0.95
-"""Share of the rate asked for from which on a plan keeps up with it."""
+KEEPS_UP = 0.95  # share of the rate asked for from which on a plan keeps up with it
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,7 @@ from typing import Any
 
 from hybridloader._support.user_objects import close
 
-ENOUGH = 8
-"""Batches or items that a loader or a run has had when it is tuned."""
+ENOUGH = 8  # batches or items that a loader or a run has had when it is tuned
 
 
 class TunedEnd(BaseException):

@@ -33,20 +33,15 @@ from hybridloader.running.operator import Placement, steps_in
 from hybridloader.seeding.worker_seeds import kept
 from hybridloader.tuning.planner import INLINE, Costs, Place, Plan, Stage, Trial
 
-PARTS = 8
-"""Parts of a trial, each with a rate, at most."""
+PARTS = 8  # parts of a trial, each with a rate, at most
 
-LEAST = 3
-"""Rounds of results that a trial waits for, if there is time."""
+LEAST = 3  # rounds of results that a trial waits for, if there is time
 
-MOST = 20_000
-"""Results of a trial, at most: tiny ones say no more after as many."""
+MOST = 20_000  # results of a trial, at most: tiny ones say no more after as many
 
-AND = " + "
-"""Text between the names of functions that share a stage."""
+AND = " + "  # text between the names of functions that share a stage
 
-MESSAGE = 200
-"""Characters of an error that are kept."""
+MESSAGE = 200  # characters of an error that are kept
 
 
 _END: Any = object()

@@ -130,14 +130,12 @@ class Tuning(Shown):
         ]
 
 
-TRIALS = 14
-"""Trials for which `seconds` are divided."""
+TRIALS = 14  # trials for which `seconds` are divided
 
 OVERHEADS = {"inline": 0.0, "threads": 0.02, "fork": 0.3, "spawn": 4.0, "shared-memory": 2.0}
 """Seconds to start and end workers of a backend, before these are measured; 5 for any other."""
 
-KEPT = 4
-"""Batches on which the training step alone is timed."""
+KEPT = 4  # batches on which the training step alone is timed
 
 
 def tune(
@@ -358,11 +356,9 @@ class Tuner:
 
 # -- "auto" ---------------------------------------------------------------------------------------------
 
-SECONDS = 5.0
-"""Limit of the measurement."""
+SECONDS = 5.0  # limit of the measurement
 
-MEMORY = 0.5
-"""Share of this process's memory that a plan may take."""
+MEMORY = 0.5  # share of this process's memory that a plan may take
 
 
 def choose(loader: Any, auto: Auto) -> Tuning:
