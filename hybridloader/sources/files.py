@@ -88,9 +88,8 @@ def list_files(
     options: Mapping[str, Any],  # of fsspec
     kept: str | None = None,  # local file that keeps the list: read if it is there, else written
     *,
-    ignored: tuple[
-        str, ...
-    ] = (),  # beginnings of names that are left out of a folder, at any depth
+    # Beginnings of names that are left out of a folder, at any depth:
+    ignored: tuple[str, ...] = (),
     retry: float = RETRY,  # seconds within which a request that failed is made again
 ) -> list[Root]:
     """List the files that `urls` name; the URLs of one place share its store.
