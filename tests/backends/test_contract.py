@@ -13,11 +13,10 @@ import pytest
 from support import bare_platform
 from support.backend_contract import BackendContract
 from support.backend_without_defaults import WithoutDefaults
-from support.named_slots import NamedFork
+from support.platforms import FORK
 
 import hybridloader
 from hybridloader import Fork, Inline, SharedMemory, Spawn, Threads
-from hybridloader._support import system
 from hybridloader.engine import Backend, Crew, Done, Message, Task, WorkerHandle, WorkerSpec
 
 KINDS: tuple[Any, ...] = (Backend, Crew, WorkerHandle)
@@ -31,10 +30,6 @@ class TestInline(BackendContract):
 
 class TestThreads(BackendContract):
     backend = Threads()
-
-
-class TestThreadsWithCopies(BackendContract):
-    backend = Threads(copy_dataset=True)
 
 
 class TestSevenMethods(BackendContract):
@@ -100,71 +95,51 @@ class TestSpawnWithoutZygote(BackendContract):
     backend = Spawn(preload=False)
 
 
+@pytest.mark.full  # but for its name it is `TestFork`, or `TestSpawn` from Python 3.14 on
 class TestSharedMemory(BackendContract):
     backend = SharedMemory()
 
 
-@pytest.mark.full  # but for its name and its start method it is both `TestSpawn` and `TestSharedMemory`
+@pytest.mark.full  # but for its name and its start method it is `TestSpawn`
 class TestSharedMemoryUnderLoky(BackendContract):
     backend = SharedMemory(start_method="loky")
 
 
-class TestForkWithoutPidfd(BackendContract):
-    """As on macOS: the end of a process is seen through multiprocessing's sentinel."""
-
-    backend = Fork()
-
-    @pytest.fixture(autouse=True)
-    def _no_pidfd(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(system, "PIDFD", False)
-        monkeypatch.delattr("os.pidfd_open", raising=False)
-
-
-class TestSharedMemoryWithoutMemfd(BackendContract):
-    """As on macOS: slots are POSIX shared memory that loses its name at once."""
-
-    backend = SharedMemory(start_method="fork")
-
-    @pytest.fixture(autouse=True)
-    def _no_memfd(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(system, "MEMFD", False)
-        monkeypatch.delattr("os.memfd_create", raising=False)
-
-
-def _as_on(platform: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    def put(owner: Any, name: str, value: Any) -> None:
-        (monkeypatch.setitem if isinstance(owner, dict) else monkeypatch.setattr)(
-            owner, name, value
-        )
-
-    monkeypatch.setenv("PYTHONPATH", bare_platform.child_environment(platform, folder))
-    bare_platform.switch_off(platform, monkeypatch.delattr, put)
-
-
 @pytest.fixture
-def _windows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+def _windows(tmp_path: Path) -> Iterator[None]:
     """As on Windows: connections instead of polled sockets, no descriptors, slots with names."""
-    _as_on("windows", monkeypatch, tmp_path)
-    yield
-    monkeypatch.undo()
-    system.module.cache_clear()
+    with bare_platform.lacking("windows", tmp_path):
+        yield
 
 
 @pytest.fixture
-def _macos(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """As on macOS: no pidfd, memfd or /proc, and 256 descriptors at first."""
+def _macos(tmp_path: Path) -> Iterator[None]:
+    """As on macOS: no pidfd, memfd or /proc, and 256 descriptors at first.
+
+    The end of a process is seen through multiprocessing's sentinel, and slots lose their names at once.
+    """
     resource = pytest.importorskip("resource")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    _as_on("macos", monkeypatch, tmp_path)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    monkeypatch.undo()
-    system.module.cache_clear()
+    with bare_platform.lacking("macos", tmp_path):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+        yield
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+class TorchInFullRuns(BackendContract):
+    """The suite, with the two tests whose workers import torch in full runs: it takes each 2 seconds."""
+
+    @pytest.mark.full
+    def test_worker_info_identifies_the_worker_inside_and_is_none_outside(self) -> None:
+        super().test_worker_info_identifies_the_worker_inside_and_is_none_outside()
+
+    @pytest.mark.full
+    def test_init_fn_runs_once_per_worker_with_its_seed_in_place(self, tmp_path: Path) -> None:
+        super().test_init_fn_runs_once_per_worker_with_its_seed_in_place(tmp_path)
 
 
 @pytest.mark.usefixtures("_windows")
-class TestSpawnAsOnWindows(BackendContract):
+class TestSpawnAsOnWindows(TorchInFullRuns):
     backend = Spawn()
 
     def test_it_is_all_gone_in_workers_too(self) -> None:
@@ -181,7 +156,7 @@ class TestThreadsAsOnWindows(BackendContract):
 
 
 @pytest.mark.usefixtures("_macos")
-class TestSpawnAsOnMacOS(BackendContract):
+class TestSpawnAsOnMacOS(TorchInFullRuns):
     backend = Spawn()
 
     def test_names_of_linux_are_gone_in_workers_too(self) -> None:
@@ -192,27 +167,15 @@ class TestSpawnAsOnMacOS(BackendContract):
 
 
 @pytest.mark.usefixtures("_macos")
-class TestThreadsAsOnMacOS(BackendContract):
-    backend = Threads()
-
-
-@pytest.mark.full  # in its slots it is `TestSpawnAsOnMacOS`
-@pytest.mark.usefixtures("_macos")
-class TestSharedMemoryAsOnMacOS(BackendContract):
-    backend = SharedMemory(start_method="spawn")
+class TestForkAsOnMacOS(BackendContract):
+    backend = Fork()
 
 
 def _removed(index: None) -> list[str]:
     return bare_platform.removed()
 
 
-class TestNamedSlots(BackendContract):
-    """Slots that are `multiprocessing.shared_memory`, where descriptors could be sent."""
-
-    backend = NamedFork()
-
-
-@pytest.mark.skipif(not system.FORK, reason="there, the contract of spawn does it")
+@pytest.mark.skipif(not FORK, reason="there, the contract of spawn does it")
 def test_every_module_but_those_of_zygotes_can_be_imported_as_on_windows(tmp_path: Path) -> None:
     """Also modules of the standard library that fail to import there."""
     core = Path(hybridloader.__file__).parent

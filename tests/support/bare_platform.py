@@ -11,7 +11,8 @@ import importlib
 import io
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -100,6 +101,24 @@ def switch_off(
         (os, "stat"),
     ):
         put(owner, name, without_proc(getattr(owner, name)))
+
+
+@contextmanager
+def lacking(platform: str, folder: Path) -> Iterator[None]:
+    """Take it away from this process, and from those that it starts meanwhile."""
+
+    def put(owner: Any, name: str, value: Any) -> None:
+        (patch.setitem if isinstance(owner, dict) else patch.setattr)(owner, name, value)
+
+    import pytest  # not in the fresh processes that run this file first
+
+    from hybridloader._support import system
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", child_environment(platform, folder))
+        switch_off(platform, patch.delattr, put)
+        yield
+    system.module.cache_clear()
 
 
 def without_proc(function: Any) -> Any:

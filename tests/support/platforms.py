@@ -20,6 +20,10 @@ posix = pytest.mark.skipif(
     not POSIX, reason="signals, sockets, descriptors and permissions of POSIX"
 )
 needs_fork = pytest.mark.skipif(not FORK, reason="needs fork")
+needs_zygote = pytest.mark.skipif(
+    sys.platform != "linux" or not hasattr(os, "pidfd_open"), reason="needs fork, /proc and pidfds"
+)
+"""Of fresh workers that are forked from one fresh process."""
 
 PACKAGE = str(Path(hybridloader.__file__).parents[1])
 """Folder in which other processes find the package. `.ci/windows` copies it out of the checkout."""
