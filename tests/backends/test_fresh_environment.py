@@ -15,6 +15,7 @@ import sys
 import tempfile
 import uuid
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,67 +23,56 @@ import numpy as np
 import pytest
 import torch
 from support.plain_datasets import told
+from support.platforms import needs_zygote
 from support.process_probes import PROBES, Asked
 
-from hybridloader.backends.process import fork_safety
-from hybridloader.backends.process.backend import SharedMemory, Spawn
-from hybridloader.engine.worker import get_worker_info
+from hybridloader import SharedMemory, Spawn, get_worker_info
 
-pytestmark = [
-    pytest.mark.skipif(not fork_safety.available(), reason="needs fork, /proc and pidfds"),
-    pytest.mark.filterwarnings("ignore:This DataLoader will create"),
-]
+pytestmark = [needs_zygote, pytest.mark.filterwarnings("ignore:This DataLoader will create")]
 
-BACKENDS: dict[str, Any] = {
-    "fresh": Spawn(preload=False),
-    "spawn": Spawn(),
-    "shared-memory-forkserver": SharedMemory(start_method="forkserver"),
-}
+FRESH = Spawn(preload=False)
 
-WAYS = ["spawn", pytest.param("shared-memory-forkserver", marks=pytest.mark.full)]
-
-Answers = dict[str, list[dict[str, Any]]]
-"""By way: of each of two workers, by probe."""
+ways = pytest.mark.parametrize(
+    "way",
+    [
+        Spawn(),
+        pytest.param(SharedMemory(start_method="forkserver"), marks=pytest.mark.full),
+    ],
+    ids=["spawn", "shared-memory-forkserver"],
+)
 
 
-@pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
-    """Answers of the workers of a process that is unusual in all that a worker could take over."""
+@pytest.fixture
+def _unusual(tmp_path: Path) -> Iterator[None]:
+    """This process is unusual in all that a worker could take over."""
     before = os.getcwd(), os.umask(0o027), resource.getrlimit(resource.RLIMIT_CORE)
     ignored = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-    os.chdir(tmp_path_factory.mktemp("elsewhere"))
+    os.chdir(tmp_path)
     resource.setrlimit(resource.RLIMIT_CORE, (0, before[2][1]))
     os.environ["PROBED"] = "set after the imports"
     sys.path.append("/of/the/parent")
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "of the parent")
-            return {
-                way: told(Asked(2), 2, backend=backend, generator=torch.Generator().manual_seed(3))
-                for way, backend in BACKENDS.items()
-            }
-    finally:
-        sys.path.remove("/of/the/parent")
-        del os.environ["PROBED"]
-        resource.setrlimit(resource.RLIMIT_CORE, before[2])
-        signal.signal(signal.SIGUSR2, ignored)
-        os.umask(before[1])
-        os.chdir(before[0])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "of the parent")
+        yield
+    sys.path.remove("/of/the/parent")
+    del os.environ["PROBED"]
+    resource.setrlimit(resource.RLIMIT_CORE, before[2])
+    signal.signal(signal.SIGUSR2, ignored)
+    os.umask(before[1])
+    os.chdir(before[0])
 
 
-@pytest.mark.parametrize("probe", PROBES)
-@pytest.mark.parametrize("way", WAYS)
-def test_a_forked_worker_finds_what_a_fresh_one_finds(
-    answers: Answers, way: str, probe: str
-) -> None:
-    fresh, forked = ([worker[probe] for worker in answers[name]] for name in ("fresh", way))
-    assert forked == fresh
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_forked_worker_has_no_more_descriptors(answers: Answers, way: str) -> None:
-    for fresh, forked in zip(answers["fresh"], answers[way], strict=True):
-        had, has = fresh["descriptors"], forked["descriptors"]
+@pytest.mark.usefixtures("_unusual")
+@ways
+def test_a_forked_worker_finds_what_a_fresh_one_finds_and_no_more_descriptors(way: Any) -> None:
+    found, expected = (
+        told(Asked(2), 2, backend=backend, generator=torch.Generator().manual_seed(3))
+        for backend in (way, FRESH)
+    )
+    assert len(found) == 2
+    for forked, fresh in zip(found, expected, strict=True):
+        had, has = fresh.pop("descriptors"), forked.pop("descriptors")
+        assert {name: forked[name] for name in PROBES} == {name: fresh[name] for name in PROBES}
         more = {name: n - had.get(name, 0) for name, n in has.items() if n > had.get(name, 0)}
         # multiprocessing opens a standard input for each process, and forgets that of the one before.
         assert more in ({}, {"/dev/null": 1})
@@ -101,12 +91,6 @@ def drawn() -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_what_no_seed_decides_differs_from_worker_to_worker(way: str) -> None:
-    one, other = told(Asked(2, drawn), 2, backend=BACKENDS[way])
-    assert all(a != b for a, b in zip(one["extra"], other["extra"], strict=True))
-
-
 def mark(worker: int) -> None:
     os.environ[f"PROBED_{worker}"] = str(worker)
     sys.path.append(f"/of/{worker}")
@@ -122,14 +106,6 @@ def marks() -> Any:
     return info.id, variables, [p for p in sys.path if p.startswith("/of/")], len(of_init_fns)
 
 
-@pytest.mark.parametrize("way", [pytest.param("fresh", marks=pytest.mark.full), *WAYS])
-def test_what_one_workers_init_fn_changes_is_that_workers_alone(way: str) -> None:
-    found = told(Asked(3, marks), 3, backend=BACKENDS[way], worker_init_fn=mark)
-    assert [one["extra"] for one in found] == [
-        (n, [f"PROBED_{n}"], [f"/of/{n}"], 1) for n in range(3)
-    ]
-
-
 class Registering(Asked):
     """Notes in a folder the processes that run its exit functions, of loading and of a sample."""
 
@@ -141,16 +117,21 @@ class Registering(Asked):
         self.__dict__.update(state)
         atexit.register(self.note, "loaded")
 
-    def register(self) -> int:
+    def register(self) -> Any:
         atexit.register(self.note, "read")
-        return os.getpid()
+        return os.getpid(), marks(), drawn()
 
     def note(self, name: str) -> None:
         (self.folder / f"{name}-{os.getpid()}").touch()
 
 
-@pytest.mark.parametrize("way", [pytest.param("fresh", marks=pytest.mark.full), *WAYS])
-def test_each_worker_runs_its_exit_functions(way: str, tmp_path: Path) -> None:
-    found = told(Registering(tmp_path), 2, backend=BACKENDS[way])
-    expected = {f"{name}-{one['extra']}" for one in found for name in ("loaded", "read")}
+@ways
+def test_what_a_worker_changes_registers_or_draws_without_a_seed_is_its_own(
+    way: Any, tmp_path: Path
+) -> None:
+    answers = told(Registering(tmp_path), 2, backend=way, worker_init_fn=mark)
+    pids, found, draws = zip(*(one["extra"] for one in answers), strict=True)
+    assert found == tuple((n, [f"PROBED_{n}"], [f"/of/{n}"], 1) for n in range(2))
+    assert all(one != other for one, other in zip(*draws, strict=True))
+    expected = {f"{name}-{pid}" for pid in pids for name in ("loaded", "read")}
     assert {file.name for file in tmp_path.iterdir()} == expected

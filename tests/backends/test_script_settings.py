@@ -17,18 +17,14 @@ from typing import Any
 import pytest
 import torch
 from support.failing_datasets import Samples, load
-from support.platforms import PACKAGE
+from support.platforms import FORK, PACKAGE, needs_zygote
 from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from hybridloader import Pipeline
-from hybridloader.backends.process import fork_safety
-from hybridloader.backends.process.backend import SharedMemory, Spawn
+from hybridloader import Pipeline, SharedMemory, Spawn
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = ROOT / "tests" / "support" / "script_with_settings.py"
-
-zygote = pytest.mark.skipif(not fork_safety.available(), reason="needs fork, /proc and pidfds")
 
 
 def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -38,26 +34,28 @@ def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    ("method", "keep", "tops"),
+    ("methods", "keep", "tops"),
     [
-        pytest.param("fork", (), 1, marks=pytest.mark.full),
-        # torch's worker runs it, and for ours the process that forks them.
-        pytest.param("forkserver", (), 3, marks=zygote),
+        pytest.param(("fork",), (), 1, marks=pytest.mark.full),
+        # torch's workers run it. So does the process that forks ours; one that spawns has no such.
+        pytest.param(("forkserver", "spawn"), (), 5, marks=needs_zygote),
         # An open file is a reason not to fork: then the worker runs it, too.
-        pytest.param("forkserver", ("keep",), 4, marks=[zygote, pytest.mark.full]),
-        ("spawn", (), 3),
+        pytest.param(("forkserver",), ("keep",), 4, marks=[needs_zygote, pytest.mark.full]),
+        pytest.param(("spawn",), (), 3, marks=pytest.mark.full if FORK else ()),
     ],
-    ids=["fork", "forkserver", "forkserver one by one", "spawn"],
+    ids=["fork", "forkserver and spawn", "forkserver one by one", "spawn"],
 )
 def test_workers_have_the_settings_of_the_script_as_torchs_have(
-    method: str, keep: tuple[str, ...], tops: int, tmp_path: Path
+    methods: tuple[str, ...], keep: tuple[str, ...], tops: int, tmp_path: Path
 ) -> None:
     log = tmp_path / "log"
-    done = run(SETTINGS, method, log, *keep)
+    done = run(SETTINGS, ",".join(methods), log, *keep)
     assert ("one by one" in done.stderr, done.returncode) == (bool(keep), 0), done.stderr
-    torchs, ours = json.loads(done.stdout)
-    assert ours == torchs
-    assert (torchs["default dtype"], torchs["threads of torch"]) == ("torch.float64", 1)
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(methods)
+    for torchs, ours in map(json.loads, lines):
+        assert ours == torchs
+        assert (torchs["default dtype"], torchs["threads of torch"]) == ("torch.float64", 1)
     assert len(log.read_text().split()) == tops
 
 
@@ -94,7 +92,7 @@ EXITS = """
 
 @pytest.mark.parametrize(
     "method",
-    [pytest.param("forkserver", marks=zygote), pytest.param("spawn", marks=pytest.mark.full)],
+    [pytest.param("forkserver", marks=needs_zygote), pytest.param("spawn", marks=pytest.mark.full)],
 )
 @pytest.mark.parametrize(
     ("script", "words"),
@@ -152,31 +150,3 @@ def test_entries_of_the_collate_map_are_sent_with_a_loader(
     items = Pipeline.from_dataset([[Number(3)]])
     collate = collate_fn or default_collate
     assert list(items.map(collate, backend=backend, num_workers=1)) == [torch.tensor([3])]
-
-
-def test_an_entry_that_the_worker_has_stays(tmp_path: Path) -> None:
-    """The script's own: the one that is sent may be a copy of it."""
-    file = tmp_path / "script.py"
-    file.write_text(
-        textwrap.dedent("""
-        import torch
-        from hybridloader import DataLoader
-        from torch.utils.data._utils.collate import default_collate_fn_map
-        from torch.utils.data import default_collate
-
-        calls = []
-        default_collate_fn_map[str] = lambda batch, *, collate_fn_map=None: calls.append(1)
-
-        class Counting(torch.utils.data.Dataset):
-            def __len__(self):
-                return 2
-            def __getitem__(self, index):
-                default_collate(["a"])
-                return len(calls)
-
-        if __name__ == "__main__":
-            print(next(iter(DataLoader(Counting(), 2, num_workers=1, multiprocessing_context="spawn"))))
-        """)
-    )
-    done = run(file)
-    assert (done.stdout, done.returncode) == ("tensor([1, 2])\n", 0), done.stderr

@@ -1,8 +1,8 @@
 """A script with settings and registries at its top, and the answers of a loader's workers about them.
 
-``python script_with_settings.py METHOD FILE [keep]`` prints the answers of torch's workers and of ours,
-as JSON. Each process that runs the top of the script adds a line to FILE. With "keep" it does not close
-the file.
+``python script_with_settings.py METHODS FILE [keep]`` prints the answers of torch's workers and of ours,
+as JSON: a line for each method. Each process that runs the top of the script adds a line to FILE. With
+"keep" it does not close the file.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-METHOD, LOG, *KEEP = sys.argv[1:]
+METHODS, LOG, *KEEP = sys.argv[1:]
 TOPS = open(LOG, "a")  # noqa: SIM115
 print(os.getpid(), file=TOPS, flush=True)
 if not KEEP:
@@ -83,8 +83,17 @@ def together(points: list[Point], *, collate_fn_map: Any = None) -> list[Any]:
     return [point.x for point in points]
 
 
+OWN_CALLS: list[int] = []
+
+
+def noted(texts: list[str], *, collate_fn_map: Any = None) -> int:
+    OWN_CALLS.append(1)
+    return len(OWN_CALLS)
+
+
 collations: Any = default_collate_fn_map
 collations[Point] = together
+collations[str] = noted  # a copy of it that is sent would count for itself
 copyreg.pickle(ByCopyreg, reduced)  # type: ignore[arg-type]
 ForkingPickler.register(ByForkingPickler, reduced)
 pytree.register_pytree_node(Point, lambda p: ([*p.x], None), lambda leaves, _: Point(leaves))
@@ -154,6 +163,7 @@ PROBES: dict[str, Callable[[], Any]] = {
     "singledispatch": lambda: kind_of(ByCopyreg(1)),
     "pytree": lambda: len(pytree.tree_leaves(Point([1, 2]))),
     "collate map": lambda: default_collate([ByCopyreg(1), ByCopyreg(2)]),
+    "own entry of the collate map": lambda: [default_collate(["a"]), len(OWN_CALLS)],
 }
 
 
@@ -176,14 +186,14 @@ def init(worker: int) -> None:
     FROM_INIT.append(worker)
 
 
-def answers(loader: Any) -> dict[str, Any]:
+def answers(loader: Any, method: str) -> dict[str, Any]:
     torch.manual_seed(5)
     made = loader(
         Probed(),
         batch_size=None,
         num_workers=1,
         worker_init_fn=init,
-        multiprocessing_context=METHOD,
+        multiprocessing_context=method,
     )
     found, *points = made
     results = {f"result {type(point).__name__}": [point.x, point.way] for point in points}
@@ -196,4 +206,5 @@ if __name__ == "__main__":
     torch.set_default_device(None)
     os.environ["OF_GUARD"] = "set"
     loaders = torch.utils.data.DataLoader, hybridloader.DataLoader
-    print(json.dumps([answers(loader) for loader in loaders]))
+    for method in METHODS.split(","):
+        print(json.dumps([answers(loader, method) for loader in loaders]))
