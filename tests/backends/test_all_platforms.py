@@ -15,18 +15,16 @@ import psutil
 import pytest
 import torch
 from support.dying_dataset import LARGE, Dying
+from support.platforms import FORK, PACKAGE
 from torch.utils.data import Dataset, IterableDataset
 
-import hybridloader
 from hybridloader import DataLoader, Pipeline, StatefulDataLoader, WorkerDied
-from hybridloader._support import system
 from hybridloader.errors import BackendUnavailable, TaskTimeout
 from hybridloader.testing import DEADLINE
 
 BACKENDS = ["inline", "threads", "spawn", "shared-memory", None]
-PROCESSES = ["spawn", "shared-memory"]
 
-shown_by_forks = pytest.mark.full if system.FORK else ()
+shown_by_forks = pytest.mark.full if FORK else ()
 """Of tests that other files make with forked workers, which start faster."""
 
 
@@ -132,10 +130,8 @@ def test_a_tensor_in_shared_memory_is_shared_with_fresh_workers(backend: str) ->
         assert {sample[0] for batch in loader for sample in batch} == {epoch}
 
 
-KILLED = "killed by signal SIGKILL" if system.KILL else "killed by signal SIGTERM|exited with code"
-CRASHED = (
-    "killed by signal SIGSEGV" if system.FORK else r"exited with code 3221225477 \(0xc0000005\)"
-)
+KILLED = "killed by signal SIGKILL" if FORK else "killed by signal SIGTERM|exited with code"
+CRASHED = "killed by signal SIGSEGV" if FORK else r"exited with code 3221225477 \(0xc0000005\)"
 AT = r"dying_dataset\.py\", line [0-9]+ in __getitem__"
 
 
@@ -148,7 +144,7 @@ AT = r"dying_dataset\.py\", line [0-9]+ in __getitem__"
         ("hang", TaskTimeout, f"(?s)has been at 3 for.*The thread that does the tasks.*{AT}"),
     ],
 )
-@pytest.mark.parametrize("backend", PROCESSES)
+@pytest.mark.parametrize("backend", [pytest.param("spawn", marks=shown_by_forks), "shared-memory"])
 def test_a_worker_that_ends_or_hangs_is_named_or_restarted(
     backend: str, how: str, error: type[Exception], words: str, tmp_path: Path
 ) -> None:
@@ -160,7 +156,7 @@ def test_a_worker_that_ends_or_hangs_is_named_or_restarted(
     assert [int(sample[0]) for sample in loader] == [*range(8)]
 
 
-@pytest.mark.skipif(system.FORK, reason="this platform forks")
+@pytest.mark.skipif(FORK, reason="this platform forks")
 def test_where_nothing_forks_the_error_says_what_to_use() -> None:
     with pytest.raises(BackendUnavailable, match="'spawn', 'shared-memory' or 'threads'"):
         iter(DataLoader(range(3), num_workers=1, backend="fork"))  # type: ignore[arg-type]
@@ -191,7 +187,7 @@ time.sleep(600)
 @pytest.mark.parametrize(
     ("end", "workers"),
     [
-        ("exit", "idle"),
+        pytest.param("exit", "idle", marks=shown_by_forks),
         ("kill", "busy"),
         pytest.param("exit", "busy", marks=shown_by_forks),
         pytest.param("kill", "idle", marks=shown_by_forks),
@@ -200,7 +196,7 @@ time.sleep(600)
 def test_no_worker_outlives_its_parent(workers: str, end: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    path = os.pathsep.join([str(Path(hybridloader.__file__).parents[1]), *sys.path])
+    path = os.pathsep.join([PACKAGE, *sys.path])
     parent = subprocess.Popen(
         [sys.executable, str(script), workers, end],
         stdin=subprocess.DEVNULL,
@@ -267,13 +263,20 @@ print(*program.communicate(), program.returncode, psutil.wait_procs(workers, 20)
 """Ctrl-C in a terminal or console, whose processes all get it: the program and its workers."""
 
 
-@pytest.mark.parametrize("backend", ["threads", *PROCESSES])
+@pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param("threads", marks=shown_by_forks),
+        "spawn",
+        pytest.param("shared-memory", marks=shown_by_forks),
+    ],
+)
 def test_ctrl_c_interrupts_the_program_alone_and_leaves_no_worker(
     backend: str, tmp_path: Path
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text(INTERRUPTED)
-    path = os.pathsep.join([str(Path(hybridloader.__file__).parents[1]), *sys.path])
+    path = os.pathsep.join([PACKAGE, *sys.path])
     done = subprocess.run(
         [sys.executable, "-c", TERMINAL, str(script), backend],
         stdin=subprocess.DEVNULL,

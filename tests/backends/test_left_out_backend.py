@@ -22,7 +22,13 @@ class Inherited:
 
 
 @pytest.mark.forkserver
-@pytest.mark.parametrize("method", multiprocessing.get_all_start_methods())
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param(method, marks=pytest.mark.full if method == "forkserver" else ())
+        for method in multiprocessing.get_all_start_methods()
+    ],
+)
 def test_a_left_out_backend_follows_the_start_method_of_multiprocessing(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -58,12 +58,8 @@ SCRIPT = textwrap.dedent(
     ("backend", "kind"),
     [
         ("fork", "loader"),
-        ("threads", "pipeline"),
-        *(
-            pytest.param(*where, marks=pytest.mark.full)
-            for where in (("threads", "loader"), ("fork", "pipeline"))
-        ),
-        *(pytest.param("spawn", kind, marks=pytest.mark.full) for kind in ("loader", "pipeline")),
+        pytest.param("threads", "pipeline", marks=pytest.mark.full),
+        pytest.param("spawn", "pipeline", marks=pytest.mark.full),
     ],
 )
 def test_a_second_interrupt_adds_no_traceback(backend: str, kind: str, tmp_path: Path) -> None:
