@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import multiprocessing
 import os
 import pickle
 import stat
@@ -420,3 +422,88 @@ def test_the_end_of_a_connection_that_was_dropped_is_not_that_of_the_next_worker
     transport.close()
     for end in (ended, sentinel, pairs[0][1], pairs[1][1]):
         end.close()
+
+
+class _Pipe:
+    """Connection of Windows: once it is closed, its methods raise TypeError."""
+
+    def __init__(self) -> None:
+        self.closed = False
+        self.now_closed = threading.Event()
+
+    def fileno(self) -> int:
+        return 1_000_000
+
+    def recv_bytes(self, most: int) -> bytes:
+        raise TypeError("ReadFile() argument 1 must be int, not None")
+
+    def close(self) -> None:
+        self.closed = True
+        self.now_closed.set()
+
+
+def test_no_thread_reads_from_a_connection_that_was_closed_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pipe, waiting = _Pipe(), threading.Event()
+
+    def wait(connections: list[Any]) -> list[Any]:
+        waiting.set()
+        assert pipe.now_closed.wait(DEADLINE)
+        return [pipe]
+
+    monkeypatch.setattr(transports.mp_connection, "wait", wait)
+    transport = transports.PipeTransport()
+    transport.connect(0, pipe)
+    transport.watch(0, SimpleNamespace(sentinel=None))
+    assert waiting.wait(DEADLINE)
+    transport.close()  # pytest fails the test for an error in a thread
+
+
+@posix
+def test_a_worker_whose_parent_hangs_up_without_reading_sees_the_end_of_its_input() -> None:
+    """Unread bytes in a socket that is closed make the other side's next read an error."""
+    ours, theirs = multiprocessing.Pipe(duplex=True)
+    endpoint = SocketEndpoint(theirs)
+    try:
+        endpoint.send([b"a result that nobody reads"])
+        ours.close()
+        with pytest.raises(EOFError):
+            endpoint.get()
+    finally:
+        endpoint.close()
+
+
+@posix
+def test_writing_after_the_worker_has_ended_is_the_end_too() -> None:
+    """Its writer thread may still be at a large frame; a traceback of it would be noise."""
+    ours, theirs = multiprocessing.Pipe(duplex=True)
+    endpoint = SocketEndpoint(theirs)
+    endpoint.close()
+    with pytest.raises(EOFError):
+        endpoint.send([b"late"])
+    ours.close()
+
+
+@posix
+def test_descriptors_of_which_too_many_are_under_way_are_sent_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours, theirs = multiprocessing.Pipe(duplex=True)
+    endpoint, other = SocketEndpoint(theirs), SocketEndpoint(ours)
+    refusals = [errno.ETOOMANYREFS, errno.ETOOMANYREFS]
+
+    def send_some(*args: Any) -> bool:
+        if refusals:
+            raise OSError(refusals.pop(), "as the kernel says it")
+        return send(*args)
+
+    send = transports.send_some
+    monkeypatch.setattr(transports, "send_some", send_some)
+    monkeypatch.setattr(transports, "_PAUSE", 0)
+    endpoint.send([b"a slot"], [0])
+    frame = other.get()
+    assert bytes(frame.parts[0]) == b"a slot"
+    os.close(*frame.fds)
+    endpoint.close()
+    other.close()

@@ -6,8 +6,6 @@ import contextlib
 import ctypes
 import errno
 import faulthandler
-import multiprocessing
-import multiprocessing.context
 import os
 import re
 import signal
@@ -19,17 +17,18 @@ from typing import Any
 
 import pytest
 import torch
-from support.failing_datasets import WAITING, Samples, at_gate, every_process, load, outcomes, start
+from support.failing_datasets import Samples, at_gate, load, outcomes, start
 from support.named_slots import NamedFork
 from support.platforms import posix
 from torch.utils.data import Dataset
 
 from hybridloader import DataLoader, WorkerDied, WorkerTimeout
-from hybridloader.backends.process import child, starters, transports
-from hybridloader.backends.process.transports import SocketEndpoint
 from hybridloader.errors import IteratorClosed
-from hybridloader.memory import shared_slots
-from hybridloader.testing import DEADLINE, Gate
+from hybridloader.testing import Gate
+from hybridloader.testing import DEADLINE
+
+WAITING = ["threads", "fork"]
+every_process = pytest.mark.parametrize("backend", ["fork", "spawn"])
 
 # -- dead workers --------------------------------------------------------------------------------
 
@@ -67,10 +66,8 @@ def _quietly(die: Callable[[], Any]) -> None:
 
 
 def _deaths() -> Iterator[tuple[str, str, str]]:
-    for death in DEATHS:
-        yield "fork", death, "main thread"
-        yield "shared-memory", death, "other thread"
-    yield "spawn", "segfault", "other thread"  # its workers take their time to start
+    for number, death in enumerate(DEATHS):
+        yield "fork", death, "other thread" if number % 2 else "main thread"
 
 
 @posix
@@ -183,14 +180,10 @@ def test_after_a_death_the_next_epoch_works_again(
     assert [list(loader) for _ in range(2)] == [[[0], [1], [2], [3]]] * 2
 
 
-def _die_at_init(worker: int) -> None:
-    os._exit(9)
-
-
 @every_process
 def test_a_worker_that_dies_at_its_start_is_named(backend: str) -> None:
     with pytest.raises(WorkerDied, match=r"worker 0 .*code 9"):
-        list(load(Samples(int), backend, worker_init_fn=_die_at_init))
+        list(load(Samples(int), backend, worker_init_fn=lambda worker: os._exit(9)))
 
 
 @posix
@@ -206,73 +199,6 @@ def test_an_idle_persistent_worker_that_died_is_replaced_or_told(backend: str) -
     with contextlib.suppress(WorkerDied):
         assert list(loader) == [[0], [1]]
     assert list(loader) == [[0], [1]]
-
-
-@posix
-def test_a_worker_whose_parent_hangs_up_without_reading_sees_the_end_of_its_input() -> None:
-    """Unread bytes in a socket that is closed make the other side's next read an error."""
-    ours, theirs = multiprocessing.Pipe(duplex=True)
-    endpoint = SocketEndpoint(theirs)
-    try:
-        endpoint.send([b"a result that nobody reads"])
-        ours.close()
-        with pytest.raises(EOFError):
-            endpoint.get()
-    finally:
-        endpoint.close()
-
-
-@posix
-def test_writing_after_the_worker_has_ended_is_the_end_too() -> None:
-    """Its writer thread may still be at a large frame; a traceback of it would be noise."""
-    ours, theirs = multiprocessing.Pipe(duplex=True)
-    endpoint = SocketEndpoint(theirs)
-    endpoint.close()
-    with pytest.raises(EOFError):
-        endpoint.send([b"late"])
-    ours.close()
-
-
-@posix
-def test_descriptors_of_which_too_many_are_under_way_are_sent_later(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    ours, theirs = multiprocessing.Pipe(duplex=True)
-    endpoint, other = SocketEndpoint(theirs), SocketEndpoint(ours)
-    refusals = [errno.ETOOMANYREFS, errno.ETOOMANYREFS]
-
-    def send_some(*args: Any) -> bool:
-        if refusals:
-            raise OSError(refusals.pop(), "as the kernel says it")
-        return send(*args)
-
-    send = transports.send_some
-    monkeypatch.setattr(transports, "send_some", send_some)
-    monkeypatch.setattr(transports, "_PAUSE", 0)
-    endpoint.send([b"a slot"], [0])
-    frame = other.get()
-    assert bytes(frame.parts[0]) == b"a slot"
-    os.close(*frame.fds)
-    endpoint.close()
-    other.close()
-
-
-def test_a_worker_that_can_not_write_a_large_result_ends_and_is_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Its parent would wait for ever for what its writing thread has lost."""
-
-    def refuse(self: Any, parts: list[Any], fds: Any) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # of the worker
-            raise OSError(errno.ENOBUFS, "no room")
-        put(self, parts, fds)
-
-    put = child._WorkerConnection._put
-    monkeypatch.setattr(child._WorkerConnection, "_put", refuse)
-    words = r"was ended by OSError: .*no room \(exited with code 1\)"
-    with pytest.raises(WorkerDied, match=words):
-        list(load(Samples(lambda index: os.urandom(100_000)), "fork", timeout=60))
 
 
 class _DiesWithItsSegments(Dataset[torch.Tensor]):
@@ -323,38 +249,6 @@ def test_workers_live_where_the_kernel_has_no_pidfd(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr("os.pidfd_open", refuse, raising=False)
     assert list(load(Samples(int, 3), "fork")) == [[0], [1], [2]]
-
-
-@posix
-def test_a_process_that_closed_its_files_and_goes_on_is_not_waited_for_longer_than_asked() -> None:
-    reading, writing = os.pipe()
-    os.close(writing)
-
-    class Process:
-        sentinel, pid = reading, os.getpid()
-
-        def is_alive(self) -> bool:
-            return True
-
-        def join(self, timeout: float) -> None:
-            pytest.fail("waits by waitpid, for as long as that process lives")
-
-    starters.ProcessHandle(Process()).join(0.01)
-    os.close(reading)
-
-
-@posix
-def test_what_was_made_for_a_process_that_can_not_be_started_is_closed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def refuse(*_: Any) -> Any:
-        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
-
-    monkeypatch.setattr(multiprocessing.context.ForkProcess, "_Popen", staticmethod(refuse))
-    before = set(shared_slots.ours), set(os.listdir("/proc/self/fd"))
-    with pytest.raises(BlockingIOError):
-        start(load(Samples(int), "fork"))
-    assert (shared_slots.ours, set(os.listdir("/proc/self/fd"))) == before
 
 
 # -- timeout -------------------------------------------------------------------------------------

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.context
 import os
 import signal
 import subprocess
@@ -16,10 +18,12 @@ from typing import Any
 import pytest
 from support.failing_datasets import Samples, load, start
 from support.forking import in_a_fork
+from support.platforms import needs_zygote
 
 from hybridloader import WorkerDied
-from hybridloader.backends.process import fork_safety, starters
+from hybridloader.backends.process import child, starters
 from hybridloader.backends.process.starters import UNKNOWN, ProcessHandle, starting
+from hybridloader.memory import shared_slots
 from hybridloader.testing import DEADLINE
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="signals of POSIX")
@@ -150,8 +154,6 @@ def end_at_five(index: int) -> int:
     return index
 
 
-FORKED = fork_safety.available()  # fresh workers, by a process that waits for them itself
-
 SILENT_CHILDREN = [
     (
         "fork",
@@ -160,7 +162,7 @@ SILENT_CHILDREN = [
     ),
     pytest.param(
         *("spawn", 0, r"exited unexpectedly with exit code 3\. .*exited with code 3\."),
-        marks=pytest.mark.skipif(not FORKED, reason="needs workers that a zygote forks"),
+        marks=needs_zygote,
     ),
 ]
 """Backends, with the exit code that is known of a worker at its end, and the words for another."""
@@ -189,7 +191,7 @@ def with_parent(index: int) -> tuple[int, int, Any]:
     return index, os.getppid(), signal.getsignal(signal.SIGCHLD)
 
 
-@pytest.mark.skipif(not FORKED, reason="needs workers that a zygote forks")
+@needs_zygote
 @pytest.mark.usefixtures("_nobody_waits")
 def test_the_death_of_a_worker_that_nobody_waits_for_takes_no_other_along() -> None:
     loader = load(
@@ -336,3 +338,51 @@ def test_an_interrupt_at_the_start_of_a_worker_leaves_no_signal_blocked(
     with pytest.raises(KeyboardInterrupt), starting("fork"):
         pass
     assert real(signal.SIG_BLOCK, ()) == before
+
+
+def test_a_process_that_closed_its_files_and_goes_on_is_not_waited_for_longer_than_asked() -> None:
+    reading, writing = os.pipe()
+    os.close(writing)
+
+    class Process:
+        sentinel, pid = reading, os.getpid()
+
+        def is_alive(self) -> bool:
+            return True
+
+        def join(self, timeout: float) -> None:
+            pytest.fail("waits by waitpid, for as long as that process lives")
+
+    starters.ProcessHandle(Process()).join(0.01)
+    os.close(reading)
+
+
+def test_what_was_made_for_a_process_that_can_not_be_started_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: Any) -> Any:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(multiprocessing.context.ForkProcess, "_Popen", staticmethod(refuse))
+    before = set(shared_slots.ours), set(os.listdir("/proc/self/fd"))
+    with pytest.raises(BlockingIOError):
+        start(load(Samples(int), "fork"))
+    assert (shared_slots.ours, set(os.listdir("/proc/self/fd"))) == before
+
+
+def test_a_worker_that_can_not_write_a_large_result_ends_and_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its parent would wait for ever for what its writing thread has lost."""
+
+    def refuse(self: Any, parts: list[Any], fds: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # of the worker
+            raise OSError(errno.ENOBUFS, "no room")
+        put(self, parts, fds)
+
+    put = child._WorkerConnection._put
+    monkeypatch.setattr(child._WorkerConnection, "_put", refuse)
+    words = r"was ended by OSError: .*no room \(exited with code 1\)"
+    with pytest.raises(WorkerDied, match=words):
+        list(load(Samples(lambda index: os.urandom(100_000)), "fork", timeout=60))

@@ -19,9 +19,9 @@ from hybridloader._support import system
 from hybridloader.backends.process import child, frames, starters
 from hybridloader.backends.process import crew as processes
 from hybridloader.backends.process.frames import Frame
-from hybridloader.engine import contract
-from hybridloader.engine.messages import WorkerSpec
-from hybridloader.testing import DEADLINE, Call, FakeClock, Gate
+from hybridloader.engine import WorkerSpec, contract
+from hybridloader.testing import Call, FakeClock, Gate
+from hybridloader.testing import DEADLINE
 
 BACKENDS = [
     pytest.param(Fork(), id="fork"),
@@ -154,3 +154,38 @@ def test_a_worker_that_reads_a_task_after_the_hang_up_leaves_no_name(
     monkeypatch.setattr(child, "ParentWatch", Watch)
     assert in_a_fork(be_a_worker) == 0
     assert not os.path.exists(f"/dev/shm/{names}0")
+
+
+def test_at_exit_one_that_can_not_be_closed_keeps_no_other_from_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Runner:
+        def __init__(self, error: Exception | None = None) -> None:
+            self.error, self.closed = error, 0
+
+        def close(self) -> None:
+            self.closed += 1
+            if self.error is not None:
+                raise self.error
+
+    class Busy(dict[Any, int]):
+        """To which another thread adds, the first time that somebody looks."""
+
+        looks = 0
+
+        def __iter__(self) -> Any:
+            self.looks += 1
+            if self.looks == 1:
+                raise RuntimeError("Set changed size during iteration")
+            return super().__iter__()
+
+    errors = LookupError("mine"), LookupError("not the first"), None
+    runners = Busy({Runner(error): 0 for error in errors})
+    owned = Busy({Runner(): os.getpid(), Runner(): -1})
+    monkeypatch.setattr(contract, "exiting", False)
+    monkeypatch.setattr(contract, "_runners", runners)
+    monkeypatch.setattr(contract, "_crews", owned)
+    with pytest.raises(LookupError, match="mine"):
+        contract._close_all()
+    assert [runner.closed for runner in runners] == [1, 1, 1]
+    assert [crew.closed for crew in owned] == [1, 0]
