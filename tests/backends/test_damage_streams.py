@@ -8,16 +8,15 @@ import os
 import pickle
 import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing import Pipe
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.crew_driver import CrewDriver
 from support.platforms import posix
@@ -32,13 +31,11 @@ from hybridloader.backends.process.transports import (
     SocketTransport,
 )
 from hybridloader.engine.messages import Exited
-from hybridloader.errors import CacheError, DamagedMessage, WorkerPicklingError
+from hybridloader.errors import DamagedMessage, WorkerPicklingError
 from hybridloader.memory.shipping import _Contents, receive, ship
-from hybridloader.pipeline.operators.cache import Reader, Writer
 from hybridloader.testing import DEADLINE
 
 thorough = settings(max_examples=100, deadline=None)
-in_a_folder = settings(thorough, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def joined(*parts: bytes) -> bytes:
@@ -293,95 +290,6 @@ def test_what_can_not_be_loaded_in_the_worker_is_told_and_is_no_end_of_input(
     assert type(caught.value.__cause__) is type(error)
     assert repr(error) in str(caught.value)
     shipment.close()
-
-
-# -- cache files -----------------------------------------------------------------------------------
-
-ITEMS = [1, "two", np.arange(9_000), {"four": 4}]
-
-
-def write(file: Path) -> bytes:
-    writer = Writer(str(file), "of this")
-    for item in ITEMS:
-        writer.add(item)
-    writer.commit()
-    return file.read_bytes()
-
-
-def read(file: Path) -> list[Any]:
-    """The items; `CacheError` for those that are damaged, or for the file."""
-    try:
-        reader = Reader(str(file), "of this")
-    except CacheError:
-        return [CacheError]
-    found: list[Any] = []
-    for number in range(len(reader)):
-        try:
-            found.append(reader.read(number))
-        except CacheError:
-            found.append(CacheError)
-    reader.close()
-    return found
-
-
-def right(found: list[Any]) -> bool:
-    if found == [CacheError]:
-        return True
-    return len(found) == len(ITEMS) and all(
-        item is CacheError or np.array_equal(item, expected)
-        for item, expected in zip(found, ITEMS, strict=True)
-    )
-
-
-def _flip(whole: bytes, data: st.DataObject) -> bytes:
-    damaged = bytearray(whole)
-    bit = data.draw(st.integers(0, 8 * 600) | st.integers(0, 8 * len(whole) - 1))
-    bit = data.draw(st.sampled_from([bit, 8 * len(whole) - 1 - bit]))
-    damaged[bit // 8] ^= 1 << bit % 8
-    return bytes(damaged)
-
-
-def _cut_and_paste(whole: bytes, data: st.DataObject) -> bytes:
-    at = data.draw(st.integers(0, len(whole) - 1))
-    size = data.draw(st.sampled_from([1, 8, 64, 4096]))
-    to = data.draw(st.integers(0, len(whole) - 1))
-    return whole[:to] + whole[at : at + size] + whole[to:]
-
-
-def _lose(whole: bytes, data: st.DataObject) -> bytes:
-    at = data.draw(st.integers(0, len(whole) - 1))
-    return whole[:at] + whole[at + data.draw(st.integers(1, 100)) :]
-
-
-def _anything(whole: bytes, data: st.DataObject) -> bytes:
-    return whole[: data.draw(st.integers(8, 40))] + data.draw(st.binary(max_size=300))
-
-
-@pytest.mark.parametrize("damage", [_flip, _cut_and_paste, _lose, _anything])
-@in_a_folder
-@given(data=st.data())
-def test_what_a_damaged_cache_file_gives_is_right_or_an_error(
-    tmp_path: Path, damage: Callable[[bytes, st.DataObject], bytes], data: st.DataObject
-) -> None:
-    file = tmp_path / "cache"
-    file.write_bytes(damage(write(file), data))
-    assert right(read(file))
-
-
-def test_reading_at_the_same_time_finds_the_same_damage(tmp_path: Path) -> None:
-    file = tmp_path / "cache"
-    whole = bytearray(write(file))
-    whole[whole.index(b"two")] ^= 1
-    file.write_bytes(whole)
-    found: list[list[Any]] = []
-    threads = [threading.Thread(target=lambda: found.append(read(file))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [[item is CacheError for item in items] for items in found] == [
-        [False, True, False, False]
-    ] * 4
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

@@ -9,20 +9,12 @@ import torch
 from support.named_slots import NamedFork
 from torch.utils.data import default_collate
 
-from hybridloader import DataLoader, Fork, Pipeline, SharedMemory, Spawn, Threads
-from hybridloader.memory.packing import IN_BAND, SMALL
-from hybridloader.memory.slots import OWN
+from hybridloader import DataLoader, Fork, Pipeline, Spawn, Threads
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
-BACKENDS = [
-    Threads(),
-    Fork(),
-    NamedFork(),
-    Spawn(),
-    SharedMemory(start_method="loky"),
-]
-ONE_OF_A_KIND = [*BACKENDS[:-1], pytest.param(BACKENDS[-1], marks=pytest.mark.full)]  # as Spawn()
+FRESH = pytest.param(Spawn(), marks=pytest.mark.full)  # sends as forked workers do
+BACKENDS = [Threads(), Fork(), NamedFork(), FRESH]
 
 
 class Keyed:
@@ -69,7 +61,7 @@ class OfAllSizes:
         sample = {}
         for kind in self.kinds:
             dtype = getattr(torch, kind)
-            for size in (1, 17, 64, SMALL // 16 + 1, SMALL, SMALL + 1, IN_BAND, OWN):
+            for size in (1, 17, 64, 257, 4096, 4097, 32 * 1024, 256 * 1024):
                 for count in {max(1, size // dtype.itemsize + more) for more in (-1, 0, 1)}:
                     sample[f"{kind} {count}"] = torch.full((count,), index).to(dtype)
         return sample
@@ -104,7 +96,7 @@ def assert_equal(a: Any, b: Any) -> None:
         assert a == b
 
 
-@pytest.mark.parametrize("backend", ONE_OF_A_KIND, ids=repr)
+@pytest.mark.parametrize("backend", BACKENDS, ids=repr)
 @pytest.mark.parametrize(
     "collate", [pytest.param(default_collate, marks=pytest.mark.full), as_they_are]
 )
@@ -129,7 +121,6 @@ def test_every_backend_delivers_what_the_plain_loop_makes(
     [
         (Fork(), default_collate),
         *((backend, as_they_are) for backend in BACKENDS[:3]),
-        pytest.param(Spawn(), as_they_are, marks=pytest.mark.full),
     ],
 )
 def test_every_tensor_begins_at_a_cache_line_as_with_torch(backend: Any, collate: Any) -> None:
@@ -144,9 +135,9 @@ def test_every_tensor_begins_at_a_cache_line_as_with_torch(backend: Any, collate
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        pytest.param(one, other, marks=() if kind == (at + 1) % 3 else pytest.mark.full)
-        for at, one in enumerate(BACKENDS[1:4])
-        for kind, other in enumerate(BACKENDS[1:4])
+        (Fork(), NamedFork()),
+        (NamedFork(), Fork()),
+        pytest.param(Spawn(), Fork(), marks=pytest.mark.full),
     ],
     ids=repr,
 )
