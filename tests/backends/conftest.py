@@ -12,16 +12,6 @@ from typing import Any
 import pytest
 from support.plain_datasets import PLAIN
 
-from hybridloader.backends.process.postmortem import PostmortemRecord
-
-
-@pytest.fixture
-def record() -> Iterator[PostmortemRecord]:
-    made = PostmortemRecord.make()
-    assert made is not None
-    yield made
-    made.close()
-
 
 @pytest.fixture
 def plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
