@@ -12,6 +12,22 @@ from typing import Any
 import pytest
 from support.plain_datasets import PLAIN
 
+from hybridloader._support.text import warn_once
+from hybridloader.backends.process import backend as process_backend
+
+
+@pytest.fixture
+def unwarned() -> Iterator[None]:
+    """No warning that comes once per process has come."""
+
+    def forget() -> None:
+        warn_once.cache_clear()
+        process_backend._warned.clear()
+
+    forget()
+    yield
+    forget()
+
 
 @pytest.fixture
 def plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:

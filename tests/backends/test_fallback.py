@@ -1,32 +1,31 @@
-"""Fallbacks and warnings where processes are a risk: daemonic processes, forks beside other threads."""
+"""Fallbacks and warnings where processes are a risk: daemonic processes, forks beside other threads.
+
+And what a left-out `backend` is: it starts workers as multiprocessing would, from Python 3.14 on
+without a fork.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
+import os
 import threading
 import warnings
-from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import pytest
+from support.failing_datasets import Samples
+from support.platforms import needs_fork
 
-from hybridloader import DataLoader, Fork, Inline, Memory, Pipeline, SharedMemory, Spawn, Threads
-from hybridloader._support.text import warn, warn_once
-from hybridloader.backends.process import backend as process_backend
-from hybridloader.backends.process.backend import AsTorch
-from hybridloader.engine.contract import Backend, Crew, usable
+from hybridloader import DataLoader, Fork, Inline, Pipeline, SharedMemory, Spawn, Threads
+from hybridloader.engine import Backend, Crew
 from hybridloader.errors import BackendUnavailable
 
-needs_fork = pytest.mark.skipif(
-    "fork" not in multiprocessing.get_all_start_methods(), reason="needs fork"
-)
-MEMORY = Memory(limit=12345)
+pytestmark = pytest.mark.usefixtures("unwarned")
+
 PROCESSES = [
-    pytest.param(Fork(MEMORY), id="fork"),
-    pytest.param(Spawn(MEMORY), id="spawn"),
-    pytest.param(SharedMemory(memory=MEMORY), id="shared-memory"),
-    pytest.param(SharedMemory("forkserver", MEMORY), id="forkserver"),
-    pytest.param(AsTorch(memory=MEMORY), id="the default"),
+    pytest.param(Fork(), id="fork"),
+    pytest.param(Spawn(), id="spawn"),
+    pytest.param(SharedMemory(), id="shared-memory"),
 ]
 
 
@@ -37,65 +36,57 @@ class Elsewhere(Backend):
     in_process: ClassVar[bool] = False
 
     def open(self) -> Crew:
-        raise AssertionError("not to be opened")
+        raise LookupError("it was opened")
 
 
 @pytest.fixture
-def daemonic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _daemonic(monkeypatch: pytest.MonkeyPatch) -> None:
     """This process, as if another loader had made it."""
     monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)  # type: ignore[attr-defined]
-    warn_once.cache_clear()
-    yield
-    warn_once.cache_clear()
 
 
 # -- daemonic processes ----------------------------------------------------------------------------
 
 
+def pid(index: int) -> int:
+    return os.getpid()
+
+
+def processes_of(backend: Any) -> set[int]:
+    dataset: Any = Samples(pid, 2)
+    loader = DataLoader(dataset, num_workers=1, collate_fn=list, backend=backend)
+    return {pid for batch in loader for pid in batch}
+
+
+@pytest.mark.usefixtures("_daemonic")
 @pytest.mark.parametrize("backend", PROCESSES)
-def test_in_a_daemonic_process_threads_take_the_place_of_processes(
-    backend: Any, daemonic: None
+def test_in_a_daemonic_process_threads_take_the_place_of_processes_and_it_is_told_once(
+    backend: Any,
 ) -> None:
+    pipe = Pipeline.from_iterable(range(2)).map(pid, backend=backend, num_workers=1)
     with pytest.warns(UserWarning, match=r"daemonic.*threads instead.*backend='threads'") as caught:
-        found = usable(backend)
-    assert found == Threads(memory=MEMORY)
+        found = [set(pipe), processes_of(backend), processes_of(None)]
+    assert found == [{os.getpid()}] * 3
     assert [warning.filename for warning in caught] == [__file__]
 
 
-def test_it_is_told_once_per_process(daemonic: None) -> None:
-    with pytest.warns(UserWarning, match="daemonic") as caught:
-        found = [usable(backend) for backend in (Fork(), Spawn(), Fork())]
-    assert found == [Threads()] * 3
-    assert len(caught) == 1
+@pytest.mark.usefixtures("_daemonic")
+def test_what_serves_there_or_is_not_known_stays() -> None:
+    for backend in (Inline(), Threads(copy_dataset=True)):
+        assert processes_of(backend) == {os.getpid()}
+    with pytest.raises(LookupError, match="opened"):
+        processes_of(Elsewhere())
 
 
-@pytest.mark.parametrize(
-    "backend", [Inline(), Threads(copy_dataset=True), Elsewhere()], ids=lambda chosen: chosen.name
-)
-def test_what_serves_there_or_is_not_known_stays(backend: Backend, daemonic: None) -> None:
-    assert usable(backend) is backend
-
-
-@pytest.mark.parametrize("backend", PROCESSES)
-def test_in_other_processes_everything_stays(backend: Any) -> None:
-    assert usable(backend) is backend
-
-
+@pytest.mark.usefixtures("_daemonic")
 @needs_fork
 @pytest.mark.parametrize("backend", PROCESSES)
-def test_a_backend_that_is_opened_by_hand_still_refuses(backend: Any, daemonic: None) -> None:
+def test_a_backend_that_is_opened_by_hand_still_refuses(backend: Any) -> None:
     with pytest.raises(BackendUnavailable, match=r"daemonic.*threads"):
         backend.check()
 
 
 # -- forks beside threads --------------------------------------------------------------------------
-
-
-@pytest.fixture
-def fresh_fork_warning() -> Iterator[None]:
-    process_backend._warned.clear()
-    yield
-    process_backend._warned.clear()
 
 
 class Running:
@@ -123,9 +114,7 @@ FORKS = [pytest.param(Fork(), id="fork"), pytest.param(SharedMemory("fork"), id=
 
 @needs_fork
 @pytest.mark.parametrize("backend", FORKS)
-def test_a_fork_beside_other_threads_is_warned_of_once(
-    backend: Any, fresh_fork_warning: None
-) -> None:
+def test_a_fork_beside_other_threads_is_warned_of_once(backend: Any) -> None:
     pipe = Pipeline.from_dataset(range(3), backend=backend, num_workers=1)
     loader = forking_loader(backend)
     with Running("the user's reader"), pytest.warns(UserWarning, match="threads") as caught:
@@ -138,7 +127,7 @@ def test_a_fork_beside_other_threads_is_warned_of_once(
 
 
 @needs_fork
-def test_a_pipeline_is_warned_of_where_it_is_run(fresh_fork_warning: None) -> None:
+def test_a_pipeline_is_warned_of_where_it_is_run() -> None:
     pipe = Pipeline.from_dataset(range(3), backend="fork", num_workers=1)
     with Running("another"), pytest.warns(UserWarning, match="another") as caught:
         assert list(pipe) == [0, 1, 2]
@@ -146,7 +135,7 @@ def test_a_pipeline_is_warned_of_where_it_is_run(fresh_fork_warning: None) -> No
 
 
 @needs_fork
-def test_many_threads_are_counted_and_four_of_them_named(fresh_fork_warning: None) -> None:
+def test_many_threads_are_counted_and_four_of_them_named() -> None:
     with (
         Running("one"),
         Running("two"),
@@ -160,16 +149,15 @@ def test_many_threads_are_counted_and_four_of_them_named(fresh_fork_warning: Non
 
 
 @needs_fork
-@pytest.mark.parametrize("backend", [*FORKS, pytest.param(AsTorch(), id="the default")])
-def test_our_own_threads_are_not_warned_of(backend: Any, fresh_fork_warning: None) -> None:
+def test_our_own_threads_are_not_warned_of() -> None:
     with warnings.catch_warnings(), Running("hybridloader-map-0"):
         warnings.simplefilter("error")
-        backend.check()
+        Fork().check()
 
 
 @needs_fork
 @pytest.mark.filterwarnings("error")
-def test_on_one_of_our_threads_the_main_thread_is_none_to_warn_of(fresh_fork_warning: None) -> None:
+def test_on_one_of_our_threads_the_main_thread_is_none_to_warn_of() -> None:
     found: list[Any] = []
 
     def check() -> None:
@@ -189,18 +177,46 @@ def test_on_one_of_our_threads_the_main_thread_is_none_to_warn_of(fresh_fork_war
 
 @pytest.mark.parametrize(
     "backend",
-    [Threads(), Inline(), Spawn(), SharedMemory("spawn"), SharedMemory("loky"), AsTorch()],
-    ids=["threads", "inline", "spawn", "shared-memory by spawn", "by loky", "the default"],
+    ["threads", "spawn", SharedMemory("loky"), None],
+    ids=["threads", "spawn", "by loky", "the default"],
 )
-def test_what_does_not_fork_and_the_default_warn_of_no_thread(
-    backend: Any, fresh_fork_warning: None
-) -> None:
+def test_what_does_not_fork_and_the_default_warn_of_no_thread(backend: Any) -> None:
     with warnings.catch_warnings(), Running("the user's reader"):
         warnings.simplefilter("error")
-        backend.check()
+        with iter(forking_loader(backend)):
+            pass
 
 
-def test_the_line_that_a_warning_is_about_is_the_callers() -> None:
-    with pytest.warns(UserWarning, match="of this line") as caught:
-        warn("of this line", "daemonic")  # this very file is none of ours
-    assert caught[0].filename == __file__
+# -- a left-out backend ----------------------------------------------------------------------------
+
+changed = False
+"""Set in this process alone: a forked worker inherits it, a fresh one does not."""
+
+
+class Inherited:
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> bool:
+        return changed
+
+
+@pytest.mark.forkserver
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param(method, marks=pytest.mark.full if method == "forkserver" else ())
+        for method in multiprocessing.get_all_start_methods()
+    ],
+)
+def test_a_left_out_backend_follows_the_start_method_of_multiprocessing(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = multiprocessing.get_start_method(allow_none=True)
+    monkeypatch.setitem(globals(), "changed", True)
+    loader: Any = DataLoader(Inherited(), num_workers=1, collate_fn=list)
+    multiprocessing.set_start_method(method, force=True)
+    try:
+        assert list(loader) == [[method == "fork"]] * 2
+    finally:
+        multiprocessing.set_start_method(before, force=True)

@@ -30,12 +30,12 @@ from hybridloader.backends.process.transports import (
     SocketEndpoint,
     SocketTransport,
 )
-from hybridloader.engine.messages import Exited
+from hybridloader.engine import Exited
 from hybridloader.errors import DamagedMessage, WorkerPicklingError
 from hybridloader.memory.shipping import _Contents, receive, ship
 from hybridloader.testing import DEADLINE
 
-thorough = settings(max_examples=100, deadline=None)
+thorough = settings(max_examples=40, deadline=None)
 
 
 def joined(*parts: bytes) -> bytes:
@@ -163,7 +163,7 @@ def test_a_worker_ends_with_the_reason_when_its_input_is_damaged(kind: Any) -> N
 
 
 @posix
-@pytest.mark.parametrize("timeout", [3e6, 1e9, 1e12])
+@pytest.mark.parametrize("timeout", [3e6, 1e12])
 def test_a_wait_of_years_is_a_wait(timeout: float) -> None:
     wire = Wire(SocketTransport)
     wire.write(joined(b"here"))
@@ -189,9 +189,7 @@ class Scribbler:
 
 
 @posix
-@pytest.mark.parametrize(
-    "backend", ["fork", "shared-memory", pytest.param("spawn", marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("backend", ["fork", pytest.param("spawn", marks=pytest.mark.full)])
 def test_a_dataset_that_writes_into_the_line_costs_its_worker_and_nothing_else(
     backend: str,
 ) -> None:
@@ -277,7 +275,7 @@ def _fail(error: Exception) -> None:
 
 
 @pytest.mark.parametrize("share", [pytest.param(True, marks=posix), False])
-@pytest.mark.parametrize("error", [EOFError("short"), LookupError("no GPU"), StopIteration()])
+@pytest.mark.parametrize("error", [LookupError("no GPU"), StopIteration()])
 def test_what_can_not_be_loaded_in_the_worker_is_told_and_is_no_end_of_input(
     error: Exception, share: bool
 ) -> None:

@@ -33,14 +33,13 @@ from hybridloader.backends.process.frames import (
     encode_event,
     encode_fields,
 )
-from hybridloader.engine.messages import Begin, Done, Exhausted, Failed, Ready, Stop, Task
-from hybridloader.engine.serving import Pickled
+from hybridloader.engine import Begin, Done, Exhausted, Failed, Pickled, Ready, Stop, Task
 from hybridloader.errors import DamagedMessage, HybridLoaderError
 from hybridloader.memory.packing import pack, unpack
 from hybridloader.memory.segments import ALIGN, aligned_view
 from hybridloader.memory.shared_slots import BufferPlace, SlotMap, SlotWriter
 
-thorough = settings(max_examples=150, deadline=None)
+thorough = settings(max_examples=60, deadline=None)
 
 
 class Refused(Exception):
@@ -138,33 +137,6 @@ def test_every_bit_of_a_head_counts(parts: tuple[bytes, ...], asked: list[int]) 
 
 @thorough
 @given(SMALL, st.data())
-def test_a_head_with_a_byte_changed_is_refused(
-    sent: list[list[bytes]], data: st.DataObject
-) -> None:
-    number = data.draw(st.integers(0, len(sent) - 1))
-    before = b"".join(joined(*parts) for parts in sent[:number])
-    damaged = bytearray(joined(*sent[number]))
-    at = data.draw(st.integers(0, 15))
-    damaged[at] ^= data.draw(st.integers(1, 255))
-    cuts = data.draw(st.lists(st.integers(1, 100)))
-    assert decoded(before + damaged, cuts) == [*sent[:number], DAMAGED]
-
-
-@thorough
-@given(SMALL, st.data())
-def test_what_lies_between_frames_ends_the_stream(
-    sent: list[list[bytes]], data: st.DataObject
-) -> None:
-    """A program that writes to a descriptor that is not its own."""
-    number = data.draw(st.integers(0, len(sent)))
-    stray = data.draw(st.binary(min_size=1, max_size=50))
-    streams = [joined(*parts) for parts in sent]
-    stream = b"".join([*streams[:number], stray, *streams[number:], bytes(16)])
-    assert decoded(stream) == [*sent[:number], DAMAGED]
-
-
-@thorough
-@given(SMALL, st.data())
 def test_bytes_that_are_lost_or_doubled_spoil_one_frame_at_most(
     sent: list[list[bytes]], data: st.DataObject
 ) -> None:
@@ -185,27 +157,17 @@ def test_bytes_that_are_lost_or_doubled_spoil_one_frame_at_most(
         assert len(wrong) <= 1
 
 
-def test_a_frame_that_comes_twice_is_two_frames() -> None:
-    assert decoded(joined(b"once") * 2) == [[b"once"]] * 2
-
-
 def head(count: int, fds: int, total: int) -> bytes:
     """A head whose check is right."""
     counts = count | fds << 24
     return struct.pack("<IIQ", counts, frames._check(counts, total), total)
 
 
-@pytest.mark.parametrize("total", [MOST_BYTES + 1, 1 << 60, (1 << 64) - 1])
-def test_nobody_is_asked_for_more_memory_than_a_frame_may_have(
-    total: int, asked: list[int]
-) -> None:
-    assert decoded(head(1, 0, total)) == [DAMAGED]
-    assert not asked
-
-
-@pytest.mark.parametrize("count", [2, 1 << 20, (1 << 24) - 1])
-def test_parts_that_are_claimed_are_not_made_before_they_come(count: int, asked: list[int]) -> None:
-    assert decoded(head(count, 0, 1 << 30) + bytes(8)) == []
+def test_a_head_makes_nobody_ask_for_memory_or_parts_before_they_come(asked: list[int]) -> None:
+    for total in (MOST_BYTES + 1, (1 << 64) - 1):
+        assert decoded(head(1, 0, total)) == [DAMAGED]
+    for count in (2, (1 << 24) - 1):
+        assert decoded(head(count, 0, 1 << 30) + bytes(8)) == []
     assert not asked
 
 
@@ -353,7 +315,7 @@ class Explosive:
         return eval, ("1 / 0",)
 
 
-@pytest.mark.parametrize("returned", [(), (3,), (1, 70_000, 1 << 40)])
+@pytest.mark.parametrize("returned", [(), (1, 70_000, 1 << 40)])
 def test_an_index_that_fails_to_load_among_others_is_known_by_its_task(returned: Any) -> None:
     parts = encoded_message(Task(1 << 33, [0, 5, Explosive(), 6]), returned)
     with pytest.raises(Unreadable) as caught:
@@ -393,19 +355,3 @@ def test_a_value_that_is_cut_off_is_damaged(value: Any, data: st.DataObject) -> 
     header, _ = pack(value)
     with pytest.raises(DamagedMessage, match=r"a pickle of .* bytes is damaged"):
         unpack(header[: data.draw(st.integers(0, len(header) - 1))], [])
-
-
-def test_what_an_object_raises_when_it_is_loaded_is_left_alone() -> None:
-    header = pickle.dumps(Raiser())
-    with pytest.raises(EOFError, match="the file is short") as caught:
-        unpack(header, [])
-    assert not isinstance(caught.value, DamagedMessage)
-
-
-class Raiser:
-    def __reduce__(self) -> Any:
-        return _raise, ()
-
-
-def _raise() -> None:
-    raise EOFError("the file is short")
