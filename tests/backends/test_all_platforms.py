@@ -15,12 +15,11 @@ import psutil
 import pytest
 import torch
 from support.dying_dataset import LARGE, Dying
-from support.platforms import FORK, PACKAGE
+from support.platforms import DEADLINE, FORK, PACKAGE
 from torch.utils.data import Dataset, IterableDataset
 
 from hybridloader import DataLoader, Pipeline, StatefulDataLoader, WorkerDied
 from hybridloader.errors import BackendUnavailable, TaskTimeout
-from hybridloader.testing import DEADLINE
 
 BACKENDS = ["inline", "threads", "spawn", "shared-memory", None]
 

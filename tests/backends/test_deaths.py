@@ -19,13 +19,12 @@ import pytest
 import torch
 from support.failing_datasets import Samples, at_gate, load, outcomes, start
 from support.named_slots import NamedFork
-from support.platforms import posix
+from support.platforms import DEADLINE, posix
 from torch.utils.data import Dataset
 
 from hybridloader import DataLoader, WorkerDied, WorkerTimeout
 from hybridloader.errors import IteratorClosed
 from hybridloader.testing import Gate
-from hybridloader.testing import DEADLINE
 
 WAITING = ["threads", "fork"]
 every_process = pytest.mark.parametrize("backend", ["fork", "spawn"])

@@ -16,8 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-
-from hybridloader.testing.tools import DEADLINE
+from support.platforms import DEADLINE
 
 SCRIPT = """
     import os, sys

@@ -18,13 +18,12 @@ from typing import Any
 import pytest
 from support.failing_datasets import Samples, load, start
 from support.forking import in_a_fork
-from support.platforms import needs_zygote
+from support.platforms import DEADLINE, needs_zygote
 
 from hybridloader import WorkerDied
 from hybridloader.backends.process import child, starters
 from hybridloader.backends.process.starters import UNKNOWN, ProcessHandle, starting
 from hybridloader.memory import shared_slots
-from hybridloader.testing import DEADLINE
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="signals of POSIX")
 needs_pidfd = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs pidfd")

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from support.crew_driver import CrewDriver, echo
 from support.forking import in_a_fork
+from support.platforms import DEADLINE
 
 from hybridloader import Fork, Spawn, Threads
 from hybridloader._support import system
@@ -21,7 +22,6 @@ from hybridloader.backends.process import crew as processes
 from hybridloader.backends.process.frames import Frame
 from hybridloader.engine import WorkerSpec, contract
 from hybridloader.testing import Call, FakeClock, Gate
-from hybridloader.testing import DEADLINE
 
 BACKENDS = [
     pytest.param(Fork(), id="fork"),

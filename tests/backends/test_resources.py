@@ -100,8 +100,6 @@ def epochs_of_a_pipeline(backend: str) -> Iterator[Any]:
         (epochs_of_a_loader, "inline"),
         (epochs_of_a_loader, "threads"),
         (epochs_of_a_loader, "fork"),
-        (epochs_of_a_loader, "shared-memory"),
-        (epochs_of_a_pipeline, "threads"),
         (epochs_of_a_pipeline, "fork"),
     ],
 )
@@ -224,7 +222,7 @@ SHORT_OF_SHARED_MEMORY = """
     warnings.showwarning = lambda message, *_, **__: told.append(str(message))
     from support.named_slots import NamedSharedMemory
     named = NamedSharedMemory()
-    for backend in ("threads", "fork", "spawn", "shared-memory", named):
+    for backend in ("threads", "fork", named):
         told.clear()
         loader = DataLoader(Rows(), 4, num_workers=2, backend=backend)
         assert values(loader) == [(4 * k + 1) % 251 for k in range(150)]
@@ -263,8 +261,6 @@ def test_without_room_in_dev_shm_batches_come_all_the_same(mount: str) -> None:
     assert run_script(SHORT_OF_SHARED_MEMORY, prefix=in_a_namespace(mount)) == [
         "threads 0 []",
         "fork 0 []",
-        "spawn 0 []",
-        "shared-memory 0 []",
         "Memory(limit=None) 1 []",
     ]
 
@@ -295,9 +291,7 @@ def limit_memory(worker: int) -> None:
 
 @posix
 @linux
-@pytest.mark.parametrize(
-    "backend", ["fork", pytest.param("spawn", marks=pytest.mark.full), "shared-memory"]
-)
+@pytest.mark.parametrize("backend", ["fork", pytest.param("spawn", marks=pytest.mark.full)])
 def test_a_memory_limit_that_a_worker_reaches_is_the_error_of_that_sample(backend: str) -> None:
     where: dict[str, Any] = {"backend": backend, "worker_init_fn": limit_memory}
     greedy: Any = Greedy()

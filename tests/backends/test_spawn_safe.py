@@ -21,7 +21,7 @@ from hybridloader import DataLoader
 SCRIPT = """
 import functools, multiprocessing, sys
 import torch
-from hybridloader import DataLoader, Spawn
+from hybridloader import DataLoader, Pipeline, Spawn
 
 print("this script")
 FRESH = {"fresh": Spawn(preload=False)}
@@ -58,6 +58,10 @@ for method, backend in zip(sys.argv[1::2], sys.argv[2::2]):
     )
     for _ in range(2):
         print([batch.tolist() for batch in loader])
+plus = lambda value: value + offset
+offset = 5
+pipe = Pipeline.from_iterable(lambda: range(3)).map(plus, backend="spawn", num_workers=1)
+print(list(pipe.map(Scaled(10), backend="threads", num_workers=1)))
 """
 
 METHODS = [
@@ -97,32 +101,11 @@ def test_a_script_without_a_guard_sends_what_it_likes(
     script.write_text(SCRIPT)
     batches = "[[-11, -13], [-15, -17]]"
     told = run(script, *(word for pair in methods for word in pair))
-    assert told == ["this script", *["worker 0", batches, batches] * len(methods)]
-
-
-def test_a_pipeline_of_such_a_script_too(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        textwrap.dedent("""
-        import torch
-        from hybridloader import Pipeline
-
-        class Scaled:
-            def __init__(self, factor):
-                self.factor = factor
-            def __call__(self, value):
-                return int(value * self.factor)
-
-        two = torch.tensor(2)
-        pipe = (
-            Pipeline.from_iterable(lambda: range(3))
-            .map(lambda value: value * two, backend="spawn", num_workers=1)
-            .map(Scaled(10), backend="threads", num_workers=1)
-        )
-        print(list(pipe))
-        """)
-    )
-    assert run(script) == ["[0, 20, 40]"]
+    assert told == [
+        "this script",
+        *["worker 0", batches, batches] * len(methods),
+        "[50, 60, 70]",
+    ]
 
 
 CELLS = [

@@ -19,7 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.crew_driver import CrewDriver
-from support.platforms import posix
+from support.platforms import DEADLINE, posix
 
 from hybridloader import DataLoader, Fork, WorkerDied
 from hybridloader.backends.process import transports
@@ -33,7 +33,6 @@ from hybridloader.backends.process.transports import (
 from hybridloader.engine import Exited
 from hybridloader.errors import DamagedMessage, WorkerPicklingError
 from hybridloader.memory.shipping import _Contents, receive, ship
-from hybridloader.testing import DEADLINE
 
 thorough = settings(max_examples=40, deadline=None)
 

@@ -51,58 +51,10 @@ def flags(index):
     return np.bool_(index)
 
 
-def overflows(index):
-    return 2**63 + index
-
-
 def ragged(index):
     import numpy as np
 
     return np.zeros(3 + index % 2)
-
-
-def ragged_lists(index):
-    return list(range(index % 2 + 1))
-
-
-def mixed(index):
-    return (index, index / 2)[index % 2]
-
-
-def negative_strides(index):
-    import numpy as np
-
-    return np.arange(4)[::-1]
-
-
-def keys(index):
-    return {"a": 1} if index % 2 == 0 else {"b": 1}
-
-
-def nothing(index):
-    return None
-
-
-def complex_numbers(index):
-    return complex(index, 1)
-
-
-def dates(index):
-    import numpy as np
-
-    return np.datetime64("2020-01-01")
-
-
-def unsigned(index):
-    import numpy as np
-
-    return np.array([index], np.uint16)
-
-
-def swapped(index):
-    import numpy as np
-
-    return np.array([index], ">f4")
 
 
 def has_torch(index):

@@ -1,4 +1,4 @@
-"""Facts about this platform, marks of tests for some platforms only, and the folder of the package."""
+"""Marks of tests for some platforms only, the folder of the package, and how long tests wait."""
 
 from __future__ import annotations
 
@@ -24,6 +24,9 @@ needs_zygote = pytest.mark.skipif(
     sys.platform != "linux" or not hasattr(os, "pidfd_open"), reason="needs fork, /proc and pidfds"
 )
 """Of fresh workers that are forked from one fresh process."""
+
+DEADLINE = 60.0
+"""Seconds after which a test gives up; never reached when all is well."""
 
 PACKAGE = str(Path(hybridloader.__file__).parents[1])
 """Folder in which other processes find the package. `.ci/windows` copies it out of the checkout."""
