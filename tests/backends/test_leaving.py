@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support import bare_platform
 from support.crew_driver import CrewDriver, echo
 from support.forking import in_a_fork
 from support.platforms import DEADLINE
 
 from hybridloader import Fork, Spawn, Threads
-from hybridloader._support import system
 from hybridloader.backends.process import child, frames, starters
 from hybridloader.backends.process import crew as processes
 from hybridloader.backends.process.frames import Frame
@@ -44,7 +44,7 @@ def test_workers_that_are_told_to_leave_are_gone_without_a_close(backend: Any) -
 
 
 def test_without_sockets_workers_leave_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(system, "UNIX_SOCKETS", False)
+    bare_platform.without_sockets(monkeypatch)
     with CrewDriver(Spawn(), echo) as crew:
         assert crew.call(1) == 1
         crew.raw.leave()

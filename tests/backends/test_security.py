@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import array
 import contextlib
 import itertools
 import json
 import os
 import re
-import socket
 import stat
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +19,13 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from support import bare_platform
 from support.named_slots import NamedSharedMemory
 from support.platforms import posix
 from support.scripts import Kept, drain
 
 from hybridloader import DataLoader, Pipeline
-from hybridloader._support import system
-from hybridloader.backends.process import transports
-from hybridloader.backends.process.crew import SlotChannel
-from hybridloader.backends.process.frames import encode
-from hybridloader.backends.process.transports import SocketEndpoint
 from hybridloader.errors import CacheError
-from hybridloader.memory import segments
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 PROCESSES = ["fork", "shared-memory", "spawn"]
@@ -43,7 +35,7 @@ PROCESSES = ["fork", "shared-memory", "spawn"]
 def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     name: str = request.param
     if name == "portable":
-        monkeypatch.setattr(system, "UNIX_SOCKETS", False)
+        bare_platform.without_sockets(monkeypatch)
     return name
 
 
@@ -154,25 +146,6 @@ def test_what_is_kept_to_be_sent_on_is_not_inherited_either() -> None:
             assert set(inherited()) <= before
 
 
-@posix
-@pytest.mark.parametrize("flag", ["the platform's", "none"])
-def test_descriptors_that_arrive_close_on_exec(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if flag == "none":
-        monkeypatch.setattr(transports, "CLOSE_ON_EXEC", 0)
-    ours, theirs = Pipe()
-    endpoint = SocketEndpoint(theirs)
-    fd = os.dup(1)
-    with socket.socket(fileno=os.dup(ours.fileno())) as sender:
-        extra = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
-        sender.sendmsg([bytes(piece) for piece in encode([b"one"], [fd])], extra)
-    (arrived,) = endpoint.get().fds
-    assert not os.get_inheritable(arrived)
-    for one in (fd, arrived):
-        os.close(one)
-    endpoint.close()
-    ours.close()
-
-
 # -- shared memory ---------------------------------------------------------------------------------
 
 
@@ -181,6 +154,21 @@ def _any_umask() -> Iterator[None]:
     before = os.umask(0)
     yield
     os.umask(before)
+
+
+@posix
+@linux
+@pytest.mark.usefixtures("_any_umask")
+def test_a_named_segment_is_for_this_user_alone() -> None:
+    backend = NamedSharedMemory("fork")
+    loader: Any = DataLoader(Large(), 2, num_workers=1, backend=backend, collate_fn=as_they_are)  # type: ignore[arg-type]
+    with iter(loader) as iterator:
+        while not (found := [*Path("/dev/shm").glob(f"hl-{os.getpid()}-*")]):
+            os.sched_yield()  # it loses its name when the result is read
+        modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in found}
+        assert len(list(iterator)) == 4
+    assert {*modes.values()} == {0o600}
+    assert all(re.fullmatch(r"hl-\d+-[0-9a-f]{8}-\d+", name) for name in modes)
 
 
 def named() -> set[str]:
@@ -214,24 +202,6 @@ def test_such_a_name_would_be_seen() -> None:
         kept = list(itertools.islice(iterator, 2))
         assert named() - before
     del kept
-
-
-@linux
-@pytest.mark.usefixtures("_any_umask")
-def test_a_named_segment_is_for_this_user_alone() -> None:
-    channels = [SlotChannel(1 << 20, False, forks=True) for _ in range(2)]
-    names = [channel.slots[1] for channel in channels]
-    assert all(re.fullmatch(rf"hl-{os.getpid()}-[0-9a-f]{{8}}-", str(name)) for name in names)
-    assert len(set(names)) == 2
-    mapping, ticket, _ = segments.make(4096, f"{names[0]}0")
-    found = os.stat(f"/dev/shm/{ticket.name}")
-    assert stat.S_IMODE(found.st_mode) == 0o600
-    with pytest.raises(FileExistsError):  # a name that somebody else has is not taken over
-        segments.make(4096, f"{names[0]}0")
-    segments.unlink(str(ticket.name))
-    del mapping
-    for channel in channels:
-        channel.close()
 
 
 @linux

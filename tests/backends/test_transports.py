@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import array
 import errno
 import multiprocessing
 import os
 import pickle
+import socket
 import stat
+import sys
 import threading
 from collections.abc import Iterator
 from multiprocessing import Pipe
@@ -32,6 +35,7 @@ from hybridloader.backends.process.transports import (
 )
 from hybridloader.engine import Exited
 from hybridloader.errors import DamagedMessage, WorkerPicklingError
+from hybridloader.memory import segments
 from hybridloader.memory.shipping import _Contents, receive, ship
 
 thorough = settings(max_examples=40, deadline=None)
@@ -134,9 +138,6 @@ def test_any_bytes_end_a_worker_and_leave_nothing(data: bytes) -> None:
 
 @posix
 def test_descriptors_that_came_with_damage_are_closed() -> None:
-    import array
-    import socket
-
     wire = Wire(SocketTransport)
     extra = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [1, 2]))]
     with socket.socket(fileno=os.dup(wire.theirs.fileno())) as sender:
@@ -412,3 +413,32 @@ def test_descriptors_of_which_too_many_are_under_way_are_sent_later(
     os.close(*frame.fds)
     endpoint.close()
     other.close()
+
+
+@posix
+@pytest.mark.parametrize("flag", ["the platform's", "none"])
+def test_descriptors_that_arrive_close_on_exec(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if flag == "none":
+        monkeypatch.setattr(transports, "CLOSE_ON_EXEC", 0)
+    ours, theirs = Pipe()
+    endpoint = SocketEndpoint(theirs)
+    fd = os.dup(1)
+    with socket.socket(fileno=os.dup(ours.fileno())) as sender:
+        extra = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
+        sender.sendmsg([bytes(piece) for piece in encode([b"one"], [fd])], extra)
+    (arrived,) = endpoint.get().fds
+    assert not os.get_inheritable(arrived)
+    for one in (fd, arrived):
+        os.close(one)
+    endpoint.close()
+    ours.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /dev/shm")
+def test_the_name_of_a_segment_that_somebody_else_has_is_not_taken_over() -> None:
+    name = f"hl-{os.getpid()}-taken-0"
+    mapping, _, _ = segments.make(4096, name)
+    with pytest.raises(FileExistsError):
+        segments.make(4096, name)
+    segments.unlink(name)
+    del mapping

@@ -14,7 +14,10 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import pytest
 
 
 class Lacks(NamedTuple):
@@ -119,6 +122,13 @@ def lacking(platform: str, folder: Path) -> Iterator[None]:
         switch_off(platform, patch.delattr, put)
         yield
     system.module.cache_clear()
+
+
+def without_sockets(patch: pytest.MonkeyPatch) -> None:
+    """Take away the sockets between processes alone: connections carry no descriptors."""
+    from hybridloader._support import system
+
+    patch.setattr(system, "UNIX_SOCKETS", False)
 
 
 def without_proc(function: Any) -> Any:
