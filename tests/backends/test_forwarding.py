@@ -380,28 +380,3 @@ def test_the_parent_keeps_no_more_descriptors_than_it_may(monkeypatch: pytest.Mo
             assert len(os.listdir("/proc/self/fd")) <= before + most
         assert len(shared_slots.kept) == min(most, len(shared_slots.kept))
     assert not shared_slots.kept
-
-
-@pytest.mark.parametrize("end", ["open", "discard"])
-def test_what_is_not_sent_on_keeps_no_descriptor(end: str) -> None:
-    with CrewDriver(Fork(), make) as a:
-        for k in range(10):
-            payload = a.payload(a.send(k))
-            assert k or len(shared_slots.kept) == 2
-            getattr(payload, end)()
-            assert not shared_slots.kept
-        a.payload(a.send(1))  # neither opened nor discarded
-
-
-def test_a_worker_is_given_the_descriptor_of_a_slot_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = []
-    duplicate = shared_slots.OwnDescriptor.duplicate
-
-    def counting(kept: Any) -> Any:
-        given.append(kept)
-        return duplicate(kept)
-
-    monkeypatch.setattr(shared_slots.OwnDescriptor, "duplicate", counting)
-    with CrewDriver(Fork(), full) as a, CrewDriver(Fork(), one_value, workers=2) as b:
-        through(a, b, range(60))
-        assert 0 < len(given) <= 2 * len(a.raw.channels[0].results.segments)

@@ -230,15 +230,6 @@ def test_a_first_part_is_read_as_it_was_written() -> None:
 
 
 @thorough
-@given(st.binary(max_size=200))
-def test_any_bytes_are_no_first_part(part: bytes) -> None:
-    with pytest.raises(DamagedMessage):
-        decode_fields([memoryview(part)])
-    with pytest.raises(DamagedMessage):
-        decode_fields([])
-
-
-@thorough
 @given(
     st.integers(0, 255),
     st.integers(0, 300) | st.integers(0, 2**32 - 1),
@@ -333,20 +324,6 @@ VALUES = st.recursive(
     ),
     max_leaves=8,
 )
-
-
-@thorough
-@given(VALUES, st.data())
-def test_a_damaged_value_is_an_error_or_a_value(value: Any, data: st.DataObject) -> None:
-    header, _ = pack(value)
-    damaged = bytearray(header)
-    damaged[data.draw(st.integers(0, len(damaged) - 1))] ^= data.draw(st.integers(1, 255))
-    assume(b"r" not in damaged)
-    with only():
-        try:
-            unpack(damaged, [])
-        except (DamagedMessage, Refused, TypeError, AttributeError):
-            pass  # the last two: objects that are called with, or given, what does not fit
 
 
 @thorough

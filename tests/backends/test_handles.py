@@ -32,7 +32,7 @@ needs_pidfd = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs pi
 # -- what a multiprocessing.Process has --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ["inline", "threads", "fork"])
+@pytest.mark.parametrize("backend", ["threads", "fork"])
 def test_a_handle_has_what_a_process_of_multiprocessing_has(backend: str) -> None:
     with start(load(Samples(int), backend)) as iterator:
         next(iterator)
@@ -56,15 +56,6 @@ def test_a_handle_has_what_a_process_of_multiprocessing_has(backend: str) -> Non
         assert multiprocessing.connection.wait([worker.sentinel], 0) == [worker.sentinel]
     else:
         assert not hasattr(worker, "sentinel")
-
-
-def test_a_thread_that_was_ended_by_an_exception_has_an_exit_code() -> None:
-    iterator = start(load(Samples(exit), "threads"))
-    [worker] = iterator._workers
-    with pytest.raises(WorkerDied):
-        next(iterator)
-    worker.join(DEADLINE)
-    assert worker.exitcode == 1
 
 
 @pytest.mark.parametrize(

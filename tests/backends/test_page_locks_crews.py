@@ -14,9 +14,9 @@ import pytest
 import torch
 from support.fake_accelerator import FakeAccelerator
 
-from hybridloader import DataLoader, Fork, Inline, Memory, Threads
-from hybridloader.engine.messages import Stop, Task, WorkerSpec
-from hybridloader.engine.stage import RestartPolicy, Stage
+from hybridloader import Fork, Inline, Memory, RestartPolicy, Threads
+from hybridloader.engine import Stop, Task, WorkerSpec
+from hybridloader.engine.stage import Stage
 from hybridloader.memory.accelerator import PageLocks
 from hybridloader.memory.slots import OWN
 from hybridloader.testing import Call
@@ -57,25 +57,6 @@ def stage(backend: Any, device: FakeAccelerator, count: int, **more: Any) -> Sta
     )
     made.begin(iter(range(count)))
     return made
-
-
-@pytest.mark.parametrize("backend", BACKENDS, ids=names)
-def test_results_lie_in_locked_pages_and_stay_until_they_were_read(
-    backend: Any, device: FakeAccelerator
-) -> None:
-    results = stage(backend, device, 40, workers=2)
-    copies = []
-    for value, result in enumerate(results):
-        batch = torch.as_tensor(result)
-        assert device.is_pinned(batch)
-        copies.append(device.move(batch))
-        del result, batch
-        if value % 7 == 6:
-            device.run()
-    device.run()
-    assert all((copy == value).all() for value, copy in enumerate(copies))
-    PageLocks(device).collect()
-    assert device.locked == {}  # the stage is still there
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=names)
@@ -165,25 +146,3 @@ def test_slots_that_wait_for_the_device_count_and_the_rest_comes_in_ordinary_mem
             pinned += device.is_pinned(batch)
             del result, batch
     assert 1 <= pinned <= 8
-
-
-class Images(torch.utils.data.Dataset[Any]):
-    def __len__(self) -> int:
-        return 24
-
-    def __getitem__(self, index: int) -> Any:
-        return torch.from_numpy(np.full(OWN // 2, index, np.uint8)), index
-
-
-@pytest.mark.parametrize("backend", BACKENDS, ids=names)
-def test_a_loader_that_moves_copies_no_large_batch_on_the_host(
-    backend: Any, device: FakeAccelerator
-) -> None:
-    device.manual, device.pinnable = False, OWN  # more is refused, with a warning
-    workers = 0 if backend.name == "inline" else 1
-    for images, indices in DataLoader(
-        Images(), batch_size=4, num_workers=workers, backend=backend, device=device
-    ):
-        assert device.holds(images)
-        assert images[:, 0].tolist() == indices.tolist()
-    del images, indices

@@ -36,7 +36,6 @@ from hybridloader.backends.process.postmortem import (
     PostmortemRecord,
     PostmortemWriter,
     free_signal,
-    ours,
     shortened,
 )
 from hybridloader.engine import (
@@ -133,33 +132,6 @@ def record() -> Iterator[PostmortemRecord]:
 
 
 # -- numbers -----------------------------------------------------------------------------------------
-
-
-def test_closing_twice_is_closing_once_and_nothing_is_known_after(record: PostmortemRecord) -> None:
-    fd = record.fd
-    assert fd in ours
-    record.close()
-    other = os.dup(0)  # has the number now, most likely; a second close would take it away
-    record.close()
-    os.fstat(other)
-    os.close(other)
-    assert fd not in ours
-    assert (record.at, record.task, record.crash(), record.stack(os.getpid())) == (
-        None,
-        None,
-        "",
-        "",
-    )
-    assert record.why_none
-
-
-def test_there_is_no_record_where_no_file_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> int:
-        raise OSError(24, "Too many open files")
-
-    for name in ("nameless_file", "open_record"):
-        monkeypatch.setattr(postmortem, name, refuse)
-    assert PostmortemRecord.make() is None
 
 
 def test_a_descriptor_that_is_no_record_leaves_the_worker_without(record: PostmortemRecord) -> None:
@@ -422,14 +394,6 @@ def test_a_thread_without_python_frames_is_left_out() -> None:
     assert of_dump("\n".join(lines)).splitlines()[1:] == [_frame("/mine.py", "mine")]
 
 
-@posix
-def test_a_crash_is_found_behind_many_stacks(record: PostmortemRecord) -> None:
-    for _ in range(40):
-        os.write(record.fd, b"Thread 0x1 (most recent call first):\n" + b"  x\n" * 2_500)
-    os.write(record.fd, b"Fatal Python error: Aborted\n")
-    assert record.crash() == "Fatal Python error: Aborted"
-
-
 _LINE = st.one_of(
     st.text(max_size=30),
     st.sampled_from(
@@ -489,20 +453,6 @@ def test_what_python_3_14_writes_of_a_crash_is_told_too(heading: list[str]) -> N
 
 
 # -- a stack that is asked for -----------------------------------------------------------------------
-
-
-def test_a_worker_that_waits_for_ever_tells_where_and_goes_on(record: PostmortemRecord) -> None:
-    def the_users_sample(me: Child) -> None:
-        me.stuck()
-
-    with child(record, the_users_sample) as one:
-        one.hear()
-        for _ in range(3):
-            text = record.stack(one.pid, PATIENCE)
-            assert text.startswith("The thread that does the tasks")
-            assert text.count("in the_users_sample") == 1
-            assert record.why_none == ""
-        one.let_go()
 
 
 def test_native_code_that_holds_the_gil_does_not_keep_its_stack_back(
@@ -742,28 +692,6 @@ def test_a_dump_is_read_whole_however_slowly_it_comes(pieces: list[tuple[float, 
     expected = (heading + "".join(text for _, text in pieces)).splitlines()[1:]
     assert text.splitlines()[:0:-1] == [line for line in expected if line.strip()]
     assert kernel.now <= sum(gap for gap, _ in pieces) + 0.05
-    kernel.record.close()
-
-
-@pytest.mark.parametrize(
-    ("error", "word"), [(ProcessLookupError(), "ended"), (PermissionError(1, "not you"), "not you")]
-)
-def test_a_signal_that_can_not_be_sent_is_told(error: OSError, word: str) -> None:
-    def refuse(pid: int, signum: int) -> None:
-        raise error
-
-    kernel = Kernel([])
-    kernel.record._kill = refuse
-    assert kernel.record.stack(99, 0.1) == ""
-    assert word in kernel.record.why_none
-    kernel.record.close()
-
-
-def test_without_proc_it_is_asked_and_believed_when_it_is_silent() -> None:
-    kernel = Kernel([(0.01, "Thread 0x1 (most recent call first):\n  frame\n")])
-    kernel.record._status = lambda pid: None
-    assert "frame" in kernel.record.stack(99, 0.5)
-    assert 0.03 <= kernel.now < 0.06
     kernel.record.close()
 
 

@@ -214,18 +214,6 @@ def test_tasks_that_outrun_their_worker_pass_the_limit_through_the_stream_and_wa
             assert crew.payload(seq).open() == k * LARGE
 
 
-def test_the_limit_covers_both_ways() -> None:
-    limit = 8_000_000
-    with CrewDriver(Fork(memory=Memory(limit=limit)), echo) as crew:
-        for k in range(200):
-            crew.call(filled(k % 200, 300_000 + 5000 * k))
-        seen = crew.raw.channels[0].results.segments
-        results = sum(one.mapped().size for one in seen.values())
-        assert 0 < results <= limit // 2
-        assert 0 < writer_of(crew).pool.size <= limit // 2
-        assert crew.raw.channels[0].results.limit == limit // 4
-
-
 # -- what it costs those who need none of it -------------------------------------------------------
 
 

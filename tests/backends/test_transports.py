@@ -124,19 +124,6 @@ def test_no_memory_for_a_message_is_the_end_of_that_worker_alone(
 
 
 @posix
-@thorough
-@given(st.binary(min_size=16, max_size=300))
-def test_any_bytes_end_a_worker_and_leave_nothing(data: bytes) -> None:
-    wire = Wire(SocketTransport)
-    try:
-        wire.write(data)
-        assert wire.until_gone() == [(0, None)]
-        assert wire.transport.damaged[0]
-    finally:
-        wire.close()
-
-
-@posix
 def test_descriptors_that_came_with_damage_are_closed() -> None:
     wire = Wire(SocketTransport)
     extra = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [1, 2]))]
@@ -163,11 +150,10 @@ def test_a_worker_ends_with_the_reason_when_its_input_is_damaged(kind: Any) -> N
 
 
 @posix
-@pytest.mark.parametrize("timeout", [3e6, 1e12])
-def test_a_wait_of_years_is_a_wait(timeout: float) -> None:
+def test_a_wait_of_years_is_a_wait() -> None:
     wire = Wire(SocketTransport)
     wire.write(joined(b"here"))
-    assert len(wire.transport.wait(timeout)) == 1
+    assert len(wire.transport.wait(1e12)) == 1
     wire.close()
 
 
@@ -213,15 +199,6 @@ def shipped(share: bool) -> tuple[list[bytearray], list[int]]:
     parts, fds = [bytearray(part) for part in shipment.parts], [os.dup(fd) for fd in shipment.fds]
     shipment.close()
     return parts, fds
-
-
-@pytest.mark.parametrize("share", [pytest.param(True, marks=posix), False])
-def test_a_whole_shipment_arrives(share: bool) -> None:
-    parts, fds = shipped(share)
-    thing = receive([memoryview(part) for part in parts], fds)
-    assert thing["name"] == "dataset"
-    assert np.array_equal(thing["rows"], THING["rows"])
-    assert torch.equal(thing["tensor"], THING["tensor"])
 
 
 @thorough
