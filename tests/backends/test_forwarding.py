@@ -14,6 +14,7 @@ import torch
 from support.comparison import same
 from support.crew_driver import (
     LARGE,
+    OWN,
     CrewDriver,
     digest,
     echo,
@@ -29,7 +30,6 @@ from support.named_slots import NamedFork
 from hybridloader import Fork, Memory, Spawn, Threads
 from hybridloader.engine import Backend, Failed, Task
 from hybridloader.memory import shared_slots, slots
-from hybridloader.memory.slots import OWN, number_of
 from hybridloader.testing import Gate
 
 PAIRS = [
@@ -47,7 +47,7 @@ PAIRS = [
 @pytest.mark.parametrize(("one", "other"), PAIRS)
 def test_hundreds_of_results_arrive_as_they_were_made(one: Backend, other: Backend) -> None:
     forks = one.name == other.name == "fork"
-    numbers, workers = range(200 if forks else 60), 2 if forks else 1
+    numbers, workers = range(100 if forks else 60), 2 if forks else 1
     with (
         CrewDriver(one, make, workers=workers) as a,
         CrewDriver(other, digest, workers=workers) as b,
@@ -239,7 +239,7 @@ def test_a_payload_is_opened_discarded_or_sent_on_and_then_no_more() -> None:
                 b.send(payload)
             payload.discard()  # nothing
         b.call(full(9))
-        assert given_back(a) == [number_of(segment, 0) for segment in range(3)]
+        assert given_back(a) == [slots.number_of(segment, 0) for segment in range(3)]
 
 
 def test_slots_of_sizes_no_longer_used_leave_the_second_worker_too(tmp_path: Any) -> None:

@@ -13,13 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.comparison import same
-from support.crew_driver import CrewDriver, echo, total
+from support.crew_driver import OWN, CrewDriver, echo, total
 from support.named_slots import NamedFork
 
 from hybridloader import Fork, Memory, Spawn
-from hybridloader.backends.process import transports
 from hybridloader.engine import Failed
-from hybridloader.memory.slots import OWN
 
 LARGE = 2 * OWN
 
@@ -296,18 +294,3 @@ def test_tasks_that_a_dead_worker_never_read_leave_nothing(backend: Any) -> None
     assert len(os.listdir("/proc/self/fd")) <= before
     ours = f"hl-{os.getpid()}-"
     assert [name for name in os.listdir("/dev/shm") if name.startswith(ours)] == []
-
-
-def test_too_many_descriptors_under_way_are_sent_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    refusals = [OSError(109, "Too many references")] * 3
-    send_some = transports.send_some
-
-    def refuse(sock: Any, pieces: Any, fds: Any) -> bool:
-        if fds and refusals:
-            raise refusals.pop()
-        return send_some(sock, pieces, fds)
-
-    with CrewDriver(Fork(), total) as crew:
-        monkeypatch.setattr(transports, "send_some", refuse)
-        assert [crew.call(filled(k)) for k in range(4)] == [k * LARGE for k in range(4)]
-    assert refusals == []

@@ -21,7 +21,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.crew_driver import CrewDriver
+from support.crew_driver import OWN, CrewDriver, full, total
 from support.platforms import DEADLINE, posix
 
 from hybridloader import DataLoader, Fork, WorkerDied
@@ -419,3 +419,19 @@ def test_the_name_of_a_segment_that_somebody_else_has_is_not_taken_over() -> Non
         segments.make(4096, name)
     segments.unlink(name)
     del mapping
+
+
+@posix
+def test_too_many_descriptors_under_way_are_sent_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    refusals = [OSError(109, "Too many references")] * 3
+    send_some = transports.send_some
+
+    def refuse(sock: Any, pieces: Any, fds: Any) -> bool:
+        if fds and refusals:
+            raise refusals.pop()
+        return send_some(sock, pieces, fds)
+
+    with CrewDriver(Fork(), total) as crew:
+        monkeypatch.setattr(transports, "send_some", refuse)
+        assert [crew.call(full(k)) for k in range(4)] == [2 * OWN * k for k in range(4)]
+    assert refusals == []

@@ -21,8 +21,10 @@ FORMS = ("loader", "pipeline", "iterable")
 @pytest.mark.parametrize(
     ("backend", "form"),
     [
-        # A loader starts fresh workers for each epoch, which takes a second.
-        pytest.param(backend, form, marks=pytest.mark.full if backend == "spawn" else ())
+        # A loader starts fresh workers for each epoch, which takes a second; the other kind forks, too.
+        pytest.param(
+            backend, form, marks=pytest.mark.full if backend in ("spawn", "shared-memory") else ()
+        )
         for backend in ("inline", "threads", "fork", "spawn", "shared-memory")
         for form in FORMS
     ],

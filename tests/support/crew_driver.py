@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from hybridloader.engine.contract import Backend
-from hybridloader.engine.messages import Done, Exited, Failed, Ready, Task, WorkerSpec
-from hybridloader.memory.shared_slots import SlotReader
-from hybridloader.memory.slots import OWN
-from hybridloader.testing import DEADLINE, Call
+from hybridloader.engine import Backend, Done, Exited, Failed, Ready, Task, WorkerSpec
+from hybridloader.testing import Call
+from support.platforms import DEADLINE
+
+OWN = 256 * 1024
+"""Bytes from which on a buffer has a slot of its own."""
 
 LARGE = 2 * OWN
 
@@ -132,7 +133,7 @@ def one_value(array: np.ndarray) -> tuple[int, int]:
 # -- from one to the other -------------------------------------------------------------------------
 
 
-def waiting(reader: SlotReader) -> list[int]:
+def waiting(reader: Any) -> list[int]:
     """The slots that were returned in this process, and of which the writer does not know yet."""
     return list(dict.fromkeys([*reader._free, *(number for number, _ in reader._returned)]))
 

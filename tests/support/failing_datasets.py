@@ -54,15 +54,7 @@ def load(
 
 
 def start(loader: DataLoader) -> Any:
-    """Begin an epoch, and return the iterator with the methods that torch's lack."""
     return iter(loader)
-
-
-def of_a_loader_within(error: Exception) -> Exception:
-    """Return an error as a loader raises it that a user's function goes through."""
-    from hybridloader._support.user_objects import no_answer
-
-    return no_answer(error)
 
 
 def outcomes(iterator: Iterator[Any]) -> list[Any]:
