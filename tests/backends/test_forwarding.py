@@ -129,24 +129,6 @@ def test_functions_and_classes_made_on_the_spot_are_the_callers_own_again(
             same(sent, b.call(a.call(sent)))  # and opened on its way
 
 
-def test_a_payload_tells_what_it_holds() -> None:
-    with CrewDriver(Fork(), echo) as a:
-        array = full(1)
-        for value, count, least in [
-            ([array, array[:OWN]], 2, LARGE + OWN),
-            ([], 0, 0),
-            ((1, 2), None, 0),
-            (array, None, LARGE),
-            ([os.urandom(100_000)] * 1, 1, 100_000),
-            ("x" * 300_000, None, 300_000),
-        ]:
-            payload = a.payload(a.send(value))
-            assert payload.count == count
-            assert least <= payload.nbytes <= least + 1000
-            payload.discard()
-        assert a.result(a.send(1)).seconds > 0
-
-
 # -- who holds what --------------------------------------------------------------------------------
 
 

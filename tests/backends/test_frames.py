@@ -24,11 +24,8 @@ from hybridloader.backends.process.frames import (
     MOST_BYTES,
     Decoder,
     Unreadable,
-    decode_extras,
-    decode_failure,
     decode_fields,
     decode_message,
-    decode_shard_start,
     encode,
     encode_event,
     encode_fields,
@@ -282,23 +279,6 @@ def test_a_damaged_message_is_an_error_of_ours_or_a_message(
             return
     assert isinstance(message, (Task, Begin, Stop))
     assert all(type(number) is int for number in returned)
-
-
-@thorough
-@given(st.binary(max_size=100))
-def test_any_bytes_are_no_message_and_nothing_that_a_worker_told(part: bytes) -> None:
-    assume(b"r" not in part)
-    with only():
-        for decode in (decode_failure, decode_extras, decode_shard_start):
-            if decode is decode_shard_start and not part:  # nothing is told by nothing
-                continue
-            if decode is decode_extras and part.startswith(b"}."):  # an empty dict
-                continue
-            with pytest.raises(DamagedMessage):
-                decode(memoryview(part))
-        for kind in (frames.OTHER, frames.DONE):
-            with pytest.raises(DamagedMessage):
-                decode_message([memoryview(encode_fields(kind, 0, part))])
 
 
 class Explosive:

@@ -1,4 +1,4 @@
-"""Handles of workers, and what signals do: those of a job, of other code, and of nobody any more."""
+"""Handles of workers, what signals do to these, and crews that leave before they are closed."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import bare_platform
+from support.crew_driver import CrewDriver, echo
 from support.failing_datasets import Samples, load, start
 from support.forking import in_a_fork
 from support.platforms import DEADLINE, needs_zygote
 
-from hybridloader import WorkerDied
+from hybridloader import Fork, Spawn, Threads, WorkerDied
 from hybridloader.backends.process import child, starters
 from hybridloader.backends.process.starters import UNKNOWN, ProcessHandle, starting
+from hybridloader.engine import contract
 from hybridloader.memory import shared_slots
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="signals of POSIX")
@@ -330,23 +333,6 @@ def test_an_interrupt_at_the_start_of_a_worker_leaves_no_signal_blocked(
     assert real(signal.SIG_BLOCK, ()) == before
 
 
-def test_a_process_that_closed_its_files_and_goes_on_is_not_waited_for_longer_than_asked() -> None:
-    reading, writing = os.pipe()
-    os.close(writing)
-
-    class Process:
-        sentinel, pid = reading, os.getpid()
-
-        def is_alive(self) -> bool:
-            return True
-
-        def join(self, timeout: float) -> None:
-            pytest.fail("waits by waitpid, for as long as that process lives")
-
-    starters.ProcessHandle(Process()).join(0.01)
-    os.close(reading)
-
-
 def test_what_was_made_for_a_process_that_can_not_be_started_is_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -376,3 +362,89 @@ def test_a_worker_that_can_not_write_a_large_result_ends_and_is_named(
     words = r"was ended by OSError: .*no room \(exited with code 1\)"
     with pytest.raises(WorkerDied, match=words):
         list(load(Samples(lambda index: os.urandom(100_000)), "fork", timeout=60))
+
+
+# -- crews that leave ----------------------------------------------------------------------------------
+
+
+LEAVING = [
+    pytest.param(Fork(), id="fork"),
+    pytest.param(Spawn(), id="spawn"),
+    pytest.param(Threads(), id="threads"),
+]
+
+
+@pytest.mark.parametrize("backend", LEAVING)
+def test_workers_that_are_told_to_leave_are_gone_without_a_close(backend: Any) -> None:
+    with CrewDriver(backend, echo, workers=2) as crew:
+        assert crew.call(1) == 1
+        crew.raw.leave()
+        for handle in crew.raw.handles():
+            handle.join(DEADLINE)
+            assert not handle.is_alive()
+        crew.raw.leave()
+        crew.send(2)  # to nobody
+        crew.raw.wake()
+
+
+def test_without_sockets_workers_leave_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    bare_platform.without_sockets(monkeypatch)
+    with CrewDriver(Spawn(), echo) as crew:
+        assert crew.call(1) == 1
+        crew.raw.leave()
+        crew.raw.handles()[0].join(DEADLINE)
+        assert not crew.raw.handles()[0].is_alive()
+
+
+def test_waking_a_closed_crew_writes_to_nobody() -> None:
+    with CrewDriver(Fork(), echo) as crew:
+        ours = crew.raw.transport._alarm_r, crew.raw.transport._alarm_w
+    pipes: list[tuple[int, int]] = []
+    try:
+        while not {fd for pipe in pipes for fd in pipe} >= set(ours):
+            pipes.append(os.pipe())  # takes the descriptors that the crew had
+            assert len(pipes) < 50
+        crew.raw.wake()
+        for read, _ in pipes:
+            os.set_blocking(read, False)
+            with pytest.raises(BlockingIOError):
+                os.read(read, 1)
+    finally:
+        for pipe in pipes:
+            for fd in pipe:
+                os.close(fd)
+
+
+def test_at_exit_one_that_can_not_be_closed_keeps_no_other_from_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Runner:
+        def __init__(self, error: Exception | None = None) -> None:
+            self.error, self.closed = error, 0
+
+        def close(self) -> None:
+            self.closed += 1
+            if self.error is not None:
+                raise self.error
+
+    class Busy(dict[Any, int]):
+        """To which another thread adds, the first time that somebody looks."""
+
+        looks = 0
+
+        def __iter__(self) -> Any:
+            self.looks += 1
+            if self.looks == 1:
+                raise RuntimeError("Set changed size during iteration")
+            return super().__iter__()
+
+    errors = LookupError("mine"), LookupError("not the first"), None
+    runners = Busy({Runner(error): 0 for error in errors})
+    owned = Busy({Runner(): os.getpid(), Runner(): -1})
+    monkeypatch.setattr(contract, "exiting", False)
+    monkeypatch.setattr(contract, "_runners", runners)
+    monkeypatch.setattr(contract, "_crews", owned)
+    with pytest.raises(LookupError, match="mine"):
+        contract._close_all()
+    assert [runner.closed for runner in runners] == [1, 1, 1]
+    assert [crew.closed for crew in owned] == [1, 0]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
-import mmap
 import os
 import signal
 import sys
@@ -132,17 +131,6 @@ def record() -> Iterator[PostmortemRecord]:
 
 
 # -- numbers -----------------------------------------------------------------------------------------
-
-
-def test_a_descriptor_that_is_no_record_leaves_the_worker_without(record: PostmortemRecord) -> None:
-    assert PostmortemWriter.open(10_000_000) is None
-    read, write = os.pipe()
-    was = faulthandler.is_enabled()
-    assert PostmortemWriter.open(read) is None  # can't be mapped
-    assert faulthandler.is_enabled() == was
-    with pytest.raises(OSError):  # and was closed
-        os.fstat(read)
-    os.close(write)
 
 
 def test_where_there_is_no_memfd_a_file_without_a_name_serves(
@@ -348,37 +336,6 @@ def test_the_loop_and_what_is_around_it_are_left_out() -> None:
     assert of_dump(text).splitlines()[1:] == [_frame("/their/dataset.py", "__getitem__")]
 
 
-def test_the_main_thread_comes_first_in_a_dump_by_another_thread() -> None:
-    text = "\n".join(
-        [
-            "Thread 0x03 (most recent call first):",
-            _frame("/their/reader.py", "read"),
-            "Current thread 0x02 (most recent call first):",
-            _frame(threading.Thread.run.__code__.co_filename, "run"),
-            "Thread 0x01 (most recent call first):",
-            _frame("/their/dataset.py", "__getitem__"),
-        ]
-    )
-    assert of_dump(postmortem._main_thread_as_current(text)).splitlines() == [
-        "The thread that does the tasks (most recent call last):",
-        _frame("/their/dataset.py", "__getitem__"),
-        "Another thread (most recent call last):",
-        _frame("/their/reader.py", "read"),
-    ]
-    assert postmortem._main_thread_as_current("") == ""
-
-
-def test_a_worker_that_only_waits_for_a_task_shows_that() -> None:
-    text = "\n".join(
-        [
-            "Current thread 0x00ff (most recent call first):",
-            _frame(CHILD, "get"),
-            _frame(CHILD, "main"),
-        ]
-    )
-    assert of_dump(text).splitlines()[1:] == [_frame(CHILD, "get")]
-
-
 def test_a_deep_stack_keeps_both_ends() -> None:
     frames = [_frame(f"/a/long/path/to/some/module_{i}.py", f"function_{i}") for i in range(100)]
     text = of_dump("\n".join(["Current thread 0x1 (most recent call first):", *frames]))
@@ -386,12 +343,6 @@ def test_a_deep_stack_keeps_both_ends() -> None:
     assert text.splitlines()[1] == frames[-1]
     assert text.splitlines()[-1] == frames[0]
     assert "frames omitted" in text
-
-
-def test_a_thread_without_python_frames_is_left_out() -> None:
-    lines = ["Thread 0x2 (most recent call first):", "  <no Python frame>"]
-    lines += ["Current thread 0x1 (most recent call first):", _frame("/mine.py", "mine")]
-    assert of_dump("\n".join(lines)).splitlines()[1:] == [_frame("/mine.py", "mine")]
 
 
 _LINE = st.one_of(
@@ -494,17 +445,6 @@ def test_a_stopped_worker_is_told_and_not_signalled(record: PostmortemRecord) ->
 
 
 @linux
-def test_a_worker_that_has_ended_is_told(record: PostmortemRecord) -> None:
-    one = Child(record, lambda me: None)
-    os.waitid(os.P_PID, one.pid, os.WEXITED | os.WNOWAIT)
-    assert record.stack(one.pid, PATIENCE) == ""
-    assert "ended" in record.why_none
-    assert one.end() == 0
-    assert record.stack(one.pid, PATIENCE) == ""
-    assert "ended" in record.why_none
-
-
-@linux
 def test_a_worker_that_blocks_the_signal_is_told_to(record: PostmortemRecord) -> None:
     def body(me: Child) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
@@ -600,21 +540,6 @@ def test_the_signal_is_one_that_nobody_uses(record: PostmortemRecord) -> None:
     assert Child(record, body).end() == 0
 
 
-def test_without_proc_pythons_own_handlers_are_heeded(
-    record: PostmortemRecord, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(postmortem, "_status_of", lambda pid: None)
-
-    def body(me: Child) -> None:
-        first = record._numbers()[0]
-        assert first > 0
-        signal.signal(first, lambda *_: None)
-        signal.signal(first + 1, signal.SIG_IGN)
-        assert free_signal() == first + 2
-
-    assert Child(record, body).end() == 0
-
-
 def test_where_no_signal_is_free_the_rest_works(
     record: PostmortemRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -632,76 +557,6 @@ def test_where_no_signal_is_free_the_rest_works(
     one.let_go()
     assert one.end() == -signal.SIGSEGV
     assert "in crash_in_native_code" in record.crash()
-
-
-# -- the parent's patience, on a clock of its own ----------------------------------------------------
-
-
-class Kernel:
-    """A worker that answers as told: pieces of text, each so many seconds after the one before."""
-
-    def __init__(self, pieces: list[tuple[float, str]], state: str = "S (sleeping)") -> None:
-        self.now, self.sent, self.state = 0.0, [], state  # type: float, list[int], str
-        self.pending = False
-        self._pieces = pieces
-        self._due: list[tuple[float, str]] = []
-        made = PostmortemRecord.make()
-        assert made is not None
-        numbers = postmortem._NUMBERS.pack(38, 99, -1, -1)
-        self.record: Any = PostmortemRecord(_with_numbers(made, numbers))
-        self.record._clock, self.record._sleep = lambda: self.now, self._sleep
-        self.record._kill, self.record._status = self._kill, lambda pid: self._status()
-
-    def _kill(self, pid: int, signum: int) -> None:
-        assert (pid, signum) == (99, 38)
-        self.sent.append(signum)
-        at = self.now
-        for gap, text in self._pieces:
-            at += gap
-            self._due.append((at, text))
-
-    def _sleep(self, seconds: float) -> None:
-        self.now += seconds
-        while self._due and self._due[0][0] <= self.now:
-            os.write(self.record.fd, self._due.pop(0)[1].encode())
-
-    def _status(self) -> dict[str, str]:
-        handling = self._due and self.now > 0
-        mask = f"{1 << 37 if handling else 0:016x}"
-        return {"State": self.state, "SigBlk": mask, "ShdPnd": f"{self.pending << 37:016x}"}
-
-
-def _with_numbers(made: PostmortemRecord, numbers: bytes) -> int:
-    """A duplicate of the file of `made`, with these numbers; `made` is closed."""
-    fd = os.dup(made.fd)
-    made.close()
-    with mmap.mmap(fd, 64) as memory:
-        memory[: len(numbers)] = numbers
-    return fd
-
-
-@given(
-    st.lists(
-        st.tuples(st.floats(0, 0.1), st.sampled_from(["a", "b\n", "ccc"])), min_size=1, max_size=8
-    )
-)
-def test_a_dump_is_read_whole_however_slowly_it_comes(pieces: list[tuple[float, str]]) -> None:
-    heading = "Thread 0x0001 (most recent call first):\n  "
-    kernel = Kernel([(0.0, heading), *pieces])
-    text = kernel.record.stack(99, 2.0)
-    expected = (heading + "".join(text for _, text in pieces)).splitlines()[1:]
-    assert text.splitlines()[:0:-1] == [line for line in expected if line.strip()]
-    assert kernel.now <= sum(gap for gap, _ in pieces) + 0.05
-    kernel.record.close()
-
-
-def test_a_record_that_is_closed_while_its_worker_is_asked_says_so() -> None:
-    """The stage that is pulled on another thread may end at any point."""
-    kernel = Kernel([])
-    made = kernel.record
-    made._sleep = lambda seconds: made.close()
-    assert made.stack(99) == ""
-    assert "meanwhile" in made.why_none
 
 
 # -- reports of memory -------------------------------------------------------------------------------

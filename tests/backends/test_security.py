@@ -204,14 +204,6 @@ def test_such_a_name_would_be_seen() -> None:
     del kept
 
 
-@linux
-def test_named_segments_serve_and_leave_no_name() -> None:
-    backend = NamedSharedMemory("fork")
-    loader = DataLoader(Large(), 2, num_workers=1, backend=backend, collate_fn=as_they_are)  # type: ignore[arg-type]
-    assert [int(tensor[1, 0]) for tensor, _ in loader] == [1, 3, 5, 7]
-    assert not [name for name in os.listdir("/dev/shm") if name.startswith(f"hl-{os.getpid()}-")]
-
-
 # -- the files of caches ---------------------------------------------------------------------------
 
 ITEMS = [np.arange(30_000), "two"]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 import random
 import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import islice
-from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -18,9 +16,6 @@ from torch.utils.data import DataLoader as TorchLoader
 
 import hybridloader
 from hybridloader import DataLoader, Pipeline, Threads, WorkerDied, WorkerTimeout
-from hybridloader.backends import threads as thread_backend
-from hybridloader.engine import Task
-from hybridloader.engine.worker import SharedItems, SharedTask
 
 LONG = 60.0
 """Seconds after which a test gives up; never reached when all is well."""
@@ -31,8 +26,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.fixture(autouse=True)
 def shared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every task be worth sharing, as soon as one has an answer."""
-    monkeypatch.setattr(thread_backend, "_LEAST", 0.0)
-    monkeypatch.setattr(thread_backend, "_EACH", 0.0)
+    monkeypatch.setattr("hybridloader.backends.threads._LEAST", 0.0)
+    monkeypatch.setattr("hybridloader.backends.threads._EACH", 0.0)
     monkeypatch.setattr("hybridloader.engine.feed.TASK_SECONDS", 0.0)  # one item a task
 
 
@@ -219,15 +214,6 @@ def test_an_error_is_that_of_the_first_sample_and_costs_one_batch() -> None:
     expected: list[Any] = [list(range(i, i + 4)) for i in range(0, 60, 4)]
     expected[1], expected[6], expected[11], expected[12] = (5,), (25,), (45,), "stop"
     assert results == expected
-
-
-@pytest.mark.parametrize("policy", ["skip", hybridloader.Replace(lambda index, error: -index)])
-def test_policies_for_errors_give_the_same_batches(policy: Any) -> None:
-    def batches(backend: str) -> list[Any]:
-        dataset: Any = Fragile(60)
-        return lists(DataLoader(dataset, 4, num_workers=3, backend=backend, on_error=policy))
-
-    assert batches("threads") == batches("fork")
 
 
 # -- ends ------------------------------------------------------------------------------------------
@@ -430,14 +416,6 @@ def test_a_collation_that_fails_takes_the_place_of_its_batch() -> None:
         assert next(run) == [12, 13, 14, 15]
 
 
-def test_a_worker_of_a_pipeline_that_ends_says_at_which_batch() -> None:
-    with (
-        batches_of(Leaving(80), 8).run() as run,
-        pytest.raises(WorkerDied, match=r"ended by SystemExit: 3.*\[24, 25, 26"),
-    ):
-        lists(run)
-
-
 # -- where tasks stay whole ------------------------------------------------------------------------
 
 
@@ -470,6 +448,15 @@ def test_some_tasks_are_done_by_their_worker_alone(
     assert all(len(batch) == 1 for batch in loader)
 
 
+def test_tasks_too_short_to_be_shared_are_done_by_their_worker_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("hybridloader.backends.threads._LEAST", 1e9)
+    dataset: Any = Alike()
+    loader = DataLoader(dataset, 20, num_workers=2, backend="threads", collate_fn=set)
+    assert all(len(batch) == 1 for batch in loader)
+
+
 def broken_in_one(worker: int) -> None:
     if worker == 1:
         raise KeyError("init")
@@ -485,85 +472,3 @@ def test_tasks_of_a_worker_whose_init_fn_failed_are_errors() -> None:
         except KeyError:
             found.append("init")
     assert found == [0, "init", 8, "init", 16, "init"]
-
-
-# -- the rule --------------------------------------------------------------------------------------
-
-
-class Sharing(thread_backend._TaskSharing):
-    """Sharing between two workers that do nothing."""
-
-    def __init__(self) -> None:
-        super().__init__(2, lambda index: index)
-        self.inboxes: list[SimpleQueue[Any]] = [SimpleQueue(), SimpleQueue()]
-        self._inboxes = self.inboxes
-
-    def sent(self, worker: int, seq: int) -> Iterator[list[Any]]:
-        """Send a task; yield what each worker has got since."""
-        queued: list[tuple[SimpleQueue[Any], Any]] = []
-        task = Task(seq, [1, 2, 3])
-        if not self.send(worker, task, queued):
-            self.inboxes[worker].put(task)
-        for inbox, message in queued:
-            inbox.put(message)
-        return self.got()
-
-    def got(self) -> Iterator[list[Any]]:
-        for inbox in self.inboxes:
-            yield [inbox.get_nowait() for _ in range(inbox.qsize())]
-
-    def took(self, seconds: float) -> None:
-        """Note the seconds of a task, as the crew does."""
-        self.mean += (seconds - self.mean) * thread_backend.NEW
-        if self.shares != (self.mean > self.limit):
-            self.turn(seconds)
-
-
-ALONE = "a task that its worker does until it is shared"
-
-
-def kinds(got: Iterator[list[Any]]) -> list[list[Any]]:
-    return [
-        [type(message) if getattr(message, "shared", True) else ALONE for message in messages]
-        for messages in got
-    ]
-
-
-def test_short_tasks_go_to_their_worker_and_a_few_others_change_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(thread_backend, "_LEAST", 1.0)
-    sharing = Sharing()
-    assert kinds(sharing.sent(0, 0)) == [[ALONE], []]
-    sharing.took(0.5)
-    assert kinds(sharing.got()) == [[], []]
-    assert kinds(sharing.sent(1, 1)) == [[], [Task]]
-    sharing.took(4.0)
-    assert kinds(sharing.sent(0, 2)) == [[Task], []]
-    for _ in range(8):
-        sharing.took(4.0)
-    assert kinds(sharing.sent(1, 3)) == [[SharedTask], [SharedTask]]
-    for _ in range(24):
-        sharing.took(0.75)  # between the two limits
-    assert kinds(sharing.sent(1, 4)) == [[SharedTask], [SharedTask]]
-    for _ in range(12):
-        sharing.took(0.1)
-    assert kinds(sharing.sent(1, 5)) == [[], [Task]]
-
-
-def test_one_of_several_threads_is_told_that_it_ended_the_last_item() -> None:
-    for _ in range(50):
-        items, told = SharedItems(range(64)), SimpleQueue[bool]()
-        meeting = threading.Barrier(4)
-
-        def work(items: SharedItems = items, told: Any = told, meeting: Any = meeting) -> None:
-            meeting.wait(LONG)
-            told.put(items.work(operator.neg, None))
-
-        threads = [threading.Thread(target=work) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(LONG)
-        assert sorted(told.get() for _ in threads) == [False, False, False, True]
-        assert items.results == [-item for item in range(64)]

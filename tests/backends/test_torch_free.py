@@ -385,13 +385,6 @@ def test_what_comes_later_is_acted_on_once_after_it_has_run_and_leaves_no_trace(
     assert len(calls) == 2
 
 
-def test_a_module_imported_by_another_is_acted_on_before_that_one_goes_on(module: Any) -> None:
-    inner = module("value = 1")
-    outer = module(f"import {inner}\nseen = {inner}.value")
-    when_imported(inner, lambda: setattr(sys.modules[inner], "value", 2))
-    assert importlib.import_module(outer).seen == 2
-
-
 def test_a_module_that_fails_to_import_is_not_acted_on_until_it_succeeds(module: Any) -> None:
     name = module("import os\nif 'HL_TEST_BROKEN' in os.environ: raise KeyError('broken')")
     calls, before = list[int](), list(sys.meta_path)
@@ -406,15 +399,6 @@ def test_a_module_that_fails_to_import_is_not_acted_on_until_it_succeeds(module:
     importlib.import_module(name)
     assert calls == [1]
     assert sys.meta_path == before
-
-
-def test_looking_for_a_module_is_not_importing_it(module: Any) -> None:
-    name, calls = module(""), list[int]()
-    when_imported(name, lambda: calls.append(1))
-    assert importlib.util.find_spec(name) is not None
-    assert calls == []
-    importlib.import_module(name)
-    assert calls == [1]
 
 
 def test_a_loader_without_attributes_of_its_own_is_run_all_the_same(

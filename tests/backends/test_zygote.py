@@ -461,32 +461,3 @@ def test_whoever_waits_for_a_process_number_need_not_be_the_one_who_hears_it(
     theirs.send(STATUS.pack(ENDED, 3))
     theirs.close()
     assert handle.exitcode == 3
-
-
-@pytest.mark.usefixtures("unwarned")
-def test_a_fork_that_was_refused_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The zygote may still have copies of the descriptors that it has sent back: here it has them."""
-    make_pair, copies = socket.socketpair, list[socket.socket]()
-
-    def copied(*kind: Any) -> tuple[socket.socket, socket.socket]:
-        pair = make_pair(*kind)
-        if socket.SOCK_SEQPACKET in kind:  # on which a zygote tells of a worker
-            copies.append(pair[1].dup())
-        return pair
-
-    join, alive = ForkedHandle.join, list[bool]()
-
-    def noted(self: ForkedHandle, timeout: float | None = None) -> None:
-        alive.append(self.is_alive())
-        join(self, timeout)
-
-    monkeypatch.setattr(socket, "socketpair", copied)
-    monkeypatch.setattr(ForkedHandle, "join", noted)
-    loader = load(Loading(a_thread), "spawn", workers=2)
-    with pytest.warns(UserWarning, match="one by one"), start(loader) as iterator:
-        assert [sample for batch in iterator for sample in batch] == list(range(8))
-    for copy in copies:
-        copy.close()
-    assert len(copies) == 2
-    assert alive
-    assert not any(alive)
