@@ -7,7 +7,9 @@ import multiprocessing
 import multiprocessing.connection
 import multiprocessing.context
 import os
+import pickle
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -15,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support import bare_platform
 from support.crew_driver import CrewDriver, echo
@@ -23,10 +26,12 @@ from support.forking import in_a_fork
 from support.platforms import DEADLINE, needs_zygote
 
 from hybridloader import Fork, Spawn, Threads, WorkerDied
-from hybridloader.backends.process import child, starters
+from hybridloader.backends.process import child, frames, starters
+from hybridloader.backends.process.frames import Frame
 from hybridloader.backends.process.starters import UNKNOWN, ProcessHandle, starting
-from hybridloader.engine import contract
+from hybridloader.engine import WorkerSpec, contract
 from hybridloader.memory import shared_slots
+from hybridloader.testing import Call
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="signals of POSIX")
 needs_pidfd = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs pidfd")
@@ -448,3 +453,51 @@ def test_at_exit_one_that_can_not_be_closed_keeps_no_other_from_it(
         contract._close_all()
     assert [runner.closed for runner in runners] == [1, 1, 1]
     assert [crew.closed for crew in owned] == [1, 0]
+
+
+@needs_zygote
+def test_a_worker_that_reads_a_task_after_the_hang_up_leaves_no_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The watch notices the hang-up first: then nothing that the worker reads is the end."""
+    names = f"hl-{os.getpid()}-left-"
+
+    class Watch(child.ParentWatch):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            Endpoint.watch = self
+
+    class Endpoint:
+        watch: Watch
+
+        def __init__(self, pipe: Any) -> None:
+            self.line, self.parents_end = pipe
+            self.fileno = self.line.fileno
+            self.taken = 0
+
+        def get(self) -> Frame:
+            if not self.taken:
+                self.taken = 1
+                return Frame([memoryview(b"")], [])  # the work is there already
+            if self.taken > 1:
+                assert os.path.exists(f"/dev/shm/{names}0")
+                self.parents_end.close()
+                while not self.watch.context.cancelled:
+                    os.sched_yield()
+            self.taken += 1
+            return Frame([memoryview(frames.encode_fields(frames.TASK, 0, pickle.dumps(7)))], [])
+
+        def send(self, parts: Any, fds: Any = ()) -> None:
+            assert not fds
+
+        def close(self) -> None:
+            self.line.close()
+
+    def be_a_worker() -> None:
+        spec = WorkerSpec("stage", 1, Call(lambda index: np.full(10**5, index)))
+        first, slots = child.FirstFrame(False, spec), (10**8, names)
+        child.main(0, Endpoint, socket.socketpair(), first, os.getppid(), slots, [], fresh=False)
+
+    monkeypatch.setattr(child, "ParentWatch", Watch)
+    assert in_a_fork(be_a_worker) == 0
+    assert not os.path.exists(f"/dev/shm/{names}0")

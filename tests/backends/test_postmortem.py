@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import mmap
 import os
 import signal
 import sys
@@ -174,6 +175,23 @@ def test_a_crash_leaves_its_python_stack_and_its_signal(
     assert "The thread that crashed" in text
     assert "in the_users_sample" in text
     assert "Extension modules" not in text
+
+
+def test_a_stack_that_was_asked_for_is_no_crash_and_a_crash_after_it_is_told(
+    record: PostmortemRecord,
+) -> None:
+    def body(me: Child) -> None:
+        me.stuck()
+        crash_in_native_code()
+
+    one = Child(record, body)
+    one.hear()
+    assert "in stuck" in record.stack(one.pid, PATIENCE)
+    assert record.crash() == ""
+    one.let_go()
+    assert one.end() == -signal.SIGSEGV
+    assert "in crash_in_native_code" in record.crash()
+    assert "in stuck" not in record.crash()
 
 
 def test_a_fork_of_the_worker_that_crashed_is_not_taken_for_the_worker(
@@ -557,6 +575,67 @@ def test_where_no_signal_is_free_the_rest_works(
     one.let_go()
     assert one.end() == -signal.SIGSEGV
     assert "in crash_in_native_code" in record.crash()
+
+
+# -- the parent's patience, on a clock of its own ----------------------------------------------------
+
+
+class Kernel:
+    """A worker that answers as told: pieces of text, each so many seconds after the one before."""
+
+    def __init__(self, pieces: list[tuple[float, str]], state: str = "S (sleeping)") -> None:
+        self.now, self.sent, self.state = 0.0, [], state  # type: float, list[int], str
+        self.pending = False
+        self._pieces = pieces
+        self._due: list[tuple[float, str]] = []
+        made = PostmortemRecord.make()
+        assert made is not None
+        numbers = postmortem._NUMBERS.pack(38, 99, -1, -1)
+        self.record: Any = PostmortemRecord(_with_numbers(made, numbers))
+        self.record._clock, self.record._sleep = lambda: self.now, self._sleep
+        self.record._kill, self.record._status = self._kill, lambda pid: self._status()
+
+    def _kill(self, pid: int, signum: int) -> None:
+        assert (pid, signum) == (99, 38)
+        self.sent.append(signum)
+        at = self.now
+        for gap, text in self._pieces:
+            at += gap
+            self._due.append((at, text))
+
+    def _sleep(self, seconds: float) -> None:
+        self.now += seconds
+        while self._due and self._due[0][0] <= self.now:
+            os.write(self.record.fd, self._due.pop(0)[1].encode())
+
+    def _status(self) -> dict[str, str]:
+        handling = self._due and self.now > 0
+        mask = f"{1 << 37 if handling else 0:016x}"
+        return {"State": self.state, "SigBlk": mask, "ShdPnd": f"{self.pending << 37:016x}"}
+
+
+def _with_numbers(made: PostmortemRecord, numbers: bytes) -> int:
+    """A duplicate of the file of `made`, with these numbers; `made` is closed."""
+    fd = os.dup(made.fd)
+    made.close()
+    with mmap.mmap(fd, 64) as memory:
+        memory[: len(numbers)] = numbers
+    return fd
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(0, 0.1), st.sampled_from(["a", "b\n", "ccc"])), min_size=1, max_size=8
+    )
+)
+def test_a_dump_is_read_whole_however_slowly_it_comes(pieces: list[tuple[float, str]]) -> None:
+    heading = "Thread 0x0001 (most recent call first):\n  "
+    kernel = Kernel([(0.0, heading), *pieces])
+    text = kernel.record.stack(99, 2.0)
+    expected = (heading + "".join(text for _, text in pieces)).splitlines()[1:]
+    assert text.splitlines()[:0:-1] == [line for line in expected if line.strip()]
+    assert kernel.now <= sum(gap for gap, _ in pieces) + 0.05
+    kernel.record.close()
 
 
 # -- reports of memory -------------------------------------------------------------------------------
