@@ -156,11 +156,6 @@ class Counted:
 '''
 
 
-def first(samples: list[Any]) -> Any:
-    """A collate function that leaves the first sample as it is."""
-    return samples[0]
-
-
 def as_is(sample: Any) -> Any:
     return sample
 
