@@ -13,10 +13,12 @@ import warnings
 from typing import Any, ClassVar
 
 import pytest
+import torch
 from support.failing_datasets import Samples
+from support.fake_accelerator import FakeAccelerator
 from support.platforms import needs_fork
 
-from hybridloader import DataLoader, Fork, Inline, Pipeline, SharedMemory, Spawn, Threads
+from hybridloader import DataLoader, Fork, Inline, Memory, Pipeline, SharedMemory, Spawn, Threads
 from hybridloader.engine import Backend, Crew
 from hybridloader.errors import BackendUnavailable
 
@@ -68,6 +70,15 @@ def test_in_a_daemonic_process_threads_take_the_place_of_processes_and_it_is_tol
         found = [set(pipe), processes_of(backend), processes_of(None)]
     assert found == [{os.getpid()}] * 3
     assert [warning.filename for warning in caught] == [__file__]
+
+
+@pytest.mark.usefixtures("_daemonic")
+@pytest.mark.filterwarnings("ignore:.*daemonic")
+def test_threads_that_take_the_place_of_processes_have_their_limit_of_memory() -> None:
+    dataset: Any = Samples(lambda index: torch.zeros(1 << 20), 4)
+    options: dict[str, Any] = {"num_workers": 1, "device": FakeAccelerator(manual=False)}
+    with pytest.warns(UserWarning, match=r"limit of 12,?345 bytes"):
+        list(DataLoader(dataset, 2, backend=Fork(Memory(limit=12345)), **options))
 
 
 @pytest.mark.usefixtures("_daemonic")
