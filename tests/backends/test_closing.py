@@ -43,7 +43,7 @@ def test_a_closed_iterator_is_over(backend: str) -> None:
 
 
 @every_backend
-def test_a_persistent_iterator_that_was_closed_starts_again_with_the_next_epoch(
+def test_a_persistent_iterator_starts_again_after_a_close_and_an_exhausted_one_stays_so(
     backend: str,
 ) -> None:
     loader = load(Samples(int, 3), backend, persistent_workers=True)
@@ -55,9 +55,10 @@ def test_a_persistent_iterator_that_was_closed_starts_again_with_the_next_epoch(
         assert list(iterator) == [[0], [1], [2]]
         assert list(iterator) == []
         iterator = start(loader)
-    assert list(iterator) == [[0], [1], [2]]
-    iterator.close()
-    assert list(iterator) == []  # it was exhausted
+    for exhausted in (iterator, start(load(Samples(int, 3), backend))):
+        assert list(exhausted) == [[0], [1], [2]]
+        exhausted.close()
+        assert list(exhausted) == []
 
 
 @every_backend

@@ -21,10 +21,8 @@ FORMS = ("loader", "pipeline", "iterable")
 @pytest.mark.parametrize(
     ("backend", "form"),
     [
-        # A loader starts fresh workers for each epoch, which takes a second; the other kind forks, too.
-        pytest.param(
-            backend, form, marks=pytest.mark.full if backend in ("spawn", "shared-memory") else ()
-        )
+        # A loader starts fresh workers for each epoch, which takes a second.
+        pytest.param(backend, form, marks=pytest.mark.full if backend == "spawn" else ())
         for backend in ("inline", "threads", "fork", "spawn", "shared-memory")
         for form in FORMS
     ],
