@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 PROCESSES = ("fork", "spawn", "shared-memory")
 WAITING = ("threads", "fork", "shared-memory")
+"""Backends whose workers work while the caller waits."""
+
 ALL = ("inline", *WAITING)
 """Without `spawn`, whose workers take seconds to start: from there on they run the very same code. What
 is sent to them when they start is tested where it is sent."""
-
-"""Backends whose workers work while the caller waits."""
 
 MEGABYTE = 1 << 20
 
@@ -54,7 +54,15 @@ def load(
 
 
 def start(loader: DataLoader) -> Any:
+    """Begin an epoch, and return the iterator with the methods that torch's lack."""
     return iter(loader)
+
+
+def of_a_loader_within(error: Exception) -> Exception:
+    """Return an error as a loader raises it that a user's function goes through."""
+    from hybridloader._support.user_objects import no_answer
+
+    return no_answer(error)
 
 
 def outcomes(iterator: Iterator[Any]) -> list[Any]:
