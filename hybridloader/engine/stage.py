@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
@@ -276,18 +276,15 @@ class Supervisor:
 
     def _spared(self, index: Any, death: Exited, deaths: int) -> Any:
         """Return `index` without the sample that kills, or without all if it is not known which."""
+        text = self._table.given_up(death, deaths)
         if not self._spec.fetch.batched:
-            return self._given_up(index, death, deaths)
+            return GivenUp(index, text)
         items = list(index.peek() if is_forwarded(index) else index)
         chosen = range(len(items)) if death.at is None else (death.at,)
         for number in chosen:
             if number < len(items) and type(items[number]) is not GivenUp:
-                items[number] = self._given_up(items[number], death, deaths)
+                items[number] = GivenUp(items[number], text)
         return PartlyGivenUp(items)
-
-    def _given_up(self, item: Any, death: Exited, deaths: int) -> GivenUp:
-        name, cause = self._table.name(death.worker), death.cause or ""
-        return GivenUp(item, given_up(self._spec.stage, name, deaths, cause, at=death.at))
 
     # -- tasks that run over ---------------------------------------------------------------------
 
@@ -307,12 +304,8 @@ class Supervisor:
         seconds, worker = longest
         stack = self._crew.stack(worker)
         if self._threads or self._policy is None:
-            stage, name = self._spec.stage, self._table.name(worker)
-            index = self._table.index(self._scheduler.held(worker))
-            taken = overrun(
-                stage, name, index, seconds, self._timeout, stack=stack, thread=self._threads
-            )
-            raise no_answer(TaskTimeout(self._table.below(taken)))
+            words = self._table.overrun(worker, seconds, self._timeout, stack, thread=self._threads)
+            raise no_answer(TaskTimeout(words))
         what = "its task ran over"
         if self._scheduler.workers[worker] is not WorkerState.READY:
             what = f"it was not ready after {START:g} seconds more than"
@@ -418,17 +411,88 @@ class WorkerTable:
         return None if task is None else task.index
 
     def name(self, worker: int) -> str:
-        return name_of(self.crew.handles(), worker)
+        """Name a worker in errors: ``"worker 1 (process, pid 4711)"``, as far as it is known."""
+        handles = self.crew.handles()
+        if worker >= len(handles):
+            return f"worker {worker}"
+        handle = handles[worker]
+        pid = "" if handle.known_pid is None else f", pid {handle.known_pid}"
+        return f"worker {worker} ({handle.name}{pid})"
 
     def place(self, worker: int, index: Any, doing: str) -> str:
         """Return the origin of an exception, in one line."""
         return f"In stage {self.spec.stage!r}, {self.name(worker)}, {doing} {_asked(index)}."
 
-    def death_report(self, fault: Fault, refusal: str) -> str:
-        stage, worker = self.spec.stage, fault.worker
-        torchs = end_of(stage, self.crew.handles(), worker)
-        indices = {seq: task.index for seq, task in self.tasks.items()}
-        return self.below(torchs + death(stage, self.name(worker), fault, indices, refusal))
+    def death(self, fault: Fault, refusal: str) -> str:
+        """Word the error for a worker that ended unasked, and was not restarted because of `refusal`."""
+        event, worker = fault.event, self.name(fault.worker)
+        held = [_asked(self.index([seq])) for seq in fault.in_flight]
+        tasks = f"It was to fetch {'; '.join(held[:4])}" if held else "It had no task"
+        more = f"; and {len(held) - 4} tasks more" if len(held) > 4 else ""
+        # The kernel's report, which has an advice if memory is the cause, is more exact than a guess.
+        advice = "" if event.memory else _advice(fault.cause)
+        full = (
+            "" if event.slots is None else "Its slots took {:,} of {:,} bytes.".format(*event.slots)
+        )
+        sample = "" if event.task is None else _sample_at(self.index([event.task]), event.at)
+        parts = [f"{self._end(fault.worker)}In stage {self.spec.stage!r}, {worker} {fault.cause}."]
+        parts += [f"{tasks}{more}.", sample, refusal, advice, full]
+        lines = [" ".join(part for part in parts if part)]
+        lines += [event.memory.strip("\n"), event.evidence.strip("\n")]
+        return self._below("\n".join(line for line in lines if line))
+
+    def _end(self, worker: int) -> str:
+        """Return the end of a worker process in torch's words, which programs match.
+
+        They are from ``torch/csrc/DataLoader.cpp``, with the stage's name in place of "DataLoader". The
+        text is empty if the worker is no process of this machine, or has not ended.
+        """
+        handles = self.crew.handles()
+        handle = handles[worker] if worker < len(handles) else None
+        if handle is None or handle.known_pid in (None, os.getpid()) or handle.exitcode is None:
+            return ""
+        who, code = f"{self.spec.stage} worker (pid {handle.known_pid})", handle.exitcode
+        if not handle.code_known:
+            return f"{who} exited unexpectedly. "
+        if code >= 0:
+            return f"{who} exited unexpectedly with exit code {code}. "
+        try:
+            return f"{who} is killed by signal: {signal.strsignal(-code)}. "
+        except ValueError:  # a number without a signal on this platform
+            return f"{who} is killed by signal: {-code}. "
+
+    def overrun(
+        self, worker: int, seconds: float, timeout: float, stack: str, *, thread: bool
+    ) -> str:
+        """Word the error for a task that took longer than `task_timeout`, its worker not replaced.
+
+        `seconds` are those of the task so far. `stack` is that of the worker, or the reason why there is
+        none. A `thread` of this process can't be killed.
+        """
+        fate = "It was killed; on_worker_death='restart' would restart it and continue."
+        if thread:
+            fate = (
+                "A thread can't be killed: it finishes its sample, and the result is dropped. "
+                "Workers that are processes can be killed and restarted: backend='fork', 'spawn' or "
+                "'shared-memory' with on_worker_death='restart'."
+            )
+        asked = _asked(self.index(self.scheduler.held(worker)))
+        words = (
+            f"In stage {self.spec.stage!r}, {self.name(worker)} has been at {asked} for "
+            f"{_seconds(seconds)}, longer than task_timeout={timeout:g} seconds. {fate} If such a task "
+            "may take that long, raise task_timeout."
+        )
+        return self._below(f"{words}\n{stack.strip(chr(10))}" if stack.strip() else words)
+
+    def given_up(self, death: Exited, deaths: int) -> str:
+        """Word the error in place of a sample, or of a task, that has killed workers again and again."""
+        workers = "1 worker" if deaths == 1 else f"{deaths} workers"
+        what = "at this sample" if death.at is not None else "at a task that contains this sample"
+        cause = death.cause or ""
+        return (
+            f"In stage {self.spec.stage!r}, {workers} died {what}, so it was given up; "
+            f"the last one, {self.name(death.worker)}, {cause}. {_advice(cause)}".rstrip()
+        )
 
     def lateness(self, timeout: float) -> str:
         sent = dict(self.scheduler.sent)  # a copy, as another thread may pull
@@ -443,9 +507,9 @@ class WorkerTable:
         )
         if late_ones:
             words = f"{words}\n{self.crew.stack(sent[late_ones[0]]).rstrip()}".rstrip()
-        return self.below(words)
+        return self._below(words)
 
-    def below(self, words: str) -> str:
+    def _below(self, words: str) -> str:
         """Return `words` with the table of the workers below them."""
         return f"{words}\n{self.report()}"
 
@@ -496,63 +560,11 @@ def _asked(index: Any) -> str:
     return brief(index)
 
 
-def name_of(handles: Sequence[WorkerHandle], worker: int) -> str:
-    """Name a worker in errors: ``"worker 1 (process, pid 4711)"``, as far as it is known."""
-    if worker >= len(handles):
-        return f"worker {worker}"
-    handle = handles[worker]
-    pid = "" if handle.known_pid is None else f", pid {handle.known_pid}"
-    return f"worker {worker} ({handle.name}{pid})"
-
-
-def end_of(stage: str, handles: Sequence[WorkerHandle], worker: int) -> str:
-    """Return the end of a worker process in torch's words, which programs match.
-
-    They are from ``torch/csrc/DataLoader.cpp``, with the stage's name in place of "DataLoader". The text
-    is empty if the worker is no process of this machine, or has not ended.
-    """
-    handle = handles[worker] if worker < len(handles) else None
-    if handle is None or handle.known_pid in (None, os.getpid()) or handle.exitcode is None:
-        return ""
-    who, code = f"{stage} worker (pid {handle.known_pid})", handle.exitcode
-    if not handle.code_known:
-        return f"{who} exited unexpectedly. "
-    if code >= 0:
-        return f"{who} exited unexpectedly with exit code {code}. "
-    try:
-        return f"{who} is killed by signal: {signal.strsignal(-code)}. "
-    except ValueError:  # a number without a signal on this platform
-        return f"{who} is killed by signal: {-code}. "
-
-
-def death(
-    stage: str,
-    worker: str,
-    fault: Fault,
-    indices: Mapping[int, Any],  # indices of the tasks, by number
-    refusal: str = "",  # reason why it was not restarted
-) -> str:
-    """Word the error for a worker that ended without being asked to."""
-    event = fault.event
-    held = [_asked(indices.get(seq)) for seq in fault.in_flight]
-    tasks = f"It was to fetch {'; '.join(held[:4])}" if held else "It had no task"
-    more = f"; and {len(held) - 4} tasks more" if len(held) > 4 else ""
-    # The kernel's report, which has an advice if memory is the cause, is more exact than a guess.
-    advice = "" if event.memory else _advice(fault.cause)
-    full = "" if event.slots is None else "Its slots took {:,} of {:,} bytes.".format(*event.slots)
-    sample = "" if event.task is None else sample_at(indices.get(event.task), event.at)
-    parts = [f"In stage {stage!r}, {worker} {fault.cause}.", f"{tasks}{more}.", sample]
-    parts += [refusal, advice, full]
-    lines = [" ".join(part for part in parts if part)]
-    lines += [event.memory.strip("\n"), event.evidence.strip("\n")]
-    return "\n".join(line for line in lines if line)
-
-
 def _advice(cause: str) -> str:
     return next((text for word, text in _ADVICE.items() if word in cause), "")
 
 
-def sample_at(index: Any, at: int | None) -> str:
+def _sample_at(index: Any, at: int | None) -> str:
     """Name sample number `at` of a task: ``"It was at sample 2 of [7, 3, 9]: 9."``.
 
     The text is empty if it is not known which sample it was.
@@ -562,48 +574,6 @@ def sample_at(index: Any, at: int | None) -> str:
     inside = isinstance(index, (list, tuple)) and at < len(index)
     which = f": {brief(index[at])}" if inside else ""
     return f"It was at sample {at} of {brief(index)}{which}."
-
-
-def overrun(
-    stage: str,
-    worker: str,
-    index: Any,
-    seconds: float,  # seconds of the task so far
-    timeout: float,
-    *,
-    stack: str = "",  # stack of the worker, or the reason why there is none; on separate lines
-    thread: bool = False,  # the worker is a thread of this process
-) -> str:
-    """Word the error for a task that took longer than `task_timeout`, its worker not replaced."""
-    if thread:
-        fate = (
-            "A thread can't be killed: it finishes its sample, and the result is dropped. "
-            "Workers that are processes can be killed and restarted: backend='fork', 'spawn' or "
-            "'shared-memory' with on_worker_death='restart'."
-        )
-    else:
-        fate = "It was killed; on_worker_death='restart' would restart it and continue."
-    sentences = [
-        f"In stage {stage!r}, {worker} has been at {_asked(index)} for {_seconds(seconds)}, "
-        f"longer than task_timeout={timeout:g} seconds.",
-        fate,
-        "If such a task may take that long, raise task_timeout.",
-    ]
-    text = " ".join(sentences)
-    return f"{text}\n{stack.strip(chr(10))}" if stack.strip() else text
-
-
-def given_up(stage: str, worker: str, deaths: int, cause: str, *, at: int | None = None) -> str:
-    """Word the error in place of a sample, or of a task, that has killed workers again and again.
-
-    `worker` is the last that died, of `cause`; `at` is None if it is not known at which sample.
-    """
-    workers = "1 worker" if deaths == 1 else f"{deaths} workers"
-    what = "at this sample" if at is not None else "at a task that contains this sample"
-    return (
-        f"In stage {stage!r}, {workers} died {what}, so it was given up; "
-        f"the last one, {worker}, {cause}. {_advice(cause)}".rstrip()
-    )
 
 
 def _seconds(seconds: float) -> str:
@@ -750,6 +720,10 @@ class Stage(Iterator[Any]):
         """True if the worker's shard has ended and all its results were returned."""
         scheduler = self._scheduler
         return not scheduler.active[worker] and not scheduler.load[worker]
+
+    def name_of(self, worker: int) -> str:
+        """Name a worker in errors."""
+        return self._table.name(worker)
 
     def report(self) -> str:
         """Return a table of the workers and their tasks, from any thread."""
@@ -1129,7 +1103,7 @@ class Stage(Iterator[Any]):
         """End all because of a death, unless that was done."""
         if not self._death_report:
             refusal = "" if self._supervisor is None else self._supervisor.refusal
-            self._death_report = self._table.death_report(fault, refusal)
+            self._death_report = self._table.death(fault, refusal)
         if not self._closing:
             self.close()
 

@@ -25,7 +25,7 @@ from hybridloader.engine.feed import Feed, Relay, StageFlow, TaskBatching, is_fo
 from hybridloader.engine.messages import Abandoned, FollowingContext, TaskContext
 from hybridloader.engine.meter import TaskParts
 from hybridloader.engine.scheduler import ACTIVE, Scheduler
-from hybridloader.engine.stage import Stage, name_of
+from hybridloader.engine.stage import Stage
 from hybridloader.errors import IteratorClosed, StateError
 from hybridloader.fetching.item_loop import ItemLoop, TaskResults, seeded
 from hybridloader.fetching.item_steps import Step
@@ -478,7 +478,7 @@ def _places_of(stage: Stage, doing: str) -> Callable[[str, int | None], str]:
 
     def where(item: str, worker: int | None) -> str:
         assert worker is not None
-        return f"In stage {stage.spec.stage!r}, {name_of(stage.handles, worker)}, {doing} {item}."
+        return f"In stage {stage.spec.stage!r}, {stage.name_of(worker)}, {doing} {item}."
 
     return where
 
