@@ -24,7 +24,6 @@ from hybridloader._support.user_objects import (
     Raised,
     attribute,
     close,
-    counts_as_item,
     is_ours,
     no_answer,
     size_of,
@@ -372,9 +371,6 @@ class TaskBatching(Feed):
         self._items = self._seconds = 0.0  # of earlier tasks, with decaying weight
         self._put_back: deque[Any] = deque()  # to be drawn before any other item
         self._error: Exception | None = None  # error that followed items
-        self.drawn: deque[int] | None = None
-        """Number of items of each task, in order. A reader sets a deque and empties it; None: no
-        reader."""
 
     def learn(self, items: int, seconds: float, nbytes: int = 0) -> None:
         """Learn from a task of `items` items that took `seconds` and gave `nbytes`, as far as known."""
@@ -392,18 +388,6 @@ class TaskBatching(Feed):
         self._others.append(other)
 
     def draw(self, most: int | None) -> Any:
-        if self.drawn is None:
-            return self._draw(most)
-        try:
-            found = self._draw(most)
-        except Exception as error:
-            if counts_as_item(error):
-                self.drawn.append(1)
-            raise
-        self.drawn.append(items_in(found))
-        return found
-
-    def _draw(self, most: int | None) -> Any:
         if self._put_back:
             return self._put_back.popleft()
         if self._error is not None:
@@ -431,8 +415,6 @@ class TaskBatching(Feed):
         if type(index) is not list or len(index) < 2:
             return False
         self._put_back.extendleft([item] for item in reversed(index))
-        if self.drawn is not None:
-            self.drawn[-1] = 0
         return True
 
     def _gather(self, found: list[Any], size: int) -> None:
@@ -522,11 +504,16 @@ class StageFlow:
             self._bytes[event.seq] = size
             self._largest = max(self._largest, largest, 1)
 
-    def left(self, seq: int) -> None:
-        """Record that the result of task `seq` was returned, or will never be."""
-        self.queued -= self._items.pop(seq, 0)
+    def left(self, seq: int) -> int:
+        """Record that the result of task `seq` was returned, or will never be; return its item count.
+
+        0 for an error of the feed, which has no task.
+        """
+        items = self._items.pop(seq, 0)
+        self.queued -= items
         if self._bytes:
             self.queued_bytes -= self._bytes.pop(seq, 0)
+        return items
 
 
 def _roughly_bytes(payload: Any, count: int) -> int:

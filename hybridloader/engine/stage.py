@@ -342,7 +342,6 @@ class WorkerTable:
         self.position = [0] * workers  # samples of its shard that each has delivered in this epoch
         self.restarts = [0] * workers  # restarts of each number
         self.proven = False  # a worker has become ready
-        self.failed: Any = None  # index of the last task whose error was raised, if any
 
     def begin(self) -> None:
         """Begin an epoch: all shards are read from their beginning."""
@@ -644,6 +643,8 @@ class Stage(Iterator[Any]):
         self._scheduler = scheduler
         # All the mutable state, besides that of the scheduler, the crew and the table:
         self.last = Last()
+        self.items = 0
+        """Number of items of the task of the last result, with flow control; 0 for a feed's error."""
         self._source: Iterator[Any] = iter(())
         self._feed: Feed | None = None  # used in place of a source
         self._quick = self._unsent = False  # the last task was `QUICK`; a task waits for a flush
@@ -695,12 +696,6 @@ class Stage(Iterator[Any]):
     @property
     def _elsewhere(self) -> bool:  # True in a fork of the process that started the workers
         return os.getpid() != self._owner and not self.backend.in_caller
-
-    @property
-    def items_failed(self) -> int:
-        """Number of items in the task whose error was raised last; 1 if it was no list of items."""
-        index = self._table.failed
-        return items_in(index) if isinstance(index, list) or is_forwarded(index) else 1
 
     @property
     def next_seq(self) -> int:
@@ -790,7 +785,7 @@ class Stage(Iterator[Any]):
                 if result is None:
                     result = self._wait(wait)
                 if self._flow is not None:
-                    self._flow.left(result.seq)
+                    self.items = self._flow.left(result.seq)
                 # Refill before the result is opened: the workers should not wait for the consumer.
                 if self._eager:
                     self._fill()
@@ -916,6 +911,8 @@ class Stage(Iterator[Any]):
                 scheduler.take_in([result])
                 if flow is not None:
                     flow.came(result)
+                    if isinstance(result, Done):
+                        flow.left(seq)  # its items are sent again
         if self._each is not None:
             self._each.idle(scheduler.busy.count(0), starved=starved)
 
@@ -1067,7 +1064,6 @@ class Stage(Iterator[Any]):
         task = table.tasks.pop(result.seq, None)
         index = None if task is None else task.index
         if isinstance(result, Failed):
-            table.failed = index
             # A feed's error, which has no task, already contains its origin.
             place = "" if task is None else table.place(result.worker, index, "fetching")
             if self._observer is not None:
@@ -1087,7 +1083,6 @@ class Stage(Iterator[Any]):
         except Exception as error:
             raised = Raised(foreign(error))
         add_note(raised.error, table.place(result.worker, index, "loading the result of"))
-        table.failed = index
         return raised.throw()
 
     # -- beginning and ending ------------------------------------------------------------------------

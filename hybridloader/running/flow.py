@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
@@ -139,10 +138,8 @@ class StageItems(StageIterator):
         forwarded: bool = False,
     ) -> None:
         super().__init__(stage, flow, measures, budget)
-        self._ledger, self._sizes = ledger, deque[int]()
-        if ledger is not None:
-            batching.drawn = self._sizes
-        self._items, self.batching, self.forwarded = items, batching, forwarded
+        self._ledger, self._items = ledger, items
+        self.batching, self.forwarded = batching, forwarded
         self.depths: list[RelayDepth] = []  # of the relays before and after
         flow.learn = self._learn
         # All the mutable state:
@@ -165,12 +162,12 @@ class StageItems(StageIterator):
             except StopIteration:
                 raise
             except Exception as error:
+                items = max(1, self._stage.items)
                 if self._ledger is not None and counts_as_item(error):
-                    self._ledger.one_each(self._sizes.popleft())
+                    self._ledger.one_each(items)
                 if not takes_a_place(error):
                     raise
-                # One error for each item of the task.
-                for _ in range(self._stage.items_failed - 1):
+                for _ in range(items - 1):  # one error for each item of the task
                     self._queue.fail(alike(error))
                 self._results = self._queue
                 raise
@@ -203,7 +200,7 @@ class StageItems(StageIterator):
         uneven: Sequence[tuple[int, int]] | None,
     ) -> None:
         """Write in the ledger which of the results were made of which items of their task."""
-        size = self._sizes.popleft()
+        size = self._stage.items
         gone = self._queue.gone_of(notes) if notes else ()
         if uneven is None and not gone:
             ledger.one_each(size)
