@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from hybridloader._support.user_objects import Raised, counts_as_item, no_answer, takes_a_place
+from hybridloader._support.user_objects import Raised, counts_as_item, no_answer
 from hybridloader.errors import StateError
 from hybridloader.fetching.on_error import LeftOut, beside
 from hybridloader.running.operator import (
@@ -226,44 +226,42 @@ class Take(Operator):
         return min(self.count, upstream)
 
 
-class Numbers:
-    """Numbers of the items of an operator that makes one of one.
+class _NumberedIterator(OperatorIterator):
+    """Base of the iterators that give one item for each, and number these.
 
     An error that is raised beside the items has no number there, and yet counts as an item where the
     position of a run is noted. So the number of such errors is marked after each.
     """
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, items: Iterator[Any], context: Context) -> None:
+        super().__init__(items)
         self._mark = context.mark
-        # All the mutable state: errors beside the items until now.
-        self._beside = 0 if context.saved is None else context.saved.value
-        self.own = context.start - self._beside
-        """Number of items, and errors in the places of items, before the first one."""
+        # All the mutable state:
+        self._beside = 0 if context.saved is None else context.saved.value  # errors until now
+        self._number = context.start - self._beside  # items, and errors in their places
 
-    def failed(self, error: Exception, own: int) -> None:
-        """Note an error that came after `own` items and errors in their places."""
-        if not takes_a_place(error) and counts_as_item(error):
-            given = own + self._beside
+    def _note(self, error: Exception) -> None:
+        """Note an error of `_pull`."""
+        in_place = self._failed(error)
+        if not in_place and counts_as_item(error):
+            given = self._number + self._beside
             if not self._beside:
                 self._mark(given, 0)
             self._beside += 1
             self._mark(given + 1, self._beside)
+        self._number += in_place
 
 
-class TakeIterator(OperatorIterator):
+class TakeIterator(_NumberedIterator):
     """Iterator of `Take`."""
 
     def __init__(self, items: Iterator[Any], count: int, context: Context) -> None:
-        super().__init__(items)
+        super().__init__(items, context)
         self._count = count
-        # All the mutable state:
-        self._numbers = Numbers(context)
-        self._left = count - self._numbers.own
 
     def __next__(self) -> Any:
-        if self._left <= 0:
-            if self._left == 0:
-                self.close()
+        if self._number >= self._count:
+            self.close()
             raise StopIteration
         try:
             item = self._pull()
@@ -271,15 +269,10 @@ class TakeIterator(OperatorIterator):
             self.close()
             raise
         except Exception as error:
-            self._numbers.failed(error, self._count - self._left)
-            self._left -= takes_a_place(error)
+            self._note(error)
             raise
-        self._left -= 1
+        self._number += 1
         return item
-
-    def close(self) -> None:
-        self._left = -1
-        super().close()
 
 
 class _Every(Operator):
@@ -334,58 +327,50 @@ class EveryIterator(OperatorIterator):
 
     def __init__(self, items: Iterator[Any], first: int, step: int, context: Context) -> None:
         super().__init__(items)
-        self._first, self._between, self._mark = first, step - 1, context.mark
+        self._between, self._mark = step - 1, context.mark
         # All the mutable state:
-        self._given = context.start  # items and errors
-        # Items before it, once these are to be marked, and items to skip before the next one:
-        self._taken: int | None = None
-        self._skip = self._between if context.start else first
+        self._given, self._taken = context.start, context.first  # items and errors; those before
+        self._skip = self._between if context.start else first  # items before the next one
+        self._shifted = False  # an error has come, so each item has a mark
         if context.saved is not None and context.start:  # else all comes again
-            self._taken, self._skip = context.saved.value
+            self._shifted, self._skip = True, context.saved.value[1]
 
     def __next__(self) -> Any:
-        while self._skip:
-            failed: Raised | None = None
+        while True:
+            skips, failed = self._skip > 0, None
             try:
-                self._pull()
+                item = self._pull()
             except Exception as error:
-                if not self._failed(error):
-                    if counts_as_item(error):
-                        self._count_apart(skipped=0)
+                in_place = self._failed(error)
+                if not in_place and counts_as_item(error):
+                    self._count_apart(skipped=0)
+                elif in_place and not skips:
+                    self._gave()
+                if not (in_place and skips):
                     raise
                 if type(error) is not LeftOut:
                     failed = Raised(beside(error))
             if failed is not None:
                 self._count_apart(skipped=1)
                 failed.throw()
-            self._skip -= 1
-            if self._taken is not None:
-                self._taken += 1
-        try:
-            item = self._pull()
-        except Exception as error:
-            if self._failed(error):
+            if not skips:
                 self._gave()
-            elif counts_as_item(error):
-                self._count_apart(skipped=0)
-            raise
-        self._gave()
-        return item
+                return item
+            self._skip -= 1
+            self._taken += 1
 
     def _gave(self) -> None:
         self._given += 1
+        self._taken += 1
         self._skip = self._between
-        if self._taken is not None:
-            self._taken += 1
+        if self._shifted:
             self._mark(self._given, [self._taken, self._skip])
 
     def _count_apart(self, *, skipped: int) -> None:
         """Count an error that is raised beside the items that are given."""
-        if self._taken is None:
-            given, step = self._given, self._between + 1
-            before = self._first + (given - 1) * step + 1 if given else 0
-            self._taken = before + (self._between if given else self._first) - self._skip
-            self._mark(given, [self._taken, self._skip])
+        if not self._shifted:
+            self._shifted = True
+            self._mark(self._given, [self._taken, self._skip])
         self._given += 1
         self._taken += 1
         self._skip -= skipped
@@ -407,26 +392,22 @@ class Enumerate(OneForOne):
         return EnumerateIterator(items, self.start, context)
 
 
-class EnumerateIterator(OperatorIterator):
+class EnumerateIterator(_NumberedIterator):
     """Iterator of `Enumerate`."""
 
     def __init__(self, items: Iterator[Any], start: int, context: Context) -> None:
-        super().__init__(items)
+        super().__init__(items, context)
         self._start = start
-        # All the mutable state:
-        self._numbers = Numbers(context)
-        self._number = start + self._numbers.own
 
     def __next__(self) -> Any:
         try:
             item = self._pull()
         except Exception as error:
-            self._numbers.failed(error, self._number - self._start)
-            self._number += self._failed(error)
+            self._note(error)
             raise
         number = self._number
         self._number = number + 1
-        return number, item
+        return self._start + number, item
 
 
 @dataclass(frozen=True)
