@@ -9,7 +9,7 @@ import base64
 import copy
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from itertools import islice
@@ -141,8 +141,7 @@ class Indices(Source):
         if order is not None:
             set_epoch(order, context.epoch)
             seeded = with_drawn_seed(order, context)
-            opened = Opened(seeded, context, self.name, drawn=seeded is not order)
-            return context.drop(opened.items(context, INDICES), opened.at)
+            return opened(seeded, context, self.name, INDICES, drawn=seeded is not order)
         count = len(self.dataset)
         if not count:
             kind = type(self.dataset).__qualname__
@@ -254,10 +253,7 @@ class Items(Source):
             return context.drop(OperatorIterator(rest), start)
         if self.read_once:
             self._begun.append(True)
-        opened = Opened(source, context, self.name)
-        items = opened.items(context, ITEMS)
-        items.owns = not self.read_once
-        return context.drop(items, opened.at)
+        return opened(source, context, self.name, ITEMS, own=not self.read_once)
 
     def seek(self, n: int) -> int:
         return n
@@ -291,82 +287,76 @@ ITEMS = 64
 """Items from one mark of an iterable to the next: up to as many are read again for nothing."""
 
 
-class Opened:
-    """Iteration over an iterable, begun after the `at` items before the position of a state.
+def opened(
+    iterable: Any, context: Context, name: str, every: int, *, drawn: bool = False, own: bool = True
+) -> Iterator[Any]:
+    """Return the items of an iterable from the position of a state on, marked `every` so many of them.
 
-    The iterable has got the number of the epoch; a `drawn` one has a generator made for it.
+    The iterable has got the number of the epoch; a `drawn` one has a generator made for it. The items
+    close it if they are to `own` it.
     """
+    mark, at = context.saved, 0
+    undo_load(iterable)
+    generator = None if drawn else _generator_of(iterable)
+    if generator is not None and mark is not None and isinstance(mark.value, str):
+        _set_state(generator, mark.value, name)
+        mark = None
+    iterator: Iterator[Any] = iter(iterable)
+    stateful: Any = None
+    computes = False  # its state after any number of items, at any time
+    if is_stateful(iterator):  # as in torchdata, this comes first
+        stateful = iterator
+        if mark is not None:
+            at = _load(stateful, mark, name)
+    elif is_stateful(iterable):
+        stateful, computes = iterable, has(iterable, "state_after")
+        if mark is not None and mark.value is None:  # after the last item
+            at, iterator, stateful = mark.at, iter(()), None
+        elif mark is not None:
+            at = _load(stateful, mark, name)
+            iterator = iter(iterable)
+            if computes and iterable.epoch != mark.value["epoch"]:
+                iterator = iter(())  # it was the end, for this number of ranks
+    items = OperatorIterator(iterator)
+    if stateful is None:
+        if generator is not None:  # all of the order follows from how it is now
+            context.mark(0, _generator_state(generator))
+        if isinstance(iterator, GeneratorType):
+            items = GeneratorIterator(iterator)
+    elif computes:
+        begun = copied(stateful.state_dict())
+        context.log((context.start,), lambda n: stateful.state_after(begun, n - at))
+    else:
+        loaded = context.saved is not None and not at
+        items = MarkedIterator(iterator, at, stateful, context, every, loaded)
+    items.owns = own
+    return context.drop(items, at)
 
-    def __init__(self, iterable: Any, context: Context, name: str, *, drawn: bool = False) -> None:
-        mark = context.saved
-        undo_load(iterable)
-        self._generator = None if drawn else _generator_of(iterable)
-        self.at = 0
-        if self._generator is not None and mark is not None and isinstance(mark.value, str):
-            self._set(self._generator, mark.value, name)
-            mark = None
-        self.iterator: Iterator[Any] = iter(iterable)
-        self._stateful: Any = None
-        self._computes = False  # its state after any number of items, at any time
-        if is_stateful(self.iterator):  # as in torchdata, this comes first
-            self._stateful = self.iterator
-            if mark is not None:
-                self._load(mark, name)
-        elif is_stateful(iterable):
-            self._stateful = iterable
-            if mark is not None and mark.value is None:  # after the last item
-                self.at, self.iterator, self._stateful = mark.at, iter(()), None
-            elif mark is not None:
-                self._load(mark, name)
-                self.iterator = iter(iterable)
-                if has(iterable, "state_after") and iterable.epoch != mark.value["epoch"]:
-                    self.iterator = iter(())  # it was the end, for this number of ranks
-            self._computes = has(self._stateful, "state_after")
 
-    def _load(self, mark: Mark, name: str) -> None:
-        try:
-            load_for_epoch(self._stateful, copied(mark.value), name)
-        except Exception as error:
-            raise no_answer(
-                StateError(
-                    f"{name}: {type(self._stateful).__qualname__}.load_state_dict() refused the "
-                    f"state that was saved after item {mark.at}: {text_of(error)}"
-                )
-            ) from error
-        self.at = mark.at
+def _load(stateful: Any, mark: Mark, name: str) -> int:
+    """Load the state of a mark; return the number of items before it."""
+    try:
+        load_for_epoch(stateful, copied(mark.value), name)
+    except Exception as error:
+        raise no_answer(
+            StateError(
+                f"{name}: {type(stateful).__qualname__}.load_state_dict() refused the state that was "
+                f"saved after item {mark.at}: {text_of(error)}"
+            )
+        ) from error
+    return mark.at
 
-    @staticmethod
-    def _set(generator: Any, value: Any, name: str) -> None:
-        import torch
 
-        try:
-            state = torch.frombuffer(bytearray(base64.b64decode(value)), dtype=torch.uint8)
-            generator.set_state(state)
-        except Exception as error:
-            raise no_answer(
-                StateError(f"{name}: the state of the generator is damaged: {error}")
-            ) from error
+def _set_state(generator: Any, value: Any, name: str) -> None:
+    import torch
 
-    def items(self, context: Context, every: int) -> OperatorIterator:
-        """Return the rest of the epoch, marked every so many items."""
-        if self._computes:
-            stateful, at, begun = self._stateful, self.at, copied(self._stateful.state_dict())
-            context.log((context.start,), lambda n: stateful.state_after(begun, n - at))
-            return OperatorIterator(self.iterator)
-        if self._stateful is not None:
-            loaded = context.saved is not None and not self.at
-            again = self._begun_again if loaded else None
-            return MarkedIterator(self.iterator, self.at, self._stateful, context, every, again)
-        if self._generator is not None:  # all of the order follows from how it is now
-            context.mark(0, _generator_state(self._generator))
-        if isinstance(self.iterator, GeneratorType):
-            return GeneratorIterator(self.iterator)
-        return OperatorIterator(self.iterator)
-
-    def _begun_again(self) -> Iterator[Any]:
-        """Return the iterator of the epoch, if the state before it was the end of the one before."""
-        undo_load(self._stateful, ended=True)
-        return iter(self._stateful)
+    try:
+        state = torch.frombuffer(bytearray(base64.b64decode(value)), dtype=torch.uint8)
+        generator.set_state(state)
+    except Exception as error:
+        raise no_answer(
+            StateError(f"{name}: the state of the generator is damaged: {error}")
+        ) from error
 
 
 def _generator_state(generator: Any) -> str:
@@ -434,7 +424,7 @@ class MarkedIterator(OperatorIterator):
     """Iterator that takes a state of `stateful` every `every` items, or less often if that takes long.
 
     A state after the last item is never used: it may mean the beginning of the next epoch. If no first
-    item comes, `again` makes another iterator.
+    item comes, and the iterable may begin `again`, the state was the end of the epoch before.
     """
 
     def __init__(
@@ -444,7 +434,7 @@ class MarkedIterator(OperatorIterator):
         stateful: Any,
         context: Context,
         every: int,
-        again: Callable[[], Iterator[Any]] | None = None,
+        again: bool,
     ) -> None:
         super().__init__(items)
         self._stateful, self._mark, self._every = stateful, context.mark, every
@@ -463,11 +453,12 @@ class MarkedIterator(OperatorIterator):
         try:
             item = self._pull()
         except StopIteration:
-            again, self._again = self._again, None
-            if again is None or self._given:
+            again, self._again = self._again, False
+            if not again or self._given:
                 self._end()
                 raise
-            self._items = again()
+            undo_load(self._stateful, ended=True)
+            self._items = iter(self._stateful)
             self._pull = self._items.__next__
             return next(self)
         except Exception:
