@@ -41,7 +41,7 @@ from hybridloader.engine.scheduler import Dispatch, least_busy, round_robin, rou
 from hybridloader.engine.stage import RestartPolicy, Stage
 from hybridloader.errors import IteratorClosed, NotReady, StateError, WorkerTimeout
 from hybridloader.fetching.collate import with_entries, without_torch
-from hybridloader.fetching.on_error import ErrorBudget, Outcome, Skipped, parse_on_error
+from hybridloader.fetching.on_error import ErrorBudget, Skipped, parse_on_error
 from hybridloader.fetching.readers import IterableFetch, MapFetch
 from hybridloader.fetching.shards import share_of
 from hybridloader.loader.plan import LoaderPlan
@@ -616,12 +616,13 @@ class LoaderIterator(_BaseDataLoaderIter):
         collate_fn = collate if pin is None else lambda samples: pin(collate(samples))
         return FullBatches(
             batches,
-            functools.partial(_last, results, workers=bool(self._num_workers or self._plan.joins)),
+            results.last,
+            progress,
             self._budget,
             collate_fn,
             drop_last=self._drop_last,
             copies=not self._backend.in_process,
-            waiting=progress.waiting,
+            workers=bool(self._num_workers or self._plan.joins),
         )
 
     def __next__(self) -> Any:
@@ -710,15 +711,6 @@ class LoaderIterator(_BaseDataLoaderIter):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def _last(results: Results, *, workers: bool) -> tuple[int | None, Outcome | None]:
-    """Return the worker of the last of `results`, and the outcome of its samples."""
-    # The outcome is removed: the traceback of an inline worker's error refers to the caller's frames.
-    last = results.last
-    extras, last.extras = last.extras, None
-    outcome = None if extras is None else extras.get("outcome")
-    return last.worker if workers else None, outcome
 
 
 def _seeded(

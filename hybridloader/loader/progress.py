@@ -20,7 +20,6 @@ from hybridloader._support.threads import snapshot
 from hybridloader._support.user_objects import Failure, foreign, place_of
 from hybridloader.engine.dataset_state import ShardStart
 from hybridloader.engine.messages import Exhausted, Last
-from hybridloader.errors import TooManyErrors
 from hybridloader.fetching.on_error import ErrorBudget, FailureRecord, Outcome
 from hybridloader.fetching.readers import PartialBatch
 from hybridloader.fetching.shards import ShardDivision
@@ -34,50 +33,33 @@ from hybridloader.loader.samplers import SamplerReplay, SamplerState
 # workers, backend or timing. No sample is fetched again, and fewer samples wait than a batch has.
 
 
-class WaitingSamples:
-    """Indices of samples that were received but not yet returned, for a state.
-
-    It refers to no sample, so it may outlive the samples.
-    """
-
-    def __init__(self) -> None:
-        self.samples: deque[tuple[int | None, Any]] = deque()
-        """Worker and index of each waiting sample, in order."""
-        self.whole = False
-        """True if the last result, a whole batch, waits too, because an error was raised first."""
-
-    def handed_out(self, count: int) -> None:
-        """Remove the first `count` samples: they were returned, or their error was raised."""
-        for _ in range(count):
-            self.samples.popleft()
-
-
 class FullBatches(Iterator[Any]):
-    """Batches of one epoch of a loader whose `results` may be short.
+    """Batches of one epoch of a loader whose `results` may be short; `last` is the report on a result.
 
-    `last` returns the worker of the last result and the outcome of its samples, if it has one. `budget`
-    counts failures; it is None without an error policy. With `copies`, waiting samples are copied,
-    because workers reuse their memory. `waiting` keeps their indices for a state.
+    `progress` gets the indices of the samples that wait. `budget` counts failures, with the number of
+    the worker if there are `workers`; it is None without an error policy. With `copies`, waiting samples
+    are copied, because workers reuse their memory.
     """
 
     def __init__(
         self,
         results: Iterator[Any],
-        last: Callable[[], tuple[int | None, Outcome | None]],
+        last: Last,
+        progress: Progress,
         budget: ErrorBudget | None,
         collate_fn: Callable[[Any], Any],
         *,
         drop_last: bool,
         copies: bool,
-        waiting: WaitingSamples | None = None,
+        workers: bool,
     ) -> None:
-        self._results, self._last, self._budget = results, last, budget
-        self._collate_fn, self._drop_last, self._copies = collate_fn, drop_last, copies
+        self._results, self._last, self._progress = results, last, progress
+        self._budget, self._collate_fn = budget, collate_fn
+        self._drop_last, self._copies, self._workers = drop_last, copies, workers
         # All the mutable state:
         self._good: deque[tuple[Any, Any]] = deque()  # index and sample of those that wait
         # Batches, and how many waiting samples each has:
         self._ready: deque[tuple[Any, int]] = deque()
-        self._waiting = WaitingSamples() if waiting is None else waiting
 
     def __next__(self) -> Any:
         while not self._ready:
@@ -90,32 +72,32 @@ class FullBatches(Iterator[Any]):
                     raise
                 self._collate(len(self._good))
                 continue
-            worker, outcome = self._last()
+            # Removed: the traceback of an inline worker's error refers to the caller's frames.
+            extras, self._last.extras = self._last.extras, None
+            outcome = None if extras is None else extras.get("outcome")
             if outcome is None:
                 return found
-            if outcome.short is None and not outcome.failures:
-                if self._budget is not None:
-                    self._budget.count(outcome.attempted, (), None)
-                return found
+            worker = self._last.worker if self._workers else None
+            good = outcome.short is None and not outcome.failures
             try:
                 if self._budget is not None:
                     self._budget.count(outcome.attempted, outcome.failures, worker)
-            except TooManyErrors:
-                # For a caller that catches the error and continues:
-                self._take(found, outcome, worker)
-                raise
-            self._take(found, outcome, worker)
+            finally:  # a caller may catch `TooManyErrors` and continue
+                if not good:
+                    self._take(found, outcome, worker)
+            if good:
+                return found
         data, count = self._ready.popleft()
-        self._waiting.handed_out(count)
-        self._waiting.whole = False
+        self._progress.returned(count)
+        self._progress.whole_waits = False
         return data
 
     def _take(self, found: Any, outcome: Outcome, worker: int | None) -> None:
         if outcome.short is None:
             self._ready.append((found, 0))
-            self._waiting.whole = True
+            self._progress.whole_waits = True
             return
-        self._waiting.samples.extend((worker, index) for index in outcome.short)
+        self._progress.waiting.extend((worker, index) for index in outcome.short)
         samples = map(_own, found) if self._copies else found
         self._good.extend(zip(outcome.short, samples, strict=False))
         # A short batch adds fewer samples than `wanted`, so there are enough for one full batch at most.
@@ -128,7 +110,7 @@ class FullBatches(Iterator[Any]):
         try:
             data = self._collate_fn([sample for _, sample in batch])
         except Exception as error:
-            self._waiting.handed_out(len(batch))
+            self._progress.returned(len(batch))
             if self._budget is None:
                 raise
             failure = Failure(foreign(error))
@@ -210,6 +192,10 @@ class Progress:
         """Positions of workers before the last samples of their shards, which wait to be joined."""
         self.last_worker = -1
         """Worker of the result that was returned last; -1 if there was none."""
+        self.waiting: deque[tuple[int | None, Any]] = deque()
+        """Worker and index of each sample that was received and not returned, in order."""
+        self.whole_waits = False
+        """True if the last result, a whole batch, waits too, because an error was raised first."""
         self.finished = False
         """True if the caller has reached the end of the epoch."""
         self.first: tuple[int, ...] = ()
@@ -233,11 +219,6 @@ class Progress:
     def own_dataset(self) -> Latest:
         """Copy of the state of the caller's dataset."""
         return Latest()
-
-    @cached_property
-    def waiting(self) -> WaitingSamples:
-        """Samples that were received but not returned."""
-        return WaitingSamples()
 
     def resume_workers(self, starts: Sequence[ShardStart]) -> None:
         """Note where each worker begins."""
@@ -344,6 +325,11 @@ class Progress:
         self.places[worker] = state._replace(position=at, skip=at, again=[])
         self._rereading[worker] = 0
 
+    def returned(self, count: int) -> None:
+        """Remove the first `count` samples that wait: they were returned, or their error was raised."""
+        for _ in range(count):
+            self.waiting.popleft()
+
     def _handed_out(self, number: int) -> DrawnItem | None:
         """Return the item of a returned result, and count it."""
         if number < self.count:
@@ -387,7 +373,7 @@ class Progress:
     @property
     def indices_left(self) -> tuple[list[Any], list[Any]]:
         """Return the indices of waiting samples, and the whole items, that must be fetched again."""
-        apart = [index for _, index in self.waiting.samples]
+        apart = [index for _, index in self.waiting]
         whole = []
         for number in sorted(self.missing):
             index = self.missing[number][1]
@@ -395,7 +381,7 @@ class Progress:
                 apart = [*index, *apart]
             else:
                 whole.append(index)
-        if self.waiting.whole and self._latest is not None:
+        if self.whole_waits and self._latest is not None:
             whole.append(self._latest[1])
         return apart, whole
 
@@ -423,11 +409,11 @@ class Progress:
                 last = now if end.shard_start is None else end.shard_start
                 at = now.position if end.shard_start is None else end.position
                 starts[end.worker] = ShardStart(at, end.position, last.dataset, last.iterator, True)
-        if self.waiting.whole:
+        if self.whole_waits:
             place, count = self._before
             starts[self.last_worker] = place._replace(again=place.again[:count])
         oldest: dict[int | None, int] = {}  # number of the first waiting sample, by worker
-        for worker, number in self.waiting.samples:
+        for worker, number in self.waiting:
             oldest.setdefault(worker, number)
         for worker, place in self.remainders.items():
             if worker in oldest:

@@ -204,7 +204,7 @@ def _shards(progress: Progress, where: str, starts: list[ShardStart]) -> dict[st
 
 def _first(progress: Progress) -> list[int]:
     """Return the workers whose last samples wait to be joined, in order."""
-    waiting = [w for w, _ in progress.waiting.samples if w is not None and w in progress.remainders]
+    waiting = [w for w, _ in progress.waiting if w is not None and w in progress.remainders]
     return list(dict.fromkeys([*waiting, *progress.first]))
 
 
