@@ -388,30 +388,16 @@ def _while_same(gather: Gather, read: Callable[[], Iterable[Any]]) -> Gather:
 
 
 def _of_tensor_dataset(dataset: Any) -> Gather | None:
-    tensors = dataset.tensors
-    gather = _of_tensors(tensors)
-    if gather is None:
-        return None
-
-    def gather_if_same(index: Any) -> Any:
-        if dataset.tensors is not tensors:
-            raise NotGatherable
-        return gather(index)
-
-    return gather_if_same
-
-
-def _of_tensors(tensors: Sequence[Any]) -> Gather | None:
     import torch
 
-    for tensor in tensors:
-        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
-            return None
-        if tensor.device.type != "cpu" or tensor.is_quantized or tensor.requires_grad:
-            return None
+    tensors = dataset.tensors
+    if not _are_plain(tensors):
+        return None
     rows = [tensor[:1].nbytes for tensor in tensors]  # bytes of one sample
 
     def gather(index: Any) -> Any:
+        if dataset.tensors is not tensors:
+            raise NotGatherable
         count, found = index.numel(), []  # len() of a tensor takes 5 us
         for tensor, row in zip(tensors, rows, strict=True):
             if tensor.requires_grad:  # it may have changed after the check above
@@ -422,6 +408,18 @@ def _of_tensors(tensors: Sequence[Any]) -> Gather | None:
         return found
 
     return gather
+
+
+def _are_plain(tensors: Sequence[Any]) -> bool:
+    import torch
+
+    return all(
+        type(tensor) is torch.Tensor
+        and tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and not (tensor.is_quantized or tensor.requires_grad)
+        for tensor in tensors
+    )
 
 
 def _of_subset(dataset: Any) -> Gather | None:
@@ -447,20 +445,18 @@ def _of_subset(dataset: Any) -> Gather | None:
 
 def _of_stack(dataset: Any) -> Gather | None:
     datasets = dataset.datasets
-    if isinstance(datasets, dict):
-        parts = {key: _gather_of(part) for key, part in datasets.items()}
-        if any(part is None for part in parts.values()):
-            return None
-        return _while_same(
-            lambda index: {key: part(index) for key, part in parts.items() if part},
-            lambda: (dataset.datasets, *datasets, *datasets.values()),
-        )
-    columns = [_gather_of(part) for part in datasets]
-    if any(part is None for part in columns):
+    named = isinstance(datasets, dict)
+    parts = [_gather_of(part) for part in (datasets.values() if named else datasets)]
+    if None in parts:
         return None
+    names = [*datasets] if named else None
+
+    def gather(index: Any) -> Any:
+        columns = [part(index) for part in parts if part]
+        return columns if names is None else dict(zip(names, columns, strict=True))
+
     return _while_same(
-        lambda index: [part(index) for part in columns if part],
-        lambda: (dataset.datasets, *datasets),
+        gather, lambda: (dataset.datasets, *datasets, *(datasets.values() if named else ()))
     )
 
 
@@ -475,7 +471,7 @@ def _of_concat(dataset: Any) -> Gather | None:
     if len({len(part.tensors) for part in dataset.datasets}) != 1:
         return None
     for column in columns:
-        if _of_tensors(column) is None:
+        if not _are_plain(column):
             return None
         if len({(tensor.dtype, tensor.shape[1:]) for tensor in column}) != 1:
             return None
