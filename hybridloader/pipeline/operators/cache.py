@@ -13,6 +13,7 @@ import os
 import re
 import stat
 import struct
+import sys
 import tempfile
 import types
 import weakref
@@ -128,9 +129,8 @@ class Cache(Operator):
                 ) from None
         else:
             context.mark(0, "file")
-            start = min(context.start, len(reader))
-            kept = map(reader.read, range(start, len(reader)))
-            return context.drop(KeptIterator(kept, reader.close), start)
+            reader.next = min(context.start, len(reader))
+            return context.drop(reader, reader.next)
         context.mark(0, None)
         folder = os.path.dirname(path) or os.curdir
         if not os.path.isdir(folder):
@@ -161,7 +161,7 @@ class Cache(Operator):
             context.mark(0, of)
             start = min(context.start, len(items))
             rest = map(items.__getitem__, range(start, len(items)))
-            return context.drop(KeptIterator(rest), start)
+            return context.drop(OperatorIterator(rest), start)
         if kept is None:
             context.mark(0, None)
             return KeepingIterator(upstream(), _Shelf(self._kept, origin))
@@ -195,18 +195,6 @@ class _Shelf:
     def commit(self) -> None:
         if not self._kept:  # of two passes at a time, the first stays the first
             self._kept.append((self._items, self._origin))
-
-
-class KeptIterator(OperatorIterator):
-    """Iterator over the items that are kept. A damaged record raises; the one after it comes next."""
-
-    def __init__(self, items: Iterator[Any], let_go: Callable[[], object] = bool) -> None:
-        super().__init__(items)
-        self._let_go = let_go
-
-    def _end(self) -> None:
-        super()._end()
-        self._let_go()
 
 
 class KeepingIterator(OperatorIterator):
@@ -518,8 +506,8 @@ def _remove(fd: int, path: str, owner: int) -> None:
             os.unlink(path)
 
 
-class Reader:
-    """A whole file, record by record.
+class Reader(Iterator[Any]):
+    """A whole file, record by record. A damaged record raises; the one after it comes next.
 
     It is mapped copy-on-write: arrays lie over the mapping, can be written to, and keep it for as long
     as they live; changes of them never reach the file. `CacheError` is raised if it is damaged, was
@@ -528,6 +516,7 @@ class Reader:
 
     def __init__(self, path: str, fingerprint: str) -> None:
         self.path = path
+        self.next = 0  # number of the next record
         with open(path, "rb", opener=lambda name, _: os.open(name, _HOW)) as file:
             self._check_owner(os.fstat(file.fileno()))
             if file.read(len(_MAGIC)) != _MAGIC:
@@ -545,8 +534,12 @@ class Reader:
     def __len__(self) -> int:
         return len(self._starts) - 1
 
-    def read(self, number: int) -> Any:
-        """Return the item of record `number`, counted from 0."""
+    def __next__(self) -> Any:
+        number = self.next
+        if number >= len(self):
+            self.close()
+            raise StopIteration
+        self.next = number + 1
         start, end = self._starts[number], self._starts[number + 1]
         view, place = self._view, start + _DIGEST
         if _digest(view[place:end]) != self._map[start:place]:
@@ -569,6 +562,7 @@ class Reader:
 
     def close(self) -> None:
         """Let go of the file; arrays that are still in use keep the mapping. Idempotent."""
+        self.next = sys.maxsize
         self._view = memoryview(b"")
         try:
             self._map.close()
