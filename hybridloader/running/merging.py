@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn
@@ -23,9 +23,7 @@ from hybridloader.fetching.shards import merged as merged_shards
 from hybridloader.running.executor import Offset, generator_of, offset_before
 from hybridloader.running.operator import Chain, Mark, Needed
 from hybridloader.running.plan import (
-    ChainPlan,
     FunctionsNode,
-    Node,
     OperatorNode,
     RelayNode,
     lay_out,
@@ -157,7 +155,7 @@ def _left_of_shards(chain: Chain, position: Position) -> _Left:
         share = position.rank[0], position.ranks[0]
         whole = ShardDivision(names_of(source), share, 1)
         return _Left(whole.state(None if position.finished else [whole.beginning(0)]))
-    state, needs = mark.value["shards"], _Needs.of(chain, position)
+    state, needs = mark.value["shards"], _needs_of(chain, position)
     own, place = _heads_left(position, needs)
     if needs.needed is not None:
         _refuse(read.name, "comes before a step with a buffer, and its shards have no numbers")
@@ -199,7 +197,7 @@ def _left(chain: Chain, sampler: Any, position: Position) -> _Left:
         sampler = copy.copy(sampler)
         sampler.set_epoch(position.epoch)
         return _Left(sampler.state_dict())
-    needs = _Needs.of(chain, position)
+    needs = _needs_of(chain, position)
     own, place = _heads_left(position, needs)
     since = needs.start - mark.at  # 0, but for a source that was not opened
     # After the last index, an index that was returned in part looks like none.
@@ -219,8 +217,7 @@ def _refuse(name: str, why: str) -> NoReturn:
     raise StateError(f"step {name!r} {why}, so no other rank can resume there; {_SAVE}")
 
 
-@dataclass
-class _Needs:
+class _Needs(NamedTuple):
     """Inputs that the next items of a run need."""
 
     start: int
@@ -234,56 +231,52 @@ class _Needs:
     place: str = ""
     """Name of the node that made them."""
 
-    @classmethod
-    def of(cls, chain: Chain, position: Position) -> _Needs:
-        """Go back from the items that were given, as a run does that resumes."""
-        plan = lay_out(chain, cuts_of(position.marks))
-        run = RunPosition(plan, position.epoch, position)
-        found = cls(position.given)
-        raised = bool(position.raised)
-        for node in reversed(plan.nodes[1:]):
-            # A step without results begins again; for a part of one, the input must be found.
-            if (found.start or found.had) and not isinstance(node, RelayNode):
-                found._through(node, plan, run, raised, position)
-        return found
 
-    def _through(
-        self, node: Node, plan: ChainPlan, run: RunPosition, raised: bool, position: Position
-    ) -> None:
+def _needs_of(chain: Chain, position: Position) -> _Needs:
+    """Go back from the items that were given, as a run does that resumes."""
+    plan, raised, epoch = (
+        lay_out(chain, cuts_of(position.marks)),
+        bool(position.raised),
+        position.epoch,
+    )
+    run, found = RunPosition(plan, epoch, position), _Needs(position.given)
+    for node in reversed(plan.nodes[1:]):
+        # A step without results begins again; for a part of one, the input must be found.
+        if isinstance(node, RelayNode) or not (found.start or found.had):
+            continue
         had, slack, needed = 0, 0, None
         if isinstance(node, FunctionsNode):
             if one_by_one(node, raised=raised):
-                return
-            point = run.point(node, self.start, position.epoch)
+                continue
+            point = run.point(node, found.start, epoch)
             if point is None:
                 _refuse(node.name, "would run from the beginning of the epoch")
-            had, start = self.start - point.given, point.taken
+            had, start = found.start - point.given, point.taken
         else:
-            assert isinstance(node, OperatorNode)
-            saved = run.saved(node, position.epoch)
-            parts = before(node, self.start, position.epoch, saved, raised)
+            saved = run.saved(node, epoch)
+            parts = before(node, found.start, epoch, saved, raised)
             if not parts:
                 _refuse(node.name, "would run from the beginning of the epoch")
-            part = parts[0]
-            start = part.start
-            if part.given is None:
-                slack = offset_before(node.operator, Offset(self.start, self.slack)).slack
+            start, given = parts[0].start, parts[0].given
+            if given is None:
+                slack = offset_before(node.operator, Offset(found.start, found.slack)).slack
             else:
-                had = self.start - part.given
-                if saved is not None:
-                    # The part of a context that it asks.
-                    random = partial(generator_of, node, plan, position.epoch, position.seed)
-                    context: Any = SimpleNamespace(
-                        saved=saved, start=saved.at, epoch=position.epoch, random=random
-                    )
-                    needed = node.operator.needed(context)
-        if self.needed is not None:
+                had = found.start - given
+            if given is not None and saved is not None:
+                random = partial(generator_of, node, plan, epoch, position.seed)
+                context: Any = SimpleNamespace(  # the part of a context that it asks
+                    saved=saved, start=saved.at, epoch=epoch, random=random
+                )
+                needed = node.operator.needed(context)
+        if found.needed is not None:
             _refuse(node.name, "does not make one item of each, before a step with a buffer")
-        if self.had and isinstance(node, OperatorNode):
-            _refuse(self.place, "has returned a part of its results of a batch or a shuffled item")
+        if found.had and isinstance(node, OperatorNode):
+            _refuse(found.place, "has returned a part of its results of a batch or a shuffled item")
         place = head_place(node)
-        if had > self.slack or (had and place is not None):  # else all items have come
-            if self.had or place is None:
-                _refuse(self.place or node.name, "has returned a part of its results of one item")
-            self.had, self.place = had, place
-        self.start, self.slack, self.needed = start, slack, needed
+        if had > found.slack or (had and place is not None):  # else all items have come
+            if found.had or place is None:
+                _refuse(found.place or node.name, "has returned a part of its results of one item")
+        else:
+            had, place = found.had, found.place
+        found = _Needs(start, needed, slack, had, place)
+    return found
