@@ -152,6 +152,9 @@ class Runner:
             relay.close(deadline)
 
 
+_numbers = count()
+
+
 class Executor(Runner):
     """Runs the epochs of one chain, and ends its workers and threads.
 
@@ -183,10 +186,16 @@ class Executor(Runner):
         self.seeded, self.seed = start.seeded, start.seed
         self._drawn = dict(start.draws)  # seeds, by the path of a source's chain: see `draw`
         super().__init__()
+        self._number = next(_numbers)  # that of its stages in a trace
         self.closed = TaskContext()
         self.left = TaskContext()  # cancelled when the running epoch is ended
         # All the mutable state:
-        self.stages = RunningStages(self.seed, self.closed, observation)
+        self.stages: dict[Path, RunningStage] = {}
+        self.failure_log = FailureLog()  # of what was skipped
+        self.locks: dict[Path, PageLocks] = {}  # where a device reads what a node gives, as it is
+        self._epochs: dict[Path, int] = {}  # of sources that workers read
+        # Readers that resume in the first epoch of their stage, until they have, and their marks:
+        self.resumed: dict[Path, tuple[Mark, ReaderStarts]] = {}
         self._pinners: dict[Any, Pinner | None] = {}  # by the function that makes them
         self.relays: dict[Path, RunningRelay] = {}
         self.initialized: set[Path] = set()  # nodes without workers that had their `worker_init_fn`
@@ -201,12 +210,12 @@ class Executor(Runner):
             needed = [] if idle else list(self._needed(self.plan, start.next_epoch))
             for node, epoch in needed:
                 if node.reads:
-                    self.stages.set_epoch(node, saved.get(node.path, epoch))
+                    self.set_epoch(node, saved.get(node.path, epoch))
             self._resume_readers(marks)
             # Processes that may be forked come before those that start fresh, and before threads.
             needed.sort(key=lambda each: (each[0].backend.in_process, each[0].backend.fresh))
             for node, _ in needed:
-                self.stages.of(node)
+                self.stage_of(node)
         except BaseException:
             self.close()
             raise
@@ -222,15 +231,164 @@ class Executor(Runner):
                     "does not make one item of one, so it can't resume with other items: load what "
                     "pipeline.merge_states returns for the states of all ranks"
                 )
-            self.stages.resumed[node.path] = mark, readers
+            self.resumed[node.path] = mark, readers
+
+    # -- stages: each is made of its node once, and started; its workers stay for the next epoch -------
+
+    def set_epoch(self, node: WorkerNode, epoch: int) -> None:
+        """Set the epoch of a source that workers read: before they start, and in each later pass."""
+        if self._epochs.get(node.path) != epoch:
+            self._epochs[node.path] = epoch
+            set_epoch(node.works[0].step().function, epoch)
+
+    def stage_of(self, node: WorkerNode) -> RunningStage:
+        """Return the stage of `node`, started if it does not run."""
+        path, placement, stages = node.path, node.placement, self.stages
+        found = stages.get(path)
+        if found is not None and not found.stage.closed:
+            return found
+        self._check_open()
+        fetch = _fetch(node)
+        if found is None:
+            flow = StageFlow(
+                placement.num_workers,
+                prefetch=placement.prefetch,
+                buffer_bytes=placement.buffer_bytes,
+            )
+            measures = self._measures(node, fetch)
+        else:
+            flow, measures = found.flow, found.measures
+
+        def fewest_at_hand(scheduler: Scheduler) -> int | None:
+            readers = stages[path].readers
+            return None if readers is None else readers.fewest_at_hand(scheduler)
+
+        spec = self._spec(node, fetch)
+        try:
+            stage = Stage(
+                node.backend,
+                spec,
+                lookahead=2 * placement.num_workers if node.reads else node.window,
+                ordered=placement.in_order and not node.reads,
+                # A limit in items that the user set is kept.
+                reorder=None
+                if placement.prefetch or node.reads
+                else ReorderLimit(placement.num_workers),
+                timeout=placement.timeout,
+                persistent=True,  # the consumer must not wait for its workers to end
+                dispatch=fewest_at_hand
+                if node.reads
+                else functools.partial(least_busy, in_flight=placement.at_hand),
+                flow_control=flow,
+                observer=measures,
+                forwards=node.forwarded,
+                on_worker_death=placement.on_worker_death,
+                task_timeout=placement.task_timeout,
+                locks=self.locks.get(path),
+                numbers=spec.seeding is not None and not node.reads,
+            )
+        except WorkerPicklingError as error:
+            raise WorkerPicklingError(f"stage {node.name!r}: {error}") from error
+        dataset = None if node.backend.in_process else spec.fetch.dataset
+        if node.reads:  # each thread has a copy of it too
+            dataset = spec.fetch.dataset if has(spec.fetch.dataset, "set_epoch") else None
+        watch = None if dataset is None else DatasetChanges(dataset)
+        running = stages[path] = RunningStage(node, stage, flow, measures, watch)
+        self._check_open(stage)  # a concurrent close() may have missed this one
+        return running
+
+    def _check_open(self, stage: Stage | None = None) -> None:
+        """Raise `IteratorClosed` if all has ended, and close the stage that came too late."""
+        if self.closed.cancelled:
+            if stage is not None:
+                stage.close()
+            raise no_answer(IteratorClosed("the pipeline was closed"))
+
+    def _measures(self, node: WorkerNode, fetch: Fetch) -> StageMeasures | None:
+        if self.observation is None:
+            return None
+        workers, key = node.placement.num_workers, (self._number, node.path)
+        window = node.placement.at_hand * workers
+        return self.observation.measures(
+            node.name, key, node.backend, fetch, workers, window, each=True
+        )
+
+    def _spec(self, node: WorkerNode, fetch: Fetch) -> WorkerSpec:
+        placement = node.placement
+        if node.reads:
+            source = node.works[0].step().function
+            warn_of_few_shards(source, placement.num_workers, node.name)
+        resumed = self.resumed.get(node.path)
+        generator = random.Random(f"{self.seed}/workers/{node.path}")
+        threads = node.backend.in_process and not node.backend.in_caller
+        seeding = self._origin(node, range(len(node.works)), threads=threads)
+        return WorkerSpec(
+            stage=node.name,
+            workers=placement.num_workers,
+            fetch=fetch,
+            base_seed=generator.getrandbits(62),
+            init_fn=placement.worker_init_fn,
+            seeding=seeding,
+            deferred=True,
+            starts=() if resumed is None else resumed[1].starts,
+        )
+
+    def _origin(
+        self, node: InlineNode | WorkerNode, works: Sequence[int], epoch: int = 0, *, threads: bool
+    ) -> Origin | None:
+        """Return the origin of the seeds of some of the `works`: the same, wherever these run."""
+        placement = node.placement
+        if not isinstance(placement.seeding, SampleSeeding) and any(
+            work.step().concurrency for work in node.works
+        ):
+            return None  # coroutines take turns on one thread
+        return origin_of(
+            placement.seeding,
+            self.seed,
+            threads=threads,
+            several=placement.threads_per_worker > 1,
+            stages=tuple(f"{node.path[:-1]}/{node.first + number}" for number in works),
+            epoch=epoch,
+            any_thread=True,
+        )
+
+    def sample_rng_of(
+        self, node: InlineNode, work: int, epoch: int, first: int, *, relayed: bool
+    ) -> SampleRng | None:
+        """Return the seeding of a function that is called where its results are asked for.
+
+        With `relayed` the thread of a relay asks, and not your loop's.
+        """
+        origin = self._origin(node, [work], epoch, threads=relayed)
+        function = node.works[work].step().function
+        if origin is None or (isinstance(function, MapFetch) and function.draws_nothing):
+            return None
+        from hybridloader.seeding.thread_generators import ThreadSampleRng
+
+        sample_rng = ThreadSampleRng(origin, 0)
+        sample_rng.by_function = True
+        sample_rng.prepare()
+        sample_rng.first_item = first
+        return sample_rng
+
+    def error_budget(
+        self, node: InlineNode | WorkerNode, name: str, epoch: int, *, gaps: bool
+    ) -> ErrorBudget | None:
+        """Return the error budget of a stage in an epoch; None if errors are raised."""
+        policy = node.placement.on_error
+        if policy is None:
+            return None
+        budget = ErrorBudget(policy, name, epoch, self.failure_log, node.path, gaps=gaps)
+        if self.observation is not None:
+            self.observation.budget(budget)
+        return budget
 
     # -- passes --------------------------------------------------------------------------------------
 
     def add_relay(self, node: RelayNode, before: tuple[Node, ...], relay: Relay) -> RunningRelay:
         """Take charge of a relay, which takes the place of the one `before` it."""
         with self._ending:
-            if self.closed.cancelled:
-                raise no_answer(IteratorClosed("the pipeline was closed"))
+            self._check_open()
             running = self.relays.get(node.path)
             if running is None:
                 if self.observation is not None:
@@ -288,7 +446,7 @@ class Executor(Runner):
                 pinner = self.pinner_of(node)
                 locks = None if pinner is None else pinner.locks
             elif locks is not None and not passes_on(node):
-                self.stages.locks[node.path] = locks
+                self.locks[node.path] = locks
                 locks = None
             if isinstance(node, WorkerNode):
                 yield node, epoch
@@ -418,12 +576,6 @@ def drawn() -> int:
     return int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
 
 
-# -- stages of a running pipeline: each is made of its node once, and started
-#
-# A running stage outlives an epoch of its pipeline: its workers stay for the next. Nothing here knows
-# the nodes between two stages.
-
-
 @dataclass
 class RunningStage:
     """A stage that runs."""
@@ -456,174 +608,6 @@ class RunningRelay:
         if queue.sleeps is not None:
             queue.sleeps.begin_again(queue.items)
         self.relay = relay
-
-
-_numbers = count()
-
-
-class RunningStages(dict[Path, RunningStage]):
-    """The stages of one pipeline, by the paths of their nodes; `closed` is cancelled once they end."""
-
-    def __init__(
-        self, seed: int, closed: TaskContext, observation: Observation | None = None
-    ) -> None:
-        super().__init__()
-        self._seed, self._closed, self._observation = seed, closed, observation
-        self.number = next(_numbers)  # their number in a trace
-        # All the other mutable state:
-        self.failure_log = FailureLog()  # of what was skipped
-        self.locks: dict[Path, PageLocks] = {}  # where a device reads what a node gives, as it is
-        self._epochs: dict[Path, int] = {}  # of sources that workers read
-        # Readers that resume in the first epoch of their stage, until they have, and their marks:
-        self.resumed: dict[Path, tuple[Mark, ReaderStarts]] = {}
-
-    def set_epoch(self, node: WorkerNode, epoch: int) -> None:
-        """Set the epoch of a source that workers read: before they start, and in each later pass."""
-        if self._epochs.get(node.path) != epoch:
-            self._epochs[node.path] = epoch
-            set_epoch(node.works[0].step().function, epoch)
-
-    def of(self, node: WorkerNode) -> RunningStage:
-        """Return the stage of `node`, started if it does not run."""
-        path, placement = node.path, node.placement
-        found = self.get(path)
-        if found is not None and not found.stage.closed:
-            return found
-        self._check_open()
-        fetch = _fetch(node)
-        if found is None:
-            flow = StageFlow(
-                placement.num_workers,
-                prefetch=placement.prefetch,
-                buffer_bytes=placement.buffer_bytes,
-            )
-            measures = self._measures(node, fetch)
-        else:
-            flow, measures = found.flow, found.measures
-
-        def fewest_at_hand(scheduler: Scheduler) -> int | None:
-            readers = self[path].readers
-            return None if readers is None else readers.fewest_at_hand(scheduler)
-
-        spec = self._spec(node, fetch)
-        try:
-            stage = Stage(
-                node.backend,
-                spec,
-                lookahead=2 * placement.num_workers if node.reads else node.window,
-                ordered=placement.in_order and not node.reads,
-                # A limit in items that the user set is kept.
-                reorder=None
-                if placement.prefetch or node.reads
-                else ReorderLimit(placement.num_workers),
-                timeout=placement.timeout,
-                persistent=True,  # the consumer must not wait for its workers to end
-                dispatch=fewest_at_hand
-                if node.reads
-                else functools.partial(least_busy, in_flight=placement.at_hand),
-                flow_control=flow,
-                observer=measures,
-                forwards=node.forwarded,
-                on_worker_death=placement.on_worker_death,
-                task_timeout=placement.task_timeout,
-                locks=self.locks.get(path),
-                numbers=spec.seeding is not None and not node.reads,
-            )
-        except WorkerPicklingError as error:
-            raise WorkerPicklingError(f"stage {node.name!r}: {error}") from error
-        dataset = None if node.backend.in_process else spec.fetch.dataset
-        if node.reads:  # each thread has a copy of it too
-            dataset = spec.fetch.dataset if has(spec.fetch.dataset, "set_epoch") else None
-        watch = None if dataset is None else DatasetChanges(dataset)
-        running = self[path] = RunningStage(node, stage, flow, measures, watch)
-        self._check_open(stage)  # a concurrent close() may have missed this one
-        return running
-
-    def _check_open(self, stage: Stage | None = None) -> None:
-        """Raise `IteratorClosed` if the stages have ended, and close the one that came too late."""
-        if self._closed.cancelled:
-            if stage is not None:
-                stage.close()
-            raise no_answer(IteratorClosed("the pipeline was closed"))
-
-    def _measures(self, node: WorkerNode, fetch: Fetch) -> StageMeasures | None:
-        if self._observation is None:
-            return None
-        workers, key = node.placement.num_workers, (self.number, node.path)
-        window = node.placement.at_hand * workers
-        return self._observation.measures(
-            node.name, key, node.backend, fetch, workers, window, each=True
-        )
-
-    def _spec(self, node: WorkerNode, fetch: Fetch) -> WorkerSpec:
-        placement = node.placement
-        if node.reads:
-            source = node.works[0].step().function
-            warn_of_few_shards(source, placement.num_workers, node.name)
-        resumed = self.resumed.get(node.path)
-        generator = random.Random(f"{self._seed}/workers/{node.path}")
-        threads = node.backend.in_process and not node.backend.in_caller
-        seeding = self._origin(node, range(len(node.works)), threads=threads)
-        return WorkerSpec(
-            stage=node.name,
-            workers=placement.num_workers,
-            fetch=fetch,
-            base_seed=generator.getrandbits(62),
-            init_fn=placement.worker_init_fn,
-            seeding=seeding,
-            deferred=True,
-            starts=() if resumed is None else resumed[1].starts,
-        )
-
-    def _origin(
-        self, node: InlineNode | WorkerNode, works: Sequence[int], epoch: int = 0, *, threads: bool
-    ) -> Origin | None:
-        """Return the origin of the seeds of some of the `works`: the same, wherever these run."""
-        placement = node.placement
-        if not isinstance(placement.seeding, SampleSeeding) and any(
-            work.step().concurrency for work in node.works
-        ):
-            return None  # coroutines take turns on one thread
-        return origin_of(
-            placement.seeding,
-            self._seed,
-            threads=threads,
-            several=placement.threads_per_worker > 1,
-            stages=tuple(f"{node.path[:-1]}/{node.first + number}" for number in works),
-            epoch=epoch,
-            any_thread=True,
-        )
-
-    def sample_rng_of(
-        self, node: InlineNode, work: int, epoch: int, first: int, *, relayed: bool
-    ) -> SampleRng | None:
-        """Return the seeding of a function that is called where its results are asked for.
-
-        With `relayed` the thread of a relay asks, and not your loop's.
-        """
-        origin = self._origin(node, [work], epoch, threads=relayed)
-        function = node.works[work].step().function
-        if origin is None or (isinstance(function, MapFetch) and function.draws_nothing):
-            return None
-        from hybridloader.seeding.thread_generators import ThreadSampleRng
-
-        sample_rng = ThreadSampleRng(origin, 0)
-        sample_rng.by_function = True
-        sample_rng.prepare()
-        sample_rng.first_item = first
-        return sample_rng
-
-    def error_budget(
-        self, node: InlineNode | WorkerNode, name: str, epoch: int, *, gaps: bool
-    ) -> ErrorBudget | None:
-        """Return the error budget of a stage in an epoch; None if errors are raised."""
-        policy = node.placement.on_error
-        if policy is None:
-            return None
-        budget = ErrorBudget(policy, name, epoch, self.failure_log, node.path, gaps=gaps)
-        if self._observation is not None:
-            self._observation.budget(budget)
-        return budget
 
 
 def shard_division(node: WorkerNode) -> ShardDivision | None:
@@ -673,7 +657,7 @@ def open_run(executor: Executor, position: RunPosition) -> Iterator[Any]:
         executor.left.parts = TaskParts()
         if observation.trace is not None:
             executor.left.slices = LocalSlices(observation.trace)
-    executor.stages.failure_log.new_run()
+    executor.failure_log.new_run()
     position.opened = True
     heads = position.heads
     if heads and position.own_heads and not any(is_at(node, heads) for node in executor.plan.nodes):
@@ -868,17 +852,17 @@ class ChainPass:
     def _open_inline(
         self, node: InlineNode, items: Iterator[Any], begins: Point, *, numbered: bool
     ) -> Iterator[Any]:
-        stages, policy = self.executor.stages, node.placement.on_error
+        executor, policy = self.executor, node.placement.on_error
         init_fn = node.placement.worker_init_fn
-        if init_fn is not None and node.path not in self.executor.initialized:
+        if init_fn is not None and node.path not in executor.initialized:
             init_fn(0)  # once for all passes, as in a worker
-            self.executor.initialized.add(node.path)
+            executor.initialized.add(node.path)
         ledger = self._ledger(node, begins)
         for number, work in enumerate(node.works):
-            sample_rng = stages.sample_rng_of(
+            sample_rng = executor.sample_rng_of(
                 node, number, self.epoch, begins.taken, relayed=self.relayed(node)
             )
-            budget = stages.error_budget(node, work.name, self.epoch, gaps=self._in_rows)
+            budget = executor.error_budget(node, work.name, self.epoch, gaps=self._in_rows)
             try:
                 found = InlineItems(
                     items,
@@ -890,9 +874,9 @@ class ChainPass:
                     budget,
                     numbered=numbered,
                 )
-                self.executor.add_inline(node.path, number, found.context)
+                executor.add_inline(node.path, number, found.context)
                 if found.coroutines is not None:
-                    self.executor.add_coroutines(found.coroutines)
+                    executor.add_coroutines(found.coroutines)
                 if ledger is not None and number == 0:
                     several = any(work.makes_several for work in node.works)
                     found.log(ledger, SEVERAL if several else ONE_EACH)
@@ -932,18 +916,18 @@ class ChainPass:
         self, node: WorkerNode
     ) -> tuple[RunningStage, tuple[Change, ...], ErrorBudget | None]:
         """Return the stage of `node`, with the changes of its dataset that its workers need."""
-        stages = self.executor.stages
-        stage = stages.of(node)
+        executor = self.executor
+        stage = executor.stage_of(node)
         if node.reads:
-            stages.set_epoch(node, self.epoch)
+            executor.set_epoch(node, self.epoch)
         changes = () if stage.watch is None else stage.watch.changes()
-        budget = stages.error_budget(node, node.name, self.epoch, gaps=self._in_rows)
+        budget = executor.error_budget(node, node.name, self.epoch, gaps=self._in_rows)
         return stage, changes, budget
 
     def _open_readers(self, node: WorkerNode, count: int) -> tuple[Iterator[Any], int]:
         """Begin the readers to continue after `count` items; return how many of these they leave out."""
         stage, changes, budget = self._stage(node)
-        resumed = self.executor.stages.resumed.pop(node.path, None)
+        resumed = self.executor.resumed.pop(node.path, None)
         if resumed is None:
             division = shard_division(node)
             found = ReaderStarts(Turn((0,) * node.placement.num_workers), (), division)
@@ -1021,8 +1005,8 @@ class OperatorContext:
         executor = of.executor
         self.seed = executor.seed if executor.seeded else None
         self.run_seed = executor.seed
-        self.locks = executor.stages.locks.get(node.path)
-        self._skipped = executor.stages.failure_log.records
+        self.locks = executor.locks.get(node.path)
+        self._skipped = executor.failure_log.records
         self._opened = 0
 
     def random(self, seed: int | None) -> random.Random:
@@ -1054,7 +1038,7 @@ class OperatorContext:
         return made.add
 
     def left_out(self, item: Any, error: Exception) -> None:
-        node, log = self._node, self._pass.executor.stages.failure_log
+        node, log = self._node, self._pass.executor.failure_log
         shown = item if type(item) in (int, str) else brief(item)
         log.add(Skipped(shown, error, "", None, node.name, self.epoch), node.path, self._skipped)
 

@@ -105,7 +105,7 @@ def _pulled(executor: Executor, before: Sequence[Node]) -> tuple[list[str], dict
 
 
 def _faults(executor: Executor, nodes: Sequence[Node]) -> Faults:
-    log = executor.stages.failure_log
+    log = executor.failure_log
     replaced = sum(log.replaced[node.path] for node in nodes)
     skipped = sum(log.counts[node.path] for node in nodes) - replaced
     return Faults(skipped, replaced, sum(executor.retried(node.path) for node in nodes))
@@ -149,7 +149,7 @@ class Run(Iterator[Any]):
         self._position = RunPosition(executor.plan, epoch, resumed)
         self._items: Iterator[Any] = iter(())
         self._queue: RelayQueue | None = None  # from which the items are taken
-        self._left, self._skipped = executor.left, executor.stages.failure_log.records
+        self._left, self._skipped = executor.left, executor.failure_log.records
         if resumed is not None and resumed.begun:
             log(INFO, "pipeline: resumes in epoch %d after %d items", resumed.epoch, resumed.given)
         if resumed is not None and resumed.finished:
@@ -163,7 +163,7 @@ class Run(Iterator[Any]):
         self._queue = self._items.queue if isinstance(self._items, Relay) else None
         if self._position.own_heads:
             self._items = Withheld(self._items, self._position.note_withheld)
-        self._left, self._skipped = executor.left, executor.stages.failure_log.records
+        self._left, self._skipped = executor.left, executor.failure_log.records
         if observation is not None:
             loop = observation.loop
             if not (loop.items or loop.longer):  # starting the workers was waited for, too
