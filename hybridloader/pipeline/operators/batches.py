@@ -41,8 +41,6 @@ from hybridloader.running.operator import (
 if TYPE_CHECKING:
     import torch
 
-    from hybridloader.memory.accelerator import PageLocks
-
 
 # -- samples with fields: mappings, namedtuples and dataclasses, taken apart and put together again
 #
@@ -147,45 +145,6 @@ SIZE = "give the number of samples in a batch"
 """Request in errors about a size."""
 
 
-class Collating:
-    """A collate function and its slots, page-locked if a device is going to read them."""
-
-    def __init__(
-        self,
-        stage: str,
-        collate_fn: CollateFn | None,
-        memory: Memory,
-        locks: PageLocks | None = None,
-    ) -> None:
-        if collate_fn is None:
-            from torch.utils.data import default_collate
-
-            collate_fn = default_collate
-        if is_default_collate(collate_fn):
-            teach_torch()
-        self._stage, self._function = stage, collate_fn
-        self._number = 0  # of batches that were made
-        self._slots = PrivateSlots(memory.bytes())
-        if locks is not None:
-            self._slots.page_lock(locks)
-
-    def __call__(self, samples: list[Any]) -> Any:
-        before = set_slots(self._slots)
-        self._number += 1
-        try:
-            batch = self._function(samples)
-        except Exception as error:
-            raised = foreign(error, "a collate_fn")
-            place = f"collating batch {self._number} of this run ({len(samples)} items)"
-            add_note(raised, f"In stage {self._stage!r}, the calling thread, {place}.")
-            Raised(raised).throw()
-        finally:
-            set_slots(before)
-        if self._slots.refusal is not None:
-            self._slots.warn()
-        return batch
-
-
 def check_collation(operator: Operator, collate_fn: Any, memory: Any) -> None:
     """Refuse a wrong collate function or limit of memory."""
     if collate_fn is not None:
@@ -202,13 +161,43 @@ def check_collation(operator: Operator, collate_fn: Any, memory: Any) -> None:
 
 
 class _CollatingIterator(OperatorIterator):
-    """Base of the iterators that collate items by the rules of their operator."""
+    """Base of the iterators that collate items by the rules of their operator.
+
+    The slots of batches are page-locked if a device is going to read them.
+    """
 
     def __init__(
         self, items: Iterator[Any], rules: _OfSize | BucketBy | BatchBy, context: Context
     ) -> None:
         super().__init__(items)
-        self._collate = Collating(rules.name, rules.collate_fn, rules.memory, context.locks)
+        collate_fn = rules.collate_fn
+        if collate_fn is None:
+            from torch.utils.data import default_collate
+
+            collate_fn = default_collate
+        if is_default_collate(collate_fn):
+            teach_torch()
+        self._stage, self._collate_fn = rules.name, collate_fn
+        self._number = 0  # of batches that were made
+        self._slots = PrivateSlots(rules.memory.bytes())
+        if context.locks is not None:
+            self._slots.page_lock(context.locks)
+
+    def _collate(self, samples: list[Any]) -> Any:
+        before = set_slots(self._slots)
+        self._number += 1
+        try:
+            batch = self._collate_fn(samples)
+        except Exception as error:
+            raised = foreign(error, "a collate_fn")
+            place = f"collating batch {self._number} of this run ({len(samples)} items)"
+            add_note(raised, f"In stage {self._stage!r}, the calling thread, {place}.")
+            Raised(raised).throw()
+        finally:
+            set_slots(before)
+        if self._slots.refusal is not None:
+            self._slots.warn()
+        return batch
 
 
 class _OfSize(Operator):
