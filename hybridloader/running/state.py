@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import zip_longest
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from hybridloader._support.states import (
     COUNT,
@@ -716,15 +716,6 @@ class _Stop(NamedTuple):
     replayed: bool  # the nodes after it can't report their position
 
 
-class Again(Protocol):
-    """Items that come again: `done` of `count` have, and were dropped."""
-
-    @property
-    def done(self) -> int: ...
-    @property
-    def count(self) -> int: ...
-
-
 class RunPosition:
     """Position of one run, which may begin at the position of another run."""
 
@@ -739,7 +730,7 @@ class RunPosition:
         # All the mutable state. One thread counts, errors first:
         self.given, self.raised = self.start
         self.finished = False  # the loop has got its StopIteration
-        self.droppings: list[Again] = []
+        self.droppings: list[Any] = []  # items that come again, `done` of `count` until now
         # And under the lock, which the handler of a signal may take again to save a state:
         self._lock = threading.RLock()
         # By the path of the node, and each pass, in the order of these:
