@@ -328,10 +328,6 @@ class FailureLog:
         self.replaced: Counter[Hashable] = Counter()  # the replaced ones among them
         self.records: list[Skipped] = []
 
-    @property
-    def total(self) -> int:
-        return sum(list(self.counts.values()))  # a copy: other threads count too
-
     def add(self, record: Skipped, key: Hashable, run: list[Skipped]) -> None:
         """Count a record under `key`, and add it to those of its `run`, which may be over."""
         self.counts[key] += 1

@@ -44,7 +44,6 @@ from hybridloader.observe.measures import StageMeasures
 from hybridloader.observe.observation import Observation, Observe
 from hybridloader.observe.tracing import LocalSlices
 from hybridloader.running.flow import (
-    GeneratorItems,
     InlineItems,
     LoggedItems,
     ReaderItems,
@@ -56,7 +55,14 @@ from hybridloader.running.flow import (
     StageItems,
     Taking,
 )
-from hybridloader.running.operator import Chain, Mark, Needed, Operator, Upstream
+from hybridloader.running.operator import (
+    Chain,
+    GeneratorIterator,
+    Mark,
+    Needed,
+    Operator,
+    Upstream,
+)
 from hybridloader.running.plan import (
     ChainPlan,
     InlineNode,
@@ -831,7 +837,11 @@ class ChainPass:
         if at == 0:
             items = SourceItems(items, self.left, rows=self._in_rows)
         elif isinstance(items, GeneratorType):
-            items = GeneratorItems(items, node.name)
+            over = (
+                f"operator {node.name!r} ended with the previous error, because it is a generator; an "
+                "iterator class with __next__ can return more items after an error"
+            )
+            items = GeneratorIterator(items, lambda _: no_answer(IteratorClosed(over)))
         return self.begun(node, items, begins.items, start)
 
     def _upstream(self, at: int, begins: Offset) -> Upstream:

@@ -411,34 +411,6 @@ class SourceItems(OperatorIterator):
         raise no_answer(IteratorClosed("this epoch was ended early"))
 
 
-class GeneratorItems(OperatorIterator):
-    """Items of a generator that a user's operator returned; asked after its error, it raises another.
-
-    Another `StopIteration` would look as if all items had come.
-    """
-
-    def __init__(self, items: Iterator[Any], name: str) -> None:
-        super().__init__(items)
-        self._name = name
-        self._broken = False
-
-    def __next__(self) -> Any:
-        if self._broken:
-            raise no_answer(
-                IteratorClosed(
-                    f"operator {self._name!r} ended with the previous error, because it is a generator; "
-                    "an iterator class with __next__ can return more items after an error"
-                )
-            )
-        try:
-            return self._pull()
-        except StopIteration:
-            raise
-        except BaseException:
-            self._broken = True
-            raise
-
-
 class Sending(OperatorIterator):
     """Iterator for the relay's thread: items, pinned or moved one after the other."""
 

@@ -693,6 +693,31 @@ class OperatorIterator(Iterator[Any]):
             shut()
 
 
+class GeneratorIterator(OperatorIterator):
+    """Iterator over a generator. An error ends it, and the next call raises what `lost` makes of that.
+
+    Another `StopIteration` would look as if all items had come.
+    """
+
+    def __init__(self, items: Iterator[Any], lost: Callable[[Exception], Exception]) -> None:
+        super().__init__(items)
+        self._lost = lost
+        # All the mutable state:
+        self._after: Exception | None = None
+
+    def __next__(self) -> Any:
+        if self._after is not None:
+            after, self._after = self._after, None
+            raise after
+        try:
+            return self._pull()
+        except Exception as error:
+            self._failed(error)
+            if not isinstance(error, StopIteration):
+                self._after = self._lost(error)
+            raise
+
+
 class NotingIterator(OperatorIterator):
     """Base of the iterators that note after each item, and after each error, where a run can resume."""
 

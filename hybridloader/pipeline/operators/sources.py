@@ -11,7 +11,7 @@ import inspect
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -29,7 +29,7 @@ from hybridloader._support.user_objects import (
 )
 from hybridloader.devices import pinning
 from hybridloader.engine.dataset_state import load_for_epoch, undo_load
-from hybridloader.errors import ShardLost, StateError
+from hybridloader.errors import StateError
 from hybridloader.fetching.item_steps import Step, is_async
 from hybridloader.fetching.on_error import rest_is_lost
 from hybridloader.fetching.readers import MapFetch
@@ -37,6 +37,7 @@ from hybridloader.fetching.shards import readers_share_of
 from hybridloader.running.operator import (
     SEED,
     Context,
+    GeneratorIterator,
     Length,
     Mark,
     OneForOne,
@@ -322,7 +323,7 @@ def opened(
         if generator is not None:  # all of the order follows from how it is now
             context.mark(0, _generator_state(generator))
         if isinstance(iterator, GeneratorType):
-            items = GeneratorIterator(iterator)
+            items = GeneratorIterator(iterator, partial(rest_is_lost, "an item of a source"))
     elif computes:
         begun = copied(stateful.state_dict())
         context.log((context.start,), lambda n: stateful.state_after(begun, n - at))
@@ -397,27 +398,6 @@ def with_drawn_seed(order: Any, context: Context) -> Any:
     sampler = attribute(order, "sampler", order)
     sampler.generator = Generator().manual_seed(context.draw())
     return order
-
-
-class GeneratorIterator(OperatorIterator):
-    """Iterator over a generator. An error ends it, which must not look like the end of the source."""
-
-    def __init__(self, items: Iterator[Any]) -> None:
-        super().__init__(items)
-        # All the mutable state:
-        self._lost: ShardLost | None = None
-
-    def __next__(self) -> Any:
-        if self._lost is not None:
-            lost, self._lost = self._lost, None
-            raise lost
-        try:
-            return self._pull()
-        except Exception as error:
-            self._failed(error)
-            if not isinstance(error, StopIteration):
-                self._lost = rest_is_lost("an item of a source", error)
-            raise
 
 
 class MarkedIterator(OperatorIterator):
