@@ -186,7 +186,7 @@ def _rebuilt(*args: Any, _hybridloader_source: Any = None, **kwargs: Any) -> Any
 
         return torch.utils.data.DataLoader(*args, **kwargs)
     from hybridloader.loader.dataloader import DataLoader
-    from hybridloader.loader.record import announce, record_of, upcoming
+    from hybridloader.loader.plan import announce, record_of, upcoming
 
     make: Any = DataLoader
     loader = make(*args, **{name: getattr(source, name) for name in _own_parameters()}, **kwargs)
@@ -237,7 +237,7 @@ def _announcing(set_epoch: Callable[[Any, int], None]) -> Callable[[Any, int], N
     def announcing(self: Any, epoch: int) -> None:
         set_epoch(self, epoch)
         from hybridloader.loader.dataloader import DataLoader
-        from hybridloader.loader.record import announce
+        from hybridloader.loader.plan import announce
 
         base = self.base_dataloader
         if isinstance(base, DataLoader):

@@ -24,10 +24,11 @@ from hybridloader._support.user_objects import Fallback, add_note, attribute
 from hybridloader.engine.contract import Backend, get_backend
 from hybridloader.loader.iterator import iterator_of
 from hybridloader.loader.options import Options
-from hybridloader.loader.plan import LoaderPlan
-from hybridloader.loader.record import announce, nothing_observed, record_of
+from hybridloader.loader.plan import LoaderPlan, announce, record_of
 from hybridloader.loader.samplers import Samplers
 from hybridloader.loader.state import leave_for_epoch, load, merge_states, state_of
+from hybridloader.observe.figures import LoopRecord, Recording
+from hybridloader.observe.stats import stats_of
 
 if TYPE_CHECKING:
     from multiprocessing.context import BaseContext
@@ -283,7 +284,7 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # Ligh
             raise RuntimeError(
                 "stats() needs a loader that observes: DataLoader(..., observe=True), before iter()"
             )
-        return nothing_observed()
+        return stats_of(Recording((), LoopRecord(0.0, 0.0)))  # it was never iterated
 
     @Fallback
     def skipped(self) -> tuple[Skipped, ...]:

@@ -11,7 +11,7 @@ import os
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from operator import attrgetter
@@ -28,6 +28,7 @@ from torch.utils.data.dataloader import (
 )
 
 from hybridloader._support.states import is_stateful, warn_of_few_shards
+from hybridloader._support.store_use import uses
 from hybridloader._support.text import warn_once
 from hybridloader._support.threads import Waits
 from hybridloader._support.torch_env import seed_datapipe
@@ -35,7 +36,7 @@ from hybridloader._support.user_objects import ENDS, Failure, Raised, add_note, 
 from hybridloader.devices.pinning import Pinner, Sent, pinner_for
 from hybridloader.engine.contract import Backend, WorkerHandle, closed_with, park_at_exit
 from hybridloader.engine.dataset_state import Change, DatasetChanges
-from hybridloader.engine.feed import Feed, Relay
+from hybridloader.engine.feed import Feed, Relay, RelayQueue
 from hybridloader.engine.messages import Abandoned, Fetch, Last, WorkerSpec
 from hybridloader.engine.scheduler import Dispatch, least_busy, round_robin, round_robin_with_room
 from hybridloader.engine.stage import RestartPolicy, Stage
@@ -46,12 +47,13 @@ from hybridloader.fetching.readers import IterableFetch, MapFetch
 from hybridloader.fetching.shards import share_of
 from hybridloader.loader.plan import LoaderPlan
 from hybridloader.loader.progress import FullBatches, Progress, Results
-from hybridloader.loader.record import LoaderObservation
 from hybridloader.loader.state import Begins, Drawn, PassStart, ResumedDispatch
+from hybridloader.observe.figures import Faults, LoopRecord, StageRecord
 from hybridloader.observe.headroom_trials import KeptBatches, Reuse
-from hybridloader.observe.measures import BRIEF, LoopWaits
-from hybridloader.observe.observation import is_observed
+from hybridloader.observe.measures import BRIEF, LoopWaits, SourceTimes, record_of_relay
+from hybridloader.observe.observation import Observation, Observe, is_observed
 from hybridloader.observe.stats import Stats
+from hybridloader.observe.tracing import traced
 from hybridloader.records.large import hint_at_large_container
 from hybridloader.running.executor import Runner
 from hybridloader.seeding.sample_rng import COLLATE, Kind, Origin, SampleRng, origin_of
@@ -309,6 +311,124 @@ class PinThread(Runner):
     def empty(self) -> bool:
         """True if no batch or error waits in the queue."""
         return self._relay is None or not self._relay.queue.items
+
+
+STAGE, SAMPLER = "DataLoader", "sampler"
+"""Names of the rows of the stage and of the sampler."""
+
+
+class LoaderObservation(Observation):
+    """Observation of the latest epoch of an iterator, whose stage has `workers` and a `window` of tasks.
+
+    `number` is that of the loader; `options` are those of `StageRecord`. The observation outlives the
+    iterator, and refers to no loader, sampler, batch or worker.
+    """
+
+    def __init__(
+        self,
+        observe: bool | Observe,
+        number: int,
+        backend: Backend,
+        fetch: Fetch,
+        workers: int,
+        window: int,
+        options: Mapping[str, Any],
+    ) -> None:
+        super().__init__(observe, STAGE, number)
+        self.stage = self.measures(STAGE, number, backend, fetch, workers, window, options)
+        self._batch_size: int | None = None
+        # All the other mutable state, of the present epoch:
+        self._running: weakref.ref[Stage] | None = None
+        self._sampler: SourceTimes | None = None
+        self._progress: Progress | None = None
+        self._before = 0  # batches of this epoch that an earlier run returned
+        self._budget: ErrorBudget | None = None
+        self._pin: tuple[str, RelayQueue, Waits, float] | None = None
+
+    def of(self, iterator: object, batch_size: int | None) -> None:
+        """Observe `iterator`, and stop counting when it is collected."""
+        self._batch_size = batch_size
+        finalizer = weakref.finalize(iterator, self.end)
+        finalizer.atexit = False
+
+    def begin_again(self) -> None:
+        """Begin another epoch; reset all measurements."""
+        self.stage.begin_again()
+        self._stores = uses()
+        self.loop = self._new_loop()
+        self._sampler = self._progress = self._budget = self._pin = None
+        self.begin()
+
+    def begun(self, stage: Stage, progress: Progress, budget: ErrorBudget | None) -> None:
+        """Note that ``iter()`` returns; its time counts as a wait of the loop."""
+        self._running, self._progress, self._budget = weakref.ref(stage), progress, budget
+        self._before = progress.yielded
+        self.stage.of_loop(self.loop)
+        if budget is not None:
+            self.budget(budget)
+        self.loop.note(self.loop.began, perf_counter())
+
+    def pinned(self, stage: str, queue: RelayQueue, waits: Waits) -> None:
+        """Note that a thread will pin batches, or copy them to a device, and put them into `queue`.
+
+        It notes its `waits` for the stage.
+        """
+        self._pin = stage, queue, waits, perf_counter()
+        self.relay(queue)
+        traced(self.trace, "wait", waits)
+
+    def drawn(self, source: Iterator[Any]) -> Iterator[Any]:
+        """Return the indices of `source`, some of which are timed."""
+        self._sampler = SourceTimes(BRIEF)
+        traced(self.trace, SAMPLER, self._sampler)
+        return self._sampler.timed(source)
+
+    def ended(self, *, finished: bool) -> None:
+        self.end()
+        super().ended(finished=finished)
+
+    def stats(self) -> Stats:
+        # Another thread may be beginning an epoch, in which these are None at first.
+        progress, sampler, pin = self._progress, self._sampler, self._pin
+        if progress is not None:
+            self.loop.items = max(0, progress.yielded - self._before)
+        loop = self.loop.record()
+        queued = self._queued()
+        stages = []
+        if sampler is not None:
+            stages.append(sampler.record(SAMPLER, loop.items + queued, loop))
+        stages.append(self._row_of_stage(loop, queued, 0.0 if sampler is None else sampler.waited))
+        if pin is not None:
+            name, queue, waits, began = pin
+            ended = max(loop.ended, began)
+            stages.append(record_of_relay(name, queue, began, ended, waits=[waits]))
+        return self._stats_of(tuple(stages), self._batch_size, self.stage.stores)
+
+    def _queued(self) -> int:
+        stage = None if self._running is None else self._running()
+        return 0 if stage is None or stage.closed else stage.queued
+
+    def _row_of_stage(self, loop: LoopRecord, queued: int, asking: float) -> StageRecord:
+        """Return the row of the stage; `asking` are the seconds that the sampler took."""
+        measures, budget = self.stage, self._budget
+        records = () if budget is None else tuple(budget.records)
+        replaced = sum(record.replaced for record in records)
+        first = loop.ended if measures.first is None else measures.first
+        # Worker seconds: until the start, and without work.
+        starting = measures.workers * min(max(0.0, first - loop.began), loop.ended - loop.began)
+        whole = measures.workers * (loop.ended - loop.began)
+        idle = max(0.0, whole - starting - measures.busy - measures.sending)
+        if measures.backend.in_caller:  # the loop's thread does the work
+            idle = 0.0
+        starved = min(idle, measures.workers * asking)
+        faults = Faults(len(records) - replaced, replaced)
+        return replace(
+            measures.record(STAGE, loop.items, queued, faults, reads=True),
+            busy=measures.busy,
+            starved=starved,
+            blocked=idle - starved,
+            other=max(0.0, whole - measures.busy - idle),
+        )
 
 
 _TORCHS_NEXT = _BaseDataLoaderIter.__next__

@@ -23,8 +23,7 @@ from hybridloader._support.user_objects import described, length_of
 from hybridloader.errors import StateError
 from hybridloader.loader.dataloader import DataLoader
 from hybridloader.loader.options import OptionWords, in_keywords
-from hybridloader.loader.plan import LoaderPlan
-from hybridloader.loader.record import record_of
+from hybridloader.loader.plan import LoaderPlan, record_of
 from hybridloader.loader.samplers import BatchOrder, RandomOrder, steps_of
 from hybridloader.loader.state import (
     OWN,

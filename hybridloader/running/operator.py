@@ -694,7 +694,7 @@ class OperatorIterator(Iterator[Any]):
 
 
 class GeneratorIterator(OperatorIterator):
-    """Iterator over a generator. An error ends it, and the next call raises what `lost` makes of that.
+    """Iterator over a generator. An error ends it; the next call raises another, which `lost` makes.
 
     Another `StopIteration` would look as if all items had come.
     """

@@ -25,7 +25,7 @@ from hybridloader import DataLoader, Pipeline
 from hybridloader._support.threads import snapshot
 from hybridloader.engine import contract, worker
 from hybridloader.engine.worker import SharedItems, get_worker_info, worker_info_set
-from hybridloader.loader.record import LoaderRecord, record_of
+from hybridloader.loader.plan import LoaderRecord, record_of
 from hybridloader.memory import shared_slots
 from hybridloader.memory.packing import pack, unpack
 from hybridloader.memory.slots import PrivateSlots
