@@ -36,9 +36,8 @@ from hybridloader.engine.scheduler import ReorderLimit, Scheduler, least_busy
 from hybridloader.engine.stage import Stage
 from hybridloader.errors import IteratorClosed, StateError, WorkerPicklingError
 from hybridloader.fetching.collate import with_entries
-from hybridloader.fetching.item_steps import WorkFetch
 from hybridloader.fetching.on_error import ErrorBudget, FailureLog, Skipped
-from hybridloader.fetching.readers import MapFetch, ReadersFetch
+from hybridloader.fetching.readers import MapFetch, ReadersFetch, WorkFetch
 from hybridloader.fetching.shards import ShardDivision, readers_share_of
 from hybridloader.observe.measures import StageMeasures
 from hybridloader.observe.observation import Observation, Observe

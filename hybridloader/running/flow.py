@@ -27,7 +27,6 @@ from hybridloader.engine.scheduler import ACTIVE, Scheduler
 from hybridloader.engine.stage import Stage
 from hybridloader.errors import IteratorClosed, StateError
 from hybridloader.fetching.item_loop import ItemLoop, TaskResults, seeded
-from hybridloader.fetching.item_steps import Step
 from hybridloader.fetching.on_error import (
     ErrorBudget,
     LeftOut,
@@ -37,6 +36,7 @@ from hybridloader.fetching.on_error import (
     alike,
     not_needed,
 )
+from hybridloader.fetching.readers import Step
 from hybridloader.observe.measures import StageMeasures
 from hybridloader.running.operator import OperatorIterator
 from hybridloader.running.state import ONE_EACH, Ledger, Numbers, ReaderLog, ReaderStarts, Turn

@@ -16,8 +16,7 @@ from hybridloader import Pipeline, Replace, Retry, Skip, TooManyErrors
 from hybridloader.engine.messages import GivenUp, PartlyGivenUp, TaskContext
 from hybridloader.engine.stage import RestartPolicy
 from hybridloader.errors import IteratorClosed, WorkerDied
-from hybridloader.fetching.item_steps import Step, WorkFetch
-from hybridloader.fetching.readers import MapFetch
+from hybridloader.fetching.readers import MapFetch, Step, WorkFetch
 from hybridloader.running.operator import Placement
 from hybridloader.running.plan import InlineNode, WorkerNode, lay_out
 

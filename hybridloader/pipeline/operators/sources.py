@@ -30,9 +30,8 @@ from hybridloader._support.user_objects import (
 from hybridloader.devices import pinning
 from hybridloader.engine.dataset_state import load_for_epoch, undo_load
 from hybridloader.errors import StateError
-from hybridloader.fetching.item_steps import Step, is_async
 from hybridloader.fetching.on_error import rest_is_lost
-from hybridloader.fetching.readers import MapFetch
+from hybridloader.fetching.readers import MapFetch, Step, is_async
 from hybridloader.fetching.shards import readers_share_of
 from hybridloader.running.operator import (
     SEED,
