@@ -852,21 +852,15 @@ def _seeded(
     return collate
 
 
-class _WeakLoaderMethod:
-    """Method of a loader, such as its `collate_fn`, that does not keep the loader alive.
+def _call_while_alive(method: weakref.WeakMethod[Any], argument: Any) -> Any:
+    """Call a method of a loader, which a thread does not keep alive, nor its persistent workers.
 
-    Otherwise a worker thread would keep the loader, and with persistent workers the iterator, alive
-    forever. The iterator keeps the method alive.
+    The iterator keeps the method alive.
     """
-
-    def __init__(self, method: types.MethodType) -> None:
-        self._method = weakref.WeakMethod(method)
-
-    def __call__(self, argument: Any) -> Any:
-        method = self._method()
-        if method is None:
-            raise Abandoned
-        return method(argument)
+    found = method()
+    if found is None:
+        raise Abandoned
+    return found(argument)
 
 
 def for_workers(function: Any, backend: Backend) -> Any:
@@ -875,7 +869,9 @@ def for_workers(function: Any, backend: Backend) -> Any:
         return without_torch(function)
     method = isinstance(function, types.MethodType)
     of_a_loader = method and isinstance(function.__self__, torch.utils.data.DataLoader)
-    return _WeakLoaderMethod(function) if of_a_loader else function
+    if of_a_loader:
+        return functools.partial(_call_while_alive, weakref.WeakMethod(function))
+    return function
 
 
 # -- iterators of a loader that loads a few batches and returns them again, for ``run --headroom``
