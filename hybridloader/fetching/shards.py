@@ -386,13 +386,6 @@ class ShardDivision:
             own_state=self._own_state,
         )
 
-    def starts(self, saved: Mapping[str, Any]) -> tuple[ShardStart, ...]:
-        """Return where workers begin that have other parts than those that were saved.
-
-        Samples are numbered on, so that no seed of a sample is used twice.
-        """
-        return tuple(ShardStart(saved["read"], saved["read"]) for _ in self.parts)
-
     def sent(self, starts: Sequence[ShardStart]) -> tuple[ShardStart, ...]:
         """Return `starts` with the part of each worker."""
         return tuple(

@@ -151,7 +151,7 @@ def written(plan: LoaderPlan, progress: Progress, where: str) -> dict[str, Any]:
     count = progress.count
     size = plan.batch_size or 1
     stay = bool(plan.num_workers and plan.persistent_workers)
-    starts = progress.starts()
+    starts, division = progress.starts(), progress.division
     with_starts = (iterable and not over) or any(start.stateful for start in starts)
     # Nothing in the dict is shared with this epoch; a copy of it, with tensors, would take 100 us more.
     sampler_state = None if sampler is None else given(sampler.sampler)
@@ -191,15 +191,9 @@ def written(plan: LoaderPlan, progress: Progress, where: str) -> dict[str, Any]:
             "whole": copied(whole) if whole else [],
             "first": [] if over else _first(progress),
             "behind": [number for number, start in enumerate(progress.places) if start.next_epoch],
-            "shards": _shards(progress, where, starts),
+            "shards": division and division.state_after(None if where == END else starts),
         },
     }
-
-
-def _shards(progress: Progress, where: str, starts: list[ShardStart]) -> dict[str, Any] | None:
-    if progress.division is None:
-        return None
-    return progress.division.state_after(None if where == END else starts)
 
 
 def _first(progress: Progress) -> list[int]:
@@ -450,7 +444,9 @@ def _divide(
     resume.division = whole.resumed(saved, same_workers=same_workers)
     if same_workers and whole.agrees(saved):
         return False
-    resume.starts, resume.last = resume.division.starts(saved), -1
+    # Samples are numbered on, so that no seed of a sample is used twice.
+    resume.starts = (ShardStart(saved["read"], saved["read"]),) * plan.readers
+    resume.last = -1
     return True
 
 
