@@ -503,38 +503,36 @@ class Meter:
 class RunQueue:
     """Time that a thread of this process could have run and had no core, as Linux counts it."""
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self._before = 0.0
-        self.since()
+    def __init__(self) -> None:
+        self._open()
+
+    def _open(self) -> None:
+        self._descriptor = os.open(f"{system.PROC}/thread-self/schedstat", os.O_RDONLY)
+        try:
+            self._before = self._now()
+        except BaseException:
+            self.close()
+            raise
 
     @classmethod
     def here(cls) -> RunQueue | None:
         """Return that of the calling thread; None where the kernel counts nothing."""
         try:
-            descriptor = cls._open()
-        except OSError:
-            return None
-        try:
-            return cls(descriptor)
+            return cls()
         except (OSError, ValueError, IndexError):
-            os.close(descriptor)
             return None
 
-    @staticmethod
-    def _open() -> int:
-        return os.open(f"{system.PROC}/thread-self/schedstat", os.O_RDONLY)
+    def _now(self) -> float:
+        return int(os.pread(self._descriptor, 128, 0).split()[1]) * 1e-9
 
     def since(self) -> float:
         """Return the seconds since the last call."""
         try:
-            read = os.pread(self._descriptor, 128, 0)
+            now = self._now()
         except ProcessLookupError:  # that thread has ended, and this one has its identity
             self.close()
-            self._descriptor = self._open()
-            self._before = int(os.pread(self._descriptor, 128, 0).split()[1]) * 1e-9
+            self._open()
             return 0.0
-        now = int(read.split()[1]) * 1e-9
         before, self._before = self._before, now
         return now - before
 
