@@ -334,10 +334,6 @@ class FailureLog:
         self.replaced[key] += record.replaced
         run.append(record)
 
-    def new_run(self) -> None:
-        """Begin the records of another run; the old list stays as it is."""
-        self.records = []
-
 
 class ErrorBudget:
     """Skipped samples of one stage in one pass, and how many more are allowed."""

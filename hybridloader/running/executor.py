@@ -662,7 +662,7 @@ def open_run(executor: Executor, position: RunPosition) -> Iterator[Any]:
         executor.left.parts = TaskParts()
         if observation.trace is not None:
             executor.left.slices = LocalSlices(observation.trace)
-    executor.failure_log.new_run()
+    executor.failure_log.records = []  # the list of the run before stays as it is
     position.opened = True
     heads = position.heads
     if heads and position.own_heads and not any(is_at(node, heads) for node in executor.plan.nodes):

@@ -397,7 +397,12 @@ class UnbatchIterator(OperatorIterator):
                     self._given += 1
                     return sample
                 self._mark(self._given, self._taken)
-                batch = self._next_batch()
+                try:
+                    batch = super().__next__()
+                except Exception as error:
+                    self._taken += counts_as_item(error)
+                    raise
+                self._taken += 1
                 if self._split is None:
                     self._samples = iter(samples_of(batch, self._columns))
                 else:
@@ -408,15 +413,6 @@ class UnbatchIterator(OperatorIterator):
         except Exception as error:
             self._given += counts_as_item(error)
             raise
-
-    def _next_batch(self) -> Any:
-        try:
-            batch = super().__next__()
-        except Exception as error:
-            self._taken += counts_as_item(error)
-            raise
-        self._taken += 1
-        return batch
 
     def close(self) -> None:
         self._samples = iter(())
