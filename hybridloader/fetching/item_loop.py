@@ -16,7 +16,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextvars import copy_context
+from contextvars import Context, copy_context
 from dataclasses import replace
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -24,6 +24,7 @@ from typing import Any
 
 from hybridloader._support.text import brief, warn
 from hybridloader._support.torch_env import (
+    Modes,
     TakenModes,
     modes_here,
     one_thread_on_this_thread,
@@ -509,15 +510,17 @@ class Fanout:
         if self._owner != os.getpid():
             self._finalizer.detach()  # the fork may have copied its queue in any state
             self._start_afresh()
-        job.surroundings = _Surroundings()
+        job.surroundings = on_this_thread.slots, get_worker_info(), copy_context(), modes_here()
         start = max(start, helpers)
         if self._started < min(start, self._most):
             with self._starting:
-                self._start(start, job.surroundings.alone)
+                self._start(start)
         for _ in range(min(helpers, self._started)):
             self._jobs.put(job)
 
-    def _start(self, threads: int, alone: bool) -> None:
+    def _start(self, threads: int) -> None:
+        torch: Any = sys.modules.get("torch")
+        alone = torch is not None and torch.get_num_threads() == 1
         while self._started < min(threads, self._most):
             name = f"hybridloader-fanout-{self._started + 1}"
             thread = threading.Thread(
@@ -553,7 +556,8 @@ class _Job(SharedItems):
         self.count = len(self.items)
         self.context = context
         # All the other mutable state:
-        self.surroundings: _Surroundings | None = None
+        self.surroundings: tuple[Any, Any, Context, Modes | None] | None = None
+        """Thread-local state of the caller: slots, worker info, context variables and torch's modes."""
         self.ended = not self.count
         self.bell: SimpleQueue[None] = SimpleQueue()  # rung when all have ended
         self.ring = ring  # called when all have ended
@@ -565,6 +569,25 @@ class _Job(SharedItems):
             return
         if self.work(function, self.context, BaseException if helping else Exception):
             self._end()
+
+    def help(self, taken: TakenModes) -> None:
+        """Take part on a thread that takes over the caller's thread-local state."""
+        surroundings = self.surroundings
+        if surroundings is None or not self.todo:
+            return
+        slots, info, context, modes = surroundings
+        taken.take(modes)
+        # In a worker process, every thread knows the worker; in a thread worker, only its thread.
+        strange = info is not None and get_worker_info() is None
+        if strange:
+            set_worker_info(info)
+        set_slots(slots)
+        try:
+            context.copy().run(self.take_part, helping=True)
+        finally:
+            set_slots(None)
+            if strange:
+                set_worker_info(None)
 
     def stop(self) -> bool:
         last = super().stop()
@@ -625,34 +648,6 @@ def _help(jobs: SimpleQueue[_Job | None], alone: bool) -> None:
         one_thread_on_this_thread()
     taken = TakenModes()
     while (job := jobs.get()) is not None:
-        surroundings = job.surroundings
-        if surroundings is not None and job.todo:
-            taken.take(surroundings.modes)
-            surroundings.around(job)
-        del job, surroundings
+        job.help(taken)
+        del job
     jobs.put(None)  # for the next thread
-
-
-class _Surroundings:
-    """Thread-local state of the caller, which its helpers take over for one job."""
-
-    def __init__(self) -> None:
-        self._slots = on_this_thread.slots
-        self._info = get_worker_info()
-        self._context = copy_context()
-        self.modes = modes_here()
-        torch: Any = sys.modules.get("torch")
-        self.alone = torch is not None and torch.get_num_threads() == 1
-
-    def around(self, job: _Job) -> None:
-        # In a worker process, every thread knows the worker; in a thread worker, only its thread.
-        strange = self._info is not None and get_worker_info() is None
-        if strange:
-            set_worker_info(self._info)
-        set_slots(self._slots)
-        try:
-            self._context.copy().run(job.take_part, helping=True)
-        finally:
-            set_slots(None)
-            if strange:
-                set_worker_info(None)
