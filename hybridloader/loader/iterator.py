@@ -11,7 +11,7 @@ import os
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from operator import attrgetter
@@ -51,7 +51,7 @@ from hybridloader.loader.state import Begins, Drawn, PassStart, ResumedDispatch
 from hybridloader.observe.figures import Faults, LoopRecord, StageRecord
 from hybridloader.observe.headroom_trials import KeptBatches, Reuse
 from hybridloader.observe.measures import BRIEF, LoopWaits, SourceTimes, record_of_relay
-from hybridloader.observe.observation import Observation, Observe, is_observed
+from hybridloader.observe.observation import Observation, is_observed
 from hybridloader.observe.stats import Stats
 from hybridloader.observe.tracing import traced
 from hybridloader.records.large import hint_at_large_container
@@ -318,25 +318,20 @@ STAGE, SAMPLER = "DataLoader", "sampler"
 
 
 class LoaderObservation(Observation):
-    """Observation of the latest epoch of an iterator, whose stage has `workers` and a `window` of tasks.
+    """Observation of the latest epoch of `iterator`, whose stage has `workers` and a `window` of tasks.
 
-    `number` is that of the loader; `options` are those of `StageRecord`. The observation outlives the
-    iterator, and refers to no loader, sampler, batch or worker.
+    It outlives the iterator, and refers to no loader, sampler, batch or worker. It stops counting when
+    the iterator is collected.
     """
 
     def __init__(
-        self,
-        observe: bool | Observe,
-        number: int,
-        backend: Backend,
-        fetch: Fetch,
-        workers: int,
-        window: int,
-        options: Mapping[str, Any],
+        self, iterator: object, plan: LoaderPlan, fetch: Fetch, workers: int, window: int
     ) -> None:
-        super().__init__(observe, STAGE, number)
-        self.stage = self.measures(STAGE, number, backend, fetch, workers, window, options)
-        self._batch_size: int | None = None
+        number = plan.record.number  # the same for all iterators of a loader
+        super().__init__(plan.options.observe, STAGE, number)
+        options = plan.advisable(fetch)
+        self.stage = self.measures(STAGE, number, plan.backend, fetch, workers, window, options)
+        self._batch_size = plan.batch_size
         # All the other mutable state, of the present epoch:
         self._running: weakref.ref[Stage] | None = None
         self._sampler: SourceTimes | None = None
@@ -344,12 +339,8 @@ class LoaderObservation(Observation):
         self._before = 0  # batches of this epoch that an earlier run returned
         self._budget: ErrorBudget | None = None
         self._pin: tuple[str, RelayQueue, Waits, float] | None = None
-
-    def of(self, iterator: object, batch_size: int | None) -> None:
-        """Observe `iterator`, and stop counting when it is collected."""
-        self._batch_size = batch_size
-        finalizer = weakref.finalize(iterator, self.end)
-        finalizer.atexit = False
+        weakref.finalize(iterator, self.end).atexit = False
+        self.begin()
 
     def begin_again(self) -> None:
         """Begin another epoch; reset all measurements."""
@@ -470,7 +461,11 @@ class LoaderIterator(_BaseDataLoaderIter):
             self._pin_thread = PinThread(self._pinner, self._timeout)
             closed_with(self, self._pin_thread)
         fetch = self._new_fetch()
-        self._observation = plan.record.observation = self._observe(fetch)
+        self._observation: LoaderObservation | None = None
+        if is_observed(options.observe):
+            window = self._prefetch_factor * self._num_workers
+            self._observation = LoaderObservation(self, plan, fetch, self._num_workers, window)
+        plan.record.observation = self._observation
         self._loop: LoopWaits | None = None
         self._stage = self._start(fetch)
         plan.record.report = weakref.WeakMethod(self.report)
@@ -516,19 +511,6 @@ class LoaderIterator(_BaseDataLoaderIter):
                 "threads-without-effect",
             )
         return fetch
-
-    def _observe(self, fetch: Fetch) -> LoaderObservation | None:
-        observe = self._plan.options.observe
-        if not is_observed(observe):
-            return None
-        window, options = self._prefetch_factor * self._num_workers, self._plan.advisable(fetch)
-        number = self._plan.record.number  # the same for all iterators of a loader
-        made = LoaderObservation(
-            observe, number, self._backend, fetch, self._num_workers, window, options
-        )
-        made.of(self, self._plan.batch_size)
-        made.begin()
-        return made
 
     def _shard_datapipe(self) -> None:
         """Have each rank and each worker read its part of a data pipe, by torch's rules."""
