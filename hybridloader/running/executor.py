@@ -48,6 +48,7 @@ from hybridloader.running.flow import (
     ReaderItems,
     ReaderTaskSizes,
     RelayDepth,
+    RunningStage,
     Sending,
     Skipping,
     SourceItems,
@@ -581,18 +582,6 @@ def drawn() -> int:
     return int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
 
 
-@dataclass
-class RunningStage:
-    """A stage that runs."""
-
-    node: WorkerNode
-    stage: Stage
-    flow: StageFlow
-    measures: StageMeasures | None  # None: not observed
-    watch: DatasetChanges | None
-    readers: ReaderItems | None = None
-
-
 class RunningRelay:
     """A relay that runs; its queue counts on from those of the relays that had its place before.
 
@@ -953,7 +942,7 @@ class ChainPass:
         if budget is None or not budget.gaps:  # otherwise skipped items have results too
             log = ReaderLog(self.epoch, found)
             self.position.keep(node, log)
-        readers = ReaderItems(stage.stage, stage.flow, stage.measures, budget, log, found)
+        readers = ReaderItems(stage, budget, log, found)
         stage.readers = readers
         if readers.count:
             self.position.droppings.append(readers)
@@ -972,16 +961,7 @@ class ChainPass:
             # A limit in bytes needs tasks of one item.
             most=1 if placement.buffer_bytes else placement.prefetch,
         )
-        found = StageItems(
-            stage.stage,
-            stage.flow,
-            stage.measures,
-            items,
-            batching,
-            budget,
-            self._ledger(node, begins),
-            forwarded=node.forwarded,
-        )
+        found = StageItems(stage, items, batching, budget, self._ledger(node, begins))
         relay = self.executor.relays.get((*self.plan.path, at - 1))
         if relay is not None and relay.depth is not None:
             relay.depth.couple(found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -19,7 +20,7 @@ from hybridloader._support.user_objects import (
     takes_a_place,
 )
 from hybridloader.devices.pinning import Pinner, Sent
-from hybridloader.engine.dataset_state import Change
+from hybridloader.engine.dataset_state import Change, DatasetChanges
 from hybridloader.engine.feed import Feed, Relay, StageFlow, TaskBatching, is_forwarded
 from hybridloader.engine.messages import Abandoned, FollowingContext, TaskContext
 from hybridloader.engine.meter import TaskParts
@@ -39,6 +40,7 @@ from hybridloader.fetching.on_error import (
 from hybridloader.fetching.readers import Step
 from hybridloader.observe.measures import StageMeasures
 from hybridloader.running.operator import OperatorIterator
+from hybridloader.running.plan import WorkerNode
 from hybridloader.running.state import ONE_EACH, Ledger, Numbers, ReaderLog, ReaderStarts, Turn
 from hybridloader.seeding.sample_rng import SampleRng, item_key, numbered_item
 
@@ -66,20 +68,27 @@ class RelayDepth:
         self._relay.queue.depth = max(self._least, 2 * size)
 
 
+@dataclass
+class RunningStage:
+    """A stage that runs; its workers stay for the next epoch."""
+
+    node: WorkerNode
+    stage: Stage
+    flow: StageFlow
+    measures: StageMeasures | None  # None: not observed
+    watch: DatasetChanges | None
+    readers: ReaderItems | None = None
+
+
 _NONE: Mapping[str, Any] = {}
 
 
 class StageIterator(Iterator[Any]):
     """Base of the iterators over the results of one stage in one pass."""
 
-    def __init__(
-        self,
-        stage: Stage,
-        flow: StageFlow,
-        measures: StageMeasures | None,  # None: not observed
-        budget: ErrorBudget | None,
-    ) -> None:
-        self._stage, self.flow, self._measures, self._budget = stage, flow, measures, budget
+    def __init__(self, running: RunningStage, budget: ErrorBudget | None) -> None:
+        self._stage, self.flow, self._measures = running.stage, running.flow, running.measures
+        self._budget = budget
         self._epoch = 0
 
     def begin(self, feed: Feed, changes: tuple[Change, ...], epoch: int, item: int = 0) -> None:
@@ -121,30 +130,26 @@ class StageIterator(Iterator[Any]):
 class StageItems(StageIterator):
     """Results of a stage, one by one. `items`, which `batching` cuts into tasks, is closed with this.
 
-    If `forwarded`, results may reach the next stage unopened. `ledger` records which items are made of
-    which; None where each is made of one.
+    Those of a `forwarded` stage may reach the next one unopened. `ledger` records which items are made
+    of which; None where each is made of one.
     """
 
     def __init__(
         self,
-        stage: Stage,
-        flow: StageFlow,
-        measures: StageMeasures | None,
+        running: RunningStage,
         items: Iterator[Any],
         batching: TaskBatching,
-        budget: ErrorBudget | None = None,
-        ledger: Ledger | None = None,
-        *,
-        forwarded: bool = False,
+        budget: ErrorBudget | None,
+        ledger: Ledger | None,
     ) -> None:
-        super().__init__(stage, flow, measures, budget)
+        super().__init__(running, budget)
         self._ledger, self._items = ledger, items
-        self.batching, self.forwarded = batching, forwarded
+        self.batching, self.forwarded = batching, running.node.forwarded
         self.depths: list[RelayDepth] = []  # of the relays before and after
-        flow.learn = self._learn
+        self.flow.learn = self._learn
         # All the mutable state:
         self._results: Iterator[Any] = iter(())
-        self._queue = ResultQueue(budget, _places_of(stage, "working on"))
+        self._queue = ResultQueue(budget, _places_of(self._stage, "working on"))
 
     def _learn(self, items: int, seconds: float, nbytes: int) -> None:
         before = self.batching.size
@@ -236,19 +241,17 @@ class ReaderItems(StageIterator):
 
     def __init__(
         self,
-        stage: Stage,
-        flow: StageFlow,
-        measures: StageMeasures | None,
+        running: RunningStage,
         budget: ErrorBudget | None,
         log: ReaderLog | None,
         readers: ReaderStarts,
     ) -> None:
-        super().__init__(stage, flow, measures, budget)
+        super().__init__(running, budget)
         self._log = log
         begins, starts, *_ = readers
         # All the mutable state:
-        where = _places_of(stage, "reading")
-        self._waiting = [ResultQueue(budget, where) for _ in range(flow.workers)]
+        where = _places_of(self._stage, "reading")
+        self._waiting = [ResultQueue(budget, where) for _ in range(self.flow.workers)]
         self._turn = begins.turn
         self._over = False
         self._came = list(begins.given)  # items and errors of each reader
