@@ -194,9 +194,8 @@ class PinnedResults(Iterator[Any]):
         relay: Relay,
         feed: IndexFeed,
         source: Iterator[Any] | None,
-        timeout: float,
     ) -> None:
-        self._thread, self._stage, self._relay, self._timeout = thread, stage, relay, timeout
+        self._thread, self._stage, self._relay, self._timeout = thread, stage, relay, thread.timeout
         self._feed, self._pinner, self._epoch = feed, thread.pinner, stage.epoch
         # All the mutable state:
         self.last = Last()
@@ -256,7 +255,7 @@ class PinThread(Runner):
 
     def __init__(self, pinner: Pinner, timeout: float) -> None:
         super().__init__()
-        self.pinner, self._timeout = pinner, timeout
+        self.pinner, self.timeout = pinner, timeout
         # All the mutable state:
         self._stage: Stage | None = None
         self._relay: Relay | None = None
@@ -297,7 +296,7 @@ class PinThread(Runner):
         if observation is not None and waits is not None:
             observation.pinned(pinner.stage, self._relay.queue, waits)
         self._relay.start()
-        return PinnedResults(self, stage, self._relay, feed, left, self._timeout)
+        return PinnedResults(self, stage, self._relay, feed, left)
 
     @property
     def running_stages(self) -> list[Stage]:
