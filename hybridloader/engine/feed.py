@@ -255,7 +255,6 @@ class Relay(Iterator[Any]):
         limit: int = 0,  # most weight of all waiting items; a single one may weigh more
         # Called first on the thread, for example to choose a device.
         prepare: Callable[[], None] | None = None,
-        start: bool = True,  # False: `start` starts the thread
     ) -> None:
         if depth < 1:
             raise ValueError(f"depth must be at least 1, got {depth}")
@@ -268,11 +267,7 @@ class Relay(Iterator[Any]):
             daemon=True,
         )
         self._finalizer = weakref.finalize(self, self.queue.close)
-        if start:
-            self.start()
-
-    def start(self) -> None:
-        self._thread.start()
+        self.start = self._thread.start
 
     def __next__(self) -> Any:
         return self.queue.get()

@@ -291,7 +291,6 @@ class PinThread(Runner):
             weigh=attrgetter("size"),
             limit=pinner.buffer_bytes,
             prepare=pinner.prepare,
-            start=False,
         )
         if observation is not None and waits is not None:
             observation.pinned(pinner.stage, self._relay.queue, waits)

@@ -895,7 +895,6 @@ class ChainPass:
             limit=0 if pinner is None else pinner.buffer_bytes,
             # It may collate, and the workers use all cores.
             prepare=one_thread_on_this_thread if pinner is None else pinner.prepare,
-            start=False,
         )
         stage = items
         while isinstance(stage, Skipping):
