@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -20,6 +19,7 @@ from contextvars import Context, copy_context
 from dataclasses import replace
 from functools import partial
 from queue import Empty, SimpleQueue
+from time import monotonic, sleep
 from typing import Any
 
 from hybridloader._support.text import brief, warn
@@ -149,10 +149,9 @@ class ItemLoop:
         # False: it is noted, and raised or skipped where its item would have been returned:
         batch: bool = False,
         what: str | None = None,  # name of each item in errors; None: its short repr
-        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._context, self._helpers, self._enter = context, helpers, enter
-        self._batch, self._what, self._sleep = batch, what, sleep
+        self._batch, self._what = batch, what
         self._retry = policy if isinstance(policy, Retry) else None
         last = final(policy)
         self._replace = last if isinstance(last, Replace) else None
@@ -363,7 +362,7 @@ class ItemLoop:
 
     def _pause(self, seconds: float) -> None:
         while seconds > 0 and not self._context.cancelled:
-            self._sleep(min(seconds, _SLICE))
+            sleep(min(seconds, _SLICE))
             seconds -= _SLICE
         if self._context.cancelled:
             raise Abandoned
@@ -633,8 +632,8 @@ class _Job(SharedItems):
             if leaving or (context is not None and context.cancelled):
                 self.stop()
                 if deadline is None:
-                    deadline = time.monotonic() + _PATIENCE
-                elif time.monotonic() > deadline:
+                    deadline = monotonic() + _PATIENCE
+                elif monotonic() > deadline:
                     raise Abandoned
 
     def forget(self) -> None:

@@ -10,7 +10,6 @@ from support.once import forget_warnings
 from torch.utils.data._utils import collate as torchs
 
 from hybridloader.fetching.collate import teach_torch
-from hybridloader.fetching.item_loop import ItemLoop
 from hybridloader.memory.slots import PrivateSlots, set_slots
 
 
@@ -37,7 +36,7 @@ def torchs_map() -> Iterator[dict[Any, Any]]:
 def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Seconds that retries would have slept."""
     found: list[float] = []
-    monkeypatch.setitem(ItemLoop.__init__.__kwdefaults__, "sleep", found.append)
+    monkeypatch.setattr("hybridloader.fetching.item_loop.sleep", found.append)
     return found
 
 

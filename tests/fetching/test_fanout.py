@@ -10,7 +10,6 @@ from collections.abc import Callable
 from functools import partial
 from itertools import count
 from queue import SimpleQueue
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -118,7 +117,7 @@ def test_a_cancelled_call_waits_for_running_items_but_not_for_ever(
         return next(ticks) if stuck else 0.0
 
     ticks = count(0.0, item_loop._PATIENCE)
-    monkeypatch.setattr(item_loop, "time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr(item_loop, "monotonic", clock)
 
     def function(item: int) -> None:
         begun.wait(LONG)
