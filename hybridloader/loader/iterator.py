@@ -256,9 +256,6 @@ class PinThread(Runner):
     def __init__(self, pinner: Pinner, timeout: float) -> None:
         super().__init__()
         self.pinner, self.timeout = pinner, timeout
-        # All the mutable state:
-        self._stage: Stage | None = None
-        self._relay: Relay | None = None
 
     def begin(
         self,
@@ -283,8 +280,7 @@ class PinThread(Runner):
             left = feed.draw_from(left)
         stage.begin(feed if window else source, shared_seed, changes, epoch)
         waits = None if observation is None else Waits(BRIEF)
-        self._stage = stage
-        self._relay = Relay(
+        relay = Relay(
             _PinningIterator(stage, pinner, first, waits),
             f"hybridloader-{pinner.stage}",
             depth=pinner.batches_ahead,
@@ -293,22 +289,15 @@ class PinThread(Runner):
             prepare=pinner.prepare,
         )
         if observation is not None and waits is not None:
-            observation.pinned(pinner.stage, self._relay.queue, waits)
-        self._relay.start()
-        return PinnedResults(self, stage, self._relay, feed, left)
-
-    @property
-    def running_stages(self) -> list[Stage]:
-        return [] if self._stage is None else [self._stage]
-
-    @property
-    def running_relays(self) -> list[Relay]:
-        return [] if self._relay is None else [self._relay]
+            observation.pinned(pinner.stage, relay.queue, waits)
+        self.running_stages, self.running_relays = [stage], [relay]
+        relay.start()
+        return PinnedResults(self, stage, relay, feed, left)
 
     @property
     def empty(self) -> bool:
         """True if no batch or error waits in the queue."""
-        return self._relay is None or not self._relay.queue.items
+        return not any(relay.queue.items for relay in self.running_relays)
 
 
 STAGE, SAMPLER = "DataLoader", "sampler"

@@ -110,18 +110,13 @@ class Runner:
     and no loader.
     """
 
+    running_stages: Iterable[Stage] = ()
+    """Stages that were started."""
+    running_relays: Iterable[Relay] = ()
+    """Relays that were made."""
+
     def __init__(self) -> None:
         self.owner = os.getpid()
-
-    @property
-    def running_stages(self) -> Iterable[Stage]:
-        """Stages that were started."""
-        raise NotImplementedError
-
-    @property
-    def running_relays(self) -> Iterable[Relay]:
-        """Relays that were made."""
-        raise NotImplementedError
 
     def break_off(self) -> None:
         """End the epoch that runs, and the threads of its relays; the workers stay."""
@@ -534,11 +529,11 @@ class Executor(Runner):
     # -- ending ----------------------------------------------------------------------------------------
 
     @property
-    def running_stages(self) -> Iterator[Stage]:
+    def running_stages(self) -> Iterator[Stage]:  # type: ignore[override]
         return (running.stage for running in list(self.stages.values()))
 
     @property
-    def running_relays(self) -> Iterator[Relay]:
+    def running_relays(self) -> Iterator[Relay]:  # type: ignore[override]
         return (place.relay for place in list(self.relays.values()))
 
     def break_off(self) -> None:

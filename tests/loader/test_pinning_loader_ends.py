@@ -162,7 +162,7 @@ def test_an_interrupt_while_the_caller_waits_ends_all(tmp_path: Path) -> None:
     )
     iterator = start(loader)
     gate.await_arrivals()
-    relay: Any = iterator._pin_thread._relay  # type: ignore[union-attr]
+    relay: Any = iterator._pin_thread.running_relays[0]  # type: ignore[union-attr]
     sleep = relay.queue._sleep
 
     def interrupted(timeout: float | None) -> None:
@@ -227,7 +227,7 @@ def test_a_close_from_another_thread_ends_the_wait(tmp_path: Path) -> None:
     )
     gate.await_arrivals()
     waiting, found = threading.Event(), []
-    relay: Any = iterator._pin_thread._relay  # type: ignore[union-attr]
+    relay: Any = iterator._pin_thread.running_relays[0]  # type: ignore[union-attr]
     sleep = relay.queue._sleep
 
     def told(timeout: float | None) -> None:
@@ -325,7 +325,7 @@ def test_a_process_may_end_with_a_batch_in_every_place() -> None:
 
 def test_an_iterator_whose_thread_has_all_batches_can_be_entered() -> None:
     batches: Any = iter(DataLoader(range(2), num_workers=1, backend="threads", device=Counting()))
-    batches._pin_thread._relay._thread.join(60)  # it has ended the stage
+    batches._pin_thread.running_relays[0]._thread.join(60)  # it has ended the stage
     assert batches._stage.closed
     with batches:
         assert len(list(batches)) == 2
