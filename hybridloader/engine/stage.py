@@ -343,10 +343,6 @@ class WorkerTable:
         self.restarts = [0] * workers  # restarts of each number
         self.proven = False  # a worker has become ready
 
-    def begin(self) -> None:
-        """Begin an epoch: all shards are read from their beginning."""
-        self.position = [0] * len(self.position)
-
     def take_in(self, results: Iterable[Result]) -> None:
         """Record results that workers reported, of this epoch or an earlier one."""
         now, first = self.clock(), self.scheduler.first
@@ -381,7 +377,7 @@ class WorkerTable:
     # -- words -----------------------------------------------------------------------------------
 
     def report(self) -> str:
-        """Return a heading and one line for each worker."""
+        """Return a table of the workers and their tasks, from any thread."""
         now, handles = self.clock(), self.crew.handles()
         heading = ("worker", "where", "pid", "state", "done", "restarts", "for", "task")
         rows: list[tuple[str, ...]] = [heading]
@@ -494,6 +490,7 @@ class WorkerTable:
         )
 
     def lateness(self, timeout: float) -> str:
+        """Word the error for no result within `timeout` seconds; from any thread."""
         sent = dict(self.scheduler.sent)  # a copy, as another thread may pull
         late_ones = sorted(sent)[:1] if self.scheduler.ordered else sorted(sent)
         workers = [self.name(sent[seq]) for seq in late_ones]
@@ -666,11 +663,11 @@ class Stage(Iterator[Any]):
         self._finalizer = ended_with(self, crew)
         if locks is not None:
             crew.page_lock(locks)
-        self._table = WorkerTable(self.spec, scheduler, crew, clock)
+        self.table = WorkerTable(self.spec, scheduler, crew, clock)
         self._supervisor: Supervisor | None = None
         if on_worker_death is not None or task_timeout > 0:
             self._supervisor = Supervisor(
-                on_worker_death, task_timeout, threads=backend.in_process, table=self._table
+                on_worker_death, task_timeout, threads=backend.in_process, table=self.table
             )
         # Two tasks at a time keep two results prefetched. With a supervisor, a task's time would count
         # from its assignment, so tasks are sent one at a time.
@@ -715,18 +712,6 @@ class Stage(Iterator[Any]):
         """True if the worker's shard has ended and all its results were returned."""
         scheduler = self._scheduler
         return not scheduler.active[worker] and not scheduler.load[worker]
-
-    def name_of(self, worker: int) -> str:
-        """Name a worker in errors."""
-        return self._table.name(worker)
-
-    def report(self) -> str:
-        """Return a table of the workers and their tasks, from any thread."""
-        return self._table.report()
-
-    def lateness(self, timeout: float) -> str:
-        """Word the error for no result within `timeout` seconds; from any thread."""
-        return self._table.lateness(timeout)
 
     def begin(
         self,
@@ -894,11 +879,11 @@ class Stage(Iterator[Any]):
                 return
             seq = scheduler.assign(worker)
             item = self._item
-            task = self._table.tasks[seq] = Task(seq, index, item)
+            task = self.table.tasks[seq] = Task(seq, index, item)
             if self._numbers:
                 self._item += items_in(index)
             if scheduler.busy[worker] == 1:
-                self._table.since[worker] = self._clock()
+                self.table.since[worker] = self._clock()
             if flow is not None:
                 flow.sent(seq, index)
             try:
@@ -955,7 +940,7 @@ class Stage(Iterator[Any]):
         if deadline is not None:
             remaining = deadline - self._clock()
             if remaining <= 0:
-                raise no_answer(WorkerTimeout(self._table.lateness(self._timeout)))
+                raise no_answer(WorkerTimeout(self.table.lateness(self._timeout)))
         return remaining if self._supervisor is None else self._supervisor.sooner(remaining)
 
     def _listen(self, timeout: float | None) -> None:
@@ -1010,7 +995,7 @@ class Stage(Iterator[Any]):
             latest = results[-1]
             self._quick = type(latest) is Done and latest.seconds < QUICK
         stale = self._scheduler.take_in(results)
-        self._table.take_in(results)
+        self.table.take_in(results)
         observer = self._observer
         if observer is not None:
             each = self._each
@@ -1054,13 +1039,13 @@ class Stage(Iterator[Any]):
             return
         self._scheduler.handle(event)
         if isinstance(event, Ready):
-            self._table.ready(event.worker)
+            self.table.ready(event.worker)
             if event.shard_start is not None:
                 self._opened[event.worker] = event
 
     def _hand_out(self, result: Result) -> Any:
         """Return the value, or raise the error, of a task that is no longer in flight."""
-        table = self._table
+        table = self.table
         task = table.tasks.pop(result.seq, None)
         index = None if task is None else task.index
         if isinstance(result, Failed):
@@ -1090,7 +1075,7 @@ class Stage(Iterator[Any]):
     def _forget(self, tasks: Iterable[int]) -> None:
         """Drop the indices of tasks that no worker will answer."""
         for seq in tasks:
-            del self._table.tasks[seq]
+            del self.table.tasks[seq]
             if self._flow is not None:
                 self._flow.left(seq)
 
@@ -1098,7 +1083,7 @@ class Stage(Iterator[Any]):
         """End all because of a death, unless that was done."""
         if not self._death_report:
             refusal = "" if self._supervisor is None else self._supervisor.refusal
-            self._death_report = self._table.death(fault, refusal)
+            self._death_report = self.table.death(fault, refusal)
         if not self._closing:
             self.close()
 
@@ -1147,11 +1132,11 @@ class Stage(Iterator[Any]):
         self._ended = False
         absent = [i for i, w in enumerate(scheduler.workers) if w is WorkerState.ABSENT]
         _discard(scheduler.begin())
-        self._forget(list(self._table.tasks))
+        self._forget(list(self.table.tasks))
         self.exhausted.clear()
         self._opened.clear()  # those of workers that were restarted in the epoch before
         self.epoch += 1
-        self._table.begin()
+        self.table.position = [0] * len(scheduler.workers)  # shards are read from their beginning
         try:
             if self.epoch > 0 or self.spec.deferred:
                 for worker in range(len(scheduler.workers)):
@@ -1189,7 +1174,7 @@ class Stage(Iterator[Any]):
         if self._gone or self._inside or self._leaving:
             return
         _discard(self._scheduler.close())
-        self._forget(list(self._table.tasks))
+        self._forget(list(self.table.tasks))
         self._source, self._feed = iter(()), None
         interrupt = sys.exc_info()[1]
         try:

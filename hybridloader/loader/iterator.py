@@ -233,7 +233,7 @@ class PinnedResults(Iterator[Any]):
             queued: _QueuedResult = self._relay.get(self._timeout or None)
             return queued
         except NotReady:
-            raise no_answer(WorkerTimeout(self._stage.lateness(self._timeout))) from None
+            raise no_answer(WorkerTimeout(self._stage.table.lateness(self._timeout))) from None
         except StopIteration:
             if not self._failed:
                 raise
@@ -769,7 +769,7 @@ class LoaderIterator(_BaseDataLoaderIter):
 
     def report(self) -> str:
         """Return a table of the workers and their tasks. Any thread may call it."""
-        return self._stage.report()
+        return self._stage.table.report()
 
     def stats(self) -> Stats:
         """Return the statistics of this epoch until now; see `hybridloader.DataLoader.stats`."""

@@ -450,7 +450,7 @@ def _places_of(stage: Stage, doing: str) -> Callable[[str, int | None], str]:
 
     def where(item: str, worker: int | None) -> str:
         assert worker is not None
-        return f"In stage {stage.spec.stage!r}, {stage.name_of(worker)}, {doing} {item}."
+        return f"In stage {stage.spec.stage!r}, {stage.table.name(worker)}, {doing} {item}."
 
     return where
 

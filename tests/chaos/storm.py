@@ -273,7 +273,7 @@ def _loader(weather: Weather, plan: Plan, account: Account) -> None:
             account.delivered += indices_in(batch)
             del batch
             striker.strike([it._stage])
-        account.restarts += sum(it._stage._table.restarts)
+        account.restarts += sum(it._stage.table.restarts)
         account.skipped += [record.index for record in it.skipped]
 
 
@@ -296,7 +296,7 @@ def _pipeline(weather: Weather, plan: Plan, account: Account) -> None:
             account.delivered.append(int(item.reshape(-1)[0]))
             striker.strike([running.stage for running in run._executor.stages.values()])
         stages = run._executor.stages.values()
-        account.restarts += sum(sum(running.stage._table.restarts) for running in stages)
+        account.restarts += sum(sum(running.stage.table.restarts) for running in stages)
         account.skipped += [int(record.index) for record in run.skipped]
 
 

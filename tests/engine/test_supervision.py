@@ -318,7 +318,7 @@ def test_the_report_tells_what_each_worker_is_doing() -> None:
     it.begin(iter([["a"], ["b"], ["c"], ["d"]]))
     assert next(it) == "value 0"
     clock.now += 2.5
-    assert it.report().splitlines() == [
+    assert it.table.report().splitlines() == [
         "worker  where  pid     state  done  restarts     for  task",
         "------  -----  ---  --------  ----  --------  ------  -----",
         "0                -  starting     1         1  2.50 s  ['c']",
@@ -340,7 +340,7 @@ def test_a_task_stays_on_its_line_with_its_time() -> None:
         it.begin(iter([index]))
         for seconds, words in times.items():
             clock.now = 100.0 + seconds
-            _, _, busy, idle = it.report().splitlines()
+            _, _, busy, idle = it.table.report().splitlines()
             assert words in busy
             assert len(busy) < 120
             assert idle.endswith("-")
