@@ -359,11 +359,6 @@ class ErrorBudget:
         self.records: list[Skipped] = []  # in the order in which results were handed out
         self.attempted = 0  # samples so far, failed ones included
 
-    def may_skip(self, failure: Failure) -> bool:
-        """Return True if a sample that raised this is left out, and its error not raised."""
-        # The rest of a shard is more than one sample, and no sample of it was attempted.
-        return self.skips and not goes_astray(failure.exception)
-
     def count(self, attempted: int, failures: Iterable[FailureRecord], worker: int | None) -> None:
         """Count `attempted` samples, of which `failures` failed.
 
@@ -535,4 +530,7 @@ class ResultQueue(Iterator[Any]):
             Raised(note.failures[0].failure.to_exception(where)).throw()
 
     def _may_skip(self, note: Note) -> bool:
-        return self._budget is not None and self._budget.may_skip(note.failures[0].failure)
+        """Return True if the sample that failed is left out, and its error not raised."""
+        skips = self._budget is not None and self._budget.skips
+        # The rest of a shard is more than one sample, and no sample of it was attempted.
+        return skips and not goes_astray(note.failures[0].failure.exception)

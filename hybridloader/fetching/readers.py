@@ -222,7 +222,10 @@ class LoaderFetcher(Fetcher):
     ) -> None:
         self._context, self.rng = context, context.rng
         self._batched, self._fill = work.batched, fill
-        self._collate_fn = context.timed("collate", seeded_collate(work.collate_fn, context))
+        collate_fn = work.collate_fn
+        if self.rng is not None and not is_default_collate(collate_fn):  # which draws nothing
+            collate_fn = self.rng.seeded_collate(collate_fn)
+        self._collate_fn = context.timed("collate", collate_fn)
         self._loop: ItemLoop | None = None
         if work.on_error is not None:
             policy = seeded(work.on_error, self.rng)
@@ -282,14 +285,6 @@ class LoaderFetcher(Fetcher):
             indices = _left(outcome.short, results)
             attempt = short_batch(indices, results.values, failures, outcome.wanted)
         return self._answer(self._asked, attempt)
-
-
-def seeded_collate(collate_fn: Callable[[Any], Any], context: TaskContext) -> Callable[[Any], Any]:
-    """Return `collate_fn`, seeded for each batch if samples are; default collation draws nothing."""
-    rng = context.rng
-    if rng is None or is_default_collate(collate_fn):
-        return collate_fn
-    return rng.seeded_collate(collate_fn)
 
 
 def _left(asked: Sequence[Any], results: TaskResults) -> list[Any]:

@@ -368,11 +368,6 @@ _numbers = itertools.count()
 class LoaderRecord:
     """Record of one loader."""
 
-    __slots__ = (
-        *("begun", "budget", "given", "kept", "loaded", "number", "observation", "progress"),
-        "report",
-    )
-
     def __init__(self) -> None:
         self.begun: int | None = None
         """Number of the epoch that began last; None before, and after another epoch was announced."""

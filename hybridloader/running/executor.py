@@ -201,7 +201,7 @@ class Executor(Runner):
         self.relays: dict[Path, RunningRelay] = {}
         self.initialized: set[Path] = set()  # nodes without workers that had their `worker_init_fn`
         self._coroutines: list[Any] = []  # of functions without workers
-        self._inline: dict[tuple[Path, int], TaskContext] = {}  # of these, too, in the latest pass
+        self.inline: dict[tuple[Path, int], TaskContext] = {}  # of these, too, in the latest pass
         self._ending = threading.RLock()
         if resumed is None:
             self._draw_for(self.plan, first)
@@ -401,21 +401,11 @@ class Executor(Runner):
 
     def add_inline(self, path: Path, number: int, context: TaskContext) -> None:
         """Continue the counts of a function without workers, one of those at `path`."""
-        before = self._inline.get((path, number))
+        before = self.inline.get((path, number))
         if before is not None:
             context.retried += before.retried
             context.parts = before.parts
-        self._inline[path, number] = context
-
-    def retried(self, path: Path) -> int:
-        """Return the number of calls that functions without workers have made again."""
-        contexts = list(self._inline.items())  # a copy: other threads open passes, too
-        return sum(context.retried for (at, _), context in contexts if at == path)
-
-    def parts_of(self, path: Path, number: int) -> TaskParts | None:
-        """Return the parts of the tasks of such a function, if it is an ``async def``."""
-        context = self._inline.get((path, number))
-        return None if context is None else context.parts
+        self.inline[path, number] = context
 
     def add_coroutines(self, coroutines: Any) -> None:
         """Take charge of coroutines without workers: they are cancelled when the epoch is left."""

@@ -92,7 +92,8 @@ def _pulled(executor: Executor, before: Sequence[Node]) -> tuple[list[str], dict
         CoroutineUse(work.name, work.step().concurrency, parts.coroutines, parts.idle, parts.held)
         for node in functions
         for number, work in enumerate(node.works)
-        if (parts := executor.parts_of(node.path, number)) is not None
+        if (context := executor.inline.get((node.path, number))) is not None
+        and (parts := context.parts) is not None
     ]
     return names, {
         "waits": executor.waits_before(before),
@@ -108,7 +109,9 @@ def _faults(executor: Executor, nodes: Sequence[Node]) -> Faults:
     log = executor.failure_log
     replaced = sum(log.replaced[node.path] for node in nodes)
     skipped = sum(log.counts[node.path] for node in nodes) - replaced
-    return Faults(skipped, replaced, sum(executor.retried(node.path) for node in nodes))
+    paths = {node.path for node in nodes}
+    contexts = list(executor.inline.items())  # a copy: other threads open passes, too
+    return Faults(skipped, replaced, sum(c.retried for (at, _), c in contexts if at in paths))
 
 
 _CLOSED = IteratorClosed("closed")
@@ -346,7 +349,7 @@ class Run(Iterator[Any]):
         """Return a table of the workers of every stage. From any thread."""
         tables = []
         for _, running in sorted(self._executor.stages.items()):
-            tables.append(f"{running.node.name}\n{running.stage.report()}")
+            tables.append(f"{running.node.name}\n{running.stage.table.report()}")
         return "\n\n".join(tables)
 
     def stats(self) -> Stats:

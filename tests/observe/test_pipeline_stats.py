@@ -205,7 +205,7 @@ def test_nothing_is_made_for_a_run_that_nobody_asked_to_observe() -> None:
         (stage,), relays = executor.stages.values(), executor.relays.values()
         assert (stage.stage._observer, stage.stage.spec.metering, stage.measures) == (None,) * 3
         assert [running.relay.queue.sleeps for running in relays] == [None] * len(relays)
-        assert {context.parts for context in executor._inline.values()} == {None}
+        assert {context.parts for context in executor.inline.values()} == {None}
         assert run._loop is executor.observation is None
         with pytest.raises(RuntimeError, match=r"pipe\.run\(observe=True\)"):
             run.stats()
