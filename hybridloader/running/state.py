@@ -318,10 +318,6 @@ class Entries(list[Any]):
                 return
 
 
-def _nothing() -> None:
-    return None
-
-
 class Log:
     """Log from which a position makes marks. A mark is made of the entry there: ``value_of(*values)``.
 
@@ -337,7 +333,7 @@ class Log:
         self.epoch, self._value_of = epoch, value_of
         # Set by the position that keeps it:
         self.number = 0  # order among its logs
-        self.forgets: Callable[[], Any] = _nothing  # drops the entries that no state can need
+        self.forgets: Callable[[], Any] = lambda: None  # drops the entries that no state can need
         # All the mutable state:
         self._entries = Entries([first])
         self._limit = _MOST
