@@ -258,10 +258,6 @@ class CallingHandle(WorkerHandle):
         with suppress(Exception):  # it has died
             self.placed = where.result()
 
-    @property
-    def _is_far(self) -> bool:
-        return self.placed is None or self.placed[1] != platform.node()
-
     def _flush(self) -> None:
         queue, self._queue, self._filled = self._queue, [], 0.0
         if queue:
@@ -318,7 +314,8 @@ class CallingHandle(WorkerHandle):
             events = [loads(head, buffers=buffers) for head, *buffers in step.result()]
             extras_of = [event.extras or {} for event in events if isinstance(event, Done)]
             measured = [extras for extras in extras_of if MEASURES in extras]
-            if measured and self._is_far:  # as if the last one had come at once
+            is_near = self.placed is not None and self.placed[1] == platform.node()
+            if measured and not is_near:  # as if the last one had come at once
                 later = perf_counter() - measured[-1][MEASURES].spans[-1][1]
                 for extras in measured:
                     extras[MEASURES] = extras[MEASURES].moved(later)
