@@ -32,6 +32,12 @@ from hybridloader.running.flow import RelayDepth
 from hybridloader.testing import Call, FakeClock, ScriptedBackend, ScriptedCrew
 
 
+def started(*args: Any, **options: Any) -> Relay:
+    relay = Relay(*args, **options)
+    relay.start()
+    return relay
+
+
 def test_a_timeout_that_nobody_was_told_of_is_over_once_something_has_come() -> None:
     queue = RelayQueue("r", 5, None, 0)
     for late in range(3):
@@ -57,7 +63,7 @@ def test_whatever_ends_the_thread_the_consumer_hears_of_it(error: BaseException)
         raise error
         yield
 
-    relay = Relay(source(), "r")
+    relay = started(source(), "r")
     with pytest.raises(type(error)):
         next(relay)
     relay.close()
@@ -71,7 +77,7 @@ def test_close_from_another_thread_ends_a_wait() -> None:
         never.wait(30)
         yield 0
 
-    relay = Relay(source(), "r")
+    relay = started(source(), "r")
     assert asked.wait(30)
     caught: list[BaseException] = []
 
@@ -91,7 +97,7 @@ def test_close_from_another_thread_ends_a_wait() -> None:
 
 
 def test_a_relay_that_is_let_go_ends_its_thread() -> None:
-    relay = Relay(iter(range(100)), "let go")
+    relay = started(iter(range(100)), "let go")
     [thread] = [thread for thread in threading.enumerate() if thread.name == "let go"]
     del relay
     gc.collect()
@@ -118,12 +124,12 @@ class Stumbling(Iterator[int]):
     "error", [WorkerDied("gone"), IteratorClosed("shut"), StateError("another")], ids=repr
 )
 def test_an_error_that_would_be_raised_for_ever_ends_it(error: Exception) -> None:
-    relay = Relay(Stumbling(error), "r", depth=9)
+    relay = started(Stumbling(error), "r", depth=9)
     assert [next(relay), next(relay)] == [0, 1]
     with pytest.raises(type(error)):  # of a user's code
         next(relay)
     assert list(relay) == [3, 4]
-    relay = Relay(Stumbling(no_answer(error), 10**9), "r")
+    relay = started(Stumbling(no_answer(error), 10**9), "r")
     assert [next(relay), next(relay)] == [0, 1]
     with pytest.raises(type(error)):
         next(relay)
@@ -139,7 +145,7 @@ def test_whoever_will_not_wait_is_told_that_nothing_is_there() -> None:
         gate.wait(30)
         yield 1
 
-    relay = Relay(source(), "r")
+    relay = started(source(), "r")
     with pytest.raises(NotReady, match="'r'"):
         relay.next_nowait()
     with pytest.raises(NotReady):
@@ -165,7 +171,7 @@ def test_a_close_wakes_whoever_asked_to_be_woken() -> None:
         gate.wait(30)
         yield 1
 
-    relay = Relay(source(), "r")
+    relay = started(source(), "r")
     woken = threading.Event()
     relay.when_ready(woken.set)
     relay.shut()
@@ -202,7 +208,7 @@ def test_a_relay_lets_in_what_its_limit_allows_and_one_that_is_larger_alone() ->
                 third.set()
             yield weight
 
-    relay = Relay(source(), "r", depth=100, weigh=int, limit=10)
+    relay = started(source(), "r", depth=100, weigh=int, limit=10)
     assert third.wait(30)
     assert next(relay) == 4  # makes room for 3, not for 20 after it
     relay_left = [next(relay) for _ in range(5)]
@@ -220,7 +226,7 @@ def test_a_relay_never_holds_more_than_its_limit() -> None:
             most.append(relay.queue.weight)
             yield 3
 
-    relay = Relay(source(), "r", depth=100, weigh=int, limit=10, start=False)
+    relay = Relay(source(), "r", depth=100, weigh=int, limit=10)
     relay.start()
     assert list(relay) == [3] * 200
     assert max(most) <= 9
@@ -229,7 +235,7 @@ def test_a_relay_never_holds_more_than_its_limit() -> None:
 @needs_fork
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_fork_that_lets_a_relay_go_while_its_thread_is_at_work_does_not_hang() -> None:
-    relay = Relay(iter(range(3)), "r")
+    relay = started(iter(range(3)), "r")
     held, release = threading.Event(), threading.Event()
 
     def hold() -> None:  # as the relay's thread does for a moment with each item
@@ -280,7 +286,7 @@ def test_a_relay_holds_two_tasks_of_the_stage_beside_it_with_the_larger_ones() -
             self.batching, self.depths = TaskBatching(iter(())), list[RelayDepth]()
             self.batching.size = size
 
-    relay = Relay(iter(()), "relay", start=False)
+    relay = Relay(iter(()), "relay")
     depth = RelayDepth(relay, 3)
     before: Any = Beside(1)
     after: Any = Beside(8)

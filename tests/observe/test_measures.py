@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from hybridloader import Pipeline, Threads
 from hybridloader.engine import ByReference, Done
-from hybridloader.fetching.item_steps import Step, WorkFetch
+from hybridloader.fetching.readers import Step, WorkFetch
 from hybridloader.observe import measures as measures_module
 from hybridloader.observe.measures import CoreUsage, StageMeasures, affinity, limit, read, share
 from hybridloader.pipeline import Placement
