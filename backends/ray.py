@@ -29,8 +29,7 @@ _LATE = 30.0
 """Seconds after which a warning names the workers that Ray has not started. Ray starts one in 1 to 5
 s."""
 
-_LOOKS = 1.0
-"""Seconds between two checks of the cluster."""
+_LOOKS = 1.0  # seconds between two checks of the cluster
 
 
 @dataclass(frozen=True)

@@ -304,8 +304,7 @@ class _WorkerConnection:
 
 # -- the watch on the parent: a worker leaves signals to it, and ends when it is gone
 
-_GRACE = 1.0
-"""Seconds that a worker gets to end by itself after the parent's end."""
+_GRACE = 1.0  # seconds that a worker gets to end by itself after the parent's end
 
 LEFT_TO_PARENT = system.signals("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2")
 """Signals to all processes of a terminal (Ctrl-C) or of a job (Slurm, torchrun, Kubernetes).

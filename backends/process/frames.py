@@ -35,11 +35,9 @@ from hybridloader.memory.segments import ALIGN, aligned_view
 from hybridloader.memory.shared_slots import SlotMap, SlotReader, SlotWriter
 from hybridloader.memory.slots import OWN
 
-MOST_BYTES = 1 << 40
-"""Most bytes of one frame: a thousand times the largest batch that makes sense."""
+MOST_BYTES = 1 << 40  # most bytes of one frame: a thousand times the largest batch that makes sense
 
-MOST_FDS = 253
-"""Most descriptors of one frame: the kernel's limit (SCM_MAX_FD)."""
+MOST_FDS = 253  # most descriptors of one frame: the kernel's limit (SCM_MAX_FD)
 
 _COUNTED = 24
 """Bits of the number of parts; the rest of the 32 bits count descriptors. A buffer below 32 KB is not a

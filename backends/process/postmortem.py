@@ -42,11 +42,9 @@ _SIGNAL, _PID, _TASK, _AT = range(4)
 """Order of the numbers: the signal that requests a stack dump (0: none yet), the worker's process, its
 current task, and the sample within it (both -1: none, or unknown)."""
 
-_BY_EVENT = -1
-"""In place of a signal: `system.request` requests the dump."""
+_BY_EVENT = -1  # in place of a signal: `system.request` requests the dump
 
-_TEXT = 64
-"""Offset of faulthandler's text, in bytes."""
+_TEXT = 64  # offset of faulthandler's text, in bytes
 
 _READ = 256 * 1024
 """Most bytes of text that are read: faulthandler stops after 100 threads of 100 frames each."""
@@ -375,8 +373,7 @@ def free_signal() -> int | None:
 
 # -- dumps as text, for their reader: the user's frames first
 
-MOST = 4000
-"""Most characters: the text becomes part of an exception's message."""
+MOST = 4000  # most characters: the text becomes part of an exception's message
 
 _WIDTH = 160
 _LINES, _INNER, _OUTER = 4, 14, 6
@@ -466,8 +463,7 @@ def _both_ends(frames: list[str]) -> list[str]:
 
 # -- the kernel's figures about memory
 
-_TIGHT = 0.9
-"""Fraction of a limit from which a lack of memory most likely killed the worker."""
+_TIGHT = 0.9  # fraction of a limit from which a lack of memory most likely killed the worker
 
 _LESS = "Try fewer workers, or backend='threads', which shares one copy of the dataset."
 

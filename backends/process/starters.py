@@ -36,8 +36,7 @@ from hybridloader.memory.shared_slots import OwnDescriptor, ours
 from hybridloader.memory.shipping import Shipment, ship
 from hybridloader.memory.slots import forks
 
-ZYGOTE = -1
-"""Number, in a crew's transport, of the connection to the process that forks workers."""
+ZYGOTE = -1  # number, in a crew's transport, of the connection to the process that forks workers
 
 Transport = SocketTransport | PipeTransport
 

@@ -43,8 +43,7 @@ from hybridloader.memory.shared_slots import ours
 # may get the same.
 
 
-Arrived = tuple[int, "Frame | None"]
-"""Worker, and its frame; None: it is gone."""
+Arrived = tuple[int, "Frame | None"]  # worker, and its frame; None: it is gone
 
 
 def _read(
@@ -202,8 +201,7 @@ CLOSE_ON_EXEC: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 """Flag without which a program that the user starts would inherit descriptors that have just arrived;
 Python handles all others (PEP 446). macOS has no such flag."""
 _SEND_BUFFER = 1 << 20
-_LONGEST = (1 << 31) - 1
-"""Most milliseconds of a `poll` (an int of C): 25 days."""
+_LONGEST = (1 << 31) - 1  # most milliseconds of a `poll` (an int of C): 25 days
 _PAUSE = 0.01
 """Seconds after which a worker retries to send descriptors, if as many are in flight as the system
 allows."""

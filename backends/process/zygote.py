@@ -57,8 +57,7 @@ from hybridloader.engine.messages import WorkerSpec
 from hybridloader.memory.shared_slots import OwnDescriptor
 from hybridloader.memory.shipping import Shipment
 
-STATUS = struct.Struct("=ii")
-"""Message on a status socket: one of the kinds below, and a number."""
+STATUS = struct.Struct("=ii")  # message on a status socket: one of the kinds below, and a number
 
 FORKED, ENDED, FAILED = range(3)
 """Kinds of status: a process number, sent with its pidfd; an exit code; an `errno`."""

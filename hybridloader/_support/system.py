@@ -23,8 +23,7 @@ ROOT = "/" if sys.platform == "linux" else os.devnull
 A platform without these files may still have such a folder, such as ``C:\\proc``.
 """
 
-PROC = os.path.join(ROOT, "proc")
-"""Folder of the kernel's files about processes."""
+PROC = os.path.join(ROOT, "proc")  # folder of the kernel's files about processes
 
 FORK = hasattr(os, "fork")
 PIDFD = hasattr(os, "pidfd_open")  # Linux; kernels before 5.3 and some sandboxes refuse it
@@ -53,8 +52,7 @@ TEMPORARY: int = getattr(os, "O_TEMPORARY", 0)
 NO_WAITING: int = getattr(os, "O_NONBLOCK", 0)
 """Flag of `os.open`, without which the open of a named pipe waits for a writer. Not on Windows."""
 
-_POLL = 0.5
-"""Seconds between two checks of a process, where nothing reports its end."""
+_POLL = 0.5  # seconds between two checks of a process, where nothing reports its end
 
 _FIRST_FREE = 4
 """Offset from SIGRTMIN of the first real-time signal that is spare: musl and Go reserve the first ones,

@@ -145,8 +145,7 @@ def _within(path: str) -> bool:
 
 # -- the log of rare events: starts, ends and deaths of workers, restarts, fallbacks and resumes
 
-DEBUG, INFO = 10, 20
-"""Levels, as in `logging`."""
+DEBUG, INFO = 10, 20  # levels, as in `logging`
 
 
 def log(level: int, message: str, *arguments: object) -> None:

@@ -13,11 +13,9 @@ from typing import TypeVar
 
 from hybridloader._support import system
 
-REMEMBERED = 4096
-"""Number of waits, or of spans, that a ring keeps."""
+REMEMBERED = 4096  # number of waits, or of spans, that a ring keeps
 
-Pause = tuple[float, float]
-"""Begin and end of a wait."""
+Pause = tuple[float, float]  # begin and end of a wait
 
 
 class Waits:

@@ -197,7 +197,9 @@ def install(backend: str | Backend | None = None, **options: Unpack[OptionWords]
     """
     if backend is not None:
         get_backend(backend)
-    made = Installation(backend, Options.parsed("install()", options), _calling_line())
+    caller = sys._getframe(1)
+    line = f"{caller.f_code.co_filename}:{caller.f_lineno}"
+    made = Installation(backend, Options.parsed("install()", options), line)
     if "torch" in sys.modules:
         importlib.import_module("torch.utils.data")
     with _place.lock:
@@ -283,8 +285,3 @@ def _torchs_own(loader: Any, refusal: Exception) -> _BaseDataLoaderIter:
 def _name(function: Any) -> str:
     module = attribute(function, "__module__")
     return f"{module}.{attribute(function, '__qualname__', function)}"
-
-
-def _calling_line() -> str:
-    frame = sys._getframe(2)
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

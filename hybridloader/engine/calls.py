@@ -53,8 +53,7 @@ CALLS_IN_FLIGHT = 2
 """Calls in flight to one worker from which further tasks are queued: one that the worker does, and
 one that keeps it busy until the next call."""
 
-RECENT = 8
-"""Number of recent results in a worker's running mean, about."""
+RECENT = 8  # number of recent results in a worker's running mean, about
 
 
 Parts = list[Any]

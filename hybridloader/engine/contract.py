@@ -41,14 +41,11 @@ if TYPE_CHECKING:
     from hybridloader.memory.accelerator import PageLocks
 
 
-GRACE = 1.0
-"""Seconds that workers get to end by themselves when their crew is closed."""
+GRACE = 1.0  # seconds that workers get to end by themselves when their crew is closed
 
-PATIENCE = 1.9
-"""Seconds after which the closing of a crew ends, even if workers still run."""
+PATIENCE = 1.9  # seconds after which the closing of a crew ends, even if workers still run
 
-CLOSING = 2.0
-"""Seconds that closing a stage, a relay, a loader or a pipeline waits for threads."""
+CLOSING = 2.0  # seconds that closing a stage, a relay, a loader or a pipeline waits for threads
 
 SLICE = 0.2
 """Seconds of one wait on a lock. On a busy machine (Python 3.11, Linux), with one worker thread
@@ -333,8 +330,7 @@ class Backend(ABC):
 # ``module:attribute`` of a `Backend` class or of a callable that returns a `Backend`. Nothing is
 # imported before a name is asked for.
 
-GROUP = "hybridloader.backends"
-"""Entry-point group of backends in other packages."""
+GROUP = "hybridloader.backends"  # entry-point group of backends in other packages
 
 
 class Entry(NamedTuple):

@@ -164,8 +164,7 @@ def apply(dataset: Any, changes: tuple[Change, ...]) -> None:
             object.__setattr__(target, name, value)
 
 
-MISSING = object()
-"""Stands for the value of an attribute that an object does not have."""
+MISSING = object()  # stands for the value of an attribute that an object does not have
 
 
 def _same(a: Any, b: Any) -> bool:

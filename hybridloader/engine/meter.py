@@ -26,14 +26,11 @@ from hybridloader._support.store_use import StoreUse, start_counting, uses, uses
 # tasks are joined in one slice, so that they cost no more than a meter.
 
 
-LONG = 1e-4
-"""Seconds from which every task has separate slices."""
+LONG = 1e-4  # seconds from which every task has separate slices
 
-ALWAYS = float("-inf")
-"""Time before any task."""
+ALWAYS = float("-inf")  # time before any task
 
-SEEN = 1e-5
-"""Least seconds of a slice of waiting, of sending, or of a pipeline step."""
+SEEN = 1e-5  # least seconds of a slice of waiting, of sending, or of a pipeline step
 
 TASK, TASKS = "task", "tasks"
 """Names of the slice of one task, and of the slice of several short tasks."""
@@ -49,13 +46,10 @@ class SliceReport(NamedTuple):
     """Slices of a worker since its last report."""
 
     process: int
-    thread: int
-    """Identity of the worker's main thread."""
+    thread: int  # identity of the worker's main thread
     worker: int
-    slices: tuple[Slice, ...]
-    """Inner slices come before outer ones."""
-    dropped: int
-    """Number of slices that the ring dropped."""
+    slices: tuple[Slice, ...]  # inner slices come before outer ones
+    dropped: int  # number of slices that the ring dropped
 
     def moved(self, seconds: float) -> SliceReport:
         """Return these with all times so many seconds later."""
@@ -74,12 +68,10 @@ class Slices:
         self.worker = 0  # set by the worker
         self._alone = alone  # False: other work may run on its thread between two tasks
         # All the mutable state:
-        self.on = True
-        """True if the current task, or the next one, is to have slices."""
+        self.on = True  # True if the current task, or the next one, is to have slices
         self.since = ALWAYS
         """Time from which a new task has slices: when measures are due, or `ALWAYS`."""
-        self.short = 0
-        """Number of tasks since the last one with slices."""
+        self.short = 0  # number of tasks since the last one with slices
         self._ring: deque[Slice] = deque(maxlen=limit)
         self._dropped = 0
         self._due = ALWAYS
@@ -163,14 +155,11 @@ class Slices:
         return SliceReport(os.getpid(), get_ident(), self.worker, slices, dropped)
 
 
-MEASURES = "measures"
-"""Key of the `Measures` in `Done.extras`."""
+MEASURES = "measures"  # key of the `Measures` in `Done.extras`
 
-EVERY = 0.01
-"""Least seconds from one `Measures` of a worker to the next."""
+EVERY = 0.01  # least seconds from one `Measures` of a worker to the next
 
-_LOOKS = 0.25
-"""Least seconds between two measurements of the wait for the GIL."""
+_LOOKS = 0.25  # least seconds between two measurements of the wait for the GIL
 
 _NAP = 5e-5
 """Seconds that a measurement of the GIL sleeps. In that time a waiting thread takes the GIL and
@@ -211,10 +200,8 @@ class Measures(NamedTuple):
     spans: tuple[tuple[float, float, float], ...]
     """Begin, end and seconds of work of: all short tasks before the last one, if there were any;
     each longer part of a shared task; and the last task."""
-    busy: float
-    """Total seconds of all tasks."""
-    cpu: float | None
-    """CPU seconds."""
+    busy: float  # total seconds of all tasks
+    cpu: float | None  # CPU seconds
     wait_for_core: float | None
     """Seconds that the worker was runnable without a core; None if that is not known."""
     wait_for_gil: float | None
@@ -223,28 +210,19 @@ class Measures(NamedTuple):
     packing: float
     """Fraction of the last task that was spent on packing its result; 0 if the tasks are too
     short."""
-    reporting: float
-    """Seconds that the previous report of a result with measures took."""
-    retried: int
-    """Number of retried calls of the user's functions."""
-    slices: SliceReport | None = None
-    """Activities of the worker with their times, for a trace."""
+    reporting: float  # seconds that the previous report of a result with measures took
+    retried: int  # number of retried calls of the user's functions
+    slices: SliceReport | None = None  # activities of the worker with their times, for a trace
     others: tuple[Measures, ...] = ()
     """Measures of workers that only fetched samples of tasks which other workers answered."""
-    first: bool = False
-    """True for the measures of the worker's first task."""
+    first: bool = False  # True for the measures of the worker's first task
     collating: float = 0.0
     """Fraction of the last task that was spent in `collate_fn`; 0 if the tasks are too short."""
-    idle: float = 0.0
-    """Seconds that an event loop waited for events that coroutines await."""
-    held: float = 0.0
-    """Seconds that coroutines ran, so that the loop could not wait for events."""
-    coroutines: int = 0
-    """Number of coroutines that were begun."""
-    stores: tuple[StoreUse, ...] = ()
-    """Use of object stores by the worker's process."""
-    tasks: int = 1
-    """Number of tasks, including those that raised an error."""
+    idle: float = 0.0  # seconds that an event loop waited for events that coroutines await
+    held: float = 0.0  # seconds that coroutines ran, so that the loop could not wait for events
+    coroutines: int = 0  # number of coroutines that were begun
+    stores: tuple[StoreUse, ...] = ()  # use of object stores by the worker's process
+    tasks: int = 1  # number of tasks, including those that raised an error
 
     def moved(self, seconds: float) -> Measures:
         """Return these with all times so many seconds later."""
@@ -329,8 +307,7 @@ class Meter:
         self.looks = True
         """True if `begin` is to be called before a task, and the clock is to be read before its
         result is packed."""
-        self.reports = False
-        """True if `report` is to report the next event."""
+        self.reports = False  # True if `report` is to report the next event
         self._parts: deque[tuple[float, float, float]] = deque(maxlen=_PARTS)
         self._run_queue: RunQueue | None = None
         self._thread = 0  # thread of this run queue

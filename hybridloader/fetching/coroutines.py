@@ -19,8 +19,7 @@ from typing import Any
 
 from hybridloader.engine.messages import Abandoned, GivenUp, TaskContext
 
-_SLICE = 0.05
-"""Seconds between two checks of the context while a loop runs."""
+_SLICE = 0.05  # seconds between two checks of the context while a loop runs
 
 _PATIENCE = 1.5
 """Seconds for cancelled coroutines to end: shorter than a crew waits for its workers."""

@@ -472,10 +472,6 @@ class ResultQueue(Iterator[Any]):
         gone = [number for number, note in enumerate(notes) if not self._takes_place(note)]
         return [notes[number].position + number for number in gone]
 
-    def left_out_of(self, notes: Sequence[Note]) -> list[int]:
-        """Return the numbers of the items that take no place, among all items of a task."""
-        return self.gone_of([note for note in notes if note.item is not None])
-
     def _takes_place(self, entry: Note | Raised) -> bool:
         if isinstance(entry, Raised):
             return True

@@ -300,8 +300,7 @@ class PinThread(Runner):
         return not any(relay.queue.items for relay in self.running_relays)
 
 
-STAGE, SAMPLER = "DataLoader", "sampler"
-"""Names of the rows of the stage and of the sampler."""
+STAGE, SAMPLER = "DataLoader", "sampler"  # names of the rows of the stage and of the sampler
 
 
 class LoaderObservation(Observation):

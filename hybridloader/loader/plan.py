@@ -55,10 +55,8 @@ class LoaderPlan:
     collate_fn: Any
     worker_init_fn: Any
     multiprocessing_context: Any
-    iterable: bool
-    """True if the dataset is iterable."""
-    batched: bool
-    """True if indices come from a sampler of batches."""
+    iterable: bool  # True if the dataset is iterable
+    batched: bool  # True if indices come from a sampler of batches
     samplers: Samplers
     length_called: int | None
     chosen: str | Backend | None
@@ -69,8 +67,7 @@ class LoaderPlan:
     state_every: int
     """Least number of a worker's results from one with the dataset's state to the next; 0 for as often
     as is cheap."""
-    epoch: int
-    """Number of the next epoch."""
+    epoch: int  # number of the next epoch
     record: LoaderRecord
 
     @classmethod
@@ -371,10 +368,8 @@ class LoaderRecord:
     def __init__(self) -> None:
         self.begun: int | None = None
         """Number of the epoch that began last; None before, and after another epoch was announced."""
-        self.progress: Progress | None = None
-        """Progress of the latest epoch."""
-        self.loaded: Mapping[str, Any] | None = None
-        """Loaded state, until the next epoch begins."""
+        self.progress: Progress | None = None  # progress of the latest epoch
+        self.loaded: Mapping[str, Any] | None = None  # loaded state, until the next epoch begins
         self.given: Any = None
         """State as passed to `StatefulDataLoader`, and the error if it could not be loaded."""
         self.budget: ErrorBudget | None = None

@@ -142,8 +142,7 @@ class SamplerCheckpoint(NamedTuple):
 DrawnItem = tuple[int, Any, "SamplerCheckpoint | None"]
 """Number of an item of the sampler, the item, and the checkpoint from which it can be drawn again."""
 
-UNKNOWN = object()
-"""Stands for an item that was drawn before the state from which an epoch resumes."""
+UNKNOWN = object()  # stands for an item that was drawn before the state from which an epoch resumes
 
 _BEGINNING = ShardStart()
 
@@ -170,10 +169,8 @@ class Progress:
         # All the mutable state:
         self.base_seed = 0
         self.shared_seed: int | None = None
-        self.yielded = 0
-        """Number of batches returned to the caller."""
-        self.resumed_at = 0
-        """Number of these before the state from which this epoch resumed."""
+        self.yielded = 0  # number of batches returned to the caller
+        self.resumed_at = 0  # number of these before the state from which this epoch resumed
         self.count = 0
         """Number of items of the sampler, from its first, that were returned or are in `missing`; for an
         iterable dataset, of results that were returned."""
@@ -181,23 +178,19 @@ class Progress:
         """Items among these that were not returned, by number."""
         self.log: deque[DrawnItem] = deque()
         """Items that were drawn after these, in order; if nothing is counted, the last ones drawn."""
-        self.at: DrawnItem | None = None
-        """Last of the first `count` items."""
-        self.end = -1
-        """Number of all items, after the sampler has ended; -1 before."""
+        self.at: DrawnItem | None = None  # last of the first `count` items
+        self.end = -1  # number of all items, after the sampler has ended; -1 before
         self.places = [ShardStart(again=[]) for _ in range(readers)]
         """Positions of the workers after the returned results, if the dataset is iterable or workers
         have its state. `ShardStart.again` is a list that grows."""
         self.remainders: dict[int, ShardStart] = {}
         """Positions of workers before the last samples of their shards, which wait to be joined."""
-        self.last_worker = -1
-        """Worker of the result that was returned last; -1 if there was none."""
+        self.last_worker = -1  # worker of the result that was returned last; -1 if there was none
         self.waiting: deque[tuple[int | None, Any]] = deque()
         """Worker and index of each sample that was received and not returned, in order."""
         self.whole_waits = False
         """True if the last result, a whole batch, waits too, because an error was raised first."""
-        self.finished = False
-        """True if the caller has reached the end of the epoch."""
+        self.finished = False  # True if the caller has reached the end of the epoch
         self.first: tuple[int, ...] = ()
         """Workers that must be asked first and have not answered."""
         self.exhausted: Mapping[int, Exhausted] = {}

@@ -140,11 +140,9 @@ def is_plain(batches: Any) -> bool:
     return type(batches) is BatchSampler or type(batches) is BatchOrder
 
 
-DEFAULT = "default"
-"""Name of torch's default generator in a state."""
+DEFAULT = "default"  # name of torch's default generator in a state
 
-SAMPLERS = "sampler"
-"""Name of the sampler's generator in a state."""
+SAMPLERS = "sampler"  # name of the sampler's generator in a state
 
 
 _DRAWN_AT_ONCE = (
@@ -157,8 +155,7 @@ _DRAWN_AT_ONCE = (
 """Samplers that draw nothing after their first index, from any generator."""
 
 
-_LONGEST_CHAIN = 16
-"""Largest number of nested samplers to look at; real chains have two to four."""
+_LONGEST_CHAIN = 16  # largest number of nested samplers to look at; real chains have two to four
 
 
 class SamplerState(NamedTuple):
@@ -171,16 +168,13 @@ class SamplerState(NamedTuple):
 class Samplers(NamedTuple):
     """Samplers that the indices of a loader are drawn from."""
 
-    outer: Any
-    """Sampler whose items are the tasks: the sampler of batches, if there is one."""
-    generator: Any
-    """Generator of the loader."""
+    outer: Any  # sampler whose items are the tasks: the sampler of batches, if there is one
+    generator: Any  # generator of the loader
 
     chain: list[Any]
     """The outer sampler, and those that it draws from, down to the sampler of samples."""
 
-    stateful: Any
-    """Sampler with a state that follows its draws; None if there is none."""
+    stateful: Any  # sampler with a state that follows its draws; None if there is none
 
     @classmethod
     def of(cls, loader: Any) -> Samplers:
@@ -383,14 +377,10 @@ def steps_of(workers: int, *, again: bool) -> tuple[str, ...]:
 class SamplerReplay(NamedTuple):
     """Record of how the sampler's iterator of one epoch was made, from which it can be made again."""
 
-    steps: tuple[str, ...]
-    """Steps that were done, in order, as of `steps_of`."""
-    generators: dict[str, torch.Tensor]
-    """States of the generators before these steps, by name."""
-    start: Given | None
-    """State of the sampler before these steps, if it has one."""
-    epoch: int | None
-    """Epoch of the sampler, if it has one and no state."""
+    steps: tuple[str, ...]  # steps that were done, in order, as of `steps_of`
+    generators: dict[str, torch.Tensor]  # states of the generators before these steps, by name
+    start: Given | None  # state of the sampler before these steps, if it has one
+    epoch: int | None  # epoch of the sampler, if it has one and no state
     later: tuple[str, ...] | None = None
     """Steps of the later epochs, if they are those of a saved loader; None for torch's."""
 

@@ -58,8 +58,7 @@ from hybridloader.loader.samplers import (
     steps_of,
 )
 
-VERSION = 1
-"""Version of the fields under `OWN`; it changes if the meaning of a field changes."""
+VERSION = 1  # version of the fields under `OWN`; it changes if the meaning of a field changes
 
 OWN = "_hybridloader"
 
@@ -78,35 +77,27 @@ class Begins(Enum):
 class ResumePoint:
     """Position at which an epoch begins, read from a state if one was loaded."""
 
-    replay: SamplerReplay
-    """Description of how the sampler's iterator was made."""
+    replay: SamplerReplay  # description of how the sampler's iterator was made
     epoch: int
     begins: Begins = Begins.HERE
-    count: int = 0
-    """Number of the sampler's items that were returned, without `discard`."""
-    yielded: int = 0
-    """Number of batches returned to the caller, without `discard`."""
-    check: int | None = None
-    """Checksum of the last of these items, if known."""
+    count: int = 0  # number of the sampler's items that were returned, without `discard`
+    yielded: int = 0  # number of batches returned to the caller, without `discard`
+    check: int | None = None  # checksum of the last of these items, if known
     sampler: SamplerState | None = None
     """State of the sampler at this position, or `since` items earlier, if known."""
     since: int = 0
     base_seed: int | None = None
     shared_seed: int | None = None
-    dataset: Any = None
-    """State of the caller's dataset."""
+    dataset: Any = None  # state of the caller's dataset
     apart: list[Any] = field(default_factory=list)
     """Indices of samples that are fetched again before the sampler continues."""
     whole: list[Any] = field(default_factory=list)
     """Items of the sampler that are fetched again before it continues."""
     starts: tuple[ShardStart, ...] = ()
     """Starts of workers that read an iterable dataset, or have the dataset's state."""
-    first: tuple[int, ...] = ()
-    """Workers that are asked first, in this order."""
-    last: int = -1
-    """Worker whose turn was last."""
-    discard: int = 0
-    """Number of batches to make and drop, if there is no other way to the position."""
+    first: tuple[int, ...] = ()  # workers that are asked first, in this order
+    last: int = -1  # worker whose turn was last
+    discard: int = 0  # number of batches to make and drop, if there is no other way to the position
     division: ShardDivision | None = None
     """Division of named shards among the workers; None for that of a whole epoch, or without shards."""
     as_they_stand: bool = False
@@ -513,12 +504,9 @@ class ResumedDispatch:
 class Drawn(NamedTuple):
     """Values that torch's base class draws for an epoch; those of a loaded state replace them."""
 
-    indices: Iterator[Any]
-    """Iterator of the sampler."""
-    base_seed: int
-    """Seed of the workers."""
-    shared_seed: int | None
-    """Seed that data pipes share among ranks; None for other datasets."""
+    indices: Iterator[Any]  # iterator of the sampler
+    base_seed: int  # seed of the workers
+    shared_seed: int | None  # seed that data pipes share among ranks; None for other datasets
 
 
 class PassStart:
@@ -530,8 +518,7 @@ class PassStart:
         if before is not None and (before.finished or before.yielded > before.resumed_at):
             for thing in (plan.dataset, samplers.stateful):  # an epoch has used their loads
                 undo_load(thing)
-        self.loads = state is not None
-        """True if a state was loaded."""
+        self.loads = state is not None  # True if a state was loaded
         now, as_torch = _replay_now(plan, again=again)
         if state is not None:
             resume = read(plan, state)
@@ -545,11 +532,9 @@ class PassStart:
             resume.replay = resume.replay.at_later_epoch(samplers)
         if resume.as_they_stand:
             resume.replay = SamplerReplay.of(samplers, resume.replay.steps)
-        self.resume = resume
-        """Position at which the epoch begins."""
+        self.resume = resume  # position at which the epoch begins
         self.replay = now if resume.begins is Begins.OVER else resume.replay
-        self.epoch = resume.next_epoch
-        """Number of the epoch."""
+        self.epoch = resume.next_epoch  # number of the epoch
         self._eager = False
         self._default: Any = None  # state of torch's default generator before the epoch
 

@@ -15,8 +15,7 @@ from typing import NamedTuple
 from hybridloader._support import system
 from hybridloader._support.text import short, warn
 
-SHARE = 0.5
-"""Default share of this process's memory that slots may take."""
+SHARE = 0.5  # default share of this process's memory that slots may take
 
 
 @dataclass(frozen=True)

@@ -468,8 +468,7 @@ torch's workers make a file of shared memory for each tensor, which takes at lea
 PADDED = 256
 """Bytes of a tensor above which memory of its own takes less time than a row of a piece."""
 
-MOST = 64
-"""Maximum number of blocks of one pickle: further kinds of tensors are reduced alone."""
+MOST = 64  # maximum number of blocks of one pickle: further kinds of tensors are reduced alone
 
 _HERE = NUMPY_HAS | {"bfloat16"}
 

@@ -303,8 +303,7 @@ def percentile(loop: LoopRecord, waits: Sequence[Wait], part: float) -> float:
     return shorter
 
 
-LOOP = "your loop"
-"""Name of the row of the loop that takes the items."""
+LOOP = "your loop"  # name of the row of the loop that takes the items
 
 FIRST = 3
 """A worker's first task counts as slow from this multiple of its other tasks: then most of its time is
@@ -313,8 +312,7 @@ start-up work, such as opening a file."""
 NOTHING = 0.25
 """A worker with less than this fraction of the busiest worker's time has next to nothing to do."""
 
-REST = "none of them"
-"""Name of the stall in which no stage was busy."""
+REST = "none of them"  # name of the stall in which no stage was busy
 
 
 @dataclass(frozen=True)

@@ -31,22 +31,19 @@ LEAST_CALLS, LEAST_SECONDS = 5, 5 * EVERY
 """Calls of `next()`, and seconds, after the prefetch was full that a verdict needs. With less, a worker
 has reported at most five times, and one late batch of four would be a quarter of the stall."""
 
-STALL = 0.05
-"""Below this share of the stall in the time, the loop itself is the bottleneck."""
+STALL = 0.05  # below this share of the stall in the time, the loop itself is the bottleneck
 
 LITTLE = 0.2
 """Same threshold if no stage was busy during most of the stall, as taking a prefetched batch costs time
 in which none is."""
 
-NEAR = 1.25
-"""A share within this factor of its threshold may be beyond it in the next run."""
+NEAR = 1.25  # a share within this factor of its threshold may be beyond it in the next run
 
 START = 0.2
 """From this share of the time on, waiting for the start, or before the prefetch was full, matters:
 persistent workers could gain at most 25 %."""
 
-MOST = 0.5
-"""Share from which a part of the work is most of it."""
+MOST = 0.5  # share from which a part of the work is most of it
 
 FOR_CORES, MENTIONED = 0.25, 0.05
 """From these shares of a stage's busy time on, waiting for cores means that there are too few, and is
@@ -84,11 +81,9 @@ step, which would have to wait for half of the time."""
 OWN_WORK = 5e-4
 """If a coroutine keeps the event loop for fewer seconds, it is overhead of the event loop."""
 
-MORE = 8
-"""Largest multiple of the workers to advise: beyond it another limit is likely."""
+MORE = 8  # largest multiple of the workers to advise: beyond it another limit is likely
 
-SMALL = 16 * 1024
-"""Bytes of a result below which its size does not determine the time to send it."""
+SMALL = 16 * 1024  # bytes of a result below which its size does not determine the time to send it
 
 
 @dataclass(frozen=True)

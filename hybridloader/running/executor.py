@@ -110,10 +110,8 @@ class Runner:
     and no loader.
     """
 
-    running_stages: Iterable[Stage] = ()
-    """Stages that were started."""
-    running_relays: Iterable[Relay] = ()
-    """Relays that were made."""
+    running_stages: Iterable[Stage] = ()  # stages that were started
+    running_relays: Iterable[Relay] = ()  # relays that were made
 
     def __init__(self) -> None:
         self.owner = os.getpid()
@@ -615,12 +613,9 @@ def _fetch(node: WorkerNode) -> Fetch:
 class Offset(NamedTuple):
     """Place in a stream of items where something begins."""
 
-    items: int = 0
-    """Items before that place."""
-    slack: int = 0
-    """Number of these that need not be there; see `Skipping`."""
-    needed: Needed | None = None
-    """Items from that place on that a resumed run needs; None: all."""
+    items: int = 0  # items before that place
+    slack: int = 0  # number of these that need not be there; see `Skipping`
+    needed: Needed | None = None  # items from that place on that a resumed run needs; None: all
 
 
 NodeOpener = Generator[tuple[int, Offset], Iterator[Any], Iterator[Any]]
@@ -655,14 +650,11 @@ class ChainPass:
     """Iterators of one chain for one epoch or repetition."""
 
     executor: Executor
-    position: RunPosition
-    """Position of the run that this pass is a part of."""
+    position: RunPosition  # position of the run that this pass is a part of
     plan: ChainPlan
     epoch: int
-    shared: dict[Any, Any]
-    """Values that the operators of this pass share."""
-    left: TaskContext
-    """Cancelled when the consumer needs no more items."""
+    shared: dict[Any, Any]  # values that the operators of this pass share
+    left: TaskContext  # cancelled when the consumer needs no more items
     within_relay: bool = False
     """True if this chain is a branch, and the thread of a relay pulls its items for another chain."""
     _started: list[Relay] = field(default_factory=list, init=False)

@@ -346,7 +346,8 @@ class ReaderItems(StageIterator):
         self._came[worker] += came
         self.flow.items_out += came
         if self._log is not None:
-            self._log.of(worker).add(came, extras, waiting.left_out_of(notes))
+            gone = waiting.gone_of([note for note in notes if note.item is not None])
+            self._log.of(worker).add(came, extras, gone)
         if "first" in extras and self._firsts.setdefault(extras["first"], worker) != worker:
             readers = len(self._waiting)
             warn_once(

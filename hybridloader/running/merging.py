@@ -118,10 +118,8 @@ class _Left(NamedTuple):
 
     state: Mapping[str, Any] | None
     """State of the sampler, or of the shards; None: it has had all indices."""
-    first: Sequence[int] = ()
-    """Numbers of those that come first."""
-    rest: int = 0
-    """Number from which on all are left."""
+    first: Sequence[int] = ()  # numbers of those that come first
+    rest: int = 0  # number from which on all are left
     had: Sequence[int] = ()
     """How many of the items of each of `first` were had; they are alone there if any were."""
     place: str = ""
@@ -220,14 +218,11 @@ def _refuse(name: str, why: str) -> NoReturn:
 class _Needs(NamedTuple):
     """Inputs that the next items of a run need."""
 
-    start: int
-    """Number of the first one that the source gives."""
-    needed: Needed | None = None
-    """Which of these a step with a buffer needs; None: all."""
+    start: int  # number of the first one that the source gives
+    needed: Needed | None = None  # which of these a step with a buffer needs; None: all
     slack: int = 0
     """Number of inputs before it that need not be there, as a batch was the last and not full."""
-    had: int = 0
-    """Items that were had of the first."""
+    had: int = 0  # items that were had of the first
     place: str = ""
     """Name of the node that made them."""
 

@@ -220,8 +220,7 @@ _ROUNDS = 4
 """Items of a task for each coroutine at a time where a worker is watched, so that it ends a task before
 it begins the next. With the waits above it does 0.53 of what it could; with equal waits, 0.9."""
 
-_ANYWHERE = ("backend", "on_error", "seeding", "concurrency")
-"""Keywords that need no backend."""
+_ANYWHERE = ("backend", "on_error", "seeding", "concurrency")  # keywords that need no backend
 
 _POLICIES: dict[str, Callable[[Any, str], Any]] = {
     "on_error": parse_on_error,
@@ -644,8 +643,7 @@ def check_flags(described: Named, *parameters: str) -> None:
         flag(f"{described.name}: {parameter}", getattr(described, parameter))
 
 
-SEED = "give an int from 0 up, or None for the seed of the run"
-"""Request in errors about a seed."""
+SEED = "give an int from 0 up, or None for the seed of the run"  # request in errors about a seed
 
 
 # -- iterators: each has all its mutable state in plain attributes, and never runs a thread ------------

@@ -28,8 +28,7 @@ from hybridloader.running.operator import (
 )
 from hybridloader.seeding.sample_rng import SampleSeeding
 
-AHEAD = 2
-"""Items that a relay prefetches by default: one to take, one to replace it."""
+AHEAD = 2  # items that a relay prefetches by default: one to take, one to replace it
 
 
 Path = tuple[int, ...]
@@ -161,8 +160,7 @@ class RelayNode(_Node):
 Node = OperatorNode | InlineNode | WorkerNode | RelayNode
 
 
-Cuts = Mapping[Path, Set[int]]
-"""Numbers of functions that begin a node, by the path of their chain."""
+Cuts = Mapping[Path, Set[int]]  # numbers of functions that begin a node, by the path of their chain
 
 
 @dataclass

@@ -114,8 +114,7 @@ def _faults(executor: Executor, nodes: Sequence[Node]) -> Faults:
     return Faults(skipped, replaced, sum(c.retried for (at, _), c in contexts if at in paths))
 
 
-_CLOSED = IteratorClosed("closed")
-"""Reason for the end of a run that was closed."""
+_CLOSED = IteratorClosed("closed")  # reason for the end of a run that was closed
 
 
 class Run(Iterator[Any]):

@@ -275,14 +275,11 @@ def _same_ranks(position: Position, ours: list[int]) -> None:
 # readers, writes the log before it gives an output; any thread may read it.
 
 
-Numbers = Sequence[float]
-"""Outputs of each input."""
+Numbers = Sequence[float]  # outputs of each input
 
-ONE_EACH: Numbers = ()
-"""Stands for at most one output of each input, of any number of inputs."""
+ONE_EACH: Numbers = ()  # stands for at most one output of each input, of any number of inputs
 
-SEVERAL: Numbers = (math.inf,)
-"""Stands for any number of outputs of one input."""
+SEVERAL: Numbers = (math.inf,)  # stands for any number of outputs of one input
 
 
 class Point(NamedTuple):
@@ -492,18 +489,11 @@ class _Reads:
         return len(self._uneven) + len(self.states) + len(self._shards)
 
     def add(self, units: int, extras: Mapping[str, Any], gone: Collection[int]) -> None:
-        """Note the items of a task.
+        """Note the `units` values and errors of a task, of which those in `gone` were left out.
 
-        Parameters
-        ----------
-        units
-            Number of its values and errors.
-        extras
-            Metadata of its results: ``"ends"``, the number of samples read after each of these, if not
-            one for each; ``"state"``, after them; ``"shards"`` that were entered, the samples read
-            before each and its position.
-        gone
-            Numbers of those that were left out.
+        `extras` has the metadata of its results: ``"ends"``, the number of samples read after each of
+        these, if not one for each; ``"state"``, after them; ``"shards"`` that were entered, the samples
+        read before each and its position.
         """
         ends = extras.get("ends")
         if ends:
@@ -614,25 +604,14 @@ def _given_by(state: Any) -> Any:
 
 
 def resumed_readers(
-    mark: Mark, name: str, whole: ShardDivision | None, workers: int
+    mark: Mark,  # of the node in a state
+    name: str,  # of the node in errors
+    whole: ShardDivision | None,  # of an epoch, if the source names its shards
+    workers: int,  # number of readers
 ) -> ReaderStarts:
     """Return the readers that resume from a mark.
 
-    Parameters
-    ----------
-    mark
-        Mark of the node in a state.
-    name
-        Name of the node in errors.
-    whole
-        Division of an epoch, if the source names its shards.
-    workers
-        Number of readers.
-
-    Raises
-    ------
-    StateError
-        The state is damaged, or of other shards or ranks.
+    Raises `StateError` if the state is damaged, or of other shards or ranks.
     """
     try:
         shards, saved = mark.value.get("shards"), mark.value["readers"]

@@ -141,8 +141,7 @@ def _transposed(
 
 CollateFn = Callable[[list[Any]], Any]
 
-SIZE = "give the number of samples in a batch"
-"""Request in errors about a size."""
+SIZE = "give the number of samples in a batch"  # request in errors about a size
 
 
 def check_collation(operator: Operator, collate_fn: Any, memory: Any) -> None:

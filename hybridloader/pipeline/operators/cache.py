@@ -43,8 +43,7 @@ from hybridloader.running.operator import (
     steps_in,
 )
 
-_Kept = tuple[list[Any], list[int]]
-"""The items of a whole pass, and its seed and epoch."""
+_Kept = tuple[list[Any], list[int]]  # the items of a whole pass, and its seed and epoch
 
 
 @dataclass(frozen=True)
@@ -283,8 +282,7 @@ def _warn_of(path: str | None, error: BaseException) -> None:
 _ENDS = 32
 """Items at each end of a container that are described; with its length, they stand for all."""
 
-_LONGEST = 10_000
-"""Most characters of a repr."""
+_LONGEST = 10_000  # most characters of a repr
 
 
 def fingerprint_of_steps(chain: Chain) -> str:

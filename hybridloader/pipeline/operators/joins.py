@@ -392,8 +392,7 @@ def _check(name: str, number: int, pipeline: Chain) -> None:
             )
 
 
-_END = object()
-"""Stands in a row for the item of a pipeline that has ended."""
+_END = object()  # stands in a row for the item of a pipeline that has ended
 
 
 class ZipIterator(JoinIterator):

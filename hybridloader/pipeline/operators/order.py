@@ -529,8 +529,7 @@ class ShardByRank(_Every):
 #
 # A set is the bits of an int: bit k stands for the number k.
 
-LONGEST = 6_000
-"""Characters of the longest text: a state is to stay below 10 KB."""
+LONGEST = 6_000  # characters of the longest text: a state is to stay below 10 KB
 
 
 def packed(bits: int) -> str | None:

@@ -280,8 +280,7 @@ def _described(without: str, data: Any) -> str:
 # Their state is taken now and then, before it is known whether anybody will want it: a pipeline reads
 # ahead, so when its state is asked for, the source is far beyond. Nothing is read here for its state.
 
-INDICES = 1024
-"""Indices from one mark of a sampler to the next: an index takes 0.1 us, a state 10."""
+INDICES = 1024  # indices from one mark of a sampler to the next: an index takes 0.1 us, a state 10
 
 ITEMS = 64
 """Items from one mark of an iterable to the next: up to as many are read again for nothing."""
