@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import numbers
 import operator
@@ -117,6 +118,7 @@ _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _BACKENDS = os.path.join(os.path.dirname(os.path.dirname(_OURS)), "backends") + os.sep
 """Next to the package in a checkout, within it in an installation."""
 _TORCHS = os.path.join("torch", "utils", "data") + os.sep
+_BETWEEN = (functools.__file__, contextlib.__file__)  # whose frames are between those of ours
 
 
 def warn(message: str, anchor: str) -> None:
@@ -140,7 +142,7 @@ def _stacklevel() -> int:
 
 
 def _within(path: str) -> bool:
-    return path.startswith((_OURS, _BACKENDS)) or _TORCHS in path
+    return path.startswith((_OURS, _BACKENDS)) or _TORCHS in path or path in _BETWEEN
 
 
 # -- the log of rare events: starts, ends and deaths of workers, restarts, fallbacks and resumes

@@ -67,7 +67,7 @@ def test_in_a_daemonic_process_threads_take_the_place_of_processes_and_it_is_tol
 ) -> None:
     pipe = Pipeline.from_iterable(range(2)).map(pid, backend=backend, num_workers=1)
     with pytest.warns(UserWarning, match=r"daemonic.*threads instead.*backend='threads'") as caught:
-        found = [set(pipe), processes_of(backend), processes_of(None)]
+        found = [processes_of(backend), processes_of(None), set(pipe)]
     assert found == [{os.getpid()}] * 3
     assert [warning.filename for warning in caught] == [__file__]
 
