@@ -218,105 +218,45 @@ def cells_without_workers() -> list[Cell]:
 
 
 def cells_with_workers() -> list[Cell]:
-    """Every dataset with some options, every option with some datasets; torch takes 0.2 s each."""
-    everyday = [more for more in WORKER_OPTIONS if "pipe" not in more]
-    copies = ("persistent", "init-fn", "marked", "persistent-marked")
-    cells = [cell(data, "batches", 2) for data in MAPS if data not in ODD]
-    cells += [cell(data, "kept", 2) for data in (*ODD, "arrays", "dicts")]
-    cells += [cell("drawn", options, 2) for options in MAP_OPTIONS if options != "batches"]
-    cells += [cell("ints", o, 2) for o in ("defaults", "single", "shuffle", "weighted", "collate")]
+    """What workers add: who draws what when, what stays with them, and in which order batches come.
+
+    What becomes of samples and batches is the same without them, where every dataset meets every option.
+    """
+    maps = ("ints", "dicts", "large", "getitems", "remembering", "fragile", "empty", "drawn")
+    cells = [cell(data, "batches", 2) for data in maps]
+    cells += [cell(data, "kept", 2) for data in ODD]
+    drawn = ("shuffle", "shuffle-generator", "generator", "random-batches")
+    cells += [cell("drawn", options, 2) for options in drawn]
+    everyday = ("prefetch-1", "persistent", "init-fn", "persistent-init-fn")
     cells += [cell("drawn", "batches", 2, more) for more in everyday]
-    cells += [cell("remembering", "batches", 2, more) for more in (*copies, "prefetch-1")]
-    cells += [cell("dicts", "batches", 2, more) for more in ("init-fn", "persistent-init-fn")]
-    cells += [
-        cell("ints", options, 2, more)
-        for options in ("sampler", "batch-sampler", "single-sampler")
-        for more in ("prefetch-1", "prefetch-5", "persistent")
-    ]
-    shuffled = ("shuffle", "shuffle-generator", "weighted")
-    cells += [cell("drawn", options, 2, "persistent") for options in shuffled]
-    cells += [cell(data, "shuffle", 1, "persistent") for data in ("drawn", "getitems")]
-    cells += [cell(data, "sampler", 3, "prefetch-1") for data in ("drawn", "fragile")]
+    cells += [cell("remembering", "batches", 2, more) for more in ("persistent", "marked")]
+    cells += [cell("remembering", "batches", 2, "persistent-marked")]
+    cells += [cell("ints", "sampler", 2, more) for more in ("prefetch-5", "persistent")]
+    cells += [cell("ints", o, 2, "prefetch-1") for o in ("batch-sampler", "single-sampler")]
+    cells += [cell("drawn", "shuffle-generator", 2, "persistent")]
+    cells += [cell("drawn", "shuffle", 1, "persistent")]
+    cells += [cell("fragile", "sampler", 3, "prefetch-1")]
 
-    cells += [cell(data, "batches", 2) for data in STREAMS]
-    uneven = ("stream", "unequal", "one-is-empty", "sized", "fragile-stream", "chain")
-    cells += [cell(data, "drop-last", 2) for data in uneven]
-    cells += [cell(data, "single", 2) for data in ("unequal", "drawing", "one-is-empty", "epochs")]
-    cells += [cell("unequal-drawing", o, 2) for o in ("defaults", "generator", "collate")]
-    cells += [cell("unequal-drawing", "drop-last", 2, more) for more in everyday]
-    cells += [cell("epochs", "batches", 2, more) for more in copies]
-    cells += [cell(data, "batches", 3, "persistent") for data in ("unequal-drawing", "stream")]
-    cells += [cell(data, "single", 3, "prefetch-1") for data in ("unequal-drawing", "one-is-empty")]
-    cells += [cell("drawing", "batches", 1, "persistent")]
+    streams = ("unequal", "one-is-empty", "fragile-stream", "no-stream", "sized", "drawing")
+    cells += [cell(data, "batches", 2) for data in streams]
+    cells += [cell(data, "drop-last", 2) for data in ("unequal", "fragile-stream")]
+    cells += [cell("one-is-empty", "single", 3, "prefetch-1"), cell("unequal", "single", 2)]
+    cells += [cell("unequal-drawing", "generator", 2)]
+    cells += [cell("unequal-drawing", "drop-last", 2, "persistent-init-fn")]
+    cells += [cell("unequal-drawing", "batches", 3, "persistent")]
+    cells += [cell("epochs", "batches", 2, more) for more in ("persistent", "persistent-marked")]
 
-    cells += [cell(data, "batches", 2) for data in PIPES]
-    cells += [
-        cell(data, options, 2, "persistent")
-        for data in ("pipe-shuffled", "pipe-drawing")
-        for options in ("shuffle", "no-shuffle")
-    ]
-    cells += [cell("map-pipe-drawing", "batches", 2, "persistent")]
+    pipes = ("pipe-shuffled", "pipe-shuffled-late", "pipe-drawing", "map-pipe-shuffled")
+    cells += [cell(data, "batches", 2) for data in pipes]
+    cells += [cell("pipe-shuffled", "shuffle", 2, "persistent")]
+    cells += [cell("pipe-drawing", "no-shuffle", 2, "persistent")]
     cells += [cell("pipe-shuffled", "single", 3, "persistent-prefetch-1")]
     cells += [cell("pipe-shuffled", "batches", 2, "seeded-pipe")]
     cells += [cell("pipe-drawing", "batches", 2, "persistent-seeded-pipe")]
 
-    broken_off = ("ints", "drawn", "stream", "drawing", "pipe-shuffled")
-    cells += [cell(data, "generator", 2, stop=2) for data in broken_off]
+    cells += [cell(data, "generator", 2, stop=2) for data in ("drawn", "drawing", "pipe-shuffled")]
     # Without what the workers remember or draw: see the last tests of this file.
-    broken_off = ("ints", "stream", "epochs", "pipe-shuffled")
-    return cells + [cell(data, "generator", 2, "persistent", stop=2) for data in broken_off]
-
-
-WITH_WORKERS = cells_with_workers()
-
-
-def repeated_cells() -> Iterator[Cell]:
-    """Cells of a full run only: the dataset and the options are in other cells.
-
-    What becomes of samples and of batches is the same with workers as without, where every dataset meets
-    every option; what workers add is who draws what when, and in which order batches come.
-    """
-    for data in ("arrays", "namedtuples", "strings", "tensordataset", "concat", "pipe-batched"):
-        yield cell(data, "batches", 2)
-    for data in ("arrays", "dicts"):
-        yield cell(data, "kept", 2)
-    for options in ("defaults", "drop-last", "kept", "single-sampler", "list-sampler"):
-        yield cell("drawn", options, 2)
-    for options in ("batch-sampler", "subset-random", "weighted"):
-        yield cell("drawn", options, 2)
-    for options in ("defaults", "single", "collate"):
-        yield cell("ints", options, 2)
-    for more in ("prefetch-5", "persistent-prefetch-1", "timeout"):
-        yield cell("drawn", "batches", 2, more)
-    for more in ("persistent-marked", "init-fn", "prefetch-1"):
-        yield cell("remembering", "batches", 2, more)
-    for more in ("init-fn", "persistent-init-fn"):
-        yield cell("dicts", "batches", 2, more)
-    for options in ("sampler", "batch-sampler", "single-sampler"):
-        yield cell("ints", options, 2, "prefetch-5")
-    for options in ("batch-sampler", "single-sampler"):
-        yield cell("ints", options, 2, "persistent")
-    for options in ("shuffle", "weighted"):
-        yield cell("drawn", options, 2, "persistent")
-    for data in ("chain", "sized", "stream"):
-        yield cell(data, "drop-last", 2)
-    for data in ("epochs", "drawing"):
-        yield cell(data, "single", 2)
-    for options in ("defaults", "collate"):
-        yield cell("unequal-drawing", options, 2)
-    for more in WORKER_OPTIONS:
-        if "pipe" not in more and more not in ("persistent", "init-fn"):
-            yield cell("unequal-drawing", "drop-last", 2, more)
-    for more in ("init-fn", "marked"):
-        yield cell("epochs", "batches", 2, more)
-
-    # Where nothing is drawn and nothing stays, the workers add no more than the order of batches.
-    plain = [one for one in WITH_WORKERS if not one.draws and one.name.endswith("+batches+2w")]
-    yield from plain[1::2]
-
-
-REPEATED = {cell.name for cell in repeated_cells()}
-assert {cell.name for cell in WITH_WORKERS} >= REPEATED
+    return cells + [cell(data, "generator", 2, "persistent", stop=2) for data in ("ints", "epochs")]
 
 
 def backends(number: int, cell: Cell) -> Iterator[Any]:
@@ -366,13 +306,7 @@ def test_without_workers_a_run_is_the_same_as_with_torch(data: str) -> None:
     assert mine
 
 
-@pytest.mark.parametrize(
-    "cell",
-    [
-        pytest.param(cell, id=cell.name, marks=pytest.mark.full if cell.name in REPEATED else ())
-        for cell in GRID
-    ],
-)
+@pytest.mark.parametrize("cell", GRID, ids=lambda cell: cell.name)
 def test_with_workers_a_run_is_the_same_as_with_torch(cell: Cell) -> None:
     for backend in GRID[cell]:
         ours = cell.run(hybridloader.DataLoader, backend=backend)
@@ -416,17 +350,15 @@ def in_any_order(log: Log) -> list[Counter[str]]:
     return epochs
 
 
-@pytest.mark.parametrize("backend", [None, "threads"])
 @pytest.mark.parametrize(
-    "cell",
+    ("cell", "backend"),
     [
-        cell("ints", "shuffle-generator", 2, "persistent"),
-        cell("dicts", "batches", 2, "prefetch-1"),
-        cell("unequal", "drop-last", 2, "persistent-prefetch-1"),
-        cell("stream", "single", 3),
-        cell("pipe-shuffled", "batches", 2, "persistent"),
+        (cell("ints", "shuffle-generator", 2, "persistent"), None),
+        (cell("unequal", "drop-last", 2, "persistent-prefetch-1"), None),
+        (cell("stream", "single", 3), "threads"),
+        (cell("pipe-shuffled", "batches", 2, "persistent"), "threads"),
     ],
-    ids=lambda cell: cell.name,
+    ids=lambda value: getattr(value, "name", value),
 )
 def test_out_of_order_the_same_batches_come(cell: Cell, backend: Any) -> None:
     ours = cell.run(hybridloader.DataLoader, backend=backend, in_order=False)
@@ -442,8 +374,16 @@ def test_out_of_order_one_worker_keeps_the_order(data: str, backend: Any) -> Non
     assert_same(ours, alone.run(torch.utils.data.DataLoader, in_order=False))
 
 
-@pytest.mark.parametrize("data", ["pipe-shuffled", "pipe", "map-pipe"])
-@pytest.mark.parametrize(("workers", "backend"), [(0, None), (2, None), (2, "threads")])
+@pytest.mark.parametrize(
+    ("data", "workers", "backend"),
+    [
+        ("pipe-shuffled", 0, None),
+        ("pipe-shuffled", 2, None),
+        ("pipe-shuffled", 2, "threads"),
+        ("pipe", 2, "threads"),
+        ("map-pipe", 2, "threads"),
+    ],
+)
 def test_a_rank_reads_its_part_of_a_pipe_as_with_torch(
     data: str, workers: int, backend: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

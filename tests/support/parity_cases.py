@@ -405,6 +405,5 @@ WORKER_OPTIONS: dict[str, dict[str, Any]] = {
     "persistent-marked": {"worker_init_fn": mark, "persistent_workers": True},
     "seeded-pipe": {"worker_init_fn": seed_pipe},
     "persistent-seeded-pipe": {"worker_init_fn": seed_pipe, "persistent_workers": True},
-    "timeout": {"timeout": 100},
 }
 """Options that torch refuses, or that mean nothing, without workers."""
