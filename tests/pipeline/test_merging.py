@@ -28,10 +28,6 @@ def cost(item: Any) -> int:
     return number(item) % 6 + 1
 
 
-def doubled(item: Any) -> Any:
-    return [item, item] if isinstance(item, int) else item
-
-
 def number(item: Any) -> int:
     while isinstance(item, tuple):
         item = item[0]

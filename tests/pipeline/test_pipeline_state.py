@@ -22,7 +22,6 @@ from support.random_pipelines import (
     events,
     recipes,
     saved,
-    sources,
 )
 
 from hybridloader import Pipeline
@@ -67,25 +66,10 @@ def test_any_pipeline_goes_on_where_it_stopped(
     resumed_exactly(recipe, stops, seeds, epoch)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("step", STEPS)
-@settings(deadline=None, max_examples=15)
-@given(sources, st.integers(0, 30), st.integers(0, 30), st.integers(0, 99))
-def test_each_operator_goes_on_where_it_stopped(
-    step: str, source: Recipe, first: int, second: int, seed: int
-) -> None:
-    resumed_exactly(_extended(source, step), [first, second], [seed, seed + 1, seed + 2])
-
-
 @CACHE
-@pytest.mark.parametrize(
-    ("step", "order"),
-    [
-        pytest.param(step, order, marks=() if (number + at) % 2 else pytest.mark.full)
-        for number, step in enumerate(STEPS)
-        for at, order in enumerate(["shuffled", "generator"])
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("order", ["shuffled", "generator"])
+@pytest.mark.parametrize("step", STEPS)
 def test_each_operator_goes_on_at_every_place(step: str, order: str) -> None:
     """Also behind a last batch that is not full, and behind the last item of all."""
     alone = _extended(dataset(7, order), step)
@@ -204,17 +188,6 @@ def test_a_state_is_a_new_dict_each_time() -> None:
 # -- when and where ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("join", ["mix", "interleave"])
-def test_a_state_that_was_loaded_can_be_loaded_again(join: str) -> None:
-    pipe = getattr(Pipeline, join)(*(Pipeline.from_dataset(range(n)) for n in (5, 9, 7)))
-    with pipe.run(seed=1) as run:
-        events(run, 6)
-        state, rest = saved(run), events(run, 20)
-    for _ in range(2):
-        with pipe.run(state=state) as again:
-            assert events(again, 20) == rest
-
-
 def test_a_state_counts_what_was_given_and_not_what_lies_ready() -> None:
     pipe = Pipeline.from_dataset(range(40)).map(
         changed, backend="threads", num_workers=2, prefetch=9
@@ -301,48 +274,3 @@ def test_a_state_does_not_hold_the_run() -> None:
         assert threading.active_count() == before
     finally:
         gc.enable()
-
-
-@pytest.mark.parametrize(
-    "backend", ["fork", "shared-memory", pytest.param("spawn", marks=pytest.mark.full)]
-)
-def test_processes_go_on_too(backend: str) -> None:
-    # A fresh process takes more than 2 s to import all this: there the four steps share one.
-    fresh = backend == "spawn"
-    place: dict[str, Any] = {"backend": backend, "num_workers": 1 if fresh else 2, "fuse": fresh}
-
-    def make(**place: Any) -> Pipeline:
-        pipe = Pipeline.from_dataset(range(60)).filter(kept_number, **place)
-        pipe = pipe.flat_map(doubled, **place).map(changed, **place)
-        return pipe.map(changed, **place).batch(3, collate_fn=list)
-
-    whole = list(make())
-    with make(**place).run() as run:
-        assert events(run, 7) == [("item", item) for item in whole[:7]]
-        state = saved(run)
-    with make(**place).run(state=state) as run:
-        assert list(run) == whole[7:]
-    assert list(make(backend="threads", num_workers=2).run(state=state)) == whole[7:]
-
-
-def kept_number(item: int) -> bool:
-    return item % 5 != 0
-
-
-def doubled(item: int) -> list[int]:
-    return [item] * (item % 3)
-
-
-@pytest.mark.parametrize("backend", ["inline", "threads"])
-def test_readers_begin_anew_and_what_was_had_is_dropped(backend: str) -> None:
-    def read() -> Any:
-        from hybridloader import get_worker_info
-
-        info: Any = get_worker_info()
-        return iter(range(info.id, 40, info.num_workers) if info else range(40))
-
-    pipe = Pipeline.from_iterable(read, backend=backend, num_workers=3).batch(2, collate_fn=list)
-    with pipe.run() as run:
-        events(run, 5)
-        state, rest = saved(run), list(run)
-    assert list(pipe.run(state=state)) == rest

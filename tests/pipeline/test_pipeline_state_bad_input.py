@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from support.random_pipelines import events, saved
 
 from hybridloader import DataLoader, Pipeline, StatefulDataLoader, get_worker_info
 from hybridloader.errors import HybridLoaderError, IteratorClosed, StateError
-from hybridloader.pipeline import Operator
 from hybridloader.sampling import DistributedShuffleSampler, ShuffleSampler
 
 started: list[int] = []
@@ -235,33 +233,6 @@ def test_a_sampler_that_refuses_its_state_is_named() -> None:
     state["marks"][":0"]["at"] = 5
     with pytest.raises(StateError, match=r"would have to begin at item 2, .* from item 5"):
         Pipeline.from_dataset(range(9), sampler=ShuffleSampler(9, seed=1)).run(state=state)
-
-
-# -- operators of one's own --------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Numbered(Operator):
-    """Says where it begins."""
-
-    knows: bool
-
-    def open(self, items: Iterator[Any], context: Any) -> Iterator[Any]:
-        return iter(enumerate(items, context.start))
-
-    def seek(self, n: int) -> int | None:
-        return n if self.knows else None
-
-
-@pytest.mark.parametrize("knows", [False, True])
-def test_an_operator_of_ones_own_may_say_where_it_is(knows: bool) -> None:
-    calls: list[int] = []
-    pipe = Pipeline.from_dataset(range(10)).map(lambda x: calls.append(x) or x)
-    pipe = pipe.apply(Numbered(knows)).batch(2, collate_fn=list)
-    state = a_state(pipe, 3)
-    calls.clear()
-    assert list(pipe.run(state=state)) == [[(6, 6), (7, 7)], [(8, 8), (9, 9)]]
-    assert calls == list(range(6 if knows else 0, 10))
 
 
 @pytest.mark.parametrize("backend", ["inline", "threads"])

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from support.random_pipelines import events, saved
 from support.sampler_loaders import pace
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
@@ -71,37 +69,27 @@ BATCH_SAMPLERS: dict[str, Callable[[], Any]] = {
 }
 
 
-def check(make: Callable[[], Pipeline], stops: tuple[int, ...], epochs: int = 2) -> None:
-    """Stop in each of the last epochs, in a pipeline that is new each time."""
-    for epoch in range(epochs):
-        for stop in stops:
-            with make().epochs(epochs + 1) as whole:
-                for _ in range(epoch):
-                    list(next(whole))
-                run = next(whole)
-                events(run, stop)
-                state = saved(run)
-                rest = [events(run), *map(list, whole)]
-            for _ in range(2):
-                with make().epochs(epochs + 1, state=state) as again:
-                    run = next(again)
-                    assert saved(run) == state
-                    found = [events(run), *map(list, again)]
-                assert found == rest
-
-
-BEHIND = {("ShuffleSampler", "shuffle"), ("RandomSampler", "filter")}
-"""Samplers with what stands behind them in every run: it keeps its own place, whatever they are."""
+def check(make: Callable[[], Pipeline], *stops: int) -> None:
+    """Stop in the second of three epochs, and go on in a pipeline that is new each time."""
+    for stop in stops:
+        with make().epochs(3) as whole:
+            list(next(whole))
+            run = next(whole)
+            events(run, stop)
+            state = saved(run)
+            rest = [events(run), *map(list, whole)]
+        with make().epochs(3, state=state) as again:
+            run = next(again)
+            assert saved(run) == state
+            assert [events(run), *map(list, again)] == rest
 
 
 @pytest.mark.parametrize(
     ("name", "behind"),
     [
-        pytest.param(
-            name, behind, marks=() if not behind or (name, behind) in BEHIND else pytest.mark.full
-        )
-        for name in SAMPLERS
-        for behind in ("", "shuffle", "filter")
+        *((name, "") for name in SAMPLERS),
+        ("ShuffleSampler", "shuffle"),  # it keeps its own place, whatever the sampler is
+        ("RandomSampler", "filter"),
     ],
 )
 def test_samplers(name: str, behind: str) -> None:
@@ -113,7 +101,7 @@ def test_samplers(name: str, behind: str) -> None:
             pipe = pipe.filter(lambda x: x % 9, backend="threads", num_workers=1)
         return (pipe.shuffle(9) if behind == "shuffle" else pipe).batch(16, collate_fn=list)
 
-    check(make, (70,) if behind else (0, 1, 70))
+    check(make, 1, 70)
 
 
 @pytest.mark.parametrize("name", BATCH_SAMPLERS)
@@ -122,26 +110,10 @@ def test_batch_samplers(name: str) -> None:
         sampler = BATCH_SAMPLERS[name]()
         return Pipeline.from_dataset(range(2000), batch_sampler=sampler, collate_fn=list)
 
-    check(make, (0, 100))
+    check(make, 0, 100)
 
 
-@settings(deadline=None, max_examples=40)
-@given(st.integers(0, 3100), st.integers(0, 3100), st.integers(1, 2))
-def test_a_sampler_is_found_again_anywhere(first: int, second: int, epoch: int) -> None:
-    def make() -> Pipeline:
-        return Pipeline.from_dataset(range(3072), sampler=ShuffleSampler(3072, seed=7))
-
-    whole = list(make().run(epoch=epoch))
-    with make().run(epoch=epoch) as run:
-        assert [item for _, item in events(run, first)] == whole[:first]
-        state = saved(run)
-    with make().run(state=state) as run:
-        assert [item for _, item in events(run, second)] == whole[first : first + second]
-        state = saved(run)
-    assert list(make().run(state=state)) == whole[first + second :]
-
-
-@pytest.mark.parametrize("count", [64, 1024, 2048])
+@pytest.mark.parametrize("count", [64, 1024])
 def test_behind_the_last_item_is_not_the_next_epoch(count: int) -> None:
     """Samplers tell the end of an epoch as the beginning of the next."""
     for make in (
@@ -187,15 +159,13 @@ def test_a_sampler_is_found_again_without_what_it_gave_before() -> None:
     assert sampler.drawn <= 1024 + 100
 
 
-@pytest.mark.parametrize("behind", ["", "shuffle", "repeat", "mix", "concat", "fork"])
+@pytest.mark.parametrize("behind", ["shuffle", "repeat", "mix", "fork"])
 def test_marks_do_not_pile_up(behind: str) -> None:
     class Often(ShuffleSampler):
         """Every pass is another, and begins with a mark."""
 
     sampler = Often(3, seed=1)
     pipe = Pipeline.from_dataset(range(3), sampler=sampler)
-    if behind == "concat":
-        pipe = pipe.concat(Pipeline.from_dataset(range(2), sampler=Often(2, seed=2)))
     if behind == "fork":
         pipe = Pipeline.zip(*pipe.tee())
     pipe = pipe.repeat()
@@ -206,7 +176,7 @@ def test_marks_do_not_pile_up(behind: str) -> None:
     if behind == "mix":
         pipe = pipe.mix(Pipeline.from_dataset(range(1000)).repeat())
     with pipe.run() as run:
-        events(run, 10_000)
+        events(run, 4_000)
         kept = sum(len(m) for found in run._position._places.values() for m in found)
         assert kept <= 600
         state, rest = saved(run), events(run, 50)
@@ -300,16 +270,7 @@ ITERABLES: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("name", "behind"),
-    [
-        pytest.param(
-            name,
-            behind,
-            marks=() if not behind or name == "state on both" else pytest.mark.full,
-        )
-        for name in ITERABLES
-        for behind in (False, True)
-    ],
+    ("name", "behind"), [*((name, False) for name in ITERABLES), ("state on both", True)]
 )
 def test_iterables(name: str, behind: bool) -> None:
     def make() -> Pipeline:
@@ -317,14 +278,7 @@ def test_iterables(name: str, behind: bool) -> None:
         pipe = pipe.map(repr, backend="threads", num_workers=1, prefetch=3)
         return pipe.shuffle(5) if behind else pipe
 
-    check(make, (130, 300) if behind else (0, 256))
-
-
-def test_an_iterator_is_read_anew_up_to_where_it_was() -> None:
-    with Pipeline.from_iterable(iter(range(50))).run() as run:
-        events(run, 20)
-        state = saved(run)
-    assert list(Pipeline.from_iterable(iter(range(50))).run(state=state)) == list(range(20, 50))
+    check(make, *((130, 300) if behind else (0, 256)))
 
 
 def test_what_tells_its_state_is_not_read_again_from_its_beginning() -> None:
@@ -388,8 +342,7 @@ def cached(path: Any = None) -> Pipeline:
 
 
 @pytest.mark.parametrize("stop", [3, 12])
-@pytest.mark.parametrize("epoch", [0, 1])
-@pytest.mark.parametrize("same", [False, True])
+@pytest.mark.parametrize(("epoch", "same"), [(0, False), (1, True)])
 def test_a_cache_in_memory_is_filled_again_with_what_it_held(
     stop: int, epoch: int, same: bool
 ) -> None:
@@ -455,13 +408,10 @@ def of_rank(rank: int, ranks: int, place: dict[str, Any], count: int = 103) -> P
     return pipe.batch(3, collate_fn=list).map(list, **place)
 
 
-@pytest.mark.parametrize("before", [1, 2, 4])
-@pytest.mark.parametrize(
-    "after", [1, 3, *(pytest.param(k, marks=pytest.mark.full) for k in (2, 5))]
-)
-@pytest.mark.parametrize("place", [{}, {"backend": "threads", "num_workers": 2}])
-def test_another_number_of_ranks_goes_on(before: int, after: int, place: dict[str, Any]) -> None:
-    for steps in (0, 1, 4, 8):
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (4, 1)])
+def test_another_number_of_ranks_goes_on(before: int, after: int) -> None:
+    place: dict[str, Any] = {"backend": "threads", "num_workers": 2}
+    for steps in (0, 4):
         given, states = list[int](), list[Any]()
         for rank in range(before):
             with of_rank(rank, before, place).run(seed=1) as run:

@@ -78,11 +78,6 @@ def items_of(found: list[Any]) -> list[int]:
     [
         pytest.param({}, id="inline"),
         pytest.param({"backend": "threads", "num_workers": 2}, id="threads"),
-        pytest.param(
-            {"backend": "threads", "num_workers": 2, "threads_per_worker": 2},
-            id="4",
-            marks=pytest.mark.full,
-        ),
     ],
 )
 def test_nothing_is_made_again_but_what_is_needed(place: Place) -> None:
@@ -131,28 +126,6 @@ def test_a_shuffle_of_indices_costs_no_call() -> None:
     assert work.calls == 500
 
 
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("later", [True, False])
-def test_steps_may_share_a_node_in_one_run_and_not_in_the_other(fused: bool, later: bool) -> None:
-    def make(fuse: bool) -> Pipeline:
-        place: Place = {"backend": "threads", "num_workers": 2, "fuse": fuse}
-        pipe = Pipeline.from_dataset(range(200)).filter(odd, **place).flat_map(some, **place)
-        pipe = pipe.map(str, **place).filter(len, **place)
-        # Only one of the two runs has this at the end of the node of the others.
-        return pipe.map(str, **place) if fuse else pipe.map(str)
-
-    whole = list(make(fused))
-    for stop in range(0, len(whole), 9):
-        with make(fused).run() as run:
-            events(run, stop)
-            state = saved(run)
-        with make(later).run(state=state) as run:
-            half = events(run, 10)
-            again = saved(run)
-        with make(fused).run(state=again) as run:
-            assert [item for _, item in half + events(run)] == whole[stop:]
-
-
 BUFFERS: dict[str, Callable[[Pipeline], Pipeline]] = {
     "shuffle": lambda pipe: pipe.shuffle(10),
     "bucket_by": lambda pipe: pipe.bucket_by(_kind_of, 3, collate_fn=list),
@@ -173,17 +146,20 @@ def fails_at_times(item: int) -> int:
     return item
 
 
-@pytest.mark.parametrize("buffer", BUFFERS)
 @pytest.mark.parametrize(
-    "places",
+    ("buffer", "places"),
     [
-        [{}, {}],
-        [
-            {"backend": "threads", "num_workers": 2, "prefetch": 5},
-            {"backend": "fork", "num_workers": 2, "fuse": False},
-        ],
+        ("shuffle", [{}, {}]),
+        ("bucket_by", [{}, {}]),
+        (
+            "shuffle",
+            [
+                {"backend": "threads", "num_workers": 2, "prefetch": 5},
+                {"backend": "fork", "num_workers": 1, "fuse": False},
+            ],
+        ),
     ],
-    ids=["inline", "workers"],
+    ids=["shuffle-inline", "bucket_by-inline", "shuffle-workers"],
 )
 def test_the_buffered_items_alone_come_again_and_have_the_numbers_that_they_had(
     buffer: str, places: list[Place]
@@ -198,7 +174,7 @@ def test_the_buffered_items_alone_come_again_and_have_the_numbers_that_they_had(
         return BUFFERS[buffer](pipe)
 
     whole = list(make({}).run(seed=3))
-    for number, stop in enumerate((4, 11, 30)):
+    for number, stop in enumerate((4, 30)):
         with make(places[number % 2]).run(seed=3) as run:
             assert [item for _, item in events(run, stop)] == whole[:stop]
             state = saved(run)
@@ -219,13 +195,13 @@ def _seeded(place: Place) -> Place:
     return {"seeding": "sample", **place}
 
 
-@pytest.mark.parametrize("place", [{}, {"backend": "threads", "num_workers": 2}])
-def test_errors_before_a_buffer_are_neither_raised_nor_made_again(place: Place) -> None:
+def test_errors_before_a_buffer_are_neither_raised_nor_made_again() -> None:
     calls = Counting()
+    place: Place = {"backend": "threads", "num_workers": 2}
     pipe = Pipeline.from_dataset(range(300)).map(calls, **place).map(fails_at_times, **place)
     pipe = pipe.shuffle(10)
     whole = events(pipe.run(seed=1))
-    for stop in (3, 50, 200):
+    for stop in (3, 200):
         with pipe.run(seed=1) as run:
             events(run, stop)
             state = saved(run)
@@ -242,14 +218,14 @@ def always_fails(item: int) -> int:
 
 
 def test_a_state_stays_small_behind_thousands_of_errors_and_with_a_large_buffer() -> None:
-    pipe = Pipeline.from_dataset(range(30_000)).map(always_fails).shuffle(2_000)
+    pipe = Pipeline.from_dataset(range(10_000)).map(always_fails).shuffle(1_000)
     with pipe.run(seed=1) as run:
-        events(run, 25_000)
+        events(run, 8_000)
         state, rest = saved(run), events(run)
     assert events(pipe.run(state=state)) == rest
 
 
-@pytest.mark.parametrize("stop", [0, 1, 3, 4, 9, 25])
+@pytest.mark.parametrize("stop", [1, 4, 25])
 def test_errors_that_are_raised_beside_the_items_have_no_number(stop: int) -> None:
     """`skip` raises the errors of skipped items, and `take` and `enumerate` don't count them."""
 
