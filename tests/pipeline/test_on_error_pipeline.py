@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import sys
+import os
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -11,26 +11,19 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.platforms import needs_fork
 
-from hybridloader import Pipeline, Replace, Retry, Skip, TooManyErrors
-from hybridloader.engine.messages import GivenUp, PartlyGivenUp, TaskContext
-from hybridloader.engine.stage import RestartPolicy
-from hybridloader.errors import IteratorClosed, WorkerDied
-from hybridloader.fetching.readers import MapFetch, Step, WorkFetch
-from hybridloader.running.operator import Placement
-from hybridloader.running.plan import InlineNode, WorkerNode, lay_out
+from hybridloader import Pipeline, Replace, RestartPolicy, Retry, Skip, TooManyErrors
+from hybridloader.errors import IteratorClosed
+from hybridloader.pipeline import Placement
 
 WHERE: list[dict[str, Any]] = [
     {},
     {"backend": "inline"},
-    {"backend": "threads", "num_workers": 1},
     {"backend": "threads", "num_workers": 3},
-    {"backend": "fork", "num_workers": 2},
     {"backend": "shared-memory", "num_workers": 1, "threads_per_worker": 3},
 ]
-PLACES = pytest.mark.parametrize(
-    "where", WHERE, ids=lambda w: f"{w.get('backend')}-{w.get('workers')}"
-)
+PLACES = pytest.mark.parametrize("where", WHERE, ids=lambda where: str(where.get("backend")))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -179,10 +172,7 @@ def test_what_is_passed_on_unopened_counts_as_attempted() -> None:
     first = Pipeline.from_dataset(range(3000)).map(
         lambda n: 1 // ((n + 1) % 300), on_error=Skip(0.0034), backend="fork", num_workers=1
     )
-    pipe = first.map(abs, backend="fork", num_workers=2)
-    nodes = [node for node in lay_out(pipe).nodes if isinstance(node, WorkerNode)]
-    assert nodes[0].forwarded
-    found, skipped = results(pipe)
+    found, skipped = results(first.map(abs, backend="fork", num_workers=2))
     assert (len(found), len(skipped)) == (2990, 10)
 
 
@@ -255,15 +245,14 @@ def test_only_stages_that_agree_share_workers() -> None:
     def stages(**other: Any) -> int:
         same: dict[str, Any] = {"backend": "threads", "num_workers": 2}
         pipe = Pipeline.from_dataset(range(9)).map(abs, **same).map(abs, **same, **other)
-        return sum(isinstance(node, WorkerNode) for node in lay_out(pipe).nodes)
+        with pipe.run(observe=True) as run:
+            assert list(run) == list(range(9))
+            return sum(row.backend == "threads" for row in run.stats().stages)
 
     assert stages() == stages(on_error="raise") == stages(on_worker_death="raise") == 1
     assert stages(on_error="skip") == 2
     assert stages(on_worker_death="restart") == 2
     assert stages(task_timeout=3) == 2
-    for policy, together in (("raise", 1), ("skip", 3)):
-        pipe = Pipeline.from_dataset(range(9)).map(abs, on_error=policy).map(abs)
-        assert sum(isinstance(node, InlineNode) for node in lay_out(pipe).nodes) == together
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
@@ -314,7 +303,7 @@ def test_a_stop_iteration_is_an_error_as_any_other() -> None:
             raise StopIteration
         return item
 
-    for where in WHERE[:4]:
+    for where in WHERE:
         for policy in (Skip(), Retry(1, 0, then="skip")):
             pipe = Pipeline.from_dataset(range(3)).map(leak, on_error=policy, **where)
             found, ((_, error, *_),) = results(pipe)
@@ -370,85 +359,33 @@ def test_a_policy_needs_no_backend_but_a_death_does() -> None:
             Placement.of("stage", where)  # type: ignore[arg-type]
 
 
-# -- items that do not fail ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("policy", [None, Skip(), Retry(2), Replace(swap)])
-def test_a_good_item_costs_the_calls_of_its_functions(policy: Any) -> None:
-    work = WorkFetch((Step("map", int), Step("map", lambda item: item + 1)), on_error=policy)
-    fetcher = work.open(None, TaskContext())
-    calls: list[str] = []
-
-    def count(items: range) -> int:
-        calls.clear()
-        sys.setprofile(lambda frame, event, _: calls.append(event))
-        fetcher.fetch(list(items))
-        sys.setprofile(None)
-        return calls.count("call")
-
-    # The least of three: a collection in between only adds calls.
-    few, many = (min(count(range(items)) for _ in range(3)) for items in (10, 40))
-    assert many - few == 30  # those of the function that is not C's
-
-
 # -- items that kill workers -----------------------------------------------------------------------
 
 
-def told(fetcher: Any, context: TaskContext, items: Any) -> list[Any]:
-    """Results of a task, and what is told of the others where they would have been."""
-    results = list(fetcher.fetch(items))
-    for note in reversed((context.take_extras() or {}).get("notes", ())):
-        (failed,) = note.failures
-        kind = "replaced" if note.item is None else failed.failure.exception.args[0]
-        assert failed.replaced == (note.item is None)
-        results.insert(note.position, (kind, failed.index))
-    return results
+def kills(item: int) -> int:
+    if item % 4 == 1:
+        os._exit(3)
+    return item
 
 
-STEPS = {
-    "map": (Step("map", tenfold),),
-    "maps": (Step("map", tenfold), Step("map", abs)),
-    "filter": (Step("filter", lambda item: True), Step("map", tenfold)),
-    "flat_map": (Step("flat_map", lambda item: [tenfold(item)]),),
-    "lookup": (Step("map", MapFetch(Tens(), lambda one: one, False)),),
+KILLING: dict[str, Any] = {
+    "map": lambda pipe, **where: pipe.map(kills, **where),
+    "filter": lambda pipe, **where: pipe.filter(lambda item: kills(item) >= 0, **where),
+    "flat_map": lambda pipe, **where: pipe.flat_map(lambda item: [kills(item)], **where),
 }
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("kind", sorted(STEPS))
-def test_an_item_that_was_given_up_is_as_one_that_failed(kind: str, threads: int) -> None:
-    items = PartlyGivenUp([1, GivenUp(7, "it kills"), 2])
-    context = TaskContext()
-    work: Any = WorkFetch(STEPS[kind], threads).open(None, context)
-    assert told(work, context, items) == [10, ("it kills", 7), 20]
-    work.fetch(items)
-    (note,) = (context.take_extras() or {})["notes"]
-    assert type(note.failures[0].failure.exception) is WorkerDied
-    swapped: Any = WorkFetch(STEPS[kind], threads, Replace(lambda i, e: 4)).open(None, context)
-    expected = 40 if kind == "filter" else 4  # it goes on to the next step
-    assert told(swapped, context, items) == [10, ("replaced", 7), expected, 20]
-
-
-@pytest.mark.parametrize("policy", [None, Retry(1, 0)])
-@pytest.mark.parametrize("kind", ["map", "maps", "filter", "flat_map"])
-def test_who_wants_to_know_sees_which_item_a_worker_is_at(kind: str, policy: Any) -> None:
-    flag, seen = TaskContext(tracked=True), []
-
-    def note(item: int) -> int:
-        seen.append(flag.at)
-        return item
-
-    steps = {
-        "map": (Step("map", note),),
-        "maps": (Step("map", note), Step("map", abs)),
-        "filter": (Step("filter", note),),
-        "flat_map": (Step("flat_map", lambda item: [note(item)]),),
-    }[kind]
-    work: Any = WorkFetch(steps, on_error=policy).open(None, flag)
-    assert work.fetch([7, 8, 9]) == [7, 8, 9]
-    assert (seen, flag.at) == ([0, 1, 2], -1)
-    work.fetch(PartlyGivenUp([7, GivenUp(8, "it kills"), 9]))
-    assert (seen[3:], flag.at) == ([0, 2], -1)
-    quiet: Any = WorkFetch(steps, on_error=policy).open(None, TaskContext())
-    quiet.fetch([7])
-    assert seen[-1] == -1
+@needs_fork
+@pytest.mark.parametrize(
+    ("kind", "policy"), [("map", "skip"), ("filter", Replace(swap)), ("flat_map", "skip")]
+)
+def test_an_item_that_kills_its_worker_is_as_one_that_failed(kind: str, policy: Any) -> None:
+    where: dict[str, Any] = {
+        "backend": "fork",
+        "num_workers": 1,
+        "on_error": policy,
+        "on_worker_death": RestartPolicy(deaths_per_sample=1),
+    }
+    found, skipped = results(KILLING[kind](Pipeline.from_dataset(range(4)), **where))
+    assert found == ([0, 2, 3] if policy == "skip" else [0, ("swapped", 1, "WorkerDied"), 2, 3])
+    assert [(index, replaced) for index, _, _, replaced in skipped] == [(1, policy != "skip")]
