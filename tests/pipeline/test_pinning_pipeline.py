@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import sys
 import threading
 from typing import Any
@@ -11,11 +10,13 @@ import pytest
 import torch
 from support.failing_datasets import outcomes
 from support.fake_accelerator import FakeAccelerator, taken_for_current
-from support.pinning_datasets import Counting, Pinnable, first_of, on_backends, reading
+from support.pinning_datasets import Counting, Pinnable, first_of, on_backends
 
 from hybridloader import Pipeline
-from hybridloader.errors import IteratorClosed, NotReady
-from hybridloader.memory.slots import OWN, set_slots
+from hybridloader.errors import NotReady
+
+OWN = 256 << 10
+"""Bytes from which on a buffer has a slot of its own."""
 
 TO_THREAD = "hybridloader-to"
 PIN_THREAD = "hybridloader-pin_memory"
@@ -68,28 +69,6 @@ def test_batches_are_pinned_by_a_thread_that_has_entered_the_device_of_the_start
     assert [first_of(batch) for batch in found] == batches_of(4)
     assert set(fake.pinners) == {PIN_THREAD}
     assert PIN_THREAD in fake.entries
-
-
-def test_without_workers_there_is_a_thread_all_the_same() -> None:
-    fake = Counting()
-    assert len(list(rows().pin_memory(fake))) == 12
-    assert set(fake.pinners) == {PIN_THREAD}
-    assert fake.entries == [PIN_THREAD]
-
-
-def test_the_stream_of_the_loop_waits_and_not_the_loop() -> None:
-    fake = FakeAccelerator()
-    seen: list[torch.Tensor] = []
-    own = fake.new_stream()
-    for batch in rows(backend="threads", num_workers=2).batch(4).to(fake):
-        fake.launch(lambda batch=batch: seen.append(batch.clone()))
-    with fake.on(own):
-        for batch in rows(4).to(fake):
-            fake.launch(lambda batch=batch: seen.append(batch[None].clone()))
-    fake.run(fake.default, own)
-    assert seen == []
-    fake.run()
-    assert [first_of(batch) for batch in seen] == [*batches_of(4), [0], [1], [2], [3]]
 
 
 @on_backends
@@ -172,38 +151,6 @@ def test_the_next_item_can_be_asked_for_without_waiting() -> None:
         assert fake.holds(next(run))
 
 
-# -- bounds ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("ahead", "most"),
-    [
-        ({"batches_ahead": 3}, 3),
-        ({"batches_ahead": 99, "buffer_bytes": 40}, 2),
-        ({"buffer_bytes": 1}, 1),
-    ],
-    ids=["items", "bytes", "one item is larger"],
-)
-def test_so_many_wait_and_one_more_is_at_hand(ahead: Any, most: int) -> None:
-    fake = Counting()
-    fake.enough = most + 1
-    with rows(60).to(fake, **ahead).run() as run:
-        for taken in range(1, 30):
-            next(run)
-            assert fake.many.wait(60)
-            assert len(fake.pinners) <= taken + most + 1
-
-
-def test_a_loop_that_runs_ahead_of_its_device_reserves_the_memory_of_few_items() -> None:
-    fake = FakeAccelerator()
-    seen: list[bytes] = []
-    for item in rows(40).to(fake):
-        fake.launch(reading(item, seen))
-        assert fake.reserved <= (2 + 4) * item.nbytes
-    fake.run()
-    assert [read[::4] for read in seen] == [bytes([number] * 4) for number in range(40)]
-
-
 # -- errors and ends -------------------------------------------------------------------------------
 
 
@@ -223,21 +170,6 @@ def test_what_fails_comes_in_its_place_and_says_where() -> None:
         assert found[2].__notes__ == [where]
 
 
-def test_what_fails_before_keeps_its_place_too() -> None:
-    found = outcomes(
-        iter(Pipeline.from_dataset([4, 0, 2]).map((8).__truediv__).to(FakeAccelerator()))
-    )
-    assert [type(item) for item in found] == [float, ZeroDivisionError, float]
-
-
-def test_a_run_that_is_closed_has_no_thread() -> None:
-    run = rows(backend="fork", num_workers=1).to(FakeAccelerator()).run()
-    next(run)
-    run.close()
-    with pytest.raises(IteratorClosed):
-        next(run)
-
-
 def test_the_death_of_the_thread_is_noticed_at_once() -> None:
     pipe = Pipeline.from_dataset(range(3)).map(lambda k: Pinnable(k, SystemExit(k) if k else None))
     run = iter(pipe.pin_memory(FakeAccelerator()))
@@ -245,15 +177,6 @@ def test_the_death_of_the_thread_is_noticed_at_once() -> None:
     with pytest.raises(SystemExit):
         next(run)
     run.close()
-
-
-def test_refused_pinning_is_one_warning_and_all_comes() -> None:
-    fake = FakeAccelerator(pinnable=0)
-    with pytest.warns(UserWarning, match="could not be put into page-locked memory") as caught:
-        found = list(rows().batch(4).to(fake))
-    fake.run()
-    assert [first_of(batch) for batch in found] == batches_of(4)
-    assert len(caught) == 1
 
 
 # -- states ----------------------------------------------------------------------------------------
@@ -338,25 +261,3 @@ def test_it_is_a_line_of_the_table_the_picture_and_the_statistics() -> None:
         found = [next(run) for _ in range(3)]
         assert "batch(4) + to(device=FakeAccelerator('fake:0'))" in str(run.stats())
     assert len(found) == len(pipe) == 3
-
-
-def test_it_can_be_pickled_and_compared() -> None:
-    pipe = rows(4).to("cuda:1", batches_ahead=3)
-    again = pickle.loads(pickle.dumps(pipe))
-    assert again.operators[-1] == pipe.operators[-1]
-    assert str(again) == str(pipe)
-
-
-def test_the_slots_of_the_thread_are_put_back_also_behind_an_error() -> None:
-    class Mine:
-        def empty(self, size: int) -> None: ...
-
-    mine = Mine()
-    before = set_slots(mine)
-    try:
-        found = outcomes(Pipeline.from_iterable([1, "a", 3, 4]).batch(2).run())
-        assert set_slots(mine) is mine
-    finally:
-        set_slots(before)
-    assert isinstance(found[0], Exception)
-    assert found[1].tolist() == [3, 4]
