@@ -11,12 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.comparison import same
 from support.platforms import posix
-from support.scripts import Kept, drain, items_in
+from support.scripts import Kept, drain
 
 from hybridloader.errors import CacheError, HybridLoaderError
 
 in_a_folder = settings(
-    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 
 
@@ -111,15 +111,6 @@ def test_damage_is_found_wherever_it_is(tmp_path: Path, data: st.DataObject) -> 
             assert f"damaged: record {number} of 4 is not as it was written; delete" in str(item)
         else:
             same(item, expected)
-
-
-def test_damage_to_a_record_costs_that_record(file: Path) -> None:
-    whole = bytearray(written(file))
-    whole[whole.index(b"two")] ^= 1
-    file.write_bytes(whole)
-    found = drain(Kept(file, "of this").begin())
-    assert isinstance(found[1], CacheError)
-    same(items_in(found), [ITEMS[0], *ITEMS[2:]])
 
 
 def test_digests_are_checked_before_anything_is_unpickled(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -23,8 +22,7 @@ from support.scripts import (
     steps,
 )
 
-from hybridloader import Pipeline, WorkerTimeout
-from hybridloader.testing import Gate
+from hybridloader import Pipeline
 
 errors = st.builds(Oops, st.integers(0, 99))
 scripts = st.lists(st.one_of(st.integers(), st.none(), errors), max_size=20)
@@ -187,31 +185,3 @@ def test_a_skip_asks_for_nothing_before_it_is_asked() -> None:
         next(found)
     assert next(found) == 3
     assert outcome(steps.skip(9), 1, Oops(2), 3) == [Oops(2)]
-
-
-def patiently(run: Any, count: int) -> list[Any]:
-    found: list[Any] = []
-    while len(found) < count:
-        with suppress(WorkerTimeout):  # on a busy computer
-            found.append(next(run))
-    return found
-
-
-def test_a_timeout_takes_no_place() -> None:
-    for step, whole in [(steps.take(3), [0, 1, 2]), (steps.enumerate(5), [(5, 0), (6, 1), (7, 2)])]:
-        gate = Gate()
-
-        def wait(item: int, gate: Gate = gate) -> int:
-            if item == 1:
-                gate.arrive()
-            return item
-
-        pipe = Pipeline.from_dataset(range(3))
-        pipe = pipe.map(wait, backend="threads", num_workers=1, timeout=0.05)
-        with step(pipe).run() as run:
-            found = patiently(run, 1)
-            with pytest.raises(WorkerTimeout):
-                next(run)
-            gate.open()
-            assert found + patiently(run, 2) == whole
-            assert next(run, None) is None

@@ -51,11 +51,6 @@ class NoLength:
 # -- indices -----------------------------------------------------------------------------------------
 
 
-def test_the_plain_order_is_that_of_a_range() -> None:
-    assert indices(dataset=Numbers(5)) == [0, 1, 2, 3, 4]
-    assert Pipeline.from_dataset(Numbers(5)).length == 5
-
-
 def test_a_seeded_shuffle_is_that_of_torch_with_the_epoch_added() -> None:
     for epoch in (0, 3):
         generator = torch.Generator().manual_seed(17 + epoch)
@@ -241,21 +236,6 @@ def test_a_generator_that_it_made_is_closed_and_one_that_was_given_is_not() -> N
     assert next(generator) > 0
     assert not ended
     assert begin_and_close(io.StringIO("a\n" * 30)).readline() == "a\n"
-
-
-@pytest.mark.parametrize(
-    ("source", "told"),
-    [
-        (3, "source must be an iterable, or a function that gives one, not 3"),
-        (None, "not None"),
-        ("images/", "would be read one character at a time: 'images/'"),
-        (b"x", "a bytes would be read"),
-        (NoLength(), "is read by index, with from_dataset"),
-    ],
-)
-def test_what_is_no_iterable_is_refused_at_once(source: Any, told: str) -> None:
-    with pytest.raises(TypeError, match=told):
-        Pipeline.from_iterable(source)
 
 
 def test_a_function_that_gives_no_iterable_is_an_error_when_the_pass_begins() -> None:

@@ -37,17 +37,6 @@ def test_every_branch_gets_everything_however_unevenly_they_are_pulled(
     assert source.pulled == len(script) + 1
 
 
-def test_all_get_the_same_objects() -> None:
-    one, other = Pipeline.from_iterable([object()]).tee()
-    ((mine, yours),) = one.zip(other)
-    assert mine is yours
-
-
-def test_a_branch_that_is_opened_late_lacks_nothing() -> None:
-    one, other = scripted(1, 2, 3).tee()
-    assert list(one.concat(other)) == [1, 2, 3, 1, 2, 3]
-
-
 def test_forks_of_one_pipeline_have_passes_of_their_own() -> None:
     begun: list[int] = []
 

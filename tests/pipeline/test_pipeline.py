@@ -235,11 +235,9 @@ def outcomes_of(run: Iterator[Any]) -> Iterator[Outcome]:
 
 @st.composite
 def placements(draw: st.DrawFn, *, ordered: bool = True) -> tuple[tuple[str, Any], ...]:
-    backend = draw(st.sampled_from(["inline", "threads", "fork", "shared-memory"]))
-    if draw(st.integers(0, 40)) == 40:  # a fresh interpreter takes its time
-        backend = "spawn"
-    where: dict[str, Any] = {"backend": backend}
-    where["num_workers"] = draw(st.integers(1, 1 if backend == "spawn" else 4))
+    backends = ["inline", "threads", "threads", "threads", "fork", "shared-memory"]
+    where: dict[str, Any] = {"backend": draw(st.sampled_from(backends))}
+    where["num_workers"] = draw(st.integers(1, 3))
     where["prefetch"] = draw(st.sampled_from([None, None, 1, 2, 7]))
     where["buffer_bytes"] = draw(st.sampled_from([None, None, 1, 500]))
     where["threads_per_worker"] = draw(st.sampled_from([1, 1, 1, 3]))
@@ -297,7 +295,7 @@ def test_a_pipeline_gives_what_a_plain_loop_gives(ops: list[Op], count: int, epo
         assert len(pipe) == len(expected)
 
 
-@settings(property_test, max_examples=25)
+@settings(property_test, max_examples=15)
 @given(
     # Behind a flat_map of the same task, an error takes more along than its item: see below.
     st.lists(st.one_of(works({"map": [tag, trip], "filter": [keep_some]}), REORDERING), max_size=4),
@@ -312,7 +310,7 @@ def test_exceptions_come_out_in_the_place_of_their_items(
     assert list(outcomes_of(built(whole, count).run(seed=1))) == expected
 
 
-@settings(property_test, max_examples=15)
+@settings(property_test, max_examples=10)
 @given(
     st.lists(works({"map": [tag, trip], "filter": [keep_some]}, ordered=False), max_size=3),
     works({"flat_map": [several, give_and_trip]}, ordered=False),
@@ -326,7 +324,7 @@ def test_an_unordered_pipeline_gives_the_same_in_any_order(
     assert Counter(map(repr, outcomes_of(built(whole, count).run()))) == expected
 
 
-@settings(property_test, max_examples=25)
+@settings(property_test, max_examples=12)
 @given(st.data(), st.sampled_from(["zip", "concat", "interleave"]), st.integers(0, 20))
 def test_forks_and_joins_give_what_plain_loops_give(
     data: st.DataObject, join: str, count: int

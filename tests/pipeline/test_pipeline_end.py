@@ -16,10 +16,9 @@ from support.short_waits import shorten_waits
 from hybridloader import Pipeline, Threads
 from hybridloader.engine import Crew
 from hybridloader.errors import IteratorClosed
-from hybridloader.pipeline import Epochs
 from hybridloader.testing import Gate
 
-WORKERS = ("threads", "fork", "shared-memory")
+WORKERS = ("threads", "fork")
 
 
 def count() -> Iterator[int]:
@@ -99,16 +98,15 @@ def pull_on_a_thread(run: Iterator[Any]) -> tuple[threading.Thread, list[Any]]:
 # -- close -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sticking", STICKING)
-@pytest.mark.parametrize("backend", WORKERS)
+@pytest.mark.parametrize(
+    ("sticking", "backend"),
+    [*((sticking, "threads") for sticking in STICKING), (stick_in_a_branch, "fork")],
+)
 def test_close_ends_a_wait_in_another_thread(sticking: Sticking, backend: str, gate: Gate) -> None:
     run = iter(sticking(gate, backend))
     thread, found = pull_on_a_thread(run)
     gate.await_arrivals()
     run.close()
-    stages = [running.stage for running in run._executor.stages.values()]
-    if backend != "threads":  # a thread that is stuck can't be ended
-        assert not [handle for stage in stages for handle in stage.handles if handle.is_alive()]
     thread.join()
     assert found == [IteratorClosed]
     assert run.closed
@@ -270,7 +268,6 @@ NOTHING_COMES: dict[str, Callable[[Pipeline], Pipeline]] = {
     "the loop": lambda pipe: pipe.filter(none_of),
     "a relay": lambda pipe: pipe.filter(none_of).map(abs, backend="threads", num_workers=1),
     "threads": lambda pipe: pipe.filter(none_of, backend="threads", num_workers=2),
-    "threads, then a relay": lambda pipe: pipe.filter(none_of, backend="threads").batch(2),
     "processes": lambda pipe: pipe.filter(none_of, backend="fork", num_workers=2),
 }
 
@@ -295,37 +292,32 @@ def test_an_endless_source_of_which_nothing_is_kept_can_be_closed(
     assert found == [IteratorClosed]
 
 
-def still_reads(operators: Callable[[Pipeline], Pipeline], leave: Callable[[Epochs], None]) -> bool:
-    """Tell whether the thread before a stage goes on after an epoch was left."""
-    stop = threading.Event()
+@pytest.mark.parametrize(
+    "kept_none",
+    [lambda pipe: pipe.filter(none_of), lambda pipe: pipe.skip(10**12)],
+    ids=["filter", "skip"],
+)
+def test_a_pass_of_which_nothing_is_kept_ends_when_the_next_begins(
+    kept_none: Callable[[Pipeline], Pipeline],
+) -> None:
+    begun, ended = threading.Event(), threading.Event()
 
     def source() -> Iterator[int]:
-        while not stop.is_set():
-            yield 1
+        try:
+            for k in itertools.count():
+                if k == 100:
+                    begun.set()
+                yield k
+        finally:
+            ended.set()
 
-    pipe = operators(Pipeline.from_iterable(source)).map(abs, backend="threads", num_workers=1)
+    pipe = kept_none(Pipeline.from_iterable(source)).map(abs, backend="threads", num_workers=1)
     with pipe.epochs() as epochs:
         next(epochs)
-        relays = epochs._loader._executor.relays
-        relay = relays[min(relays)].relay
-        leave(epochs)
-        found = relay._thread.is_alive()
-        stop.set()
-        relay.close()
-    return found
-
-
-def test_a_pass_of_which_nothing_is_kept_can_be_left() -> None:
-    assert not still_reads(
-        lambda pipe: pipe.filter(none_of), lambda e: e._loader._executor.break_off()
-    )
-
-
-@pytest.mark.parametrize(
-    "leave", [Epochs.close, lambda epochs: epochs._loader._executor.break_off()]
-)
-def test_an_operator_that_gives_nothing_can_be_ended(leave: Callable[[Epochs], None]) -> None:
-    assert not still_reads(lambda pipe: pipe.skip(10**12), leave)
+        assert begun.wait(60)
+        assert not ended.is_set()
+        next(epochs)
+        assert ended.wait(60)
 
 
 @dataclass(frozen=True)
@@ -360,15 +352,6 @@ def test_all_workers_are_told_to_leave_before_any_is_waited_for(
     with pipes[0].zip(*pipes[1:]).run():
         gate.await_arrivals(3)
     assert chronicle.told.index("close") >= 3
-
-
-@needs_fork
-@pytest.mark.timeout(25, func_only=True)  # one after the other they would take 30 s at the least
-def test_stages_that_are_stuck_end_together(gate: Gate) -> None:
-    pipe = Pipeline.from_dataset(range(1))
-    pipes = [pipe.map(Stick(gate), backend="fork", num_workers=1) for _ in range(30)]
-    with pipes[0].zip(*pipes[1:]).run():
-        gate.await_arrivals(30)
 
 
 @needs_fork

@@ -223,6 +223,33 @@ def test_one_slow_item_does_not_idle_the_other_workers(ordered: bool) -> None:
         assert sorted(early + list(run)) == list(range(15))
 
 
+@pytest.mark.usefixtures("slow")
+def test_without_limits_a_slow_item_holds_up_no_other_worker_for_long() -> None:
+    gate, made, workers = Gate(), list[int](), 2
+    most = 2 * workers + TASKS * workers - 2  # but for the slow one, and that at hand behind it
+
+    def work(item: int) -> int:
+        if item == 0:
+            gate.arrive()
+        made.append(item)
+        return item
+
+    pipe = Pipeline.from_dataset(range(400)).map(work, backend="threads", num_workers=workers)
+    with pipe.run() as run:
+
+        def come() -> bool:
+            with pytest.raises(NotReady):
+                run.next_nowait()
+            return len(made) >= most
+
+        until(come)
+        for _ in range(50):
+            come()
+        assert len(made) == most
+        gate.open()
+        assert list(run) == list(range(400))
+
+
 @pytest.mark.parametrize("stages", [1, 2])
 def test_results_that_are_there_are_not_held_up_by_a_source_that_has_stopped(stages: int) -> None:
     gate = Gate()

@@ -105,31 +105,6 @@ def test_sources_and_readers_that_fail_and_go_on_keep_their_rows() -> None:
         ]
 
 
-def test_both_of_a_row_may_fail_and_an_inner_zip_tells_the_outer() -> None:
-    numbers = Pipeline.from_dataset(range(5))
-    inner = numbers.map(fails_at(1), on_error="skip").zip(numbers.map(fails_at(1, 3)))
-    found = events(iter(inner.zip(numbers.map(fails_at(3)))))
-    two = ("error", "ValueError: 1"), ("error", "ValueError: 3")
-    assert found == [
-        ("item", ((0, 0), 0)),
-        two[0],
-        ("item", ((2, 2), 2)),
-        two[1],
-        ("item", ((4, 4), 4)),
-    ]
-    skipping = numbers.map(fails_at(1), on_error="skip").zip(numbers)
-    assert [row for _, row in events(iter(skipping.zip(numbers)))] == [
-        ((number, number), number) for number in (0, 2, 3, 4)
-    ]
-
-
-def test_a_fork_that_leaves_out_keeps_rows_and_leaves_no_places_elsewhere() -> None:
-    trunk = Pipeline.from_dataset(range(4)).map(fails_at(1), on_error="skip")
-    one, other = trunk.tee()
-    joined = one.zip(Pipeline.from_dataset(range(4))).concat(other)
-    assert [item for _, item in events(iter(joined))] == [(0, 0), (2, 2), (3, 3), 0, 2, 3]
-
-
 # -- budgets -----------------------------------------------------------------------------------------
 
 
