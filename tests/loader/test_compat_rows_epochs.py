@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from support.compat import Numbers, Randomized, every, flat, keep, quick, set_state
-from torch.utils.data import ConcatDataset, RandomSampler, StackDataset, Subset, default_collate
+from support.compat import Numbers, Randomized, flat, keep, often, quick, set_state
+from torch.utils.data import ConcatDataset, StackDataset, Subset, default_collate
 
-from hybridloader import DataLoader, Spawn, Threads
+from hybridloader import DataLoader, Threads
 
 
 class Plain(Numbers):
@@ -64,7 +63,7 @@ def stacked() -> tuple[Any, list[Any]]:
     return Wrapper(whole), leaves
 
 
-@every
+@often
 def test_set_epoch_in_the_parent_is_seen_by_all_persistent_workers(backend: str) -> None:
     dataset, leaves = stacked()
     loader = DataLoader(
@@ -100,16 +99,6 @@ def test_what_a_worker_changed_on_its_copy_stays_in_the_next_epoch(backend: str)
     assert flat(loader) == [7] * 4
 
 
-@quick
-def test_without_persistent_workers_each_epoch_reads_the_dataset_as_it_is(backend: str) -> None:
-    dataset = Reordered(4)
-    loader = DataLoader(dataset, num_workers=1, backend=backend)
-    for epoch in range(2):
-        dataset.order[:] = epoch
-        dataset.parts["names"] = [epoch]
-        assert flat(loader) == [epoch] * 4
-
-
 # -- batches of threads ----------------------------------------------------------------------------
 
 
@@ -122,8 +111,7 @@ class Pairs(Numbers):
         return torch.full((3,), index), np.float32(index)
 
 
-@pytest.mark.parametrize("collate_fn", [None, collate_pairs])
-@pytest.mark.parametrize("backend", ["inline", "threads"])
+@pytest.mark.parametrize(("backend", "collate_fn"), [("inline", collate_pairs), ("threads", None)])
 def test_batches_made_in_this_process_are_not_moved_to_shared_memory(
     backend: str, collate_fn: Any
 ) -> None:
@@ -133,20 +121,3 @@ def test_batches_made_in_this_process_are_not_moved_to_shared_memory(
         assert one.shape == (2, 3)
         assert not one.is_shared()
         assert not two.is_shared()
-
-
-# -- what a spawned worker must not need -----------------------------------------------------------
-
-
-def test_a_random_sampler_is_not_sent_to_workers() -> None:
-    """R19 with a sampler that can't be pickled, where a copy would be easiest."""
-
-    class Unpicklable(RandomSampler):
-        lock = threading.Lock()
-
-        def __reduce__(self) -> Any:
-            raise TypeError("a sampler is the parent's own")
-
-    sampler = Unpicklable(Numbers(4))
-    loader = DataLoader(Numbers(4), sampler=sampler, num_workers=1, backend=Spawn())
-    assert sorted(flat(loader)) == [0, 1, 2, 3]

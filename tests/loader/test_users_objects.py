@@ -140,11 +140,6 @@ class Together(Numbers):
         return [10 * index for index in indices]
 
 
-def test_a_class_is_no_dataset_though_its_objects_are() -> None:
-    with pytest.raises(TypeError, match=r"got the class Together; make one: Together\(\.\.\.\)"):
-        DataLoader(Together, 2)  # type: ignore[arg-type]
-
-
 def test_getitems_of_a_wrapper_is_found_where_torch_finds_it() -> None:
     data: Any = Wrapped(Together(4))
     assert flat(DataLoader(data, 2)) == flat(TorchLoader(data, 2)) == [0, 10, 20, 30]
@@ -202,7 +197,7 @@ class Streamed(IterableDataset[Any]):
         return iter([info.id] * 4)
 
 
-@pytest.mark.parametrize("backend", ["inline", "threads", None])
+@pytest.mark.parametrize("backend", ["threads", None])
 def test_fewer_workers_for_persistent_ones_count_from_the_next_iterator_on(backend: Any) -> None:
     """As with torch, which resets the workers that it has."""
     loader: Any = DataLoader(Streamed(), 2, num_workers=2, persistent_workers=True, backend=backend)
@@ -243,9 +238,8 @@ class Global(Numbers):
         return info is get_worker_info(), type(info) is WorkerInfo, info.id
 
 
-@pytest.mark.parametrize("backend", ["fork", "spawn"])
-def test_torchs_global_tells_of_a_worker_process(backend: str) -> None:
-    loader: Any = DataLoader(Global(4), num_workers=2, backend=backend, collate_fn=keep)
+def test_torchs_global_tells_of_a_worker_process() -> None:
+    loader: Any = DataLoader(Global(4), num_workers=2, backend="fork", collate_fn=keep)
     assert list(loader) == [[(True, True, worker)] for worker in (0, 1, 0, 1)]
     assert torchs._worker_info is None
 
