@@ -22,8 +22,6 @@ from hybridloader import DataLoader, Fork, Inline, SharedMemory, Threads
 from hybridloader.engine import Backend, contract
 from hybridloader.errors import BackendUnavailable
 
-NAMES = ("inline", "threads", "fork", "spawn", "shared-memory")
-
 
 class Numbers(Dataset[int]):
     def __len__(self) -> int:
@@ -48,19 +46,19 @@ def _fresh_registry() -> Iterator[None]:
 # -- the name of a backend -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["treads", ""])
+@pytest.mark.parametrize("name", ["treads", "", "x" * 99])
 def test_an_unknown_backend_is_refused_with_a_list_of_those_there_are(name: str) -> None:
     with pytest.raises(BackendUnavailable) as caught:
         DataLoader(Numbers(), backend=name)
     text = str(caught.value)
     assert repr(name) in text
-    for known in NAMES:
+    for known in hybridloader.engine.backend_names():
         assert known in text
     assert "pip install" in text
     assert isinstance(caught.value, ValueError)
 
 
-@pytest.mark.parametrize("name", [" Threads ", "SHARED_MEMORY", "Processes"])
+@pytest.mark.parametrize("name", [" Threads ", "SHARED_MEMORY"])
 def test_case_and_underscores_of_a_name_do_not_matter(name: str) -> None:
     assert DataLoader(Numbers(), num_workers=1, backend=name).backend == name
 
@@ -70,27 +68,15 @@ def test_processes_are_another_name_of_shared_memory() -> None:
     assert "processes" not in hybridloader.engine.backend_names()
 
 
-@pytest.mark.parametrize("kind", [Threads, SharedMemory])
-def test_a_backend_class_is_refused_with_the_hint_to_make_an_instance(kind: type[Backend]) -> None:
-    given: Any = kind
-    with pytest.raises(TypeError, match=rf"instance.*{kind.__name__}\(\)"):
-        DataLoader(Numbers(), backend=given)
-
-
-@pytest.mark.parametrize("wrong", [True, b"threads", int])
-def test_a_backend_of_the_wrong_type_is_refused(wrong: Any) -> None:
-    with pytest.raises(TypeError, match="backend") as caught:
-        DataLoader(Numbers(), backend=wrong)
-    assert repr(wrong) in str(caught.value)
-
-
 def test_a_backend_set_after_the_constructor_is_checked_at_once() -> None:
     loader = DataLoader(Numbers(), num_workers=1, backend="threads")
     for backend, kind, words in [
         ("treads", BackendUnavailable, "'treads'; did you mean 'threads'?"),
         ("process", BackendUnavailable, "'process'; did you mean 'processes'?"),
         ("nothing like it", BackendUnavailable, "'nothing like it'; there are: inline"),
+        ("atuo", BackendUnavailable, "did you mean 'auto'?"),
         (3, TypeError, "backend must be a name or a Backend, not 3"),
+        (True, TypeError, "backend must be a name or a Backend, not True"),
         (Threads, TypeError, "use an instance: Threads()"),
     ]:
         with pytest.raises(kind, match=re.escape(words)):
@@ -98,7 +84,7 @@ def test_a_backend_set_after_the_constructor_is_checked_at_once() -> None:
     assert loader.backend == "threads"
 
 
-@pytest.mark.parametrize("method", ["Fork", 3])
+@pytest.mark.parametrize("method", ["Fork", b"fork"])
 def test_an_unknown_start_method_is_refused_with_a_list(method: Any) -> None:
     with pytest.raises(BackendUnavailable) as caught:
         SharedMemory(start_method=method)
@@ -211,7 +197,7 @@ def test_shared_memory_is_offered_only_where_it_knows_the_context(
 
 @pytest.mark.parametrize(
     ("backend", "context"),
-    [("fork", "fork"), ("shared-memory", "fork"), (SharedMemory("fork"), "fork"), (None, "fork")],
+    [("fork", "fork"), (SharedMemory("fork"), "fork"), (None, "fork")],
 )
 def test_a_context_that_agrees_with_the_backend_is_taken(backend: Any, context: str) -> None:
     loader = DataLoader(
@@ -254,17 +240,6 @@ def test_numbers_out_of_range_are_refused(options: dict[str, Any], word: str) ->
         DataLoader(Numbers(), **options)
 
 
-@pytest.mark.parametrize("wrong", [True, 2.0, None])
-def test_a_number_of_threads_that_is_none_is_refused(wrong: Any) -> None:
-    with pytest.raises(TypeError, match="threads_per_worker must be a whole number") as caught:
-        DataLoader(Numbers(), threads_per_worker=wrong)
-    assert repr(wrong) in str(caught.value)
-    loader = DataLoader(Numbers())
-    loader.threads_per_worker = wrong
-    with pytest.raises(TypeError, match="threads_per_worker"):
-        iter(loader)
-
-
 # -- torch's own checks --------------------------------------------------------------------------
 
 BAD_FOR_TORCH: list[tuple[Callable[[], Any], dict[str, Any]]] = [
@@ -305,14 +280,6 @@ def test_what_torch_refuses_is_refused_with_the_same_exception(
     assert str(ours.value) == str(theirs.value)
 
 
-@pytest.mark.parametrize(
-    "options", [{"no_such_option": 1}, {"num_workers": 0, "backend": "threads", "worker": 2}]
-)
-def test_an_unknown_option_is_refused_as_by_any_function(options: dict[str, Any]) -> None:
-    with pytest.raises(TypeError, match="unexpected keyword"):
-        DataLoader(Numbers(), **options)
-
-
 # -- where a backend can't serve -----------------------------------------------------------------
 
 
@@ -329,18 +296,7 @@ def test_no_fork_after_cuda_was_initialized(
         assert way_out in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "backend",
-    [
-        *(
-            None,
-            "inline",
-            "threads",
-            "shared-memory",
-        ),  # the last of these starts fresh workers, too
-        pytest.param("spawn", marks=pytest.mark.full),
-    ],
-)
+@pytest.mark.parametrize("backend", [None, "shared-memory"])  # the last starts fresh workers
 def test_other_backends_serve_after_cuda_was_initialized(
     monkeypatch: pytest.MonkeyPatch, backend: str | None
 ) -> None:
@@ -381,13 +337,9 @@ def test_a_backend_without_workers_warns_once_where_the_loader_is_used(
     assert first == again == [list(range(8))]
 
 
-@pytest.mark.parametrize("backend", [None, "inline", Inline()])
+@pytest.mark.parametrize("backend", [None, Inline()])
 def test_a_backend_that_needs_no_workers_does_not_warn(backend: str | Backend | None) -> None:
     forget_warnings()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert len(list(DataLoader(Numbers(), 4, backend=backend))) == 2
-
-
-def test_the_backends_of_this_table_are_those_there_are() -> None:
-    assert set(NAMES) <= set(hybridloader.engine.backend_names())

@@ -32,16 +32,6 @@ class OnlyBatches:
         return indices
 
 
-@pytest.fixture(autouse=True)
-def _goes_on() -> Iterator[None]:
-    yield
-    assert [int(batch) for batch in DataLoader(range(3), num_workers=1, backend="threads")] == [  # type: ignore[arg-type]
-        0,
-        1,
-        2,
-    ]
-
-
 def endless() -> Iterator[int]:
     yield 0
 
@@ -56,6 +46,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"timeout": nan}, ValueError, f"{SECONDS} nan"),
     ({"timeout": 1e12}, ValueError, "timeout=1000000000000.0 is more seconds than"),
     ({"prefetch_factor": 1.5}, TypeError, f"prefetch_factor {WHOLE} 1.5"),
+    ({"threads_per_worker": 2.0}, TypeError, f"threads_per_worker {WHOLE} 2.0"),
     ({"collate_fn": 3}, TypeError, "collate_fn must be a function .*got 3"),
     ({"worker_init_fn": 3}, TypeError, "worker_init_fn must be a function .*got 3"),
     ({"generator": 3}, TypeError, r"generator must be a torch.Generator, got 3; use torch\.Gen"),
@@ -101,6 +92,7 @@ CHANGED: list[tuple[str, Any, type[Exception], str]] = [
     ("worker_init_fn", "x", TypeError, "worker_init_fn must be a function .*got 'x'"),
     ("generator", 3, TypeError, "generator must be a torch.Generator, got 3"),
     ("in_order", "no", TypeError, f"in_order {FLAG} 'no'"),
+    ("threads_per_worker", True, TypeError, f"threads_per_worker {WHOLE} True"),
     ("pin_memory", "x", TypeError, f"pin_memory {FLAG} 'x'"),
 ]
 

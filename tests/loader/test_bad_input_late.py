@@ -3,26 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
-from support.unsendable import Endless, WithInner, nested
+from support.unsendable import WithInner, nested
 
 from hybridloader import DataLoader, WorkerDied
 from hybridloader.errors import ResultPicklingError
-
-
-@pytest.fixture(autouse=True)
-def _goes_on() -> Iterator[None]:
-    """Check that a good loader works afterwards; conftest.py checks that nothing is left behind."""
-    yield
-    assert [int(batch) for batch in DataLoader(range(3), num_workers=1, backend="threads")] == [  # type: ignore[arg-type]
-        0,
-        1,
-        2,
-    ]
 
 
 class Bytes(WithInner):
@@ -30,11 +18,6 @@ class Bytes(WithInner):
 
     def __getitem__(self, index: int) -> Any:
         return self.inner(index)
-
-
-class Lying(list):  # type: ignore[type-arg]
-    def __len__(self) -> int:
-        return 5
 
 
 class Length(WithInner):
@@ -54,11 +37,6 @@ class NeedsThree(Exception):
         super().__init__("three")
 
 
-class Silent(Exception):
-    def __str__(self) -> str:
-        raise RuntimeError("no text")
-
-
 def stop(_: Any) -> Any:
     raise StopIteration("enough")
 
@@ -76,32 +54,10 @@ def raising(error: Exception) -> Callable[[int], Any]:
 
 LATE: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "index too high": ({"sampler": [9]}, IndexError, "out of range"),
-    "index too low": ({"sampler": [-9]}, IndexError, "out of range"),
-    "index None": ({"sampler": [None]}, TypeError, "not NoneType"),
-    "index text": ({"sampler": ["a"]}, TypeError, "not str"),
-    "index float": ({"sampler": [1.0]}, TypeError, "not float"),
-    "index nested": ({"sampler": [[0, 1]]}, TypeError, "not list"),
-    "index object": ({"sampler": [object()]}, TypeError, "not object"),
-    "index huge": ({"sampler": [10**40]}, IndexError, "cannot fit 'int'"),
     "empty batch": ({"batch_sampler": [[]]}, IndexError, "out of range"),
     "batch is int": ({"batch_sampler": [3]}, TypeError, "'int' object is not iterable"),
-    "batch None": ({"batch_sampler": [None]}, TypeError, "'NoneType' object is not iterable"),
-    "batch of text": ({"batch_sampler": ["ab"]}, TypeError, "not str"),
-    "batch too deep": ({"batch_sampler": [[[0]]]}, TypeError, "not list"),
     "collate stops": ({"collate_fn": stop}, RuntimeError, "raised StopIteration"),
-    "collate of none": ({"collate_fn": lambda: 3}, TypeError, "takes 0 positional arguments"),
     "sample stops": ({"dataset": Bytes(stop)}, RuntimeError, "raised StopIteration"),
-    "sample is a generator": (
-        {"dataset": Bytes(lambda i: (x for x in "ab"))},
-        TypeError,
-        "found <class 'generator'>",
-    ),
-    "samples that differ": (
-        {"dataset": Bytes(lambda i: np.zeros(i)), "batch_size": 2},
-        RuntimeError,
-        "equal size",
-    ),
-    "len lies": ({"dataset": Lying([1]), "sampler": [3]}, IndexError, "out of range"),
     "no arguments kept": ({"dataset": Bytes(raising(NeedsThree(1, 2, 3)))}, NeedsThree, "three"),
     "init raises": ({"worker_init_fn": raising(OSError("no GPU"))}, OSError, "no GPU"),
 }
@@ -125,7 +81,6 @@ def _fails(options: dict[str, Any], kind: type[Exception], says: str, backend: s
 
 
 PROCESSES_ONLY: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "result endless": ({"dataset": Bytes(lambda i: Endless())}, ResultPicklingError, "'Endless'"),
     "result deep": ({"dataset": Bytes(lambda i: nested(50_000))}, ResultPicklingError, "recursion"),
     "result generator": (
         {"dataset": Bytes(lambda i: (x for x in "ab"))},
@@ -143,7 +98,6 @@ PROCESSES_ONLY: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         "unlocked _thread.lock",
     ),
-    "error of three": ({"dataset": Bytes(raising(NeedsThree(1, 2, 3)))}, NeedsThree, "three"),
 }
 
 
@@ -161,8 +115,6 @@ def test_it_is_an_error_of_its_batch_also_between_processes(
     ("length", "kind", "says"),
     [
         (-1, ValueError, "__len__"),
-        (2.5, TypeError, "interpreted as an integer"),
-        (1 << 80, OverflowError, "cannot fit 'int'"),
         (LookupError("not yet indexed"), LookupError, "not yet indexed"),
     ],
 )
