@@ -48,10 +48,9 @@ def flat(batches: Any) -> list[Any]:
 @pytest.mark.parametrize(
     ("sampler", "drop_last", "where"),
     [
-        (shuffled, False, (0, "inline")),
         (ours, True, (0, "inline")),
         (shuffled, True, (2, "threads")),
-        (ours, False, (3, "fork")),
+        (ours, False, (2, "fork")),
     ],
 )
 def test_samples_that_wait_are_fetched_first_and_wait_again(
