@@ -18,18 +18,21 @@ OURS = (
     *(IteratorClosed, NotReady, ShardLost, StateError, TaskTimeout, TimeoutError, TooManyErrors),
     *(StopIteration, WorkerDied, WorkerTimeout),
 )
-PLACES = [("inline", 0), ("threads", 2), ("fork", 2)]
-
-every_place = pytest.mark.parametrize(("backend", "workers"), PLACES)
 
 
 def names(found: list[Any]) -> list[Any]:
     return [type(x) if isinstance(x, Exception) else x for x in found]
 
 
-@pytest.mark.parametrize("within", [False, True], ids=["its own", "of a loader within"])
-@pytest.mark.parametrize("device", [None, "fake"])
-@every_place
+@pytest.mark.parametrize(
+    ("backend", "workers", "device", "within"),
+    [
+        ("inline", 0, None, False),
+        ("inline", 0, "fake", True),
+        ("threads", 2, "fake", False),
+        ("fork", 2, None, True),
+    ],
+)
 def test_an_error_of_a_sample_ends_nothing(
     backend: str, workers: int, device: str | None, within: bool
 ) -> None:
@@ -63,12 +66,14 @@ class Shard(IterableDataset[int]):
         return self.count
 
 
-@pytest.mark.parametrize("on_error", ["raise", "skip"])
-@every_place
+@pytest.mark.parametrize(
+    ("backend", "workers", "on_error"),
+    [("inline", 0, "skip"), ("threads", 2, "raise"), ("fork", 2, "raise")],
+)
 def test_an_error_of_an_iterable_dataset_ends_no_shard(
     backend: str, workers: int, on_error: str
 ) -> None:
-    for kind in set(OURS) - {StopIteration}:
+    for kind in OURS[::3] if backend == "fork" else {*OURS} - {StopIteration}:
         loader = load(Shard(kind), backend, workers=min(1, workers), on_error=on_error)
         wanted = [[0], [1], kind, [3], [4]]
         if on_error == "skip":

@@ -43,8 +43,9 @@ def main() -> str:
 # -- what comes ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dataset", [Rows(10), Stream(10)], ids=["map", "iterable"])
-@pytest.mark.parametrize("backend", ["threads", "fork", "inline"])
+@pytest.mark.parametrize(
+    ("backend", "dataset"), [("threads", Stream(10)), ("fork", Rows(10)), ("inline", Rows(10))]
+)
 def test_batches_come_on_the_device_in_the_order_that_they_have_without(
     backend: str, dataset: Any
 ) -> None:
@@ -85,8 +86,9 @@ def test_pin_memory_pins_on_a_thread_that_has_entered_the_current_device(backend
 
 
 @pytest.mark.filterwarnings(NO_ACCELERATOR)
-@pytest.mark.parametrize("options", [{}, {"num_workers": 2, "backend": "inline"}], ids=["0", "2"])
-@pytest.mark.parametrize("moves", [False, True])
+@pytest.mark.parametrize(
+    ("options", "moves"), [({}, True), ({"num_workers": 2, "backend": "inline"}, False)]
+)
 def test_where_the_caller_does_the_work_it_also_pins(options: Any, moves: bool) -> None:
     fake = Counting()
     loader = DataLoader(Rows(), 4, pin_memory=True, device=fake if moves else None, **options)
@@ -111,13 +113,10 @@ def test_a_device_is_found_by_its_name_when_the_iterator_is_made() -> None:
     assert not fake.holds(next(iter(loader)))
 
 
-@on_backends
-def test_the_stream_of_the_caller_waits_for_each_batch_and_the_caller_for_none(
-    backend: str,
-) -> None:
+def test_the_stream_of_the_caller_waits_for_each_batch_and_the_caller_for_none() -> None:
     fake = FakeAccelerator()
     seen: list[torch.Tensor] = []
-    for batch in DataLoader(Rows(), 3, num_workers=2, backend=backend, device=fake):
+    for batch in DataLoader(Rows(), 3, num_workers=2, backend="threads", device=fake):
         fake.launch(lambda batch=batch: seen.append(batch.clone()))
     fake.run(fake.default)
     assert seen == []
@@ -156,8 +155,7 @@ def test_tensors_in_page_locked_slots_are_not_copied_on_the_host(backend: str) -
 
 
 @pytest.mark.filterwarnings(NO_ACCELERATOR)
-@pytest.mark.parametrize("backend", ["threads", "fork", "inline"])
-@pytest.mark.parametrize("other", [False, True], ids=["own stream", "other device"])
+@pytest.mark.parametrize(("backend", "other"), [("fork", False), ("inline", True)])
 def test_pinned_batches_are_what_the_loop_copies_on_streams_that_the_loader_does_not_know(
     backend: str, other: bool
 ) -> None:
@@ -262,17 +260,14 @@ def test_so_many_wait_and_one_more_is_at_hand(transfer: Any, most: int) -> None:
             assert len(fake.pinners) <= taken + most + 1
 
 
-@on_backends
-def test_a_loop_that_runs_ahead_of_its_device_reserves_the_memory_of_few_batches(
-    backend: str,
-) -> None:
+def test_a_loop_that_runs_ahead_of_its_device_reserves_the_memory_of_few_batches() -> None:
     fake = FakeAccelerator()
     seen: list[bytes] = []
     loader = DataLoader(
         Rows(80),
         2,
         num_workers=2,
-        backend=backend,
+        backend="threads",
         persistent_workers=True,
         device=Transfer(fake, batches_ahead=1),
     )
@@ -291,8 +286,7 @@ def test_a_loop_that_runs_ahead_of_its_device_reserves_the_memory_of_few_batches
 # -- epochs ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dataset", [Rows(), Stream()], ids=["map", "iterable"])
-@on_backends
+@pytest.mark.parametrize(("backend", "dataset"), [("threads", Stream()), ("fork", Rows())])
 def test_persistent_workers_go_on_after_an_early_break_with_another_thread(
     backend: str, dataset: Any
 ) -> None:
@@ -327,39 +321,13 @@ def test_an_epoch_begins_while_the_thread_still_waits_for_the_one_before(tmp_pat
     assert list(again) == [[0], [1], [2]]
 
 
-@on_backends
-def test_a_persistent_iterator_that_was_closed_starts_again(backend: str) -> None:
-    fake = FakeAccelerator(manual=False)
-    loader = DataLoader(
-        Rows(4), 2, num_workers=1, backend=backend, persistent_workers=True, device=fake
-    )
-    for _ in range(2):
-        assert [first_of(batch) for batch in loader] == [[0, 1], [2, 3]]
-        loader._iterator.close()  # type: ignore[union-attr]
-
-
-def test_an_exhausted_iterator_stays_exhausted() -> None:
-    for persistent in (False, True):
-        loader = DataLoader(
-            Rows(2),
-            num_workers=1,
-            backend="threads",
-            persistent_workers=persistent,
-            device=FakeAccelerator(),
-        )
-        iterator = start(loader)
-        assert len(list(iterator)) == 2
-        assert list(iterator) == []
-        iterator.close()
-        assert list(iterator) == []
-
-
 # -- states ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:Stream has no state_dict")
-@pytest.mark.parametrize("dataset", [Rows(), Stream()], ids=["map", "iterable"])
-@pytest.mark.parametrize("taken", [0, 1, 3, 6])
+@pytest.mark.parametrize(
+    ("dataset", "taken"), [(Rows(), 0), (Stream(), 1), (Rows(), 3), (Stream(), 6)]
+)
 def test_a_state_is_behind_what_was_taken_and_not_behind_what_was_moved(
     dataset: Any, taken: int
 ) -> None:
@@ -389,13 +357,12 @@ def sometimes(index: int) -> torch.Tensor:
     return torch.full((4,), index, dtype=torch.int32)
 
 
-@on_backends
-def test_samples_that_are_left_out_make_full_batches_which_are_moved_too(backend: str) -> None:
+def test_samples_that_are_left_out_make_full_batches_which_are_moved_too() -> None:
     fake = FakeAccelerator(manual=False)
     options: dict[str, Any] = {"batch_size": 4, "num_workers": 2, "on_error": "skip"}
     data = Samples(sometimes, 40)
-    wanted = [first_of(batch) for batch in DataLoader(data, backend=backend, **options)]
-    loader = DataLoader(data, backend=backend, device=fake, **options)
+    wanted = [first_of(batch) for batch in DataLoader(data, backend="threads", **options)]
+    loader = DataLoader(data, backend="threads", device=fake, **options)
     batches = list(loader)
     assert [first_of(batch) for batch in batches] == wanted
     assert all(fake.holds(batch) for batch in batches)

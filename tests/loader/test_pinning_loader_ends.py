@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support.failing_datasets import Samples, at_gate, outcomes
 from support.fake_accelerator import FakeAccelerator
-from support.pinning_datasets import Counting, Pinnable, Rows, first_of, on_backends, runs, start
+from support.pinning_datasets import Counting, Pinnable, Rows, first_of, runs, start
 
 from hybridloader import DataLoader, WorkerDied, WorkerTimeout
 from hybridloader.errors import IteratorClosed
@@ -33,7 +32,7 @@ def pinnable(samples: list[int]) -> Pinnable:
     return Pinnable(samples[0], LookupError("not this one", 3) if samples[0] == 2 else None)
 
 
-@pytest.mark.parametrize("backend", ["threads", "fork", None])
+@pytest.mark.parametrize("backend", ["fork", None])
 def test_what_fails_on_the_way_comes_in_its_place_and_says_where(backend: str | None) -> None:
     workers = 0 if backend is None else 2
     loader = DataLoader(
@@ -50,25 +49,6 @@ def test_what_fails_on_the_way_comes_in_its_place_and_says_where(backend: str | 
     assert error.args == ("not this one", 3)
     if sys.version_info >= (3, 11):
         assert error.__notes__ == ["In stage 'to' of the loader, at batch 2 of this epoch."]
-
-
-def failing_at_two(index: int) -> int:
-    if index == 2:
-        raise ValueError("bad sample")
-    return index
-
-
-@on_backends
-def test_errors_of_workers_keep_their_place_and_their_words(backend: str) -> None:
-    loader = DataLoader(
-        Samples(failing_at_two, 5), num_workers=2, backend=backend, device=FakeAccelerator()
-    )
-    found = outcomes(iter(loader))
-    assert [type(item) for item in found] == [torch.Tensor] * 2 + [ValueError] + [torch.Tensor] * 2
-    if sys.version_info >= (3, 11):
-        index, place = found[2].__notes__
-        assert index == "The dataset was asked for index 2."
-        assert "In stage 'DataLoader', worker 0" in place
 
 
 def exit_at_two(index: int) -> int:
@@ -181,8 +161,7 @@ def test_an_interrupt_while_the_caller_waits_ends_all(tmp_path: Path) -> None:
 # -- ends ------------------------------------------------------------------------------------------
 
 
-@on_backends
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize(("backend", "persistent"), [("threads", True), ("fork", False)])
 def test_an_iterator_that_is_let_go_ends_workers_and_thread(backend: str, persistent: bool) -> None:
     loader = DataLoader(
         Rows(),
@@ -207,9 +186,8 @@ def test_an_iterator_that_is_let_go_ends_workers_and_thread(backend: str, persis
         gc.enable()
 
 
-@on_backends
-def test_a_closed_iterator_is_over_and_has_no_thread(backend: str) -> None:
-    iterator = start(DataLoader(Rows(), num_workers=1, backend=backend, device=FakeAccelerator()))
+def test_a_closed_iterator_is_over_and_has_no_thread() -> None:
+    iterator = start(DataLoader(Rows(), num_workers=1, backend="fork", device=FakeAccelerator()))
     next(iterator)
     for _ in range(2):
         iterator.close()
