@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import signal
 import sys
+import threading
 from itertools import count, takewhile
 from types import FrameType
 from typing import Any
@@ -13,7 +14,6 @@ import pytest
 from support.forking import in_a_fork
 
 from hybridloader import Pipeline
-from hybridloader.running.executor import Executor
 
 OURS = ("hybridloader.engine", "hybridloader.running")
 
@@ -81,20 +81,32 @@ def test_the_handler_of_a_signal_may_take_a_state_while_one_is_being_taken() -> 
     assert in_a_fork(act) == 0
 
 
-def test_a_close_of_a_run_that_was_interrupted_can_be_done_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    run = Pipeline.from_iterable(range(9)).map(abs, backend="threads", num_workers=1).run()
-    next(run)
-    stages = [running.stage for running in run._executor.stages.values()]
+def test_a_close_that_was_interrupted_at_any_point_can_be_done_again() -> None:
+    def close(at: int) -> bool:
+        run = Pipeline.from_iterable(range(9)).map(abs, backend="threads", num_workers=1).run()
+        next(run)
+        counted = 0
 
-    def interrupted(self: Executor) -> Any:
-        monkeypatch.undo()
-        raise KeyboardInterrupt
+        def interrupt(frame: FrameType, event: str, argument: object) -> None:
+            nonlocal counted
+            ours = frame.f_globals.get("__package__") in OURS
+            if ours and event == "call" and not frame.f_code.co_flags & inspect.CO_GENERATOR:
+                counted += 1
+                if counted == at:
+                    sys.setprofile(None)
+                    raise KeyboardInterrupt
 
-    monkeypatch.setattr(Executor, "interrupt", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+        sys.setprofile(interrupt)
+        try:
+            run.close()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.setprofile(None)
         run.close()
-    run.close()
-    assert stages
-    assert all(stage.closed for stage in stages)
+        assert run.closed
+        return counted >= at
+
+    before = threading.active_count()
+    assert sum(1 for _ in takewhile(close, count(1))) > 20
+    assert threading.active_count() == before

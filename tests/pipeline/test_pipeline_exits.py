@@ -129,7 +129,6 @@ def test_a_fork_while_another_thread_asks_or_closes_does_not_wait_for_its_locks(
 SCRIPT = """
     import itertools, multiprocessing, os, signal, sys, threading, time, warnings
     from hybridloader import Pipeline
-    from hybridloader.engine.feed import TASK_SECONDS
     from hybridloader.errors import IteratorClosed
 
     multiprocessing.set_start_method("fork")  # workers inherit the pipe; no default from 3.14 on
@@ -145,7 +144,7 @@ SCRIPT = """
             if state == "held":
                 os.read(released, 1)
         elif state == "held":
-            time.sleep(TASK_SECONDS)  # so long that each item is a task: item 20 alone is held
+            time.sleep(0.012)  # so long that each item is a task: item 20 alone is held
         return item, os.getpid()
 
     where = dict(backend=backend, num_workers=2, fuse=False)

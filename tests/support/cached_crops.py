@@ -22,4 +22,4 @@ class Crop:
 
 def cached(path: Any) -> Pipeline:
     data = [{"b", "a", "c"}, {"k": object()}, (len, 0.1, b"x", 1j, None, dict)]
-    return Pipeline.from_dataset([1, 2, 3]).map(Crop(frozenset("abc"), then=data)).cache(path)
+    return Pipeline.from_dataset(data).map(Crop(frozenset("abc"))).cache(path)
