@@ -296,7 +296,9 @@ def test_no_fork_after_cuda_was_initialized(
         assert way_out in str(caught.value)
 
 
-@pytest.mark.parametrize("backend", [None, "shared-memory"])  # the last starts fresh workers
+@pytest.mark.parametrize(
+    "backend", [None, pytest.param("shared-memory", marks=pytest.mark.full)]
+)  # the last starts fresh workers
 def test_other_backends_serve_after_cuda_was_initialized(
     monkeypatch: pytest.MonkeyPatch, backend: str | None
 ) -> None:

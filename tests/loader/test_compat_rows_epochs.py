@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.compat import Numbers, Randomized, flat, keep, often, quick, set_state
+from support.compat import Numbers, flat, keep, often
 from torch.utils.data import ConcatDataset, StackDataset, Subset, default_collate
 
 from hybridloader import DataLoader, Threads
@@ -84,19 +84,6 @@ def test_set_epoch_is_seen_when_an_epoch_is_begun_twice(backend: Any) -> None:
     dataset.set_epoch(5)
     iter(loader)
     assert flat(iter(loader)) == [5] * 4
-
-
-@quick
-def test_what_a_worker_changed_on_its_copy_stays_in_the_next_epoch(backend: str) -> None:
-    dataset = Randomized(4)
-    chosen: Any = Threads(copy_dataset=True) if backend == "threads" else backend
-    loader = DataLoader(
-        dataset, num_workers=2, backend=chosen, persistent_workers=True, worker_init_fn=set_state
-    )
-    for _ in range(2):
-        assert flat(loader) == [0, 1, 0, 1]
-    dataset.state = 7
-    assert flat(loader) == [7] * 4
 
 
 # -- batches of threads ----------------------------------------------------------------------------

@@ -280,16 +280,6 @@ class Sized(Unsized):
         return 3
 
 
-def test_r23_lengths_are_torchs() -> None:
-    loader = DataLoader(Numbers(7), 2, num_workers=1, backend="threads")
-    assert len(loader) == len(iter(loader)) == 4
-    assert len(DataLoader(Numbers(7), 2, drop_last=True)) == 3
-    assert len(DataLoader(Sized(), 2)) == 2
-    with pytest.raises(TypeError):
-        len(DataLoader(Unsized()))
-    assert not hasattr(iter(DataLoader(Unsized())), "length_hint")
-
-
 def test_r23_more_samples_than_the_length_said_are_warned_of_as_by_torch() -> None:
     class Liar(Sized):
         def __len__(self) -> int:

@@ -35,7 +35,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from torch.utils.data._utils.worker import WorkerInfo
 
 import hybridloader
-from hybridloader import DataLoader, Inline, Threads, WorkerDied
+from hybridloader import DataLoader, Inline, WorkerDied
 
 
 @needs_fork  # torch's loader beside it, in a script without a guard
@@ -287,47 +287,6 @@ def test_r29_each_worker_iterates_a_copy_of_an_iterable_dataset(backend: Any) ->
     assert [item[:2] for item in found] == [(0, 1), (1, 1), (0, 2), (1, 2), (0, 3), (1, 3)]
     assert len({item[2] for item in found} | {id(dataset)}) == 3
     assert dataset.place == 0
-
-
-class Epoch:
-    """The epoch of a streaming dataset of Hugging Face: a tensor in shared memory."""
-
-    def __init__(self) -> None:
-        self.value = torch.tensor(0).share_memory_()
-
-
-class Streaming(IterableDataset[Any]):
-    def __init__(self) -> None:
-        self._epoch = Epoch()
-
-    def set_epoch(self, epoch: int) -> None:
-        self._epoch.value.fill_(epoch)
-
-    def __iter__(self) -> Iterator[Any]:
-        info = get_worker_info()
-        assert info is not None
-        for _ in range(2):
-            yield info.id, int(self._epoch.value)
-
-
-@quick
-def test_r30_an_epoch_in_shared_memory_is_seen_by_every_worker(backend: str) -> None:
-    dataset = Streaming()
-    loader = DataLoader(
-        dataset, num_workers=2, backend=backend, collate_fn=keep, persistent_workers=True
-    )
-    for epoch in range(3):
-        dataset.set_epoch(epoch)
-        assert [batch[0] for batch in loader] == [(0, epoch), (1, epoch)] * 2
-    assert dataset._epoch.value.is_shared()
-
-
-@pytest.mark.parametrize("backend", [Threads(copy_dataset=True), "fork"])
-def test_r31_init_functions_change_the_workers_own_dataset(backend: Any) -> None:
-    dataset = Randomized(4)
-    loader = DataLoader(dataset, num_workers=2, backend=backend, worker_init_fn=set_state)
-    assert flat(loader) == [0, 1, 0, 1]
-    assert dataset.state == -1
 
 
 def test_r31_threads_share_a_map_style_dataset_unless_told_to_copy_it() -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -145,21 +144,6 @@ def test_it_is_put_back_where_nothing_can_be_gone_on_from(monkeypatch: pytest.Mo
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_workers_have_the_seed_that_they_had() -> None:
-    torch.manual_seed(0)
-    loader = make("sequential", 1, "threads")
-    first = iter(loader)
-    state = loader.state_dict()
-    torch.manual_seed(5)
-    other = make("sequential", 1, "threads")
-    other.load_state_dict(state)
-    second = iter(other)
-    assert isinstance(first, Iterator)
-    assert first._base_seed == second._base_seed
-    for iterator in (first, second):
-        iterator.close()
-
-
 @every_sampler_once
 def test_asking_for_a_state_changes_nothing(sampler: str, workers: int) -> None:
     def run(asks: bool) -> list[Any]:
@@ -228,28 +212,6 @@ def test_a_state_starts_no_worker_and_is_a_dict_of_its_own_each_time() -> None:
     one["_hybridloader"]["counts"].append(1)
     assert loader.state_dict()["_hybridloader"]["counts"] == [0, 0]
     assert loader._iterator is None
-
-
-def test_going_on_in_the_middle_of_many_costs_nothing_by_the_place() -> None:
-    asked = 0
-
-    class Counting(ShuffleSampler):
-        def _items(self, place: Any, most: int) -> list[int]:
-            nonlocal asked
-            asked += 1
-            return super()._items(place, most)
-
-    length = 100_000_000
-    loader = DataLoader(range(length), 256, sampler=Counting(length, seed=0))  # type: ignore[arg-type]
-    iterator = iter(loader)
-    next(iterator)
-    state = loader.state_dict()
-    state["_index_sampler_state"]["sampler_state"]["position"] = length // 2
-    asked = 0
-    other = DataLoader(range(length), 256, sampler=Counting(length, seed=0))  # type: ignore[arg-type]
-    other.load_state_dict(state)
-    next(iter(other))
-    assert asked == 1
 
 
 # -- what its caller was not given -----------------------------------------------------------------

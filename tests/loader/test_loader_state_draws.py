@@ -137,7 +137,7 @@ def epochs(loader: Any, count: int) -> list[Any]:
 def check_resumed(cls: Any, kind: str, saved: Workers, loaded: Workers) -> None:
     torch.manual_seed(0)
     whole = epochs(loader_of(cls, kind, saved), EPOCHS)
-    for done, begun in itertools.product((0, 1, 2), (False, True)):
+    for done, begun in itertools.product((0, 2), (False, True)):
         torch.manual_seed(0)
         first = loader_of(cls, kind, saved)
         assert epochs(first, done) == whole[:done]

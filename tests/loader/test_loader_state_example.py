@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "resume.py"
 
 
+@pytest.mark.full  # most of its 9 s are imports
 def test_a_killed_run_goes_on_to_the_last_bit(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore:This DataLoader will create", str(EXAMPLE)],

@@ -174,31 +174,6 @@ def test_set_epoch_keeps_a_place_in_that_epoch_and_says_that_it_drops_another() 
             assert len(flat(other)) == BATCHES
 
 
-def test_a_pass_that_was_broken_off_is_not_gone_on_with_by_the_next() -> None:
-    loader = make("ours")
-    whole = epochs_of(make("ours"), 2)
-    left_after(loader, 2)
-    begun = iter(loader)
-    state = loader.state_dict()
-    other = make("ours")
-    other.load_state_dict(state)
-    assert flat(begun) == flat(other) == whole[1]
-
-
-def test_a_sampler_that_is_told_epochs_is_told_the_one_that_it_was_in() -> None:
-    def distributed() -> DataLoader:
-        return DataLoader(NUMBERS, BATCH, sampler=DistributedSampler(NUMBERS, 1, 0))
-
-    loader = distributed()
-    loader.set_epoch(3)
-    taken, state = left_after(loader, 2)
-    other = distributed()
-    other.load_state_dict(state)
-    whole = distributed()
-    whole.set_epoch(3)
-    assert taken + flat(other) == flat(whole)
-
-
 @pytest.mark.parametrize("before", [False, True], ids=["after", "before"])
 @pytest.mark.parametrize("count", [BATCHES, 2], ids=["at the end", "declared finished"])
 def test_an_epoch_that_it_is_told_behind_the_end_is_not_taken_back(

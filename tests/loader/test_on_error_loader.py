@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 import threading
 import warnings
 from collections.abc import Callable
@@ -362,21 +360,6 @@ def test_batches_of_different_sizes_are_filled_up_to_what_each_wanted() -> None:
 
 
 # -- the loader as frameworks see it -----------------------------------------------------------------
-
-
-def test_only_the_parameter_is_an_attribute() -> None:
-    made = DataLoader(Samples(), 4, on_error="skip")
-    before = set(vars(made))
-    list(made)
-    assert made.skipped
-    assert set(vars(made)) == before
-    assert vars(made)["on_error"] == "skip"
-    for again in (copy.copy(made), pickle.loads(pickle.dumps(made))):
-        assert again.skipped == ()
-        assert numbers(list(again)) == EXPECTED
-    policy = Retry(2, 0.5, OSError, Skip(3))
-    again = pickle.loads(pickle.dumps(DataLoader(Samples(), on_error=policy)))
-    assert again.on_error == policy
 
 
 def test_a_wrong_policy_is_refused_at_once_and_if_it_is_set_later() -> None:

@@ -239,19 +239,6 @@ def test_an_error_of_the_source_comes_in_its_place(where: Any) -> None:
             next(run)
 
 
-def test_steps_around_it_are_steps_as_ever() -> None:
-    pipe = (
-        Pipeline.from_iterable(range(20))
-        .map(str, backend="threads", num_workers=1)
-        .map(lambda text: int(text), backend="threads", num_workers=1)
-        .map(double, concurrency=3, backend="threads", num_workers=1)
-        .map(double, concurrency=3, backend="threads", num_workers=1)
-        .filter(lambda number: number % 8 == 0)
-        .batch(2)
-    )
-    assert next(iter(pipe)).tolist() == [0, 8]
-
-
 class Stuck:
     """Coroutines that never end, and tell when they are cancelled, which takes a turn of the loop."""
 

@@ -29,7 +29,6 @@ from support.scripts import (
 from torch.utils.data import default_collate
 
 from hybridloader import Memory, Pipeline
-from hybridloader.pipeline import Pad
 
 SAMPLES: list[Any] = [
     {"x": torch.full((3,), float(i)), "y": i, "name": f"n{i}", "pair": (i, np.full(2, i))}
@@ -256,10 +255,3 @@ def test_only_what_waits_is_held() -> None:
     assert sum(1 for _ in found) == 50
     gc.collect()
     assert len(alive) <= 2
-
-
-def test_padding_goes_with_budgets() -> None:
-    tokens = [[1] * n for n in (3, 2, 5, 1)]
-    first, second = outcome(steps.batch_by(len, 10, padded=True, collate_fn=Pad()), *tokens)
-    assert first.tolist() == [[1, 1, 1], [1, 1, 0]]
-    assert second.tolist() == [[1] * 5, [1, 0, 0, 0, 0]]

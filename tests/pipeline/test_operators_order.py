@@ -76,16 +76,6 @@ def test_what_fits_into_the_buffer_is_shuffled_uniformly() -> None:
     assert all(400 < count < 600 for count in counts.values())
 
 
-def test_a_shuffle_fills_its_buffer_and_no_more() -> None:
-    source = Script(*range(10))
-    found = begin(steps.shuffle(4), source)
-    assert source.pulled == 0
-    next(found)
-    assert source.pulled == 4
-    next(found)
-    assert source.pulled == 5
-
-
 # -- take --------------------------------------------------------------------------------------------
 
 

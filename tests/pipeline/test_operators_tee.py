@@ -37,18 +37,6 @@ def test_every_branch_gets_everything_however_unevenly_they_are_pulled(
     assert source.pulled == len(script) + 1
 
 
-def test_forks_of_one_pipeline_have_passes_of_their_own() -> None:
-    begun: list[int] = []
-
-    def numbers() -> Iterator[int]:
-        begun.append(1)
-        return iter([1, 2])
-
-    source = Pipeline.from_iterable(numbers)
-    assert list(source.tee(1)[0].zip(source.tee(1)[0])) == [(1, 1), (2, 2)]
-    assert len(begun) == 2
-
-
 def test_a_pipeline_that_cannot_be_opened_may_be_opened_again() -> None:
     tries: list[int] = []
 

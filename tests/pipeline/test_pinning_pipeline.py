@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.failing_datasets import outcomes
-from support.fake_accelerator import FakeAccelerator, taken_for_current
+from support.fake_accelerator import FakeAccelerator
 from support.pinning_datasets import Counting, Pinnable, first_of, on_backends
 
 from hybridloader import Pipeline
@@ -55,20 +55,6 @@ def test_batches_come_on_the_device_copied_by_one_thread_and_taken_by_the_caller
     assert set(fake.movers) == {TO_THREAD}
     assert set(fake.takers) == {threading.current_thread().name}
     assert TO_THREAD in fake.entries
-
-
-@on_backends
-def test_batches_are_pinned_by_a_thread_that_has_entered_the_device_of_the_start(
-    backend: str,
-) -> None:
-    fake = Counting()
-    with taken_for_current(fake):
-        run = iter(rows(backend=backend, num_workers=2).batch(4).pin_memory())
-    found = list(run)
-    assert all(fake.is_pinned(batch) for batch in found)
-    assert [first_of(batch) for batch in found] == batches_of(4)
-    assert set(fake.pinners) == {PIN_THREAD}
-    assert PIN_THREAD in fake.entries
 
 
 @on_backends
@@ -177,25 +163,6 @@ def test_the_death_of_the_thread_is_noticed_at_once() -> None:
     with pytest.raises(SystemExit):
         next(run)
     run.close()
-
-
-# -- states ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("taken", [0, 1, 3])
-def test_a_state_is_behind_what_was_taken_and_where_it_was_taken_does_not_matter(
-    taken: int,
-) -> None:
-    fake = Counting(manual=False)
-    fake.enough = min(3, taken + 3)
-    pipe = rows(backend="threads", num_workers=2).batch(4).to(fake)
-    with pipe.run(seed=1) as run:
-        got = [first_of(next(run)) for _ in range(taken)]
-        assert fake.many.wait(60)
-        state = run.state_dict()
-    assert state["given"] == taken
-    for other in (pipe, rows().batch(4), rows().batch(4).pin_memory(fake)):
-        assert got + [first_of(batch) for batch in other.run(state=state)] == batches_of(4)
 
 
 # -- what can't be ---------------------------------------------------------------------------------

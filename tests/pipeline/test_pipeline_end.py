@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing.process
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -182,18 +181,6 @@ def test_close_from_a_worker(shape: str) -> None:
     assert run.closed
 
 
-def test_close_from_a_function_that_the_loop_runs() -> None:
-    def close_at_5(item: int) -> int:
-        if item == 5:
-            run.close()
-        return item
-
-    run = Pipeline.from_iterable(count).map(close_at_5).run()
-    assert [next(run) for _ in range(6)] == list(range(6))
-    with pytest.raises(IteratorClosed):
-        next(run)
-
-
 def test_an_interrupt_in_a_function_that_the_loop_runs_loses_no_item_silently() -> None:
     interrupts = [2]
 
@@ -352,17 +339,3 @@ def test_all_workers_are_told_to_leave_before_any_is_waited_for(
     with pipes[0].zip(*pipes[1:]).run():
         gate.await_arrivals(3)
     assert chronicle.told.index("close") >= 3
-
-
-@needs_fork
-def test_workers_that_take_long_to_die_are_waited_for(
-    gate: Gate, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else they stay as zombies, with their descriptors: many that end at once take a while."""
-    monkeypatch.setattr("hybridloader.backends.process.crew.GRACE", 0.0)
-    before = set(multiprocessing.process._children)
-    pipe = Pipeline.from_dataset(range(1))
-    pipes = [pipe.map(Stick(gate), backend="fork", num_workers=1) for _ in range(4)]
-    with pipes[0].zip(*pipes[1:]).run():
-        gate.await_arrivals(4)
-    assert set(multiprocessing.process._children) <= before

@@ -73,12 +73,6 @@ def test_a_stop_iteration_of_a_function_does_not_end_the_loop(kind: str, backend
     assert everything(run.run()) == [3, RuntimeError, 2, 3]
 
 
-def test_a_stop_iteration_tells_its_place_inline() -> None:
-    with pytest.raises(RuntimeError, match="StopIteration") as caught:
-        list(Pipeline.from_iterable([1]).map(leak))
-    assert "working on 1." in caught.value.__notes__[0]
-
-
 @pytest.mark.parametrize("backend", KINDS)
 def test_fusing_does_not_change_what_an_error_takes_along(backend: str) -> None:
     def fail_at_1(item: int) -> int:
@@ -118,29 +112,6 @@ def test_branches_of_a_fork_are_repeated_together_or_not_at_all() -> None:
         assert list(run) == [(k, k) for k in [0, 1, 2, 3] * 2]
     with pytest.raises(ValueError, match="repeated, but not its other branches"):
         a.repeat(2).zip(b.repeat(2)).run()
-
-
-@pytest.mark.parametrize("backend", KINDS)
-def test_an_error_of_the_source_comes_out_in_its_place_and_what_can_go_on_does(
-    backend: str,
-) -> None:
-    class Source:
-        def __init__(self) -> None:
-            self.count = 0
-
-        def __iter__(self) -> Source:
-            return self
-
-        def __next__(self) -> int:
-            self.count += 1
-            if self.count == 5:
-                raise OSError("a page that can't be read")
-            if self.count > 9:
-                raise StopIteration
-            return self.count
-
-    pipe = Pipeline.from_iterable(Source).map(abs, backend=backend).map(abs, backend=backend)
-    assert everything(pipe.run()) == [1, 2, 3, 4, OSError, 6, 7, 8, 9]
 
 
 class Leaves(BaseException):

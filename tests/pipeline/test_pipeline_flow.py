@@ -129,23 +129,6 @@ def test_prefetch_keeps_as_many_items_at_hand_as_it_says_and_no_more() -> None:
     assert source.furthest <= 9  # one that was taken may be counted late
 
 
-@pytest.mark.usefixtures("slow")
-def test_prefetch_is_made_use_of_while_the_loop_is_busy() -> None:
-    backend, made = Watched(), list[int]()
-
-    def make(item: int) -> int:
-        made.append(item)
-        return item
-
-    pipe = Pipeline.from_dataset(range(200)).map(make, backend=backend, num_workers=2, prefetch=40)
-    with pipe.run() as run:
-        assert next(run) == 0
-        (running,) = run._executor.relays.values()
-        relay = running.relay
-        until(lambda: relay.queue.full and len(made) == sum(backend.sizes))
-        assert len(made) >= 40
-
-
 @pytest.mark.usefixtures("quick")
 def test_prefetch_bounds_what_is_read_of_quick_work_too() -> None:
     source = Reading(2000)

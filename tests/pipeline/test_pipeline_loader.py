@@ -146,17 +146,6 @@ def test_a_loader_resumes_after_any_item_and_the_later_epochs_follow(
             assert [item for epoch in rest for item in epoch] == found[stop:]
 
 
-def test_a_state_of_an_epochs_end_begins_the_next_one() -> None:
-    loader = PipelineLoader(uneven())
-    list(loader)
-    state = saved(loader)
-    assert state["finished"]
-    whole = followed(loader, 2)
-    resumed = PipelineLoader(uneven())
-    resumed.load_state_dict(state)
-    assert followed(resumed, 2) == whole
-
-
 def test_a_state_before_the_first_epoch_has_its_seed_and_starts_no_worker() -> None:
     loader = PipelineLoader(shuffled(**PLACES["threads"]))
     before = threading.active_count()
@@ -244,19 +233,6 @@ def test_what_can_not_be_resumed_is_refused_and_nothing_has_changed() -> None:
     assert saved(loader) == before
     with pytest.raises(TypeError, match="runs a Pipeline, not a list"):
         PipelineLoader([1])  # type: ignore[arg-type]
-
-
-def test_epochs_refuse_a_state_of_an_epoch_that_is_none_of_them() -> None:
-    with shuffled().epochs(2, seed=1, first=1) as epochs:
-        _, second = epochs, list(epochs)[1]
-        state = saved(epochs)
-        assert second.epoch == 2
-    for first, count, message in ((3, 2, "begin with first=3"), (0, 2, "end before epoch 2")):
-        with shuffled().epochs(count, first=first) as other:
-            before = saved(other)
-            with pytest.raises(StateError, match=message):
-                other.load_state_dict(state)
-            assert saved(other) == before
 
 
 def test_epochs_load_a_state_between_two_and_count_those_before_it() -> None:

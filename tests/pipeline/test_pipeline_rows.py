@@ -67,21 +67,6 @@ THREADS: dict[str, Any] = {"backend": "threads", "num_workers": 2}
 PLACES = [{}, {"backend": "inline"}, THREADS, {"backend": "fork", "num_workers": 2}]
 
 
-@pytest.mark.parametrize("place", PLACES, ids=["nobody", "inline", "threads", "fork"])
-def test_an_item_that_fails_takes_its_row_along(place: dict[str, Any]) -> None:
-    numbers = Pipeline.from_dataset(range(6))
-    one, other = numbers.tee()
-    error = ("error", "ValueError: 3")
-    for left, right in [(numbers, numbers), (one, other)]:
-        raised = Pipeline.zip(left.map(fails_at(3), **place), right.map(abs, **place))
-        assert events(iter(raised)) == [*pairs(0, 1, 2), error, *pairs(4, 5)]
-    for policy in ("skip", Retry(1, backoff=0, then="skip")):
-        left = numbers.map(fails_at(3), on_error=policy, **place).prefetch(2)
-        with Pipeline.zip(left, numbers.map(fails_at(1))).run() as run:
-            assert events(run) == [*pairs(0), ("error", "ValueError: 1"), *pairs(2, 4, 5)]
-            assert [bad.index for bad in run.skipped] == [3]
-
-
 def test_sources_and_readers_that_fail_and_go_on_keep_their_rows() -> None:
     numbers = Pipeline.from_dataset(range(6))
     source = Pipeline.from_iterable(Failing(6, 2))

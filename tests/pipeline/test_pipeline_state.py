@@ -30,7 +30,7 @@ from hybridloader.sampling import ShuffleSampler
 # It is true, and is not what is tested here.
 CACHE = pytest.mark.filterwarnings("ignore:a pass in which items raised errors")
 
-many = settings(deadline=None, max_examples=150)
+many = settings(deadline=None, max_examples=120)
 
 
 def resumed_exactly(recipe: Recipe, stops: list[int], seeds: list[int], epoch: int = 0) -> None:
@@ -203,7 +203,7 @@ def test_a_state_counts_what_was_given_and_not_what_lies_ready() -> None:
 
 
 def test_a_state_can_be_taken_from_any_thread() -> None:
-    pipe = Pipeline.from_dataset(range(3000), shuffle=True).shuffle(9)
+    pipe = Pipeline.from_dataset(range(1000), shuffle=True).shuffle(9)
     pipe = pipe.map(changed, backend="threads", num_workers=1).batch(2, collate_fn=list)
     states: list[Any] = []
     with pipe.run() as run:

@@ -125,7 +125,7 @@ OPTIONS = [{}, {"seeding": "sample"}, {"on_error": "skip"}, {"on_error": RETRIES
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=9)
 @example([0, 0, 29], [0, 29], "threads", {}, False)  # the second stop is the end of the last reader
 @given(
     st.lists(st.integers(0, 40), min_size=3, max_size=3),

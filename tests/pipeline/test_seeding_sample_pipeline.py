@@ -126,7 +126,7 @@ def test_batches_that_threads_make_at_once_are_collated_with_their_own_seeds() -
     assert found == collated(INLINE, range(4))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_and_on_fresh_processes() -> None:
     """Two steps of five, which are fused: a fresh process takes 2 s to import this module."""
     places = [INLINE, *[{"backend": "spawn", "num_workers": 1}] * 2, INLINE, INLINE]

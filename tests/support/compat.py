@@ -17,7 +17,6 @@ EVERY = ("inline", "threads", "fork", "spawn", "shared-memory")
 _FRESH = pytest.param("spawn", marks=pytest.mark.full)
 
 quick = pytest.mark.parametrize("backend", QUICK)
-every = pytest.mark.parametrize("backend", EVERY)
 often = pytest.mark.parametrize("backend", [*(name for name in EVERY if name != "spawn"), _FRESH])
 """Every backend; fresh processes, which take seconds to import torch, in a full run only."""
 

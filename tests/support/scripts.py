@@ -12,7 +12,7 @@ from hypothesis import settings
 from hybridloader import Pipeline
 from hybridloader.errors import IteratorClosed
 
-no_deadline = settings(deadline=None, max_examples=60)
+no_deadline = settings(deadline=None, max_examples=40)
 """Settings of property tests: no deadline, because a machine may be busy."""
 
 Step = Callable[[Pipeline], Pipeline]
