@@ -137,29 +137,6 @@ def test_what_is_wrong_with_it_is_told(
     assert len(str(caught.value)) < 1000
 
 
-def test_a_dataset_with_a_cycle_through_what_can_not_be_pickled_is_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    _no_process_may_start(monkeypatch)
-    box = Box(None)
-    box.handle = [box, threading.Lock()]
-    with pytest.raises(WorkerPicklingError, match=r"dataset\.inner\.handle\[1\]"):
-        iter(DataLoader(WithInner(box), num_workers=1, backend="spawn"))
-
-
-def test_an_attribute_in_slots_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Slotted:
-        __slots__ = ("handle",)
-
-        def __init__(self, handle: Any) -> None:
-            self.handle = handle
-
-    _no_process_may_start(monkeypatch)
-    loader = DataLoader(WithInner(Slotted(threading.Lock())), num_workers=1, backend="spawn")
-    with pytest.raises(WorkerPicklingError, match=r"dataset\.inner\.handle"):
-        iter(loader)
-
-
 class Choosy(Box):
     """Object that pickles without its lock, as something else."""
 
@@ -173,6 +150,19 @@ class Choosy(Box):
 
 class Listed(list[Any]):
     """List with an attribute."""
+
+
+class Slotted:
+    __slots__ = ("handle",)
+
+    def __init__(self, handle: Any) -> None:
+        self.handle = handle
+
+
+def _in_a_cycle(handle: Any) -> Box:
+    box = Box(None)
+    box.handle = [box, handle]
+    return box
 
 
 def _listed(handle: Any) -> Listed:
@@ -200,6 +190,8 @@ def _with_default(handle: Any) -> Any:
     ("make", "path"),
     [
         (Choosy, ".handle (a lock)"),
+        (Slotted, ".handle (a lock)"),
+        (_in_a_cycle, ".handle[1] (a lock)"),
         (_listed, ".handle (a lock)"),
         (lambda lock: deque([1, lock]), "[1] (a lock)"),
         (lambda lock: {lock}, ".<element>[0] (a lock)"),

@@ -35,7 +35,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from torch.utils.data._utils.worker import WorkerInfo
 
 import hybridloader
-from hybridloader import DataLoader, Inline, WorkerDied
+from hybridloader import DataLoader, Inline
 
 
 @needs_fork  # torch's loader beside it, in a script without a guard
@@ -346,24 +346,3 @@ def test_r34_errors_keep_type_message_and_the_workers_traceback(backend: str) ->
     assert 'raise Unfit(index, why="rotten")' in shown
     assert "worker 0" in shown
     assert int(next(iterator)) == 2
-
-
-def leave(worker: int) -> None:
-    raise SystemExit(3)
-
-
-class Leaving(Numbers):
-    def __getitem__(self, index: int) -> int:
-        raise SystemExit(3)
-
-
-@pytest.mark.parametrize("backend", ["threads", "fork"])
-@pytest.mark.parametrize("where", ["in a sample", "at the start"])
-def test_r34_what_escapes_a_worker_never_hangs_the_consumer(backend: str, where: str) -> None:
-    options: dict[str, Any] = {"num_workers": 1, "backend": backend}
-    if where == "at the start":
-        loader = DataLoader(Numbers(), worker_init_fn=leave, **options)
-    else:
-        loader = DataLoader(Leaving(), **options)
-    with pytest.raises(WorkerDied, match=r"SystemExit|code 3"):
-        list(loader)

@@ -377,20 +377,6 @@ def test_a_state_is_gone_on_from_without_reading_again(monkeypatch: pytest.Monke
     assert Told.asked == 2
 
 
-def test_counts_that_were_edited_are_come_by_by_making_batches() -> None:
-    whole = flat(make("dataset", "", 3, "threads"))
-    loader = make("dataset", "", 3, "threads")
-    iterator = iter(loader)
-    for _ in range(3):
-        next(iterator)
-    state = loader.state_dict()
-    for name in ("_num_yielded", "_sampler_iter_yielded"):
-        state[name] -= 1
-    other = make("dataset", "", 3, "threads")
-    other.load_state_dict(state)
-    assert flat(other) == whole[2:]
-
-
 # -- what can't be ---------------------------------------------------------------------------------
 
 

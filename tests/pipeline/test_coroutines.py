@@ -169,15 +169,6 @@ def test_errors_of_tasks_that_were_begun_early_come_in_their_place() -> None:
             next(run)
 
 
-@in_this_process
-def test_errors_are_raised_in_their_place(where: Any) -> None:
-    pipe = Pipeline.from_iterable(range(12)).map(fails, concurrency=3, **where)
-    with pipe.run() as run:
-        assert next(run) == 0
-        with pytest.raises(ValueError, match="item 1"):
-            next(run)
-
-
 @everywhere
 def test_policies_for_errors(where: Any) -> None:
     def made(on_error: Any) -> list[Any]:
@@ -272,18 +263,6 @@ def test_a_limit_of_time_is_kept() -> None:
         Stuck(), concurrency=3, backend="threads", num_workers=1, timeout=0.2
     )
     with pipe.run() as run, pytest.raises(WorkerTimeout):
-        next(run)
-
-
-@pytest.mark.slow  # a process that is stuck is killed
-def test_a_task_has_a_limit_of_time_too() -> None:
-    async def stuck(item: int) -> None:
-        await asyncio.Event().wait()
-
-    pipe = Pipeline.from_iterable(range(9)).map(
-        stuck, concurrency=3, backend="fork", num_workers=1, task_timeout=0.3
-    )
-    with pipe.run() as run, pytest.raises(RuntimeError, match="task_timeout"):
         next(run)
 
 

@@ -201,13 +201,6 @@ def test_other_ranks_get_what_was_left_and_nothing_twice(case: Case) -> None:
     each_item_once(case)
 
 
-@pytest.mark.full
-@settings(deadline=None, max_examples=1000)
-@given(cases)
-def test_other_ranks_get_what_was_left_and_nothing_twice_many_times(case: Case) -> None:
-    each_item_once(case)
-
-
 def test_the_end_of_a_rank_is_no_item_that_was_had_in_part() -> None:
     """A last batch that is not full may have had more; the index behind the last is that of no rank."""
     each_item_once(

@@ -98,7 +98,6 @@ def size_of(key: str) -> int:
 
 CASES: dict[str, tuple[Step, Reference]] = {
     "batch": (steps.batch(3, collate_fn=list), in_batches(3, False)),
-    "batch of one": (steps.batch(1, collate_fn=list), in_batches(1, False)),
     "batch, full": (steps.batch(3, drop_last=True, collate_fn=list), in_batches(3, True)),
     "unbatch": (
         steps.unbatch(split=double),
@@ -131,17 +130,14 @@ CASES: dict[str, tuple[Step, Reference]] = {
         by_kind(size_of, False),
     ),
     "skip": (steps.skip(4), lambda given: given[4:]),
-    "skip nothing": (steps.skip(0), lambda given: given),
     "enumerate": (steps.enumerate(5), lambda given: list(enumerate(given, 5))),
     "shard": (steps.shard(3, 1), lambda given: given[1::3]),
-    "shard of one": (steps.shard(), lambda given: given),
     "cache": (steps.cache(), lambda given: given),
     "take more": (steps.take(99), lambda given: given),
-    "repeat once": (steps.repeat(1), lambda given: given),
 }
 
 
-BY_NUMBER = {"skip", "skip nothing", "enumerate", "shard", "shard of one", "take more"}
+BY_NUMBER = {"skip", "enumerate", "shard", "take more"}
 """Cases that go by the numbers of items: one that raises has its own."""
 
 

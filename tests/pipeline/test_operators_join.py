@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections import Counter
 from typing import Any
@@ -98,12 +97,6 @@ def test_lengths_of_joins() -> None:
 
 
 # -- concat ------------------------------------------------------------------------------------------
-
-
-@no_deadline
-@given(several)
-def test_a_concat_is_one_after_the_other(scripts: list[list[Any]]) -> None:
-    assert outcome("concat", scripts) == list(itertools.chain(*scripts))
 
 
 def test_a_pipeline_is_opened_in_its_turn_and_one_that_cannot_be_is_passed_over() -> None:

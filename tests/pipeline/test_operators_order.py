@@ -108,13 +108,6 @@ def passes_of(*passes: Any) -> Pipeline:
 
 
 @no_deadline
-@given(st.lists(scripts, min_size=1, max_size=4))
-def test_a_repeat_gives_one_pass_after_the_other(passes: list[list[Any]]) -> None:
-    found = drain(passes_of(*passes).repeat(len(passes)).run())
-    assert found == [step for steps in passes for step in steps]
-
-
-@no_deadline
 @given(st.lists(scripts.filter(items_in), max_size=4), st.lists(errors, max_size=3))
 def test_a_repeat_without_end_ends_with_a_pass_that_gives_nothing(
     passes: list[list[Any]], last: list[Any]
@@ -140,18 +133,6 @@ def test_lengths_of_repeats() -> None:
 
 
 # -- shard -------------------------------------------------------------------------------------------
-
-
-@no_deadline
-@given(scripts, st.integers(1, 5))
-def test_shards_make_up_the_whole(script: list[Any], replicas: int) -> None:
-    shards = [outcome(steps.shard(replicas, rank), *script) for rank in range(replicas)]
-    items = items_in(script)
-    for rank, shard in enumerate(shards):
-        assert items_in(shard) == items_in(script[rank::replicas])
-        assert errors_in(shard) == errors_in(script)
-        whole = Pipeline.from_iterable(items)
-        assert whole.shard(replicas, rank).length == len(items[rank::replicas])
 
 
 def test_a_shard_asks_torch_when_the_pass_begins(monkeypatch: pytest.MonkeyPatch) -> None:

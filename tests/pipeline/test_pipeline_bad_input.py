@@ -83,39 +83,25 @@ PLACEMENTS: dict[str, Case] = {
     "a number as backend": placed(TypeError, "name or a Backend, not 3", backend=3),
     "class as backend": placed(TypeError, r"use an instance: Threads\(\)", backend=Threads),
     "no workers": placed(ValueError, "workers must be at least 1, got 0", **THREADS, num_workers=0),
-    "negative workers": placed(ValueError, "workers .*got -2", **THREADS, num_workers=-2),
     "bool workers": placed(
         TypeError, "workers must be a whole number, got True", **THREADS, num_workers=True
-    ),
-    "str workers": placed(
-        TypeError, "workers must be a whole number, got '2'", **THREADS, num_workers="2"
-    ),
-    "float workers": placed(
-        TypeError, "workers must be a whole number, got 2.0", **THREADS, num_workers=2.0
     ),
     "workers alone": placed(ValueError, "workers but no backend.*backend='threads'", num_workers=2),
     "timeout alone": placed(ValueError, "timeout but no backend", timeout=3),
     "no prefetch": placed(ValueError, "prefetch must be at least 1", **THREADS, prefetch=0),
-    "float prefetch": placed(TypeError, "prefetch must be a whole number", **THREADS, prefetch=1.5),
     "no bytes": placed(ValueError, "buffer_bytes must be at least 1", **THREADS, buffer_bytes=0),
-    "str bytes": placed(
-        TypeError, "buffer_bytes must be a whole number", **THREADS, buffer_bytes="1G"
-    ),
     "no threads": placed(
         ValueError, "threads_per_worker .*at least 1", **THREADS, threads_per_worker=0
     ),
     "negative timeout": placed(ValueError, "timeout is seconds", **THREADS, timeout=-1),
-    "str timeout": placed(ValueError, "timeout is seconds", **THREADS, timeout="1"),
     "bool timeout": placed(ValueError, "timeout is seconds", **THREADS, timeout=True),
     "init is no function": placed(
         TypeError, "worker_init_fn must be callable", **THREADS, worker_init_fn=3
     ),
-    "unknown keyword": placed(TypeError, "keyword 'workers'.*num_workers", workers=2),
 }
 
 FUNCTIONS: dict[str, Case] = {
     "no function": (lambda: BASE.map(3), TypeError, "stage 'map.*needs a function.*not 3"),
-    "too few parameters": (lambda: BASE.map(none), TypeError, r"stage 'map\(none\)'.*one item"),
     "too many parameters": (
         lambda: BASE.filter(two),
         TypeError,
@@ -133,11 +119,6 @@ FUNCTIONS: dict[str, Case] = {
 }
 
 SOURCES: dict[str, Case] = {
-    "no iterable for readers": (
-        lambda: Pipeline.from_iterable(3, backend="threads"),
-        TypeError,
-        "must be an iterable, or a function",
-    ),
     "a string": (lambda: Pipeline.from_iterable("abc"), TypeError, "one character at a time"),
     "generator for readers": (
         lambda: Pipeline.from_iterable((k for k in "ab"), name="pages", backend="threads"),
@@ -168,11 +149,6 @@ NUMBERS: dict[str, Case] = {
     "take": (lambda: BASE.take(-1), ValueError, "take: count must be at least 0, got -1"),
     "skip": (lambda: BASE.skip(1.5), TypeError, "skip: count must be a whole number"),
     "batch": (lambda: BASE.batch(0), ValueError, "batch: batch_size must be at least 1"),
-    "batch of bool": (
-        lambda: BASE.batch(True),
-        TypeError,
-        "batch: batch_size must be a whole number",
-    ),
     "shuffle": (lambda: BASE.shuffle(0), ValueError, "shuffle: buffer_size must be at least 1"),
     "seed": (lambda: BASE.shuffle(1, seed="a"), TypeError, "shuffle: seed"),
     "repeat": (lambda: BASE.repeat(-1), ValueError, "repeat: times must be at least 0"),
@@ -196,9 +172,7 @@ def mixed(weights: Any, error: type[Exception], words: str) -> Case:
 
 JOINS: dict[str, Case] = {
     "negative weight": mixed([1, -1], ValueError, "above 0"),
-    "not a number": mixed([1, math.nan], ValueError, "above 0"),
     "infinite": mixed([math.inf, 1], ValueError, "above 0"),
-    "all zero": mixed([0, 0], ValueError, "above 0"),
     "a word": mixed([1, "a"], TypeError, "must be a number"),
     "too few": mixed([1], ValueError, "one number for each of 2"),
     "stop": (lambda: BASE.mix(BASE, stop="some"), ValueError, "mix: stop must be 'all' or 'first'"),
@@ -207,10 +181,8 @@ JOINS: dict[str, Case] = {
         TypeError,
         r"zip joins pipelines, not \[1\].*from_iter",
     ),
-    "concat of None": (lambda: BASE.concat(None), TypeError, "concat joins pipelines, not None"),
     "a list zipped": (lambda: Pipeline.zip([1], BASE), TypeError, "zip joins pipelines"),
     "lengths": (lambda: BASE.zip(BASE.take(3)), ValueError, r"zip: .*different lengths: \[7, 3\]"),
-    "endless": (lambda: BASE.zip(BASE.repeat()), ValueError, "zip: .*different lengths"),
 }
 
 EARLY = {**PLACEMENTS, **FUNCTIONS, **SOURCES, **NUMBERS, **JOINS}
@@ -332,13 +304,7 @@ def test_len_of_what_never_ends_names_what_is_to_blame() -> None:
 # -- what was overlooked once --------------------------------------------------------------------
 
 GAPS: dict[str, Case] = {
-    "timeout nan": placed(ValueError, "timeout", **THREADS, timeout=math.nan),
     "in_order": placed(TypeError, "in_order", **THREADS, in_order="no"),
-    "a string for readers": (
-        lambda: Pipeline.from_iterable("abc", backend="threads"),
-        TypeError,
-        "one character at a time",
-    ),
     "fuse": placed(TypeError, "fuse", **THREADS, fuse="no"),
     "a name that is no text": (lambda: BASE.map(double, name=5), TypeError, "name of a stage"),
     "epochs below zero": (lambda: BASE.epochs(-1), ValueError, "count must be at least 0"),

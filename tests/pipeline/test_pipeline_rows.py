@@ -222,17 +222,6 @@ def test_a_generator_that_fails_is_over_and_says_so() -> None:
         assert [kind for kind, _ in found] == ["item", "error", "error", "closed"]
 
 
-def test_a_pipeline_that_can_not_be_opened_ends_the_rows_behind_it() -> None:
-    def broken() -> Iterator[int]:
-        raise ValueError("open")
-
-    numbers = Pipeline.from_dataset(range(2))
-    joined = numbers.concat(Pipeline.from_iterable(broken), numbers)
-    assert [kind for kind, _ in events(iter(joined))] == ["item", "item", "error", "item", "item"]
-    found = events(iter(joined.zip(Pipeline.from_dataset(range(9)), strict=False)))
-    assert [kind for kind, _ in found] == ["item", "item", "error", "closed"]
-
-
 # -- tasks that fail as a whole ----------------------------------------------------------------------
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import OrderedDict, namedtuple
+from collections import namedtuple
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -99,10 +99,6 @@ def pair(index: int) -> Pair:
 
 def text(index: int) -> str:
     return "ab" * index
-
-
-def nothing_special(index: int) -> Any:
-    return [None, b"\0" * index, {index, 1}, 1j, frozenset("a"), OrderedDict(a=1), range(index)]
 
 
 def large(index: int) -> torch.Tensor:

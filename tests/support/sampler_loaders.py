@@ -95,9 +95,6 @@ def some_counts(batches: int, *which: int) -> range:
     return range(sum(which) % 3, batches + 1, 3)
 
 
-every_sampler = pytest.mark.parametrize("sampler", sorted(SAMPLERS))
-
-
 def listed(batches: Any) -> list[Any]:
     """Batches of numbers as lists; all others as they are."""
     return [batch.tolist() if isinstance(batch, torch.Tensor) else batch for batch in batches]
