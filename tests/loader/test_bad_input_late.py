@@ -93,6 +93,7 @@ PROCESSES_ONLY: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "index lock": ({"sampler": [threading.Lock()]}, ResultPicklingError, "a task of type"),
     "index deep": ({"sampler": [nested(50_000)]}, ResultPicklingError, "a task of type"),
     "init exits": ({"worker_init_fn": raising(SystemExit(3))}, WorkerDied, "exited with code 3"),  # type: ignore[arg-type]
+    "error of three": ({"dataset": Bytes(raising(NeedsThree(1, 2, 3)))}, NeedsThree, "three"),
     "error of a lock": (
         {"dataset": Bytes(raising(ValueError(threading.Lock())))},
         ValueError,

@@ -346,3 +346,13 @@ def test_r34_errors_keep_type_message_and_the_workers_traceback(backend: str) ->
     assert 'raise Unfit(index, why="rotten")' in shown
     assert "worker 0" in shown
     assert int(next(iterator)) == 2
+
+
+def refuse(worker: int) -> None:
+    raise Unfit(worker, why="no worker")
+
+
+def test_r34_errors_of_init_functions_reach_the_consumer() -> None:
+    loader = DataLoader(Numbers(3), num_workers=1, backend="threads", worker_init_fn=refuse)
+    with pytest.raises(Unfit, match="no worker"):
+        list(loader)

@@ -114,11 +114,16 @@ FUNCTIONS: dict[str, Case] = {
     ),
     "cost is no function": (lambda: BASE.batch_by(3, 4), TypeError, "batch_by: cost"),
     "collate is no function": (lambda: BASE.batch(3, collate_fn=3), TypeError, "batch: collate_fn"),
+    "cache number": (lambda: BASE.cache(3), TypeError, r"cache: path .*not 3 \(a int\)"),
+    "cache empty": (lambda: BASE.cache(""), ValueError, "cache: path='' names no file"),
+    "cache folder": (lambda: BASE.cache("some/"), ValueError, "path='some/' names no file"),
+    "cache print": (lambda: BASE.cache("x", fingerprint=3), TypeError, "fingerprint .*not 3"),
     "apply nothing": (lambda: BASE.apply(3), TypeError, "apply takes an Operator or a function"),
     "apply gives nothing": (lambda: BASE.apply(lambda p: None), TypeError, "apply.*not a Pipeline"),
 }
 
 SOURCES: dict[str, Case] = {
+    "no iterable": (lambda: Pipeline.from_iterable(3), TypeError, "must be an iterable, or a"),
     "a string": (lambda: Pipeline.from_iterable("abc"), TypeError, "one character at a time"),
     "generator for readers": (
         lambda: Pipeline.from_iterable((k for k in "ab"), name="pages", backend="threads"),

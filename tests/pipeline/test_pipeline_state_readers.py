@@ -220,6 +220,38 @@ def test_named_shards_resume_with_other_readers() -> None:
     assert sorted(had) == wanted
 
 
+def test_reading_again_is_told() -> None:
+    pipe = Pipeline.from_iterable(Source([30, 30], Part), backend="threads", num_workers=2)
+    with pipe.run() as run:
+        events(run, 21)
+        state = saved(run)
+    with pipe.run(state=state) as run:
+        told = run.resuming
+        assert told is not None
+        assert told[1] == 21
+        events(run)
+        assert run.resuming is None
+
+
+def test_after_other_steps_than_one_to_one_other_readers_take_a_merged_state() -> None:
+    def make(readers: int) -> Pipeline:
+        source = NamedShards([4, 6])
+        return Pipeline.from_iterable(source, num_workers=readers, backend="inline").filter(odd)
+
+    wanted = sorted(make(1).run())
+    with make(2).run() as run:
+        had = list(itertools.islice(run, 6))
+        state = saved(run)
+    with pytest.raises(StateError, match=r"is of 2 readers, .* has 3 readers.*merge_states"):
+        make(3).run(state=state)
+    had += make(3).run(state=make(3).merge_states([state]))
+    assert sorted(had) == wanted
+
+
+def odd(number: int) -> bool:
+    return number % 2 == 1
+
+
 class Epochs(NamedShards):
     """Shards whose order, and numbers, depend on the epoch."""
 

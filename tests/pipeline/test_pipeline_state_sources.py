@@ -342,7 +342,7 @@ def cached(path: Any = None) -> Pipeline:
 
 
 @pytest.mark.parametrize("stop", [3, 12])
-@pytest.mark.parametrize(("epoch", "same"), [(0, False), (1, True)])
+@pytest.mark.parametrize(("epoch", "same"), [(0, True), (1, False)])
 def test_a_cache_in_memory_is_filled_again_with_what_it_held(
     stop: int, epoch: int, same: bool
 ) -> None:
