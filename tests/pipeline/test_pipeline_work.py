@@ -201,18 +201,6 @@ def _patiently(run: Any, ways: Iterator[bool]) -> Iterator[Any]:
             return
 
 
-@settings(deadline=None, max_examples=12)
-@given(
-    st.lists(st.booleans(), min_size=1, max_size=10).filter(any),
-    st.integers(0, 100),
-    st.sampled_from(KINDS),
-)
-def test_next_and_next_nowait_may_be_mixed(ways: list[bool], count: int, backend: str) -> None:
-    pipe = Pipeline.from_iterable(range(count)).map(abs, backend=backend, num_workers=2).skip(1)
-    with pipe.run() as run:
-        assert list(_patiently(run, itertools.cycle(ways))) == list(range(1, count))
-
-
 # -- readers ---------------------------------------------------------------------------------------
 
 
