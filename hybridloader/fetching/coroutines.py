@@ -117,8 +117,7 @@ class Loop:
         for task in left:
             task.cancel()
         if left and not self._loop.is_closed():
-            with _beside_the_callers():
-                self._loop.run_until_complete(asyncio.wait(left, timeout=_PATIENCE))
+            self._finish(asyncio.wait(left, timeout=_PATIENCE))
         for task in tasks:
             if task.done() and not task.cancelled():
                 task.exception()  # otherwise asyncio logs an exception that was never retrieved
@@ -126,8 +125,7 @@ class Loop:
     def complete(self, coroutine: Any) -> None:
         """Run a coroutine to its end, or cancel it after `_PATIENCE`. Raises its error."""
         task = self.begin(coroutine)
-        with _beside_the_callers():
-            self._loop.run_until_complete(asyncio.wait({task}, timeout=_PATIENCE))
+        self._finish(asyncio.wait({task}, timeout=_PATIENCE))
         if task.done():
             task.result()
         else:
@@ -138,10 +136,16 @@ class Loop:
         if self.closed:
             return
         self.cancel(asyncio.all_tasks(self._loop))
-        with _beside_the_callers():
-            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-            self._loop.run_until_complete(self._loop.shutdown_default_executor())
+        self._finish(self._loop.shutdown_asyncgens())
+        self._finish(self._loop.shutdown_default_executor())
         self._loop.close()
+
+    def _finish(self, coroutine: Any) -> None:
+        """Run until `coroutine` has ended, also after an interrupt has ended a run."""
+        with _beside_the_callers():
+            self._loop.stop()
+            self._loop.run_forever()  # once: the task that raised has a call of `_stop` left
+            self._loop.run_until_complete(coroutine)
 
     def _stop(self, _: asyncio.Task[Any]) -> None:
         self._loop.stop()

@@ -140,22 +140,25 @@ class FailsLate(Behind):
         return item
 
 
-def test_an_interrupt_in_a_coroutine_goes_through_and_the_run_can_be_resumed() -> None:
+@pytest.mark.parametrize("concurrency", [1, 2])
+def test_an_interrupt_in_a_coroutine_goes_through_and_the_run_can_be_resumed(
+    concurrency: int,
+) -> None:
     interrupts = [2]
 
     async def interrupted_at_2(item: int) -> int:
-        await asyncio.sleep(0)
+        await asyncio.sleep(60 if item == 3 and interrupts else 0)  # in work beside item 2
         if item in interrupts:
             raise KeyboardInterrupt
         return item
 
-    pipe = Pipeline.from_iterable(range(3)).map(interrupted_at_2)
+    pipe = Pipeline.from_iterable(range(4)).map(interrupted_at_2, concurrency=concurrency)
     with pipe.run() as run:
         with pytest.raises(KeyboardInterrupt):
             list(run)
         state = run.state_dict()
     interrupts.clear()
-    assert list(pipe.run(state=state)) == [2]
+    assert list(pipe.run(state=state)) == [2, 3]
 
 
 def test_errors_of_tasks_that_were_begun_early_come_in_their_place() -> None:
