@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
 
 import surface
+
+WHITE_BOX = 92
+"""Most files of tests that import parts of the inside. This number only falls."""
 
 
 def test_the_surface_is_the_listed_one() -> None:
@@ -24,3 +30,32 @@ def test_a_name_has_one_home() -> None:
     assert {name for name, found in several.items() if not {*found} <= allowed} == set()
     errors = {*surface.public_names(importlib.import_module("hybridloader.errors"))}
     assert several.keys() <= errors
+
+
+def imports(file: Path) -> Iterator[tuple[str, str]]:
+    """Modules of ours that a file imports, each with the name that it takes from it, or with none."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found = [(alias.name, "") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            found = [(node.module or "", alias.name) for alias in node.names]
+        else:
+            continue
+        yield from (one for one in found if one[0].split(".")[0] == "hybridloader")
+
+
+def test_few_tests_know_the_inside() -> None:
+    """A test of the inside holds it as it is: a public effect is held by the public names."""
+    public = {
+        name: {*surface.public_names(importlib.import_module(name))} for name in surface.MODULES
+    }
+    public["hybridloader.integrations.accelerate"] = {"keep_loaders"}
+
+    def inside(module: str, name: str) -> bool:
+        if module not in public:
+            return True
+        return name not in {"", *public[module]} and f"{module}.{name}" not in public
+
+    files = sorted(Path(__file__).parent.rglob("*.py"))
+    found = [str(file) for file in files if any(inside(*one) for one in imports(file))]
+    assert len(found) <= WHITE_BOX, found
