@@ -6,6 +6,8 @@ import inspect
 import signal
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from itertools import count, takewhile
 from types import FrameType
 from typing import Any
@@ -16,6 +18,26 @@ from support.forking import in_a_fork
 from hybridloader import Pipeline
 
 OURS = ("hybridloader.engine", "hybridloader.running")
+
+
+@contextmanager
+def interrupted(at: int, calls: Iterator[int], *events: str) -> Iterator[None]:
+    """Interrupt the block at the event of ours of that number, as `calls` counts them from 1."""
+
+    def interrupt(frame: FrameType, event: str, argument: object) -> None:
+        if frame.f_globals.get("__package__") not in OURS or event not in events:
+            return
+        if frame.f_code.co_flags & inspect.CO_GENERATOR:  # may be on its way to be collected
+            return
+        if next(calls) == at:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    sys.setprofile(interrupt)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
 
 
 @pytest.mark.parametrize("relayed", [True, False])
@@ -29,33 +51,19 @@ def test_an_interrupt_at_any_point_of_the_loop_loses_no_item_silently(relayed: b
         """Interrupt the loop at the call of that number; false if there are not as many."""
         it = pipe.run()
         values: list[int] = []
-        counted = 0
-
-        def interrupt(frame: FrameType, event: str, argument: object) -> None:
-            nonlocal counted
-            ours = frame.f_globals.get("__package__") in OURS
-            if not ours or event not in ("call", "c_return"):
-                return
-            if frame.f_code.co_flags & inspect.CO_GENERATOR:  # may be on its way to be collected
-                return
-            counted += 1
-            if counted == at:
-                sys.setprofile(None)
-                raise KeyboardInterrupt
-
-        sys.setprofile(interrupt)
+        calls = count(1)
         try:
-            values.extend(it)
+            with interrupted(at, calls, "call", "c_return"):
+                values.extend(it)
         except KeyboardInterrupt:
             if it.closed:
                 values.extend(pipe.run(state=it.state_dict()))
             else:
                 values.extend(it)
         finally:
-            sys.setprofile(None)
             it.close()
         assert values == list(range(6)), f"interrupted at call {at}"
-        return counted >= at
+        return next(calls) > at
 
     assert sum(1 for _ in takewhile(run, count(1))) > 50
 
@@ -85,27 +93,12 @@ def test_a_close_that_was_interrupted_at_any_point_can_be_done_again() -> None:
     def close(at: int) -> bool:
         run = Pipeline.from_iterable(range(9)).map(abs, backend="threads", num_workers=1).run()
         next(run)
-        counted = 0
-
-        def interrupt(frame: FrameType, event: str, argument: object) -> None:
-            nonlocal counted
-            ours = frame.f_globals.get("__package__") in OURS
-            if ours and event == "call" and not frame.f_code.co_flags & inspect.CO_GENERATOR:
-                counted += 1
-                if counted == at:
-                    sys.setprofile(None)
-                    raise KeyboardInterrupt
-
-        sys.setprofile(interrupt)
-        try:
+        calls = count(1)
+        with suppress(KeyboardInterrupt), interrupted(at, calls, "call"):
             run.close()
-        except KeyboardInterrupt:
-            pass
-        finally:
-            sys.setprofile(None)
         run.close()
         assert run.closed
-        return counted >= at
+        return next(calls) > at
 
     before = threading.active_count()
     assert sum(1 for _ in takewhile(close, count(1))) > 20
