@@ -21,8 +21,6 @@ from torch.utils.data import Dataset, IterableDataset
 from hybridloader import DataLoader, Pipeline, StatefulDataLoader, WorkerDied
 from hybridloader.errors import BackendUnavailable, TaskTimeout
 
-BACKENDS = ["inline", "threads", "spawn", "shared-memory", None]
-
 shown_by_forks = pytest.mark.full if FORK else ()
 """Of tests that other files make with forked workers, which start faster."""
 
@@ -65,13 +63,16 @@ def make(cls: Any, dataset: Any, **options: Any) -> Any:
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    "dataset",
-    [Samples(), pytest.param(Stream(), marks=shown_by_forks)],
+    ("dataset", "backends"),
+    [
+        (Samples(), ["inline", "threads", "spawn", "shared-memory", None]),
+        pytest.param(Stream(), ["threads", "spawn"], marks=shown_by_forks),
+    ],
     ids=["map", "iterable"],
 )
-def test_batches_are_those_of_torch(dataset: Any) -> None:
+def test_batches_are_those_of_torch(dataset: Any, backends: list[str | None]) -> None:
     expected = flat(list(make(torch.utils.data.DataLoader, dataset)))
-    for backend in BACKENDS:
+    for backend in backends:
         loader = make(DataLoader, dataset, backend=backend, seeding="worker")
         assert flat(list(loader)) == expected, backend
 
@@ -91,9 +92,7 @@ def test_a_pipeline_mixes_backends_and_takes_functions_made_on_the_spot(backend:
         ]
 
 
-@pytest.mark.parametrize(
-    "backend", ["threads", pytest.param("spawn", marks=shown_by_forks), "shared-memory"]
-)
+@pytest.mark.parametrize("backend", ["threads", "shared-memory"])
 @pytest.mark.timeout(400)
 def test_workers_are_kept_and_an_epoch_resumes_where_it_was_left(backend: str) -> None:
     loader = make(StatefulDataLoader, Samples(), backend=backend, persistent_workers=True)
@@ -120,10 +119,10 @@ class SharedEpoch(Dataset[Any]):
         return int(self.epoch), index
 
 
-@pytest.mark.parametrize("backend", [pytest.param("spawn", marks=shown_by_forks), "shared-memory"])
-def test_a_tensor_in_shared_memory_is_shared_with_fresh_workers(backend: str) -> None:
+def test_a_tensor_in_shared_memory_is_shared_with_fresh_workers() -> None:
     dataset = SharedEpoch()
-    loader = make(DataLoader, dataset, backend=backend, persistent_workers=True, collate_fn=list)
+    options = {"backend": "shared-memory", "persistent_workers": True, "collate_fn": list}
+    loader = make(DataLoader, dataset, **options)
     for epoch in range(2):
         dataset.epoch[0] = epoch
         assert {sample[0] for batch in loader for sample in batch} == {epoch}
@@ -134,16 +133,18 @@ CRASHED = "killed by signal SIGSEGV" if FORK else r"exited with code 3221225477 
 AT = r"dying_dataset\.py\", line [0-9]+ in __getitem__"
 
 
+HANGS = f"(?s)has been at 3 for.*The thread that does the tasks.*{AT}"
+
+
 @pytest.mark.parametrize(
-    ("how", "error", "words"),
+    ("backend", "how", "error", "words"),
     [
-        ("exit", WorkerDied, "exited with code 3"),
-        ("kill", WorkerDied, KILLED),
-        ("crash", WorkerDied, f"(?s){CRASHED}.*The thread that crashed.*{AT}"),
-        ("hang", TaskTimeout, f"(?s)has been at 3 for.*The thread that does the tasks.*{AT}"),
+        ("spawn", "exit", WorkerDied, "exited with code 3"),
+        ("shared-memory", "kill", WorkerDied, KILLED),
+        ("spawn", "crash", WorkerDied, f"(?s){CRASHED}.*The thread that crashed.*{AT}"),
+        ("shared-memory", "hang", TaskTimeout, HANGS),
     ],
 )
-@pytest.mark.parametrize("backend", [pytest.param("spawn", marks=shown_by_forks), "shared-memory"])
 def test_a_worker_that_ends_or_hangs_is_named_or_restarted(
     backend: str, how: str, error: type[Exception], words: str, tmp_path: Path
 ) -> None:
@@ -186,10 +187,8 @@ time.sleep(600)
 @pytest.mark.parametrize(
     ("end", "workers"),
     [
-        pytest.param("exit", "idle", marks=shown_by_forks),
         ("kill", "busy"),
-        pytest.param("exit", "busy", marks=shown_by_forks),
-        pytest.param("kill", "idle", marks=shown_by_forks),
+        pytest.param("exit", "idle", marks=shown_by_forks),
     ],
 )
 def test_no_worker_outlives_its_parent(workers: str, end: str, tmp_path: Path) -> None:
@@ -264,11 +263,7 @@ print(*program.communicate(), program.returncode, psutil.wait_procs(workers, 20)
 
 @pytest.mark.parametrize(
     "backend",
-    [
-        pytest.param("threads", marks=shown_by_forks),
-        "spawn",
-        pytest.param("shared-memory", marks=shown_by_forks),
-    ],
+    [pytest.param("threads", marks=shown_by_forks), "spawn"],
 )
 def test_ctrl_c_interrupts_the_program_alone_and_leaves_no_worker(
     backend: str, tmp_path: Path
