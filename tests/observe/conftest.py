@@ -2,7 +2,7 @@
 
 A real verdict depends on the clock, and another process can take the cores for a moment: such a test
 (the fixture `free_cores` marks it) may fail twice. The exact rules are held by recorded workloads, in
-`test_recorded_workloads`, which no clock changes.
+`test_verdict`, which no clock changes.
 """
 
 from __future__ import annotations

@@ -1,24 +1,32 @@
-"""Traces of loaders, on all kinds of workers, and what a trace refuses."""
+"""Traces of loaders and pipelines: events, tracks, merging with torch.profiler's, and refusals."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import json
 import math
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from support.fake_accelerator import FakeAccelerator
 from support.platforms import needs_fork
-from support.traces import ReadTrace
+from support.traces import ReadTrace, nanoseconds
+from torch.profiler import ProfilerActivity, profile, record_function
 
 import hybridloader
-from hybridloader import DataLoader, Skip
+from hybridloader import DataLoader, Pipeline, Skip
 from hybridloader.engine.meter import Slices
-from hybridloader.observe import tracing
+from hybridloader.observe import merge, tracing
+from hybridloader.observe.tracing import Event, chrome_events, merged
 
 
 class Work:
@@ -62,7 +70,6 @@ def path(tmp_path: Path) -> Path:
         ("threads", 2),
         ("fork", 2),
         pytest.param("spawn", 1, marks=pytest.mark.full),
-        ("shared-memory", 2),
     ],
 )
 def test_a_trace_of_each_backend(path: Path, backend: str, workers: int) -> None:
@@ -109,8 +116,11 @@ def test_several_loaders_and_epochs_have_names_of_their_own(path: Path) -> None:
         other = DataLoader(Work(8), 4, num_workers=1, backend="threads")
         for loader in (one, other, one):
             list(loader)
+        del one, other, loader
+        gc.collect()
+        list(DataLoader(Work(8), 4, num_workers=1, backend="threads"))
     names = {name for name in ReadTrace(path).tracks.values() if "worker" in name}
-    assert names == {"DataLoader worker 0", "DataLoader 2 worker 0"}
+    assert names == {f"DataLoader{number} worker 0" for number in ("", " 2", " 3")}
 
 
 def test_the_thread_that_pins(path: Path) -> None:
@@ -204,16 +214,6 @@ def test_details_are_json_whatever_they_are(path: Path) -> None:
     assert ReadTrace(path).instants("Odd")
 
 
-def test_loaders_that_follow_each_other_have_names_of_their_own(path: Path) -> None:
-    with hybridloader.observe.trace(path):
-        for _ in range(3):
-            for _ in DataLoader(Work(), 4, num_workers=1, backend="threads"):
-                pass
-            gc.collect()
-    names = {name for name in ReadTrace(path).tracks.values() if "worker" in name}
-    assert names == {f"DataLoader{number} worker 0" for number in ("", " 2", " 3")}
-
-
 def test_a_file_that_cant_be_written_is_told_before_any_worker_starts(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"\.json or \.json\.gz"):
         hybridloader.observe.trace(tmp_path / "run.html")
@@ -257,3 +257,199 @@ def test_a_fork_writes_no_trace(path: Path) -> None:
             return super().__getitem__(index)
 
     loaded(path, Nested(), num_workers=1, backend="fork")
+
+
+# -- pipelines, the command, and torch.profiler ------------------------------------------------------
+
+
+def busy(item: Any) -> Any:
+    until = time.perf_counter() + 3e-4
+    while time.perf_counter() < until:
+        pass
+    return item
+
+
+def decode(item: int) -> int:
+    return int(busy(item))
+
+
+def crop(item: int) -> int:
+    if item == 7:
+        raise ValueError(item)
+    return int(busy(item))
+
+
+def inline(item: int) -> int:
+    return int(busy(item))
+
+
+PIPE = (
+    Pipeline.from_iterable(range(60))
+    .map(decode, backend="threads", num_workers=2)
+    .map(crop, backend="fork", num_workers=2, on_error=Skip())
+    .map(inline)
+    .batch(4)
+)
+
+
+def test_a_hybrid_pipeline(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    with hybridloader.observe.trace(path), PIPE.run() as run:
+        assert len(list(run)) == 15
+    trace = ReadTrace(path)
+    for name, worker in (("map(decode)", "map(decode) worker"), ("map(crop)", "map(crop) worker")):
+        steps = trace.named(name)
+        assert len(steps) >= 15  # 60 items; of short ones on a busy machine not each has a slice
+        assert all(trace.track(event).startswith(worker) for event in steps)
+        assert all(trace.within(event) == ["fetch", "task"] for event in steps)
+    assert all(trace.track(event) == "MainThread" for event in trace.named("next()"))
+    assert len(trace.named("map(inline)")) == 59
+    (skipped,) = trace.instants("skipped")
+    assert skipped["args"]["stage"] == "map(crop)"
+    assert {trace.track(task).rpartition(" worker")[0] for task in trace.named("task")} == {
+        "map(decode)",
+        "map(crop)",
+    }
+    assert os.getpid() in {event["pid"] for event in trace.named("map(decode)")}
+    assert os.getpid() not in {event["pid"] for event in trace.named("map(crop)")}
+
+
+def test_epochs_of_a_pipeline_go_on_on_the_same_tracks(tmp_path: Path) -> None:
+    pipe = Pipeline.from_iterable(range(20)).map(decode, backend="threads", num_workers=1).batch(4)
+    with hybridloader.observe.trace(tmp_path / "run.json"), pipe.epochs(2) as epochs:
+        for run in epochs:
+            list(run)
+    trace = ReadTrace(tmp_path / "run.json")
+    assert list(trace.tracks.values()).count("map(decode) worker 0") == 1
+
+
+@contextlib.contextmanager
+def profiled(path: Path) -> Any:
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        yield
+    profiler.export_chrome_trace(str(path))
+
+
+def test_merging_with_a_trace_of_torchs_profiler(tmp_path: Path, capfd: Any) -> None:
+    ours, theirs, out = tmp_path / "ours.json.gz", tmp_path / "theirs.json", tmp_path / "both.json"
+    loader = DataLoader(list(range(64)), 8, num_workers=1, backend="fork")  # type: ignore[arg-type]
+    with hybridloader.observe.trace(ours), profiled(theirs):
+        for batch in loader:
+            with record_function("training step"):
+                torch.mm(torch.ones(64, 64), torch.ones(64, 64)).sum() + batch.sum()
+    merge(ours, theirs, out)
+    whole = json.loads(out.read_text())
+    before = json.loads(theirs.read_text())
+    shift = before["baseTimeNanoseconds"] - whole["baseTimeNanoseconds"]
+    for event, old in zip(whole["traceEvents"], before["traceEvents"], strict=False):
+        assert {**event, "ts": 0} == {**old, "ts": 0}
+        assert abs(nanoseconds(event["ts"]) - nanoseconds(old["ts"]) - shift) <= 2
+    own = [event for event in whole["traceEvents"] if event.get("cat") == "hybridloader"]
+    taken = {(event["pid"], event["tid"]) for event in before["traceEvents"]}
+    assert own
+    assert not {(event["pid"], event["tid"]) for event in own if event["ph"] == "X"} & taken
+    named = [
+        event
+        for event in whole["traceEvents"]
+        if "enumerate(DataLoader)#" in event["name"] and event["ph"] == "X"
+    ]
+    nexts = [event for event in own if event["name"] == "next()"]
+    # The same calls, under torch's name and ours, by clocks that agree within a millisecond.
+    assert len(named) == 9
+    assert nexts
+    for event in nexts:
+        middle = event["ts"] + event["dur"] / 2
+        assert any(n["ts"] - 1e3 <= middle <= n["ts"] + n["dur"] + 1e3 for n in named), event
+    capfd.readouterr()  # its notes
+
+
+def test_merging_moves_tracks_that_are_taken() -> None:
+    events = [Event("X", (10, "main"), "next()", 1.0, 2.0, {})]
+    made = chrome_events(events, {(10, "main"): "MainThread"}, {10: "your program"})
+    ours = {"baseTimeNanoseconds": 5_000, "traceEvents": made}
+    theirs = {
+        "baseTimeNanoseconds": 2_000,
+        "traceEvents": [{"ph": "X", "pid": 10, "tid": 1, "name": "step", "ts": 1.0, "dur": 1.0}],
+        "traceName": "theirs",
+    }
+    both = merged(ours, theirs)
+    (moved,) = [event for event in both["traceEvents"] if event["name"] == "next()"]
+    assert moved["tid"] != 1
+    assert nanoseconds(moved["ts"]) == 1_000_000_000
+    (name,) = [event for event in both["traceEvents"] if event["name"] == "thread_name"]
+    assert name["tid"] == moved["tid"]
+    (step,) = [event for event in both["traceEvents"] if event["name"] == "step"]
+    assert step["ts"] == 1.0 - 3.0
+    assert both["baseTimeNanoseconds"] == 5_000
+    assert both["traceName"] == "theirs"
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [("", "not JSON"), ("[]", "no list"), ('{"traceEvents": []}', "no 'baseTimeNanoseconds'")],
+)
+def test_merging_what_is_no_trace(tmp_path: Path, text: str, what: str) -> None:
+    (tmp_path / "bad.json").write_text(text)
+    with pytest.raises(ValueError, match=what):
+        merge(tmp_path / "bad.json", tmp_path / "bad.json", tmp_path / "out.json")
+    assert not (tmp_path / "out.json").exists()
+
+
+SCRIPT = """
+from torch.utils.data import DataLoader
+
+if __name__ == "__main__":
+    for batch in DataLoader(list(range(64)), 8, num_workers=1):
+        pass
+    raise SystemExit(5)
+"""
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "hybridloader", "run", *arguments]
+    rank = {**os.environ, "RANK": "3"}  # as torchrun sets it
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=100, env=rank
+    )
+
+
+def test_the_command(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    done = run(tmp_path, "--trace", "run-$RANK.json.gz", "train.py")
+    assert done.returncode == 5, done.stderr
+    trace = ReadTrace(tmp_path / "run-3.json.gz")
+    assert trace.named("next()")
+    assert trace.named("task")
+    for file, told in (("none/run.json", "can't be written"), ("run.txt", ".json")):
+        refused = run(tmp_path, "--trace", file, "train.py")
+        assert refused.returncode == 2
+        assert told in refused.stderr
+        assert len(refused.stderr.splitlines()) == 1
+
+
+# -- Chrome's form: slices that nest in seconds nest in whole nanoseconds ----------------------------
+
+TRACK = (7, "main")
+
+
+@given(
+    st.floats(0, 1e6),
+    st.lists(st.tuples(st.integers(0, 3), st.floats(0, 1e-3)), min_size=2, max_size=60),
+)
+def test_slices_stay_within_one_another(
+    tmp_path_factory: pytest.TempPathFactory, clock: float, steps: list[tuple[int, float]]
+) -> None:
+    """Looks at a clock, each of which ends some slices and begins another."""
+    events: list[Event] = []
+    begun: list[float] = []
+    for ends, seconds in steps:
+        clock += seconds
+        for _ in range(min(ends, len(begun))):
+            events.append(Event("X", TRACK, f"{len(begun)}", begun.pop(), clock, {}))
+        begun.append(clock)
+    while begun:
+        events.append(Event("X", TRACK, f"{len(begun)}", begun.pop(), clock, {}))
+    made = chrome_events(events, {TRACK: "MainThread"}, {7: "your program"})
+    path = tmp_path_factory.mktemp("trace") / "run.json"
+    path.write_text(json.dumps({"traceEvents": made}))
+    assert len(ReadTrace(path).slices) == len(events), "and it has looked at how they nest"

@@ -1,10 +1,18 @@
-"""Verdicts on scripted recordings of known truth."""
+"""Verdicts on scripted recordings of known truth, and on workloads by their recorded figures.
+
+`workloads.jsonl` has a line for each: its name, and the figures of one run. Of what is measured again
+and again, such as latencies, it has quantiles. A busy machine is one with more processes that compute
+than cores; so are a few others, as far as other programs happened to run beside them.
+"""
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given
@@ -12,9 +20,23 @@ from hypothesis import strategies as st
 from support.recordings import IDLE, recording, slept, stage
 
 from hybridloader._support.store_use import StoreUse
-from hybridloader.observe.figures import CoreUse, LoopRecord, Recording, Span, StageRecord, Wait
+from hybridloader.observe.figures import (
+    CoreUse,
+    CoroutineUse,
+    Figures,
+    LoopRecord,
+    Recording,
+    Span,
+    StageRecord,
+    Wait,
+    between,
+    length,
+    percentile,
+    stall_by_stage,
+    within,
+)
 from hybridloader.observe.stats import LOOP, Stats, compare, stats_of
-from hybridloader.observe.verdict import kind_of
+from hybridloader.observe.verdict import judge, kind_of
 
 FULL_OF_OTHERS = CoreUse(2.0, 2.0, 0.6)
 FULL_OF_OURS = CoreUse(2.0, 2.0, 1.9)
@@ -26,48 +48,35 @@ def from_store(waited: float = 19.0, **counts: Any) -> Recording:
     return replace(made, stores=(StoreUse("s3://photos", waited=waited, **counts),))
 
 
-TRUTHS: dict[str, tuple[Recording, str, str | None, str | None, str]] = {
+WAITS, COMPUTES, HOLDS = (("stage", "map(f)", kind) for kind in ("waits", "computes", "holds-gil"))
+STORE, LOOP_ALONE = ("store", "map(f)", "waits"), ("loop", None, None)
+
+TRUTHS: dict[str, tuple[Recording, tuple[str | None, ...], str]] = {
     "a loop that takes its time": (
         recording(stage(load=0.4), wait=0.0),
-        "loop",
-        None,
-        None,
+        LOOP_ALONE,
         "training step",
     ),
-    "sleep": (recording(slept(stage())), "stage", "map(f)", "waits", "num_workers=4"),
-    "spin without the GIL": (
-        recording(stage()),
-        "stage",
-        "map(f)",
-        "computes",
-        "num_workers=4",
-    ),
+    "sleep": (recording(slept(stage())), WAITS, "num_workers=4"),
+    "spin without the GIL": (recording(stage()), COMPUTES, "num_workers=4"),
     "spin with the GIL": (
         recording(replace(stage(), cpu=10.0, latencies=(5e-3, 4.8e-3, 5.2e-3))),
-        "stage",
-        "map(f)",
-        "holds-gil",
+        HOLDS,
         "shared-memory",
     ),
     "spin with the GIL for short": (
         recording(replace(stage(), cpu=10.0, latencies=(1.4e-3, 1.3e-3, 1.2e-3))),
-        "stage",
-        "map(f)",
-        "holds-gil",
+        HOLDS,
         "processes",
     ),
     "one thread that spins with the GIL": (
         recording(stage(workers=1, latencies=(5e-3, 5e-3, 5e-3))),
-        "stage",
-        "map(f)",
-        "holds-gil",
+        HOLDS,
         "processes",
     ),
     "processes that spin": (
         recording(stage(backend="fork", in_process=False, latencies=(5e-3,) * 3)),
-        "stage",
-        "map(f)",
-        "computes",
+        COMPUTES,
         "num_workers",
     ),
     "processes that spin, of one rank of four": (
@@ -75,199 +84,139 @@ TRUTHS: dict[str, tuple[Recording, str, str | None, str | None, str]] = {
             stage(backend="fork", in_process=False, latencies=(5e-3,) * 3),
             cores=CoreUse(8.0, 1.0, 0.9, share=2.0),
         ),
-        "stage",
-        "map(f)",
-        "computes",
+        COMPUTES,
         "a worker for each core",
     ),
     "samples from a store, one by one": (
         from_store(alone=400, requests=400, seconds=19.0),
-        "store",
-        "map(f)",
-        "waits",
+        STORE,
         "BlockShuffleSampler",
     ),
     "files from a store": (
         from_store(requests=400, seconds=19.0),
-        "store",
-        "map(f)",
-        "waits",
+        STORE,
         "hybridloader write-shards",
     ),
     "blocks from a store": (
         from_store(requests=48, seconds=100.0, retries=3),
-        "store",
-        "map(f)",
-        "waits",
+        STORE,
         "keep them for the next epoch by cache_dir=",
     ),
     "blocks from a store, with a cache": (
         from_store(requests=48, seconds=100.0, misses=48),
-        "store",
-        "map(f)",
-        "waits",
+        STORE,
         "The next epoch finds in cache_dir=",
     ),
     "blocks from a store that is not waited for": (
         from_store(requests=48, seconds=100.0, waited=2.0),
-        "stage",
-        "map(f)",
-        "waits",
+        WAITS,
         "num_workers",
     ),
     "large results": (
         recording(stage(backend="fork", in_process=False, packing=15.0, sending=3.0)),
-        "stage",
-        "map(f)",
-        "transport",
+        ("stage", "map(f)", "transport"),
         "tensors or arrays",
     ),
     "a slow source": (
         recording(replace(stage("sampler", 1), source=True, backend="caller"), stage(load=0.1)),
-        "source",
-        "sampler",
-        "computes",
+        ("source", "sampler", "computes"),
         "later steps does not help",
     ),
     "cores that are taken by others": (
         recording(replace(stage(), wait_for_core=9.0, cpu=9.0), cores=FULL_OF_OTHERS),
-        "cores",
-        "map(f)",
-        "computes",
+        ("cores", "map(f)", "computes"),
         "Other programs kept 1.4 of the 2 cores busy",
     ),
     "cores that are all used": (
         recording(stage(), cores=FULL_OF_OURS),
-        "cores",
-        "map(f)",
-        "computes",
+        ("cores", "map(f)", "computes"),
         "more than the 2 cores",
     ),
     "a quota that has run out": (
         recording(slept(stage()), cores=CoreUse(1.5, 1.0, 1.0, throttled=0.5)),
-        "cores",
-        "map(f)",
-        "waits",
+        ("cores", "map(f)", "waits"),
         "1.5 cores",
     ),
-    "sleep on busy cores": (
-        recording(slept(stage()), cores=FULL_OF_OTHERS),
-        "stage",
-        "map(f)",
-        "waits",
-        "num_workers",
-    ),
+    "sleep on busy cores": (recording(slept(stage()), cores=FULL_OF_OTHERS), WAITS, "num_workers"),
     "sleep, a part of it for a core": (
         recording(replace(slept(stage()), wait_for_core=8.0), cores=FULL_OF_OTHERS),
-        "stage",
-        "map(f)",
-        "waits",
+        WAITS,
         "num_workers",
     ),
     "sleep, most of it for a core": (
         recording(replace(slept(stage()), wait_for_core=12.0), cores=FULL_OF_OTHERS),
-        "cores",
-        "map(f)",
-        "waits",
+        ("cores", "map(f)", "waits"),
         "or take more workers",
     ),
     "spin on busy cores of a system that does not count waits for them": (
         recording(replace(stage(), wait_for_core=None, cpu=5.0), cores=CoreUse(2.0)),
-        "stage",
-        "map(f)",
-        None,
+        ("stage", "map(f)", None),
         "If other programs keep the cores busy, stop them",
     ),
     "sleep on cores that are free, on such a system": (
         recording(replace(slept(stage()), wait_for_core=None)),
-        "stage",
-        "map(f)",
-        "waits",
+        WAITS,
         "num_workers",
     ),
     "threads with the GIL on busy cores": (
         recording(
             replace(
-                stage(cpu=1.2, wait_for_core=16.0),
-                latencies=(0.05,) * 4,
-                gil_waits=(5e-3,) * 4,
+                stage(cpu=1.2, wait_for_core=16.0), latencies=(0.05,) * 4, gil_waits=(5e-3,) * 4
             ),
             cores=FULL_OF_OTHERS,
         ),
-        "cores",
-        "map(f)",
-        "holds-gil",
+        ("cores", "map(f)", "holds-gil"),
         "Its threads also hold the GIL, so processes would do more",
     ),
     "processes that sleep": (
         recording(slept(stage(backend="fork", in_process=False))),
-        "stage",
-        "map(f)",
-        "waits",
+        WAITS,
         "try backend='threads' with num_workers=4 (2 processes now)",
     ),
     "the second of three": (
         recording(stage("a", load=0.3), slept(stage("b")), stage("c", 8, load=0.3)),
-        "stage",
-        "b",
-        "waits",
+        ("stage", "b", "waits"),
         "num_workers",
     ),
     "nothing known of CPU time": (
         recording(stage(cpu=None, wait_for_core=None), cores=None),
-        "stage",
-        "map(f)",
-        None,
+        ("stage", "map(f)", None),
         "num_workers=4",
     ),
     "one thread between two stages": (
         recording(stage("batch(4)", 1, backend="thread", cpu=None)),
-        "stage",
-        "batch(4)",
-        None,
+        ("stage", "batch(4)", None),
         "runs on one thread",
     ),
     "a stall too short to be worth it": (
         recording(stage(), wait=0.003, step=0.097),
-        "loop",
-        None,
-        None,
+        LOOP_ALONE,
         "training step",
     ),
     "sleep, heard late by a loop that holds the GIL": (
         recording(slept(stage(latencies=(5e-3, 5e-3, 5e-3)))),
-        "stage",
-        "map(f)",
-        "waits",
+        WAITS,
         "num_workers=4",
     ),
     "one thread at a time, as if they took turns": (
         recording(stage(load=0.55, cpu=8.0, latencies=(2e-3,) * 3)),
-        "stage",
-        "map(f)",
-        "computes",
+        COMPUTES,
         "num_workers",
     ),
     "two threads that compute less than one core would": (
         recording(stage(cpu=4.0, latencies=(2e-3,) * 3)),
-        "stage",
-        "map(f)",
-        "waits",
+        WAITS,
         "num_workers=4",
     ),
-    "nobody was busy": (recording(stage(load=0.0)), "unknown", None, None, "Compare the times"),
+    "nobody was busy": (recording(stage(load=0.0)), ("unknown", None, None), "Compare the times"),
     "nobody was busy, and no core free": (
         recording(stage(load=0.0), cores=FULL_OF_OTHERS),
-        "cores",
-        None,
-        None,
+        ("cores", None, None),
         "Other programs",
     ),
     "nobody was busy for a little": (
         recording(stage(load=0.0), wait=0.01, step=0.09),
-        "loop",
-        None,
-        None,
+        LOOP_ALONE,
         "fast enough",
     ),
 }
@@ -275,9 +224,9 @@ TRUTHS: dict[str, tuple[Recording, str, str | None, str | None, str]] = {
 
 @pytest.mark.parametrize("truth", TRUTHS)
 def test_the_verdict_names_what_is_known_to_be_so(truth: str) -> None:
-    made, cause, name, kind, advice = TRUTHS[truth]
+    made, expected, advice = TRUTHS[truth]
     verdict = stats_of(made).verdict
-    assert (verdict.cause, verdict.stage, verdict.kind) == (cause, name, kind), str(verdict)
+    assert (verdict.cause, verdict.stage, verdict.kind) == expected, str(verdict)
     assert advice in verdict.advice, str(verdict)
     assert any(letter.isdigit() for letter in verdict.evidence), "a figure is behind it"
 
@@ -350,7 +299,7 @@ def test_lateness_is_held_against_the_switch_interval() -> None:
 
 @pytest.mark.parametrize("name", TRUTHS)
 def test_without_a_gil_nobody_holds_it(name: str) -> None:
-    made, cause, _, kind, _ = TRUTHS[name]
+    made, (cause, _, kind), _ = TRUTHS[name]
     free = stats_of(replace(made, switch_interval=math.inf)).verdict
     assert free.kind != "holds-gil"
     if kind != "holds-gil":
@@ -617,3 +566,211 @@ def test_batches_of_other_sizes_are_compared_by_their_samples() -> None:
     unknown = compare(few, replace(many, batch_size=None))
     assert unknown.speedup == pytest.approx(1.0)
     assert "as many items a second" in unknown.summary
+
+
+# -- attribution of waits to stages, for any spans ---------------------------------------------------
+
+TIMES = st.floats(0, 100, allow_nan=False)
+SPANS = st.lists(
+    st.builds(lambda at, took, part: Span(at, at + took, part), TIMES, TIMES, st.floats(0, 1)),
+    max_size=8,
+)
+
+
+@st.composite
+def waits_in_turn(draw: st.DrawFn) -> list[Wait]:
+    at, found = 0.0, []
+    for pause, took in draw(st.lists(st.tuples(st.floats(0, 10), st.floats(0, 10)), max_size=8)):
+        found.append(Wait(at + pause, at + pause + took))
+        at = found[-1].ended
+    return found
+
+
+@given(st.lists(SPANS, max_size=4), waits_in_turn())
+def test_what_is_attributed_is_never_more_than_the_stall(
+    stages: list[list[Span]], waits: list[Wait]
+) -> None:
+    found = stall_by_stage(stages, waits)
+    assert all(seconds >= 0 for seconds in found)
+    assert math.fsum(found) <= length(waits) * (1 + 1e-9) + 1e-9
+    for spans, seconds in zip(stages, found, strict=True):
+        covered = sum(
+            length(within(waits, span.began, span.ended)) for span in spans if span.part > 0
+        )
+        assert seconds <= covered * (1 + 1e-9) + 1e-9, "of a stage only what it was busy in"
+
+
+@given(SPANS, waits_in_turn())
+def test_a_stage_alone_has_all_in_which_it_was_busy(spans: list[Span], waits: list[Wait]) -> None:
+    spans = [Span(span.began, span.ended, 1.0) for span in spans]
+    (found,) = stall_by_stage([spans], waits)
+    idle = between(0.0, 1000.0, [span[:2] for span in spans])
+    uncovered = sum(length(within(waits, span.began, span.ended)) for span in idle)
+    assert found == pytest.approx(length(waits) - uncovered, abs=1e-6)
+
+
+def test_stages_that_are_busy_together_share_by_their_load() -> None:
+    found = stall_by_stage([[Span(0, 10, 1.0)], [Span(0, 4, 0.25)], [Span(20, 30)]], [Wait(2, 12)])
+    assert found == pytest.approx([2 * 0.8 + 6, 2 * 0.2, 0])
+
+
+@given(st.lists(st.tuples(TIMES, TIMES), max_size=8))
+def test_what_is_between_pauses_is_the_rest(pauses: list[tuple[float, float]]) -> None:
+    pauses = [(min(pair), max(pair)) for pair in pauses]
+    spans = between(10, 90, pauses)
+    assert all(10 <= span.began < span.ended <= 90 for span in spans)
+    assert all(one.ended <= two.began for one, two in itertools.pairwise(spans))
+    (paused,) = stall_by_stage([[Span(*pause) for pause in pauses]], [Wait(10, 90)])
+    assert sum(span.ended - span.began for span in spans) == pytest.approx(80 - paused, abs=1e-6)
+
+
+def test_percentiles_count_short_calls_too() -> None:
+    waits = tuple(Wait(at, at + 1 + at / 100) for at in range(0, 100, 10))
+    loop = LoopRecord(0, 100, 100, 12.0, waits, brief=90, brief_seconds=0.0009)
+    assert percentile(loop, waits, 0.5) == pytest.approx(1e-5)
+    assert percentile(loop, waits, 0.91) == pytest.approx(1.0)
+    assert percentile(loop, waits, 0.99) == pytest.approx(1.8)
+    assert percentile(loop, (), 0.99) == pytest.approx(1e-5)
+    assert percentile(LoopRecord(0, 1), (), 0.5) == 0
+
+
+# -- workloads, by the figures that were recorded of them ---------------------------------------------
+
+WORKLOADS: dict[str, Any] = dict(
+    json.loads(line)
+    for line in (Path(__file__).parent / "workloads.jsonl").read_text().splitlines()
+)
+
+
+class Truth(NamedTuple):
+    """What is to be said: cause, kind, words of evidence and advice, and words that would mislead."""
+
+    cause: str
+    kind: str | None
+    words: tuple[str, ...] = ()
+    never: tuple[str, ...] = ()
+
+
+def truth(cause: str, kind: str | None, *words: str, never: str = "") -> Truth:
+    return Truth(cause, kind, words, tuple(never.split()))
+
+
+OTHERS = "Other programs kept"
+OPTIONS = "num_workers= threads_per_worker= concurrency= backend="
+SLEEPS = truth("stage", "waits", "num_workers=", "threads_per_worker=", never="computes")
+SLEEPS_ALONE = truth("stage", "waits", "num_workers=", never="threads_per_worker")
+AWAITS = truth("stage", "waits", "concurrency=", never="num_workers threads_per_worker")
+BLOCKS = truth("stage", "blocks-loop", "kept the event loop", "await that", never=OPTIONS)
+COMPUTES_BETWEEN = truth(
+    "stage", "blocks-loop", "kept the event loop", "If it computes", never=OPTIONS
+)
+NO_CORE = truth("cores", "computes", OTHERS, never=OPTIONS)
+OPENS = truth("start", None, "for their first tasks", "persistent_workers=True", never="fast")
+COLLATES = truth("stage", "waits", "collate_fn took", "num_workers=", never="threads_per_worker")
+NO_PARTS = truth("stage", "waits", "next to nothing", "Split the data", never=OPTIONS)
+LOOP_IS = truth("loop", None, "Loading is fast enough", "training step", never=OPTIONS)
+ONE_THREAD = truth("stage", None, "runs on one thread", "backend", never=OPTIONS)
+
+MEASURED = {
+    "waits: 2 threads": SLEEPS,
+    "waits: 2 forked": SLEEPS,
+    "waits: inline": truth("stage", "waits", "num_workers=", "backend='threads'"),
+    "waits: busy machine, threads": SLEEPS,
+    "waits: busy machine, inline": truth("stage", "waits", "num_workers=", "waiting for a core"),
+    "python: 2 threads": truth("stage", "holds-gil", "Use processes", never="num_workers="),
+    "python: 2 threads, busy machine": truth("cores", "holds-gil", OTHERS, never=OPTIONS),
+    "python: inline": truth("stage", "computes", "and a backend", never="'threads'"),
+    "python: inline, busy machine": NO_CORE,
+    "python: inline, very busy machine": NO_CORE,
+    "python: inline, busy machine, step": NO_CORE,
+    "python: inline, busy machine, short": NO_CORE,
+    "python: 1 forked": truth("stage", "computes", "num_workers=2", never="threads"),
+    "python: 2 forked": truth("cores", "computes", "This program needs more than the 2 cores"),
+    "python: 2 forked, busy machine": NO_CORE,
+    "python: 2 forked, very busy machine": NO_CORE,
+    "python: 2 forked, busy machine, short": NO_CORE,
+    "native: 2 threads": NO_CORE,
+    "collate waits": COLLATES,
+    "collate waits, forked": COLLATES,
+    "collate python": truth("cores", "holds-gil", OTHERS, never=OPTIONS),
+    "collate python, forked": NO_CORE,
+    "slow step": LOOP_IS,
+    "slow step, inline": truth(*LOOP_IS[:2], "training step", never="away"),
+    "steady start": SLEEPS,
+    "objects over fork": truth("stage", "transport", "Return tensors", "threads"),
+    "tensors of 80 MB over fork": truth("stage", "transport", "already", "smaller", never="Return"),
+    "tensors of 80 MB made, fork": truth("stage", "transport", "already", never="Return"),
+    "lazy open: forked": OPENS,
+    "lazy open: threads": OPENS,
+    "lazy open: threads, 8": OPENS,
+    "lazy open: import in python, forked": OPENS,
+    "lazy open: one after the other": OPENS,
+    "lazy open: inline": truth("start", None, "first tasks", "Keep it", never="persistent"),
+    "lazy open: pipeline": truth("start", None, "first tasks", "epochs()", never="persistent"),
+    "late init_fn": truth("start", None, "until the first worker began", "persistent_workers=True"),
+    "pipe: source slow at first": truth("start", None, "Loading was fast enough after"),
+    "iterable waits: threads": SLEEPS_ALONE,
+    "iterable waits: forked": SLEEPS_ALONE,
+    "iterable waits: inline": truth("stage", "waits", "each of which reads a part"),
+    "iterable, one shard: threads": NO_PARTS,
+    "iterable, one shard: forked": NO_PARTS,
+    "iterable, one shard: forked, python": NO_CORE,
+    "pipe: readers, one shard": NO_PARTS._replace(cause="source"),
+    "pipe: readers wait": SLEEPS_ALONE._replace(cause="source"),
+    "samples alone, batch_size=None": SLEEPS_ALONE,
+    "slow sampler": truth("source", None, "Make it cheaper", never=OPTIONS),
+    "pipe: one slow step waits": SLEEPS,
+    "pipe: python on threads": truth("cores", "holds-gil", OTHERS, never=OPTIONS),
+    "pipe: python inline, busy machine": ONE_THREAD,
+    "pipe: waits inline": ONE_THREAD,
+    "pipe: map + map(async): threads": AWAITS,
+    "async overhead alone: inline": ONE_THREAD,
+    **{
+        f"async {what}: {where}, concurrency={concurrency}": said
+        for what, said in (("sleep", AWAITS), ("blocks", BLOCKS), ("mixed", BLOCKS))
+        for where in ("inline", "threads", "fork")
+        for concurrency in (None, 8)
+    },
+    "async computes: inline, concurrency=None": COMPUTES_BETWEEN,
+    "async computes: inline, concurrency=8": COMPUTES_BETWEEN,
+    "async computes: threads, concurrency=None": truth("cores", "holds-gil", OTHERS),
+    "async computes: threads, concurrency=8": truth(
+        "stage",
+        "holds-gil",
+        "kept the event loop",
+        "Use processes",
+        never="num_workers= concurrency=",
+    ),
+    "async computes: fork, concurrency=None": truth("cores", "computes", never=OPTIONS),
+    "async computes: fork, concurrency=8": truth("cores", "computes", never=OPTIONS),
+}
+
+
+def figures_of(measured: dict[str, Any]) -> Figures:
+    stages = []
+    for fields in measured["stages"]:
+        made = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in fields.items()
+        }
+        if "firsts" in made:
+            made["firsts"] = tuple(Wait(*pair) for pair in made["firsts"])
+        if "coroutines" in made:
+            made["coroutines"] = CoroutineUse(*made["coroutines"])
+        stages.append(StageRecord(**made))
+    loop = LoopRecord(0.0, **measured["loop"])
+    recording = Recording(tuple(stages), loop, CoreUse(**measured["cores"]))
+    names = tuple(stage.name for stage in stages)
+    return Figures(recording=recording, names=names, **measured["figures"])
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_the_verdict_on_what_was_measured_is_the_truth(name: str) -> None:
+    expected, verdict = MEASURED[name], judge(figures_of(WORKLOADS[name]))
+    assert (verdict.cause, verdict.kind) == (expected.cause, expected.kind), str(verdict)
+    assert all(words in str(verdict) for words in expected.words), str(verdict)
+    assert not any(words in verdict.advice for words in expected.never), str(verdict)
+
+
+def test_nothing_was_recorded_for_nothing() -> None:
+    assert set(WORKLOADS) == set(MEASURED)
