@@ -167,29 +167,6 @@ def test_the_main_thread_may_end_calls_and_waits_all_the_same() -> None:
     assert other.is_alive()
 
 
-def test_a_call_that_has_ended_as_it_is_made_marks_no_thread() -> None:
-    class Prompt(Handle):
-        def call(self, method: str, *arguments: Any) -> Future[Any]:
-            future = super().call(method)
-            if method == "where":
-                future.set_result((1, "elsewhere"))
-            return future
-
-    told = list[object]()
-
-    def make() -> None:
-        handle = Prompt()
-        told.append(handle.placed)
-        handle.join(0)
-        handle.terminate()
-        told.append(handle.ended_by)
-
-    maker = threading.Thread(target=make)
-    maker.start()
-    maker.join(60)
-    assert told == [(1, "elsewhere"), maker]
-
-
 def test_a_worker_is_reported_once_when_calls_have_ended_for_good() -> None:
     handle = Handle()
     handle.answer(0, engine.Ready(3))
@@ -201,16 +178,6 @@ def test_a_worker_is_reported_once_when_calls_have_ended_for_good() -> None:
     assert numbers(handle.events) == [engine.Ready, engine.Exited]
     assert handle.exitcode == 1
     handle.join()
-
-
-def test_a_worker_that_was_killed_is_sent_nothing() -> None:
-    handle = Handle()
-    handle.terminate()
-    handle.send(TASK)
-    assert len(handle.steps()) == 1
-    handle.life().set_exception(RuntimeError("killed"))
-    handle.steps()[0].set_exception(RuntimeError("killed"))
-    assert numbers(handle.events) == [engine.Exited]
 
 
 def test_what_arrives_read_only_is_copied_into_a_slot_and_may_be_written_to() -> None:
@@ -285,75 +252,62 @@ def test_short_tasks_wait_while_two_calls_are_under_way_and_go_in_one_as_one_ret
     assert tasks(handle)[3:] == [[106]]
 
 
-def test_a_bundle_that_is_full_waits_no_longer() -> None:
-    handle = Handle()
-    warm(handle, seconds=BUNDLE_SECONDS / 4)
-    for seq in range(8):
-        handle.send(engine.Task(seq, [seq]))
-    assert tasks(handle) == [[0], [1], [2, 3, 4, 5]]
+def numbered(count: int, index: Any = None) -> list[engine.Task]:
+    return [engine.Task(seq, index or [seq]) for seq in range(count)]
 
 
-def test_many_bytes_fill_a_bundle_too() -> None:
-    handle = Handle()
-    warm(handle)
-    for seq in range(6):
-        handle.send(engine.Task(seq, bytes(BUNDLE_BYTES // 5 * 2)))
-    assert tasks(handle) == [[0], [1], [2, 3]]
-    handle.send(engine.Task(6, bytes(BUNDLE_BYTES)))
-    assert tasks(handle)[3:] == [[4, 5], [6]]
+ONE_EACH = [[0], [1], [2], [3]]
+LARGE = bytes(BUNDLE_BYTES)
 
 
 @pytest.mark.parametrize(
-    "learned",
-    [{"seconds": 1.0}, {"value": bytes(BUNDLE_BYTES)}, {"results": 0}],
-    ids=["long", "large", "unknown"],
-)
-def test_tasks_that_are_long_large_or_unknown_are_calls_at_once(learned: Any) -> None:
+    ("learned", "messages", "calls"),
+    [
+        pytest.param({"seconds": BUNDLE_SECONDS / 4}, numbered(8), [[0], [1], [2, 3, 4, 5]], id="full"),
+        pytest.param(
+            {},
+            [*numbered(6, bytes(BUNDLE_BYTES // 5 * 2)), engine.Task(6, LARGE)],
+            [[0], [1], [2, 3], [4, 5], [6]],
+            id="many bytes",
+        ),
+        pytest.param({"seconds": 1.0}, numbered(4), ONE_EACH, id="long"),
+        pytest.param({"value": LARGE}, numbered(4), ONE_EACH, id="large"),
+        pytest.param({"results": 0}, numbered(4), ONE_EACH, id="unknown"),
+        pytest.param(
+            {},
+            [*numbered(4), engine.Begin(1), engine.Task(4, [4]), engine.Stop()],
+            [[0], [1], [2, 3], [engine.Begin], [4], [engine.Stop]],
+            id="other messages",
+        ),
+        pytest.param(
+            {}, [*numbered(3), engine.Task(3, np.zeros(50_000))], [[0], [1], [2], []], id="buffers"
+        ),
+    ],
+)  # fmt: skip
+def test_short_tasks_go_together_and_in_order_unless_they_are_long_large_or_unknown(
+    learned: dict[str, Any], messages: list[Any], calls: list[Any]
+) -> None:
     handle = Handle()
     warm(handle, **learned)
-    for seq in range(4):
-        handle.send(engine.Task(seq, [seq]))
-    assert tasks(handle) == [[0], [1], [2], [3]]
+    for message in messages:
+        handle.send(message)
+    assert tasks(handle) == calls
 
 
-def test_no_task_waits_where_each_is_to_be_alone() -> None:
-    handle = Handle(alone=True)
+@pytest.mark.parametrize("then", ["alone", "a long one", "leave"])
+def test_what_waits_goes_at_once_or_is_dropped_with_the_worker(then: str) -> None:
+    handle = Handle(alone=then == "alone")
     warm(handle)
-    for seq in range(4):
-        handle.send(engine.Task(seq, [seq]))
-    assert tasks(handle) == [[0], [1], [2], [3]]
-
-
-def test_a_task_that_is_long_ends_the_bundles_at_once() -> None:
-    handle = Handle()
-    warm(handle)
-    for seq in range(4):
-        handle.send(engine.Task(seq, [seq]))
-    handle.answer(2, done(0, seconds=1.0))
-    handle.send(engine.Task(4, [4]))
-    assert tasks(handle) == [[0], [1], [2, 3], [4]]
-
-
-def test_other_messages_send_first_what_waits_and_go_in_their_order() -> None:
-    handle = Handle()
-    warm(handle)
-    for seq in range(4):
-        handle.send(engine.Task(seq, [seq]))
-    handle.send(engine.Begin(1))
-    handle.send(engine.Task(4, [4]))
-    handle.send(engine.Stop())
-    assert tasks(handle) == [
-        [0], [1], [2, 3], [engine.Begin], [4], [engine.Stop]
-    ]  # fmt: skip
-
-
-def test_buffers_are_sent_before_the_caller_may_change_them() -> None:
-    handle = Handle()
-    warm(handle)
-    for seq in range(3):
-        handle.send(engine.Task(seq, [seq]))
-    handle.send(engine.Task(3, np.zeros(50_000)))
-    assert tasks(handle) == [[0], [1], [2], []]
+    for task in numbered(4):
+        handle.send(task)
+    if then == "a long one":
+        handle.answer(2, done(0, seconds=1.0))
+        handle.send(engine.Task(4, [4]))
+    elif then == "leave":
+        handle.leave()
+        handle.send(engine.Stop())
+    expected = {"alone": ONE_EACH, "a long one": [[0], [1], [2, 3], [4]]}
+    assert tasks(handle) == expected.get(then, [[0], [1], [engine.Stop]])
 
 
 def test_what_waits_when_the_worker_dies_is_dropped_and_no_task_of_the_bundle_is_blamed() -> None:
@@ -387,16 +341,6 @@ def test_a_worker_that_dies_at_a_call_of_one_task_died_of_that_one() -> None:
     (exited,) = handle.events
     assert isinstance(exited, engine.Exited)
     assert exited.at is None
-
-
-def test_what_waits_when_the_worker_is_to_leave_is_dropped() -> None:
-    handle = Handle()
-    warm(handle)
-    for seq in range(4):
-        handle.send(engine.Task(seq, [seq]))
-    handle.leave()
-    handle.send(engine.Stop())
-    assert tasks(handle) == [[0], [1], [engine.Stop]]
 
 
 def test_results_of_several_calls_are_sent_on_each_by_its_call_and_place() -> None:

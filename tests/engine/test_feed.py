@@ -57,54 +57,6 @@ def test_a_timeout_that_nobody_was_told_of_is_over_once_something_has_come() -> 
         queue.get()
 
 
-@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
-def test_whatever_ends_the_thread_the_consumer_hears_of_it(error: BaseException) -> None:
-    def source() -> Iterator[int]:
-        raise error
-        yield
-
-    relay = started(source(), "r")
-    with pytest.raises(type(error)):
-        next(relay)
-    relay.close()
-
-
-def test_close_from_another_thread_ends_a_wait() -> None:
-    never, asked = threading.Event(), threading.Event()
-
-    def source() -> Iterator[int]:
-        asked.set()
-        never.wait(30)
-        yield 0
-
-    relay = started(source(), "r")
-    assert asked.wait(30)
-    caught: list[BaseException] = []
-
-    def pull() -> None:
-        try:
-            next(relay)
-        except BaseException as error:
-            caught.append(error)
-
-    puller = threading.Thread(target=pull)
-    puller.start()
-    relay.queue.close()
-    puller.join(30)
-    assert isinstance(caught[0], IteratorClosed)
-    never.set()
-    relay.close()
-
-
-def test_a_relay_that_is_let_go_ends_its_thread() -> None:
-    relay = started(iter(range(100)), "let go")
-    [thread] = [thread for thread in threading.enumerate() if thread.name == "let go"]
-    del relay
-    gc.collect()
-    thread.join(30)
-    assert not thread.is_alive()
-
-
 class Stumbling(Iterator[int]):
     """Raises at 2, and goes on behind it."""
 
@@ -164,24 +116,6 @@ def test_whoever_will_not_wait_is_told_that_nothing_is_there() -> None:
     relay.close()
 
 
-def test_a_close_wakes_whoever_asked_to_be_woken() -> None:
-    gate = threading.Event()
-
-    def source() -> Iterator[int]:
-        gate.wait(30)
-        yield 1
-
-    relay = started(source(), "r")
-    woken = threading.Event()
-    relay.when_ready(woken.set)
-    relay.shut()
-    assert woken.is_set()
-    with pytest.raises(IteratorClosed):
-        relay.next_nowait()
-    gate.set()
-    relay.close()
-
-
 def test_a_close_by_a_signals_handler_in_the_middle_of_get_is_no_missing_item() -> None:
     class Signalled(deque[Any]):
         """Items of which the first is asked for when the signal comes."""
@@ -216,20 +150,6 @@ def test_a_relay_lets_in_what_its_limit_allows_and_one_that_is_larger_alone() ->
     with pytest.raises(StopIteration):
         next(relay)
     assert relay.queue.weight == 0
-
-
-def test_a_relay_never_holds_more_than_its_limit() -> None:
-    most: list[int] = []
-
-    def source() -> Iterator[int]:
-        for _ in range(200):
-            most.append(relay.queue.weight)
-            yield 3
-
-    relay = Relay(source(), "r", depth=100, weigh=int, limit=10)
-    relay.start()
-    assert list(relay) == [3] * 200
-    assert max(most) <= 9
 
 
 @needs_fork
@@ -300,19 +220,6 @@ def test_a_relay_holds_two_tasks_of_the_stage_beside_it_with_the_larger_ones() -
 
 
 # -- room of a stage -------------------------------------------------------------------------------
-
-
-def test_room_of_a_prefetch_alone() -> None:
-    flow = StageFlow(4, prefetch=3)
-    assert flow.room() == 3
-    flow.sent(0, ["a", "b"])
-    assert flow.room() == 1
-    flow.sent(1, ["c"])
-    assert flow.room() == 0
-    flow.came(Done(0, 0, ByReference(["a", "b"])))
-    assert flow.room() == 0
-    flow.left(0)
-    assert flow.room() == 2
 
 
 def test_room_counts_items_and_bytes_and_what_failed() -> None:
@@ -436,50 +343,38 @@ def test_a_hungry_stage_asks_to_be_woken_before_each_sleep_and_no_more() -> None
     stage.close()
 
 
-def test_timeout_does_not_count_while_only_the_source_is_late() -> None:
+@pytest.mark.parametrize(
+    ("script", "outcome"),
+    [
+        ([20.0, 20.0, None], "enough"),  # only the source is late
+        ([20.0, "item", 9.0, "answer"], ["value"]),  # it begins when the work does
+        (["item", 6.0, 6.0], r"after 10 seconds.*\[5\]"),
+    ],
+)
+def test_timeout_counts_only_while_there_is_work_under_way(script: list[Any], outcome: Any) -> None:
     clock = FakeClock()
 
-    def later(crew: ScriptedCrew) -> list[Event]:
-        clock.now += 20
+    def step(crew: ScriptedCrew) -> list[Event]:
+        made = script.pop(0)
+        if made is None:
+            pytest.fail("enough")
+        if made == "item":
+            hand.items.append(5)
+        elif made == "answer":
+            return [Done(0, 0, ByReference(["value"]))]
+        else:
+            clock.now += made
         return []
 
-    stage, _, _ = fed([later, later, lambda crew: pytest.fail("enough")], timeout=10, clock=clock)
-    with pytest.raises(pytest.fail.Exception, match="enough"):
-        next(stage)
-    stage.close()
-
-
-def test_timeout_begins_when_the_work_does() -> None:
-    clock = FakeClock()
-
-    def bring(crew: ScriptedCrew) -> list[Event]:
-        clock.now += 20
-        hand.items.append(5)
-        return []
-
-    def answer(crew: ScriptedCrew) -> list[Event]:
-        clock.now += 9
-        return [Done(0, 0, ByReference(["value"]))]
-
-    stage, _, hand = fed([bring, answer], timeout=10, clock=clock)
+    stage, _, hand = fed([step] * len(script), timeout=10, clock=clock)
     try:
-        assert next(stage) == ["value"]
+        if isinstance(outcome, list):
+            assert next(stage) == outcome
+        else:
+            with pytest.raises((pytest.fail.Exception, WorkerTimeout), match=outcome):
+                next(stage)
     finally:
         stage.close()
-
-
-def test_timeout_counts_while_there_is_work_under_way() -> None:
-    clock = FakeClock()
-
-    def later(crew: ScriptedCrew) -> list[Event]:
-        clock.now += 6
-        return []
-
-    stage, _, hand = fed([later, later], timeout=10, clock=clock)
-    hand.items.append(5)
-    with pytest.raises(WorkerTimeout, match=r"after 10 seconds.*\[5\]"):
-        next(stage)
-    stage.close()
 
 
 # -- sizes of items --------------------------------------------------------------------------------

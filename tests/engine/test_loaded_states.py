@@ -51,19 +51,6 @@ class Noted(IterableDataset[int]):
         self.start = state
 
 
-class Placed(Noted):
-    """The same with a number, which only a load sets, beside the current position."""
-
-    first: int
-
-    def __iter__(self) -> Iterator[int]:
-        self.at = getattr(self, "first", 0)
-        yield from self.rest()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.first = self.at = state["at"]
-
-
 class Within(IterableDataset[int]):
     """Dataset whose state is that of another one."""
 
@@ -124,26 +111,6 @@ class Deferred(Counted):
         self.start = state
 
 
-class Levelled(Counted):
-    """Dataset with a level in its state, and a table made of the level, which a load makes, too."""
-
-    table: tuple[int, ...] = ()
-
-    def more(self) -> int:
-        if self.at == 3 and self.epoch < 2:
-            self.epoch += 1
-            self.table = (self.epoch,)
-        return sum(self.table)
-
-    def __iter__(self) -> Iterator[int]:
-        yield from self.rest()
-        self.at = 0
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.table = (self.epoch,)
-
-
 class Walking(Counted):
     """Dataset with a generator, which a load makes of the number of samples that were drawn."""
 
@@ -182,7 +149,7 @@ def as_sampler(kind: type[Noted], *, batches: bool) -> Any:
     return AsSampler()
 
 
-KINDS: list[Any] = [Noted, Placed, Within, Seen, Counted, Deferred, Levelled, Walking]
+KINDS: list[Any] = [Noted, Within, Seen, Counted, Deferred, Walking]
 
 PERSISTENT: dict[str, Any] = {"num_workers": 2, "persistent_workers": True}
 PLACES: dict[str, dict[str, Any]] = {
@@ -267,19 +234,7 @@ def test_a_source_of_a_pipeline_begins_its_later_epochs_as_without_a_resume(
         )
 
 
-@pytest.mark.parametrize("kind", [Noted, Placed, Counted])
-def test_a_sampler_of_a_pipeline_begins_its_later_epochs_as_without_a_resume(kind: Any) -> None:
-    def loader(batches: bool) -> PipelineLoader:
-        name = "batch_sampler" if batches else "sampler"
-        order = {name: as_sampler(kind, batches=batches)}
-        more = {"collate_fn": list} if batches else {}
-        return PipelineLoader(Pipeline.from_dataset(range(1000), **order, **more), seed=0)
-
-    for batches in (False, True):
-        check(partial(loader, batches), 1, 5)
-
-
-@pytest.mark.parametrize("kind", [Noted, Placed, Within])
+@pytest.mark.parametrize("kind", [Noted, Within])
 def test_a_state_that_is_loaded_in_the_middle_of_an_epoch_stays_for_one_epoch(kind: Any) -> None:
     loader = DataLoader(kind(), 4)
     whole = listed(loader)
@@ -308,18 +263,6 @@ def test_a_state_of_an_epochs_end_resumes_at_the_beginning_of_the_next(
         for one in (loader, other):
             if one._iterator is not None:
                 one._iterator.close()
-
-
-@pytest.mark.parametrize("place", ["threads", "threads, persistent"])
-def test_a_state_of_an_epochs_end_moves_no_copy_of_the_dataset(place: str) -> None:
-    """The loop has read a sample of the dataset; the copies of the workers begin at the first."""
-    loader, other = (DataLoader(Seen(), 4, **PLACES[place]) for _ in range(2))
-    whole = listed(loader)
-    other.load_state_dict(DataLoader(Seen(), 4, **PLACES[place]).state_dict())
-    assert [listed(other) for _ in range(2)] == [whole, whole]
-    for one in (loader, other):
-        if one._iterator is not None:
-            one._iterator.close()
 
 
 @pytest.mark.parametrize("kind", [Noted, Deferred])

@@ -107,39 +107,6 @@ def test_time_of_a_core_and_a_wait_for_one_are_known_of_the_callers_own_thread(
     meter.close()
 
 
-def test_a_wait_for_a_core_is_told_with_the_measures_of_its_tasks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """However short the run is: with each measures, and not of the time between two passes."""
-    monkeypatch.setattr(RunQueue, "here", FakeRunQueue)
-    clock = FakeClock(1.0)
-    meter = Meter(Metering(FakeClock(), by_pass=True), clock)
-    meter.open()
-    for _ in range(2):
-        FakeRunQueue.without_core = 1.0
-        meter.begin_pass()
-        for _ in range(3):
-            FakeRunQueue.without_core += 0.01
-            told = metered(meter, clock, 0.02)
-            assert told is not None
-            assert told.wait_for_core == pytest.approx(0.01)
-    meter.close()
-
-
-@pytest.mark.parametrize("by_pass", [False, True])
-def test_the_first_task_of_a_worker_is_told_as_such(by_pass: bool) -> None:
-    clock = FakeClock(1.0)
-    meter = Meter(Metering(None, by_pass=by_pass), clock)
-    meter.open()
-    for number in range(2):
-        meter.begin_pass()
-        meter.part(clock.now, clock.now + 1e-4)  # a sample of a task that others answer, too
-        told = [metered(meter, clock, 0.5), metered(meter, clock, 0.02)]
-        assert [one.first for one in told if one] == [by_pass or not number, False]
-        spans = [span for one in told if one for span in one.spans]
-        assert all(clock.now - 1 < began <= ended <= clock.now for began, ended, _ in spans)
-
-
 def test_turns_of_coroutines_are_what_the_event_loop_does_not_wait() -> None:
     clock = FakeClock(1.0)
     meter = Meter(Metering(None), clock)
@@ -182,22 +149,6 @@ def test_a_pass_by_itself_has_nothing_of_the_one_before(by_pass: bool) -> None:
     assert measures.cpu == pytest.approx(measures.busy)
     assert len(measures.spans) == (1 if by_pass else 2)
     meter.close()
-
-
-def test_the_report_of_measures_is_timed() -> None:
-    clock = FakeClock(1.0)
-    meter = Meter(Metering(None), clock)
-
-    def report(event: object) -> None:
-        clock.now += 0.25
-
-    assert metered(meter, clock, 0.1) is not None
-    assert meter.reports
-    meter.report(report, "done")
-    assert not meter.reports
-    measures = metered(meter, clock, 0.1)
-    assert measures is not None
-    assert measures.reporting == pytest.approx(0.25)
 
 
 def test_a_wait_for_a_core_is_no_wait_for_the_gil(monkeypatch: pytest.MonkeyPatch) -> None:

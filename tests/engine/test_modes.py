@@ -250,33 +250,6 @@ def test_workers_that_were_started_before_have_the_modes_in_which_the_pass_begin
             assert {found[1] for found in run} == {around is nullcontext}
 
 
-class Ends(Looks):
-    """Samples, of which one ends its worker the first time."""
-
-    def __init__(self) -> None:
-        self.ended = False
-
-    def __getitem__(self, index: int) -> Modes:
-        if index == 5 and not self.ended:
-            self.ended = True
-            raise SystemExit
-        return modes()
-
-
-def test_a_thread_that_takes_the_place_of_another_has_the_modes_of_the_pass() -> None:
-    loader = DataLoader(
-        Ends(),
-        2,
-        num_workers=1,
-        backend="threads",
-        on_worker_death="restart",
-        collate_fn=as_it_is,
-    )
-    with torch.no_grad():
-        batches = iter(loader)
-    assert {found[1] for batch in batches for found in batch} == {False}
-
-
 def test_a_thread_changes_no_mode_of_the_process() -> None:
     """torch notes the default device for the process, too, and threads leave in any order."""
     left = threading.Event()

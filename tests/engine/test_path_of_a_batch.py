@@ -19,12 +19,10 @@ import torch
 import torch.utils.data
 
 import hybridloader
-from hybridloader import DataLoader, Pipeline, Threads
+from hybridloader import DataLoader, Threads
 
 OURS = str(Path(hybridloader.__file__).parent), str(Path(inspect.getfile(Threads)).parent)
 SIZE, FIRST, BATCHES = 4, 100, 200
-OBSERVERS = ("meter.", "measures.", "observation.")
-"""Modules that only observe."""
 
 
 class Calls(collections.Counter[str]):
@@ -123,80 +121,6 @@ def test_a_plain_batch_costs_a_worker_few_calls() -> None:
     assert calls.a_batch() <= 30, str(calls)
 
 
-@pytest.mark.parametrize(("backend", "workers"), [("inline", 0), ("threads", 2), ("fork", 2)])
-def test_observing_costs_a_batch_hardly_a_call(
-    backend: Any, workers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is not sampled is an addition where it is."""
-    # On a busy machine, and profiled, a few batches take the 10 ms after which measures are told.
-    monkeypatch.setattr("hybridloader.engine.meter.EVERY", 1.0)
-    plain = least(lambda: calls_of_the_consumer(backend, workers)[1]).a_batch()
-
-    def observed() -> Calls:
-        loader, calls = calls_of_the_consumer(backend, workers, observe=True)
-        assert loader.stats().items == FIRST + BATCHES
-        return calls
-
-    calls = least(observed)
-    # On a busy machine more of the batches are waited for, each by itself.
-    assert calls.a_batch() <= plain + 8, str(calls)
-    seldom = {name: count / BATCHES for name, count in calls.items() if name.startswith(OBSERVERS)}
-    assert sum(seldom.values()) <= 1.05, str(calls)  # one call, and what is sampled
-    if workers:
-        calls = least(lambda: calls_of_a_worker(backend, observe=True))
-        assert calls["meter.measure"] <= BATCHES / 2, str(calls)
-
-
-@pytest.mark.parametrize("observe", [False, True])
-@pytest.mark.parametrize("where", [{}, {"backend": "threads", "num_workers": 2}])
-def test_a_batch_of_a_pipeline_costs_the_loop_no_call_for_being_observed(
-    where: dict[str, Any], observe: bool
-) -> None:
-    pipe = Pipeline.from_dataset(range(10_000)).map(plainly, **where).batch(SIZE)
-    with pipe.run(observe=observe) as run:
-        for _ in range(FIRST):
-            next(run)
-        if run._loop is not None:
-            run._loop.brief = float("inf")  # on a busy machine some of the calls take long
-        calls, before = Calls(), sys.getprofile()
-        sys.setprofile(calls)
-        try:
-            for _ in range(BATCHES):
-                next(run)
-        finally:
-            sys.setprofile(before)
-    assert not [name for name in calls if name.startswith(OBSERVERS)], str(calls)
-    if not where:  # all is done on this thread
-        assert calls.a_batch() <= 6 * SIZE + 8, str(calls)
-
-
-@pytest.mark.parametrize(
-    ("backend", "side", "each", "waiting"),
-    [
-        ("threads", "consumer", 10, 7),
-        ("threads", "worker", 12, 0),
-        ("fork", "consumer", 19, 12),
-        ("fork", "worker", 21, 3),
-    ],
-)
-def test_a_plain_batch_calls_few_functions(
-    backend: str, side: str, each: int, waiting: int
-) -> None:
-    """Functions of each batch, and those that are called only while no result, or no task, is ready."""
-
-    def count() -> Calls:
-        return (
-            calls_of_a_worker(backend) if side == "worker" else calls_of_the_consumer(backend, 2)[1]
-        )
-
-    calls = least(count)
-    usual = {name: calls[name] / BATCHES for name in calls if calls[name] > BATCHES / 20}
-    # Workers that run at once overtake each other, which leaves the loop room for a task for the next.
-    overtaken = 2 if side == "consumer" else 0
-    assert len(usual) <= each + waiting + overtaken, str(calls)
-    assert all(often < 2.2 for often in usual.values()), str(calls)
-
-
 class Stream(torch.utils.data.IterableDataset[int]):
     def __iter__(self) -> Any:
         return iter(range(8))
@@ -226,41 +150,3 @@ def test_torchs_profiler_range_is_entered_where_something_is_to_be_seen_by_it(
     else:
         list(loader)
     assert bool(entered) == asked
-
-
-@pytest.mark.parametrize(
-    ("make", "modules", "calls"),
-    [
-        (lambda: DataLoader(Numbers(), SIZE, num_workers=2, backend="threads"), 32, 266),  # type: ignore[arg-type]
-        (
-            lambda: (
-                Pipeline.from_dataset(range(10_000))
-                .map(plainly, backend="fork", num_workers=2)
-                .batch(SIZE)
-            ),
-            39,
-            636,
-        ),
-    ],
-    ids=["loader-threads", "pipeline-fork"],
-)
-def test_an_epoch_begins_through_so_many_modules_and_calls(
-    make: Callable[[], Any], modules: int, calls: int
-) -> None:
-    """The numbers only fall: they are what a reader who follows `iter` has to hold in the head."""
-    loader = make()
-    next(iter(loader))  # imports, and what a process does once
-
-    def counted() -> Calls:
-        found, before = Calls(), sys.getprofile()
-        sys.setprofile(found)
-        try:
-            iterator = iter(loader)
-        finally:
-            sys.setprofile(before)
-        iterator.close()
-        return found
-
-    counts = least(counted)
-    assert counts.total() <= calls, counts
-    assert len({name.partition(".")[0] for name in counts}) <= modules

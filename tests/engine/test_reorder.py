@@ -14,20 +14,16 @@ import pytest
 from support.supervised import (
     BYTES,
     PAGES,
-    QUICK,
     TASKS,
     ReorderLimit,
     Stage,
     least_busy,
-    round_robin,
 )
 
-from hybridloader import WorkerDied
 from hybridloader.engine import (
     ByReference,
     Done,
     Event,
-    Exited,
     Failed,
     Payload,
     Ready,
@@ -124,19 +120,6 @@ def test_without_a_limit_of_its_own_what_waits_counts_as_under_way(
     assert workers.until_asleep() == WINDOW
 
 
-def test_tasks_of_microseconds_stay_within_the_window() -> None:
-    workers = Workers(ReorderLimit(WORKERS), seconds=QUICK / 2)
-    assert workers.until_asleep() == WINDOW
-
-
-def test_torchs_rule_of_dispatch_goes_on_until_all_tasks_in_work_are_the_slow_workers() -> None:
-    workers = Workers(ReorderLimit(WORKERS), dispatch=round_robin)
-    drawn = workers.until_asleep()
-    assert drawn == 2 * WINDOW - 1, "worker 0 has every second one, and four are in work"
-    workers.late = False
-    assert [next(workers.stage) for _ in range(20)] == list(range(20))
-
-
 def test_without_order_nothing_waits_for_a_late_result() -> None:
     workers = Workers(ReorderLimit(WORKERS), ordered=False, dispatch=least_busy)
     assert [next(workers.stage) for _ in range(20)] == list(range(1, 2)) + list(range(3, 22))
@@ -159,19 +142,6 @@ def test_a_slow_consumer_gets_no_more_at_hand_by_being_slow() -> None:
     assert max(ahead) <= most
     assert sorted(ahead, reverse=True) == ahead, "it only falls"
     assert ahead[-1] == WINDOW
-
-
-def test_what_had_come_before_a_death_is_handed_out_first() -> None:
-    workers = Workers(ReorderLimit(WORKERS))
-    workers.until_asleep()
-    workers.late = False
-    assert [next(workers.stage) for _ in range(3)] == [0, 1, 2]
-    workers.dead = [Exited(1, "was killed")]
-    got = 0
-    with pytest.raises(WorkerDied, match="was killed"):
-        for got in workers.stage:  # noqa: B007
-            pass
-    assert got > TASKS
 
 
 @pytest.mark.parametrize(

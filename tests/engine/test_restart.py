@@ -154,26 +154,6 @@ def values(loader: Any) -> list[int]:
 # -- what the error says -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("end", list(ENDS), ids=lambda end: end.__name__)
-def test_a_death_is_told_with_all_that_is_known(end: Callable[[], Any]) -> None:
-    loader = DataLoader(Deadly(end, (5,), None), 4, num_workers=2, backend="fork")
-    with iter(loader) as it:
-        pids = {worker.pid for worker in it._workers}
-        with pytest.raises(RuntimeError) as caught:
-            list(it)
-    told = str(caught.value)
-    assert isinstance(caught.value, WorkerDied)
-    assert ENDS[end] in told
-    assert "In stage 'DataLoader', worker 1 (process, pid " in told
-    assert int(told.split("pid ")[1].split(")")[0]) in pids
-    assert "[4, 5, 6, 7]" in told
-    if end in (killed, bus_error):
-        assert "memory" in told.lower()
-    if end is crashed:
-        assert "in crashed" in told  # the stack of the crash
-    assert told.splitlines()[-2].startswith("1 ")  # the table of the workers, before the link
-
-
 # -- restart: map-style ------------------------------------------------------------------------------
 
 
@@ -198,15 +178,6 @@ def test_nothing_is_lost_doubled_or_out_of_order(
     data = Deadly(end, (5,) if backend == "spawn" else (0, 5, 17), Once(tmp_path))
     loader = DataLoader(data, 4, num_workers=2, backend=backend, on_worker_death="restart")
     assert values(loader) == list(range(LENGTH))
-
-
-def test_a_fresh_worker_that_is_killed_at_once_is_replaced() -> None:
-    data: Any = range(LENGTH)  # it has what a dataset needs
-    loader = DataLoader(data, 4, num_workers=1, backend="spawn", on_worker_death="restart")
-    with iter(loader) as it:
-        [worker] = it._workers
-        worker.kill()
-        assert values(it) == list(range(LENGTH))
 
 
 def test_a_thread_that_is_ended_is_replaced(tmp_path: Path) -> None:
@@ -296,15 +267,6 @@ def test_of_a_batch_that_kills_as_a_whole_all_samples_are_given_up_or_replaced()
     assert [(type(r.error), r.replaced) for r in loader.skipped] == [(WorkerDied, True)]
 
 
-def test_a_sample_that_exits_is_skipped_alone() -> None:
-    data = Deadly(sys.exit, (5, 17), None)
-    loader = DataLoader(
-        data, 4, num_workers=2, backend="fork", on_worker_death="restart", on_error="skip"
-    )
-    assert sorted(values(loader)) == [i for i in range(LENGTH) if i not in data.deadly]
-    assert [record.index for record in loader.skipped] == [5, 17]
-
-
 def test_an_item_that_always_kills_is_given_up_also_where_items_are_numbered() -> None:
     pipe = Pipeline.from_dataset(range(LENGTH)).map(
         Deadly(killed, (5,), None).__getitem__,
@@ -317,18 +279,6 @@ def test_an_item_that_always_kills_is_given_up_also_where_items_are_numbered() -
     with pipe.run() as run:
         assert list(run) == [i for i in range(LENGTH) if i != 5]
         assert [record.index for record in run.skipped] == [5]
-
-
-def test_a_report_while_workers_start_is_empty() -> None:
-    reports: list[str] = []
-    loader: Any = DataLoader(
-        range(4),  # type: ignore[arg-type]
-        num_workers=1,
-        backend="threads",
-        worker_init_fn=lambda worker: reports.append(loader.report()),
-    )
-    list(loader)
-    assert reports == [""]
 
 
 # -- restart: iterable-style and pipelines -------------------------------------------------------------
@@ -456,21 +406,6 @@ def test_a_stuck_thread_is_told_with_its_stack_and_can_not_be_killed(tmp_path: P
             list(it)
     finally:
         gate.open()
-
-
-def test_a_sample_that_is_always_stuck_is_skipped_where_bad_samples_are() -> None:
-    loader = DataLoader(
-        Deadly(stuck, (5,), None),
-        4,
-        num_workers=2,
-        backend="fork",
-        task_timeout=LIMIT,
-        on_worker_death="restart",
-        on_error=Skip(),
-    )
-    assert sorted(values(loader)) == [i for i in range(LENGTH) if i != 5]
-    [record] = loader.skipped
-    assert f"ran over task_timeout={LIMIT} seconds" in str(record.error)
 
 
 # -- the report ----------------------------------------------------------------------------------------

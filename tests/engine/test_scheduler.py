@@ -91,19 +91,6 @@ def test_illegal_calls_raise_and_leave_everything_as_it_was() -> None:
         assert snapshot(scheduler) == before
 
 
-def test_tasks_go_round_the_workers_and_no_further_than_the_window() -> None:
-    scheduler = Scheduler(3, 6)
-    scheduler.begin()
-    assigned = []
-    while scheduler.free:
-        assigned.append(assign(scheduler))
-    assert assigned == [(seq, seq % 3) for seq in range(6)]
-    before = snapshot(scheduler)
-    with pytest.raises(IllegalTransition):
-        scheduler.assign(0)
-    assert snapshot(scheduler) == before
-
-
 def active(scheduler: Scheduler) -> bytearray:
     return bytearray(state in ACTIVE for state in scheduler.workers)
 
@@ -273,20 +260,3 @@ def test_every_sequence_number_comes_out_exactly_once(
         if scheduler.workers[worker] is not WorkerState.GONE:  # it was absent
             scheduler.handle(Exited(worker))
     assert scheduler.run is RunState.CLOSED
-
-
-@given(order=st.permutations(range(12)), workers=st.integers(1, 3))
-def test_any_order_of_completion_gives_the_order_of_assignment(
-    order: list[int], workers: int
-) -> None:
-    scheduler = Scheduler(workers, 12)
-    scheduler.begin()
-    owner = dict(assign(scheduler) for _ in range(12))
-    scheduler.source_ended()
-    popped = []
-    for seq in order:
-        scheduler.handle(done(owner[seq], seq))
-        while (result := scheduler.pop()) is not None:
-            popped.append(result.seq)
-    assert popped == list(range(12))
-    assert scheduler.drain()

@@ -23,19 +23,6 @@ from hybridloader.testing import FakeClock, ScriptedCrew
 stage = partial(made_stage, policy=None, lookahead=2)
 
 
-def test_a_result_that_can_not_be_opened_fails_alone() -> None:
-    class Broken(ByReference):
-        def open(self) -> Any:
-            raise EOFError("cut off")
-
-    it, _ = stage([ready(), [Done(0, 0, Broken(None))], answer(1)])
-    it.begin(iter("ab"))
-    with pytest.raises(EOFError) as caught:
-        next(it)
-    assert "loading the result of 'a'" in caught.value.__notes__[0]
-    assert next(it) == "value 1"
-
-
 def test_a_worker_whose_shard_has_ended_is_told_to_stop_unless_another_epoch_may_come() -> None:
     for persistent in (False, True):
         script = [ready(0, 1), [Exhausted(0, 0)], answer(1, worker=1), [Exhausted(1, 3)]]
@@ -140,35 +127,6 @@ def test_an_observer_is_not_told_of_results_of_an_earlier_epoch() -> None:
     assert [next(it), next(it)] == [4, 5]
     assert told_of == [5], "4 has no measures, and the others are of the epoch before"
     it.close()
-
-
-def test_close_from_another_thread_ends_a_wait() -> None:
-    waiting, closing = threading.Event(), threading.Event()
-
-    def wait(crew: ScriptedCrew) -> list[Event]:
-        waiting.set()
-        assert closing.wait(30)
-        return []
-
-    it, backend = stage([ready(), wait, lambda crew: pytest.fail("asked again after close")])
-    it.begin(iter("a"))
-    caught: list[BaseException] = []
-
-    def pull() -> None:
-        try:
-            next(it)
-        except BaseException as error:
-            caught.append(error)
-
-    backend_crew = backend.crews[0]
-    backend_crew.wake = closing.set  # type: ignore[method-assign]  # what a real crew's wake does
-    thread = threading.Thread(target=pull)
-    thread.start()
-    assert waiting.wait(30)
-    it.close()
-    thread.join(30)
-    assert isinstance(caught[0], IteratorClosed)
-    assert backend_crew.closed
 
 
 # -- closed in the middle of a call, on the very thread that pulls ---------------------------------

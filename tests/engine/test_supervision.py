@@ -7,25 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.supervised import START, GivenUp, answer, dead, passing, ready, stage, tasks
+from support.supervised import START, answer, dead, passing, ready, stage
 
 from hybridloader import RestartPolicy, WorkerDied
 from hybridloader.engine import Begin, Event, Exhausted, Exited, Task, WorkerSpec
 from hybridloader.testing import FakeClock, ScriptedCrew
-
-
-def test_a_new_worker_is_sent_again_just_what_the_dead_one_had() -> None:
-    script = [
-        ready(0, 1),
-        answer(1, worker=1),
-        [dead(1)],
-        [*ready(1), *answer(0), *answer(3, worker=1), *answer(2)],
-    ]
-    it, backend = stage(script, workers=2)
-    it.begin(iter([["a"], ["b"], ["c"], ["d"]]))
-    assert list(it) == [f"value {seq}" for seq in range(4)]
-    assert backend.crews[0].started == [0, 1, 1]
-    assert tasks(backend) == [(0, 0), (1, 1), (0, 2), (1, 3), (1, 3)]
 
 
 def test_the_first_workers_are_replaced_as_well_and_no_sample_is_blamed() -> None:
@@ -46,33 +32,6 @@ def test_where_no_worker_ever_gets_ready_the_error_says_so_in_the_end() -> None:
     assert backend.crews[0].started == [0] * 4
 
 
-def test_workers_that_end_with_one_process_count_as_one_restart() -> None:
-    workers = 16
-    everyone = range(workers)
-
-    def all_die(with_it: str) -> list[Any]:
-        return [dead(worker, at=-1, with_it=with_it) for worker in everyone]
-
-    answers = [event for seq in everyone for event in answer(seq, worker=seq)]
-    script = [
-        ready(*everyone),
-        all_die("process 1"),
-        all_die("process 2"),
-        ready(*everyone),
-        answers,
-    ]
-    policy = RestartPolicy(max_restarts=2)
-    it, backend = stage(script, workers=workers, lookahead=workers, policy=policy)
-    it.begin(iter([[seq] for seq in everyone]))
-    assert list(it) == [f"value {seq}" for seq in everyone]
-    assert len(backend.crews[0].started) == 3 * workers
-
-    it, _ = stage(script[:3], workers=workers, policy=RestartPolicy(max_restarts=1))
-    it.begin(iter([[seq] for seq in everyone]))
-    with pytest.raises(WorkerDied, match="1 workers of this stage were restarted"):
-        next(it)
-
-
 def test_too_many_restarts_within_the_window_raise_and_older_ones_do_not_count() -> None:
     clock = FakeClock()
 
@@ -90,27 +49,6 @@ def test_too_many_restarts_within_the_window_raise_and_older_ones_do_not_count()
     assert (
         backend.crews[0].started == [0] * 5
     )  # the third death came when the first two were forgotten
-
-
-def test_where_it_is_not_known_which_sample_kills_the_whole_task_is_given_up() -> None:
-    script = [[*ready(), dead()], [*ready(), dead()], [*ready(), *answer(0, 1)]]
-    it, backend = stage(script)
-    it.begin(iter([[7, 8], [9]]))
-    assert list(it) == ["value 0", "value 1"]
-    last, other = [m for _, m in backend.crews[0].sent if isinstance(m, Task)][-2:]
-    assert [index.index for index in last.index] == [7, 8]
-    assert "at a task that contains this sample" in last.index[0].text
-    assert other.index == [9]
-
-
-def test_an_index_that_is_one_sample_is_given_up_itself() -> None:
-    script = [[*ready(), dead()], [*ready(), dead()], [*ready(), *answer(0)]]
-    it, backend = stage(script, batched=False)
-    it.begin(iter(["a"]))
-    assert next(it) == "value 0"
-    last = [m for _, m in backend.crews[0].sent if isinstance(m, Task)][-1]
-    assert type(last.index) is GivenUp
-    assert last.index.index == "a"
 
 
 @pytest.mark.parametrize("known", [{"task": None, "at": -1}, {"task": 5, "at": 0}])
@@ -159,20 +97,10 @@ def test_a_worker_at_the_end_of_its_shard_is_replaced_only_for_the_next_epoch() 
     assert begun == [0]  # the new one opens its shard when it starts
 
 
-def test_that_no_other_worker_can_be_had_is_told_with_the_death() -> None:
-    it, backend = stage([[*ready(), dead()]])
-    it.begin(iter([["a"]]))
-
-    def refuse(worker: int, spec: WorkerSpec) -> None:
-        raise RuntimeError("can't start new thread")
-
-    backend.crews[0].start = refuse  # type: ignore[method-assign]
-    with pytest.raises(WorkerDied, match=r"could not be restarted: .*can't start new thread"):
-        next(it)
-    assert backend.crews[0].closed
-
-
-def test_that_nothing_can_be_sent_to_the_other_worker_is_told_with_the_death() -> None:
+@pytest.mark.parametrize("method", ["start", "send"])
+def test_why_no_other_worker_can_be_had_or_sent_its_tasks_is_told_with_the_death(
+    method: str,
+) -> None:
     """Otherwise the stage would wait forever for a task that no worker does."""
     it, backend = stage([[*ready(), dead()]])
     it.begin(iter([["a"]]))
@@ -180,43 +108,22 @@ def test_that_nothing_can_be_sent_to_the_other_worker_is_told_with_the_death() -
     def refuse(worker: int, message: Any) -> None:
         raise MemoryError("no room for a copy")
 
-    backend.crews[0].send = refuse  # type: ignore[method-assign]
-    with pytest.raises(WorkerDied, match="sent to the restarted worker: no room for a copy"):
+    setattr(backend.crews[0], method, refuse)
+    words = "restarted: .*no room" if method == "start" else "sent to the restarted worker: no room"
+    with pytest.raises(WorkerDied, match=words):
         next(it)
     assert backend.crews[0].closed
 
 
-def test_an_interrupted_stage_replaces_nobody() -> None:
-    it, backend = stage([lambda crew: it.close() or [dead()]])  # type: ignore[func-returns-value]
-    it.begin(iter([["a"]]))
-    with pytest.raises(Exception, match="closed"):
-        next(it)
-    assert backend.crews[0].started == [0]
-
-
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        ({"max_restarts": 0}, "max_restarts.*0"),
-        ({"max_restarts": True}, "max_restarts.*True"),
-        ({"window_seconds": float("nan")}, "window_seconds.*nan"),
-        ({"deaths_per_sample": 0}, "deaths_per_sample.*0"),
-    ],
-)
-def test_a_policy_refuses_what_is_no_number_or_too_small(wrong: dict[str, Any], words: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=words):
-        RestartPolicy(**wrong)
-
-
-@pytest.mark.parametrize("wrong", ["Restart", True, 3, RestartPolicy])
-def test_what_names_no_policy_is_refused(wrong: Any) -> None:
-    with pytest.raises(ValueError, match="on_worker_death must be"):
-        RestartPolicy.of(wrong)
-
-
-def test_the_names_of_policies() -> None:
-    assert RestartPolicy.of("raise") is None
-    assert RestartPolicy.of(None) is None
+def test_policies_are_named_and_refuse_what_is_no_number_or_too_small() -> None:
+    for wrong in ("max_restarts", "window_seconds", "deaths_per_sample"):
+        for value in (0, True, float("nan")):
+            with pytest.raises((TypeError, ValueError), match=f"{wrong}.*{value}"):
+                RestartPolicy(**{wrong: value})
+    for name in ("Restart", True, 3, RestartPolicy):
+        with pytest.raises(ValueError, match="on_worker_death must be"):
+            RestartPolicy.of(name)  # type: ignore[arg-type]
+    assert RestartPolicy.of("raise") is RestartPolicy.of(None) is None
     assert RestartPolicy.of("restart") == RestartPolicy()
     mine = replace(RestartPolicy(), max_restarts=3)
     assert RestartPolicy.of(mine) is mine
@@ -276,33 +183,6 @@ def test_a_worker_that_does_not_get_ready_runs_over_as_well() -> None:
     assert next(it) == "value 0"
     assert killed_after == [(START + 9.0, []), (START + 10.0, [0])]
     assert backend.crews[0].started == [0, 0, 0]
-
-
-def test_what_has_come_while_nobody_asked_is_not_late() -> None:
-    clock = FakeClock()
-    script = [[*ready(), *answer(0)], answer(1)]
-    it, _ = stage(script, policy=None, task_timeout=10, clock=clock)
-    it.begin(iter([["a"], ["b"]]))
-    assert next(it) == "value 0"
-    clock.now += 1000.0  # a long step of the training loop; the worker was done in time
-    assert next(it) == "value 1"
-
-
-def test_a_wait_is_no_longer_than_the_task_may_take() -> None:
-    clock = FakeClock()
-    it, backend = stage([], policy=None, task_timeout=10, clock=clock)
-    waits: list[float | None] = []
-    steps: list[Any] = [ready(), [], answer(0)]
-
-    def wait(timeout: float | None) -> Sequence[Event]:
-        waits.append(timeout)
-        clock.now += 3.0
-        return steps.pop(0)  # type: ignore[no-any-return]
-
-    backend.crews[0].wait = wait  # type: ignore[method-assign]
-    it.begin(iter([["a"]]))
-    assert next(it) == "value 0"
-    assert waits == [START + 10.0, 10.0, 7.0]
 
 
 # -- words -------------------------------------------------------------------------------------------
