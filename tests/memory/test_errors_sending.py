@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -13,13 +12,10 @@ from support.failing_datasets import (
     MEGABYTE,
     Samples,
     every_backend,
-    every_process,
     explode,
-    kinds,
     load,
     notes_of,
     outcomes,
-    text_of,
 )
 from torch.utils.data import Dataset
 
@@ -102,27 +98,6 @@ def test_a_result_that_can_not_be_loaded_is_an_error_of_its_batch_alone(
         assert "a result that can't be loaded" in str(found[index])
         assert f"[{index}]" in notes_of(found[index])
         assert "worker 0 " in notes_of(found[index])
-
-
-@every_process
-def test_an_exception_that_can_not_be_loaded_is_an_error_of_its_batch_alone(backend: str) -> None:
-    class Stubborn(Exception):
-        def __new__(cls, *args: Any) -> Any:
-            if os.getpid() == home:
-                raise ArithmeticError("not in this process")
-            return super().__new__(cls, *args)
-
-    home = os.getpid()
-
-    def fail(index: int) -> int:
-        if index == 1:
-            raise Stubborn("hello")
-        return index
-
-    found = outcomes(iter(load(Samples(fail, 3), backend)))
-    assert kinds(found) == [[0], RuntimeError, [2]]
-    assert "Stubborn" in text_of(found[1])
-    assert "hello" in text_of(found[1])
 
 
 # -- large things --------------------------------------------------------------------------------

@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from support.slot_pairs import segments, slots
 from torch.utils.data import Dataset
 
 from hybridloader import DataLoader
@@ -64,45 +62,3 @@ def test_a_batch_that_a_fork_keeps_stays_as_it_is(backend: str) -> None:
     os.close(writing)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert again > 10, "else nothing was shown: no slot was used twice"
-
-
-def test_forks_of_workers_do_not_count() -> None:
-    before = slots.forks.latest
-    assert len(list(DataLoader(Filled(), num_workers=2, backend="fork"))) == 64
-    assert slots.forks.latest == before
-
-
-def test_a_segment_of_which_nothing_can_be_filled_again_is_given_back() -> None:
-    def make(size: int, number: int) -> Any:
-        return segments.make_private(size), None, None
-
-    pool = slots.Pool(make, 1 << 20)
-    first = pool.take(4096)
-    assert first is not None
-    (segment,) = pool.segments.values()
-    numbers = [first, *(pool.take(4096) for _ in segment.free[:])]
-    assert {pool.segment_of(number) for number in numbers} == {segment}  # type: ignore[arg-type]
-    size = pool.size
-    for number in numbers:
-        assert number is not None
-        pool.drop(number | slots.KEPT)
-    again = pool.take(4096)
-    assert again is not None
-    assert pool.segment_of(again) is not segment
-    assert segment.number not in pool.segments
-    assert pool.size <= size
-
-
-def test_a_slot_that_is_lost_is_not_taken_and_its_neighbors_are() -> None:
-    def make(size: int, number: int) -> Any:
-        return segments.make_private(size), None, None
-
-    pool = slots.Pool(make, 1 << 24)
-    taken = [pool.take(4096) for _ in range(8)]
-    lost, *others = [number for number in taken if number is not None]
-    pool.drop(lost | slots.KEPT)
-    for number in others:
-        pool.drop(number)
-    later = [pool.take(4096) for _ in range(64)]
-    assert lost not in later
-    assert {*others} <= {*later}

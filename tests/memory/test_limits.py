@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.named_slots import NamedFork, NamedSharedMemory
 from support.platforms import posix
+from support.process_backends import NamedFork
 from torch.utils.data import Dataset
 
 from hybridloader import DataLoader, Fork, Inline, Memory, Spawn, Threads
@@ -62,13 +62,6 @@ def test_the_ranks_of_a_machine_divide_shares_and_not_what_a_user_says(
     assert repr(Memory()) == "Memory(limit=None, 5,000 bytes for each of 8 ranks)"
     assert repr(Memory(limit=70_000)) == "Memory(limit=70000)"
     assert "5,000 bytes for each of 8 ranks" in repr(Threads())
-
-
-def test_memory_is_a_value_that_can_be_shared() -> None:
-    assert Memory(limit=3) == Memory(3)
-    assert len({Memory(), Memory(), Memory(limit=0.5)}) == 2
-    with pytest.raises(AttributeError):
-        Memory().limit = 3  # type: ignore[misc]
 
 
 # -- what a process has ----------------------------------------------------------------------------
@@ -282,13 +275,6 @@ def test_samples_whose_sizes_change_from_batch_to_batch_arrive_right(
     sizes = [1, 700, 3, 290, 0, 2000, 31, 33, 260, 5, 900, 1, 4000, 64, 2, 1500, 300, 8]
     loader = DataLoader(Sized(sizes), 1, num_workers=workers, backend=backend)
     assert run(loader, keep=False, sizes=sizes) == []
-
-
-@pytest.mark.parametrize("backend", [Fork(), NamedSharedMemory()])
-def test_every_kind_of_slot_brings_the_same_batches(backend: Any) -> None:
-    sizes = [200, 200, 20, 20, 1, 1] * 4
-    loader = DataLoader(Sized(sizes), 2, num_workers=2, backend=backend)
-    assert run(loader, keep=True, sizes=sizes) == []
 
 
 def test_without_descriptors_to_send_fresh_processes_use_named_slots(

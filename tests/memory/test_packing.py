@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import copyreg
 import gc
-import os
 import pickle
 import sys
 import weakref
@@ -31,7 +30,6 @@ from support.packed_values import (
     Point,
     Record,
     assert_same,
-    encoded_message,
     pack,
     streamed,
     through_slots,
@@ -40,36 +38,9 @@ from support.packed_values import (
 from support.platforms import GIL
 from support.slot_pairs import writer_and_reader
 
-from hybridloader.backends.process.frames import (
-    Decoder,
-    decode_message,
-    encode,
-    encode_event,
-)
-from hybridloader.engine import Begin, Done, ResultPicklingError, Stop, Task
-from hybridloader.engine.serving import Pickled
+from hybridloader.engine import ResultPicklingError
 
 # -- numpy -----------------------------------------------------------------------------------------
-
-
-def native_dtypes() -> st.SearchStrategy[Any]:
-    kinds = hnp.scalar_dtypes() | hnp.unicode_string_dtypes() | hnp.byte_string_dtypes()
-    return kinds.map(lambda dtype: dtype.newbyteorder("="))
-
-
-@given(
-    hnp.arrays(
-        # Native byte order: numpy's own pickling forgets that of a big-endian datetime64.
-        native_dtypes(),
-        hnp.array_shapes(min_dims=0, min_side=0),
-    )
-)
-def test_numpy_arrays_come_back_equal(array: np.ndarray[Any, Any]) -> None:
-    back = streamed({"a": array})["a"]
-    assert back.dtype == array.dtype
-    assert back.shape == array.shape
-    assert back.tobytes() == array.tobytes()
-    assert back.flags.writeable
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -131,13 +102,6 @@ def test_a_read_only_array_arrives_writable_as_a_copy_does(way: Any) -> None:
         np.testing.assert_array_equal(array, unchanged)  # that of the sender is its own
 
 
-def test_the_memory_of_a_read_only_array_lives_as_long_as_its_buffers() -> None:
-    header, buffers = pack(np.frombuffer(b"abcd" * 20_000, np.uint8))
-    gc.collect()
-    assert bytes(buffers[0]) == b"abcd" * 20_000
-    assert unpack(header, buffers)[-1] == ord("d")
-
-
 def test_arrays_of_objects_and_numpy_scalars_come_back_equal() -> None:
     objects = np.array([{"a": 1}, None, "text"], dtype=object)
     assert list(streamed(objects)) == list(objects)
@@ -145,13 +109,6 @@ def test_arrays_of_objects_and_numpy_scalars_come_back_equal() -> None:
         back = streamed([scalar])[0]
         assert type(back) is type(scalar)
         assert back == scalar
-
-
-def test_an_array_over_a_tensor_and_that_tensor_both_arrive() -> None:
-    tensor = torch.arange(60_000.0)
-    back_tensor, back_array = streamed((tensor, tensor.numpy()))
-    assert torch.equal(back_tensor, tensor)
-    np.testing.assert_array_equal(back_array, tensor.numpy())
 
 
 # -- what is around them ---------------------------------------------------------------------------
@@ -205,20 +162,6 @@ def test_nests_of_anything_come_back_equal_whichever_way(values: list[Any]) -> N
     pair[0].close()
 
 
-def test_a_large_header_goes_through_a_slot_and_so_not_through_the_stream() -> None:
-    for make in (bytes, lambda n: "ç" * n):
-        value: Any = {"text": make(1_000_000), "x": torch.ones(100_000)}
-        writer, reader = writer_and_reader()
-        parts, fds = encode_event(Done(0, 0, Pickled(value)), (), writer)
-        assert sum(memoryview(part).nbytes for part in parts) < 2000
-        for fd in fds:
-            os.close(fd)
-        back = through_slots(value, (writer, reader))
-        assert back["text"] == value["text"]
-        assert type(back["text"]) is type(value["text"])
-        assert torch.equal(back["x"], value["x"])
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_made_on_the_spot_goes_by_cloudpickle_and_keeps_its_buffers_apart(way: Any) -> None:
     class Local:
@@ -239,13 +182,6 @@ def test_what_is_made_on_the_spot_goes_by_cloudpickle_and_keeps_its_buffers_apar
 def test_what_can_not_be_pickled_is_named() -> None:
     with pytest.raises(ResultPicklingError, match="generator"):
         pack([(each for each in "abc")])
-
-
-def test_packing_leaves_pickles_own_tables_alone() -> None:
-    before = dict(copyreg.dispatch_table)
-    pack(torch.ones(3))
-    assert copyreg.dispatch_table == before
-    assert torch.equal(pickle.loads(pickle.dumps(torch.ones(3))), torch.ones(3))
 
 
 @pytest.mark.parametrize(
@@ -342,53 +278,3 @@ def test_classes_that_are_made_on_the_way_are_not_kept_for_ever() -> None:
         kind = made()
     gc.collect()
     assert first() is None
-
-
-# -- frames ----------------------------------------------------------------------------
-
-
-@given(st.lists(st.lists(st.binary(max_size=200), max_size=4), min_size=1, max_size=5), st.data())
-def test_frames_survive_any_cutting_of_the_stream(
-    frames: list[list[bytes]], data: st.DataObject
-) -> None:
-    stream = b"".join(bytes(piece) for parts in frames for piece in encode(parts))
-    decoder, got = Decoder(), []
-    while stream:
-        room = decoder.room()
-        most = len(stream) if room is None else min(len(room), len(stream))
-        count = data.draw(st.integers(1, most))
-        chunk, stream = stream[:count], stream[count:]
-        if room is None:
-            got.extend(decoder.feed(chunk))
-        else:
-            room[:count] = chunk
-            room.release()
-            got.extend(decoder.advance(count))
-    assert [[bytes(part) for part in frame.parts] for frame in got] == frames
-
-
-def test_descriptors_go_to_the_frame_they_belong_to() -> None:
-    decoder = Decoder()
-    decoder.fds.extend([7, 8])
-    stream = b"".join(map(bytes, [*encode([b"a"], [7]), *encode([b"b"]), *encode([b"c"], [8])]))
-    assert [frame.fds for frame in decoder.feed(stream)] == [[7], [], [8]]
-
-
-def test_every_kind_of_index_reaches_the_worker_with_the_slots_to_use_again() -> None:
-    indices: list[Any] = [3, [1, 2], [], ("tuple", 1), [0, (1, 2)], [1, lambda: 5], None]
-    for index in [*indices, torch.tensor([4, 5]), np.arange(20_000)]:
-        parts = [memoryview(bytes(part)) for part in encoded_message(Task(9, index), [4, 2])]
-        message, returned = decode_message(parts)
-        assert isinstance(message, Task)
-        assert (message.seq, returned) == (9, (4, 2))
-        if isinstance(index, list) and len(index) == 2 and callable(index[1]):
-            assert message.index[0] == 1
-            assert message.index[1]() == 5
-        else:
-            same(index, message.index, assert_same)
-
-
-def test_other_messages_carry_the_returned_slots_too() -> None:
-    for message in (Stop(), Begin(2, 77, ())):
-        parts = [memoryview(bytes(part)) for part in encoded_message(message, [1])]
-        assert decode_message(parts) == (message, (1,))

@@ -18,48 +18,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 from support.fake_accelerator import FakeAccelerator
 from support.forking import in_a_fork
-from support.locked_slots import LARGE, OWN, PageLocks, Private, Shared, address, page_locks
+from support.locked_slots import OWN, PageLocks, Private, Shared, address, page_locks
 from support.slot_pairs import segments, slots
 
 # -- the device comes first --------------------------------------------------------------------------
-
-
-def test_or_after_the_current_stream_was_told_to_wait_for_it(
-    memory: Any, device: FakeAccelerator
-) -> None:
-    side = device.side_stream()
-    batch = memory.batch(1)
-    with device.on(side):
-        copy = device.move(batch)
-    device.hold_up(device.default, device.mark(side))
-    first = address(batch)
-    del batch
-    device.run(device.default)
-    assert address(memory.batch(2)) != first
-    device.run()
-    assert (copy == 1).all()
-
-
-def test_whoever_drops_the_last_view_the_consumers_stream_is_waited_for(
-    memory: Any, device: FakeAccelerator, locks: PageLocks
-) -> None:
-    """A collection may run on any thread, the streams of which know nothing of the batch."""
-    training = device.side_stream()
-    locks.wait_for(training)
-    batch = memory.batch(1)
-    first = address(batch)
-    with device.on(training):
-        copy = device.move(batch)
-    cycle: list[Any] = [batch]
-    cycle.append(cycle)
-    del batch, cycle
-    thread = threading.Thread(target=gc.collect)
-    thread.start()
-    thread.join()
-    device.run(device.default)
-    assert address(memory.batch(2)) != first
-    device.run()
-    assert (copy == 1).all()
 
 
 def test_each_of_two_batches_over_one_slot_is_waited_for(
@@ -80,40 +42,6 @@ def test_each_of_two_batches_over_one_slot_is_waited_for(
     assert memory.reader.returned() == []
     device.run(side)
     assert memory.reader.returned() == [0]
-
-
-def test_many_batches_that_are_kept_take_few_locks(memory: Any, device: FakeAccelerator) -> None:
-    kept = [memory.batch(k % 250) for k in range(300)]
-    assert len(device.locked) < 15
-    assert all(device.is_pinned(batch) and batch[-1] == k % 250 for k, batch in enumerate(kept))
-    kept.clear()
-    device.run()
-    for _ in range(300 // page_locks._LOOKS):
-        PageLocks(device).collect()
-
-
-def test_memory_that_is_not_locked_waits_for_nothing(device: FakeAccelerator) -> None:
-    device.lockable = 0
-    memory = Private(PageLocks(device))
-    first = address(memory.batch(1))
-    assert address(memory.batch(2)) == first
-    assert device.queued == 0
-
-
-def test_more_waits_than_one_look_takes_all_have_their_turn(
-    device: FakeAccelerator, locks: PageLocks, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also behind a stream that stands still."""
-    monkeypatch.setattr(page_locks, "_LOOKS", 4)
-    stands, memory = device.side_stream(), Private(locks)
-    batches = [memory.batch(k) for k in range(12)]
-    with device.on(stands):
-        del batches[:8]
-    batches.clear()
-    device.run(device.default)
-    for _ in range(3):
-        locks.collect()
-    assert len(page_locks._waiting) == 8
 
 
 def test_within_a_lock_of_the_slots_a_collection_may_end_a_batch(
@@ -224,17 +152,6 @@ def test_a_refusal_for_another_reason_is_not_cured_by_a_limit(
     assert "limit" not in message.lower()
 
 
-def test_a_later_slot_is_locked_again_if_there_is_room_by_then(device: FakeAccelerator) -> None:
-    device.lockable, device.manual = OWN, False
-    memory = Private(PageLocks(device))
-    kept = [memory.batch(1), memory.batch(2)]
-    assert not device.is_pinned(kept[1])  # type: ignore[arg-type]
-    device.lockable = LARGE
-    third = memory.batch(3)
-    assert third is not None
-    assert device.is_pinned(third)
-
-
 # -- the end -----------------------------------------------------------------------------------------
 
 
@@ -284,22 +201,6 @@ def test_pages_are_unlocked_before_they_are_unmapped_and_not_while_they_are_look
     assert device.seen == [True, True]
     gc.collect()
     assert not mapped(where) or kind is Private  # the allocator may have put something else there
-
-
-def test_slots_that_are_given_back_are_unlocked(
-    device: FakeAccelerator, locks: PageLocks, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(slots, "IDLE", 3)
-    device.manual = False
-    memory = Private(locks)
-    for _ in range(3):
-        memory.batch(1, 8 * OWN)
-    for _ in range(10):
-        memory.batch(2)
-    assert [size < 2 * OWN for size in device.locked.values()] == [True]
-    memory.lower(1)
-    assert memory.batch(3) is None
-    assert device.locked == {}
 
 
 def test_an_interpreter_that_ends_while_the_device_reads_ends_quietly() -> None:
@@ -363,20 +264,6 @@ def test_a_fork_leaves_the_device_alone_and_writes_to_no_slot_of_its_parents(
     assert (copy == 9).all()
     assert address(batch) == first
     assert device.locked == held
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forks here")
-def test_a_fork_does_not_move_the_parent_to_other_pages_than_the_device_reads(
-    memory: Any,
-) -> None:
-    """As a copy on write would: the pages are the same on both sides."""
-    batch = memory.batch(1)
-
-    def child() -> None:
-        batch.numpy()[:] = 77
-
-    assert in_a_fork(child) == 0
-    assert (batch == 77).all()
 
 
 # -- any order of all that ---------------------------------------------------------------------------

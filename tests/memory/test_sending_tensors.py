@@ -173,13 +173,3 @@ def test_a_lack_of_room_is_told_as_that(monkeypatch: pytest.MonkeyPatch, nbytes:
     monkeypatch.setattr(shipping, "nameless_file", lambda: os.open("/dev/full", os.O_WRONLY))
     with pytest.raises(OSError, match="no room to send it to workers: No space left"):
         ship(bytes(nbytes), "the bytes", share=True)
-
-
-@memfd
-def test_a_lack_of_descriptors_is_told_as_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none() -> int:
-        raise OSError(24, "Too many open files")
-
-    monkeypatch.setattr(shipping, "nameless_file", none)
-    with pytest.raises(OSError, match="Too many open files"):
-        ship(b"", "the bytes", share=True)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-import threading
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -15,7 +13,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
-from support.line_count import lines_run
 from support.platforms import posix
 from support.slot_pairs import (
     FIRST,
@@ -27,12 +24,9 @@ from support.slot_pairs import (
     segments,
     shared_slots,
     slots,
-    slots_in,
     slots_of,
     tensor_over,
 )
-
-from hybridloader.engine import PrivateSlots
 
 # -- used again, but not too early -----------------------------------------------------------------
 
@@ -62,15 +56,6 @@ def test_a_slot_is_used_again_once_the_last_view_of_it_has_died_and_not_before(
     assert len(pair.numbers) == 2
 
 
-def test_what_nobody_opens_gives_its_slots_back() -> None:
-    pair = Pair()
-    for _ in range(10):
-        slot_map, _ = pair.send(bytes(OWN), bytes(OWN), bytes(50_000))
-        assert len({*slots_of(slot_map)}) == 3
-        pair.reader.give_back(slot_map)
-    assert len(pair.numbers) == 3
-
-
 def test_read_only_and_empty_buffers_are_copied_or_need_nothing() -> None:
     pair = Pair()
     array = pair.empty(300_000)
@@ -84,14 +69,6 @@ def test_read_only_and_empty_buffers_are_copied_or_need_nothing() -> None:
     pair.writer.close()  # slot 0 was never announced
 
 
-def test_a_buffer_begins_at_a_cache_line() -> None:
-    pair = Pair()
-    slot_map, buffers = pair.pass_on(*(bytes(n) for n in (33_001, 50_003, OWN + 1, 40_007)))
-    assert slots_of(slot_map) == [SECOND, SECOND, FIRST, SECOND]
-    for buffer in buffers:
-        assert np.frombuffer(buffer, np.uint8).ctypes.data % shared_slots.ALIGN == 0
-
-
 # -- how much --------------------------------------------------------------------------------------
 
 
@@ -100,11 +77,6 @@ def test_capacities_waste_at_most_an_eighth_above_a_page(size: int) -> None:
     capacity = capacity_for(size)
     assert size <= capacity < size + max(4096, size / 7)
     assert capacity_for(capacity) == capacity
-
-
-@given(st.integers(1, 1 << 40), st.integers(1, 1 << 40))
-def test_a_larger_size_never_gets_a_smaller_capacity(one: int, other: int) -> None:
-    assert (one <= other) <= (capacity_for(one) <= capacity_for(other))
 
 
 def test_past_the_limit_a_batch_goes_through_the_stream_and_says_why() -> None:
@@ -123,15 +95,6 @@ def test_past_the_limit_a_batch_goes_through_the_stream_and_says_why() -> None:
     assert bytes(buffer) == b"z" * 400_000
 
 
-def test_what_is_larger_than_the_limit_goes_through_the_stream_and_smaller_ones_do_not() -> None:
-    pair = Pair(limit=1_000_000)
-    assert pair.writer.empty(2_000_000) is None
-    slot_map, buffers = pair.pass_on(b"a" * 2_000_000, b"b" * 500_000, b"c" * 40_000)
-    assert [slot >= 0 for slot in slots_of(slot_map)[:2]] == [False, True]
-    assert [bytes(b[:1]) for b in buffers] == [b"a", b"b", b"c"]
-    assert pair.writer.pool.size <= 1_000_000
-
-
 def test_what_is_free_makes_room_for_another_size() -> None:
     pair = Pair(limit=1_000_000)
     for size in (100_000, 900_000, 300_000, 950_000):
@@ -139,13 +102,6 @@ def test_what_is_free_makes_room_for_another_size() -> None:
         assert slots_of(slot_map) != [-1]
         assert pair.writer.pool.size <= 1_000_000
         del buffers
-
-
-def test_a_batch_larger_than_the_limit_does_not_cost_the_others_their_slots() -> None:
-    pair = Pair(limit=1_000_000)
-    pair.pass_on(bytes(400_000))
-    pair.pass_on(bytes(5_000_000))
-    assert slots_of(pair.pass_on(bytes(400_000))[0]) == [FIRST]
 
 
 def test_what_the_consumer_keeps_past_its_limit_is_copied_out_and_the_slot_comes_back() -> None:
@@ -164,14 +120,6 @@ def test_what_the_consumer_keeps_past_its_limit_is_copied_out_and_the_slot_comes
     pair.pass_on(bytes(400_000))
     assert len(pair.reader.returned()) == 1
     assert pair.reader.lent == 0
-
-
-def test_a_batch_that_has_died_no_longer_counts_as_kept() -> None:
-    pair = Pair(hold=900_000)
-    sent = [pair.send(bytes(400_000)) for _ in range(3)]  # the window, after the last task
-    for one in sent:
-        pair.open(one)  # and dropped
-    assert pair.reader.overflow is None
 
 
 def test_a_limit_that_was_lowered_is_kept_to_as_slots_become_free() -> None:
@@ -210,19 +158,6 @@ def test_sweep_takes_the_names_off_what_was_never_opened(names: str) -> None:
     assert in_dev_shm(names) == []
 
 
-def test_named_slots_that_only_the_worker_knew_are_swept_too(names: str) -> None:
-    pair = Pair(limit=1_000_000, names=names)
-    try:
-        for k in range(100):
-            pair.empty(300_000 if k % 2 else 900_000)  # a user's own collation, and dropped
-        pair.writer.close()
-        pair.reader.sweep()
-        assert in_dev_shm(names) == []
-    finally:
-        for name in in_dev_shm(names):
-            segments.unlink(name)
-
-
 @posix  # /dev/shm
 def test_the_memory_of_a_named_segment_is_there_when_it_is_made(names: str) -> None:
     mapping, ticket, _ = segments.make(1 << 20, f"{names}0")
@@ -244,22 +179,6 @@ def test_slots_cost_no_descriptors_and_few_mappings_however_many_are_kept() -> N
     assert len(pair.reader.segments) < 12
     assert descriptors() == before
     assert all(buffer[0][-1] == k for k, buffer in enumerate(kept))
-
-
-@pytest.mark.parametrize("held", [True, False], ids=["held", "free"])
-def test_a_slot_is_found_in_as_many_steps_however_many_there_are(held: bool) -> None:
-    pair, content = Pair(), bytes(40_000)
-    kept, found = [], []
-    for count in (20, 1500):
-        while len(kept) < count:
-            kept.append(pair.pass_on(content)[1])
-        free = kept.pop()
-        if not held:
-            kept.clear()
-        pair.pass_on(content)  # takes in what was dropped
-        found.append(lines_run(lambda: pair.pass_on(content)))
-        del free
-    assert found[1] <= found[0] + 50, found
 
 
 def test_where_there_is_no_memory_for_several_slots_there_may_be_for_one(
@@ -305,24 +224,6 @@ def test_a_slot_that_was_never_announced_takes_its_descriptor_along() -> None:
 
 
 @posix  # descriptors
-def test_more_new_slots_than_one_message_announces() -> None:
-    pair = Pair(limit=slots.GROWTH * (OWN - 1))  # too little for two in one mapping
-    arrays = [pair.empty(OWN) for _ in range(60)]
-    for k, array in enumerate(arrays):
-        array[:] = k
-    slot_map, fds = pair.writer.write([memoryview(array) for array in arrays])
-    assert len(fds) == len(slot_map.new) == 48
-    assert [span is None for span in slot_map.spans] == [False] * 48 + [True] * 12
-    pair.reader.learn(slot_map, fds)
-    stream = [memoryview(bytearray(array)) for array in arrays[48:]]
-    assert [b[-1] for b in pair.reader.buffers(slot_map, stream)] == list(range(60))
-    slot_map, buffers = pair.pass_on(*arrays)  # the others are announced with the next batch
-    assert len(slot_map.new) == 12
-    assert [b[-1] for b in buffers] == list(range(60))
-    pair.writer.close()
-
-
-@posix  # descriptors
 def test_no_memory_for_a_slot_sends_the_batch_through_the_stream(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -359,58 +260,7 @@ def test_a_batch_that_can_not_be_mapped_still_gives_all_its_slots_back(
     assert sorted(pair.reader.returned()) == sorted({*slots_of(sent[0])})
 
 
-@posix  # descriptors
-def test_a_segment_that_two_threads_close_closes_its_descriptor_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    made = segments.make(4096, None)
-    segment, closed, close = slots.Segment(0, 4096, 1, made), list[int](), os.close
-
-    def close_and_close_again(fd: int) -> None:
-        closed.append(fd)
-        segment.close()  # as another thread, while the first is at it
-        close(fd)
-
-    monkeypatch.setattr(os, "close", close_and_close_again)
-    segment.close()
-    assert closed == [made[2]]
-    assert segment.hand_over() == []
-
-
 # -- slots within one process ----------------------------------------------------------------------
-
-
-def test_private_slots_taken_and_dropped_by_several_threads_are_never_shared() -> None:
-    private = PrivateSlots(64 << 20)
-    passed: SimpleQueue[Any] = SimpleQueue()
-    wrong: list[Any] = []
-
-    def work(number: int) -> None:
-        for step in range(150):
-            buffer = private.empty(OWN + 4096 * (step % 3))
-            assert buffer is not None
-            array = np.frombuffer(buffer, np.uint8)
-            del buffer
-            mark = (number * 31 + step) % 256
-            array[:] = mark
-            passed.put((array, mark))
-            other, expected = passed.get()  # often of another thread, which then drops it
-            if other.min() != expected or other.max() != expected:
-                wrong.append((number, step))
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
-    assert passed.empty()
-    assert len(slots_in(private.pool)) <= 48  # 4 threads, 2 each, 3 sizes
-    del threads, thread
-    assert private.empty(OWN) is not None  # takes in what was dropped
-    gc.collect()
-    private.pool._collect()
-    assert slots_in(private.pool, free=True) == slots_in(private.pool)
 
 
 # -- never a corrupt batch -------------------------------------------------------------------------
