@@ -88,14 +88,6 @@ def test_every_part_of_a_loader_may_be_one(backend: str) -> None:
         assert [item.x.item() for item in stream] == [1]
 
 
-def test_every_part_of_a_loader_without_workers_may_be_one() -> None:
-    loader = DataLoader(Items(), 2, sampler=Order(), collate_fn=Collate(), pin_memory=False)
-    assert [batch.x.tolist() for batch in loader] == [[0, 2], [4, 6]]
-    batches = torch.utils.data.BatchSampler(Order(), 2, drop_last=False)
-    loader = DataLoader(Items(), batch_sampler=batches, collate_fn=Collate(), on_error="skip")
-    assert [batch.x.tolist() for batch in loader] == [[0, 2], [4, 6]]
-
-
 @pytest.mark.parametrize("backend", ["threads", "fork"])
 def test_every_part_of_a_pipeline_may_be_one(backend: str) -> None:
     pipeline = (

@@ -9,9 +9,9 @@ import warnings
 import pytest
 
 from hybridloader import DataLoader, Observe
-from hybridloader.errors import HELP, NotReady, SourceError, StateError, StoreError, WorkerTimeout
+from hybridloader.errors import NotReady, SourceError, StateError, StoreError, WorkerTimeout
 
-LINK = f"\nSee: {HELP} "
+LINK = "\nSee: hybridloader explain "
 
 
 class Damaged:

@@ -27,8 +27,6 @@ from support.failing_datasets import (
 )
 from torch.utils.data import IterableDataset, get_worker_info
 
-from hybridloader import DataLoader
-
 # -- what a worker raises ------------------------------------------------------------------------
 
 
@@ -166,18 +164,6 @@ def test_a_group_keeps_its_type_and_its_members(backend: str) -> None:
     assert (type(last), last.args) == (KeyError, ("a key",))
 
 
-def raise_each_other(index: int) -> Any:
-    first, second = TwoArguments(1, "one"), TwoArguments(2, "two")
-    first.other, second.other = second, first  # type: ignore[attr-defined]
-    raise first
-
-
-def test_exceptions_that_hold_each_other_come_without_an_end() -> None:
-    (error,) = outcomes(iter(load(Samples(raise_each_other, 1), "fork", workers=1)))
-    assert (type(error), error.code, error.other.code) == (TwoArguments, 1, 2)
-    assert error.other.other == repr(error)
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_the_exception_of_a_caller_that_does_the_work_is_the_one_raised(workers: int) -> None:
     error = TwoArguments(1, "x")
@@ -204,67 +190,51 @@ def test_a_task_of_an_iterable_dataset_is_named_by_its_number_of_samples(backend
     assert notes_of(caught.value).endswith("fetching the next 4 samples.")
 
 
-@every_backend
-def test_a_note_names_the_index_of_the_sample_that_failed(backend: str) -> None:
-    with pytest.raises(ArithmeticError) as caught:
-        list(load(Samples(fail_on_third), backend, batch_size=4))
-    assert caught.value.__notes__[0] == "The dataset was asked for index 2."
+def fail_in_some_way(index: int) -> Any:
+    class MadeThere(LookupError):
+        pass
+
+    if index == 0:
+        raise MadeThere("mine", index)  # a class that the caller can't have
+    if index == 1:
+        error = WithAttribute("a lock:", threading.Lock())
+        error.detail = threading.Lock()
+        raise error
+    if index == 2:
+        first, second = TwoArguments(1, "one"), TwoArguments(2, "two")
+        first.other, second.other = second, first  # type: ignore[attr-defined]
+        raise first
+    try:
+        return {}["inner key"]  # the inner line
+    except KeyError as error:
+        raise ValueError("outer") from error
 
 
 @every_backend
-def test_an_exception_class_made_in_a_function_can_be_caught(backend: str) -> None:
+def test_what_can_not_be_sent_as_it_is_is_told(backend: str) -> None:
     class Local(Exception):
         pass
 
     def fail(index: int) -> Any:
-        raise Local("mine", index)
+        if index == 4:
+            raise Local("mine", index)
+        return fail_in_some_way(index)
 
-    found = outcomes(iter(load(Samples(fail, 2), backend)))
-    assert [type(error) for error in found] == [Local, Local]
-    assert [error.args for error in found] == [("mine", 0), ("mine", 1)]
-
-
-@every_backend
-def test_an_exception_class_made_in_the_worker_keeps_its_name(backend: str) -> None:
-    def fail(index: int) -> Any:
-        class MadeThere(LookupError):
-            pass
-
-        raise MadeThere("mine", index)
-
-    (error,) = outcomes(iter(load(Samples(fail, 1), backend)))
-    assert type(error).__name__ == "MadeThere"
-    assert isinstance(error, LookupError)
-    assert error.args == ("mine", 0)
-
-
-@every_backend
-def test_what_an_exception_holds_and_can_not_be_sent_is_told_by_its_repr(backend: str) -> None:
-    def fail(index: int) -> Any:
-        error = WithAttribute("a lock:", threading.Lock())
-        error.detail = threading.Lock()
-        raise error
-
-    found = outcomes(iter(load(Samples(fail, 2), backend)))
-    assert len(found) == 2
-    for error in found:
-        assert type(error) is WithAttribute
-        assert error.args[0] == "a lock:"
-        assert "lock" in str(error.args[1])
-        assert "lock" in str(error.detail)
-
-
-@every_backend
-def test_the_cause_of_an_exception_is_told(backend: str) -> None:
-    def fail(index: int) -> Any:
-        try:
-            return {}["inner key"]  # the inner line
-        except KeyError as error:
-            raise ValueError("outer") from error
-
-    (error,) = outcomes(iter(load(Samples(fail, 1), backend)))
-    assert "# the inner line" in text_of(error)
-    assert "direct cause" in text_of(error)
+    made, lock, both, caused, local = outcomes(iter(load(Samples(fail, 5), backend)))
+    assert (type(made).__name__, made.args) == ("MadeThere", ("mine", 0))
+    assert isinstance(made, LookupError)
+    assert type(lock) is WithAttribute
+    assert lock.args[0] == "a lock:"
+    assert "lock" in str(lock.args[1])
+    assert "lock" in str(lock.detail)
+    assert (type(both), both.code, both.other.code) == (TwoArguments, 1, 2)
+    if backend == "fork":
+        assert both.other.other == repr(both)
+    assert "# the inner line" in text_of(caused)
+    assert "direct cause" in text_of(caused)
+    assert (type(local), local.args) == (Local, ("mine", 4))
+    (failed,) = outcomes(iter(load(Samples(fail_on_third, 4), backend, batch_size=4)))
+    assert failed.__notes__[0] == "The dataset was asked for index 2."
 
 
 @pytest.mark.filterwarnings("ignore:.*forks this process while other threads")  # the main one
@@ -374,11 +344,6 @@ def test_an_error_in_worker_init_fn_is_raised_by_next(backend: str) -> None:
         assert "worker 0 " in note
 
 
-def test_worker_init_fn_is_not_called_when_the_caller_does_the_work() -> None:
-    loader = load(Samples(int, 2), None, workers=0, worker_init_fn=_broken_init)
-    assert list(loader) == [[0], [1]]
-
-
 class Unopenable(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         raise FileNotFoundError(2, "No such shard", "shard-0")  # the opening line
@@ -393,12 +358,6 @@ def test_an_error_in_the_iter_of_the_dataset_is_raised_by_next(backend: str) -> 
     assert "# the opening line" in text_of(caught.value)
 
 
-def test_an_error_in_the_iter_of_the_dataset_is_raised_by_iter_without_workers() -> None:
-    for kind in (torch.utils.data.DataLoader, DataLoader):
-        with pytest.raises(FileNotFoundError):
-            iter(kind(Unopenable()))
-
-
 @pytest.mark.parametrize(("backend", "workers"), [(None, 0), *((name, 2) for name in ALL)])
 def test_an_error_in_the_sampler_comes_after_the_batches_before_it(
     backend: str | None, workers: int
@@ -411,24 +370,6 @@ def test_an_error_in_the_sampler_comes_after_the_batches_before_it(
     found = outcomes(iter(loader))
     assert kinds(found) == [[4], [5], [6], ArithmeticError]
     assert "# the sampler's line" in text_of(found[-1])
-
-
-@every_backend
-def test_an_error_in_the_iter_of_the_sampler_is_raised_by_iter(backend: str) -> None:
-    class Sampler:
-        def __iter__(self) -> Iterator[int]:
-            raise ArithmeticError("no sampler")
-
-    class Direct:
-        """A batch sampler; torch calls its ``iter()`` at once."""
-
-        def __iter__(self) -> Iterator[list[int]]:
-            raise ArithmeticError("no sampler")
-
-    with pytest.raises(ArithmeticError):
-        iter(load(Samples(int), backend, batch_sampler=Direct()))
-    (error,) = outcomes(iter(load(Samples(int), backend, sampler=Sampler())))
-    assert type(error) is ArithmeticError
 
 
 @every_backend

@@ -7,7 +7,6 @@ import ctypes
 import multiprocessing
 import os
 import socket
-from collections.abc import Iterator
 from multiprocessing import reduction
 from typing import Any
 
@@ -182,41 +181,3 @@ def test_a_structure_of_the_main_script_goes_along() -> None:
     pipeline = Pipeline.from_iterable(range(2)).map(function, backend="spawn", num_workers=1)
     assert list(pipeline) == [8, 10]
     assert point.x == 5
-
-
-class Order:
-    """A sampler whose state holds what is shared."""
-
-    def __init__(self) -> None:
-        self.given, self.at = SPAWN.Value("i", 0), 0
-
-    def __len__(self) -> int:
-        return 4
-
-    def __iter__(self) -> Iterator[int]:
-        while self.at < 4:
-            self.at += 1
-            self.given.value += 1
-            yield self.at - 1
-        self.at = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"at": self.at, "given": self.given}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.at, self.given = state["at"], state["given"]
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_the_state_of_a_sampler_shares_too(workers: int) -> None:
-    options: Any = {"num_workers": workers, "backend": "threads" if workers else None}
-    first, second = Order(), Order()
-    loader = DataLoader([0, 1, 2, 3], sampler=first, **options)  # type: ignore[arg-type]
-    batches = iter(loader)
-    next(batches)
-    state = loader.state_dict()
-    del batches
-    other = DataLoader([0, 1, 2, 3], sampler=second, **options)  # type: ignore[arg-type]
-    other.load_state_dict(state)
-    assert [batch.tolist() for batch in other] == [[1], [2], [3]]
-    assert second.given is first.given

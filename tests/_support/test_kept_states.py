@@ -1,14 +1,18 @@
-"""Copies of states: what they share, and when one is made anew."""
+"""Copies of states: what they share, when one is made anew, and how often one is taken."""
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from support.manual_clock import Clock
 from support.sampler_loaders import Every
 
-from hybridloader._support.states import Frozen, Kept, copied
+from hybridloader._support import states
+from hybridloader._support.states import FREE, SHARE, Cadence, Frozen, Kept, copied
 
 
 class Unpicklable:
@@ -53,8 +57,6 @@ def test_a_copy_shares_nothing_that_can_be_changed() -> None:
 def test_a_state_that_has_not_changed_is_not_copied_again_while_that_is_dear(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from hybridloader._support import states
-
     monkeypatch.setattr(states, "Cadence", lambda: Every(100))
     module = torch.nn.BatchNorm1d(3)
     latest = states.Latest()
@@ -75,23 +77,10 @@ def test_a_state_that_has_not_changed_is_not_copied_again_while_that_is_dear(
     assert latest.copy({"order": [1, 3]}) == {"order": [1, 3]}
 
 
-def test_a_state_that_is_cheap_is_of_each_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hybridloader._support import states
-
-    monkeypatch.setattr(states, "Cadence", lambda: Every(1))
-    latest, state = states.Latest(), {"order": [1, 2]}
-    one = latest.copy(state)
-    assert latest.copy(state) is not one
-
-
 @pytest.mark.parametrize("kind", [Kept, Frozen])
 def test_what_is_dear_to_copy_is_given_to_all_who_ask_and_what_is_not_to_each(
     kind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import pickle
-
-    from hybridloader._support import states
-
     state = {"order": [3, 1, 2]}
     held = kind(state if kind is Kept else pickle.dumps(state))
     monkeypatch.setattr(states, "EXPENSIVE", 60.0)  # on a busy machine, too
@@ -104,3 +93,34 @@ def test_what_is_dear_to_copy_is_given_to_all_who_ask_and_what_is_not_to_each(
     dear["order"].append(4)
     kept = held.kept if kind is Kept else pickle.loads(held.kept)
     assert kept == state, "what is gone on from is nobody's"
+
+
+def paced(costs: Iterator[float], step: float, steps: int, every: int = 1) -> list[int]:
+    """The steps at which a state is taken, where each takes as long as is said."""
+    clock = Clock()
+    cadence = Cadence(clock, every=every)
+    found = []
+    for number in range(steps):
+        clock.now += step
+        if cadence.due():
+            found.append(number)
+            clock.now += next(costs)
+            cadence.taken()
+    return found
+
+
+def test_what_is_cheap_is_taken_each_time_and_what_is_dear_for_a_share_of_the_time() -> None:
+    cheap = [FREE / 4] * 50
+    assert paced(iter(cheap), 1e-6, 50) == list(range(50))
+    assert paced(iter(cheap), 1e-6, 50, every=7) == list(range(0, 50, 7))
+    interrupted = [10 * FREE, FREE / 4, FREE / 4, 1.0, *cheap]
+    assert paced(iter(interrupted), 1e-6, 50) == list(range(50)), "one of them is no dear state"
+    for every in (1, 7):
+        dear = paced(iter([0.02] * 50), 0.001, 5000, every=every)
+        assert dear[0] == 0
+        assert dear[1] == pytest.approx(0.02 * (SHARE - 1) / 0.001, abs=2)
+        assert len(dear) * 0.02 <= 5.0 / SHARE + 0.02
+    assert paced(iter([0.02] * 50), 2.0, 50) == list(range(50)), "nobody waits for it"
+    grows = paced(iter([FREE / 4, *[0.02] * 100]), 0.001, 5000)
+    assert len(grows) < 30
+    assert grows[-1] > 3000
