@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,31 +65,6 @@ def test_a_fork_is_refused_after_any_device_was_initialized(
     module.used = False
     with iter(loader) as iterator:  # type: ignore[attr-defined]
         assert next(iterator).tolist() == [0]
-
-
-@needs_fork
-def test_shared_memory_forks_only_as_long_as_no_device_is_in_use(
-    module: Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("multiprocessing.get_start_method", lambda: "fork")
-    found = []
-    for module.used in (True, False):
-        loader: Any = DataLoader(Loaders(), num_workers=1, backend=SharedMemory())
-        found.append([int(pid) for pid in loader] == [os.getpid()])
-    assert found == [False, True]
-
-
-class Loaders:
-    """Its sample is the process that has loaded this file: ours, if the worker is a fork of it."""
-
-    def __len__(self) -> int:
-        return 1
-
-    def __getitem__(self, index: int) -> int:
-        return HOME
-
-
-HOME = os.getpid()
 
 
 @needs_fork

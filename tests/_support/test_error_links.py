@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import warnings
 
 import pytest
 
@@ -12,18 +11,6 @@ from hybridloader import DataLoader, Observe
 from hybridloader.errors import NotReady, SourceError, StateError, StoreError, WorkerTimeout
 
 LINK = "\nSee: hybridloader explain "
-
-
-class Damaged:
-    """Dataset whose sample 0 raises an error of the package."""
-
-    def __len__(self) -> int:
-        return 2
-
-    def __getitem__(self, index: int) -> int:
-        if index == 0:
-            raise SourceError("a.tar is damaged")
-        return index
 
 
 def test_the_text_ends_with_the_link_and_the_arguments_lack_it() -> None:
@@ -64,15 +51,6 @@ def raises_in_on_stats(error: Exception) -> None:
     list(DataLoader(range(2), observe=Observe(fail)))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("backend", ["inline", "threads", "fork"])
-def test_an_error_of_a_sample_has_one_link(backend: str) -> None:
-    workers = 0 if backend == "inline" else 1
-    iterator = iter(DataLoader(Damaged(), num_workers=workers, backend=backend))
-    with pytest.raises(SourceError) as caught:
-        next(iterator)
-    assert str(caught.value) == f"a.tar is damaged{LINK}sourceerror"
-
-
 @pytest.mark.classes
 def test_a_subclass_has_the_link_of_its_base_or_another_or_none() -> None:
     class Same(WorkerTimeout):
@@ -87,10 +65,3 @@ def test_a_subclass_has_the_link_of_its_base_or_another_or_none() -> None:
     assert str(Same("late")) == f"late{LINK}workertimeout"
     assert str(Other("late")) == f"late{LINK}it-hangs"
     assert str(Bare("late")) == "late"
-
-
-def test_a_filter_for_the_beginning_of_a_warning_still_matches() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", "on_stats raised ValueError: disk full. .*")
-        raises_in_on_stats(ValueError("disk full"))

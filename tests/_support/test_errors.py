@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -177,19 +176,6 @@ def test_the_exception_of_a_caller_that_does_the_work_is_the_one_raised(workers:
     assert "[0]" in notes_of(error)
 
 
-class Broken(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        raise ArithmeticError("no file")
-        yield
-
-
-@every_backend
-def test_a_task_of_an_iterable_dataset_is_named_by_its_number_of_samples(backend: str) -> None:
-    with pytest.raises(ArithmeticError) as caught:
-        next(start(load(Broken(), backend, batch_size=4)))
-    assert notes_of(caught.value).endswith("fetching the next 4 samples.")
-
-
 def fail_in_some_way(index: int) -> Any:
     class MadeThere(LookupError):
         pass
@@ -235,22 +221,6 @@ def test_what_can_not_be_sent_as_it_is_is_told(backend: str) -> None:
     assert (type(local), local.args) == (Local, ("mine", 4))
     (failed,) = outcomes(iter(load(Samples(fail_on_third, 4), backend, batch_size=4)))
     assert failed.__notes__[0] == "The dataset was asked for index 2."
-
-
-@pytest.mark.filterwarnings("ignore:.*forks this process while other threads")  # the main one
-@every_backend
-def test_errors_of_a_worker_on_another_thread_of_the_caller_arrive_there(backend: str) -> None:
-    if backend == "fork" and not hasattr(os, "fork"):
-        pytest.skip("needs fork")
-    found: list[Any] = []
-
-    def work() -> None:
-        found.extend(outcomes(iter(load(Samples(fail_on_third, 3), backend))))
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert kinds(found) == [[0], [1], ArithmeticError]
 
 
 # -- the iterator goes on ------------------------------------------------------------------------
@@ -331,22 +301,67 @@ def _broken_init(worker: int) -> None:
     raise error  # the init line
 
 
-@every_backend
-def test_an_error_in_worker_init_fn_is_raised_by_next(backend: str) -> None:
-    iterator = start(load(Samples(int), backend, worker_init_fn=_broken_init))
-    for _ in range(2):
-        with pytest.raises(LookupError) as caught:
-            next(iterator)
-        assert caught.value.args == ("no luck", 0)
-        assert "# the init line" in text_of(caught.value)
-        own, note = caught.value.__notes__  # each time one of its task alone
-        assert own == "the user's own note"
-        assert "worker 0 " in note
-
-
 class Unopenable(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         raise FileNotFoundError(2, "No such shard", "shard-0")  # the opening line
+
+
+def _leak_stop_iteration(index: int) -> int:
+    return next(iter([])) if index == 1 else index  # the leaking line
+
+
+def _broken_collate(samples: list[int]) -> list[int]:
+    if 2 in samples:
+        raise ArithmeticError("can't collate", samples)  # the collating line
+    return samples
+
+
+def _broken_sampler() -> Iterator[int]:
+    yield from (4, 5, 6)
+    raise ArithmeticError("no more")  # the sampler's line
+
+
+@pytest.mark.parametrize(("backend", "workers"), [(None, 0), *((name, 1) for name in ALL)])
+def test_an_error_outside_of_the_samples_comes_in_its_place_with_its_line(
+    backend: str | None, workers: int
+) -> None:
+    rows: list[tuple[Any, dict[str, Any], list[Any], str, str]] = [
+        (
+            Samples(int),
+            {"sampler": _broken_sampler()},
+            [[4], [5], [6], ArithmeticError],
+            "# the sampler's line",
+            "",
+        ),
+        (
+            Samples(int),
+            {"collate_fn": _broken_collate, "batch_size": 2},
+            [[0, 1], ArithmeticError, [4, 5], [6, 7]],
+            "# the collating line",
+            "[2, 3]",
+        ),
+        (
+            Samples(_leak_stop_iteration, 3),
+            {},
+            [[0], RuntimeError, [2]],
+            "# the leaking line",
+            "[1]",
+        ),
+        (
+            Samples(int, 2),
+            {"worker_init_fn": _broken_init},
+            [LookupError] * 2 if workers else [[0], [1]],  # without workers nobody calls it
+            "# the init line",
+            "the user's own note\nIn stage 'DataLoader', worker 0 ",
+        ),
+    ]
+    for dataset, options, wanted, line, note in rows:
+        found = outcomes(iter(load(dataset, backend, workers=workers, **options)))
+        assert kinds(found) == wanted
+        for error in found:
+            if isinstance(error, Exception):
+                assert line in text_of(error)
+                assert note in notes_of(error)
 
 
 @every_backend
@@ -356,46 +371,3 @@ def test_an_error_in_the_iter_of_the_dataset_is_raised_by_next(backend: str) -> 
         next(iterator)
     assert caught.value.filename == "shard-0"
     assert "# the opening line" in text_of(caught.value)
-
-
-@pytest.mark.parametrize(("backend", "workers"), [(None, 0), *((name, 2) for name in ALL)])
-def test_an_error_in_the_sampler_comes_after_the_batches_before_it(
-    backend: str | None, workers: int
-) -> None:
-    def sampler() -> Iterator[int]:
-        yield from (4, 5, 6)
-        raise ArithmeticError("no more")  # the sampler's line
-
-    loader = load(Samples(int), backend, workers=workers, sampler=sampler())
-    found = outcomes(iter(loader))
-    assert kinds(found) == [[4], [5], [6], ArithmeticError]
-    assert "# the sampler's line" in text_of(found[-1])
-
-
-@every_backend
-def test_an_error_in_collate_fn_is_that_batchs_alone(backend: str) -> None:
-    def collate(samples: list[int]) -> list[int]:
-        if 2 in samples:
-            raise ArithmeticError("can't collate", samples)  # the collating line
-        return samples
-
-    found = outcomes(iter(load(Samples(int), backend, batch_size=2, collate_fn=collate)))
-    assert kinds(found) == [[0, 1], ArithmeticError, [4, 5], [6, 7]]
-    assert found[1].args == ("can't collate", [2, 3])
-    assert "# the collating line" in text_of(found[1])
-    assert "[2, 3]" in notes_of(found[1])
-
-
-def _leak_stop_iteration(index: int) -> int:
-    return next(iter([])) if index == 1 else index  # the leaking line
-
-
-@pytest.mark.parametrize(("backend", "workers"), [(None, 0), *((name, 1) for name in ALL)])
-def test_a_stop_iteration_that_a_map_style_dataset_leaks_does_not_end_the_loop(
-    backend: str | None, workers: int
-) -> None:
-    found = outcomes(iter(load(Samples(_leak_stop_iteration, 3), backend, workers=workers)))
-    assert kinds(found) == [[0], RuntimeError, [2]]
-    assert "StopIteration" in str(found[1])
-    assert "# the leaking line" in text_of(found[1])
-    assert "[1]" in notes_of(found[1])

@@ -134,29 +134,6 @@ def test_a_reducer_that_multiprocessing_was_told_of_is_used(start_method: str) -
         del reduction.ForkingPickler._extra_reducers[WithReducer]
 
 
-class Counts:
-    """Adds to a number in shared memory, and to one of its own, with each sample."""
-
-    def __init__(self) -> None:
-        self.shared, self.own = multiprocessing.RawValue("i", 1), ctypes.c_int(1)
-
-    def __len__(self) -> int:
-        return 3
-
-    def __getitem__(self, index: int) -> tuple[int, int]:
-        self.shared.value += 1
-        self.own.value += 1
-        return self.shared.value, self.own.value
-
-
-def test_a_ctypes_object_that_lies_in_no_shared_memory_is_copied() -> None:
-    """Its type is registered with multiprocessing as soon as another of it lies in shared memory."""
-    data: Any = Counts()
-    loader = DataLoader(data, None, num_workers=1, backend=Threads(copy_dataset=True))
-    assert [list(pair) for pair in loader] == [[2, 2], [3, 3], [4, 4]]
-    assert (data.shared.value, data.own.value) == (4, 1)
-
-
 def test_a_structure_of_the_main_script_goes_along() -> None:
     """One that can't be imported, with a method that names its own class."""
 

@@ -11,22 +11,15 @@ from typing import Any
 
 import pytest
 from support.plain_datasets import PLAIN
-
-from hybridloader._support.text import warn_once
-from hybridloader.backends.process import backend as process_backend
+from support.process_backends import forget_warnings
 
 
 @pytest.fixture
 def unwarned() -> Iterator[None]:
     """No warning that comes once per process has come."""
-
-    def forget() -> None:
-        warn_once.cache_clear()
-        process_backend._warned.clear()
-
-    forget()
+    forget_warnings()
     yield
-    forget()
+    forget_warnings()
 
 
 @pytest.fixture

@@ -218,14 +218,6 @@ def test_a_program_ends_with_all_its_processes_and_no_noise(
 # -- the instrument --------------------------------------------------------------------------------
 
 
-def test_in_the_part_of_the_matrix_every_kind_of_worker_and_of_being_stuck_occurs() -> None:
-    trials = part(matrix())
-    assert {trial.cause for trial in trials if not trial.stuck} == {*CAUSES}
-    assert {trial.backend for trial in trials if not trial.stuck} == {*BACKENDS, "named"}
-    assert {trial.mode for trial in trials if trial.backend == "fork"} == {*MODES}
-    assert {trial.stuck for trial in trials} == {"", "wait", "deaf", "stopped"}
-
-
 CLEAN = Outcome(True, 0, 0.5, 0.5, [], "")
 TRACE = "Traceback (most recent call last):\n  File x\n"
 

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from support.failing_datasets import Samples
-from support.forking import in_a_fork
 from torch.utils.data import DataLoader as TorchLoader
 
 import hybridloader
@@ -100,14 +99,6 @@ def test_pipelines_and_installed_loaders_too(running: Running) -> None:
         list(TorchLoader(PIDS, 2, num_workers=1))
 
 
-@polars
-def test_what_is_imported_and_has_no_threads_is_no_hazard(running: Running) -> None:
-    running.ended.set()
-    running.thread.join()
-    loader: Any = DataLoader(PIDS, 2, num_workers=1, backend="fork", collate_fn=list)
-    assert [index for batch in loader for index, _ in batch] == [0, 1, 2, 3]
-
-
 @pytest.mark.parametrize("running", ["zarr"], indirect=True)
 @pytest.mark.filterwarnings("ignore:.*forks this process while other threads")
 def test_a_version_that_survives_forks_is_no_hazard(running: Running) -> None:
@@ -150,19 +141,3 @@ def test_a_forked_worker_uses_torchs_engine_before_it_has_threads(
         for pid, uses, threads in batch:
             assert threads
             assert uses[0] == (pid, [])
-
-
-@pytest.mark.parametrize("options", [{"backend": "threads"}, {"threads_per_worker": 2}], ids=str)
-def test_threads_in_a_fork_of_the_users_find_torchs_engine_used(
-    options: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = Engine(torch.autograd.Variable._execution_engine)
-    monkeypatch.setattr(torch.autograd.Variable, "_execution_engine", engine)
-
-    def act() -> None:
-        workers = 2 if "backend" in options else 0
-        loader = DataLoader(PIDS, 2, num_workers=workers, collate_fn=list, **options)
-        assert [index for batch in loader for index, _ in batch] == [0, 1, 2, 3]
-        assert (os.getpid(), []) in engine.uses
-
-    assert in_a_fork(act) == 0

@@ -6,17 +6,21 @@ refuses), and nothing that makes the unpickler's memo grow without bound is trie
 
 from __future__ import annotations
 
-import pickle
+import os
 import struct
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from support.packed_values import encoded_message
+from support.comparison import same
+from support.packed_values import encoded_message, through_slots
+from support.slot_pairs import writer_and_reader
 
 from hybridloader._support.user_objects import Failure
 from hybridloader.backends.process import frames
@@ -132,6 +136,21 @@ def test_every_bit_of_a_head_counts(parts: tuple[bytes, ...], asked: list[int]) 
     assert not asked
 
 
+@given(
+    st.lists(st.lists(st.binary(max_size=200), max_size=4), min_size=1, max_size=5),
+    st.lists(st.integers(1, 90)),
+)
+def test_frames_survive_any_cutting_of_the_stream(sent: list[list[bytes]], cuts: list[int]) -> None:
+    assert decoded(b"".join(joined(*parts) for parts in sent), cuts) == sent
+
+
+def test_descriptors_go_to_the_frame_they_belong_to() -> None:
+    decoder = Decoder()
+    decoder.fds.extend([7, 8])
+    stream = joined(b"a", fds=(7,)) + joined(b"b") + joined(b"c", fds=(8,))
+    assert [frame.fds for frame in decoder.feed(stream)] == [[7], [], [8]]
+
+
 @thorough
 @given(SMALL, st.data())
 def test_bytes_that_are_lost_or_doubled_spoil_one_frame_at_most(
@@ -226,36 +245,6 @@ def test_a_first_part_is_read_as_it_was_written() -> None:
     assert decode_fields([memoryview(encode_fields(*plain))]) == (*plain[:6], None, *plain[7:])
 
 
-@thorough
-@given(
-    st.integers(0, 255),
-    st.integers(0, 300) | st.integers(0, 2**32 - 1),
-    st.integers(0, 30) | st.integers(0, 2**32 - 1),
-    st.binary(max_size=300)
-    | st.sampled_from(
-        [(SLOT_MAP, None), (None, b"e"), (None, None), (b"e", SLOT_MAP), 1, SLOT_MAP]
-    ).map(lambda meta: pickle.dumps(meta, 5)),
-)
-def test_a_first_part_that_claims_what_it_has_not_is_refused(
-    kind: int, size: int, back: int, rest: bytes
-) -> None:
-    """The check is right, and the numbers are wrong."""
-    assume(b"r" not in rest or rest[0] == 0x80)
-    folded = kind ^ 1 ^ size ^ back ^ -1
-    check = (folded ^ folded >> 32 ^ frames._CODEC_SIGN) & 0xFFFFFFFF
-    fields = struct.pack("<BQIIqqqI", kind, 1, size, back, -1, 0, 0, check)
-    with only("SlotMap", "BufferPlace", "_reconstruct"):
-        try:
-            found = decode_fields([memoryview(fields + rest)])
-        except DamagedMessage:
-            return
-    _, _, left, returned, slot_map, extras, *_ = found
-    assert kind <= frames.OTHER
-    assert slot_map is None or type(slot_map) is SlotMap
-    assert extras is None or type(extras) is bytes
-    assert (len(returned), len(left)) == (back, len(rest) - size - 8 * back)
-
-
 MESSAGES: list[list[bytes]] = [
     [bytes(part) for part in encoded_message(message, [1, 2])]
     for message in (Task(5, [1, 2, 3]), Task(6, "name"), Task(7, (1, 2)), Begin(2), Stop())
@@ -279,6 +268,24 @@ def test_a_damaged_message_is_an_error_of_ours_or_a_message(
             return
     assert isinstance(message, (Task, Begin, Stop))
     assert all(type(number) is int for number in returned)
+
+
+def test_every_kind_of_index_reaches_the_worker_with_the_slots_to_use_again() -> None:
+    indices: list[Any] = [3, [1, 2], [], ("tuple", 1), [0, (1, 2)], [1, lambda: 5], None]
+    messages = [Task(9, index) for index in [*indices, np.arange(20_000)]]
+    for sent in [*messages, Stop(), Begin(2, 77, ())]:
+        parts = [memoryview(bytes(part)) for part in encoded_message(sent, [4, 2])]
+        message, returned = decode_message(parts)
+        assert returned == (4, 2)
+        if isinstance(sent, Task):
+            assert isinstance(message, Task)
+            assert message.seq == 9
+            if sent is messages[5]:
+                assert message.index[1]() == 5
+            else:
+                same(sent.index, message.index)
+        else:
+            assert message == sent
 
 
 class Explosive:
@@ -312,3 +319,17 @@ def test_a_value_that_is_cut_off_is_damaged(value: Any, data: st.DataObject) -> 
     header, _ = pack(value)
     with pytest.raises(DamagedMessage, match=r"a pickle of .* bytes is damaged"):
         unpack(header[: data.draw(st.integers(0, len(header) - 1))], [])
+
+
+def test_a_large_header_goes_through_a_slot_and_so_not_through_the_stream() -> None:
+    for make in (bytes, lambda n: "ç" * n):
+        value: Any = {"text": make(1_000_000), "x": torch.ones(100_000)}
+        writer, reader = writer_and_reader()
+        parts, fds = encode_event(Done(0, 0, Pickled(value)), (), writer)
+        assert sum(memoryview(part).nbytes for part in parts) < 2000
+        for fd in fds:
+            os.close(fd)
+        back = through_slots(value, (writer, reader))
+        assert back["text"] == value["text"]
+        assert type(back["text"]) is type(value["text"])
+        assert torch.equal(back["x"], value["x"])

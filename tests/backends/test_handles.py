@@ -7,17 +7,13 @@ import multiprocessing
 import multiprocessing.connection
 import multiprocessing.context
 import os
-import pickle
 import signal
-import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from support import bare_platform
 from support.crew_driver import CrewDriver, echo
@@ -26,14 +22,11 @@ from support.forking import in_a_fork
 from support.platforms import DEADLINE, needs_zygote
 
 from hybridloader import Fork, Spawn, Threads, WorkerDied
-from hybridloader.backends.process import child, frames, starters
-from hybridloader.backends.process.frames import Frame
-from hybridloader.backends.process.starters import UNKNOWN, ProcessHandle, starting
-from hybridloader.engine import WorkerSpec, contract
-from hybridloader.memory import shared_slots
-from hybridloader.testing import Call
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="signals of POSIX")
+UNKNOWN = 255
+"""Exit code of a process of which none is known, as in asyncio."""
+
 needs_pidfd = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs pidfd")
 
 
@@ -79,18 +72,6 @@ def test_a_worker_can_be_ended_by_its_handle(end: str, code: int) -> None:
     with pytest.raises(WorkerDied, match=signal.Signals(-code).name):
         list(iterator)
     assert worker.exitcode == code
-
-
-def test_multiprocessing_itself_can_end_a_worker_too() -> None:
-    """As it does at exit with what nobody has closed; then it waits for it, for ever if need be."""
-    iterator = start(load(Samples(int, 100), "fork"))
-    next(iterator)
-    [worker] = iterator._workers
-    [child] = [c for c in multiprocessing.active_children() if c.pid == worker.pid]
-    child.terminate()
-    child.join(DEADLINE)
-    assert not worker.is_alive()
-    iterator.close()
 
 
 # -- signals to all processes of a job ---------------------------------------------------------------
@@ -184,30 +165,10 @@ def end_at_once(index: int) -> int:
     os._exit(3)
 
 
-def with_parent(index: int) -> tuple[int, int, Any]:
-    end_at_five(index)
-    return index, os.getppid(), signal.getsignal(signal.SIGCHLD)
-
-
-@needs_zygote
-@pytest.mark.usefixtures("_nobody_waits")
-def test_the_death_of_a_worker_that_nobody_waits_for_takes_no_other_along() -> None:
-    loader = load(
-        Samples(with_parent), "spawn", workers=2, on_worker_death="restart", on_error="skip"
-    )
-    with start(loader) as iterator:
-        found = [sample for batch in iterator for sample in batch]
-    assert sorted(index for index, *_ in found) == [0, 1, 2, 3, 4, 6, 7]
-    ((_, parent, handler),) = {(None, *rest) for _, *rest in found}
-    assert parent != os.getpid()
-    assert handler is signal.SIG_IGN  # as in a fresh process
-
-
 @needs_pidfd
 def test_of_a_worker_that_somebody_else_has_waited_for_no_exit_code_is_claimed() -> None:
     iterator = start(load(Samples(end_at_once), "fork"))
     worker = iterator._workers[0]
-    assert isinstance(worker, ProcessHandle)
     os.waitpid(worker.pid or 0, 0)
     with pytest.raises(
         WorkerDied, match=r"unexpectedly\. .*code is not known, because .*other code"
@@ -222,7 +183,6 @@ def test_no_signal_goes_to_the_number_of_a_worker_that_somebody_else_has_waited_
     iterator = start(load(Samples(int, 100), "fork", workers=2))
     next(iterator)
     worker, other = iterator._workers
-    assert isinstance(worker, ProcessHandle)
     os.kill(worker.pid or 0, signal.SIGKILL)
     assert os.waitpid(worker.pid or 0, 0)[0] == worker.pid
     sent: list[int] = []
@@ -237,57 +197,6 @@ def test_no_signal_goes_to_the_number_of_a_worker_that_somebody_else_has_waited_
         list(iterator)
     assert worker.pid not in sent
     assert other.pid not in sent
-
-
-# -- zombies -------------------------------------------------------------------------------------------
-
-
-@needs_pidfd
-@pytest.mark.parametrize("then", ["an iterator", "a close"])
-def test_a_worker_that_dies_slowly_is_waited_for_by_whoever_comes_next(
-    then: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loader = load(Samples(int, 100), "fork")
-    iterator, other = start(loader), start(loader)
-    next(iterator)
-    next(other)
-    [worker] = iterator._workers
-    pidfd = os.pidfd_open(worker.pid or 0)
-    with monkeypatch.context() as patch:  # a kernel that takes its time
-        patch.setattr("hybridloader.backends.process.crew.GRACE", 0.0)
-        patch.setattr("hybridloader.backends.process.crew._DYING", 0.0)
-        patch.setattr(ProcessHandle, "kill", lambda self: None)
-        os.kill(worker.pid or 0, signal.SIGSTOP)
-        iterator.close()
-    assert worker.is_alive()
-    os.kill(worker.pid or 0, signal.SIGKILL)
-    multiprocessing.connection.wait([pidfd])
-    os.close(pidfd)
-    if then == "a close":
-        other.close()
-    else:
-        assert list(load(Samples(int, 1), "threads")) == [[0]]
-    with pytest.raises(ChildProcessError):
-        os.waitpid(worker.pid or 0, os.WNOHANG)
-    other.close()
-
-
-def test_a_fork_waits_for_no_lock_that_a_thread_of_its_parent_had() -> None:
-    held, enough = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with starters.reaping:
-            held.set()
-            enough.wait()
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    held.wait()
-    try:
-        assert in_a_fork(lambda: list(load(Samples(int, 1), "fork")), seconds=10) == 0
-    finally:
-        enough.set()
-        thread.join()
 
 
 # -- daemons -------------------------------------------------------------------------------------------
@@ -333,8 +242,8 @@ def test_an_interrupt_at_the_start_of_a_worker_leaves_no_signal_blocked(
         return found
 
     monkeypatch.setattr(signal, "pthread_sigmask", interrupted)
-    with pytest.raises(KeyboardInterrupt), starting("fork"):
-        pass
+    with pytest.raises(KeyboardInterrupt):
+        start(load(Samples(int), "fork"))
     assert real(signal.SIG_BLOCK, ()) == before
 
 
@@ -345,28 +254,10 @@ def test_what_was_made_for_a_process_that_can_not_be_started_is_closed(
         raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 
     monkeypatch.setattr(multiprocessing.context.ForkProcess, "_Popen", staticmethod(refuse))
-    before = set(shared_slots.ours), set(os.listdir("/proc/self/fd"))
+    before = set(os.listdir("/proc/self/fd"))
     with pytest.raises(BlockingIOError):
         start(load(Samples(int), "fork"))
-    assert (shared_slots.ours, set(os.listdir("/proc/self/fd"))) == before
-
-
-def test_a_worker_that_can_not_write_a_large_result_ends_and_is_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Its parent would wait for ever for what its writing thread has lost."""
-
-    def refuse(self: Any, parts: list[Any], fds: Any) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # of the worker
-            raise OSError(errno.ENOBUFS, "no room")
-        put(self, parts, fds)
-
-    put = child._WorkerConnection._put
-    monkeypatch.setattr(child._WorkerConnection, "_put", refuse)
-    words = r"was ended by OSError: .*no room \(exited with code 1\)"
-    with pytest.raises(WorkerDied, match=words):
-        list(load(Samples(lambda index: os.urandom(100_000)), "fork", timeout=60))
+    assert set(os.listdir("/proc/self/fd")) == before
 
 
 # -- crews that leave ----------------------------------------------------------------------------------
@@ -399,105 +290,3 @@ def test_without_sockets_workers_leave_as_well(monkeypatch: pytest.MonkeyPatch) 
         crew.raw.leave()
         crew.raw.handles()[0].join(DEADLINE)
         assert not crew.raw.handles()[0].is_alive()
-
-
-def test_waking_a_closed_crew_writes_to_nobody() -> None:
-    with CrewDriver(Fork(), echo) as crew:
-        ours = crew.raw.transport._alarm_r, crew.raw.transport._alarm_w
-    pipes: list[tuple[int, int]] = []
-    try:
-        while not {fd for pipe in pipes for fd in pipe} >= set(ours):
-            pipes.append(os.pipe())  # takes the descriptors that the crew had
-            assert len(pipes) < 50
-        crew.raw.wake()
-        for read, _ in pipes:
-            os.set_blocking(read, False)
-            with pytest.raises(BlockingIOError):
-                os.read(read, 1)
-    finally:
-        for pipe in pipes:
-            for fd in pipe:
-                os.close(fd)
-
-
-def test_at_exit_one_that_can_not_be_closed_keeps_no_other_from_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Runner:
-        def __init__(self, error: Exception | None = None) -> None:
-            self.error, self.closed = error, 0
-
-        def close(self) -> None:
-            self.closed += 1
-            if self.error is not None:
-                raise self.error
-
-    class Busy(dict[Any, int]):
-        """To which another thread adds, the first time that somebody looks."""
-
-        looks = 0
-
-        def __iter__(self) -> Any:
-            self.looks += 1
-            if self.looks == 1:
-                raise RuntimeError("Set changed size during iteration")
-            return super().__iter__()
-
-    errors = LookupError("mine"), LookupError("not the first"), None
-    runners = Busy({Runner(error): 0 for error in errors})
-    owned = Busy({Runner(): os.getpid(), Runner(): -1})
-    monkeypatch.setattr(contract, "exiting", False)
-    monkeypatch.setattr(contract, "_runners", runners)
-    monkeypatch.setattr(contract, "_crews", owned)
-    with pytest.raises(LookupError, match="mine"):
-        contract._close_all()
-    assert [runner.closed for runner in runners] == [1, 1, 1]
-    assert [crew.closed for crew in owned] == [1, 0]
-
-
-@needs_zygote
-def test_a_worker_that_reads_a_task_after_the_hang_up_leaves_no_name(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The watch notices the hang-up first: then nothing that the worker reads is the end."""
-    names = f"hl-{os.getpid()}-left-"
-
-    class Watch(child.ParentWatch):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            Endpoint.watch = self
-
-    class Endpoint:
-        watch: Watch
-
-        def __init__(self, pipe: Any) -> None:
-            self.line, self.parents_end = pipe
-            self.fileno = self.line.fileno
-            self.taken = 0
-
-        def get(self) -> Frame:
-            if not self.taken:
-                self.taken = 1
-                return Frame([memoryview(b"")], [])  # the work is there already
-            if self.taken > 1:
-                assert os.path.exists(f"/dev/shm/{names}0")
-                self.parents_end.close()
-                while not self.watch.context.cancelled:
-                    os.sched_yield()
-            self.taken += 1
-            return Frame([memoryview(frames.encode_fields(frames.TASK, 0, pickle.dumps(7)))], [])
-
-        def send(self, parts: Any, fds: Any = ()) -> None:
-            assert not fds
-
-        def close(self) -> None:
-            self.line.close()
-
-    def be_a_worker() -> None:
-        spec = WorkerSpec("stage", 1, Call(lambda index: np.full(10**5, index)))
-        first, slots = child.FirstFrame(False, spec), (10**8, names)
-        child.main(0, Endpoint, socket.socketpair(), first, os.getppid(), slots, [], fresh=False)
-
-    monkeypatch.setattr(child, "ParentWatch", Watch)
-    assert in_a_fork(be_a_worker) == 0
-    assert not os.path.exists(f"/dev/shm/{names}0")

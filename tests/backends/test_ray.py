@@ -10,8 +10,6 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +25,10 @@ from hybridloader import (
     Ray,
     WorkerDied,
     WorkerTimeout,
-    engine,
     get_worker_info,
 )
-from hybridloader.backends.ray import exited
 from hybridloader.errors import BackendUnavailable, WorkerPicklingError
-from hybridloader.testing import Call, Gate, echo
+from hybridloader.testing import Gate
 
 ray = pytest.importorskip("ray")
 
@@ -137,21 +133,6 @@ def test_options_that_ray_does_not_take_are_an_error_before_any_worker(options: 
     assert len(actors()) == before
 
 
-def test_each_worker_without_a_place_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = sys.modules["hybridloader.backends.ray"]
-    monkeypatch.setattr(module, "_LATE", 0.0)
-    monkeypatch.setattr(module, "_LOOKS", 0.0)
-    crew = Ray(num_cpus=1000).open()
-    for number in range(2):
-        crew.start(number, engine.WorkerSpec("map(f)", 2, Call(echo)))
-        with pytest.warns(
-            UserWarning, match=rf"{number + 1} of {number + 1} workers have no place"
-        ):
-            crew.wait(0)
-        crew.wait(0)
-    crew.close()
-
-
 # -- deaths ----------------------------------------------------------------------------------------
 
 
@@ -197,110 +178,12 @@ def test_an_actor_that_is_killed_is_replaced(tmp_path: Path, kill: str) -> None:
         assert worker.exitcode == 1
 
 
-class Short(Dataset[Any]):
-    """Samples that take no time; the worker dies once at each of two of them."""
-
-    def __init__(self, deadly: Path | None = None) -> None:
-        self.deadly = deadly
-
-    def __len__(self) -> int:
-        return 4000
-
-    def __getitem__(self, index: int) -> Any:
-        if self.deadly is not None and index in (1601, 3202):
-            died = self.deadly / str(index)
-            if not died.exists():
-                died.touch()
-                os._exit(7)
-        return index, torch.rand(())
-
-
-@contextmanager
-def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
-    """Count messages, and returns of other calls, of each call of `step` that has several messages."""
-    actor = sys.modules["hybridloader.backends.ray"]._Actor
-    call, found = actor.call, list[tuple[int, int]]()
-
-    def counting(self: Any, method: str, *arguments: Any) -> Any:
-        if method == "step" and len(arguments[0]) > 1:
-            found.append((len(arguments[0]), len(arguments) - 1))
-        return call(self, method, *arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(actor, "call", counting)
-        yield found
-
-
-@pytest.mark.parametrize("deadly", [False, True])
-def test_short_tasks_go_together_and_are_the_same_as_inline(
-    deadly: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def batches(backend: Any, dataset: Dataset[Any], **more: Any) -> list[Any]:
-        torch.manual_seed(5)
-        loader = DataLoader(
-            dataset, 4, shuffle=not deadly, num_workers=2, backend=backend, seeding="sample", **more
-        )
-        return [[field.tolist() for field in batch] for batch in loader]
-
-    whole = batches("inline", Short())
-    with counted(monkeypatch) as calls:
-        found = batches(
-            SMALL,
-            Short(tmp_path if deadly else None),
-            prefetch_factor=16,
-            on_worker_death="restart" if deadly else "raise",
-        )
-    assert found == whole
-    assert calls, "each task was a call"
-
-
 def test_a_task_that_takes_too_long_is_told_of_with_the_stack(tmp_path: Path) -> None:
     gate = Gate(tmp_path)
     loader = DataLoader(Waiting(gate), 4, num_workers=1, backend=SMALL, task_timeout=3)
     with pytest.raises(WorkerTimeout, match="in arrive"):
         list(loader)
     gate.open()
-
-
-DIED = "The actor died unexpectedly before finishing this task.\n\tclass_name: C\n\tactor_id: 07\n"
-WORKER = "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR"
-COMMON = "Some common causes include: (1) the process was killed by the OOM killer"
-
-
-@pytest.mark.parametrize(
-    ("text", "cause", "at", "evidence"),
-    [
-        (f"{DIED}{WORKER}. {COMMON}", WORKER, None, COMMON),
-        (
-            f"{DIED}Task was killed due to the node running low on memory.\n\nMemory was 31 GB.\nSet",
-            "Task was killed due to the node running low on memory",
-            None,
-            "Memory was 31 GB.\nSet",
-        ),
-        (
-            f"{DIED}The actor died because its node has died. Node Id: 5\n\tthe node was terminated",
-            "The actor died because its node has died. Node Id: 5",
-            -1,
-            "the node was terminated",
-        ),
-        ("The actor died because of an error\n  File x\nKeyError: 3", "KeyError: 3", None, ""),
-        ("", "RuntimeError('')", None, ""),
-        (
-            f"{DIED}The actor is dead because its owner has died. Owner worker exit type: INTENDED",
-            "Ray was shut down",
-            None,
-            "",
-        ),
-    ],
-    ids=["crash", "memory", "node", "own error", "nothing", "shut down"],
-)
-def test_what_ray_says_of_an_end_is_told(
-    text: str, cause: str, at: int | None, evidence: str
-) -> None:
-    found = exited(3, RuntimeError(text))
-    assert (found.worker, found.cause, found.at) == (3, f"is gone: {cause}", at)
-    assert found.evidence == evidence
-    assert found.with_it == ("node 5" if at == -1 else None)
 
 
 @pytest.mark.parametrize("policy", ["raise", "restart"])
@@ -327,26 +210,6 @@ def test_a_cluster_that_is_shut_down_is_an_error_and_none_is_started(policy: str
     assert "Ray was shut down" in done.stdout, done.stderr
     assert done.stdout.startswith("WorkerDied: ")
     assert done.stdout.endswith("\nFalse\n")
-
-
-def test_workers_of_a_cluster_that_is_gone_are_over_though_there_is_another() -> None:
-    script = textwrap.dedent("""
-        import ray
-        from hybridloader import DataLoader, Ray
-        start = dict(include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-        ray.init("local", num_cpus=1, **start)
-        batches = iter(DataLoader(range(10_000), 4, num_workers=1, backend=Ray(num_cpus=0.1)))
-        next(batches)
-        (worker,) = batches._workers
-        ray.shutdown()
-        ray.init("local", num_cpus=1, **start)
-        batches.close()
-        worker.join()
-        print(worker.is_alive(), worker.exitcode)
-    """)
-    command = [sys.executable, "-c", script]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert done.stdout == "False 1\n", done.stderr
 
 
 # -- what is left ----------------------------------------------------------------------------------
@@ -394,37 +257,6 @@ def double(item: Any) -> Any:
 def shifted(array: Any) -> Any:
     array += 1  # raises if it is read-only
     return array
-
-
-def test_results_that_came_together_are_sent_on_by_reference(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    crews = SMALL.open(), SMALL.open()
-
-    def answers(crew: engine.Crew, indices: dict[int, Any]) -> dict[int, Any]:
-        for seq, index in indices.items():
-            crew.send(0, engine.Task(seq, index))
-        found: dict[int, Any] = {}
-        while len(found) < len(indices):
-            events = crew.wait(None)
-            found |= {
-                event.seq: event.payload for event in events if isinstance(event, engine.Done)
-            }
-        return found
-
-    with counted(monkeypatch) as calls:
-        for crew in crews:
-            crew.start(0, engine.WorkerSpec("map(f)", 1, Call(echo)))
-        for wave in range(4):
-            seqs = range(50 * wave, 50 * wave + 50)
-            made = answers(crews[0], {seq: [seq] for seq in seqs})
-            found = answers(crews[1], made)
-            assert {seq: payload.open() for seq, payload in found.items()} == {
-                seq: [seq] for seq in seqs
-            }
-    for crew in crews:
-        crew.close()
-    assert any(messages > returns > 0 for messages, returns in calls), calls
 
 
 def where(item: Any) -> Any:

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import psutil
 import pytest
-from support.named_slots import NamedSharedMemory
 from support.platforms import posix
+from support.process_backends import NamedSharedMemory
 
 import hybridloader
 from hybridloader import DataLoader, Pipeline, SharedMemory
@@ -86,7 +86,8 @@ def epochs_of_a_loader(backend: str) -> Iterator[Any]:
 
 
 def epochs_of_a_pipeline(backend: str) -> Iterator[Any]:
-    pipe = Pipeline.from_dataset(Rows(8), backend=backend, num_workers=2)
+    where: dict[str, Any] = {"backend": backend, "num_workers": 2}
+    pipe = Pipeline.from_dataset(Rows(8), **where).map(np.copy, fuse=False, **where)
     with pipe.batch(2, collate_fn=np.stack).prefetch(2).epochs() as epochs:
         for epoch in epochs:
             yield [int(batch[1][0]) for batch in epoch]
@@ -123,34 +124,6 @@ def test_fifty_epochs_of_persistent_workers_take_no_more_than_the_first(
     assert states[-1][1:] == states[0][1:]
 
 
-@linux
-@needs_fork
-@pytest.mark.full
-def test_five_hundred_loaders_leave_nothing() -> None:
-    def use(backend: str, number: int) -> None:
-        loader = DataLoader(rows(6), batch_size=2, num_workers=1, backend=backend)
-        batches = iter(loader)
-        assert int(next(batches)[1][0]) == 1
-        if number % 2:  # else it is let go in the middle
-            assert len(list(batches)) == 2
-
-    def round_of(number: int) -> None:
-        use("threads", number)
-        use("inline", number)
-        if number % 8 == 0:
-            use("fork", number // 8)
-
-    for number in range(32):
-        round_of(number)
-    before = taken()
-    for number in range(234):
-        round_of(number)  # 234 of threads, 234 inline, 30 that fork
-    after = taken()
-    # A single batch that one in ten loaders left would be 50 MB.
-    assert after.memory - before.memory < 24 * BATCH
-    assert after[1:] == before[1:]
-
-
 # -- where something is short ----------------------------------------------------------------------
 
 COMMON = """
@@ -184,43 +157,11 @@ def run_script(body: str, *, prefix: tuple[str, ...] = ()) -> list[str]:
     return done.stdout.splitlines()
 
 
-FEW_DESCRIPTORS = """
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
-    warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than CPUs
-
-    def loader(backend):
-        return DataLoader(Rows(), 2, num_workers=8, backend=backend)
-
-    def pipeline(backend):
-        pipe = Pipeline.from_dataset(Rows(), backend=backend, num_workers=4)
-        pipe = pipe.map(np.copy, backend=backend, num_workers=4, fuse=False)
-        return pipe.batch(2, collate_fn=np.stack)
-
-    for backend in ("fork", "spawn", "shared-memory"):
-        for make in (loader, pipeline):
-            kept = list(make(backend))
-            for k, batch in enumerate(kept):
-                assert [int(row[-1]) for row in batch] == [2 * k % 251, (2 * k + 1) % 251]
-            print(backend, make.__name__, len(kept))
-"""
-
-
-@linux
-@needs_fork
-@pytest.mark.full
-def test_256_descriptors_do_for_eight_workers_and_hundreds_of_batches_that_are_kept() -> None:
-    assert run_script(FEW_DESCRIPTORS) == [
-        f"{backend} {use} 300"
-        for backend in ("fork", "spawn", "shared-memory")
-        for use in ("loader", "pipeline")
-    ]
-
-
 SHORT_OF_SHARED_MEMORY = """
     told = []
     warnings.simplefilter("always")
     warnings.showwarning = lambda message, *_, **__: told.append(str(message))
-    from support.named_slots import NamedSharedMemory
+    from support.process_backends import NamedSharedMemory
     named = NamedSharedMemory()
     for backend in ("threads", "fork", named):
         told.clear()

@@ -38,12 +38,12 @@ def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     [
         pytest.param(("fork",), (), 1, marks=pytest.mark.full),
         # torch's workers run it. So does the process that forks ours; one that spawns has no such.
-        pytest.param(("forkserver", "spawn"), (), 5, marks=needs_zygote),
+        pytest.param(("forkserver",), (), 3, marks=needs_zygote),
         # An open file is a reason not to fork: then the worker runs it, too.
         pytest.param(("forkserver",), ("keep",), 4, marks=[needs_zygote, pytest.mark.full]),
         pytest.param(("spawn",), (), 3, marks=pytest.mark.full if FORK else ()),
     ],
-    ids=["fork", "forkserver and spawn", "forkserver one by one", "spawn"],
+    ids=["fork", "forkserver", "forkserver one by one", "spawn"],
 )
 def test_workers_have_the_settings_of_the_script_as_torchs_have(
     methods: tuple[str, ...], keep: tuple[str, ...], tops: int, tmp_path: Path
@@ -98,7 +98,10 @@ EXITS = """
     ("script", "words"),
     [
         (UNGUARDED, r"BackendUnavailable: .*pass backend='spawn', whose workers do not run the"),
-        (BELOW, r"WorkerPicklingError: .*Define it above that line.* or pass backend='spawn'"),
+        pytest.param(
+            *(BELOW, r"WorkerPicklingError: .*Define it above that line.* or pass backend='spawn'"),
+            marks=pytest.mark.full,
+        ),
         pytest.param(EXITS, r"no licence", marks=pytest.mark.full),
     ],
     ids=["without a guard", "class below the guard", "exit"],

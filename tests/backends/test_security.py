@@ -20,8 +20,8 @@ import psutil
 import pytest
 import torch
 from support import bare_platform
-from support.named_slots import NamedSharedMemory
 from support.platforms import posix
+from support.process_backends import NamedSharedMemory
 from support.scripts import Kept, drain
 
 from hybridloader import DataLoader, Pipeline
@@ -193,17 +193,6 @@ def test_memory_has_no_name_unless_it_is_asked_for(backend: str) -> None:
     del kept
 
 
-@linux
-def test_such_a_name_would_be_seen() -> None:
-    before = named()
-    backend = NamedSharedMemory("fork")
-    loader = DataLoader(Large(), 2, num_workers=2, backend=backend, collate_fn=as_they_are)  # type: ignore[arg-type]
-    with iter(loader) as iterator:  # type: ignore[attr-defined]
-        kept = list(itertools.islice(iterator, 2))
-        assert named() - before
-    del kept
-
-
 # -- the files of caches ---------------------------------------------------------------------------
 
 ITEMS = [np.arange(30_000), "two"]
@@ -255,26 +244,6 @@ def test_a_cache_of_somebody_else_is_not_read(
 
 
 @posix
-def test_where_files_are_given_to_others_none_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make = tempfile.mkstemp
-
-    def given_to_others(*where: Any) -> tuple[int, str]:
-        fd, name = make(*where)
-        if os.geteuid() == 0:
-            os.fchown(fd, 65534, -1)
-        return fd, name
-
-    monkeypatch.setattr(tempfile, "mkstemp", given_to_others)
-    if os.geteuid() != 0:
-        monkeypatch.setattr(os, "geteuid", lambda: 4712)
-    with pytest.warns(UserWarning, match=r"could not be read again: it belongs to user \d+"):
-        assert len(drain(begin(tmp_path / "cache"))) == 2
-    assert list(tmp_path.iterdir()) == []
-
-
-@posix
 def test_no_link_at_the_temporary_name_is_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -306,9 +275,3 @@ def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     with pytest.raises(IsADirectoryError, match="folder"):
         begin(tmp_path / "folder")
-
-
-def test_the_page_names_what_is_checked_here() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
-    for word in ("0600", "close-on-exec", "digest", "forkserver", "What is not defended"):
-        assert word in page

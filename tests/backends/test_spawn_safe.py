@@ -89,8 +89,8 @@ def run(script: Path, *arguments: str) -> list[str]:
 @pytest.mark.parametrize(
     "methods",
     [
-        pytest.param([METHODS[0], METHODS[4]], id="some"),
-        pytest.param(METHODS[1:4], id="the others", marks=pytest.mark.full),
+        pytest.param(METHODS[:1], id="one"),
+        pytest.param(METHODS[1:], id="the others", marks=pytest.mark.full),
     ],
 )
 def test_a_script_without_a_guard_sends_what_it_likes(

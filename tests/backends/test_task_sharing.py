@@ -69,17 +69,6 @@ def lists(loader: Any) -> list[list[int]]:
     return [batch if isinstance(batch, list) else batch.tolist() for batch in loader]
 
 
-@pytest.mark.parametrize("place", [0, 2])
-def test_the_first_task_that_is_stuck_is_finished_by_others_but_for_its_sample(place: int) -> None:
-    """Nothing is known of the tasks yet: the other worker's answer has them shared."""
-    dataset = Stuck({place}, 15)  # the window is 4 batches of 4
-    iterator = iter(DataLoader(dataset, 4, num_workers=2, backend="threads"))  # type: ignore[arg-type]
-    assert dataset.rest.wait(LONG)
-    assert sorted({*dataset.fetched, place}) == list(range(16))
-    dataset.gate.set()
-    assert lists(iterator) == [list(range(i, i + 4)) for i in range(0, 40, 4)]
-
-
 def test_all_other_samples_of_the_window_are_fetched_while_one_is_stuck() -> None:
     dataset = Stuck({13}, 31)
     iterator = iter(DataLoader(dataset, 4, num_workers=3, backend="threads"))  # type: ignore[arg-type]
@@ -312,17 +301,6 @@ def test_all_other_samples_of_a_pipelines_batches_are_fetched_while_one_is_stuck
     assert sorted([*dataset.fetched, 13]) == list(range(40))
 
 
-@pytest.mark.parametrize("seeding", [None, "sample"])
-def test_samples_and_collation_of_a_pipeline_draw_what_they_draw_in_one_worker(
-    seeding: str | None,
-) -> None:
-    def batches(workers: int) -> list[Any]:
-        pipe = batches_of(Drawing(60), 4, collate_fn=Mixing(), num_workers=workers, seeding=seeding)
-        return list(pipe.run(seed=3))
-
-    assert batches(3) == batches(1)
-
-
 class FragileDraws(Fragile):
     def __getitem__(self, index: int) -> Any:
         return super().__getitem__(index), random.random()
@@ -379,30 +357,6 @@ def test_the_steps_that_follow_a_shared_batch_draw_what_they_draw_in_one_worker(
         assert [*got, *run] == expected[0]
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [hybridloader.Replace(lambda index, error: -index), hybridloader.Retry(1, 0, then="skip")],
-)
-def test_policies_for_errors_give_the_same_batches_of_a_pipeline(policy: Any) -> None:
-    def found(workers: int) -> tuple[list[Any], list[Any]]:
-        with batches_of(Fragile(60), 4, on_error=policy, num_workers=workers).run() as run:
-            batches = lists(run)
-            return batches, [(record.index, record.replaced) for record in run.skipped]
-
-    assert found(3) == found(1)
-
-
-def test_a_pipeline_resumes_after_shared_batches_of_which_samples_failed() -> None:
-    pipe = batches_of(Fragile(60), 4, on_error="skip")
-    expected = lists(pipe)
-    with pipe.run() as run:
-        got = lists(islice(run, 3))
-        state = run.state_dict()
-    with pipe.run() as run:
-        run.load_state_dict(state)
-        assert [*got, *lists(run)] == expected
-
-
 def test_a_collation_that_fails_takes_the_place_of_its_batch() -> None:
     def collate(samples: list[int]) -> list[int]:
         if 9 in samples:
@@ -445,15 +399,6 @@ def test_some_tasks_are_done_by_their_worker_alone(
     loader = DataLoader(
         dataset, 20, backend=backend, collate_fn=set, **{"num_workers": 2, **options}
     )
-    assert all(len(batch) == 1 for batch in loader)
-
-
-def test_tasks_too_short_to_be_shared_are_done_by_their_worker_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("hybridloader.backends.threads._LEAST", 1e9)
-    dataset: Any = Alike()
-    loader = DataLoader(dataset, 20, num_workers=2, backend="threads", collate_fn=set)
     assert all(len(batch) == 1 for batch in loader)
 
 

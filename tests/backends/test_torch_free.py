@@ -49,30 +49,6 @@ def test_a_worker_that_needs_no_torch_has_none_nor_numpy(plain: Any) -> None:
     assert not any(numpy_there.any() for _, numpy_there in found)
 
 
-def test_nothing_that_a_persistent_loader_that_shuffles_sends_brings_torch_along(
-    plain: Any,
-) -> None:
-    options: Any = {"persistent_workers": True, "shuffle": True}
-    loader = DataLoader(plain.Said("has_torch", 12), 2, num_workers=1, backend="spawn", **options)
-    for _ in range(2):
-        for torch_there, _ in loader:
-            assert not torch_there.any()
-    del loader
-
-
-def test_a_class_of_this_very_module_brings_no_torch_if_it_does_not_name_it() -> None:
-    class Local:
-        def __len__(self) -> int:
-            return 3
-
-        def __getitem__(self, index: int) -> bool:
-            import sys
-
-            return "torch" in sys.modules
-
-    assert told(Local()) == [False] * 3
-
-
 FLAGS = pytest.param(
     "flags", 3, marks=pytest.mark.skipif(not takes_numpy_bools, reason="torch's loader fails")
 )
@@ -90,17 +66,6 @@ def test_plain_samples_arrive_as_what_torch_makes_of_them(
     expected = list(torch.utils.data.DataLoader(dataset, batch_size))
     for ours, torchs in zip(found, expected, strict=True):
         same(ours, torchs)
-
-
-def test_ragged_samples_raise_what_torch_raises(plain: Any) -> None:
-    """The worker imports torch. What comes out where it does not, is a property test below."""
-    samples = [plain.Said("ragged")[k] for k in range(4)]
-    with pytest.raises(RuntimeError) as torchs:
-        default_collate(samples)
-    loader = DataLoader(plain.Said("ragged", 4), 4, num_workers=1, backend="spawn")
-    with iter(loader) as batches, pytest.raises(RuntimeError) as ours:
-        next(batches)
-    assert str(torchs.value).splitlines()[0].partition(" at 0x")[0] in str(ours.value)
 
 
 def plain_values() -> st.SearchStrategy[Any]:
@@ -189,13 +154,6 @@ def test_conversion_without_torch_leaves_to_torch_what_it_would_not_do_alike(sam
     assert_equal_outcomes(ours, outcome(default_convert, sample))
 
 
-def test_plain_samples_need_no_torch() -> None:
-    kinds = [1, 2.5, True, "text", {"a": [1, (2.0, b"x")]}, np.ones(3), np.float32(1), np.array(2)]
-    for sample in kinds:
-        header, buffers = pack(_collate([sample, sample]))
-        same(unpack(header, buffers), default_collate([sample, sample]))
-
-
 def test_only_torchs_own_functions_are_replaced_on_the_way() -> None:
     for function in (default_collate, default_convert):
         sent = without_torch(function)
@@ -229,14 +187,6 @@ def test_fresh_workers_run_native_code_on_one_thread_and_nothing_changes_here(
     assert told(plain.Said("variables", 1)) == [(["1", "1", "1"], False)]
     assert dict(os.environ) == environment
     assert torch.get_num_threads() == threads
-
-
-def test_what_the_user_has_set_for_native_code_stays(
-    plain: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in zip(THREADS, "345", strict=True):
-        monkeypatch.setenv(name, value)
-    assert told(plain.Said("variables", 1)) == [(["3", "4", "5"], False)]
 
 
 # -- the dataset's way to the workers --------------------------------------------------------------
@@ -274,32 +224,6 @@ def test_a_large_array_of_the_dataset_is_mapped_and_writing_to_it_is_each_worker
     assert int(array.sum()) == 10
 
 
-class Views:
-    """Holds two views of one storage, and one tensor in shared memory."""
-
-    def __init__(self) -> None:
-        whole = torch.zeros(200_000)
-        self.left, self.right = whole[:150_000], whole[50_000:]
-        self.shared = torch.zeros(50_000).share_memory_()
-        self.part = self.shared[100:]
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> Any:
-        self.left[60_000] += 1
-        self.part[index] = index + 1
-        return float(self.right[10_000]), self.shared.is_shared(), float(self.shared[100 + index])
-
-
-def test_views_of_one_storage_and_shared_tensors_stay_so_in_the_workers() -> None:
-    dataset = Views()
-    found = told(dataset, 2)
-    assert found == [(k // 2 + 1.0, True, k + 1.0) for k in range(4)]
-    assert dataset.right[10_000] == 0  # private
-    assert dataset.shared[100:104].tolist() == [1, 2, 3, 4]  # shared
-
-
 # -- what comes late -------------------------------------------------------------------------------
 
 
@@ -332,17 +256,6 @@ def test_torch_that_comes_late_is_seeded_limited_and_told_as_if_it_had_been_ther
     assert found == expected
     assert [one["threads"] for one in found] == [1] * 4
     assert found[1]["seed"] == found[0]["seed"] + 1 == found[1]["info"][3]
-
-
-def test_numpy_that_comes_late_draws_as_in_torchs_workers(plain: Any) -> None:
-    dataset = plain.Said("late_numpy", 4)
-    found = late(dataset, DataLoader, backend="spawn")
-    expected = late(dataset, torch.utils.data.DataLoader, multiprocessing_context="fork")
-    assert [one.pop("before") for one in found] == [False, False, True, True]
-    for one in expected:
-        one.pop("before")
-    assert found == expected
-    assert found[0]["draws"] != found[1]["draws"]
 
 
 @pytest.fixture
@@ -383,44 +296,3 @@ def test_what_comes_later_is_acted_on_once_after_it_has_run_and_leaves_no_trace(
     del sys.modules[name]
     importlib.import_module(name)
     assert len(calls) == 2
-
-
-def test_a_module_that_fails_to_import_is_not_acted_on_until_it_succeeds(module: Any) -> None:
-    name = module("import os\nif 'HL_TEST_BROKEN' in os.environ: raise KeyError('broken')")
-    calls, before = list[int](), list(sys.meta_path)
-    when_imported(name, lambda: calls.append(1))
-    os.environ["HL_TEST_BROKEN"] = "1"
-    try:
-        with pytest.raises(KeyError, match="broken"):
-            importlib.import_module(name)
-    finally:
-        del os.environ["HL_TEST_BROKEN"]
-    assert calls == []
-    importlib.import_module(name)
-    assert calls == [1]
-    assert sys.meta_path == before
-
-
-def test_a_loader_without_attributes_of_its_own_is_run_all_the_same(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Frozen:
-        __slots__ = ()
-
-        def create_module(self, spec: Any) -> None: ...
-
-        def exec_module(self, module: Any) -> None:
-            module.value = 1
-
-    class Finder:
-        def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-            return importlib.machinery.ModuleSpec(name, Frozen()) if name == "of_frozen" else None  # type: ignore[arg-type]
-
-    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
-    calls = []
-    when_imported("of_frozen", lambda: calls.append(sys.modules["of_frozen"].value))
-    try:
-        assert importlib.import_module("of_frozen").value == 1
-    finally:
-        sys.modules.pop("of_frozen", None)
-    assert calls == [1]

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import array
-import errno
 import multiprocessing
 import os
 import pickle
 import socket
 import stat
-import sys
-import threading
 from collections.abc import Iterator
 from multiprocessing import Pipe
 from types import SimpleNamespace
@@ -35,7 +32,6 @@ from hybridloader.backends.process.transports import (
 )
 from hybridloader.engine import Exited
 from hybridloader.errors import DamagedMessage, WorkerPicklingError
-from hybridloader.memory import segments
 from hybridloader.memory.shipping import _Contents, receive, ship
 
 thorough = settings(max_examples=40, deadline=None)
@@ -109,20 +105,6 @@ def test_a_worker_that_just_ends_is_not_damaged(wire: Wire) -> None:
     assert wire.transport.damaged == {}
 
 
-def test_no_memory_for_a_message_is_the_end_of_that_worker_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def feed(*_: Any) -> Any:
-        raise MemoryError
-
-    monkeypatch.setattr(transports.Decoder, "feed", feed)
-    wire = Wire(PipeTransport)
-    wire.write(b"anything")
-    assert wire.until_gone() == [(0, None)]
-    assert "no memory" in wire.transport.damaged[0]
-    wire.close()
-
-
 @posix
 def test_descriptors_that_came_with_damage_are_closed() -> None:
     wire = Wire(SocketTransport)
@@ -147,14 +129,6 @@ def test_a_worker_ends_with_the_reason_when_its_input_is_damaged(kind: Any) -> N
         endpoint.get()
     endpoint.close()
     ours.close()
-
-
-@posix
-def test_a_wait_of_years_is_a_wait() -> None:
-    wire = Wire(SocketTransport)
-    wire.write(joined(b"here"))
-    assert len(wire.transport.wait(1e12)) == 1
-    wire.close()
 
 
 class Scribbler:
@@ -307,42 +281,6 @@ def test_the_end_of_a_connection_that_was_dropped_is_not_that_of_the_next_worker
         end.close()
 
 
-class _Pipe:
-    """Connection of Windows: once it is closed, its methods raise TypeError."""
-
-    def __init__(self) -> None:
-        self.closed = False
-        self.now_closed = threading.Event()
-
-    def fileno(self) -> int:
-        return 1_000_000
-
-    def recv_bytes(self, most: int) -> bytes:
-        raise TypeError("ReadFile() argument 1 must be int, not None")
-
-    def close(self) -> None:
-        self.closed = True
-        self.now_closed.set()
-
-
-def test_no_thread_reads_from_a_connection_that_was_closed_meanwhile(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    pipe, waiting = _Pipe(), threading.Event()
-
-    def wait(connections: list[Any]) -> list[Any]:
-        waiting.set()
-        assert pipe.now_closed.wait(DEADLINE)
-        return [pipe]
-
-    monkeypatch.setattr(transports.mp_connection, "wait", wait)
-    transport = transports.PipeTransport()
-    transport.connect(0, pipe)
-    transport.watch(0, SimpleNamespace(sentinel=None))
-    assert waiting.wait(DEADLINE)
-    transport.close()  # pytest fails the test for an error in a thread
-
-
 @posix
 def test_a_worker_whose_parent_hangs_up_without_reading_sees_the_end_of_its_input() -> None:
     """Unread bytes in a socket that is closed make the other side's next read an error."""
@@ -355,41 +293,6 @@ def test_a_worker_whose_parent_hangs_up_without_reading_sees_the_end_of_its_inpu
             endpoint.get()
     finally:
         endpoint.close()
-
-
-@posix
-def test_writing_after_the_worker_has_ended_is_the_end_too() -> None:
-    """Its writer thread may still be at a large frame; a traceback of it would be noise."""
-    ours, theirs = multiprocessing.Pipe(duplex=True)
-    endpoint = SocketEndpoint(theirs)
-    endpoint.close()
-    with pytest.raises(EOFError):
-        endpoint.send([b"late"])
-    ours.close()
-
-
-@posix
-def test_descriptors_of_which_too_many_are_under_way_are_sent_later(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    ours, theirs = multiprocessing.Pipe(duplex=True)
-    endpoint, other = SocketEndpoint(theirs), SocketEndpoint(ours)
-    refusals = [errno.ETOOMANYREFS, errno.ETOOMANYREFS]
-
-    def send_some(*args: Any) -> bool:
-        if refusals:
-            raise OSError(refusals.pop(), "as the kernel says it")
-        return send(*args)
-
-    send = transports.send_some
-    monkeypatch.setattr(transports, "send_some", send_some)
-    monkeypatch.setattr(transports, "_PAUSE", 0)
-    endpoint.send([b"a slot"], [0])
-    frame = other.get()
-    assert bytes(frame.parts[0]) == b"a slot"
-    os.close(*frame.fds)
-    endpoint.close()
-    other.close()
 
 
 @posix
@@ -409,16 +312,6 @@ def test_descriptors_that_arrive_close_on_exec(flag: str, monkeypatch: pytest.Mo
         os.close(one)
     endpoint.close()
     ours.close()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="looks into /dev/shm")
-def test_the_name_of_a_segment_that_somebody_else_has_is_not_taken_over() -> None:
-    name = f"hl-{os.getpid()}-taken-0"
-    mapping, _, _ = segments.make(4096, name)
-    with pytest.raises(FileExistsError):
-        segments.make(4096, name)
-    segments.unlink(name)
-    del mapping
 
 
 @posix

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.metadata
 import os
 import signal
-import socket
-import sys
 import threading
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,10 +17,6 @@ from support.forking import in_a_fork
 from support.platforms import DEADLINE, needs_zygote
 
 from hybridloader import RestartPolicy, SharedMemory, Spawn, WorkerDied
-from hybridloader.backends.process import fork_safety
-from hybridloader.backends.process.child import FirstFrame
-from hybridloader.backends.process.starters import ProcessHandle
-from hybridloader.backends.process.zygote import ENDED, FORKED, STATUS, ForkedHandle, serve
 from hybridloader.testing import Gate
 
 pytestmark = needs_zygote
@@ -89,11 +81,6 @@ def test_all_workers_are_forks_of_one_process_that_loads_the_dataset_once(
     assert [worker.exitcode for worker in iterator._workers] == [0, 0]
 
 
-def test_without_a_zygote_each_worker_is_a_child_of_this_process() -> None:
-    with start(load(Samples(of_process), Spawn(preload=False), workers=2)) as iterator:
-        assert {parent for batch in iterator for *_, parent in batch} == {os.getpid()}
-
-
 class Epochs(Samples):
     """A dataset whose worker is killed at one sample of one epoch, the first time."""
 
@@ -128,28 +115,6 @@ def test_what_the_parent_sets_is_seen_by_a_worker_that_is_forked_later(tmp_path:
 
 
 # -- deaths ------------------------------------------------------------------------------------------
-
-
-def test_workers_that_die_are_forked_again_without_loading_the_dataset(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-
-    def note() -> None:
-        with log.open("a") as file:
-            file.write("loaded\n")
-
-    def dies_once(index: int) -> tuple[int, int]:
-        mark = tmp_path / f"died-{index}"
-        if index % 3 == 2 and not mark.exists():
-            mark.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return index, os.getppid()
-
-    loader = load(Loading(note, dies_once), "spawn", workers=2, on_worker_death="restart")
-    with start(loader) as iterator:
-        found = [sample for batch in iterator for sample in batch]
-    assert [index for index, _ in found] == list(range(8))
-    assert len({parent for _, parent in found}) == 1
-    assert log.read_text() == "loaded\n"
 
 
 @pytest.mark.parametrize(
@@ -274,19 +239,6 @@ def test_a_loader_that_is_closed_while_the_dataset_loads_does_not_wait_for_it() 
     assert not found.is_running()
 
 
-def test_it_ends_without_a_word_if_the_parent_has_ended_before_it_begins(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    parent = os.fork()
-    if not parent:
-        os._exit(0)
-    os.waitpid(parent, 0)
-    ours, its = socket.socketpair()
-    with ours, its:
-        assert in_a_fork(lambda: serve(its, parent, FirstFrame(False))) == 0
-    assert capfd.readouterr() == ("", "")
-
-
 def test_a_stack_is_that_of_the_process_that_loads_while_no_worker_is_there() -> None:
     gate = Gate()
 
@@ -353,67 +305,6 @@ def test_workers_are_started_one_by_one_where_a_fork_could_do_harm(what: str, ki
     assert len({pid for _, pid, _ in found}) == 2
 
 
-@pytest.mark.usefixtures("unwarned")
-def test_a_worker_that_dies_after_a_refusal_is_started_afresh(tmp_path: Path) -> None:
-    def dies_once(index: int) -> int:
-        if index == 3 and not (mark := tmp_path / "died").exists():
-            mark.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return index
-
-    loader = load(Loading(a_thread, dies_once), "spawn", workers=2, on_worker_death="restart")
-    with pytest.warns(UserWarning, match="one by one"), start(loader) as iterator:
-        assert [sample for batch in iterator for sample in batch] == list(range(8))
-
-
-@pytest.mark.parametrize(("name", "counts"), [("jemalloc_bg_thd", 0), ("native", 1)])
-def test_threads_that_python_does_not_know_are_seen_but_for_those_made_for_forks(
-    name: str, counts: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    named, ended = threading.Event(), threading.Event()
-
-    def native() -> None:
-        ctypes.CDLL(None).prctl(15, name.encode())  # PR_SET_NAME
-        named.set()
-        ended.wait()
-
-    thread = threading.Thread(target=native)
-    thread.start()
-    try:
-        assert named.wait(DEADLINE)
-        monkeypatch.setattr(threading, "enumerate", list)
-        assert fork_safety.other_threads().count(name) == counts
-    finally:
-        ended.set()
-        thread.join()
-
-
-@pytest.mark.usefixtures("unwarned")
-def test_an_archive_that_python_itself_keeps_open_is_no_reason_to_refuse(tmp_path: Path) -> None:
-    """As the zipapp that runs: `importlib.metadata` keeps what it has looked through on `sys.path`."""
-    archive = tmp_path / "app.pyz"
-    with zipfile.ZipFile(archive, "w") as file:
-        file.writestr("nothing.py", "")
-
-    def look_through() -> int:
-        sys.path.insert(0, str(archive))
-        importlib.metadata.entry_points()
-        return sum(os.readlink(link).endswith("app.pyz") for link in links())
-
-    def links() -> list[str]:
-        return [f"/proc/self/fd/{fd}" for fd in fork_safety.open_descriptors()]
-
-    class App(Loading):
-        def __getitem__(self, index: int) -> Any:
-            return self.kept, os.getppid()
-
-    with start(load(App(look_through), "spawn", workers=2)) as iterator:
-        found = {sample for batch in iterator for sample in batch}
-    ((open_then, parent),) = found
-    assert open_then == 1
-    assert parent != os.getpid()
-
-
 def test_a_file_that_is_mapped_is_no_reason_to_refuse(tmp_path: Path) -> None:
     import numpy as np
 
@@ -429,35 +320,3 @@ def test_a_file_that_is_mapped_is_no_reason_to_refuse(tmp_path: Path) -> None:
         found = [sample for batch in iterator for sample in batch]
     assert [value for value, _ in found] == list(range(8))
     assert {parent for _, parent in found} != {os.getpid()}
-
-
-def test_a_locked_file_is_a_reason_to_refuse_even_if_it_is_mapped(tmp_path: Path) -> None:
-    import fcntl
-    import mmap
-
-    path = tmp_path / "locked"
-    path.write_bytes(bytes(4096))
-    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
-        before = fork_safety.open_descriptors() - {file.fileno()}
-        assert not fork_safety.open_files(before)
-        fcntl.lockf(file, fcntl.LOCK_SH)
-        assert fork_safety.open_files(before) == [str(path)]
-        del mapped
-
-
-def test_whoever_waits_for_a_process_number_need_not_be_the_one_who_hears_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    handle = ForkedHandle(ProcessHandle.__new__(ProcessHandle), ours)
-
-    def heard_by_another_thread(*_: Any) -> list[Any]:
-        theirs.send(STATUS.pack(FORKED, 4321))
-        assert handle.known_pid == 4321
-        return []  # nothing is left to be read
-
-    monkeypatch.setattr("multiprocessing.connection.wait", heard_by_another_thread)
-    assert handle.pid == 4321
-    theirs.send(STATUS.pack(ENDED, 3))
-    theirs.close()
-    assert handle.exitcode == 3

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import psutil
 import pytest
 import torch
 import torch.utils.data
+from support.failing_datasets import Samples
 from support.platforms import posix
 
 from hybridloader import (
@@ -29,14 +31,9 @@ from hybridloader import (
 from hybridloader.errors import TaskTimeout
 from hybridloader.testing import Gate
 
-PROCESSES = ("fork", "spawn", "shared-memory")
 LENGTH = 24
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
-
-
-def pid_of(index: int) -> int:
-    return os.getpid()
 
 
 @pytest.mark.parametrize("backend", ["fork", "shared-memory", None])
@@ -47,7 +44,10 @@ def test_a_worker_is_not_forked_in_anothers_place_once_a_device_is_in_use(
     if backend == "shared-memory":
         monkeypatch.setattr("multiprocessing.get_start_method", lambda: "fork")
     loader = DataLoader(
-        Calling(pid_of, 40), backend=backend, num_workers=1, on_worker_death="restart"
+        Samples(lambda index: os.getpid(), 40),
+        backend=backend,
+        num_workers=1,
+        on_worker_death="restart",
     )
     with iter(loader) as iterator:  # type: ignore[attr-defined]
         first = int(next(iterator))
@@ -61,19 +61,6 @@ def test_a_worker_is_not_forked_in_anothers_place_once_a_device_is_in_use(
             WorkerDied, match=r"could not be restarted: .*after fake:0 was initialized"
         ):
             list(iterator)
-
-
-class Calling:
-    """Samples that are what a function returns."""
-
-    def __init__(self, function: Callable[[int], Any], length: int) -> None:
-        self.function, self.length = function, length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> Any:
-        return self.function(index)
 
 
 class Once:
@@ -113,10 +100,6 @@ def crashed() -> None:
     ctypes.string_at(0)
 
 
-def bus_error() -> None:
-    os.kill(os.getpid(), signal.SIGBUS)
-
-
 def left() -> None:
     os._exit(0)
 
@@ -138,20 +121,8 @@ def stopped() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-ENDS = {
-    killed: "SIGKILL",
-    crashed: "SIGSEGV",
-    bus_error: "SIGBUS",
-    left: "exited with code 0",
-    sys_exit: "exited with code 3",
-}
-
-
 def values(loader: Any) -> list[int]:
     return [value for batch in loader for value in batch.tolist()]
-
-
-# -- what the error says -----------------------------------------------------------------------------
 
 
 # -- restart: map-style ------------------------------------------------------------------------------
@@ -160,29 +131,16 @@ def values(loader: Any) -> list[int]:
 @pytest.mark.parametrize(
     ("backend", "end"),
     [
-        pytest.param(
-            backend,
-            end,
-            id=f"{end.__name__}-{backend}",
-            marks=() if backend == "fork" or end is killed else pytest.mark.full,
-        )
-        for end in ENDS
-        for backend in PROCESSES
+        ("threads", sys_exit),
+        *product(["fork"], [killed, crashed, left, sys_exit]),
+        ("spawn", killed),
     ],
 )
 def test_nothing_is_lost_doubled_or_out_of_order(
     backend: str, end: Callable[[], Any], tmp_path: Path
 ) -> None:
-    if backend == "spawn" and end is not killed:
-        pytest.skip("a death is a death, and fresh processes are slow to start")
     data = Deadly(end, (5,) if backend == "spawn" else (0, 5, 17), Once(tmp_path))
     loader = DataLoader(data, 4, num_workers=2, backend=backend, on_worker_death="restart")
-    assert values(loader) == list(range(LENGTH))
-
-
-def test_a_thread_that_is_ended_is_replaced(tmp_path: Path) -> None:
-    data = Deadly(sys_exit, (0, 5, 17), Once(tmp_path))
-    loader = DataLoader(data, 4, num_workers=2, backend="threads", on_worker_death="restart")
     assert values(loader) == list(range(LENGTH))
 
 
@@ -359,14 +317,14 @@ LIMIT = 3
 
 
 @pytest.mark.parametrize(
-    "end", [stuck, pytest.param(stopped, marks=posix)], ids=lambda end: end.__name__
-)
-@pytest.mark.parametrize(
-    "backend", ["fork", "shared-memory", pytest.param("spawn", marks=pytest.mark.full)]
+    ("backend", "end"),
+    [
+        ("fork", stuck),
+        pytest.param("fork", stopped, marks=posix),
+        pytest.param("spawn", stopped, marks=[posix, pytest.mark.full]),
+    ],
 )
 def test_a_stuck_process_is_replaced(backend: str, end: Callable[[], Any], tmp_path: Path) -> None:
-    if backend == "spawn" and end is stuck:
-        pytest.skip("fresh processes are slow to start")
     data = Deadly(end, (5,), Once(tmp_path))
     loader = DataLoader(
         data, 4, num_workers=2, backend=backend, on_worker_death="restart", task_timeout=LIMIT

@@ -5,10 +5,9 @@ from __future__ import annotations
 import warnings
 
 import hybridloader.testing
-from hybridloader.engine.messages import Task
-from hybridloader.memory.accelerator import PageLocks
-from hybridloader.testing import collated
+from hybridloader.engine import Task
 from support.fake_accelerator import FakeAccelerator
+from support.locked_slots import PageLocks
 
 
 class BackendContract(hybridloader.testing.BackendContract):
@@ -21,7 +20,7 @@ class BackendContract(hybridloader.testing.BackendContract):
         device = FakeAccelerator()
         locks = PageLocks(device)
         copies = []
-        with self.crew(self.spec(collated, workers=2), locks) as crew:
+        with self.crew(self.spec(hybridloader.testing.collated, workers=2), locks) as crew:
             for seq in range(8):
                 crew.send(seq % 2, Task(seq, seq))
                 [result] = crew.collect(1)
@@ -39,7 +38,7 @@ class BackendContract(hybridloader.testing.BackendContract):
 
     def test_pages_that_can_not_be_locked_cause_one_warning_and_results_come(self) -> None:
         device = FakeAccelerator(lockable=0)
-        with self.crew(self.spec(collated), PageLocks(device)) as crew:
+        with self.crew(self.spec(hybridloader.testing.collated), PageLocks(device)) as crew:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 for index in range(4):

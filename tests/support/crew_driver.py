@@ -5,9 +5,7 @@ Nothing here imports torch, so fresh workers that are sent the functions below s
 
 from __future__ import annotations
 
-import hashlib
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -104,67 +102,5 @@ def total(index: Any) -> int:
     return int(index.sum())
 
 
-def make(number: int) -> list[Any]:
-    """Return the items of one task: one with a slot of its own, some that share one, some without."""
-    rng = np.random.default_rng(number)
-    return [
-        rng.integers(0, 255, LARGE + 4096 * (number % 3), np.uint8),
-        *(rng.random(6000) for _ in range(3)),
-        np.full(50, number),
-        f"text {number}",
-    ]
-
-
-def digest(items: list[Any]) -> str:
-    found = hashlib.sha1()
-    for item in items:
-        found.update(item.encode() if isinstance(item, str) else np.asarray(item).tobytes())
-    return found.hexdigest()
-
-
 def full(number: int) -> np.ndarray:
     return np.full(LARGE, number, np.uint8)
-
-
-def one_value(array: np.ndarray) -> tuple[int, int]:
-    return int(array.min()), int(array.max())
-
-
-# -- from one to the other -------------------------------------------------------------------------
-
-
-def waiting(reader: Any) -> list[int]:
-    """The slots that were returned in this process, and of which the writer does not know yet."""
-    return list(dict.fromkeys([*reader._free, *(number for number, _ in reader._returned)]))
-
-
-def slots_in_use(crew: CrewDriver) -> int:
-    """Slots of A's workers that the parent has not given back, or not told of yet."""
-    results = [channel.results for channel in crew.raw.channels]
-    return sum(len(reader.segments) - len(waiting(reader)) for reader in results)
-
-
-def given_back(crew: CrewDriver, worker: int = 0) -> list[int]:
-    """The slots of a worker that the parent is about to give back."""
-    return sorted(waiting(crew.raw.channels[worker].results))
-
-
-def through(
-    a: CrewDriver,
-    b: CrewDriver,
-    numbers: range,
-    ahead: int = 4,
-    send: Callable[..., int] | None = None,
-) -> list[Any]:
-    """Have A make items of `numbers`, and B values of these, with `ahead` tasks of each under way."""
-    found: list[Any] = []
-    at_a: deque[int] = deque()
-    at_b: deque[int] = deque()
-    todo = deque(numbers)
-    while todo or at_a or at_b:
-        while todo and len(at_a) < ahead:
-            at_a.append(a.send(todo.popleft()))
-        while at_a and len(at_b) < ahead:
-            at_b.append((send or b.send)(a.payload(at_a.popleft())))
-        found.append(b.payload(at_b.popleft()).open())
-    return found

@@ -85,7 +85,7 @@ def backend_of(name: str) -> Any:
     if name == "fresh":  # each by itself, and not forked from one
         return Spawn(preload=False)
     if name == "named":
-        from support.named_slots import NamedSharedMemory
+        from support.process_backends import NamedSharedMemory
 
         return NamedSharedMemory()
     return name

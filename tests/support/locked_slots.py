@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from hybridloader.memory import accelerator as page_locks
-from hybridloader.memory.accelerator import PageLocks
-from hybridloader.memory.packing import tensor_over
-from hybridloader.memory.slots import OWN, PrivateSlots
-from support.slot_pairs import writer_and_reader
+from hybridloader.engine import PrivateSlots
+from support.slot_pairs import OWN, PageLocks, page_locks, tensor_over, writer_and_reader
 
 __all__ = ["OWN", "PageLocks", "page_locks"]
 

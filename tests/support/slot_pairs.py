@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 
 from hybridloader.backends.process.backend import nameless_slots
+from hybridloader.memory import accelerator as page_locks
 from hybridloader.memory import segments, shared_slots, slots
 from hybridloader.memory.accelerator import PageLocks
 from hybridloader.memory.packing import tensor_over
 from hybridloader.memory.shared_slots import SlotMap, SlotReader, SlotWriter
 from hybridloader.memory.slots import OWN, capacity_for
 
-__all__ = ["OWN", "capacity_for", "segments", "shared_slots", "tensor_over"]
+__all__ = ["OWN", "capacity_for", "page_locks", "segments", "shared_slots", "tensor_over"]
 
 LARGE = 1 << 40
 

@@ -1,4 +1,4 @@
-"""Backends of processes as on a platform whose connections carry no descriptors: slots have names."""
+"""Backends whose slots have names, as without descriptors to send; and warnings that may come again."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from unittest import mock
 
 from hybridloader.backends.process import backend
 from hybridloader.backends.process.backend import Fork, SharedMemory
-from hybridloader.engine.contract import Crew
+from hybridloader.engine import Crew
+from support import once
 
 
 @dataclass(frozen=True)
@@ -22,3 +23,9 @@ class NamedSharedMemory(SharedMemory):
     def open(self) -> Crew:
         with mock.patch.object(backend, "nameless_slots", return_value=False):
             return super().open()
+
+
+def forget_warnings() -> None:
+    """Let each warning come once more, those of forks too."""
+    once.forget_warnings()
+    backend._warned.clear()
