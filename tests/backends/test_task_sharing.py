@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader as TorchLoader
 
 import hybridloader
-from hybridloader import DataLoader, Pipeline, Threads, WorkerDied, WorkerTimeout
+from hybridloader import DataLoader, Pipeline, Threads, WorkerTimeout
 
 LONG = 60.0
 """Seconds after which a test gives up; never reached when all is well."""
@@ -224,35 +224,6 @@ def test_closing_while_samples_are_stuck_begins_no_other_and_leaves_nothing() ->
     assert sorted(dataset.fetched) == fetched == list(range(12))
 
 
-def test_a_pass_may_end_early_while_samples_are_stuck() -> None:
-    dataset: Any = Stuck({13}, 31)
-    options: dict[str, Any] = {"num_workers": 3, "backend": "threads"}
-    loader = DataLoader(dataset, 4, persistent_workers=True, **options)
-    iterator = iter(loader)
-    for _ in range(3):
-        next(iterator)
-    assert dataset.rest.wait(LONG)
-    iterator = iter(loader)  # the same workers
-    dataset.gate.set()
-    for _ in range(2):
-        assert lists(iterator) == [list(range(i, i + 4)) for i in range(0, 40, 4)]
-        iterator = iter(loader)
-
-
-class Leaving(Numbers):
-    def __getitem__(self, index: int) -> Any:
-        if index == 26:
-            raise SystemExit(3)
-        return index
-
-
-def test_a_worker_that_ends_says_at_which_sample() -> None:
-    dataset: Any = Leaving(80)
-    iterator = iter(DataLoader(dataset, 8, num_workers=2, backend="threads"))
-    with pytest.raises(WorkerDied, match=r"ended by SystemExit: 3.*It was at sample 2 of .*: 26\."):
-        lists(iterator)
-
-
 def test_a_timeout_shows_the_thread_that_is_stuck_and_its_sample() -> None:
     dataset: Any = Stuck({13}, 31)
     loader = DataLoader(dataset, 4, num_workers=3, backend="threads", timeout=0.05)
@@ -355,19 +326,6 @@ def test_the_steps_that_follow_a_shared_batch_draw_what_they_draw_in_one_worker(
     with later(3).run(seed=3) as run:
         run.load_state_dict(state)
         assert [*got, *run] == expected[0]
-
-
-def test_a_collation_that_fails_takes_the_place_of_its_batch() -> None:
-    def collate(samples: list[int]) -> list[int]:
-        if 9 in samples:
-            raise TypeError("odd")
-        return samples
-
-    with batches_of(Numbers(16), 4, collate_fn=collate).run() as run:
-        assert [next(run), next(run)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-        with pytest.raises(TypeError, match="odd"):
-            next(run)
-        assert next(run) == [12, 13, 14, 15]
 
 
 # -- where tasks stay whole ------------------------------------------------------------------------

@@ -135,23 +135,21 @@ def same_or_nan(a: Any, b: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own, about what it is given
-@given(batches_of_likes())
-def test_collation_without_torch_leaves_to_torch_what_it_would_not_do_alike(batch: Any) -> None:
+@pytest.mark.parametrize(
+    ("ours", "torchs", "draw"),
+    [(_collate, default_collate, batches_of_likes()), (_convert, default_convert, plain_samples())],
+    ids=["collation", "conversion"],
+)
+@given(data=st.data())
+def test_without_torch_a_worker_leaves_to_torch_what_it_would_not_do_alike(
+    data: st.DataObject, ours: Any, torchs: Any, draw: st.SearchStrategy[Any]
+) -> None:
+    value = data.draw(draw)
     try:
-        ours = outcome(_collate, batch)
+        found = outcome(ours, value)
     except _NeedsTorch:
         return
-    assert_equal_outcomes(ours, outcome(default_collate, batch))
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-@given(plain_samples())
-def test_conversion_without_torch_leaves_to_torch_what_it_would_not_do_alike(sample: Any) -> None:
-    try:
-        ours = outcome(_convert, sample)
-    except _NeedsTorch:
-        return
-    assert_equal_outcomes(ours, outcome(default_convert, sample))
+    assert_equal_outcomes(found, outcome(torchs, value))
 
 
 def test_only_torchs_own_functions_are_replaced_on_the_way() -> None:

@@ -162,11 +162,6 @@ def test_the_number_of_ranks_follows_from_the_variables_of_launchers(
     assert ranks_here(environ) == ranks
 
 
-def test_this_process_has_memory_and_no_more_than_the_machine() -> None:
-    assert 1 << 20 < process_limit() <= MACHINE
-    assert Memory().bytes() == int(process_limit() * SHARE)
-
-
 # -- what follows ----------------------------------------------------------------------------------
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -238,18 +233,6 @@ def test_who_keeps_all_batches_gets_them_all_right_and_one_warning_for_each_iter
         assert len(told) == 1
         assert "ordinary memory" in told[0]
         assert "Memory(limit=...)" in told[0]
-
-
-def test_who_keeps_thousands_of_small_batches_has_few_mappings() -> None:
-    loader = DataLoader(Sized([36] * 2000), 1, num_workers=1, backend="fork")
-    maps = Path("/proc/self/maps")
-    with iter(loader) as batches:
-        kept = [next(batches)]
-        before = len(maps.read_text().splitlines())
-        kept.extend(batches)
-        assert len(maps.read_text().splitlines()) < before + 100
-    assert [int(labels) for _, _, labels in kept] == list(range(2000))
-    assert all((tensor[0, ::777] == k).all() for k, (tensor, _, _) in enumerate(kept))
 
 
 @pytest.mark.parametrize(("backend", "workers"), backends(8_000_000, "threads", "fork"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import copyreg
 import gc
 import pickle
@@ -16,20 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
-from support.comparison import same
 from support.packed_values import (
     IN_BAND,
     NUMPY_DTYPES,
     OWN,
     WAYS,
     Color,
-    Keyed,
-    Point,
-    Record,
-    assert_same,
     pack,
     streamed,
     through_slots,
@@ -112,54 +103,6 @@ def test_arrays_of_objects_and_numpy_scalars_come_back_equal() -> None:
 
 
 # -- what is around them ---------------------------------------------------------------------------
-
-
-def leaves() -> st.SearchStrategy[Any]:
-    shapes = hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4)
-    arrays = hnp.arrays(st.sampled_from(["u1", "i8", "f4"]), shapes, elements=st.integers(0, 99))
-    return (
-        st.none()
-        | st.booleans()
-        | st.integers()
-        | st.floats(allow_nan=False)
-        | st.text(max_size=5)
-        | st.binary(max_size=5)
-        | arrays
-        | arrays.map(torch.from_numpy)
-        | st.sampled_from([IN_BAND - 1, IN_BAND, OWN]).map(
-            lambda n: torch.full((n,), n % 251, dtype=torch.uint8)
-        )
-        | st.sampled_from([IN_BAND, OWN]).map(lambda n: np.full(n, 7, np.uint8))
-    )
-
-
-def nests() -> st.SearchStrategy[Any]:
-    return st.recursive(
-        leaves(),
-        lambda inner: (
-            st.lists(inner, max_size=3)
-            | st.tuples(inner, inner)
-            | st.builds(Point, inner, inner)
-            | st.builds(Record, inner, st.integers())
-            | st.dictionaries(st.text(max_size=3), inner, max_size=3)
-            | st.dictionaries(st.text(max_size=3), inner, max_size=3).map(collections.OrderedDict)
-            | st.dictionaries(st.text(max_size=3), inner, max_size=3).map(Keyed)
-        ),
-        max_leaves=8,
-    )
-
-
-@settings(deadline=None, max_examples=150)
-@given(st.lists(nests(), min_size=1, max_size=3))
-def test_nests_of_anything_come_back_equal_whichever_way(values: list[Any]) -> None:
-    pair = writer_and_reader(8 << 20, 4 << 20)
-    kept = []
-    for value in values:
-        same(value, streamed(value), assert_same)
-        kept.append(through_slots(value, pair))
-        for sent, arrived in zip(values, kept, strict=False):
-            same(sent, arrived, assert_same)
-    pair[0].close()
 
 
 @pytest.mark.parametrize("way", WAYS)

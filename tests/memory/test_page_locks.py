@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -201,33 +200,6 @@ def test_pages_are_unlocked_before_they_are_unmapped_and_not_while_they_are_look
     assert device.seen == [True, True]
     gc.collect()
     assert not mapped(where) or kind is Private  # the allocator may have put something else there
-
-
-def test_an_interpreter_that_ends_while_the_device_reads_ends_quietly() -> None:
-    code = """
-import torch
-from hybridloader.memory.accelerator import PageLocks
-from hybridloader.memory.packing import tensor_over
-from hybridloader.memory.slots import OWN, PrivateSlots
-from support.fake_accelerator import FakeAccelerator
-device = FakeAccelerator()
-slots = PrivateSlots(1 << 40)
-slots.page_lock(PageLocks(device))
-kept = [tensor_over(slots.empty(OWN), torch.uint8, (OWN,)) for _ in range(3)]
-copy = device.move(kept.pop())
-cycle = [kept.pop()]
-cycle.append(cycle)
-del cycle
-print(len(device.locked))
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "3\n", "")
 
 
 # -- forks -------------------------------------------------------------------------------------------

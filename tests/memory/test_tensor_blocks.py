@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
-import threading
 from array import array
 from collections import OrderedDict
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,15 +13,21 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from support.comparison import same
 from support.packed_values import (
     DTYPES,
     FEW,
+    IN_BAND,
     MOST,
+    OWN,
     SMALL,
     WAYS,
     AsTensor,
+    Keyed,
     Marked,
     Point,
+    Record,
     assert_same,
     of_random_bytes,
     pack,
@@ -53,7 +59,10 @@ def test_a_thousand_keys_are_a_few_buffers() -> None:
 def test_tensors_of_every_dtype_arrive_as_if_each_had_been_sent_alone(way: Any) -> None:
     shapes = [(), (0,), (1,), (3,), (2, 0, 4), (5, 7), (1, 2, 1)]
     sent = [of_random_bytes(dtype, shape) for dtype in DTYPES for shape in shapes for _ in range(3)]
-    for tensor, back in zip(sent, behind(sent, way), strict=True):
+    large = of_random_bytes(torch.float32, (64, 80, 60))
+    alone = [way([tensor])[0] for tensor in [*sent[::3], large]]
+    together = behind(sent, way)
+    for tensor, back in zip([*sent[::3], large, *sent], [*alone, *together], strict=True):
         assert_same(tensor, back)
         assert back.stride() == tensor.stride()
         assert back._base is None
@@ -86,52 +95,55 @@ def _tensor(shape: tuple[int, ...], dtype: torch.dtype, form: str) -> torch.Tens
 
 
 _FORMS = ["plain"] * 8 + ["transposed", "stepped", "grad", "conj", "negative", "subclass"]
+
+
+same_values = partial(same, tensors=assert_same)
+_BYTES = st.sampled_from([IN_BAND - 1, IN_BAND, OWN])
+_ARRAYS = hnp.arrays(
+    st.sampled_from(["u1", "i8", "f4"]),
+    hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4),
+    elements=st.integers(0, 99),
+)
 _LEAVES = st.one_of(
     st.builds(_tensor, _SHAPES, _DTYPES, st.sampled_from(_FORMS)),
     st.builds(_tensor, st.tuples(st.integers(1, 50)), _DTYPES, st.just("plain")),
-    st.integers(),
-    st.text(max_size=3),
-    st.none(),
+    st.integers() | st.booleans() | st.none() | st.floats(allow_nan=False),
+    st.text(max_size=5) | st.binary(max_size=5),
+    _ARRAYS,
+    _BYTES.map(lambda n: np.full(n, 7, np.uint8)),
+    _BYTES.map(lambda n: torch.full((n,), n % 251, dtype=torch.uint8)),
 )
-_NESTS = st.recursive(
-    _LEAVES,
-    lambda inner: st.one_of(
+
+
+def _around(inner: Any) -> Any:
+    keyed = st.dictionaries(st.text(max_size=3), inner, max_size=20)
+    return st.one_of(
         st.lists(inner, max_size=30),
-        st.dictionaries(st.text(max_size=2), inner, max_size=20),
-        st.tuples(inner, inner).map(lambda pair: Point(*pair)),
-        st.dictionaries(st.integers(), inner, max_size=4).map(OrderedDict),
-    ),
-    max_leaves=120,
-)
+        st.tuples(inner, inner),
+        st.builds(Point, inner, inner),
+        st.builds(Record, inner, st.integers()),
+        keyed | keyed.map(OrderedDict) | keyed.map(Keyed),
+    )
 
 
-def assert_alike(a: Any, b: Any) -> None:
-    assert type(a) is type(b)
-    if isinstance(a, torch.Tensor):
-        assert_same(a, b)
-    elif isinstance(a, dict):
-        assert [*a] == [*b]
-        for key, value in a.items():
-            assert_alike(value, b[key])
-    elif isinstance(a, (list, tuple)):
-        assert len(a) == len(b)
-        for left, right in zip(a, b, strict=True):
-            assert_alike(left, right)
-    else:
-        assert a == b
-
-
-@pytest.mark.parametrize("way", WAYS)
-@given(value=_NESTS)
-def test_nests_of_small_tensors_come_back_equal(value: Any, way: Any) -> None:
-    assert_alike(value, behind(value, way))
+@given(st.lists(st.recursive(_LEAVES, _around, max_leaves=60), min_size=1, max_size=3))
+def test_nests_of_anything_come_back_equal_whichever_way(values: list[Any]) -> None:
+    """Of the first value the tensors are few; those of the others go into blocks."""
+    pair = writer_and_reader(8 << 20, 4 << 20)
+    kept = []
+    for number, value in enumerate(values):
+        same_values(value, behind(value) if number else streamed(value))
+        kept.append(behind(value, partial(through_slots, pair=pair)))
+        for sent, arrived in zip(values, kept, strict=False):
+            same_values(sent, arrived)
+    pair[0].close()
 
 
 def test_ragged_tensors_come_back_in_their_order() -> None:
     lengths = [*range(1, 51), 511, 512, 513, 1, 512, *range(50, 0, -1)] * 3
     sent = [[torch.arange(i * 1000, i * 1000 + n) for i, n in enumerate(lengths)]]
     sent.append([torch.full((n, 2), i) for i, n in enumerate(lengths[:70])])
-    assert_alike(sent, behind(sent))
+    same_values(sent, behind(sent))
     _, buffers = pack(sent)
     assert len(buffers) <= 3
 
@@ -140,7 +152,7 @@ def test_rows_of_one_table_arrive_as_rows_of_it_where_they_touch() -> None:
     table = torch.arange(400.0).view(100, 4)
     rows = [table[i] for i in [*range(20, 80), 5, 90]]
     back = behind(rows)
-    assert_alike(rows, back)
+    same_values(rows, back)
     touching, apart = back[:60], back[60:]
     assert {row.untyped_storage().data_ptr() for row in touching} == {
         touching[0].untyped_storage().data_ptr()
@@ -159,7 +171,7 @@ def test_tensors_that_only_look_like_others_of_their_block_are_sent_alone(odd: s
     plain = [torch.tensor([i, i]) for i in range(30)]
     shared = [plain[0][:1], plain[0][:2]]
     back = behind([*plain, like, *shared])
-    assert_alike(plain, back[:30])
+    same_values(plain, back[:30])
     assert (back[30].layout, back[30].device) == (like.layout, like.device)
     back[31][0] = -1
     assert back[32][0] == -1 == back[0][0]
@@ -169,7 +181,7 @@ def test_tensors_that_only_look_like_others_of_their_block_are_sent_alone(odd: s
 
 def test_further_kinds_than_there_are_blocks_for_arrive_too() -> None:
     sent = [torch.full((2, 1 + i), i) for i in range(3 * MOST)] * 2
-    assert_alike(sent, behind([tensor.clone() for tensor in sent]))
+    same_values(sent, behind([tensor.clone() for tensor in sent]))
 
 
 def test_numbers_that_are_to_arrive_as_tensors_go_into_blocks_without_torch() -> None:
@@ -203,10 +215,10 @@ def test_a_tensor_that_is_kept_keeps_at_most_a_page() -> None:
     for lengths in ([4], [512], [3, 5, 50, 511]):
         sent = [torch.full((lengths[i % len(lengths)],), i) for i in range(2000)]
         back = behind(sent)
-        assert_alike(sent, back)
+        same_values(sent, back)
         assert max(pieces(back)) <= SMALL
         back[0].zero_()
-        assert_alike(sent[1:], back[1:])
+        same_values(sent[1:], back[1:])
 
 
 def test_no_tensor_of_a_block_keeps_a_slot() -> None:
@@ -219,40 +231,6 @@ def test_no_tensor_of_a_block_keeps_a_slot() -> None:
 
 
 # -- opening ---------------------------------------------------------------------------------------
-
-
-class Watching:
-    """Notes whether the garbage collector is at work as it is loaded."""
-
-    seen: list[bool] = []  # noqa: RUF012
-
-    def __setstate__(self, state: Any) -> None:
-        self.seen.append(gc.isenabled())
-
-    def __getstate__(self) -> Any:
-        return {"any": 1}
-
-
-def test_the_collector_pauses_while_blocks_are_opened_and_goes_on_then() -> None:
-    packed = pack([Watching(), *(torch.ones(1) for _ in range(100))])
-    alone = pack([Watching(), torch.ones(1)])
-    Watching.seen.clear()
-
-    def load(packed: Any) -> bool:
-        unpack(*packed)
-        return gc.isenabled()
-
-    assert load(packed)
-    gc.disable()
-    try:
-        assert not load(packed)
-    finally:
-        gc.enable()
-    assert load(alone)
-    thread = threading.Thread(target=load, args=(packed,))  # a switch of the main thread's
-    thread.start()
-    thread.join()
-    assert Watching.seen == [False, False, True, True]
 
 
 def test_a_block_with_fewer_tensors_than_the_pickle_names_is_damage() -> None:
