@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -12,8 +11,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.forking import in_a_fork
-from support.platforms import needs_fork
 
 from hybridloader._support.user_objects import Raised, no_answer, size_of
 from hybridloader.engine import ByReference, Done, Event, Failed, Failure, Ready, WorkerSpec
@@ -28,7 +25,6 @@ from hybridloader.engine.feed import (
 )
 from hybridloader.engine.stage import Stage
 from hybridloader.errors import IteratorClosed, NotReady, StateError, WorkerDied, WorkerTimeout
-from hybridloader.running.flow import RelayDepth
 from hybridloader.testing import Call, FakeClock, ScriptedBackend, ScriptedCrew
 
 
@@ -90,32 +86,6 @@ def test_an_error_that_would_be_raised_for_ever_ends_it(error: Exception) -> Non
     relay.close()
 
 
-def test_whoever_will_not_wait_is_told_that_nothing_is_there() -> None:
-    gate = threading.Event()
-
-    def source() -> Iterator[int]:
-        gate.wait(30)
-        yield 1
-
-    relay = started(source(), "r")
-    with pytest.raises(NotReady, match="'r'"):
-        relay.next_nowait()
-    with pytest.raises(NotReady):
-        relay.get(0.01)
-    woken = threading.Event()
-    relay.when_ready(woken.set)
-    assert not woken.is_set()
-    gate.set()
-    assert woken.wait(30)
-    assert relay.next_nowait() == 1
-    woken.clear()
-    relay.when_ready(woken.set)
-    assert woken.wait(30)  # the end wakes as an item does
-    with pytest.raises(StopIteration):
-        relay.next_nowait()
-    relay.close()
-
-
 def test_a_close_by_a_signals_handler_in_the_middle_of_get_is_no_missing_item() -> None:
     class Signalled(deque[Any]):
         """Items of which the first is asked for when the signal comes."""
@@ -152,29 +122,6 @@ def test_a_relay_lets_in_what_its_limit_allows_and_one_that_is_larger_alone() ->
     assert relay.queue.weight == 0
 
 
-@needs_fork
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_a_fork_that_lets_a_relay_go_while_its_thread_is_at_work_does_not_hang() -> None:
-    relay = started(iter(range(3)), "r")
-    held, release = threading.Event(), threading.Event()
-
-    def hold() -> None:  # as the relay's thread does for a moment with each item
-        with relay.queue.came:
-            held.set()
-            release.wait()
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    held.wait()
-    try:
-        assert in_a_fork(relay._finalizer, seconds=2) == 0
-    finally:
-        release.set()
-        thread.join()
-        relay.close()
-        gc.collect()
-
-
 # -- task sizes ------------------------------------------------------------------------------------
 
 
@@ -198,25 +145,6 @@ def test_task_sizes_follow_what_tasks_take(tasks: list[tuple[int, int, int]], le
     for _ in range(200):
         task_sizes.learn(10, TASK_SECONDS / 2)
     assert task_sizes.size == pytest.approx(max(least, 20), abs=1)
-
-
-def test_a_relay_holds_two_tasks_of_the_stage_beside_it_with_the_larger_ones() -> None:
-    class Beside:
-        def __init__(self, size: int) -> None:
-            self.batching, self.depths = TaskBatching(iter(())), list[RelayDepth]()
-            self.batching.size = size
-
-    relay = Relay(iter(()), "relay")
-    depth = RelayDepth(relay, 3)
-    before: Any = Beside(1)
-    after: Any = Beside(8)
-    depth.couple(before)
-    assert relay.queue.depth == 3  # the least
-    depth.couple(after)
-    assert relay.queue.depth == 16
-    after.batching.size = 4
-    depth.adjust()
-    assert relay.queue.depth == 8
 
 
 # -- room of a stage -------------------------------------------------------------------------------

@@ -275,23 +275,6 @@ def test_an_iterator_that_is_not_used_does_not_use_up_a_load(kind: Any) -> None:
     assert [listed(other) for _ in range(2)] == [listed(batches), listed(loader)]
 
 
-class Refusing(Noted):
-    """Dataset whose state can't be taken after its end."""
-
-    def state_dict(self) -> dict[str, Any]:
-        if self.at == self.length:
-            raise LookupError("no state")
-        return super().state_dict()
-
-
-def test_a_dataset_that_cannot_return_its_state_stays_as_it_is() -> None:
-    loader = DataLoader(Refusing(), 4)
-    next(iter(loader))
-    other = DataLoader(Refusing(), 4)
-    other.load_state_dict(loader.state_dict())
-    assert [len(listed(other)) for _ in range(3)] == [3, 3, 3]
-
-
 class Cleared(Counted):
     """Dataset that reads ahead; a load drops the samples that were read ahead, and so does the end."""
 

@@ -6,7 +6,6 @@ The workers are scripted: each answers at once whatever it has been sent, but fo
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,7 +30,7 @@ from hybridloader.engine import (
     WorkerSpec,
 )
 from hybridloader.errors import IteratorClosed, NotReady
-from hybridloader.testing import Call, FakeClock, ScriptedBackend, ScriptedCrew
+from hybridloader.testing import Call, ScriptedBackend, ScriptedCrew
 
 WORKERS, WINDOW = 2, 4
 
@@ -56,15 +55,11 @@ class Workers:
         reorder: ReorderLimit | None,
         payload: Any = ByReference,
         seconds: float = 1.0,
-        *,
-        extras: bool = False,
         **more: Any,
     ) -> None:
         self.late, self.drawn = True, list[int]()
-        self.dead: list[Event] = []
         self._tasks: list[tuple[int, int]] = []  # worker and number, not answered
         self._idle, self._payload, self._seconds = 0, payload, seconds
-        self._extras = extras
         backend = ScriptedBackend(itertools.chain([self._ready], itertools.repeat(self._answer)))
         spec = WorkerSpec("scripted", WORKERS, Call(lambda index: index))
         more = {"dispatch": least_busy, "lookahead": WINDOW, **more}
@@ -84,14 +79,11 @@ class Workers:
         """Answer the oldest task of a worker that is not held."""
         self._tasks += [(worker, m.seq) for worker, m in crew.sent if isinstance(m, Task)]
         crew.sent.clear()
-        if self.dead:
-            return [self.dead.pop()]
         for worker, seq in self._tasks:
             if worker or not self.late:
                 self._tasks.remove((worker, seq))
                 self._idle = 0
-                extras: dict[str, Any] | None = {} if self._extras else None
-                return [Done(worker, seq, self._payload(seq), self._seconds, extras=extras)]
+                return [Done(worker, seq, self._payload(seq), self._seconds)]
         self._idle += 1
         assert self._idle < 10, "it waits for a result that nobody works on"
         return []
@@ -171,41 +163,6 @@ def test_a_worker_rests_rather_than_fill_memory_that_takes_longer_to_make_than_t
     nbytes = BYTES // 8
     for seconds, extra in ((0.9 * nbytes / PAGES, 0), (1.1 * nbytes / PAGES, 8)):
         assert ReorderLimit(WORKERS).extra({0: Done(1, 0, Sized(nbytes), seconds)}) == extra
-
-
-class Noting:
-    """Observer that notes since when a result was waited for."""
-
-    each = opens_slowly = False
-    metering = None
-
-    def __init__(self) -> None:
-        self.told_of: list[tuple[int, float]] = []
-
-    def came(self, event: Any, since: float) -> None:
-        self.told_of.append((event.seq, since))
-
-    def opened(self, seq: int, began: float, ended: float) -> None:
-        pass
-
-    replaced = raised = opened
-
-
-def test_results_that_nobody_waited_for_are_told_as_such() -> None:
-    """Those which the next call finds, after the caller was at its own step for a long time."""
-    clock, observer = FakeClock(10.0), Noting()
-    workers = Workers(ReorderLimit(WORKERS), clock=clock, observer=observer, extras=True)
-    workers.until_asleep()
-    assert observer.told_of[0][1] == 10.0
-    workers.late = False
-    clock.now = 20.0
-    next(workers.stage)  # waits for the late one
-    observer.told_of.clear()
-    for _ in range(20):
-        clock.now += 10.0
-        next(workers.stage)
-    assert len(observer.told_of) >= 10
-    assert {since for _, since in observer.told_of} == {math.inf}
 
 
 @pytest.mark.parametrize("end", ["close", "interrupt"])

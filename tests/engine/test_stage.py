@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count, takewhile
@@ -101,34 +100,6 @@ def test_timeout_counts_the_seconds_of_one_next_and_leaves_the_iterator_usable()
     assert next(it) == "value 1"
 
 
-def test_an_observer_is_not_told_of_results_of_an_earlier_epoch() -> None:
-    told_of = list[int]()
-
-    class Noting:
-        each = opens_slowly = False
-        metering = None
-
-        def came(self, event: Any, since: float) -> None:
-            told_of.append(event.seq)
-
-        def opened(self, seq: int, began: float, ended: float) -> None:
-            pass
-
-        replaced = raised = opened
-
-    def measured(*seqs: int) -> list[Event]:
-        return [Done(0, seq, ByReference(seq), extras={} if seq % 2 else None) for seq in seqs]
-
-    script = [ready(), measured(0), measured(1, 2, 3), measured(4), measured(5)]
-    it, _ = stage(script, lookahead=3, persistent=True, observer=Noting())
-    it.begin(iter("abcd"))
-    next(it)
-    it.begin(iter("wxyz"))
-    assert [next(it), next(it)] == [4, 5]
-    assert told_of == [5], "4 has no measures, and the others are of the epoch before"
-    it.close()
-
-
 # -- closed in the middle of a call, on the very thread that pulls ---------------------------------
 
 
@@ -158,25 +129,6 @@ def test_a_close_by_a_signals_handler_or_a_finalizer_is_done_when_the_wait_is_ov
     it.begin(iter("a"))
     with pytest.raises(IteratorClosed):
         next(it)
-    assert backend.crews[0].closed
-
-
-def test_a_close_that_could_not_wait_for_the_sampler_is_done_behind_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("hybridloader.engine.stage.CLOSING", 0.0)
-
-    def closed_meanwhile() -> Iterator[int]:
-        yield 0
-        thread = threading.Thread(target=it.close)
-        thread.start()
-        thread.join()
-        assert not backend.crews[0].closed
-        yield 1
-
-    it, backend = stage([ready(), answer(0)], lookahead=1)
-    it.begin(closed_meanwhile())
-    assert next(it) == "value 0"
     assert backend.crews[0].closed
 
 
@@ -262,21 +214,6 @@ def test_an_interrupt_at_any_point_loses_no_result_of_a_stage_that_goes_on() -> 
         return counted >= at
 
     assert sum(1 for _ in takewhile(run, count(1))) > 100
-
-
-def test_an_interrupt_of_one_pass_that_comes_late_leaves_the_next_alone() -> None:
-    class Slow(int):
-        """A number that takes so long to compare that meanwhile the next pass begins."""
-
-        def __ne__(self, other: object) -> bool:
-            different = int(self) != other
-            it.begin(iter("b"))
-            return different
-
-    it, _ = stage([ready(), answer(1)], persistent=True)
-    it.begin(iter("a"))
-    it.interrupt(Slow(0))
-    assert next(it) == "value 1"
 
 
 # -- two tasks at a time -----------------------------------------------------------------------------

@@ -14,16 +14,6 @@ from hybridloader.engine import Begin, Event, Exhausted, Exited, Task, WorkerSpe
 from hybridloader.testing import FakeClock, ScriptedCrew
 
 
-def test_the_first_workers_are_replaced_as_well_and_no_sample_is_blamed() -> None:
-    script = [[dead()], [dead()], [dead()], [*ready(), *answer(0)]]
-    it, backend = stage(script)
-    it.begin(iter([["a"]]))
-    assert list(it) == ["value 0"]
-    assert backend.crews[0].started == [0] * 4
-    sent = [message for _, message in backend.crews[0].sent if isinstance(message, Task)]
-    assert sent == [Task(0, ["a"])] * 4
-
-
 def test_where_no_worker_ever_gets_ready_the_error_says_so_in_the_end() -> None:
     it, backend = stage([[dead()]] * 4, policy=RestartPolicy(max_restarts=3))
     it.begin(iter([["a"]]))

@@ -51,12 +51,6 @@ def flags(index):
     return np.bool_(index)
 
 
-def ragged(index):
-    import numpy as np
-
-    return np.zeros(3 + index % 2)
-
-
 def has_torch(index):
     return "torch" in sys.modules, "numpy" in sys.modules
 
@@ -85,13 +79,6 @@ def late_torch(index):
         "random": random.random(),
         "draws": torch.rand(3).tolist(),
     }
-
-
-def late_numpy(index):
-    before = "numpy" in sys.modules
-    import numpy
-
-    return {"before": before, "draws": numpy.random.rand(3).tolist(), "random": random.random()}
 
 
 def variables(index):
