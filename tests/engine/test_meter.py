@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections import deque
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -191,3 +194,25 @@ def test_parts_of_tasks_that_others_answer_are_told_with_theirs() -> None:
     assert joined._replace(others=()) == told
     assert sum(others.busy for others in joined.others) == pytest.approx(6 * EVERY)
     assert [others.retried for others in joined.others] == [1, 1, 1]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counted by Linux alone")
+def test_a_run_queue_of_a_thread_that_has_ended_is_that_of_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    queue, read = RunQueue.here(), os.pread
+    if queue is None:
+        pytest.skip("the kernel counts nothing here")
+    gone = iter([ProcessLookupError()])
+
+    def read_unless_gone(*arguments: Any) -> bytes:
+        for error in gone:
+            raise error
+        return read(*arguments)
+
+    monkeypatch.setattr("hybridloader.engine.meter.os.pread", read_unless_gone)
+    try:
+        assert queue.since() == 0.0
+        assert queue.since() >= 0.0
+    finally:
+        queue.close()
