@@ -13,174 +13,176 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.platforms import posix
+from support.failing_datasets import Samples, at_gate, load, start
+from support.platforms import needs_fork, posix
 
+from hybridloader import WorkerDied, WorkerTimeout
 from hybridloader.backends.process import postmortem
-from hybridloader.backends.process.child import ParentWatch
-from hybridloader.backends.process.postmortem import (
-    MOST,
-    OomWatch,
-    PostmortemRecord,
-    PostmortemWriter,
-    shortened,
-)
-from hybridloader.engine import (
-    TaskContext,
-)
-
-PATIENCE = 60.0
-"""Seconds; never reached when all is well."""
+from hybridloader.backends.process.postmortem import MOST, OomWatch, shortened
+from hybridloader.engine import TaskContext
+from hybridloader.testing import Gate
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="signals and /proc")
+pytestmark = needs_fork
 
-
-class Child:
-    """A forked process with the worker's side of a record, and a pipe each way."""
-
-    def __init__(self, record: PostmortemRecord, body: Callable[[Child], Any]) -> None:
-        self.here, there = os.pipe(), os.pipe()
-        self.told, self.tell = there[0], self.here[1]
-        self.read_end, self.write_end = self.here[0], there[1]
-        sys.stdout.flush()
-        self.pid = os.fork()
-        if self.pid == 0:
-            code = 1
-            try:
-                os.close(self.read_end)
-                os.close(self.write_end)
-                null = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(null, 2)  # what dying processes have to say
-                side = PostmortemWriter.open(record.fd)
-                assert side is not None
-                self.side = side
-                body(self)
-                code = 0
-            finally:
-                os._exit(code)
-        os.close(self.told)
-        os.close(self.tell)
-
-    # in the child
-    def stuck(self) -> None:
-        """Says so, and is, until the parent lets it go."""
-        os.write(self.tell, b"!")
-        os.read(self.told, 1)
-
-    # in the parent
-    def hear(self) -> bytes:
-        return os.read(self.read_end, 1)
-
-    def let_go(self) -> None:
-        os.write(self.write_end, b"!")
-
-    def end(self) -> int:
-        """The exit code of `os.waitstatus_to_exitcode`."""
-        os.close(self.write_end)
-        os.close(self.read_end)
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-
-
-@contextmanager
-def child(record: PostmortemRecord, body: Callable[[Child], Any]) -> Iterator[Child]:
-    made = Child(record, body)
-    ended = False
-    try:
-        yield made
-        ended = True
-        assert made.end() == 0
-    finally:
-        if not ended:
-            os.kill(made.pid, signal.SIGKILL)
-            made.end()
+# -- a crash -----------------------------------------------------------------------------------------
 
 
 def crash_in_native_code() -> None:
     ctypes.string_at(0)
 
 
-@pytest.fixture
-def record() -> Iterator[PostmortemRecord]:
-    made = PostmortemRecord.make()
-    assert made is not None
-    yield made
-    made.close()
+def abort() -> None:
+    os.abort()
 
 
-# -- a crash -----------------------------------------------------------------------------------------
+def crash_after_a_fork_has() -> None:
+    pid = os.fork()
+    if pid == 0:
+        grandchild()
+    os.waitpid(pid, 0)
+    crash_in_native_code()
+
+
+def grandchild() -> None:
+    os.abort()
+
+
+def crash_with_a_faulthandler_of_its_own() -> None:
+    faulthandler.enable(open(os.devnull, "w"))  # noqa: SIM115  # it is to stay open
+    crash_in_native_code()
 
 
 @pytest.mark.parametrize(
-    ("die", "signum"),
+    ("die", "words", "never"),
     [
-        (crash_in_native_code, signal.SIGSEGV),
-        (os.abort, signal.SIGABRT),
+        (crash_in_native_code, ["SIGSEGV", "The thread that crashed"], ["Extension modules"]),
+        (abort, ["SIGABRT", "Fatal Python error: Aborted", "in abort"], []),
+        (crash_after_a_fork_has, ["SIGSEGV", "in crash_in_native_code"], ["in grandchild"]),
+        (crash_with_a_faulthandler_of_its_own, ["SIGSEGV"], ["in crash_in_native_code"]),
     ],
 )
-def test_a_crash_leaves_its_python_stack_and_its_signal(
-    record: PostmortemRecord, die: Callable[[], None], signum: int
+def test_a_crash_is_told_with_the_python_stack_of_its_thread(
+    die: Callable[[], None], words: list[str], never: list[str]
 ) -> None:
-    def the_users_sample(me: Child) -> None:
+    def sample(index: int) -> None:
+        quiet()
         die()
 
-    assert Child(record, lambda me: the_users_sample(me)).end() == -signum
-    text = record.crash()
-    assert text.startswith("Fatal Python error: ")
-    assert "The thread that crashed" in text
-    assert "in the_users_sample" in text
-    assert "Extension modules" not in text
+    with pytest.raises(WorkerDied) as caught:
+        list(load(Samples(sample), "fork"))
+    told = str(caught.value)
+    assert [word for word in words if word not in told] == []
+    assert [word for word in never if word in told] == []
 
 
-def test_a_stack_that_was_asked_for_is_no_crash_and_a_crash_after_it_is_told(
-    record: PostmortemRecord,
-) -> None:
-    def body(me: Child) -> None:
-        me.stuck()
+def quiet() -> None:
+    """Keep what a dying process has to say out of the log."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+
+
+# -- a stack that is asked for -----------------------------------------------------------------------
+
+
+def told(iterator: Any, *words: str) -> str:
+    """Wait for a batch until an error has all these words, and return its text."""
+    while True:
+        with pytest.raises((WorkerTimeout, WorkerDied)) as caught:
+            next(iterator)
+        text = str(caught.value)
+        if all(word in text for word in words):
+            return text
+        assert not isinstance(caught.value, WorkerDied), text
+
+
+def test_a_stack_that_was_asked_for_is_no_crash_and_a_crash_after_it_is_told() -> None:
+    gate = Gate()
+
+    def sample(index: int) -> None:
+        quiet()
+        gate.arrive()
         crash_in_native_code()
 
-    one = Child(record, body)
-    one.hear()
-    assert "in stuck" in record.stack(one.pid, PATIENCE)
-    assert record.crash() == ""
-    one.let_go()
-    assert one.end() == -signal.SIGSEGV
-    assert "in crash_in_native_code" in record.crash()
-    assert "in stuck" not in record.crash()
+    iterator = start(load(Samples(sample), "fork", timeout=0.2))
+    gate.await_arrivals()
+    assert "Fatal" not in told(iterator, "in arrive")
+    gate.open()
+    assert "in arrive" not in told(iterator, "SIGSEGV", "in crash_in_native_code")
 
 
-def test_a_fork_of_the_worker_that_crashed_is_not_taken_for_the_worker(
-    record: PostmortemRecord,
-) -> None:
-    def grandchild() -> None:
-        os.abort()
+def test_native_code_that_holds_the_gil_does_not_keep_its_stack_back() -> None:
+    read, write = os.pipe()
 
-    def body(me: Child) -> None:
-        pid = os.fork()
-        if pid == 0:
-            grandchild()
-        os.waitpid(pid, 0)
-        crash_in_native_code()
+    def holds_the_gil(index: int) -> int:
+        if index == 0:
+            ctypes.PyDLL(None).read(read, ctypes.create_string_buffer(1), 1)  # begun anew later
+        return index
 
-    assert Child(record, body).end() == -signal.SIGSEGV
-    assert "in crash_in_native_code" in record.crash()
-    assert "in grandchild" not in record.crash()
+    with start(load(Samples(holds_the_gil, 2), "fork", timeout=0.2)) as iterator:
+        told(iterator, "in holds_the_gil")
+        os.write(write, b"!")  # the worker was not disturbed
+        assert list(patient(iterator)) == [[0], [1]]
+    os.close(read)
+    os.close(write)
 
 
-def test_the_users_own_faulthandler_wins(record: PostmortemRecord, tmp_path: Path) -> None:
-    own = tmp_path / "own"
+def patient(iterator: Any) -> Iterator[Any]:
+    """Yield batches, however late they come."""
+    while True:
+        try:
+            yield next(iterator)
+        except WorkerTimeout:
+            continue
+        except StopIteration:
+            return
 
-    def body(me: Child) -> None:
-        faulthandler.enable(own.open("w"))
-        crash_in_native_code()
 
-    assert Child(record, body).end() == -signal.SIGSEGV
-    assert record.crash() == ""
-    assert "in crash_in_native_code" in own.read_text()
+@linux
+def test_a_stopped_worker_is_told_and_not_signalled() -> None:
+    gate = Gate()
+    with start(load(Samples(at_gate(gate, 0), 2), "fork", timeout=0.2)) as iterator:
+        [worker] = iterator._workers
+        gate.await_arrivals()
+        os.kill(worker.pid, signal.SIGSTOP)
+        told(iterator, "stopped", "SIGCONT")
+        os.kill(worker.pid, signal.SIGCONT)
+        told(iterator, "in arrive")
+        gate.open()
+        assert list(patient(iterator)) == [[0], [1]]
+
+
+def test_threads_of_the_users_are_told_and_ours_are_not() -> None:
+    gate = Gate()
+
+    def sample(index: int) -> int:
+        if index == 0:
+            ready, done = threading.Event(), threading.Event()
+
+            def the_users_thread() -> None:
+                ready.set()
+                done.wait()
+
+            thread = threading.Thread(target=the_users_thread)
+            thread.start()
+            ready.wait()
+            gate.arrive()
+            done.set()
+            thread.join()
+        return index
+
+    with start(load(Samples(sample, 2), "fork", timeout=0.2)) as iterator:
+        gate.await_arrivals()
+        text = told(iterator, "in the_users_thread")
+        assert text.index("in arrive") < text.index("Another thread")
+        assert "_watch" not in text
+        assert "_bootstrap" not in text
+        gate.open()
+        assert list(patient(iterator)) == [[0], [1]]
 
 
 # -- dumps as text -----------------------------------------------------------------------------------
@@ -252,74 +254,6 @@ def test_what_python_3_14_writes_of_a_crash_is_told_too(heading: list[str]) -> N
         "Current thread's C stack trace (most recent call last):",
         '  Binary file "/lib/libc.so.6", at +0x1234',
     ]
-
-
-# -- a stack that is asked for -----------------------------------------------------------------------
-
-
-def test_native_code_that_holds_the_gil_does_not_keep_its_stack_back(
-    record: PostmortemRecord,
-) -> None:
-    def the_users_sample(me: Child) -> None:
-        buffer = ctypes.create_string_buffer(1)
-        native = ctypes.PyDLL(None)
-        os.write(me.tell, b"!")
-        holds_the_gil(native, me.told, buffer)
-
-    def holds_the_gil(native: Any, fd: int, buffer: Any) -> None:
-        native.read(fd, buffer, 1)  # begun anew after the signal: the worker is not disturbed
-
-    with child(record, the_users_sample) as one:
-        one.hear()
-        while "in holds_the_gil" not in (text := record.stack(one.pid, PATIENCE)):
-            assert "in the_users_sample" in text  # it is about to call it
-        one.let_go()
-
-
-@linux
-def test_a_stopped_worker_is_told_and_not_signalled(record: PostmortemRecord) -> None:
-    def body(me: Child) -> None:
-        me.stuck()
-
-    with child(record, body) as one:
-        one.hear()
-        os.kill(one.pid, signal.SIGSTOP)
-        os.waitpid(one.pid, os.WUNTRACED)
-        assert record.stack(one.pid, PATIENCE) == ""
-        assert "stopped" in record.why_none
-        assert "SIGCONT" in record.why_none
-        os.kill(one.pid, signal.SIGCONT)
-        os.waitpid(one.pid, os.WCONTINUED)
-        assert "in stuck" in record.stack(one.pid, PATIENCE)
-        assert record.why_none == ""
-        one.let_go()
-
-
-def test_threads_of_the_users_are_told_and_ours_are_not(record: PostmortemRecord) -> None:
-    def body(me: Child) -> None:
-        ParentWatch(SimpleNamespace(fileno=lambda: me.told), os.getppid(), sweep=int)
-        ready, done = threading.Event(), threading.Event()
-
-        def the_users_thread() -> None:
-            ready.set()
-            done.wait()
-
-        thread = threading.Thread(target=the_users_thread)
-        thread.start()
-        ready.wait()
-        me.stuck()
-        done.set()
-        thread.join()
-
-    with child(record, body) as one:
-        one.hear()
-        text = record.stack(one.pid, PATIENCE)
-        assert text.startswith("The thread that does the tasks")
-        assert text.index("in stuck") < text.index("Another thread")
-        assert "in the_users_thread" in text
-        assert "_watch" not in text
-        assert "_bootstrap" not in text
-        one.let_go()
 
 
 # -- reports of memory -------------------------------------------------------------------------------
