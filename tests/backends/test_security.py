@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import re
@@ -28,7 +27,6 @@ from hybridloader import DataLoader, Pipeline
 from hybridloader.errors import CacheError
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-PROCESSES = ["fork", "shared-memory", "spawn"]
 
 
 @pytest.fixture(params=["sockets", "portable"])
@@ -75,24 +73,24 @@ def as_they_are(batch: list[Any]) -> Any:
 # -- connections -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", PROCESSES)
-def test_nobody_listens_and_no_socket_has_a_name(backend: str, transport: str) -> None:
-    def named() -> set[
-        str
-    ]:  # without the process: a forked worker inherits what others opened here
-        found = set()
-        for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
+def sockets() -> set[str]:
+    """Addresses of all sockets that have one, of this process and its children."""
+    found = set()
+    for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
+        with contextlib.suppress(psutil.Error):  # it has just ended
             for connection in process.net_connections("all"):
-                address = connection.laddr
-                if connection.status == "LISTEN" or address:
-                    found.add(str(address))
-        return found
+                if connection.status == "LISTEN" or connection.laddr:
+                    found.add(str(connection.laddr))
+    return found
 
-    before = named()
-    loader = DataLoader(range(64), num_workers=2, backend=backend, persistent_workers=True)  # type: ignore[arg-type]
-    assert len(list(loader)) == 64
-    assert named() <= before
-    loader._iterator.close()
+
+def named() -> set[str]:
+    """Memory that this process and its children have mapped with a name, now or before, in /dev/shm."""
+    maps = ""
+    for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
+        with contextlib.suppress(OSError):  # it has just ended
+            maps += Path(f"/proc/{process.pid}/maps").read_text()
+    return {name for name in re.findall(r"/dev/shm/(\S+)", maps) if not name.startswith("sem.")}
 
 
 @posix
@@ -101,33 +99,37 @@ def test_nobody_listens_and_no_socket_has_a_name(backend: str, transport: str) -
     ("backend", "transport"),
     [
         ("fork", "sockets"),
+        ("threads", "sockets"),
         ("shared-memory", "portable"),
         pytest.param("spawn", "sockets", marks=pytest.mark.full),
         pytest.param("spawn", "portable", marks=pytest.mark.full),
     ],
     indirect=["transport"],
 )
-def test_a_program_that_a_dataset_starts_inherits_nothing_of_ours(
+def test_nobody_listens_memory_has_no_name_and_programs_of_a_dataset_inherit_nothing(
     backend: str, transport: str
 ) -> None:
-    before = set(inherited())
+    before, shared, programs = sockets(), named(), set(inherited())
 
     def of_ours(seen: list[str]) -> set[str]:
         # loky lets three pipes be inherited: two to resource trackers, and one that nobody writes to.
         lokys = {one for one in seen if backend == "spawn" and " pipe:" in one}
-        return set(seen) - before - lokys
+        return set(seen) - programs - lokys
 
-    loader = DataLoader(
+    loader: Any = DataLoader(
         Large(),  # type: ignore[arg-type]
         2,
         num_workers=1 if backend == "spawn" else 2,  # a fresh one takes 2 s to import torch
         backend=backend,
         collate_fn=as_they_are,
     )
-    for number, (tensor, seen) in enumerate(loader):
-        assert tensor[0, 0] == 2 * number
-        assert not [of_ours(one) for one in seen if of_ours(one)]
-        assert not of_ours(inherited())
+    with iter(loader) as iterator:
+        for number, (tensor, seen) in enumerate(iterator):
+            assert tensor[0, 0] == 2 * number
+            assert sockets() <= before
+            assert (named() <= shared) is (transport == "sockets")  # else such a name is seen
+            assert not [of_ours(one) for one in seen if of_ours(one)]
+            assert not of_ours(inherited())
 
 
 @posix
@@ -169,28 +171,6 @@ def test_a_named_segment_is_for_this_user_alone() -> None:
         assert len(list(iterator)) == 4
     assert {*modes.values()} == {0o600}
     assert all(re.fullmatch(r"hl-\d+-[0-9a-f]{8}-\d+", name) for name in modes)
-
-
-def named() -> set[str]:
-    """Memory that this process and its children have mapped with a name, now or before, in /dev/shm."""
-    maps = ""
-    for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
-        with contextlib.suppress(OSError):  # it has just ended
-            maps += Path(f"/proc/{process.pid}/maps").read_text()
-    return {name for name in re.findall(r"/dev/shm/(\S+)", maps) if not name.startswith("sem.")}
-
-
-@linux
-@pytest.mark.parametrize(
-    "backend", ["fork", "shared-memory", "threads", pytest.param("spawn", marks=pytest.mark.full)]
-)
-def test_memory_has_no_name_unless_it_is_asked_for(backend: str) -> None:
-    before = named()
-    loader = DataLoader(Large(), 2, num_workers=2, backend=backend, collate_fn=as_they_are)  # type: ignore[arg-type]
-    with iter(loader) as iterator:  # type: ignore[attr-defined]
-        kept = list(itertools.islice(iterator, 2))
-        assert named() <= before
-    del kept
 
 
 # -- the files of caches ---------------------------------------------------------------------------

@@ -134,6 +134,7 @@ def test_a_slow_consumer_gets_no_more_at_hand_by_being_slow() -> None:
     assert max(ahead) <= most
     assert sorted(ahead, reverse=True) == ahead, "it only falls"
     assert ahead[-1] == WINDOW
+    assert ahead[2 * (most - WINDOW)] > WINDOW, "by one for each four"
 
 
 @pytest.mark.parametrize(
