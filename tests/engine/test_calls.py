@@ -102,12 +102,20 @@ def test_results_that_come_early_wait_for_those_before_them_and_the_exit_for_all
     assert len(handle.steps()) == 4
 
 
-def test_a_worker_that_lives_and_has_no_answer_is_killed_and_told_of() -> None:
+@pytest.mark.parametrize("called", [True, False])
+def test_a_worker_that_lives_and_can_not_be_called_or_not_answer_is_killed_and_told_of(
+    called: bool,
+) -> None:
     handle = Handle()
     handle.answer(0, engine.Ready(3))
     handle.send(TASK)
     handle.send(TASK)
-    handle.steps()[1].set_exception(OSError("the store is full"))
+    if called:
+        handle.steps()[1].set_exception(OSError("the store is full"))
+    else:
+        handle.answer(1, done(10))
+        handle.gone = True
+        handle.send(TASK)
     assert handle.ended.wait(60)
     handle.send(TASK)
     assert len(handle.steps()) == 3, "a worker that is to be killed is sent nothing"
@@ -117,20 +125,9 @@ def test_a_worker_that_lives_and_has_no_answer_is_killed_and_told_of() -> None:
     assert isinstance(last, engine.Done)
     assert isinstance(exited, engine.Exited)
     assert exited.cause is not None
-    assert "the store is full" in exited.cause
+    words = "store is full" if called else "could not be called: OSError('no connection')"
+    assert words in exited.cause
     assert handle.exitcode == 1
-
-
-def test_a_worker_that_can_not_be_called_is_killed_and_told_of() -> None:
-    handle = Handle()
-    handle.answer(0, engine.Ready(3))
-    handle.gone = True
-    handle.send(TASK)
-    assert handle.ended.wait(60)
-    handle.life().set_exception(RuntimeError("killed"))
-    *_, exited = handle.events
-    assert isinstance(exited, engine.Exited)
-    assert "could not be called: OSError('no connection')" in str(exited.cause)
 
 
 def test_the_thread_that_is_told_of_ends_waits_for_none_and_kills_on_another() -> None:
@@ -431,13 +428,10 @@ def _measured(machine: str) -> list[tuple[float, float]]:
     return [each.spans[0][:2] for each in found]
 
 
-def test_times_of_another_machine_are_those_of_the_arrival() -> None:
+def test_times_of_this_machine_are_as_they_are_and_those_of_another_begin_at_the_arrival() -> None:
+    assert _measured(platform.node()) == [(100.0, 101.0), (101.0, 102.0)]
     before = time.perf_counter()
     first, (began, ended) = _measured("elsewhere")
     assert before <= ended <= time.perf_counter()
     assert ended - began == pytest.approx(1.0)
     assert first == (pytest.approx(began - 1.0), pytest.approx(ended - 1.0))
-
-
-def test_times_of_this_machine_are_as_they_are() -> None:
-    assert _measured(platform.node()) == [(100.0, 101.0), (101.0, 102.0)]
