@@ -268,8 +268,24 @@ def a_thread() -> threading.Thread:
     return thread
 
 
+def a_native_thread() -> Any:
+    """Start a thread that Python does not know."""
+    thread, library = ctypes.c_ulong(), ctypes.CDLL(None)
+    library.pthread_create(ctypes.byref(thread), None, library.pause, None)
+    return thread.value
+
+
 def a_file() -> Any:
     return open(__file__)  # it is to stay open
+
+
+def a_mapped_file_with_a_lock() -> Any:
+    import fcntl
+    import mmap
+
+    file = open(__file__)  # noqa: SIM115  # it is to stay open
+    fcntl.lockf(file, fcntl.LOCK_SH)
+    return file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 def a_pipe() -> Any:
@@ -278,7 +294,9 @@ def a_pipe() -> Any:
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "thread": (a_thread, r"has started threads \(of-the-dataset\)"),
+    "native thread": (a_native_thread, r"has started threads \(.+\)"),
     "file": (a_file, r"has opened .*test_zygote\.py, and"),
+    "locked": (a_mapped_file_with_a_lock, r"has opened .*test_zygote\.py, and"),
     "pipe": (a_pipe, r"has opened pipe:\[\d+\], pipe:\[\d+\], and"),
 }
 
@@ -287,8 +305,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 @pytest.mark.parametrize(
     ("what", "kind"),
     [
-        ("thread", "spawn"),
-        ("file", "spawn"),
+        *((what, "spawn") for what in [*REFUSED][:-1]),
         pytest.param("pipe", "shared-memory-forkserver", marks=pytest.mark.full),
     ],
 )
@@ -315,7 +332,13 @@ def test_a_file_that_is_mapped_is_no_reason_to_refuse(tmp_path: Path) -> None:
         def __getitem__(self, index: int) -> Any:
             return int(self.kept[index]), os.getppid()
 
-    dataset = Mapped(lambda: np.memmap(path, np.int64))
+    def mapped() -> Any:
+        file = path.open("rb")
+        array = np.memmap(file, np.int64, mode="r")
+        array.file = file  # type: ignore[attr-defined]  # it stays open, too
+        return array
+
+    dataset = Mapped(mapped)
     with start(load(dataset, "spawn", workers=2)) as iterator:
         found = [sample for batch in iterator for sample in batch]
     assert [value for value, _ in found] == list(range(8))
