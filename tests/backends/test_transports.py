@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from hypothesis import given, settings
@@ -32,6 +33,7 @@ from hybridloader.backends.process.transports import (
 )
 from hybridloader.engine import Exited
 from hybridloader.errors import DamagedMessage, WorkerPicklingError
+from hybridloader.memory import shipping
 from hybridloader.memory.shipping import _Contents, receive, ship
 
 thorough = settings(max_examples=40, deadline=None)
@@ -239,6 +241,58 @@ def test_what_can_not_be_loaded_in_the_worker_is_told_and_is_no_end_of_input(
     assert type(caught.value.__cause__) is type(error)
     assert repr(error) in str(caught.value)
     shipment.close()
+
+
+memfd = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="there is no memfd")
+
+
+@pytest.mark.parametrize(
+    "share", [pytest.param(True, marks=posix), False], ids=["mapped", "streamed"]
+)
+def test_arrays_that_are_read_only_are_the_workers_own_to_write_to(share: bool) -> None:
+    arrays = [np.frombuffer(bytes(size), np.uint8) for size in (10, 100_000)]
+    shipment = ship(arrays, "the dataset", share=share)
+    parts, fds = [memoryview(bytearray(part)) for part in shipment.parts], shipment.fds
+    shipment.fds = []  # taken over
+    for sent, own in zip(arrays, receive(parts, fds), strict=True):
+        own[:] = 1
+        assert own.sum() == len(sent)
+        assert sent.sum() == 0
+
+
+class Raises:
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def __reduce__(self) -> Any:
+        raise self.error
+
+
+@memfd
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [(KeyboardInterrupt(), KeyboardInterrupt), (OSError(28, "of its own"), WorkerPicklingError)],
+    ids=["interrupt", "its own"],
+)
+def test_whatever_ends_it_no_descriptor_stays(
+    error: BaseException, told: type[BaseException]
+) -> None:
+    before = psutil.Process().num_fds()
+    with pytest.raises(told):
+        ship([bytes(100_000), Raises(error)], "the list", share=True)
+    assert psutil.Process().num_fds() == before
+
+
+@memfd
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
+@pytest.mark.parametrize("nbytes", [10, 1_000_000], ids=["at the end", "at once"])
+def test_a_lack_of_room_is_told_as_that(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
+    monkeypatch.setattr(shipping, "nameless_file", lambda: os.open("/dev/full", os.O_WRONLY))
+    with pytest.raises(OSError, match="no room to send it to workers: No space left"):
+        ship(bytes(nbytes), "the bytes", share=True)
+
+
+# -- connections that end, and descriptors ---------------------------------------------------------
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

@@ -1,24 +1,17 @@
-"""What a dataset holds, as it arrives in workers with a copy of their own, and failures on the way."""
+"""What a dataset holds, as it arrives in workers with a copy of their own."""
 
 from __future__ import annotations
 
 import gc
-import os
 import weakref
 from typing import Any
 
-import numpy as np
-import psutil
 import pytest
 import torch
-from support.platforms import posix
 from torch.utils.data import Dataset
 
 from hybridloader import DataLoader, Threads
 from hybridloader.engine import Backend
-from hybridloader.errors import WorkerPicklingError
-from hybridloader.memory import shipping
-from hybridloader.memory.shipping import receive, ship
 
 
 class Subclass(torch.Tensor):
@@ -122,54 +115,3 @@ def test_sparse_results_keep_their_layout_and_are_kept_by_nobody() -> None:
     del found
     gc.collect()
     assert not kept
-
-
-@pytest.mark.parametrize(
-    "share", [pytest.param(True, marks=posix), False], ids=["mapped", "streamed"]
-)
-def test_arrays_that_are_read_only_are_the_workers_own_to_write_to(share: bool) -> None:
-    arrays = [np.frombuffer(bytes(size), np.uint8) for size in (10, 100_000)]
-    shipment = ship(arrays, "the dataset", share=share)
-    parts, fds = [memoryview(bytearray(part)) for part in shipment.parts], shipment.fds
-    shipment.fds = []  # taken over
-    for array, own in zip(arrays, receive(parts, fds), strict=True):
-        own[:] = 1
-        assert own.sum() == len(array)
-        assert array.sum() == 0
-
-
-# -- failures that are not the fault of what is sent ---------------------------------------------------
-
-memfd = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="there is no memfd")
-
-
-class Raises:
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
-
-    def __reduce__(self) -> Any:
-        raise self.error
-
-
-@memfd
-@pytest.mark.parametrize(
-    ("error", "told"),
-    [(KeyboardInterrupt(), KeyboardInterrupt), (OSError(28, "of its own"), WorkerPicklingError)],
-    ids=["interrupt", "its own"],
-)
-def test_whatever_ends_it_no_descriptor_stays(
-    error: BaseException, told: type[BaseException]
-) -> None:
-    before = psutil.Process().num_fds()
-    with pytest.raises(told):
-        ship([bytes(100_000), Raises(error)], "the list", share=True)
-    assert psutil.Process().num_fds() == before
-
-
-@memfd
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
-@pytest.mark.parametrize("nbytes", [10, 1_000_000], ids=["at the end", "at once"])
-def test_a_lack_of_room_is_told_as_that(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
-    monkeypatch.setattr(shipping, "nameless_file", lambda: os.open("/dev/full", os.O_WRONLY))
-    with pytest.raises(OSError, match="no room to send it to workers: No space left"):
-        ship(bytes(nbytes), "the bytes", share=True)

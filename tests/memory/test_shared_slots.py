@@ -260,7 +260,6 @@ def test_a_batch_that_can_not_be_mapped_still_gives_all_its_slots_back(
     assert sorted(pair.reader.returned()) == sorted({*slots_of(sent[0])})
 
 
-
 # -- never a corrupt batch -------------------------------------------------------------------------
 
 
