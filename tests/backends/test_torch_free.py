@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.machinery
-import importlib.util
 import os
 import random
-import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +22,6 @@ from support.platforms import needs_fork, posix
 from torch.utils.data import default_collate, default_convert
 
 from hybridloader import DataLoader, Spawn
-from hybridloader._support.torch_env import when_imported
 from hybridloader.fetching.collate import (
     WithoutTorch,
     _collate,
@@ -254,43 +249,3 @@ def test_torch_that_comes_late_is_seeded_limited_and_told_as_if_it_had_been_ther
     assert found == expected
     assert [one["threads"] for one in found] == [1] * 4
     assert found[1]["seed"] == found[0]["seed"] + 1 == found[1]["info"][3]
-
-
-@pytest.fixture
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], str]]:
-    """Writes a module that can be imported; gives its name. The import system is as it was."""
-    before, names = list(sys.meta_path), list[str]()
-    monkeypatch.syspath_prepend(str(tmp_path))
-
-    def write(source: str) -> str:
-        name = f"late_module_{len(names)}"
-        (tmp_path / f"{name}.py").write_text(source)
-        importlib.invalidate_caches()
-        names.append(name)
-        return name
-
-    yield write
-    sys.meta_path[:] = before
-    for name in names:
-        sys.modules.pop(name, None)
-
-
-def test_what_comes_later_is_acted_on_once_after_it_has_run_and_leaves_no_trace(
-    module: Any,
-) -> None:
-    name, calls, before = module("value = 5"), list[Any](), list(sys.meta_path)
-    when_imported(name, lambda: calls.append(("first", sys.modules[name].value)))
-    when_imported(name, lambda: calls.append(("second", sys.modules[name].value)))
-    assert calls == []
-    found = importlib.import_module(name)
-    assert calls == [("first", 5), ("second", 5)]
-    assert sys.meta_path == before
-    spec = importlib.util.find_spec(name)
-    assert spec is not None
-    assert found.__spec__ is spec
-    assert type(spec.loader).__module__ == "_frozen_importlib_external"
-    assert found.__loader__ is spec.loader
-    importlib.reload(found)
-    del sys.modules[name]
-    importlib.import_module(name)
-    assert len(calls) == 2
