@@ -155,6 +155,7 @@ class TestThreadsAsOnWindows(BackendContract):
     backend = Threads()
 
 
+@pytest.mark.full  # in how the end of a process is seen it is `TestForkAsOnMacOS`
 @pytest.mark.usefixtures("_macos")
 class TestSpawnAsOnMacOS(TorchInFullRuns):
     backend = Spawn()
