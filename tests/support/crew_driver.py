@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hybridloader.engine import Backend, Done, Exited, Failed, Ready, Task, WorkerSpec
+from hybridloader.engine import Backend, Done, Failed, Task, WorkerSpec
 from hybridloader.testing import Call
 from support.platforms import DEADLINE
 
@@ -55,22 +55,16 @@ class CrewDriver:
         self.raw.send(seq % self.workers if worker is None else worker, Task(seq, index))
         return seq
 
-    def wait_for(self, wanted: Callable[[Any], bool]) -> Any:
-        """The first event, of old ones too, for which `wanted` holds."""
-        deadline, looked_at = time.monotonic() + DEADLINE, 0
-        while True:
-            for event in self.events[looked_at:]:
-                if wanted(event):
-                    return event
-            looked_at = len(self.events)
-            assert time.monotonic() < deadline, f"nothing came; so far: {self.events}"
-            self.events += self.raw.wait(deadline - time.monotonic())
-
     def result(self, seq: int) -> Done | Failed:
         """Wait for the end of task `seq`, once."""
-        found = self.wait_for(lambda e: isinstance(e, (Done, Failed)) and e.seq == seq)
-        self.events.remove(found)
-        return found  # type: ignore[no-any-return]
+        deadline = time.monotonic() + DEADLINE
+        while True:
+            for event in self.events:
+                if isinstance(event, (Done, Failed)) and event.seq == seq:
+                    self.events.remove(event)
+                    return event
+            assert time.monotonic() < deadline, f"nothing came; so far: {self.events}"
+            self.events += self.raw.wait(deadline - time.monotonic())
 
     def payload(self, seq: int) -> Any:
         """Wait for the result of task `seq`, unopened."""
@@ -82,13 +76,6 @@ class CrewDriver:
     def call(self, index: Any, worker: int | None = None) -> Any:
         """Send `index`, and give the value of its result."""
         return self.payload(self.send(index, worker)).open()
-
-    def all_ready(self) -> None:
-        for worker in range(self.workers):
-            self.wait_for(lambda e, w=worker: isinstance(e, Ready) and e.worker == w)
-
-    def end_of(self, worker: int) -> Exited:
-        return self.wait_for(lambda e: isinstance(e, Exited) and e.worker == worker)  # type: ignore[no-any-return]
 
 
 # -- work for them ---------------------------------------------------------------------------------

@@ -7,14 +7,13 @@ from typing import Any
 
 from hybridloader import RestartPolicy
 from hybridloader.engine import ByReference, Done, Event, Exited, Ready, Task, WorkerSpec
-from hybridloader.engine.messages import GivenUp
-from hybridloader.engine.scheduler import BYTES, PAGES, TASKS, ReorderLimit, least_busy, round_robin
+from hybridloader.engine.scheduler import BYTES, PAGES, TASKS, ReorderLimit, least_busy
 from hybridloader.engine.stage import QUICK, START, Stage
 from hybridloader.fetching.readers import MapFetch
 from hybridloader.testing import FakeClock, ScriptedBackend, ScriptedCrew
 
-__all__ = ["BYTES", "PAGES", "QUICK", "START", "TASKS", "GivenUp", "ReorderLimit", "Stage"]
-__all__ += ["least_busy", "round_robin"]
+__all__ = ["BYTES", "PAGES", "QUICK", "START", "TASKS", "ReorderLimit", "Stage"]
+__all__ += ["least_busy"]
 
 KILLED = "was killed by signal SIGKILL (9)"
 
@@ -31,15 +30,11 @@ def stage(
     workers: int = 1,
     lookahead: int = 4,
     policy: RestartPolicy | None = RestartPolicy(),  # noqa: B008  # it is frozen
-    batched: bool = True,
-    backend: type[ScriptedBackend] = Processes,
     in_turn: bool = False,
     **more: Any,
 ) -> tuple[Stage, ScriptedBackend]:
-    chosen = backend(script)
-    fetch: Any = MapFetch([], list, batched)
-    if in_turn:
-        fetch = InTurn([], list, batched)
+    chosen = Processes(script)
+    fetch: Any = (InTurn if in_turn else MapFetch)([], list, batched=True)
     spec = WorkerSpec("scripted", workers, fetch)
     made = Stage(chosen, spec, lookahead=lookahead, on_worker_death=policy, **more)
     return made, chosen
