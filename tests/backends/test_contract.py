@@ -86,7 +86,22 @@ class TestFork(BackendContract):
     backend = Fork()
 
 
-class TestSpawn(BackendContract):
+class TorchInFullRuns(BackendContract):
+    """The suite, with the two tests whose workers import torch in full runs: it takes each 2 seconds.
+
+    `test_torch_free` has both for fresh workers.
+    """
+
+    @pytest.mark.full
+    def test_worker_info_identifies_the_worker_inside_and_is_none_outside(self) -> None:
+        super().test_worker_info_identifies_the_worker_inside_and_is_none_outside()
+
+    @pytest.mark.full
+    def test_init_fn_runs_once_per_worker_with_its_seed_in_place(self, tmp_path: Path) -> None:
+        super().test_init_fn_runs_once_per_worker_with_its_seed_in_place(tmp_path)
+
+
+class TestSpawn(TorchInFullRuns):
     backend = Spawn()
 
 
@@ -124,18 +139,6 @@ def _macos(tmp_path: Path) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
         yield
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-class TorchInFullRuns(BackendContract):
-    """The suite, with the two tests whose workers import torch in full runs: it takes each 2 seconds."""
-
-    @pytest.mark.full
-    def test_worker_info_identifies_the_worker_inside_and_is_none_outside(self) -> None:
-        super().test_worker_info_identifies_the_worker_inside_and_is_none_outside()
-
-    @pytest.mark.full
-    def test_init_fn_runs_once_per_worker_with_its_seed_in_place(self, tmp_path: Path) -> None:
-        super().test_init_fn_runs_once_per_worker_with_its_seed_in_place(tmp_path)
 
 
 @pytest.mark.usefixtures("_windows")
