@@ -224,6 +224,26 @@ def test_a_cache_of_somebody_else_is_not_read(
 
 
 @posix
+def test_where_files_are_given_to_others_none_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = tempfile.mkstemp
+
+    def given_to_others(*where: Any) -> tuple[int, str]:
+        fd, name = make(*where)
+        if os.geteuid() == 0:
+            os.fchown(fd, 65534, -1)
+        return fd, name
+
+    monkeypatch.setattr(tempfile, "mkstemp", given_to_others)
+    if os.geteuid() != 0:
+        monkeypatch.setattr(os, "geteuid", lambda: 4712)
+    with pytest.warns(UserWarning, match=r"could not be read again: it belongs to user \d+"):
+        assert len(drain(begin(tmp_path / "cache"))) == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+@posix
 def test_no_link_at_the_temporary_name_is_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -168,6 +168,16 @@ def test_the_memory_of_a_named_segment_is_there_when_it_is_made(names: str) -> N
     assert mapping.size >= 1 << 20
 
 
+@posix  # /dev/shm
+def test_the_name_of_a_segment_that_somebody_else_has_is_not_taken_over(names: str) -> None:
+    name = f"{names}0"
+    mapping, _, _ = segments.make(4096, name)
+    with pytest.raises(FileExistsError):
+        segments.make(4096, name)
+    segments.unlink(name)
+    del mapping
+
+
 # -- what slots cost -------------------------------------------------------------------------------
 
 
