@@ -124,6 +124,25 @@ def test_fifty_epochs_of_persistent_workers_take_no_more_than_the_first(
     assert states[-1][1:] == states[0][1:]
 
 
+@linux
+@needs_fork
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize("backend", ["fork", pytest.param("spawn", marks=pytest.mark.full)])
+@pytest.mark.parametrize("form", ["loader", "pipeline"])
+def test_workers_take_few_descriptors_however_many_batches_are_kept(
+    backend: str, form: str
+) -> None:
+    where: dict[str, Any] = {"backend": backend, "num_workers": 4}
+    pipe = Pipeline.from_dataset(Rows(160), **where).map(np.copy, fuse=False, **where)
+    made: Any = DataLoader(rows(160), 1, **where) if form == "loader" else pipe
+    me, before, kept = psutil.Process(), psutil.Process().num_fds(), []
+    with iter(made) as batches:
+        for batch in batches:
+            kept.append(batch)
+            assert me.num_fds() - before <= 10 * (4 if form == "loader" else 8)
+    assert [int(np.asarray(one).flat[-1]) for one in kept] == [*range(160)]
+
+
 # -- where something is short ----------------------------------------------------------------------
 
 COMMON = """
