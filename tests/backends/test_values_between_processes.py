@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -146,6 +147,26 @@ def test_every_tensor_of_a_batch_begins_at_a_cache_line_as_with_torch(
             continue  # they are the dataset's own
         for sample in batch if collate is list else [batch]:
             assert {key: t.data_ptr() % 64 for key, t in sample.items() if t.data_ptr() % 64} == {}
+
+
+@pytest.mark.parametrize("backend", [Fork(), NamedFork()], ids=repr)
+def test_results_go_from_process_to_process_unopened(backend: Any, tmp_path: Path) -> None:
+    class Noted:
+        """Leaves a mark of each process that loads it."""
+
+        def __init__(self, number: int) -> None:
+            self.number, self.large = number, full(number)
+
+        def __setstate__(self, state: dict[str, Any]) -> None:
+            vars(self).update(state)
+            (tmp_path / str(os.getpid())).touch()
+
+    def number(noted: Noted) -> tuple[int, int]:
+        return noted.number, os.getpid()
+
+    numbers, pids = zip(*stages(range(6), (Noted, backend), (number, backend)), strict=True)
+    assert numbers == tuple(range(6))
+    assert {file.name for file in tmp_path.iterdir()} == {str(pid) for pid in pids}
 
 
 class Mine:
