@@ -121,7 +121,11 @@ def test_fifty_epochs_of_persistent_workers_take_no_more_than_the_first(
             break
     running.close()
     assert states[-1].memory - states[-2].memory < 16 * BATCH
-    assert states[-1][1:] == states[0][1:]
+    # One more or less may be on its way; one that is left by every epoch would be 50.
+    assert states[-1].descriptors <= states[0].descriptors + 16
+    assert states[-1]._replace(memory=0, descriptors=0) == states[0]._replace(
+        memory=0, descriptors=0
+    )
 
 
 @linux
