@@ -1,0 +1,338 @@
+"""Several pipelines as one, branches of a tee, and rows of a `zip` when something fails."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from support.pipeline_model import CLOSED, Event, events
+from support.scripts import Oops, Script, drain, scripted
+
+from hybridloader import Pipeline, Replace, Skip, TooManyErrors, get_worker_info
+from hybridloader.errors import IteratorClosed, ShardLost
+
+THREADS: dict[str, Any] = {"backend": "threads", "num_workers": 2}
+
+
+def numbers(count: int = 6) -> Pipeline:
+    return Pipeline.from_dataset(range(count))
+
+
+def fails_at(*bad: int) -> Callable[[Any], Any]:
+    def function(item: Any) -> Any:
+        if item in bad:
+            raise ValueError(item)
+        return item
+
+    return function
+
+
+def failing(count: int, *bad: int) -> Pipeline:
+    """Items of an iterable that raises in the places of some, and goes on."""
+    return Pipeline.from_iterable(lambda: map(fails_at(*bad), range(count)))
+
+
+def items(*found: Any) -> list[Event]:
+    return [("item", item) for item in found]
+
+
+# -- zip ---------------------------------------------------------------------------------------------
+
+
+def test_a_strict_zip_says_which_pipeline_ended_and_raises_first_what_was_met() -> None:
+    uneven = "zip: pipeline {} ended after {} items"
+    for scripts, expected, told in [
+        ([[1, 2], [3]], [(1, 3)], uneven.format(1, 1)),
+        ([[1], [3, 4]], [(1, 3)], uneven.format(0, 1)),
+        ([[1], [3, Oops(4)]], [(1, 3), Oops(4)], uneven.format(0, 1)),
+        ([[1, Oops(2)], [3]], [(1, 3), Oops(2)], uneven.format(1, 1)),
+        ([[1], [3], []], [], uneven.format(2, 0)),
+        ([[], [], [5]], [], uneven.format(0, 0)),
+        ([[1, 2], [3, 4]], [(1, 3), (2, 4)], None),
+    ]:
+        first, *others = [scripted(*script) for script in scripts]
+        found = drain(first.zip(*others).run())
+        if told is not None:
+            assert str(found.pop()).startswith(told)
+        assert found == expected
+        shortest = min(map(len, scripts))
+        assert drain(first.zip(*others, strict=False).run())[:shortest] == expected[:shortest]
+
+
+def test_a_row_that_fails_twice_raises_once_and_tells_of_both() -> None:
+    lines = [scripted(Oops(1), 2), scripted(Oops(2), "b"), scripted(Oops(1), "y")]
+    first, second = drain(Pipeline.zip(*lines).run())
+    assert first == Oops(1)
+    assert first.__notes__ == ["In the same row of zip, pipeline 1 raised Oops(2)."]
+    assert second == (2, "b", "y")
+
+
+def test_readers_that_fail_and_go_on_keep_their_rows() -> None:
+    def read() -> Iterator[int]:
+        get_worker_info()  # each of several readers is to have all of it
+        return map(fails_at(1), range(3))
+
+    for policy, errors in (("raise", [("error", "1")] * 2), ("skip", [])):
+        readers = Pipeline.from_iterable(read, on_error=policy, **THREADS)
+        found = events(readers.zip(numbers()).run())
+        assert found == [*items((0, 0), (0, 1)), *errors, *items((2, 4), (2, 5))]
+
+
+@pytest.mark.parametrize("place", [{}, {"backend": "inline"}, THREADS], ids=str)
+def test_a_budget_that_runs_out_shifts_no_row(place: dict[str, Any]) -> None:
+    def row_or_error(run: Iterator[Any]) -> Any:
+        try:
+            return next(run, "end")
+        except TooManyErrors:
+            return "error"
+
+    skipping = numbers(5).map(fails_at(1, 3), on_error=Skip(1), **place)
+    with skipping.zip(numbers(5)).run() as run:
+        assert [*iter(lambda: row_or_error(run), "end")] == [(0, 0), (2, 2), "error", (4, 4)]
+        assert len(run.skipped) == 2
+    policy = Replace(lambda item, error: -item, max_failures=1)
+    replacing = numbers(5).map(fails_at(1, 3), on_error=policy, **place)
+    with replacing.zip(numbers(5)).run() as run:
+        found = [*iter(lambda: row_or_error(run), "end")]
+        assert found.index("error") == 3
+        assert [row for row in found if row != "error"] == [
+            (0, 0), (-1, 1), (2, 2), (-3, 3), (4, 4)
+        ]  # fmt: skip
+
+
+UNCOUNTED: list[Callable[[Pipeline], Pipeline]] = [
+    lambda pipe: pipe.batch(2, collate_fn=list),
+    lambda pipe: pipe.filter(bool),
+    lambda pipe: pipe.flat_map(lambda item: [item]),
+    lambda pipe: pipe.shuffle(3),
+    lambda pipe: pipe.unbatch(split=lambda item: [item]),
+    lambda pipe: pipe.cache(),
+]
+
+
+def test_what_is_left_out_and_not_counted_is_refused_when_the_pipeline_is_made() -> None:
+    for step in UNCOUNTED:
+        with pytest.raises(ValueError, match=r"zip: in pipeline 1, map\(function\) skips items"):
+            numbers().zip(step(numbers().map(fails_at(2), on_error="skip")))
+        numbers().zip(step(numbers().map(fails_at(2))).map(abs, on_error="skip"), strict=False)
+    batches = Pipeline.from_dataset(
+        range(6), batch_sampler=[[0, 1], [2]], collate_fn=list, on_error="skip"
+    )
+    for bad in (batches, numbers().filter(bool, on_error="skip")):
+        with pytest.raises(ValueError, match="makes no one item of one"):
+            numbers().zip(bad)
+        bad.zip()
+
+
+def test_an_error_behind_which_nobody_knows_the_rows_says_so_and_ends_them() -> None:
+    batches = numbers().map(fails_at(3)).batch(2, collate_fn=list)
+    with batches.zip(numbers().batch(2, collate_fn=list)).run() as run:
+        assert next(run) == ([0, 1], [0, 1])
+        with pytest.raises(ValueError, match="3") as caught:
+            next(run)
+        assert "zip: after batch, it is unknown to which row" in caught.value.__notes__[-1]
+        for _ in range(2):
+            with pytest.raises(IteratorClosed):
+                next(run)
+
+
+@pytest.mark.parametrize("place", [{}, {"backend": "threads", "num_workers": 1}], ids=str)
+def test_a_generator_that_fails_is_over_and_says_so(place: dict[str, Any]) -> None:
+    def three() -> Iterator[int]:
+        yield from map(fails_at(1), range(3))
+
+    source = Pipeline.from_iterable(three, **place)
+    run = source.concat(numbers()).run()
+    assert events(run, 2) == [("item", 0), ("error", "1")]
+    with pytest.raises(ShardLost):
+        next(run)
+    assert events(run) == items(*range(6))
+    with source.concat(numbers()).zip(numbers(), strict=False).run() as rows:
+        assert events(rows, 2) == [("item", (0, 0)), ("error", "1")]
+        with pytest.raises(ShardLost):
+            next(rows)
+        assert events(rows) == [CLOSED]
+
+
+class SetUpOnce:
+    """A function that the first worker alone can set up."""
+
+    def __init__(self) -> None:
+        self.setups: list[int] = []
+
+    def setup(self) -> None:
+        self.setups.append(0)
+        if len(self.setups) > 1:
+            raise ValueError("no second")
+
+    def __call__(self, item: int) -> int:
+        return item
+
+
+def test_every_item_of_a_worker_that_can_not_be_set_up_fails_in_its_place() -> None:
+    found = events(numbers(1500).map(SetUpOnce(), **THREADS).zip(numbers(1500)).run())
+    assert len(found) == 1500
+    rows = [item for kind, item in found if kind == "item"]
+    assert rows
+    assert all(one == other for one, other in rows)
+
+
+@pytest.mark.parametrize("seeding", [None, "sample"])
+@pytest.mark.parametrize("backend", ["inline", "threads", "fork"])
+def test_a_reader_that_can_not_be_opened_says_so_once_and_the_others_go_on(
+    backend: str, seeding: Any
+) -> None:
+    def part() -> Iterator[int]:
+        info = get_worker_info()
+        assert info is not None
+        if info.id == 0:
+            raise ValueError("open")
+        return iter(range(3))
+
+    pipe = Pipeline.from_iterable(part, backend=backend, num_workers=2, seeding=seeding)
+    with pipe.run() as run:
+        assert events(run) == [("error", "open"), *items(0, 1, 2)]
+
+
+# -- concat, mix, interleave -------------------------------------------------------------------------
+
+
+def test_a_pipeline_is_opened_in_its_turn_and_one_that_cannot_be_is_passed_over() -> None:
+    opened: list[int] = []
+
+    def opens(number: int) -> Pipeline:
+        def begun() -> Script:
+            opened.append(number)
+            if number == 1:
+                raise Oops("open")
+            return Script(number, number)
+
+        return Pipeline.from_iterable(begun)
+
+    found = opens(0).concat(opens(1), opens(2)).run()
+    assert opened == []
+    assert next(found) == 0
+    assert opened == [0]
+    assert drain(found) == [0, Oops("open"), 2, 2]
+    for how in ("zip", "mix", "interleave"):
+        with pytest.raises(Oops):
+            getattr(opens(0), how)(opens(1), opens(2)).run()
+
+
+def curriculum(epoch: int) -> Any:
+    return [(1, 0, 0), (1, 3, 0), (0, 0, 0), (1, 1), 5][epoch]
+
+
+def test_the_weights_of_a_mix_may_be_those_of_the_epoch() -> None:
+    lines = [Pipeline.from_iterable([letter] * 400) for letter in "abc"]
+    mix = Pipeline.mix(*lines, weights=curriculum, seed=0)
+    assert mix.length is None
+    assert "".join(mix.run(epoch=0)) == "a" * 400
+    found = "".join(mix.run(epoch=1))
+    assert len(found) == 800
+    assert 60 < found[:400].count("a") < 140
+    for epoch, told in [(2, "weights are all 0"), (3, "one number for each of 3"), (4, "not 5")]:
+        with pytest.raises(ValueError, match=told) as failed:
+            list(mix.run(epoch=epoch))
+        assert failed.value.__notes__[0] == f"mix: weights({epoch})"
+
+
+def test_a_mix_repeats_a_small_pipeline_until_the_large_one_has_ended() -> None:
+    large, small = numbers(30), Pipeline.from_dataset(range(100, 104), shuffle=True, seed=2)
+    pipe = large.mix(small.repeat(), weights=(1, 2), seed=0, stop="first")
+    whole = list(pipe.run(seed=1))
+    assert [item for item in whole if item < 100] == [*range(30)]
+    again = [item for item in whole if item >= 100]
+    assert len(again) > 30
+    assert sorted(again[4:8]) == [*range(100, 104)]
+    assert list(pipe.run(seed=2)) == whole != list(pipe.run(epoch=1))
+    for stop in (0, 20, len(whole)):
+        with pipe.run() as run:
+            assert events(run, stop) == items(*whole[:stop])
+            state = run.state_dict()
+        assert list(pipe.run(state=state)) == whole[stop:]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("how", ["zip", "concat", "interleave"])
+def test_closing_closes_what_was_opened_although_closing_one_fails(how: str) -> None:
+    class Failing(Script):
+        def close(self) -> None:
+            super().close()
+            raise Oops("close")
+
+    opened = [Failing(*range(9)), Script(*range(9)), Script(*range(9))]
+    first, *others = [Pipeline.from_iterable(lambda source=source: source) for source in opened]
+    found = getattr(first, how)(*others).prefetch(1).run()
+    next(found)
+    found.close()
+    assert [source.closed for source in opened] == ([1, 0, 0] if how == "concat" else [1, 1, 1])
+
+
+# -- tee ---------------------------------------------------------------------------------------------
+
+
+def test_every_branch_gets_everything_once_also_on_threads_that_pull_as_they_like() -> None:
+    script = [Oops(at) if at % 7 == 0 else at for at in range(2000)]
+    for ahead in (False, True):
+        source = Script(*script)
+        branches = Pipeline.from_iterable(lambda source=source: source).tee(4)
+        if ahead:
+            branches = tuple(branch.prefetch(n) for n, branch in enumerate(branches, 1))
+        found = drain(Pipeline.interleave(*branches).run())
+        assert found == [step for step in script for _ in range(4)]
+        met = [step for step in found if isinstance(step, Oops)]
+        assert len({id(error) for error in met}) == len(met)  # each raises one of its own
+        assert source.pulled == len(script) + 1
+
+
+def test_a_pipeline_that_cannot_be_opened_may_be_opened_again() -> None:
+    tries: list[int] = []
+
+    def broken() -> list[int]:
+        tries.append(1)
+        if len(tries) == 1:
+            raise Oops("open")
+        return [5]
+
+    one, other = Pipeline.from_iterable(broken).tee()
+    assert drain(one.concat(other).run()) == [Oops("open"), 5]
+
+
+def test_nothing_waits_for_a_branch_that_is_gone_and_the_source_is_closed_with_the_last() -> None:
+    class Item:
+        pass
+
+    alive = weakref.WeakSet[Item]()
+
+    class Made(Script):
+        def __next__(self) -> Item:
+            super().__next__()
+            item = Item()
+            alive.add(item)
+            return item
+
+    source = Made(*range(100))
+    one, other = Pipeline.from_iterable(lambda: source).tee()
+    run = other.take(1).concat(one.take(99)).run()
+    next(run)
+    assert source.closed == 0
+    for _ in range(99):
+        next(run)
+        gc.collect()
+        assert len(alive) <= 3
+    assert next(run, None) is None
+    assert source.closed == 1
+
+
+def test_the_traceback_of_an_error_says_where_it_was_raised() -> None:
+    one, other = scripted(Oops(1)).tee()
+    run = one.concat(other).run()
+    for _ in range(2):
+        with pytest.raises(Oops) as caught:
+            next(run)
+        assert caught.traceback[-1].name == "__next__"
+        assert caught.traceback[-1].path.name == "scripts.py"

@@ -1,0 +1,693 @@
+"""Random pipelines, built again and again under other settings, and lists that say what they give."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from hybridloader import Pipeline, Replace, Retry, Skip
+from hybridloader.errors import IteratorClosed
+from hybridloader.sampling import ShuffleSampler
+
+Event = tuple[str, Any]
+"""Item that `next` returned, or error that it raised: in the place of one, or beside them.
+
+Models have the places of items that were left out, too, where a `zip` counts them.
+"""
+
+GAP, CLOSED = ("gap", None), ("closed", "")
+SEED = 1
+"""Seed of all runs."""
+
+
+def events(run: Iterator[Any], most: float = math.inf) -> list[Event]:
+    found: list[Event] = []
+    while len(found) < most:
+        try:
+            found.append(("item", next(run)))
+        except StopIteration:
+            break
+        except (ArithmeticError, LookupError, ValueError) as error:
+            found.append(("error", str(error)))
+        except IteratorClosed:  # of a zip that lost count of its rows
+            found.append(CLOSED)
+            break
+    return found
+
+
+def saved(run: Any) -> Any:
+    """Return the state of a run, written as JSON and read again."""
+    text = json.dumps(run.state_dict())
+    assert len(text) < 10_000
+    return json.loads(text)
+
+
+# -- functions that take whatever the steps before have made -----------------------------------------
+
+
+def number_of(item: Any) -> int:
+    return zlib.crc32(repr(item).encode())
+
+
+def changed(item: Any) -> Any:
+    return (item, "changed")
+
+
+def fails_sometimes(item: Any) -> Any:
+    if number_of(item) % 7 == 0:
+        raise ArithmeticError(repr(item))
+    return item
+
+
+def kept(item: Any) -> bool:
+    return number_of(item) % 3 != 0
+
+
+def several(item: Any) -> Any:
+    return [(item, k) for k in range(number_of(item) % 3)]
+
+
+def several_and_fails(item: Any) -> Iterator[Any]:
+    yield from several(item)
+    fails_sometimes(item)
+
+
+def cost(item: Any) -> int:
+    return number_of(item) % 5 + 1
+
+
+def kind(item: Any) -> int:
+    return number_of(item) % 3
+
+
+def size_of(key: int) -> int:
+    return key + 1
+
+
+def tokens(item: Any) -> Any:
+    number = number_of(item)
+    return list(range(number % 50, number % 50 + number % 9))
+
+
+def listed(row: Any) -> Any:
+    return {name: row[name].tolist() for name in row}
+
+
+def parts(item: Any) -> Any:
+    return item if isinstance(item, list) else [item]
+
+
+def instead(item: Any, error: Exception) -> Any:
+    return ("instead", item)
+
+
+class Counting:
+    """Counts how often it is called."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, item: Any) -> Any:
+        self.calls += 1
+        return item
+
+
+class FailingSource:
+    """Iterable of numbers that raises in the places of some, and goes on."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[int]:
+        return map(fails_sometimes, range(self.count))
+
+
+class Settings:
+    """Backends, workers and prefetching, drawn anew for every build: no result may depend on them."""
+
+    def __init__(self, seed: int, *, processes: bool = False) -> None:
+        self._random, self._processes = random.Random(seed), processes
+
+    def place(self) -> dict[str, Any]:
+        choice = self._random.randrange(4)
+        if choice == 0:
+            return {}
+        if choice == 1:
+            return {"backend": "inline"}
+        backend = "fork" if self._processes and choice == 2 else "threads"
+        return {
+            "backend": backend,
+            "num_workers": self._random.randint(1, 3),
+            "prefetch": self._random.choice([None, 1, 7]),
+            "fuse": self._random.random() < 0.7,
+            "buffer_bytes": self._random.choice([None, None, 1, 500]),
+            "threads_per_worker": self._random.choice([1, 1, 3]),
+        }
+
+    def ahead(self, pipe: Pipeline) -> Pipeline:
+        count = self._random.choice([0, 0, 0, 1, 5])
+        return pipe.prefetch(count) if count else pipe
+
+
+# -- what lists say of each step ---------------------------------------------------------------------
+
+Model = Callable[[list[Event], int], Iterable[Event]]
+"""Takes what comes before a step, and the epoch."""
+
+
+def each(function: Callable[[Any], Iterable[Any]], policy: str = "raise") -> Model:
+    """A step that makes items of each; `policy` says what comes of one that fails."""
+
+    def model(before: list[Event], epoch: int) -> Iterator[Event]:
+        for what, item in before:
+            if what != "item":
+                yield what, item
+                continue
+            found: list[Event] = []
+            try:
+                for result in function(item):
+                    found.append(("item", result))
+            except ArithmeticError as error:
+                if policy == "replace":
+                    found = [("item", instead(item, error))]
+                else:
+                    found.append(("error", str(error)) if policy == "raise" else GAP)
+            yield from found
+
+    return model
+
+
+Grouping = Callable[[list[list[Any]], Any], list[list[Any]]]
+"""Adds an item to those that wait, and returns the batches that are given now."""
+
+
+def grouped(add: Grouping, *, drop_last: bool = False) -> Model:
+    def model(before: list[Event], epoch: int) -> Iterator[Event]:
+        waiting: list[list[Any]] = []
+        for what, item in before:
+            if what == "item":
+                yield from (("item", batch) for batch in add(waiting, item))
+            else:
+                yield what, item
+        if not drop_last:
+            yield from (("item", batch) for batch in waiting)
+
+    return model
+
+
+def by_key(key: Callable[[Any], int], size: Callable[[int], int]) -> Grouping:
+    def add(waiting: list[list[Any]], item: Any) -> list[list[Any]]:
+        batch = next((batch for batch in waiting if key(batch[0]) == key(item)), None)
+        if batch is None:
+            batch = []
+            waiting.append(batch)
+        batch.append(item)
+        if len(batch) < size(key(item)):
+            return []
+        waiting[:] = [other for other in waiting if other is not batch]
+        return [batch]
+
+    return add
+
+
+def by_number(size: int) -> Grouping:
+    return by_key(lambda item: 0, lambda key: size)
+
+
+def by_cost(limit: int, *, padded: bool = False, most: int | None = None) -> Grouping:
+    def add(waiting: list[list[Any]], item: Any) -> list[list[Any]]:
+        batch, given = waiting.pop() if waiting else [], []
+        costs = [cost(other) for other in [*batch, item]]
+        if batch and (max(costs) * len(costs) if padded else sum(costs)) > limit:
+            given, batch = [batch], []
+        batch = [*batch, item]
+        if len(batch) == most:
+            return [*given, batch]
+        waiting.append(batch)
+        return given
+
+    return add
+
+
+def row(pieces: list[list[int]], length: int) -> Event:
+    padding = [0] * (length - sum(map(len, pieces)))
+    columns = (
+        [token for piece in pieces for token in piece],
+        [number for number, piece in enumerate(pieces, 1) for _ in piece],
+        [place for piece in pieces for place in range(len(piece))],
+    )
+    names = ("tokens", "segment_ids", "positions")
+    return "item", {name: column + padding for name, column in zip(names, columns, strict=True)}
+
+
+def split(length: int) -> Model:
+    def model(before: list[Event], epoch: int) -> Iterator[Event]:
+        pieces: list[list[int]] = []
+        for what, item in before:
+            if what != "item":
+                yield what, item
+                continue
+            for token in tokens(item):
+                if not pieces or token == tokens(item)[0]:
+                    pieces.append([])
+                pieces[-1].append(token)
+                if sum(map(len, pieces)) == length:
+                    yield row(pieces, length)
+                    pieces = [[]]
+            pieces = [piece for piece in pieces if piece]
+        if pieces:
+            yield row(pieces, length)
+
+    return model
+
+
+def first_fit(length: int, most: int) -> Model:
+    def model(before: list[Event], epoch: int) -> Iterator[Event]:
+        rows: list[list[list[int]]] = []
+        for what, item in before:
+            if what != "item":
+                yield what, item
+                continue
+            document = tokens(item)[:length]
+            if not document:
+                continue
+            fits = [found for found in rows if sum(map(len, found)) + len(document) <= length]
+            if not fits and len(rows) == most:
+                yield from (row(found, length) for found in rows)
+                rows = []
+            if not fits:
+                rows.append([])
+            (fits or rows[-1:])[0].append(document)
+        yield from (row(found, length) for found in rows)
+
+    return model
+
+
+def every(first: int, step: int) -> Model:
+    """Every `step`-th item from number `first` on; errors of the others come beside."""
+
+    def model(before: list[Event], epoch: int) -> Iterator[Event]:
+        number = 0
+        for what, item in before:
+            given = number >= first and (number - first) % step == 0
+            number += what != "beside"
+            if given or what in ("beside", "closed"):
+                yield what, item
+            elif what == "error":
+                yield "beside", item
+
+    return model
+
+
+def take(count: int) -> Model:
+    def model(before: list[Event], epoch: int) -> Iterator[Event]:
+        left = count
+        for what, item in before:
+            if not left:
+                return
+            left -= what != "beside"
+            yield what, item
+
+    return model
+
+
+def numbered(start: int) -> Model:
+    def model(before: list[Event], epoch: int) -> Iterator[Event]:
+        number = start
+        for what, item in before:
+            yield what, (number, item) if what == "item" else item
+            number += what != "beside"
+
+    return model
+
+
+def drawn(size: int, seed: int) -> Model:
+    def model(before: list[Event], epoch: int) -> Iterator[Event]:
+        generator, held = random.Random(f"{seed}/{epoch}"), list[Any]()
+
+        def draw() -> Event:
+            place = int(generator.random() * len(held))
+            held[place], held[-1] = held[-1], held[place]
+            return "item", held.pop()
+
+        for what, item in before:
+            if what != "item":
+                yield what, item
+                continue
+            held.append(item)
+            if len(held) == size:
+                yield draw()
+        while held:
+            yield draw()
+
+    return model
+
+
+# -- and of joins ------------------------------------------------------------------------------------
+
+
+def in_places(line: list[Event]) -> list[list[Event]]:
+    """Each event that takes a place, behind those that come beside before it."""
+    found: list[list[Event]] = [[]]
+    for event in line:
+        found[-1].append(event)
+        if event[0] != "beside":
+            found.append([])
+    return found if found[-1] else found[:-1]
+
+
+def in_turn(lines: list[list[Event]], block: int) -> list[Event]:
+    places = [in_places(line) for line in lines]
+    turns = max(map(len, places)) // block + 1
+    return [
+        event
+        for turn in range(turns)
+        for line in places
+        for place in line[turn * block : (turn + 1) * block]
+        for event in place
+    ]
+
+
+def mixed(
+    lines: list[list[Event]], weights: list[int], seed: int, epoch: int, *, first: bool
+) -> Iterator[Event]:
+    generator = random.Random(f"{seed}/{epoch}")
+    alive = [(iter(in_places(line)), weight) for line, weight in zip(lines, weights, strict=True)]
+    while alive:
+        ends = list(accumulate(weight for _, weight in alive))
+        at = generator.random() * ends[-1]
+        number = next(number for number, end in enumerate(ends) if at < end)
+        place = next(alive[number][0], None)
+        yield from place or []
+        if place is None or place[-1][0] == "beside":
+            del alive[number]
+            if first:
+                return
+
+
+def rows(lines: list[list[Event]], lossy: list[bool]) -> Iterator[Event]:
+    """Tuples of items by their numbers: a failure takes its row along, or ends them all.
+
+    `lossy` says of each line whether the number of a failure is unknown.
+    """
+    left = [iter(line) for line in lines]
+    while True:
+        given: list[Event] = []
+        for line, unknown in zip(left, lossy, strict=True):
+            for event in line:
+                if event[0] != "beside":
+                    break
+                yield event
+            else:
+                yield from [event for event in given if event[0] == "error"][:1]
+                return
+            if event == CLOSED or (event[0] == "error" and unknown and len(lines) > 1):
+                yield from [event, CLOSED]
+                return
+            given.append(event)
+        failed = [event for event in given if event[0] == "error"] or [GAP] * (GAP in given)
+        yield failed[0] if failed else ("item", tuple(item for _, item in given))
+
+
+# -- pipelines ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A pipeline to build; `make` takes the settings, `model` the epoch and whether a zip is behind.
+
+    `traits` has, in the order of the steps, an ``s`` for one that skips items, an ``l`` for one after
+    which the number of an item is unknown, and a ``c`` for a cache; an ``e`` if the epoch matters.
+    """
+
+    told: str
+    make: Callable[[Settings], Pipeline]
+    model: Callable[[int, bool], list[Event]]
+    traits: str = ""
+
+    def __repr__(self) -> str:
+        return self.told
+
+    def events(self, epoch: int) -> list[Event]:
+        """What a run gives."""
+        found = [
+            ("error", item) if what == "beside" else (what, item)
+            for what, item in self.model(epoch, False)
+        ]
+        return found[: found.index(CLOSED) + 1] if CLOSED in found else found
+
+
+def dataset(count: int, order: str) -> Recipe:
+    def make(settings: Settings) -> Pipeline:
+        place = settings.place()
+        if order == "sampler":
+            sampler = ShuffleSampler(count, seed=3)
+            return Pipeline.from_dataset(range(count), sampler=sampler, **place)
+        if order == "iterable":
+            return Pipeline.from_iterable(list(range(count)))
+        if order == "generator":
+            return Pipeline.from_iterable(lambda: iter(range(count)))
+        if order == "failing":
+            return Pipeline.from_iterable(FailingSource(count))
+        return Pipeline.from_dataset(range(count), shuffle=order == "shuffled", **place)
+
+    def model(epoch: int, in_rows: bool) -> list[Event]:
+        numbers: Iterable[int] = range(count)
+        if order == "shuffled":
+            generator = torch.Generator().manual_seed(SEED + epoch)
+            numbers = torch.randperm(count, generator=generator).tolist()
+        if order == "sampler":
+            numbers = ShuffleSampler(count, seed=3, epoch=epoch)
+        found: list[Event] = [("item", number) for number in numbers]
+        return (
+            list(each(lambda item: [fails_sometimes(item)])(found, 0))
+            if order == "failing"
+            else found
+        )
+
+    return Recipe(f"{order}({count})", make, model, "e" * (order in ("shuffled", "sampler")))
+
+
+ORDERS = ["in order", "shuffled", "sampler", "iterable", "generator", "failing"]
+sources = st.builds(dataset, st.integers(0, 24), st.sampled_from(ORDERS))
+
+
+def _failing(policy: str) -> Callable[[Pipeline, Settings], Pipeline]:
+    policies: dict[str, Any] = {
+        "raise": "raise",
+        "skip": Skip(None),
+        "retry": Retry(1, 0, then=Skip(None)),
+        "replace": Replace(instead, None),
+    }
+    return lambda pipe, settings: pipe.map(
+        fails_sometimes, on_error=policies[policy], **settings.place()
+    )
+
+
+Build = Callable[[Pipeline, Settings], Pipeline]
+
+STEPS: dict[str, tuple[Build, Model, str]] = {
+    "map": (
+        lambda pipe, settings: pipe.map(changed, **settings.place()),
+        each(lambda item: [changed(item)]),
+        "",
+    ),
+    "filter": (
+        lambda pipe, settings: pipe.filter(kept, **settings.place()),
+        each(lambda item: [item] * kept(item)),
+        "l",
+    ),
+    "flat_map": (
+        lambda pipe, settings: pipe.flat_map(several, **settings.place()),
+        each(several),
+        "l",
+    ),
+    "flat_map, failing": (
+        lambda pipe, settings: pipe.flat_map(several_and_fails, **settings.place()),
+        each(several_and_fails),
+        "l",
+    ),
+    **{
+        f"map, {policy}": (
+            _failing(policy),
+            each(lambda item: [fails_sometimes(item)], policy),
+            "s" * (policy in ("skip", "retry")),
+        )
+        for policy in ("raise", "skip", "retry", "replace")
+    },
+    "batch": (lambda pipe, _: pipe.batch(3, collate_fn=list), grouped(by_number(3)), "l"),
+    "full batch": (
+        lambda pipe, _: pipe.batch(2, drop_last=True, collate_fn=list),
+        grouped(by_number(2), drop_last=True),
+        "l",
+    ),
+    "batch_by": (lambda pipe, _: pipe.batch_by(cost, 9, collate_fn=list), grouped(by_cost(9)), "l"),
+    "batch_by, padded": (
+        lambda pipe, _: pipe.batch_by(cost, 12, padded=True, collate_fn=list),
+        grouped(by_cost(12, padded=True)),
+        "l",
+    ),
+    "batch_by, at most": (
+        lambda pipe, _: pipe.batch_by(cost, 9, drop_last=True, max_size=2, collate_fn=list),
+        grouped(by_cost(9, most=2), drop_last=True),
+        "l",
+    ),
+    "batch_by, alone": (
+        lambda pipe, _: pipe.batch_by(cost, 3, oversize="alone", collate_fn=list),
+        grouped(by_cost(3)),
+        "l",
+    ),
+    "bucket_by": (
+        lambda pipe, _: pipe.bucket_by(kind, 2, collate_fn=list),
+        grouped(by_key(kind, lambda key: 2)),
+        "l",
+    ),
+    "bucket_by, full": (
+        lambda pipe, _: pipe.bucket_by(kind, {0: 1, 1: 2, 2: 3}, drop_last=True, collate_fn=list),
+        grouped(by_key(kind, size_of), drop_last=True),
+        "l",
+    ),
+    "bucket_by, function": (
+        lambda pipe, _: pipe.bucket_by(kind, size_of, collate_fn=list),
+        grouped(by_key(kind, size_of)),
+        "l",
+    ),
+    "unbatch": (lambda pipe, _: pipe.unbatch(split=parts), each(parts), "l"),
+    "packed": (lambda pipe, _: pipe.map(tokens).pack(5).map(listed), split(5), "l"),
+    "packed whole": (
+        lambda pipe, _: pipe.map(tokens).pack(6, "first_fit", 2, "truncate").map(listed),
+        first_fit(6, 2),
+        "l",
+    ),
+    "shuffle": (lambda pipe, _: pipe.shuffle(4, seed=5), drawn(4, 5), "el"),
+    "take": (lambda pipe, _: pipe.take(7), take(7), ""),
+    "skip": (lambda pipe, _: pipe.skip(2), every(2, 1), ""),
+    "skip 1": (lambda pipe, _: pipe.skip(1), every(1, 1), ""),
+    "shard": (lambda pipe, _: pipe.shard(3, 1), every(1, 3), ""),
+    "enumerate": (lambda pipe, _: pipe.enumerate(5), numbered(5), ""),
+    "cache": (lambda pipe, _: pipe.cache(), lambda before, epoch: before, "c"),
+}
+
+
+def extended(before: Recipe, step: str) -> Recipe:
+    if step == "repeat":
+        if (
+            "e" in before.traits and "c" in before.traits
+        ):  # what it keeps depends on who reads ahead
+            return before
+        return Recipe(
+            f"{before}.repeat",
+            lambda settings: settings.ahead(before.make(settings).repeat(2)),
+            lambda epoch, in_rows: [
+                *before.model(2 * epoch, in_rows),
+                *before.model(2 * epoch + 1, in_rows),
+            ],
+            before.traits,
+        )
+    build, model, traits = STEPS[step]
+    return Recipe(
+        f"{before}.{step}",
+        lambda settings: settings.ahead(build(before.make(settings), settings)),
+        lambda epoch, in_rows: [
+            event for event in model(before.model(epoch, in_rows), epoch) if in_rows or event != GAP
+        ],
+        before.traits + traits,
+    )
+
+
+def forked(before: Recipe, how: str) -> Recipe:
+    """Both branches of a tee, one of them changed, together again."""
+
+    def make(settings: Settings) -> Pipeline:
+        one, other = before.make(settings).tee()
+        one = (
+            one.filter(kept, **settings.place())
+            if how == "interleave"
+            else one.map(changed, **settings.place())
+        )
+        other = settings.ahead(other)
+        if how == "zip":
+            return one.zip(other, strict=False)
+        if how == "zip, skipped":
+            return one.zip(other.skip(1), strict=False)
+        return getattr(one, how)(other)  # type: ignore[no-any-return]
+
+    step = "filter" if how == "interleave" else "map"
+    one = extended(before, step)
+    other = extended(before, "skip 1") if how == "zip, skipped" else before
+    return combined(how.partition(",")[0], one, other, make=make)
+
+
+def combined(
+    how: str, *lines: Recipe, make: Callable[[Settings], Pipeline] | None = None
+) -> Recipe:
+    traits = "".join(line.traits for line in lines) + "e" * how.startswith("mix")
+    if how == "zip" and any(re.search("s.*[slc]", line.traits) for line in lines):
+        how, make = "concat", None  # such a zip is refused
+    weights = [*range(1, len(lines) + 1)]
+    more: dict[str, Any] = {
+        "zip": {"strict": False},
+        "mix": {"weights": weights, "seed": 4},
+        "mix, first": {"weights": weights, "seed": 4, "stop": "first"},
+        "interleave": {"block_length": 2 if make is None else 1},
+    }
+
+    def built(settings: Settings) -> Pipeline:
+        first, *others = [line.make(settings) for line in lines]
+        return getattr(first, how.partition(",")[0])(*others, **more.get(how, {}))  # type: ignore[no-any-return]
+
+    def model(epoch: int, in_rows: bool) -> list[Event]:
+        given = [line.model(epoch, in_rows or how == "zip") for line in lines]
+        if how == "zip":
+            found = [*rows(given, ["l" in line.traits for line in lines])]
+            return found if in_rows else [event for event in found if event != GAP]
+        if how == "interleave":
+            return in_turn(given, more[how]["block_length"])
+        if how.startswith("mix"):
+            return [*mixed(given, weights, 4, epoch, first=how != "mix")]
+        return [event for line in given for event in line]
+
+    return Recipe(f"{how}{lines}", make or built, model, traits)
+
+
+JOINS = ["zip", "concat", "mix", "mix, first", "interleave"]
+FORKS = ["zip", "zip, skipped", "concat", "interleave"]
+
+
+def _wider(inner: st.SearchStrategy[Recipe]) -> st.SearchStrategy[Recipe]:
+    steps = st.builds(extended, inner, st.sampled_from([*STEPS, "repeat"]))
+    forks = st.builds(forked, inner, st.sampled_from(FORKS))
+    joins = st.builds(combined, st.sampled_from(JOINS), inner, inner)
+    return steps | steps | steps | forks | joins
+
+
+recipes = st.recursive(sources, _wider, max_leaves=5)
+
+
+def goes_on(recipe: Recipe, stops: list[int], seeds: list[int], epoch: int = 0, **how: Any) -> None:
+    """Stop after each of `stops` items in turn, under other settings; the last goes on to the end."""
+    expected, found, state = recipe.events(epoch), list[Event](), None
+    for number, seed in enumerate(seeds):
+        pipe = recipe.make(Settings(seed, **how))
+        if "s" not in recipe.traits and all(what == "item" for what, _ in expected):
+            assert pipe.length in (None, len(expected))
+        begins: Any = {"state": state} if number else {"epoch": epoch, "seed": SEED}
+        with pipe.run(**begins) as run:
+            found += events(run, stops[number] if number < len(stops) else math.inf)
+            assert found == expected[: len(found)]
+            if CLOSED in found:
+                break
+            state = saved(run)
+            assert state == saved(run)
+            assert state["given"] == len(found)
+    assert found == expected
