@@ -1,71 +1,44 @@
-"""Which items come, when and how often."""
+"""Which items come, when and how often; what is closed; and what descriptions and lengths tell."""
 
 from __future__ import annotations
 
+import dataclasses
+import pickle
 from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from support.scripts import (
-    Oops,
-    Script,
-    begin,
-    drain,
-    errors_in,
-    items_in,
-    no_deadline,
-    outcome,
-    scripted,
-    steps,
-)
+from support.scripts import Oops, Script, Step, begin, drain, outcome, scripted, steps
 
-from hybridloader import Pipeline
+from hybridloader import Memory, Pipeline
 
-errors = st.builds(Oops, st.integers(0, 99))
-scripts = st.lists(st.one_of(st.integers(), st.none(), errors), max_size=20)
+INFINITE = float("inf")
 
-
-# -- shuffle ---------------------------------------------------------------------------------------
-
-
-@no_deadline
-@given(scripts, st.integers(1, 8), st.integers(0, 5))
-def test_a_shuffle_loses_nothing_and_takes_nothing_forward_too_far(
-    script: list[Any], buffer: int, seed: int
-) -> None:
-    numbered = [step if isinstance(step, Oops) else (at, step) for at, step in enumerate(script)]
-    items = items_in(numbered)
-    found = outcome(steps.shuffle(buffer, seed), *numbered)
-    assert sorted(items_in(found), key=items.index) == items
-    assert errors_in(found) == errors_in(numbered)
-    for place, item in enumerate(items_in(found)):
-        assert items.index(item) - place <= buffer - 1
-    if buffer == 1:
-        assert items_in(found) == items
-    assert Pipeline.from_iterable(items).shuffle(buffer).length == len(items)
+STEPS: dict[str, Step] = {
+    "batch": steps.batch(3, collate_fn=list),
+    "batch, full": steps.batch(3, drop_last=True, collate_fn=list),
+    "unbatch": steps.unbatch(split=lambda item: [item, item]),
+    "batch_by": steps.batch_by(lambda item: 1, 12, collate_fn=list),
+    "batch_by, padded": steps.batch_by(lambda item: 1, 4, padded=True, collate_fn=list),
+    "bucket_by": steps.bucket_by(type, 2, collate_fn=list),
+    "bucket_by, sizes": steps.bucket_by(type, {int: 2}, collate_fn=list),
+    "padded_batch": steps.padded_batch(3, drop_last=True, lengths=True, memory=Memory(limit=0.1)),
+    "pack": steps.pack(3),
+    "shuffle": steps.shuffle(7, 3),
+    "take": steps.take(99),
+    "skip": steps.skip(4),
+    "shard": steps.shard(3, 1),
+    "enumerate": steps.enumerate(5),
+    "repeat": steps.repeat(2),
+    "cache": steps.cache(),
+    "cache in a file": steps.cache("some/file", fingerprint="of this"),
+}
 
 
-@no_deadline
-@given(st.lists(st.integers(0, 19), max_size=5, unique=True), st.integers(1, 8))
-def test_the_order_does_not_depend_on_errors_between(places: list[int], buffer: int) -> None:
-    script: list[Any] = list(range(20))
-    for place in places:
-        script.insert(place, Oops(place))
-    found = outcome(steps.shuffle(buffer, 3), *script)
-    assert items_in(found) == outcome(steps.shuffle(buffer, 3), *range(20))
-
-
-def test_the_order_is_a_function_of_seed_and_pass() -> None:
-    def order(seed: int | None, epoch: int) -> list[int]:
-        return outcome(steps.shuffle(10, seed), *range(50), epoch=epoch)
-
-    assert order(1, 0) == order(1, 0)
-    orders = [order(seed, epoch) for seed in (None, 1, 2) for epoch in (0, 1)]
-    assert len({tuple(found) for found in orders}) == 6
-    assert outcome(steps.shuffle(10), *range(50), seed=7) != order(None, 0)
+# -- shuffle, take, skip, repeat, shard --------------------------------------------------------------
 
 
 def test_what_fits_into_the_buffer_is_shuffled_uniformly() -> None:
@@ -76,22 +49,26 @@ def test_what_fits_into_the_buffer_is_shuffled_uniformly() -> None:
     assert all(400 < count < 600 for count in counts.values())
 
 
-# -- take --------------------------------------------------------------------------------------------
-
-
-@no_deadline
-@given(scripts, st.integers(0, 8))
-def test_a_take_pulls_what_it_gives_and_then_closes(script: list[Any], count: int) -> None:
-    source = Script(*script)
-    assert drain(begin(steps.take(count), source)) == script[:count]  # what raises has its place
-    assert source.closed == 1
-    assert source.pulled == (count if count <= len(script) else len(script) + 1)
-    for known in (Pipeline.from_iterable(script), Pipeline.from_iterable([1]).repeat()):
-        assert known.take(count).length == min(count, known.length or 0)
-    assert scripted().take(count).length == (None if count else 0)
-
-
-# -- repeat ------------------------------------------------------------------------------------------
+def test_what_is_not_needed_is_not_asked_for() -> None:
+    for script in ([], [1, Oops(2), 3]):
+        for count in range(5):
+            source = Script(*script)
+            assert drain(begin(steps.take(count), source)) == script[:count]
+            assert source.closed == 1
+            assert source.pulled == (count if count <= len(script) else len(script) + 1)
+    source = Script(1, 2, Oops(1), 3, 4)
+    found = begin(steps.skip(3), source)
+    assert source.pulled == 0
+    with pytest.raises(Oops):
+        next(found)
+    assert next(found) == 3
+    source = Script(1, 2, Oops(1), 3, 4, 5)
+    found = begin(steps.batch(3, collate_fn=list), source)
+    with pytest.raises(Oops):
+        next(found)
+    assert source.pulled == 3
+    assert next(found) == [1, 2, 3]
+    assert source.pulled == 4
 
 
 def passes_of(*passes: Any) -> Pipeline:
@@ -107,32 +84,15 @@ def passes_of(*passes: Any) -> Pipeline:
     return Pipeline.from_iterable(begun)
 
 
-@no_deadline
-@given(st.lists(scripts.filter(items_in), max_size=4), st.lists(errors, max_size=3))
-def test_a_repeat_without_end_ends_with_a_pass_that_gives_nothing(
-    passes: list[list[Any]], last: list[Any]
-) -> None:
-    found = drain(passes_of(*passes, last, [1, 2, 3]).repeat().run())
-    assert found == [step for steps in [*passes, last] for step in steps]
-
-
 def test_a_pass_begins_when_its_turn_comes_and_one_that_can_not_is_the_last() -> None:
     found = passes_of([1], None, [2]).repeat(3).run()
     assert next(found) == 1  # the second has not begun
     assert drain(found) == [Oops("begin")]
     assert list(passes_of().repeat(0)) == []
-
-
-def test_lengths_of_repeats() -> None:
-    five, none, endless = (Pipeline.from_iterable(range(count)) for count in (5, 0, 1))
-    endless = endless.repeat()
-    assert five.repeat(3).length == 15
-    assert five.repeat().length == endless.repeat(2).length == float("inf")
-    assert none.repeat().length == endless.repeat(0).length == 0
-    assert scripted(1).repeat().length is None
-
-
-# -- shard -------------------------------------------------------------------------------------------
+    endless = (
+        passes_of([1, Oops(2)], [3], [Oops(4)], [5]).repeat().run()
+    )  # a pass without items ends it
+    assert drain(endless) == [1, Oops(2), 3, Oops(4)]
 
 
 def test_a_shard_asks_torch_when_the_pass_begins(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,11 +108,152 @@ def test_a_shard_asks_torch_when_the_pass_begins(monkeypatch: pytest.MonkeyPatch
     assert list(shard) == [*range(7)]
 
 
-def test_a_skip_asks_for_nothing_before_it_is_asked() -> None:
-    source = Script(1, 2, Oops(1), 3, 4)
-    found = begin(steps.skip(3), source)
-    assert source.pulled == 0
-    with pytest.raises(Oops):
-        next(found)
-    assert next(found) == 3
-    assert outcome(steps.skip(9), 1, Oops(2), 3) == [Oops(2)]
+def test_a_shard_is_taken_before_work_that_would_be_thrown_away_and_behind_what_chooses() -> None:
+    called: list[int] = []
+
+    def counted(item: int) -> int:
+        called.append(item)
+        return item
+
+    pipe, where = Pipeline.from_dataset(range(20)), {"backend": "threads", "num_workers": 1}
+    made: Any = pipe.map(counted, **where).shard(4, 1)  # type: ignore[arg-type]
+    assert list(made) == called == [1, 5, 9, 13, 17]
+    odd: Any = pipe.filter(lambda item: item % 2 == 1, **where)  # type: ignore[arg-type]
+    assert list(odd.shard(4, 1)) == [3, 11, 19]
+    assert list(odd.map(counted).shard(5, 0)) == [1, 11]
+    assert list(pipe.flat_map(lambda k: [k, k]).shard(20, 1)) == [0, 10]
+
+
+# -- closing -----------------------------------------------------------------------------------------
+
+
+def test_closing_gives_up_what_is_left_and_closes_what_comes_before() -> None:
+    for name, step in STEPS.items():
+        if name in ("repeat", "pack", "padded_batch", "cache in a file"):
+            continue
+        source = Script(*[1, 5, 2, 3] * 25)
+        found = begin(lambda pipe, step=step: step(pipe).prefetch(1), source)
+        assert len(list(islice(found, 2))) == 2
+        for _ in range(2):
+            found.close()
+        assert source.closed == 1, name
+
+
+# -- lengths -----------------------------------------------------------------------------------------
+
+
+def two() -> Pipeline:
+    return Pipeline.from_iterable(range(2))
+
+
+def three() -> Pipeline:
+    return Pipeline.from_dataset(range(3))
+
+
+UNKNOWN = scripted(1)
+LENGTHS: list[tuple[Callable[[], Pipeline], float | None]] = [
+    (lambda: UNKNOWN, None),
+    (lambda: Pipeline.from_iterable(range(7), backend="threads", num_workers=1), None),
+    (lambda: Pipeline.from_dataset(range(7), sampler=[1, 2]), 2),
+    (lambda: three().tee(2)[1], 3),
+    (lambda: three().batch(2), 2),
+    (lambda: three().batch(2, drop_last=True), 1),
+    (lambda: three().filter(bool), None),
+    (lambda: three().batch_by(int, 3), None),
+    (lambda: three().map(str).shuffle(2).enumerate().cache(), 3),
+    (lambda: three().skip(1), 2),
+    (lambda: three().skip(5), 0),
+    (lambda: three().shard(2, 0), 2),
+    (lambda: three().shard(2, 1), 1),
+    (lambda: three().take(2), 2),
+    (lambda: UNKNOWN.take(0), 0),
+    (lambda: UNKNOWN.take(2), None),
+    (lambda: two().repeat().take(9), 9),
+    (lambda: three().repeat(3), 9),
+    (lambda: two().repeat(), INFINITE),
+    (lambda: two().repeat().repeat(2), INFINITE),
+    (lambda: two().repeat().repeat(0), 0),
+    (lambda: two().take(0).repeat(), 0),
+    (lambda: UNKNOWN.repeat(), None),
+    (lambda: two().repeat().batch(2).skip(3).shard(2, 0).enumerate(), INFINITE),
+    (lambda: two().repeat().pack(3), INFINITE),
+    (lambda: three().pack(3), None),
+    (lambda: Pipeline.from_iterable([]).pack(3), 0),
+    (lambda: Pipeline.from_iterable([]).batch_by(int, 3), 0),
+    (lambda: UNKNOWN.zip(two()), 2),
+    (lambda: three().zip(two(), strict=False), 2),
+    (lambda: two().repeat().zip(two(), strict=False), 2),
+    (lambda: UNKNOWN.zip(two(), strict=False), None),
+    (lambda: UNKNOWN.zip(UNKNOWN), None),
+    (lambda: UNKNOWN.zip(two().take(0), strict=False), 0),
+    (lambda: two().repeat().zip(two().repeat()), INFINITE),
+    *(
+        (lambda how=how, one=one: getattr(one, how)(two()), length)
+        for how in ("concat", "mix", "interleave")
+        for one, length in ((three(), 5), (UNKNOWN, None), (two().repeat(), INFINITE))
+    ),
+    (lambda: two().mix(three(), stop="first"), None),
+    (lambda: two().mix(stop="first"), 2),
+    (lambda: two().repeat().mix(two().repeat(), stop="first"), INFINITE),
+]
+
+
+def test_lengths_are_told_where_they_are_known() -> None:
+    for number, (make, length) in enumerate(LENGTHS):
+        pipe = make()
+        assert pipe.length == length, number
+        assert bool(pipe)
+        if length is None or length == INFINITE:
+            with pytest.raises(TypeError, match=r"no len\(\): '"):
+                len(pipe)
+        else:
+            assert len(pipe) == length
+    with pytest.raises(TypeError, match=r"no len.*'repeat' never ends"):
+        len(two().map(str).repeat().batch(2))
+    with pytest.raises(TypeError, match=r"no len.*'filter\(str\)'.*not known"):
+        len(two().filter(str).batch(2))
+
+
+# -- descriptions ------------------------------------------------------------------------------------
+
+
+def numbers() -> Iterator[int]:
+    return iter([1, 2, 3])
+
+
+READ: list[int] = []
+
+
+def read() -> Iterator[int]:
+    for item in (1, 2, 3):
+        READ.append(item)
+        yield item
+
+
+JOINS: list[Step] = [
+    lambda pipe: pipe.zip(Pipeline.from_iterable(numbers), strict=False),
+    lambda pipe: pipe.concat(Pipeline.from_iterable(numbers)),
+    lambda pipe: pipe.mix(Pipeline.from_iterable(numbers), weights=(0.2, 0.8), stop="first"),
+    lambda pipe: pipe.interleave(Pipeline.from_iterable(numbers), block_length=2),
+]
+
+
+def test_a_description_is_a_value_and_a_pickle_of_it_another_one() -> None:
+    functions = {"unbatch", "batch_by", "batch_by, padded"}
+    for step in [*(step for name, step in STEPS.items() if name not in functions), *JOINS]:
+        pipe = step(Pipeline.from_iterable(numbers))
+        again = pickle.loads(pickle.dumps(pipe))
+        assert step in JOINS or again.operators == pipe.operators
+        assert (repr(again), str(again), again.length) == (repr(pipe), str(pipe), pipe.length)
+        operator = pipe.operators[-1]
+        assert operator.describe().startswith(operator.name)
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            operator.batch_size = 5
+    for change in (setattr, lambda pipe, name, _: delattr(pipe, name)):
+        with pytest.raises(AttributeError, match="can't be changed"):
+            change(pipe, "operators", ())
+    one, other = Pipeline.from_iterable(read).tee()
+    again = pickle.loads(pickle.dumps(one.zip(other)))
+    READ.clear()
+    assert list(again) == [(1, 1), (2, 2), (3, 3)]
+    assert READ == [1, 2, 3]

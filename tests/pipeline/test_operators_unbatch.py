@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.comparison import same
-from support.scripts import Oops, errors_in, items_in, no_deadline, outcome, steps
+from support.scripts import Oops, Script, errors_in, items_in, no_deadline, outcome, steps
 from torch.utils.data import default_collate
 
 Point = namedtuple("Point", "x y")
@@ -57,23 +57,19 @@ def test_a_list_of_samples_gives_these(samples: list[Any]) -> None:
 
 def test_every_kind_of_batch() -> None:
     x, y = torch.arange(4).reshape(2, 2), np.arange(2.0)
-    same(outcome(steps.unbatch(), x), [x[0], x[1]])
-    same(outcome(steps.unbatch(), y), [y[0], y[1]])
-    same(outcome(steps.unbatch(), {"x": x, "y": y}), [{"x": x[i], "y": y[i]} for i in range(2)])
-    counted = outcome(steps.unbatch(), Counter(y=[3, 4]))  # whose own `update` adds
-    same(counted, [Counter(y=3), Counter(y=4)])
-    same(
-        outcome(steps.unbatch(), OrderedDict(y=y, x=x)),
-        [OrderedDict(y=y[i], x=x[i]) for i in range(2)],
-    )
-    same(outcome(steps.unbatch(), Point(x, y)), [Point(x[i], y[i]) for i in range(2)])
-    same(outcome(steps.unbatch(), Row(x, {"y": y})), [Row(x[i], {"y": y[i]}) for i in range(2)])
-    same(outcome(steps.unbatch(), [x, y]), [(x[i], y[i]) for i in range(2)])
-    same(outcome(steps.unbatch(), (x, ["a", "b"])), [(x[0], "a"), (x[1], "b")])
-    same(
-        outcome(steps.unbatch(), {"x": x, "name": ["a", "b"]}),
-        [{"x": x[i], "name": "ab"[i]} for i in range(2)],
-    )
+    for batch, make in [
+        (x, lambda i: x[i]),
+        (y, lambda i: y[i]),
+        ({"x": x, "y": y}, lambda i: {"x": x[i], "y": y[i]}),
+        (Counter(y=[3, 4]), lambda i: Counter(y=3 + i)),  # whose own `update` adds
+        (OrderedDict(y=y, x=x), lambda i: OrderedDict(y=y[i], x=x[i])),
+        (Point(x, y), lambda i: Point(x[i], y[i])),
+        (Row(x, {"y": y}), lambda i: Row(x[i], {"y": y[i]})),
+        ([x, y], lambda i: (x[i], y[i])),
+        ((x, ["a", "b"]), lambda i: (x[i], "ab"[i])),
+        ({"x": x, "name": ["a", "b"]}, lambda i: {"x": x[i], "name": "ab"[i]}),
+    ]:
+        same(outcome(steps.unbatch(), batch), [make(0), make(1)])  # type: ignore[no-untyped-call]
     assert outcome(steps.unbatch(), [], torch.zeros(0, 3), {"x": torch.zeros(0)}, ()) == []
 
 
@@ -124,35 +120,17 @@ def test_what_is_no_batch_is_an_error_and_the_next_one_comes(
         raise errors_in(found)[0]
 
 
-def test_a_function_of_ones_own() -> None:
+def test_a_function_of_ones_own_may_raise_at_a_batch_and_between_its_samples() -> None:
     def split(batch: Any) -> Any:
         if batch == "bad":
             raise Oops(1)
         if batch == "end":
             raise StopIteration
-        yield_late = iter(batch)
-        return (character for character in yield_late)
+        if batch == "late":
+            return Script(1, Oops(2), 3)
+        return iter(batch)
 
-    found = outcome(steps.unbatch(split=split), "ab", "bad", "c", "end", "", "d")
-    assert items_in(found) == ["a", "b", "c", "d"]
-    assert found[2] == Oops(1)
-    assert type(found[4]) is RuntimeError
-
-
-def test_samples_that_raise_leave_those_behind_them() -> None:
-    class Late:
-        def __init__(self) -> None:
-            self.left = [1, 2, 3]
-
-        def __iter__(self) -> Late:
-            return self
-
-        def __next__(self) -> int:
-            if not self.left:
-                raise StopIteration
-            number = self.left.pop(0)
-            if number == 2:
-                raise Oops(2)
-            return number
-
-    assert outcome(steps.unbatch(split=lambda batch: Late()), "x") == [1, Oops(2), 3]
+    batches = ("ab", "bad", "c", "end", "", "late", "d")
+    found = outcome(steps.unbatch(split=split), *batches)
+    assert type(found.pop(4)) is RuntimeError
+    assert found == ["a", "b", Oops(1), "c", 1, Oops(2), 3, "d"]
