@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.random_pipelines import Counting, Settings, kind, saved
+from support.pipeline_model import Counting, Settings, kind, saved
 
 from hybridloader import Pipeline, PipelineLoader, StateError
 from hybridloader.sampling import BlockShuffleSampler, DistributedShuffleSampler

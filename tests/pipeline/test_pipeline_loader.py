@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.random_pipelines import changed, saved
+from support.pipeline_model import changed, saved
 
 from hybridloader import DataLoader, Pipeline, PipelineLoader, StateError
 from hybridloader.errors import IteratorClosed

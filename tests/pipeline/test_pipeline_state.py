@@ -1,84 +1,114 @@
-"""A run that goes on from a state gives exactly what the first one would have given."""
+"""States of runs: what going on costs, when and where one is taken, and what epochs carry over."""
 
 from __future__ import annotations
 
 import gc
 import json
-import sys
+import random
 import threading
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from support.random_pipelines import (
-    STEPS,
-    Counting,
-    Recipe,
-    Settings,
-    _extended,
-    changed,
-    dataset,
-    events,
-    recipes,
-    saved,
-)
+import torch
+from support.pipeline_model import Counting, changed, events, saved
+from torch.utils.data import RandomSampler, Sampler
 
-from hybridloader import Pipeline
+from hybridloader import Pipeline, Retry, Skip, WorkerTimeout
 from hybridloader.sampling import ShuffleSampler
+from hybridloader.testing import Gate
 
-# It is true, and is not what is tested here.
-CACHE = pytest.mark.filterwarnings("ignore:a pass in which items raised errors")
-
-many = settings(deadline=None, max_examples=120)
-
-
-def resumed_exactly(recipe: Recipe, stops: list[int], seeds: list[int], epoch: int = 0) -> None:
-    """Stop after each of `stops` items in turn; the last run goes on to its end."""
-    closed = ("closed", "")  # not an item; every `next` from there on raises it again
-    with recipe.make(Settings(seeds[0])).run(epoch=epoch) as whole:
-        found = events(whole, stops[0])
-        state = saved(whole)
-        expected = found if closed in found else found + events(whole, 500)
-        assert saved(whole) == saved(whole)
-    for number, seed in enumerate(seeds[1:], 1):
-        if closed in found:
-            break
-        with recipe.make(Settings(seed)).run(state=state) as run:
-            assert saved(run)["given"] == len(found)
-            most = stops[number] if number < len(stops) else 500 + stops[0] - len(found)
-            found += events(run, most)
-            state = saved(run)
-    assert found == expected
-
-
-@CACHE
-@many
-@given(
-    recipes,
-    st.lists(st.integers(0, 12), min_size=2, max_size=2),
-    st.lists(st.integers(0, 99), min_size=3, max_size=3),
-    st.sampled_from([0, 0, 3]),
-)
-def test_any_pipeline_goes_on_where_it_stopped(
-    recipe: Recipe, stops: list[int], seeds: list[int], epoch: int
-) -> None:
-    resumed_exactly(recipe, stops, seeds, epoch)
-
-
-@CACHE
-@pytest.mark.full
-@pytest.mark.parametrize("order", ["shuffled", "generator"])
-@pytest.mark.parametrize("step", STEPS)
-def test_each_operator_goes_on_at_every_place(step: str, order: str) -> None:
-    """Also behind a last batch that is not full, and behind the last item of all."""
-    alone = _extended(dataset(7, order), step)
-    for recipe in (alone, _extended(alone, "batch")):
-        for stop in range(9):
-            resumed_exactly(recipe, [stop, 1], [stop, stop + 1, stop + 2])
-
+Place = dict[str, Any]
+THREADS: Place = {"backend": "threads", "num_workers": 2}
+COUNT = 400
 
 # -- what resuming costs -----------------------------------------------------------------------------
+
+
+def odd(item: int) -> bool:
+    return item % 7 not in (0, 3, 4)
+
+
+def some(item: int) -> list[int]:
+    return [item] * (item % 3)
+
+
+def fails(item: int) -> int:
+    if item % 11 == 5:
+        raise ArithmeticError(item)
+    return item
+
+
+def size(item: int) -> int:
+    return item % 6 + 1
+
+
+def kind(item: Any) -> int:
+    return zlib.crc32(repr(item).encode()) % 5
+
+
+def others() -> Pipeline:
+    return Pipeline.from_dataset(range(10**6, 10**6 + 50))
+
+
+STEPS: dict[str, Callable[[Pipeline, Place], Pipeline]] = {
+    "filter": lambda pipe, place: pipe.filter(odd, **place),
+    "flat_map": lambda pipe, place: pipe.flat_map(some, **place),
+    "filter and flat_map": lambda pipe, place: pipe.filter(odd, **place).flat_map(some, **place),
+    "skip": lambda pipe, place: pipe.map(fails, on_error=Skip(None), **place),
+    "retry": lambda pipe, place: pipe.map(
+        fails, on_error=Retry(2, backoff=0.0, then=Skip(None)), **place
+    ),
+    "error": lambda pipe, place: pipe.map(fails, **place),
+    "take": lambda pipe, place: pipe.filter(odd, **place).take(150),
+    "unbatch": lambda pipe, place: pipe.filter(odd, **place).unbatch(split=some),
+    "batch behind errors": lambda pipe, place: pipe.map(fails, **place).batch(3, collate_fn=list),
+    "skip behind errors": lambda pipe, place: pipe.map(fails, **place).skip(30),
+    "shard behind errors": lambda pipe, place: pipe.map(fails, **place).filter(odd).shard(3, 1),
+    "skips behind skips": lambda pipe, place: pipe.map(fails, **place).skip(20).skip(9),
+    "batch_by": lambda pipe, place: pipe.batch_by(size, 13, collate_fn=list),
+    "bucket_by": lambda pipe, place: pipe.bucket_by(kind, 3, collate_fn=list),
+    "shuffle": lambda pipe, place: pipe.shuffle(10),
+    "interleave": lambda pipe, place: pipe.interleave(
+        others().filter(odd, **place), block_length=2
+    ),
+    "mix": lambda pipe, place: pipe.mix(others()),
+}
+
+
+def items_of(found: list[Any]) -> list[int]:
+    """Return the items of a run that are not of `others`, those of batches one by one."""
+    given = [item for what, item in found if what == "item"]
+    flat = [one for item in given for one in (item if isinstance(item, list) else [item])]
+    return [one for one in flat if one < COUNT]
+
+
+@pytest.mark.parametrize("place", [{}, THREADS], ids=["inline", "threads"])
+def test_nothing_is_made_again_but_what_is_needed(place: Place) -> None:
+    for step in STEPS:
+        work = Counting()
+
+        def make(step: str = step, work: Counting = work) -> Pipeline:
+            return STEPS[step](Pipeline.from_dataset(range(COUNT)).map(work), place)
+
+        whole = events(make().run(seed=1))
+        for stop in (1, 40, 87):
+            with make().run(seed=1) as run:
+                assert events(run, stop) == whole[:stop]
+                state = saved(run)
+            work.calls = 0
+            with make().run(state=state) as run:
+                assert events(run) == whole[stop:]
+            needed = items_of(whole[stop:])
+            if step in ("shuffle", "bucket_by"):  # the items in the buffer, whatever came between
+                assert work.calls == len(needed)
+                continue
+            # One more, and those that `filter` has dropped before it: nobody knows that the item
+            # that came before has given all.
+            between = max(0, min(needed) - max(items_of(whole[:stop]), default=-1) - 1)
+            assert work.calls <= COUNT - min(needed) + between + 3
 
 
 def test_work_is_not_done_again_where_the_parameters_say_what_was_had() -> None:
@@ -101,7 +131,7 @@ def test_work_is_not_done_again_where_the_parameters_say_what_was_had() -> None:
     assert (work.calls, behind.calls) == (93 - (3 + 71), 3)
 
 
-def test_both_branches_of_a_fork_go_on_without_what_they_had() -> None:
+def test_branches_and_passes_go_on_without_what_they_had() -> None:
     before, one, other = Counting(), Counting(), Counting()
     left, right = Pipeline.from_dataset(range(50)).map(before).tee()
     pipe = left.map(one).zip(right.map(other)).batch(5, collate_fn=list)
@@ -112,65 +142,107 @@ def test_both_branches_of_a_fork_go_on_without_what_they_had() -> None:
     assert list(pipe.run(state=state)) == rest
     assert (before.calls, one.calls, other.calls) == (10, 10, 10)
 
-
-def test_passes_that_are_over_are_not_made_again() -> None:
-    work = Counting()
-    part = Pipeline.from_dataset(range(10)).map(work)
+    part = Pipeline.from_dataset(range(10)).map(before)
     pipe = part.repeat(3).concat(part.shuffle(3)).repeat()
     with pipe.run() as run:
         events(run, 65)
-        state, rest = saved(run), events(run, 100)
-    work.calls = 0
+        state, left_over = saved(run), events(run, 100)
+    before.calls = 0
     with pipe.run(state=state) as run:
         assert run.resuming is None
-        assert events(run, 100) == rest
-    assert work.calls == 100
+        assert events(run, 100) == left_over
+    assert before.calls == 100
 
 
 def test_what_has_to_be_done_again_is_told_while_it_is() -> None:
-    work = Counting()
-    pipe = Pipeline.from_dataset(range(100)).map(work).cache().batch(5, collate_fn=list)
-    run = pipe.run()
-    events(run, 6)
-    state = saved(run)
-    run.close()
-    work.calls, told = 0, list[Any]()
-    again = Pipeline.from_dataset(range(100)).map(
-        lambda x: (told.append(resumed.resuming) if resumed else None, work(x))[1],
-        name="map(Counting)",
-    )
+    told = list[Any]()
     resumed: Any = None
-    resumed = again.cache().batch(5, collate_fn=list).run(state=state)
+
+    def work(item: int) -> int:
+        told.append(resumed.resuming if resumed else None)
+        return item
+
+    def make() -> Pipeline:
+        return Pipeline.from_dataset(range(100)).map(work).cache().batch(5, collate_fn=list)
+
+    with make().run() as run:
+        events(run, 6)
+        state = saved(run)
+    told.clear()
+    resumed = make().run(state=state)
     assert resumed.resuming == (0, 30)
     assert [item for batch in resumed for item in batch] == list(range(30, 100))
     assert resumed.resuming is None
     assert told == [(k, 30) for k in range(30)] + [None] * 70
-    assert work.calls == 100
 
 
-def test_a_state_is_taken_in_few_steps_and_starts_nothing() -> None:
-    for step in STEPS:
-        recipe = _extended(
-            Recipe("all", lambda s: Pipeline.from_dataset(range(3000), shuffle=True)), step
-        )
-        with recipe.make(Settings(0)).run() as run:
-            events(run, 100)
-            run.state_dict()
-            calls, threads = list[int](), threading.active_count()
+def drawn(item: Any) -> Any:
+    return item, random.random()
 
-            def count(frame: Any, event: str, arg: Any, calls: list[int] = calls) -> None:
-                calls[-1] += event == "call"
 
-            for _ in range(3):  # a collection in between only adds calls
-                calls.append(0)
-                sys.setprofile(count)
-                try:
-                    state = run.state_dict()
-                finally:
-                    sys.setprofile(None)
-            assert min(calls) < 250
-            assert threading.active_count() <= threads
-            assert len(json.dumps(state)) < 2000
+@pytest.mark.parametrize("buffer", ["shuffle", "bucket_by"])
+@pytest.mark.parametrize(
+    "places",
+    [[{}, {}], [{**THREADS, "prefetch": 5}, {"backend": "fork", "num_workers": 1, "fuse": False}]],
+    ids=["inline", "workers"],
+)
+def test_the_buffered_items_alone_come_again_and_have_the_numbers_that_they_had(
+    buffer: str, places: list[Place]
+) -> None:
+    """Through functions that are seeded by number, `enumerate`, `skip`, `take` and threads."""
+    calls = Counting()
+
+    def make(place: Place) -> Pipeline:
+        place = {"seeding": "sample", **place}
+        pipe = Pipeline.from_dataset(range(256), **place).skip(3)
+        pipe = pipe.map(calls, **place).map(drawn, **place).enumerate()
+        pipe = pipe.skip(2).take(250).prefetch(2).map(drawn, **place)
+        if buffer == "shuffle":
+            return pipe.shuffle(10)
+        return pipe.bucket_by(kind, 3, collate_fn=list)
+
+    whole = list(make({}).run(seed=3))
+    with make(places[0]).run(seed=3) as run:
+        assert [item for _, item in events(run, 30)] == whole[:30]
+        state = saved(run)
+    with make(places[1]).run(state=state) as run:
+        assert [item for _, item in events(run, 3)] == whole[30:33]
+        again = saved(run)
+    calls.calls = 0
+    with make(places[0]).run(state=again) as run:
+        assert list(run) == whole[33:]
+    assert calls.calls <= sum(len(b) if buffer != "shuffle" else 1 for b in whole[33:]) + 1
+
+
+def test_errors_before_a_buffer_are_neither_raised_nor_made_again() -> None:
+    calls = Counting()
+    pipe = Pipeline.from_dataset(range(300)).map(calls, **THREADS).map(fails, **THREADS).shuffle(10)
+    whole = events(pipe.run(seed=1))
+    for stop in (3, 200):
+        with pipe.run(seed=1) as run:
+            events(run, stop)
+            state = saved(run)
+        calls.calls = 0
+        with pipe.run(state=state) as run:
+            assert events(run) == whole[stop:]
+        assert calls.calls == len(whole) - stop
+
+
+def mostly_fails(item: int) -> int:
+    if item % 5:
+        raise ArithmeticError(item)
+    return item
+
+
+def test_a_state_stays_small_behind_thousands_of_errors_and_with_a_large_buffer() -> None:
+    pipe = Pipeline.from_dataset(range(10_000)).map(mostly_fails).shuffle(1_000)
+    with pipe.run(seed=1) as run:
+        events(run, 8_000)
+        state, rest = saved(run), events(run)
+    assert events(pipe.run(state=state)) == rest
+
+
+# -- when and where ----------------------------------------------------------------------------------
 
 
 def test_a_state_is_a_new_dict_each_time() -> None:
@@ -185,13 +257,8 @@ def test_a_state_is_a_new_dict_each_time() -> None:
     run.close()
 
 
-# -- when and where ----------------------------------------------------------------------------------
-
-
 def test_a_state_counts_what_was_given_and_not_what_lies_ready() -> None:
-    pipe = Pipeline.from_dataset(range(40)).map(
-        changed, backend="threads", num_workers=2, prefetch=9
-    )
+    pipe = Pipeline.from_dataset(range(40)).map(changed, prefetch=9, **THREADS)
     with pipe.prefetch(5).run() as run:
         assert saved(run)["given"] == 0
         for number in range(1, 10):
@@ -204,7 +271,7 @@ def test_a_state_counts_what_was_given_and_not_what_lies_ready() -> None:
 
 def test_a_state_can_be_taken_from_any_thread() -> None:
     pipe = Pipeline.from_dataset(range(1000), shuffle=True).shuffle(9)
-    pipe = pipe.map(changed, backend="threads", num_workers=1).batch(2, collate_fn=list)
+    pipe = pipe.map(changed, **THREADS).batch(2, collate_fn=list)
     states: list[Any] = []
     with pipe.run() as run:
         over = threading.Event()
@@ -226,11 +293,9 @@ def test_a_state_can_be_taken_from_any_thread() -> None:
 
 def test_a_run_that_has_ended_goes_on_with_nothing_and_starts_nothing() -> None:
     started: list[int] = []
-    pipe = Pipeline.from_dataset(range(4)).map(
-        changed, backend="threads", num_workers=1, worker_init_fn=started.append
-    )
+    pipe = Pipeline.from_dataset(range(4)).map(changed, worker_init_fn=started.append, **THREADS)
     with pipe.run(epoch=2) as run:
-        whole = list(run)
+        assert len(list(run)) == 4
         state = saved(run)
     assert state["finished"]
     started.clear()
@@ -240,13 +305,10 @@ def test_a_run_that_has_ended_goes_on_with_nothing_and_starts_nothing() -> None:
     assert started == []
     state["finished"] = False  # behind the last item, and nobody has been told yet
     assert list(pipe.run(state=state)) == []
-    assert len(whole) == 4
 
 
 def test_loading_is_the_same_as_running_with_a_state() -> None:
-    pipe = Pipeline.from_dataset(range(30), shuffle=True).map(
-        changed, backend="threads", num_workers=1
-    )
+    pipe = Pipeline.from_dataset(range(30), shuffle=True).map(changed, **THREADS)
     with pipe.run(epoch=3) as run:
         events(run, 12)
         state, rest = saved(run), events(run)
@@ -259,7 +321,7 @@ def test_loading_is_the_same_as_running_with_a_state() -> None:
 
 
 def test_a_state_does_not_hold_the_run() -> None:
-    pipe = Pipeline.from_dataset(range(30)).map(changed, backend="threads", num_workers=1)
+    pipe = Pipeline.from_dataset(range(30)).map(changed, **THREADS)
     gc.disable()
     try:
         before = threading.active_count()
@@ -274,3 +336,154 @@ def test_a_state_does_not_hold_the_run() -> None:
         assert threading.active_count() == before
     finally:
         gc.enable()
+
+
+def test_what_is_left_out_is_left_out_and_listed_again() -> None:
+    pipe = Pipeline.from_dataset(range(80)).map(fails, on_error="skip", **THREADS)
+    pipe = pipe.batch(3, collate_fn=list)
+    with pipe.run() as run:
+        events(run, 5)
+        state, rest = saved(run), events(run)
+        skipped = [failed.index for failed in run.skipped]
+        assert skipped == [*range(5, 80, 11)]
+    with pipe.run(state=state) as run:
+        assert events(run) == rest
+        assert [failed.index for failed in run.skipped] == [k for k in skipped if k > 16]
+
+
+def test_a_timeout_is_not_in_the_place_of_an_item() -> None:
+    gate = Gate()
+
+    def wait(item: int) -> int:
+        if item == 1:
+            gate.arrive()
+        return item
+
+    def rest(run: Iterator[int], most: int) -> list[int]:
+        found: list[int] = []
+        while len(found) < most:
+            with suppress(WorkerTimeout):  # on a busy computer
+                found.append(next(run))
+        return found
+
+    pipe = Pipeline.from_dataset(range(4))
+    with pipe.map(wait, backend="threads", num_workers=1, timeout=0.05).run() as run:
+        assert rest(run, 1) == [0]
+        with pytest.raises(WorkerTimeout):
+            next(run)
+        assert (saved(run)["given"], saved(run)["raised"]) == (1, 0)
+        gate.open()
+        assert rest(run, 3) == [1, 2, 3]
+
+
+# -- what goes on from one epoch to the next ---------------------------------------------------------
+
+
+def test_a_state_from_the_end_of_an_epoch_begins_the_next_one_once() -> None:
+    def make() -> Pipeline:
+        pipe = Pipeline.from_dataset(range(10), shuffle=True).shuffle(3)
+        return pipe.map(changed, **THREADS).batch(2, collate_fn=list)
+
+    with make().epochs(3) as epochs:
+        first, *others = [(list(epoch), saved(epoch)) for epoch in epochs]
+    with make().epochs(3, state=first[1]) as again:
+        assert [(list(epoch), saved(epoch)) for epoch in again] == others
+    with make().epochs(3, state=others[-1][1]) as again:
+        assert list(again) == []
+    with make().epochs(state=others[-1][1]) as endless:
+        assert next(endless).epoch == 3
+
+
+def drawn_by(seed: int) -> Pipeline:
+    order = RandomSampler(range(30), generator=torch.Generator().manual_seed(seed))
+    return Pipeline.from_dataset(range(30), sampler=order)
+
+
+@pytest.mark.parametrize("branches", [False, True])
+def test_the_generator_of_a_sampler_goes_on_behind_a_whole_epoch(branches: bool) -> None:
+    def make(seed: int) -> Pipeline:
+        one = drawn_by(seed).map(int, **THREADS)
+        return Pipeline.zip(one, Pipeline.from_dataset(range(30))) if branches else one
+
+    whole = [list(run) for run in make(1).epochs(3)]
+    with make(1).epochs(1) as epochs:
+        run = next(epochs)
+        assert list(run) == whole[0]
+        state = saved(run)
+    with make(2).epochs(3, state=state) as epochs:
+        assert [list(run) for run in epochs] == whole[1:]
+
+
+class OwnOrder(Iterator[int]):
+    def __init__(self, order: list[int]) -> None:
+        self.order, self.at = order, 0
+
+    def __next__(self) -> int:
+        if self.at == len(self.order):
+            raise StopIteration
+        self.at += 1
+        return self.order[self.at - 1]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"order": self.order, "at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.order, self.at = state["order"], state["at"]
+
+
+class OwnGenerator(Sampler[int]):
+    """Sampler with a generator, whose iterator has a state, as torchdata's `RandomSampler`."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __iter__(self) -> Iterator[int]:
+        return OwnOrder(torch.randperm(30, generator=self.generator).tolist())
+
+
+@pytest.mark.parametrize("stop", [7, 30])
+def test_a_sampler_may_have_a_generator_and_a_state(stop: int) -> None:
+    with Pipeline.from_dataset(range(30), sampler=OwnGenerator(1)).run() as run:
+        events(run, stop)
+        state, rest = saved(run), events(run)
+    with Pipeline.from_dataset(range(30), sampler=OwnGenerator(2)).run(state=state) as other:
+        assert events(other) == rest
+
+
+class Growing(Sampler[int]):
+    """Sampler whose length is that of the epoch that it was told."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 10 * (self.epoch + 1)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self)))
+
+
+@pytest.mark.parametrize("stop", [15, 99])
+def test_a_sampler_may_be_longer_in_a_later_epoch(stop: int) -> None:
+    def make() -> Pipeline:
+        return Pipeline.from_dataset(range(100), sampler=Growing())
+
+    with make().epochs(3) as epochs:
+        list(next(epochs))
+        run = next(epochs)
+        events(run, stop)
+        state = saved(run)
+    with make().epochs(3, state=state) as epochs:
+        found = [list(run) for run in epochs]
+    assert found == [[*range(15, 20)]] * (stop == 15) + [[*range(30)]]
+
+
+def test_without_workers_an_init_function_is_called_once_for_all_epochs() -> None:
+    called: list[int] = []
+    pipe = Pipeline.from_dataset(range(3)).map(
+        int, backend="inline", num_workers=1, worker_init_fn=called.append
+    )
+    assert [list(run) for run in pipe.repeat(2).epochs(2)] == [[0, 1, 2] * 2] * 2
+    assert called == [0]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from support.random_pipelines import events, saved
+from support.pipeline_model import events, saved
 
 from hybridloader import DataLoader, Pipeline, StatefulDataLoader, get_worker_info
 from hybridloader.errors import HybridLoaderError, IteratorClosed, StateError

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.pipeline_model import events, saved
 from support.platforms import needs_fork
-from support.random_pipelines import events, saved
 
 from hybridloader import Pipeline, Retry, Skip, get_worker_info
 from hybridloader.errors import StateError

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.random_pipelines import events, saved
+from support.pipeline_model import events, saved
 from support.sampler_loaders import pace
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.pipeline_model import events, saved
 from support.random_datasets import (
     Drawing,
     add,
@@ -28,7 +29,6 @@ from support.random_datasets import (
     several,
     states,
 )
-from support.random_pipelines import events, saved
 
 from hybridloader import Pipeline, Replace, SampleSeeding, Skip, get_worker_info
 
