@@ -66,14 +66,20 @@ class Source:
 
 
 class StatefulSource:
-    """Iterable with a state of its own."""
+    """Iterable with a state of its own, whose generator gives -n in the place of an error at n."""
 
     def __init__(self, sizes: list[int]) -> None:
         self.sizes, self.at = sizes, 0
 
     def __iter__(self) -> Iterator[Any]:
         part = Part(self.sizes, self.at)
-        for item in _items(part):
+        while True:
+            try:
+                item = next(part)
+            except StopIteration:
+                break
+            except ArithmeticError:
+                item = -part.at
             self.at = part.at
             yield item
         self.at = 0
@@ -83,16 +89,6 @@ class StatefulSource:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.at = state["at"]
-
-
-def _items(part: Part) -> Iterator[Any]:
-    while True:
-        try:
-            yield next(part)
-        except StopIteration:
-            return
-        except ArithmeticError:
-            yield -part.at
 
 
 class NamedShards:
@@ -185,7 +181,7 @@ class Refusing(StatefulPart):
         raise KeyError("at")
 
 
-def test_a_state_that_is_refused_ends_the_run() -> None:
+def test_reading_again_is_told_and_a_state_that_is_refused_ends_the_run() -> None:
     def make(kind: Any) -> Pipeline:
         return Pipeline.from_iterable(
             Source([30, 30], kind), backend="threads", num_workers=2, name="read"
@@ -201,6 +197,14 @@ def test_a_state_that_is_refused_ends_the_run() -> None:
         ),
     ):
         next(run)
+    with make(Part).run() as run:
+        events(run, 21)
+        state = saved(run)
+    with make(Part).run(state=state) as run:
+        assert run.resuming is not None
+        assert run.resuming[1] == 21
+        events(run)
+        assert run.resuming is None
 
 
 def test_named_shards_resume_with_other_readers() -> None:
@@ -220,23 +224,11 @@ def test_named_shards_resume_with_other_readers() -> None:
     assert sorted(had) == wanted
 
 
-def test_reading_again_is_told() -> None:
-    pipe = Pipeline.from_iterable(Source([30, 30], Part), backend="threads", num_workers=2)
-    with pipe.run() as run:
-        events(run, 21)
-        state = saved(run)
-    with pipe.run(state=state) as run:
-        told = run.resuming
-        assert told is not None
-        assert told[1] == 21
-        events(run)
-        assert run.resuming is None
-
-
 def test_after_other_steps_than_one_to_one_other_readers_take_a_merged_state() -> None:
     def make(readers: int) -> Pipeline:
         source = NamedShards([4, 6])
-        return Pipeline.from_iterable(source, num_workers=readers, backend="inline").filter(odd)
+        pipe = Pipeline.from_iterable(source, num_workers=readers, backend="inline")
+        return pipe.filter(lambda number: number % 2 == 1)
 
     wanted = sorted(make(1).run())
     with make(2).run() as run:
@@ -246,10 +238,6 @@ def test_after_other_steps_than_one_to_one_other_readers_take_a_merged_state() -
         make(3).run(state=state)
     had += make(3).run(state=make(3).merge_states([state]))
     assert sorted(had) == wanted
-
-
-def odd(number: int) -> bool:
-    return number % 2 == 1
 
 
 class Epochs(NamedShards):
@@ -278,13 +266,12 @@ def test_readers_get_the_epoch(backend: str) -> None:
         assert found[0] % 10_000 // 1000 == next(shard for shard in own if source.sizes[shard])
 
 
-@pytest.mark.parametrize("source", [[1, 2], {1}, np.arange(3)])
-def test_several_readers_of_one_container_are_refused(source: Any) -> None:
-    with pytest.raises(ValueError, match="each of the 2 readers would give all items"):
-        Pipeline.from_iterable(source, backend="threads", num_workers=2)
-    assert len(list(Pipeline.from_iterable(source, backend="threads", num_workers=1))) == len(
-        source
-    )
+def test_several_readers_of_one_container_are_refused() -> None:
+    for source in ([1, 2], {1}, np.arange(3)):
+        with pytest.raises(ValueError, match="each of the 2 readers would give all items"):
+            Pipeline.from_iterable(source, backend="threads", num_workers=2)
+        one = Pipeline.from_iterable(source, backend="threads", num_workers=1)
+        assert len(list(one)) == len(source)
 
 
 class Undivided:
@@ -306,18 +293,17 @@ def test_readers_that_all_read_everything_are_warned_of_once(backend: str, sourc
     assert len(caught) == 1
 
 
-def same_in_each_part() -> Iterator[Any]:
-    assert get_worker_info() is not None
-    return iter("aa")
+def test_readers_that_ask_for_their_part_may_begin_with_the_same_item() -> None:
+    def same_in_each_part() -> Iterator[Any]:
+        assert get_worker_info() is not None
+        return iter("aa")
 
+    def open_file() -> Iterator[Any]:
+        yield threading.Lock()  # can't be pickled, so not compared
 
-def open_file() -> Iterator[Any]:
-    yield threading.Lock()  # can't be pickled, so not compared
-
-
-@pytest.mark.parametrize("source", [same_in_each_part, open_file])
-def test_readers_that_ask_for_their_part_may_begin_with_the_same_item(source: Any) -> None:
-    assert len(list(Pipeline.from_iterable(source, backend="threads", num_workers=2))) in (2, 4)
+    for source, count in ((same_in_each_part, 4), (open_file, 2)):
+        pipe = Pipeline.from_iterable(source, backend="threads", num_workers=2)
+        assert len(list(pipe)) == count
 
 
 class Drawn:
