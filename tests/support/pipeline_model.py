@@ -73,6 +73,10 @@ def kept(item: Any) -> bool:
     return number_of(item) % 3 != 0
 
 
+def kept_or_fails(item: Any) -> bool:
+    return kept(fails_sometimes(item))
+
+
 def several(item: Any) -> Any:
     return [(item, k) for k in range(number_of(item) % 3)]
 
@@ -482,15 +486,17 @@ ORDERS = ["in order", "shuffled", "sampler", "iterable", "generator", "failing"]
 sources = st.builds(dataset, st.integers(0, 24), st.sampled_from(ORDERS))
 
 
+POLICIES: dict[str, Any] = {
+    "raise": "raise",
+    "skip": Skip(None),
+    "retry": Retry(1, 0, then=Skip(None)),
+    "replace": Replace(instead, None),
+}
+
+
 def _failing(policy: str) -> Callable[[Pipeline, Settings], Pipeline]:
-    policies: dict[str, Any] = {
-        "raise": "raise",
-        "skip": Skip(None),
-        "retry": Retry(1, 0, then=Skip(None)),
-        "replace": Replace(instead, None),
-    }
     return lambda pipe, settings: pipe.map(
-        fails_sometimes, on_error=policies[policy], **settings.place()
+        fails_sometimes, on_error=POLICIES[policy], **settings.place()
     )
 
 
@@ -515,6 +521,27 @@ STEPS: dict[str, tuple[Build, Model, str]] = {
     "flat_map, failing": (
         lambda pipe, settings: pipe.flat_map(several_and_fails, **settings.place()),
         each(several_and_fails),
+        "l",
+    ),
+    "flat_map, skip": (
+        lambda pipe, settings: pipe.flat_map(
+            several_and_fails, on_error=POLICIES["skip"], **settings.place()
+        ),
+        each(several_and_fails, "skip"),
+        "sl",
+    ),
+    "flat_map, replace": (
+        lambda pipe, settings: pipe.flat_map(
+            several_and_fails, on_error=POLICIES["replace"], **settings.place()
+        ),
+        each(several_and_fails, "replace"),
+        "l",
+    ),
+    "filter, replace": (
+        lambda pipe, settings: pipe.filter(
+            kept_or_fails, on_error=POLICIES["replace"], **settings.place()
+        ),
+        each(lambda item: [item] * kept_or_fails(item), "replace"),
         "l",
     ),
     **{
