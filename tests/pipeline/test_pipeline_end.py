@@ -6,14 +6,13 @@ import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from support.short_waits import shorten_waits
 
-from hybridloader import Pipeline, Threads
-from hybridloader.engine import Crew
+from hybridloader import Pipeline
 from hybridloader.errors import IteratorClosed
 from hybridloader.testing import Gate
 
@@ -161,24 +160,23 @@ def test_close_while_workers_start(gate: Gate) -> None:
         gate.await_arrivals(4)
 
 
-@pytest.mark.parametrize("shape", ["alone", "with relays"])
-def test_close_from_a_worker(shape: str) -> None:
-    there = threading.Event()
-
+def test_close_from_a_worker() -> None:
     def close_at_5(item: int) -> int:
         if item == 5:
             there.wait()
             run.close()
         return item
 
-    pipe = Pipeline.from_dataset(range(1000)).map(close_at_5, backend="threads", num_workers=2)
-    if shape == "with relays":
-        pipe = pipe.batch(1, collate_fn=list).map(tuple, backend="threads", num_workers=1)
-    run = iter(pipe)
-    there.set()
-    with pytest.raises(IteratorClosed):
-        list(run)
-    assert run.closed
+    for relayed in (False, True):
+        there = threading.Event()
+        pipe = Pipeline.from_dataset(range(1000)).map(close_at_5, backend="threads", num_workers=2)
+        if relayed:
+            pipe = pipe.batch(1, collate_fn=list).map(tuple, backend="threads", num_workers=1)
+        run = iter(pipe)
+        there.set()
+        with pytest.raises(IteratorClosed):
+            list(run)
+        assert run.closed
 
 
 def test_an_interrupt_in_a_function_that_the_loop_runs_loses_no_item_silently() -> None:
@@ -205,16 +203,9 @@ def test_close_twice_and_from_two_threads_at_once(backend: str, gate: Gate) -> N
     run = iter(stick_in_the_middle(gate, backend))
     gate.await_arrivals()
     together = threading.Barrier(2)
-
-    def close() -> None:
-        together.wait(30)
-        run.close()
-
-    threads = [threading.Thread(target=close) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as threads:
+        for _ in range(2):
+            threads.submit(lambda: (together.wait(30), run.close()))
     run.close()
     with pytest.raises(IteratorClosed):
         run.__enter__()
@@ -256,86 +247,43 @@ NOTHING_COMES: dict[str, Callable[[Pipeline], Pipeline]] = {
     "a relay": lambda pipe: pipe.filter(none_of).map(abs, backend="threads", num_workers=1),
     "threads": lambda pipe: pipe.filter(none_of, backend="threads", num_workers=2),
     "processes": lambda pipe: pipe.filter(none_of, backend="fork", num_workers=2),
+    "skipped": lambda pipe: pipe.skip(10**12).map(abs, backend="threads", num_workers=1),
 }
 
 
-@pytest.mark.parametrize("filtered", NOTHING_COMES.values(), ids=NOTHING_COMES)
-def test_an_endless_source_of_which_nothing_is_kept_can_be_closed(
-    filtered: Callable[[Pipeline], Pipeline],
-) -> None:
-    begun = threading.Event()
+class Endless:
+    """A source that tells when it was begun, and when its pass ended."""
 
-    def source() -> Iterator[int]:
-        for k in itertools.count():
-            if k == 100:
-                begun.set()
-            yield k
+    def __init__(self) -> None:
+        self.begun, self.ended = threading.Event(), threading.Event()
 
-    run = iter(filtered(Pipeline.from_iterable(source)))
-    thread, found = pull_on_a_thread(run)
-    assert begun.wait(60)
-    run.close()
-    thread.join()
-    assert found == [IteratorClosed]
-
-
-@pytest.mark.parametrize(
-    "kept_none",
-    [lambda pipe: pipe.filter(none_of), lambda pipe: pipe.skip(10**12)],
-    ids=["filter", "skip"],
-)
-def test_a_pass_of_which_nothing_is_kept_ends_when_the_next_begins(
-    kept_none: Callable[[Pipeline], Pipeline],
-) -> None:
-    begun, ended = threading.Event(), threading.Event()
-
-    def source() -> Iterator[int]:
+    def __call__(self) -> Iterator[int]:
         try:
             for k in itertools.count():
                 if k == 100:
-                    begun.set()
+                    self.begun.set()
                 yield k
         finally:
-            ended.set()
+            self.ended.set()
 
-    pipe = kept_none(Pipeline.from_iterable(source)).map(abs, backend="threads", num_workers=1)
+
+@pytest.mark.parametrize("name", NOTHING_COMES)
+def test_a_pass_of_which_nothing_is_kept_ends_with_close_or_when_the_next_begins(name: str) -> None:
+    source = Endless()
+    pipe = NOTHING_COMES[name](Pipeline.from_iterable(source))
+    run = iter(pipe)
+    thread, found = pull_on_a_thread(run)
+    assert source.begun.wait(60)
+    run.close()
+    thread.join()
+    assert found == [IteratorClosed]
+    if name == "the loop":  # which asks for nothing by itself
+        return
+    source.begun.clear()
+    source.ended.clear()
     with pipe.epochs() as epochs:
         next(epochs)
-        assert begun.wait(60)
-        assert not ended.is_set()
+        assert source.begun.wait(60)
+        assert not source.ended.is_set()
         next(epochs)
-        assert ended.wait(60)
-
-
-@dataclass(frozen=True)
-class Chronicle(Threads):
-    """Threads that tell when they are told to leave and when they are waited for. They wake late: by
-    the second call, not by the first."""
-
-    told: list[str] = field(default_factory=list)
-
-    def open(self) -> Crew:
-        crew: Any = super().open()
-        leave, close, wake = crew.leave, crew.close, crew.wake
-        calls = itertools.count()
-
-        def telling(what: str, act: Callable[[], None]) -> Callable[[], None]:
-            def tell() -> None:
-                self.told.append(what)
-                act()
-
-            return tell
-
-        crew.leave, crew.close = telling("leave", leave), telling("close", close)
-        crew.wake = lambda: wake() if next(calls) else None
-        return crew  # type: ignore[no-any-return]
-
-
-def test_all_workers_are_told_to_leave_before_any_is_waited_for(
-    gate: Gate,
-) -> None:
-    pipe, chronicle = Pipeline.from_dataset(range(1)), Chronicle()
-    pipes = [pipe.map(Stick(gate), backend=chronicle, num_workers=1) for _ in range(3)]
-    with pipes[0].zip(*pipes[1:]).run():
-        gate.await_arrivals(3)
-    assert chronicle.told.index("close") >= 3
+        assert source.ended.wait(60)

@@ -20,8 +20,7 @@ from support.forking import in_a_fork
 import hybridloader
 from hybridloader import Pipeline, WorkerDied
 from hybridloader.errors import IteratorClosed
-
-WORKERS = ("threads", "fork")
+from hybridloader.testing import Gate
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
@@ -41,7 +40,7 @@ def pids(item: Any) -> Any:
 
 
 @needs_fork
-@pytest.mark.parametrize(("backend", "victim"), [("fork", 1), ("shared-memory", 2), ("fork", 3)])
+@pytest.mark.parametrize(("backend", "victim"), [("fork", 1), ("shared-memory", 3)])
 def test_a_worker_that_is_killed_is_told_with_its_stage(backend: str, victim: int) -> None:
     pipe = Pipeline.from_iterable(count)
     for name in ("first", "second", "third"):
@@ -80,9 +79,9 @@ def test_a_thread_that_exits_is_told_with_its_stage() -> None:
 
 @needs_fork
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-@pytest.mark.parametrize("backend", WORKERS)
-def test_a_fork_of_the_loop_does_not_disturb_it(backend: str) -> None:
-    run = iter(endless(backend, 50))
+@pytest.mark.parametrize("backend", ["threads", "fork", "asked by another thread"])
+def test_a_fork_of_the_loop_neither_disturbs_it_nor_waits_for_its_locks(backend: str) -> None:
+    asked, gate = backend not in ("threads", "fork"), Gate()
 
     def ask() -> None:
         with pytest.raises(IteratorClosed, match="belongs to the process"):
@@ -90,38 +89,28 @@ def test_a_fork_of_the_loop_does_not_disturb_it(backend: str) -> None:
         with pytest.raises(IteratorClosed):
             run.next_nowait()
 
+    def wait_at_2(item: int) -> int:
+        if item == 2:
+            gate.arrive()
+        return item
+
+    if asked:
+        run = Pipeline.from_iterable(range(5)).map(wait_at_2).batch(2, collate_fn=tuple).run()
+    else:
+        run = endless(backend, 50).run()
     assert next(run) == (0, 1)
-    assert in_a_fork(ask) == 0
-    assert next(run) == (2, 3)
-    assert in_a_fork(run.close) == 0
-    assert list(run) == [(2 * k, 2 * k + 1) for k in range(2, 50)]
-
-
-@needs_fork
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_a_fork_while_another_thread_asks_or_closes_does_not_wait_for_its_locks() -> None:
-    run = Pipeline.from_iterable(range(3)).map(abs).run()
-    held, release = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with run._asking, run._executor._ending:
-            held.set()
-            release.wait()
-
-    def ask() -> None:
-        with pytest.raises(IteratorClosed, match="belongs to the process"):
-            next(run)
-        run.close()
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    held.wait()
-    try:
-        assert in_a_fork(ask, seconds=5) == 0
-    finally:
-        release.set()
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(next(run)))
+    if asked:
+        thread.start()
+        gate.await_arrivals()
+    assert in_a_fork(ask, seconds=30) == 0
+    assert in_a_fork(run.close, seconds=30) == 0
+    if asked:
+        gate.open()
         thread.join()
-    assert list(run) == [0, 1, 2]
+    rest = [(2 * k, 2 * k + 1) for k in range(1, 50)]
+    assert [*found, *run] == ([(2, 3), (4,)] if asked else rest)
 
 
 # -- scripts ---------------------------------------------------------------------------------------
@@ -224,13 +213,24 @@ def run_script(tmp_path: Path, *words: str) -> tuple[int, list[str], str]:
     return done.returncode, printed, done.stderr
 
 
-# Few of them have threads: these import torch first, which takes seconds on a busy computer.
+# None has threads: these import torch first, which takes seconds on a busy computer.
 
 
 @needs_fork
-@pytest.mark.parametrize("trial", ["threads stuck", "fork stuck"])
-def test_a_script_may_end_with_a_live_iterator(trial: str, tmp_path: Path) -> None:
-    assert run_script(tmp_path, *trial.split(), "fall off the end") == (0, [], "")
+@pytest.mark.parametrize(
+    ("trial", "expected"),
+    [
+        (("fork", "stuck", "fall off the end"), []),
+        (("fork", "stuck", "interrupt at a stage"), ["interrupted", "closed"]),
+        (("fork", "held", "interrupt at a relay"), ["interrupted", "closed"]),
+        (("shared-memory", "going", "fork"), ["5 True"]),
+    ],
+    ids=lambda found: "-".join(found) or "nothing",
+)
+def test_a_script_may_end_or_be_interrupted_with_a_live_iterator(
+    trial: tuple[str, ...], expected: list[str], tmp_path: Path
+) -> None:
+    assert run_script(tmp_path, *trial) == (0, expected, "")
 
 
 @needs_fork
@@ -239,29 +239,3 @@ def test_a_script_may_be_left_with_a_live_iterator(tmp_path: Path) -> None:
     assert code == 1
     assert errors.count("Traceback") == 1
     assert errors.splitlines()[-1] == "LookupError: the end of the script"
-
-
-@needs_fork
-@pytest.mark.parametrize(
-    ("where", "trial"),
-    [
-        ("interrupt at a stage", "fork stuck"),
-        ("interrupt at a relay", "shared-memory going"),
-    ],
-)
-def test_an_interrupt_goes_through_and_the_run_can_be_closed(
-    where: str, trial: str, tmp_path: Path
-) -> None:
-    found = run_script(tmp_path, *trial.split(), where)
-    assert found == (0, ["interrupted", "closed"], "")
-
-
-@needs_fork
-def test_an_interrupt_at_a_relay_leaves_the_run_usable(tmp_path: Path) -> None:
-    found = run_script(tmp_path, "fork", "held", "interrupt at a relay")
-    assert found == (0, ["interrupted", "closed"], "")
-
-
-@needs_fork
-def test_a_fork_may_end_as_a_script_does(tmp_path: Path) -> None:
-    assert run_script(tmp_path, "fork", "going", "fork") == (0, ["5 True"], "")

@@ -7,8 +7,8 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Callable, Iterator
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +32,15 @@ from support.random_datasets import (
 
 from hybridloader import Pipeline, Replace, SampleSeeding, Skip, get_worker_info
 
-STEPS = (
+Step = tuple[str, Any]
+FIVE: list[Step] = [
     ("map", add),
     ("map", add_again),
     ("filter", often),
     ("flat_map", several),
     ("map", add_again),
-)
+]
+AGAIN: list[Step] = [("map", add_again)]
 INLINE: dict[str, Any] = {}
 
 
@@ -50,9 +52,10 @@ def fork(workers: int = 2, **options: Any) -> dict[str, Any]:
     return {"backend": "fork", "num_workers": workers, **options}
 
 
-def pipeline(places: Any, count: int = 40, steps: Any = STEPS) -> Pipeline:
+def pipeline(steps: list[Step], *places: Any, count: int = 40) -> Pipeline:
+    """A pipeline of the steps, in the places in turn."""
     pipe = Pipeline.from_dataset(range(count))
-    for (kind, function), where in zip(steps, places, strict=True):
+    for (kind, function), where in zip(steps, cycle(places), strict=False):
         pipe = getattr(pipe, kind)(function, **{"seeding": "sample", **where})
     return pipe
 
@@ -65,11 +68,6 @@ def run(pipe: Pipeline, epochs: int = 2, seed: int = 9) -> list[Any]:
     return found
 
 
-@cache
-def expected() -> str:
-    return digest(run(pipeline([INLINE] * 5)))
-
-
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     random.seed(1)
@@ -77,30 +75,101 @@ def _seeded() -> None:
     torch.manual_seed(3)
 
 
-PLACES: dict[str, Any] = {
-    "threads": [threads(3)] * 5,
-    "not fused, on threads": [threads(fuse=False)] * 5,
-    "not fused, on processes": [fork(1, fuse=False)] * 5,  # results pass unopened
-    "hybrid": [fork(), threads(3), INLINE, fork(1), threads(1)],
-    "threads in processes": [fork(threads_per_worker=3)] * 5,
-    "threads in threads": [threads(threads_per_worker=3)] * 5,
-    "one at a time": [fork(buffer_bytes=1)] * 5,
-    "under a policy": [threads(on_error="skip")] * 5,
-    "inline under a policy": [{"on_error": "skip"}] * 5,
+def lines() -> Iterator[Any]:
+    info = get_worker_info()
+    opened = random.random()
+    for number in range(info.id if info else 0, 40, info.num_workers if info else 1):
+        yield number, opened, drawn()
+
+
+ORDER = random.Random(4).sample(range(23), 23)
+BATCHES = [ORDER[at : at + 4] for at in range(0, 23, 4)]
+
+
+def dataset(where: Any, **how: Any) -> Pipeline:
+    pipe = Pipeline.from_dataset(Drawing(), seeding="sample", **how, **where)
+    return pipe.map(add_again, seeding="sample", **where)
+
+
+def readers(where: Any, on_error: str) -> Pipeline:
+    where = {"backend": where.get("backend", "inline"), "num_workers": 3}
+    pipe = Pipeline.from_iterable(lines, seeding="sample", on_error=on_error, **where)
+    return pipe.map(add_again, seeding="sample")
+
+
+def failing(where: Any, policy: Any) -> Pipeline:
+    return pipeline([("map", fails_at_times), *AGAIN], {**where, "on_error": policy})
+
+
+SHAPES: dict[str, Callable[[Any], Pipeline]] = {
+    "five steps": lambda where: pipeline(FIVE, where),
+    "under a policy": lambda where: pipeline(FIVE, {**where, "on_error": "skip"}),
+    "repeated": lambda where: pipeline(AGAIN, where, count=9).repeat(2),
+    "branches": lambda where: pipeline(AGAIN, where, count=9).zip(pipeline(AGAIN, where, count=9)),
+    "dataset": lambda where: dataset(where, sampler=ORDER),
+    "batches": lambda where: dataset(where, batch_sampler=BATCHES, collate_fn=collate),
+    "readers": lambda where: readers(where, "raise"),
+    "readers under a policy": lambda where: readers(where, "skip"),
+    "items skipped": lambda where: failing(where, Skip(max_failures=None)),
+    "items replaced": lambda where: failing(where, Replace(replacement, max_failures=None)),
 }
 
+PLACES = {
+    "threads": threads(3),
+    "fork": fork(),
+    "not fused": threads(fuse=False),
+    "not fused, in processes": fork(1, fuse=False),  # results pass unopened
+    "threads in processes": fork(threads_per_worker=3),
+    "threads in threads": threads(threads_per_worker=3),
+    "one at a time": fork(buffer_bytes=1),
+}
+CASES = [("five steps", place) for place in PLACES] + [
+    (shape, ("threads", "fork")[number % 2]) for number, shape in enumerate([*SHAPES][1:])
+]
 
-@pytest.mark.parametrize("places", PLACES)
-def test_the_items_are_the_same_wherever_they_are_made(places: str) -> None:
-    assert digest(run(pipeline(PLACES[places]))) == expected()
 
-
-@pytest.mark.parametrize("places", ["threads in processes"])
-def test_and_if_items_of_several_tasks_are_in_work(
-    places: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("shape", "place"), CASES)
+def test_the_items_are_the_same_wherever_they_are_made(
+    shape: str, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hybridloader.engine.worker._LEAST", 0.0)
-    assert digest(run(pipeline(PLACES[places]))) == expected()
+    """Also behind a place where another run was stopped, which may have been elsewhere."""
+    if place == "threads in processes":  # with items of several tasks in work
+        monkeypatch.setattr("hybridloader.engine.worker._LEAST", 0.0)
+    make, where = SHAPES[shape], PLACES[place]
+    expected = run(make(INLINE))
+    assert len({*map(repr, expected)}) == len(expected), "epochs and passes differ"
+    found = run(make(where))
+    assert digest(found) == digest(expected)
+    for one, other in ((where, INLINE), (INLINE, where)):
+        with make(one).run(epoch=1, seed=9) as first:
+            begun = list(islice(first, 5))
+            state = first.state_dict()
+        begun += make(other).run(state=state)
+        assert digest(begun) == digest(expected[-len(begun) :])
+
+
+def test_steps_on_several_backends_draw_the_same() -> None:
+    places = [fork(), threads(3), INLINE, fork(1), threads(1)]
+    assert digest(run(pipeline(FIVE, *places))) == digest(run(pipeline(FIVE, INLINE)))
+
+
+@pytest.mark.full
+def test_and_on_fresh_processes() -> None:
+    """Two steps of five, which are fused: a fresh process takes 2 s to import this module."""
+    fresh = {"backend": "spawn", "num_workers": 1}
+    found = run(pipeline(FIVE, INLINE, fresh, fresh, INLINE, INLINE))
+    assert digest(found) == digest(run(pipeline(FIVE, INLINE)))
+
+
+def test_epochs_seeds_steps_branches_and_items_differ() -> None:
+    two = pipeline([*AGAIN, *AGAIN], INLINE)
+    found = run(two) + run(two, 1, 8)
+    numbers = [number for (inner, *mine) in found for number in (inner[1], mine[0])]
+    assert len(set(numbers)) == 2 * 3 * 40
+    pairs = run(SHAPES["branches"](INLINE), 1)
+    assert len({item[1] for pair in pairs for item in pair}) == 18
+    assert len({repr(item[0][2]) for item in run(SHAPES["readers"](INLINE))}) == 80
+    assert 40 < len(run(SHAPES["items skipped"](INLINE))) < 72
 
 
 def test_batches_that_threads_make_at_once_are_collated_with_their_own_seeds() -> None:
@@ -126,58 +195,6 @@ def test_batches_that_threads_make_at_once_are_collated_with_their_own_seeds() -
     assert found == collated(INLINE, range(4))
 
 
-@pytest.mark.full
-def test_and_on_fresh_processes() -> None:
-    """Two steps of five, which are fused: a fresh process takes 2 s to import this module."""
-    places = [INLINE, *[{"backend": "spawn", "num_workers": 1}] * 2, INLINE, INLINE]
-    assert digest(run(pipeline(places))) == expected()
-
-
-def test_epochs_seeds_steps_and_items_differ() -> None:
-    steps = (("map", add_again), ("map", add_again))
-    found = run(pipeline([INLINE] * 2, steps=steps)) + run(
-        pipeline([INLINE] * 2, steps=steps), 1, 8
-    )
-    numbers = [number for (inner, *mine) in found for number in (inner[1], mine[0])]
-    assert len(set(numbers)) == 2 * 3 * 40
-
-
-@pytest.mark.parametrize("where", [threads(), fork()], ids=["threads", "fork"])
-def test_repetitions_are_passes_of_their_own(where: Any) -> None:
-    steps = (("map", add_again),)
-    one = run(pipeline([where], 9, steps).repeat(2), 2)
-    assert len({item[1] for item in one}) == 36
-    assert digest(one) == digest(run(pipeline([INLINE], 9, steps).repeat(2), 2))
-
-
-@pytest.mark.parametrize("where", [threads(), fork()], ids=["threads", "fork"])
-def test_branches_draw_apart_and_the_same_everywhere(where: Any) -> None:
-    def joined(where: Any) -> Pipeline:
-        steps = (("map", add_again),)
-        return pipeline([where], 9, steps).zip(pipeline([where], 9, steps))
-
-    found = run(joined(where), 1)
-    assert len({item[1] for pair in found for item in pair}) == 18
-    assert digest(found) == digest(run(joined(INLINE), 1))
-
-
-@pytest.mark.parametrize(
-    ("where", "batched"), [(threads(), False), (fork(), True)], ids=["threads", "fork"]
-)
-def test_samples_of_a_dataset_are_seeded_by_their_index(where: Any, batched: bool) -> None:
-    order = random.Random(4).sample(range(23), 23)
-    options: Any = {"sampler": order}
-    if batched:
-        batches = [order[at : at + 4] for at in range(0, 23, 4)]
-        options = {"batch_sampler": batches, "collate_fn": collate}
-
-    def made(where: Any) -> list[Any]:
-        pipe = Pipeline.from_dataset(Drawing(), seeding="sample", **options, **where)
-        return run(pipe.map(add_again, seeding="sample", **where))
-
-    assert digest(made(where)) == digest(made(INLINE))
-
-
 @pytest.mark.parametrize("data", [[3, 4], np.arange(2)], ids=repr)
 def test_looking_up_an_index_does_not_seed_the_calling_process(data: Any) -> None:
     gc.collect()  # workers of an earlier test keep the random functions replaced until then
@@ -185,26 +202,6 @@ def test_looking_up_an_index_does_not_seed_the_calling_process(data: Any) -> Non
     with pipe.run() as run:
         assert next(run) == repr(data[0])
         assert type(random._inst) is random.Random  # type: ignore[attr-defined]
-
-
-def lines() -> Iterator[Any]:
-    info = get_worker_info()
-    opened = random.random()
-    for number in range(info.id if info else 0, 40, info.num_workers if info else 1):
-        yield number, opened, drawn()
-
-
-@pytest.mark.parametrize(("backend", "on_error"), [("threads", "raise"), ("fork", "skip")])
-def test_readers_are_seeded_by_reader_and_number(backend: str, on_error: str) -> None:
-    def made(backend: str) -> list[Any]:
-        pipe = Pipeline.from_iterable(
-            lines, backend=backend, num_workers=3, seeding="sample", on_error=on_error
-        )
-        return run(pipe.map(add_again, seeding="sample"))
-
-    found = made(backend)
-    assert len({repr(item[0][2]) for item in found}) == 80
-    assert digest(found) == digest(made("inline"))
 
 
 @pytest.mark.parametrize(
@@ -236,17 +233,6 @@ def test_readers_on_threads_draw_other_numbers_in_each_epoch_by_default() -> Non
     pipe = Pipeline.from_iterable(draws, backend="threads", num_workers=2)
     epochs = [sorted(pipe.run(epoch=number, seed=5)) for number in range(3)]
     assert len({item for items in epochs for item in items}) == 3 * 2 * 5
-
-
-def test_a_run_that_goes_on_draws_what_it_would_have_drawn() -> None:
-    steps = (("map", add), ("map", add_again))
-    for places in ([fork(), threads(3)], [threads(), INLINE]):
-        whole = list(pipeline(places, steps=steps).run(epoch=1, seed=9))
-        with pipeline(places, steps=steps).run(epoch=1, seed=9) as first:
-            begun = [next(first) for _ in range(13)]
-            state = first.state_dict()
-        rest = list(pipeline([INLINE, fork(1)], steps=steps).run(state=state))
-        assert digest(begun + rest) == digest(whole)
 
 
 def fails(item: int) -> int:
@@ -306,24 +292,6 @@ def test_a_worker_that_was_replaced_draws_the_same(tmp_path: Path) -> None:
     assert digest(found) == digest(made(untouched))
 
 
-@pytest.mark.parametrize(
-    ("where", "policy"),
-    [
-        (threads(), Skip(max_failures=None)),
-        (fork(fuse=False), Replace(replacement, max_failures=None)),
-    ],
-    ids=["threads", "not fused"],
-)
-def test_items_that_fail_are_the_same_ones(where: Any, policy: Any) -> None:
-    def made(where: Any) -> list[Any]:
-        steps = (("map", fails_at_times), ("map", add_again))
-        return run(pipeline([{**where, "on_error": policy}] * 2, steps=steps), 2)
-
-    found = made(where)
-    assert digest(found) == digest(made(INLINE))
-    assert 40 < len(found) < 72 if isinstance(policy, Skip) else len(found) == 80
-
-
 class Held:
     """An item that can't be pickled if it is number 13, so that a task with others is taken apart."""
 
@@ -370,7 +338,7 @@ def test_steps_without_it_are_seeded_as_ever() -> None:
 
 def test_a_seed_of_its_own_makes_a_step_apart_from_the_run() -> None:
     def made(seed: int, seeding: Any) -> str:
-        pipe = pipeline([{**threads(), "seeding": seeding}], steps=(("map", add_again),))
+        pipe = pipeline(AGAIN, {**threads(), "seeding": seeding})
         return digest(run(pipe, 1, seed))
 
     assert made(1, SampleSeeding(5)) == made(2, SampleSeeding(5)) != made(2, SampleSeeding(6))
