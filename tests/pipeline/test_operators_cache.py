@@ -52,16 +52,16 @@ def test_later_passes_give_what_the_first_gave_and_open_nothing(cache: Kept) -> 
         assert drain(cache.again()) == [1, None, "a", (2, [3])]
 
 
-@pytest.mark.parametrize("how", ["closed", "let go"])
-def test_a_pass_that_was_broken_off_is_not_kept(cache: Kept, how: str, tmp_path: Path) -> None:
-    found = cache.begin(*range(3))
-    assert [next(found) for _ in range(3)] == [0, 1, 2]
-    if how == "closed":
-        found.close()
-        found.close()
-    del found
-    gc.collect()
-    assert os.listdir(tmp_path) == []
+def test_a_pass_that_was_broken_off_is_not_kept(cache: Kept, tmp_path: Path) -> None:
+    for closed in (True, False):
+        found = cache.begin(*range(3))
+        assert [next(found) for _ in range(3)] == [0, 1, 2]
+        if closed:
+            found.close()
+            found.close()
+        del found
+        gc.collect()
+        assert os.listdir(tmp_path) == []
     assert drain(cache.begin("whole")) == ["whole"]
     assert drain(cache.again()) == ["whole"]
 
@@ -83,14 +83,6 @@ def test_passes_at_the_same_time_do_not_disturb_each_other(cache: Kept) -> None:
     assert drain(cache.again()) == ([1, 2] if cache.path is None else [3, 4])
 
 
-def test_a_copy_begins_with_nothing_and_a_pickle_too() -> None:
-    pipe = Pipeline.from_iterable(numbers).cache()
-    for made in (copy.copy(pipe), pickle.loads(pickle.dumps(pipe))):
-        BEGUN.clear()
-        assert list(pipe) == list(made) == list(made) == [1, 2]
-    assert len(BEGUN) == 1
-
-
 BEGUN: list[int] = []
 
 
@@ -99,22 +91,23 @@ def numbers() -> Iterator[int]:
     return iter([1, 2])
 
 
+def test_a_copy_begins_with_nothing_and_a_pickle_too() -> None:
+    pipe = Pipeline.from_iterable(numbers).cache()
+    for made in (copy.copy(pipe), pickle.loads(pickle.dumps(pipe))):
+        BEGUN.clear()
+        assert list(pipe) == list(made) == list(made) == [1, 2]
+    assert len(BEGUN) == 1
+
+
 # -- in memory ---------------------------------------------------------------------------------------
 
 
-def test_memory_gives_the_same_objects() -> None:
+def test_memory_gives_the_same_objects_and_their_number() -> None:
     cache, item = Kept(), object()
-    drain(cache.begin(item))
-    assert drain(cache.again())[0] is item
-
-
-def test_the_length_is_known_once_all_are_kept() -> None:
-    cache = Kept()
     assert cache.pipe.length is None
-    assert Pipeline.from_iterable([1]).repeat().cache().length == float("inf")
-    assert Pipeline.from_iterable(range(5)).cache().length == 5
-    drain(cache.begin(1, 2))
+    drain(cache.begin(item, 2))
     assert cache.pipe.length == 2
+    assert drain(cache.again())[0] is item
 
 
 def test_the_first_whole_pass_of_several_threads_is_kept() -> None:
@@ -167,8 +160,9 @@ def test_arrays_can_be_written_to_and_the_file_stays_as_it_is(file: Path) -> Non
 
 
 @posix
-def test_arrays_outlive_the_pass_and_the_file(file: Path) -> None:
+def test_arrays_outlive_the_pass_and_the_file_which_only_this_user_may_read(file: Path) -> None:
     drain(Kept(file).begin(np.arange(100_000)))
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
     found = Kept(file).again()
     item = next(found)
     found.close()
@@ -176,21 +170,14 @@ def test_arrays_outlive_the_pass_and_the_file(file: Path) -> None:
     assert item.sum() == 100_000 * 99_999 // 2
 
 
-@posix
-def test_only_this_user_may_read_it(file: Path) -> None:
-    drain(Kept(file).begin(1))
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600
-
-
-def test_a_relative_path_and_a_text_will_do(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_may_be_relative_and_a_text_but_its_folder_must_be_there(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(file.parent)
     drain(Kept("cache").begin(1))
     assert drain(Kept(str(file)).again()) == [1]
-
-
-def test_a_folder_that_is_not_there_is_an_error_at_once(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"there is no folder .*nowhere.* make it first"):
-        Kept(tmp_path / "nowhere" / "cache").begin(1)
+        Kept(file.parent / "nowhere" / "cache").begin(1)
 
 
 def test_an_item_that_cannot_be_pickled_is_an_error_and_nothing_is_kept(file: Path) -> None:
@@ -204,26 +191,7 @@ def test_an_item_that_cannot_be_pickled_is_an_error_and_nothing_is_kept(file: Pa
     assert os.listdir(file.parent) == []
 
 
-def full(fd: int, piece: Any) -> None:
-    raise OSError(errno.ENOSPC, "No space left on device")
-
-
-def test_a_full_disk_is_told_once_and_costs_only_the_cache(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    items = [np.full(100_000, number) for number in range(4)]
-    found = Kept(file).begin(*items)
-    same(next(found), items[0])
-    monkeypatch.setattr("hybridloader.pipeline.operators.cache._write", full)
-    with pytest.warns(
-        UserWarning, match="can't be written.*No space left.*continues without"
-    ) as told:
-        same(drain(found), items[1:])
-    assert len(told) == 1
-    assert os.listdir(file.parent) == []
-
-
-def failing(error: OSError) -> Callable[..., Any]:
+def failing(error: BaseException) -> Callable[..., Any]:
     def fail(*arguments: Any, **more: Any) -> Any:
         raise error
 
@@ -236,36 +204,34 @@ def close_and_fail(fd: int) -> None:
 
 
 real_close = os.close
+FULL = failing(OSError(errno.ENOSPC, "No space left on device"))
+LARGE = np.arange(100_000)
 
 
 @pytest.mark.parametrize(
-    ("name", "replacement", "at"),
+    ("name", "replacement", "items", "at"),
     [
-        ("tempfile.mkstemp", failing(PermissionError("not here")), "begin"),
-        ("_write", full, "end"),  # what is small is written at the end
-        ("os.replace", failing(PermissionError("in use")), "end"),
-        ("os.close", close_and_fail, "end"),
+        ("tempfile.mkstemp", failing(PermissionError("not here")), [1, 2], 0),
+        ("_write", FULL, [LARGE, LARGE + 1, LARGE + 2], 1),
+        ("_write", FULL, [1, 2], 1),  # what is small is written at the end
+        ("os.replace", failing(PermissionError("in use")), [1, 2], 1),
+        ("os.close", close_and_fail, [1, 2], 1),
     ],
 )
-def test_any_failure_to_write_costs_only_the_cache(
-    file: Path, monkeypatch: pytest.MonkeyPatch, name: str, replacement: Any, at: str
+def test_any_failure_to_write_is_told_once_and_costs_only_the_cache(
+    file: Path, monkeypatch: pytest.MonkeyPatch, name: str, replacement: Any, items: Any, at: int
 ) -> None:
-    def fail() -> None:
-        monkeypatch.setattr(f"hybridloader.pipeline.operators.cache.{name}", replacement)
-
     def one_pass() -> list[Any]:
-        if at == "begin":
-            fail()
-            return drain(Kept(file).begin(1, 2))
-        found = Kept(file).begin(1, 2)
-        first = next(found)
-        fail()
-        return [first, *drain(found)]
+        begun = [] if at == 0 else [Kept(file).begin(*items)]
+        first = [next(run) for run in begun]
+        monkeypatch.setattr(f"hybridloader.pipeline.operators.cache.{name}", replacement)
+        return first + drain(begun[0] if begun else Kept(file).begin(*items))
 
     with pytest.warns(UserWarning, match="continues without a cache") as told:
-        assert one_pass() == [1, 2]
-    assert len(told) == 1
+        found = one_pass()
     monkeypatch.undo()
+    same(found, items)
+    assert len(told) == 1
     assert os.listdir(file.parent) == []
 
 
@@ -284,12 +250,10 @@ def test_writes_may_be_partial(file: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_an_interrupt_while_writing_leaves_nothing(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = Kept(file).begin(np.arange(100_000), 2)
-
-    def interrupted(fd: int, piece: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("hybridloader.pipeline.operators.cache._write", interrupted)
+    found = Kept(file).begin(LARGE, 2)
+    monkeypatch.setattr(
+        "hybridloader.pipeline.operators.cache._write", failing(KeyboardInterrupt())
+    )
     with pytest.raises(KeyboardInterrupt):
         next(found)
     monkeypatch.undo()
@@ -297,7 +261,7 @@ def test_an_interrupt_while_writing_leaves_nothing(
 
 
 @posix
-def test_a_fork_neither_writes_nor_removes_what_its_parent_writes(file: Path) -> None:
+def test_neither_a_fork_nor_an_exit_writes_or_leaves_what_is_under_way(file: Path) -> None:
     code = f"""
 import gc, os, sys
 sys.path.insert(0, "tests")
@@ -311,19 +275,9 @@ if not child:
     sys.exit()
 os.waitpid(child, 0)
 assert drain(found) == list(range(1, 1000))
+found = Kept({str(file.parent / "other")!r}).begin(*range(1000))
+next(found)
 """
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
     assert drain(Kept(file).again()) == list(range(1000))
-
-
-@posix
-def test_a_pass_that_is_under_way_at_exit_leaves_nothing(file: Path) -> None:
-    code = f"""
-import sys
-sys.path.insert(0, "tests")
-from support.scripts import Kept
-found = Kept({str(file)!r}).begin(*range(1000))
-next(found)
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)
-    assert os.listdir(file.parent) == []
+    assert os.listdir(file.parent) == ["cache"]
