@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +10,8 @@ from support.archives import sample_members, tar_bytes
 from support.http_store import HttpStore
 
 from hybridloader import DataLoader, Pipeline, Retry
-from hybridloader._support import store_use
-from hybridloader._support.store_use import StoreUse, store_of
 from hybridloader.sampling import BlockShuffleSampler
-from hybridloader.sources import Files, Tar, shards
-from hybridloader.sources.shards import BlockCache
+from hybridloader.sources import Files, Tar
 
 SHARDS, EACH = 4, 4
 
@@ -29,7 +24,7 @@ def tar_of(store: HttpStore, **options: Any) -> Tar:
     return tar
 
 
-def epoch(tar: Any, **options: Any) -> StoreUse:
+def epoch(tar: Any, **options: Any) -> Any:
     options = {"num_workers": 2, "backend": "threads", "collate_fn": list, **options}
     loader = DataLoader(tar, 4, observe=True, **options)
     assert len([sample for batch in loader for sample in batch]) == len(tar)
@@ -59,27 +54,6 @@ def test_blocks_are_counted_with_their_retries_and_those_from_the_cache(
     assert fetched == sum(path.stat().st_size - 12 for path in tmp_path.glob("*.block"))
 
 
-def test_a_block_is_counted_before_it_is_written(
-    store: HttpStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A loader may end, and its statistics be read, while a slow disk takes the last blocks."""
-    tar = tar_of(store, cache_dir=str(tmp_path))
-    gate, write = threading.Event(), BlockCache._write
-
-    def slowly(*arguments: Any) -> bool:
-        gate.wait()
-        return write(*arguments)
-
-    monkeypatch.setattr(BlockCache, "_write", slowly)
-    monkeypatch.setattr(shards, "_LOCKS", 1 << 32)  # no two blocks share one
-    try:
-        use = epoch(tar, sampler=BlockShuffleSampler(tar, seed=0))
-    finally:
-        gate.set()
-    assert (use.hits, use.misses) == (0, SHARDS)
-    tar.close()
-
-
 def test_a_block_that_was_not_served_is_no_miss(store: HttpStore, tmp_path: Path) -> None:
     tar = tar_of(store, cache_dir=str(tmp_path), retry_seconds=0)
     store.once["/0.tar"] = "404"
@@ -106,63 +80,23 @@ def test_workers_that_are_processes_report_their_use(store: HttpStore) -> None:
     files.close()
 
 
-@pytest.fixture
-def unobserved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out observations of other tests, which count until they are collected."""
-    monkeypatch.setattr(store_use, "_observers", set())
-
-
-def test_nothing_is_counted_if_nothing_is_observed(store: HttpStore, unobserved: None) -> None:
+def test_nothing_is_counted_if_nothing_is_observed(store: HttpStore) -> None:
     tar = tar_of(store)
-    before = store_use.uses().get(store.url)  # other stores may still answer threads of other tests
     pipe = Pipeline.from_dataset(tar, sampler=BlockShuffleSampler(tar, seed=0))
-    assert len(list(pipe)) == len(tar)
-    assert store_use.uses().get(store.url) == before
-    run = pipe.run(observe=True)
-    assert len(list(run)) == len(tar)
+    for observed in (False, True):
+        run = pipe.run(observe=observed)
+        assert len(list(run)) == len(tar)
     assert [use.requests for use in run.stats().stores] == [SHARDS]
     tar.close()
 
 
-def test_a_local_name_with_colons_is_no_chain_where_stores_are_counted(
+def test_a_local_name_with_colons_is_no_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Path(tmp_path, "zip::b").mkdir()
     Path(tmp_path, "zip::b", "a.txt").write_bytes(b"one")
     monkeypatch.chdir(tmp_path)
-    before = store_use.uses()
-    stop = store_use.start_counting()
-    try:
-        for url in ("zip::b/a.txt", "zip::b", "zip::b/*.txt"):
-            assert [*Files(url)] == [b"one"]
-    finally:
-        stop()
-    assert store_use.uses_since(before) == ()
-
-
-def test_a_finalizer_may_stop_counting_on_a_thread_that_counts(unobserved: None) -> None:
-    run = Pipeline.from_dataset([1, 2]).run(observe=True)
-    assert [*run] == [1, 2]
-    assert store_use.counting()
-    cycle: list[Any] = [run]
-    cycle.append(cycle)
-    del run, cycle
-    with store_use._adding:  # the collector may run while a count is added
-        gc.collect()
-    assert not store_use.counting()
-
-
-def test_counts_are_read_while_another_thread_adds() -> None:
-    found: list[object] = []
-    reader = threading.Thread(target=lambda: found.append(store_use.uses()), daemon=True)
-    with store_use._adding:
-        reader.start()
-        reader.join(10)
-    assert found == [store_use.uses()]
-
-
-def test_a_store_is_a_host_or_a_bucket() -> None:
-    assert store_of("s3://bucket/a/b.tar") == "s3://bucket"
-    assert store_of("https://me:secret@host:80/a") == "https://host:80"
-    assert store_of("simplecache::https://host/a") == "https://host"
-    assert store_of("/data/a.tar") == "local files"
+    for url in ("zip::b/a.txt", "zip::b", "zip::b/*.txt"):
+        with Pipeline.from_dataset(Files(url)).run(observe=True) as run:
+            assert [*run] == [b"one"]
+            assert run.stats().stores == ()
