@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import io
-import json
 import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from itertools import islice
 from typing import Any
 
 import pytest
@@ -39,14 +37,7 @@ def read(loader: Any) -> list[Any]:
     return [sample for batch in loader for sample in batch]
 
 
-@pytest.mark.parametrize(
-    ("workers", "block"),
-    [
-        (0, None),
-        (3, 3),
-        *(pytest.param(*one, marks=pytest.mark.full) for one in [(0, 3), (3, None)]),
-    ],
-)
+@pytest.mark.parametrize(("workers", "block"), [(0, None), (3, 3)])
 def test_each_block_is_one_request(store: HttpStore, block: int | None, workers: int) -> None:
     tar = tar_of(store)
     sampler = BlockShuffleSampler(tar, seed=0, block_size=block, window_blocks=2)
@@ -237,51 +228,6 @@ def test_a_shard_that_is_not_there_is_asked_for_once(gated: Any) -> None:
     assert not source.alone
 
 
-@pytest.mark.parametrize("trials", [range(2), pytest.param(range(2, 22), marks=pytest.mark.full)])
-@pytest.mark.parametrize("uneven", ["pad", pytest.param("drop", marks=pytest.mark.full)])
-def test_two_ranks_then_three_then_five_read_the_rest_in_equal_counts(
-    store: HttpStore, trials: range, uneven: Any
-) -> None:
-    """From leg to leg at a random place, each with other workers; the last goes to the end."""
-    wanted, tar = sorted(samples()), tar_of(store)
-    for trial in trials:
-        chosen, state, seen = random.Random(trial), None, []
-        for ranks in (2, 3, 5):
-            batches = chosen.randrange(1, 4) if ranks < 5 else None
-            workers, states, counts = chosen.randrange(3), [], []
-            for rank in range(ranks):
-                sampler = BlockShuffleSampler(
-                    tar,
-                    trial,
-                    block_size=3,
-                    window_blocks=2,
-                    num_canonical_ranks=2,
-                    num_replicas=ranks,
-                    rank=rank,
-                    uneven=uneven,
-                )
-                loader: Any = DataLoader(
-                    *(tar, 2),
-                    sampler=sampler,
-                    collate_fn=list,
-                    num_workers=workers,
-                    backend="threads" if workers else None,
-                )
-                if state is not None:
-                    loader.load_state_dict(state)
-                with iter(loader) as iterator:
-                    part = [sample for batch in islice(iterator, batches) for sample in batch]
-                    states.append(loader.state_dict())
-                seen += part
-                counts.append(len(part))
-            assert min(counts) == max(counts) > 0
-            state = json.loads(json.dumps(states[0]))
-        assert set(seen) <= set(wanted)
-        doubled, lost = len(seen) - len(set(seen)), len(wanted) - len(set(seen))
-        assert (doubled < 5 and not lost) if uneven == "pad" else (lost < 5 and not doubled)
-    tar.close()
-
-
 @pytest.mark.parametrize("backend", ["threads", "spawn"])
 def test_a_shard_that_stays_missing_is_waited_for_once_and_its_samples_are_skipped(
     store: HttpStore, backend: str
@@ -359,9 +305,14 @@ def test_another_sampler_reads_sample_by_sample_and_is_told_which_would_not(
     assert not source.fetches
 
 
+def size_of(asked: tuple[str, str]) -> int:
+    first, last = asked[1].removeprefix("bytes=").split("-")
+    return int(last) - int(first) + 1
+
+
 @pytest.mark.parametrize(
     ("tensors", "backend"),
-    [(False, "inline"), (True, "threads"), pytest.param(True, "spawn", marks=pytest.mark.full)],
+    [(False, "inline"), (True, "threads")],
 )
 def test_row_groups_are_fetched_once_ahead(store: HttpStore, tensors: bool, backend: str) -> None:
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
@@ -396,11 +347,6 @@ def test_row_groups_are_fetched_once_ahead(store: HttpStore, tensors: bool, back
         found = read(loader)
         assert [row["x"] for row in found] == order
         assert [row["deep"]["a"][0] for row in found] == order
-    made = Counter(store.requests)
-    for file in range(2):
-        for group in range(5):
-            ranges = rows._cache().ranges(rows._files[file], group)
-            assert len(ranges.starts) == 2  # what lies between is not asked for
-            for start, stop in zip(ranges.starts, ranges.stops, strict=True):
-                assert made[f"/{file}.parquet", f"bytes={start}-{stop - 1}"] == 1
+    made = [asked for asked in store.requests if asked[1] and size_of(asked) < 1000]  # no footers
+    assert len(made) == len(set(made)) == 2 * 5 * 2  # what lies between is not asked for
     rows.close()
