@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import pickle
 import sys
 import zipfile
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +15,8 @@ from support.http_store import HttpStore
 from support.once import forget_warnings
 from support.platforms import posix
 
-from hybridloader import DataLoader, Retry, Skip
-from hybridloader.errors import BackendUnavailable, CacheError, SourceError, StoreError
-from hybridloader.sampling import ShuffleSampler
+from hybridloader import DataLoader, Skip
+from hybridloader.errors import BackendUnavailable, CacheError, SourceError
 from hybridloader.sources import Files
 
 NAMES = ["a/1.txt", "a/2.txt", "b/1.txt", "b/deep/3.txt", "b/x.jpg"]
@@ -95,6 +92,8 @@ def test_classes_are_the_folders_below_the_root(folder: Path) -> None:
 def test_a_list_is_kept_and_used_again(folder: Path, tmp_path: Path) -> None:
     kept = str(tmp_path / "files.json")
     first = Files(folder, index=kept)
+    assert sorted(os.listdir(tmp_path)) == ["data", "files.json"]
+    assert list(pickle.loads(pickle.dumps(first))) == list(first)
     (folder / "a" / "0.txt").write_text("new")
     assert list(Files(folder, index=kept).paths) == list(first.paths)
     assert len(Files(folder)) == 6
@@ -116,28 +115,30 @@ def test_files_in_memory(memory: Any) -> None:
     assert Files("memory://data/b/1.txt")[0] == b"b/1.txt"
 
 
+TEXTS = [f"text {number}" * 50 for number in range(20)]
+
+
+def check_texts(url: str, backend: str) -> None:
+    files = Files(url, decode="text")
+    assert files[7] == TEXTS[7]  # open here, too, before any fork
+    loader: Any = DataLoader(files, 2, num_workers=2, backend=backend, collate_fn=list)
+    assert [text for batch in loader for text in batch] == TEXTS
+
+
 @pytest.mark.parametrize("backend", ["threads", "fork", "spawn"])
 def test_an_archive_is_opened_in_each_worker(backend: str, tmp_path: Path) -> None:
-    path = tmp_path / "all.zip"
-    with zipfile.ZipFile(path, "w") as archive:
-        for number in range(20):
-            archive.writestr(f"d/{number:02d}.txt", f"text {number}" * 50)
-    files = Files(f"zip://**/*.txt::file://{path}", decode="text")
-    assert files[7] == "text 7" * 50  # open here, too, before any fork
-    loader: Any = DataLoader(files, 2, num_workers=2, backend=backend, collate_fn=list)
-    assert [text for batch in loader for text in batch] == [f"text {n}" * 50 for n in range(20)]
+    with zipfile.ZipFile(tmp_path / "all.zip", "w") as archive:
+        for number, text in enumerate(TEXTS):
+            archive.writestr(f"d/{number:02d}.txt", text)
+    check_texts(f"zip://**/*.txt::file://{tmp_path}/all.zip", backend)
 
 
-@pytest.mark.parametrize("backend", ["inline", "threads", "spawn"])
+@pytest.mark.parametrize("backend", ["inline", "threads"])
 def test_files_behind_http(store: HttpStore, backend: str) -> None:
-    for number in range(8):
-        store.files[f"/d/{number}.txt"] = f"text {number}".encode()
-    store.files["/d/"] = "".join(f'<a href="{n}.txt">' for n in range(8)).encode()
-    for url in (f"{store.url}/d/*.txt", f"{store.url}/d/{{0..7}}.txt"):
-        files = Files(url, decode="text")
-        assert files[0] == "text 0"  # a connection and a thread are open before any fork
-        loader: Any = DataLoader(files, 3, num_workers=2, backend=backend, collate_fn=list)
-        assert [text for batch in loader for text in batch] == [f"text {n}" for n in range(8)]
+    store.files = {f"/d/{number:02d}.txt": text.encode() for number, text in enumerate(TEXTS)}
+    store.files["/d/"] = "".join(f'<a href="{n:02d}.txt">' for n in range(20)).encode()
+    for url in (f"{store.url}/d/*.txt", f"{store.url}/d/{{00..19}}.txt"):
+        check_texts(url, backend)
 
 
 def test_a_remote_store_is_read_by_fresh_workers(store: HttpStore) -> None:
@@ -160,14 +161,6 @@ def test_names_that_need_no_listing_are_not_asked_for(store: HttpStore) -> None:
     assert not store.requests
     assert list(files) == [b"a"]
     assert store.requests == [("/a.txt", "")]
-
-
-def test_files_and_their_order_can_be_sent(folder: Path) -> None:
-    files = pickle.loads(pickle.dumps(Files(folder, decode="text", class_from_folder=True)))
-    order = list(ShuffleSampler(files, 0))
-    assert [files[i] for i in order] == [
-        Files(folder, decode="text", class_from_folder=True)[i] for i in order
-    ]
 
 
 # Bad input.
@@ -233,41 +226,6 @@ def test_an_error_of_a_function_names_the_file(folder: Path) -> None:
         assert any("a/1.txt" in note for note in told.value.__notes__)
 
 
-def test_a_store_that_fails_is_asked_again(store: HttpStore) -> None:
-    for number in range(3):
-        store.files[f"/{number}.txt"] = f"text {number}".encode() * 9
-    files = Files(f"{store.url}/{{0..2}}.txt", retry_seconds=0)
-    for fault, said in [("503", "503"), ("short", "Payload")]:
-        store.faults.append(fault)
-        with pytest.raises(StoreError, match=rf"/1\.txt was not served: .*{said}") as told:
-            files[1]
-        assert isinstance(told.value, OSError)
-        store.faults.extend([fault, fault, "ok"])
-        loader: Any = DataLoader(
-            files, 3, collate_fn=list, on_error=Retry(2, backoff=0.0, retry_on=StoreError)
-        )
-        assert list(loader) == [[f"text {number}".encode() * 9 for number in range(3)]]
-
-
-def test_a_file_that_is_not_there_is_not_asked_for_again(store: HttpStore) -> None:
-    files = Files(f"{store.url}/gone.txt")
-    retry = Retry(3, backoff=0.0, retry_on=StoreError)
-    with pytest.raises(FileNotFoundError, match=r"gone\.txt"):
-        list(DataLoader(files, 1, on_error=retry))
-    assert len(store.requests) == 1
-
-
-def test_a_store_that_hangs_is_left_after_its_time(store: HttpStore) -> None:
-    aiohttp = pytest.importorskip("aiohttp")
-    store.files["/a.txt"] = b"a"
-    options = {"client_kwargs": {"timeout": aiohttp.ClientTimeout(total=0.1)}}
-    files = Files(f"{store.url}/a.txt", storage_options=options, retry_seconds=0)
-    store.faults.append("hang")
-    with pytest.raises(StoreError, match=r"a\.txt was not served"):
-        files[0]
-    assert files[0] == b"a"
-
-
 def test_a_damaged_archive_is_told(tmp_path: Path) -> None:
     path = tmp_path / "all.zip"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
@@ -281,18 +239,7 @@ def test_a_damaged_archive_is_told(tmp_path: Path) -> None:
     path.write_bytes(data[:700])
     with pytest.raises(SourceError, match=r"all\.zip is not a zip archive, or it is truncated"):
         Files(f"zip://*.txt::file://{path}")
-
-
-def test_names_that_lead_outside_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "all.zip"
-    packed = io.BytesIO()
-    with zipfile.ZipFile(packed, "w") as archive:
+    with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("../a.txt", "a")
-    path.write_bytes(packed.getvalue())
     with pytest.raises(SourceError, match="a name outside its folder"):
         Files(f"zip://**::file://{path}")
-
-
-def test_nothing_of_a_listing_is_left_on_the_disk(folder: Path, tmp_path: Path) -> None:
-    Files(folder, index=str(tmp_path / "kept"))
-    assert Counter(os.listdir(tmp_path)) == Counter(["data", "kept"])

@@ -13,11 +13,10 @@ import pytest
 from support.archives import sample_members, tar_bytes
 from support.http_store import HttpStore
 from support.listed_store import ListedStore, SharedListedStore
-from support.platforms import posix
+from support.platforms import POSIX
 
 from hybridloader.errors import SourceError
 from hybridloader.sources import Files, Parquet, Tar
-from hybridloader.sources.files import urls_of
 
 
 @pytest.fixture(params=[ListedStore, SharedListedStore])
@@ -46,54 +45,44 @@ def parquet_bytes(first: int) -> bytes:
     return packed.getvalue()
 
 
-@pytest.mark.parametrize("pattern", ["b/*/*.txt", "b/**", "b/"])
-def test_a_source_made_again_has_a_new_file(listed: Any, pattern: str) -> None:
-    url = f"{listed.protocol}://{pattern}"
-    listed.files.update({"b/c/1.txt": b"one", "b/d/2.txt": b"two"})
-    assert [*Files(url)] == [b"one", b"two"]
-    listed.files.update({"b/c/1.txt": b"longer", "b/c/3.txt": b"three"})
-    del listed.files["b/d/2.txt"]
-    assert [*Files(url)] == [b"longer", b"three"]
+def zip_bytes(texts: list[str]) -> bytes:
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        for number, text in enumerate(texts):
+            archive.writestr(f"{number}.txt", text)
+    return packed.getvalue()
 
 
-@pytest.mark.parametrize("name", ["a.tar", "*.tar"])
-def test_an_archive_that_has_grown_is_indexed_anew(listed: Any, name: str) -> None:
-    url = f"{listed.protocol}://b/{name}"
-    listed.files["b/a.tar"] = tar_bytes(sample_members(0, 3))
-    Files(f"{listed.protocol}://b/*")  # keeps the listing of the folder
-    assert len(Tar(url)) == 3
-    listed.files["b/a.tar"] = tar_bytes(sample_members(0, 40))
-    assert len(Tar(url)) == 40
-
-
-@pytest.mark.parametrize("name", ["a.parquet", "*.parquet"])
-def test_a_table_of_the_same_size_that_was_written_anew_is_noticed(listed: Any, name: str) -> None:
-    url = f"{listed.protocol}://b/{name}"
+def test_a_source_made_again_asks_the_store_again(listed: Any) -> None:
+    place = f"{listed.protocol}://b"
+    for pattern in ("*/*.txt", "**", ""):
+        listed.files.clear()
+        listed.files.update({"b/c/1.txt": b"one", "b/d/2.txt": b"two"})
+        assert [*Files(f"{place}/{pattern}")] == [b"one", b"two"]
+        listed.files.update({"b/c/1.txt": b"longer", "b/c/3.txt": b"three"})
+        del listed.files["b/d/2.txt"]
+        assert [*Files(f"{place}/{pattern}")] == [b"longer", b"three"]
+    listed.files.clear()
     first, second = parquet_bytes(0), parquet_bytes(100)
     assert len(first) == len(second)
-    listed.files["b/a.parquet"] = first
-    Files(f"{listed.protocol}://b/*")
-    rows = Parquet(url)
-    listed.files["b/a.parquet"] = second
-    with pytest.raises(SourceError, match=r"a\.parquet has changed since it was indexed"):
-        rows[0]
-    assert [row["x"] for row in Parquet(url)] == [100, 101, 102, 103]
-
-
-def test_an_archive_of_a_store_is_opened_anew(listed: Any) -> None:
-    def write(texts: list[str]) -> None:
-        packed = io.BytesIO()
-        with zipfile.ZipFile(packed, "w") as archive:
-            for number, text in enumerate(texts):
-                archive.writestr(f"{number}.txt", text)
-        listed.files["b/a.zip"] = packed.getvalue()
-
-    url = f"zip://*.txt::{listed.protocol}://b/a.zip"
-    write(["one"])
-    Files(f"{listed.protocol}://b/*")
-    assert [*Files(url, decode="text")] == ["one"]
-    write(["two", "three"])
-    assert [*Files(url, decode="text")] == ["two", "three"]
+    for name in ("a", "*"):
+        listed.files["b/a.tar"] = tar_bytes(sample_members(0, 3))
+        listed.files["b/a.zip"] = zip_bytes(["one"])
+        listed.files["b/a.parquet"] = first
+        Files(f"{place}/*")  # keeps the listing of the folder
+        rows = Parquet(f"{place}/{name}.parquet")
+        assert len(Tar(f"{place}/{name}.tar")) == 3
+        chain = f"zip://*.txt::{place}/a.zip"
+        assert [*Files(chain, decode="text")] == ["one"]
+        listed.files["b/a.tar"] = tar_bytes(sample_members(0, 40))
+        listed.files["b/a.zip"] = zip_bytes(["two", "three"])
+        listed.files["b/a.parquet"] = second
+        assert len(Tar(f"{place}/{name}.tar")) == 40
+        assert [*Files(chain, decode="text")] == ["two", "three"]
+        with pytest.raises(SourceError, match=r"a\.parquet has changed since it was indexed"):
+            rows[0]
+        again = Parquet(f"{place}/{name}.parquet")
+        assert [row["x"] for row in again] == [100, 101, 102, 103]
 
 
 def test_a_thread_that_has_listings_of_its_own_does_not_read_by_them(listed: Any) -> None:
@@ -133,47 +122,36 @@ def test_a_table_asks_for_each_file_as_it_is_first_opened_and_never_before(liste
 # Patterns.
 
 
-@pytest.mark.parametrize(
-    ("pattern", "names"),  # as bash writes them out
-    [
-        ("{3..1}", "3 2 1"),
-        ("{0..3}", "0 1 2 3"),
-        ("{5..5}", "5"),
-        ("{10..9}", "10 9"),
-        ("{008..011}", "008 009 010 011"),
-        ("{008..003}", "008 007 006 005 004 003"),
-        ("{8..010}", "008 009 010"),
-        ("{1..2}-{4..3}", "1-4 1-3 2-4 2-3"),
-        ("{{1..2}}", "{1} {2}"),
-        ("{x}", "{x}"),
-        ("{}", "{}"),
-    ],
+WRITTEN_OUT = {  # as bash writes them out
+    "{3..1}": "3 2 1",
+    "{0..3}": "0 1 2 3",
+    "{5..5}": "5",
+    "{10..9}": "10 9",
+    "{008..011}": "008 009 010 011",
+    "{008..003}": "008 007 006 005 004 003",
+    "{8..010}": "008 009 010",
+    "{1..2}-{4..3}": "1-4 1-3 2-4 2-3",
+    "{{1..2}}": "{1} {2}",
+    "{x}": "{x}",
+    "{}": "{}",
+}
+REFUSED = (
+    *("{a,b}", "{a..c}", "{1..9..2}", "{1..a}", "{Z..b}", "{1..}", "{1..3..x}"),
+    *("{{1..2}..3}", "{{1..2},5}", "{,{1..2}}"),
 )
-@pytest.mark.parametrize("place", ["", "s3://bucket/"])
-def test_ranges_are_written_out_as_bash_does(place: str, pattern: str, names: str) -> None:
-    assert urls_of(f"{place}{pattern}.txt") == [f"{place}{name}.txt" for name in names.split(" ")]
-    assert urls_of([f"{pattern}", "x"]) == [*names.split(" "), "x"]
 
 
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        "{a,b}",
-        "{a..c}",
-        "{1..9..2}",
-        "{1..a}",
-        "{Z..b}",
-        "{1..}",
-        "{1..3..x}",
-        "{{1..2}..3}",
-        "{{1..2},5}",
-        "{,{1..2}}",
-    ],
-)
-def test_braces_that_are_not_written_out_are_refused(pattern: str) -> None:
-    with pytest.raises(ValueError, match="are not expanded") as told:
-        Files(["s3://bucket/x.txt", f"s3://bucket/{pattern}.txt"])
-    assert f"s3://bucket/{pattern}.txt" in str(told.value)
+def test_ranges_are_written_out_as_bash_does_and_other_braces_refused(store: HttpStore) -> None:
+    place = f"{store.url}/d"
+    for pattern, names in WRITTEN_OUT.items():
+        urls = [f"{place}/{name}.txt" for name in names.split(" ")]
+        assert Files(f"{place}/{pattern}.txt").paths[:] == urls
+        assert Files([f"{place}/{pattern}.txt", f"{place}/x"]).paths[:] == [*urls, f"{place}/x"]
+    for pattern in REFUSED:
+        with pytest.raises(ValueError, match="are not expanded") as told:
+            Files([f"{place}/x.txt", f"{place}/{pattern}.txt"])
+        assert f"{place}/{pattern}.txt" in str(told.value)
+    assert not store.requests  # names that need no listing are not asked for
 
 
 def test_a_brace_that_is_part_of_a_name_can_be_named(tmp_path: Path) -> None:
@@ -193,42 +171,28 @@ def test_a_pattern_without_files_among_others_is_told(tmp_path: Path, memory: An
                 Files([f"{place}/1.txt", f"{place}/{pattern}", f"{place}/*.txt"])
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *(
-            pytest.param(name, marks=posix)  # Windows has no colons in names
-            for name in ("::x.txt", "a::b.txt", "zip::x.txt", "s3::a::x.txt")
-        ),
-        "{3..1}.txt",
-        "{a,b}.txt",
-    ],
-)
 def test_a_local_file_is_read_whatever_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    folder = Path("in::side")
-    folder.mkdir()
-    for place in (Path(), folder):
-        (place / name).write_text(f"text of {place}")
-        (place / "other.txt").write_text("another")
-    for url in (name, Path(name), tmp_path / name):
-        files = Files(url, decode="text")
-        assert [*files] == ["text of ."]
-        assert files.paths[:] == [f"{tmp_path.as_posix()}/{name}"]
-    for url in (f"{folder}", f"{folder}/", f"{folder}/*.txt", tmp_path / folder):
-        assert sorted(Files(url, decode="text")) == ["another", "text of in::side"]
-
-
-def test_a_local_name_that_is_not_there_is_not_taken_for_a_chain(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "x.txt").write_text("x")
-    for url in ("::x.txt", "zip::x.txt"):
-        with pytest.raises(FileNotFoundError, match=url):
-            Files(url)
+    names = ["{3..1}.txt", "{a,b}.txt"]
+    if POSIX:  # Windows has no colons in names
+        names += ["::x.txt", "a::b.txt", "zip::x.txt", "s3::a::x.txt"]
+    for number, name in enumerate(names):
+        folder = Path(f"in::side {number}" if POSIX else f"inside {number}")
+        folder.mkdir()
+        for place in (Path(), folder):
+            (place / name).write_text(f"text of {place}")
+        for url in (name, Path(name), tmp_path / name):
+            files = Files(url, decode="text")
+            assert [*files] == ["text of ."]
+            assert files.paths[:] == [f"{tmp_path.as_posix()}/{name}"]
+        for url in (f"{folder}", f"{folder}/", f"{folder}/*.txt", tmp_path / folder):
+            assert [*Files(url, decode="text")] == [f"text of {folder}"]
+        Path(name).unlink()
+    for name in ("::y.txt", "zip::y.txt"):  # which is taken for no chain
+        with pytest.raises(FileNotFoundError, match=name):
+            Files(name)
 
 
 @pytest.mark.parametrize("cache", ["simplecache", "filecache"])
