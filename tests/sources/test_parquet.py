@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import os
 import pickle
 import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +13,10 @@ import pytest
 import torch
 from support.http_store import HttpStore
 
-from hybridloader import DataLoader, Pipeline, Skip
-from hybridloader.errors import SourceError, StoreError
+from hybridloader import DataLoader, Skip
+from hybridloader.errors import SourceError
 from hybridloader.sampling import BlockShuffleSampler
 from hybridloader.sources import Parquet
-from hybridloader.sources.parquet import ParquetFile, RowGroups
-from hybridloader.sources.store import Store
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -93,8 +88,6 @@ def test_a_batch_of_tensors_has_the_types_of_the_columns(folder: Path) -> None:
         assert torch.equal(batch["pair"], torch.stack([wanted, wanted + 1], 1).int())
         assert batch["name"] == [f"n{i}" for i in indices]
         assert batch["some"] == [[0] * (i % 3) for i in indices]
-        alone = Parquet.collate_fn([rows[i] for i in indices]) if "some" not in batch else None
-        assert alone is None
         batch["int"].add_(1)  # nobody else's
     assert torch.equal(rows.__getitems__([2])["int"], torch.tensor([2]))
     numbers = Parquet(folder, columns=["int", "pair"], tensors=True)
@@ -153,37 +146,6 @@ def test_a_filter_counts_rows_and_leaves_out_row_groups(folder: Path) -> None:
     other.close()
 
 
-def test_row_groups_are_read_once_in_a_window_and_kept_within_the_bound(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read = RowGroups._read
-    seen: list[int] = []
-    lock = threading.Lock()
-
-    def counted(self: Any, file: Any, group: int, *args: Any) -> Any:
-        with lock:
-            seen.append(group)
-        return read(self, file, group, *args)
-
-    monkeypatch.setattr(RowGroups, "_read", counted)
-    rows = Parquet(folder)
-    loader: Any = DataLoader(
-        rows,
-        2,
-        sampler=BlockShuffleSampler(rows, 3, window_blocks=2),
-        num_workers=2,
-        backend="threads",
-        collate_fn=list,
-    )
-    assert sum(map(len, loader)) == 17
-    assert len(seen) == 5
-    seen.clear()
-    small = Parquet(folder, memory_cache_bytes=0)  # one is kept
-    assert [small[i]["int"] for i in (0, 1, 5, 0)] == [0, 1, 5, 0]
-    assert seen == [0, 1, 0]
-    small.close()
-
-
 def test_a_cache_too_small_for_the_window_is_told(folder: Path) -> None:
     rows = Parquet(folder, memory_cache_bytes=0)
     for _ in range(8):
@@ -196,105 +158,22 @@ def test_a_cache_too_small_for_the_window_is_told(folder: Path) -> None:
     rows.close()
 
 
-def test_remote_files_are_indexed_several_at_a_time(store: HttpStore, folder: Path) -> None:
-    """Two opens meet at a barrier; the errors are those of the first file that has one."""
+def test_remote_files_are_read_by_ranges_and_named_in_errors(
+    store: HttpStore, folder: Path
+) -> None:
     data = (folder / "a.parquet").read_bytes()
-    urls = []
+    urls = [f"{store.url}/{number}.parquet" for number in range(4)]
     for number in range(4):
         store.files[f"/{number}.parquet"] = data
-        urls.append(f"{store.url}/{number}.parquet")
-    barrier, opened = threading.Barrier(2), ParquetFile.open
-
-    def together(self: Any, what: str = "") -> Any:
-        barrier.wait(30)
-        return opened(self, what)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ParquetFile, "open", together)
-        rows = Parquet(urls)
-    assert len(rows) == 4 * len(Parquet(folder / "a.parquet"))
+    rows = Parquet(urls, columns=["int"])
     assert rows.shard_names == urls
+    loader: Any = DataLoader(rows, 2, num_workers=2, backend="threads", collate_fn=list)
+    assert [one["int"] for batch in loader for one in batch] == list(range(10)) * 4
+    assert all(asked for _, asked in store.requests)
     rows.close()
     store.files["/1.parquet"] = store.files["/3.parquet"] = b"nonsense"
     with pytest.raises(SourceError, match=r"1\.parquet is not a Parquet file"):
-        Parquet(urls)
-
-
-def test_threads_read_row_groups_of_one_remote_file_at_once(
-    store: HttpStore, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = folder / "a.parquet"
-    last = pq.ParquetFile(path).metadata.row_group(1).column(0)
-    store.files["/a.parquet"] = path.read_bytes()
-    rows = Parquet(f"{store.url}/a.parquet", columns=["int"])
-    both, inside, remote_range = threading.Barrier(2), threading.local(), Store.remote_range
-
-    def together(self: Store, path: str, start: int, stop: int) -> bytes:
-        if start <= last.data_page_offset and not hasattr(inside, "met"):  # metadata lie behind
-            inside.met = both.wait(60)
-        return remote_range(self, path, start, stop)
-
-    monkeypatch.setattr(Store, "remote_range", together)
-    with ThreadPoolExecutor(2) as threads:
-        assert [one["int"] for one in threads.map(rows.__getitem__, [0, 4])] == [0, 4]
-    rows.close()
-
-
-def test_few_remote_files_stay_open(store: HttpStore, folder: Path) -> None:
-    data = (folder / "a.parquet").read_bytes()
-    for number in range(40):
-        store.files[f"/{number}.parquet"] = data
-    rows = Parquet([f"{store.url}/{number}.parquet" for number in range(40)], memory_cache_bytes=0)
-    for index in range(0, len(rows), 10):
-        rows[index]
-    held = rows._cache()
-    assert [one.number for one in held._idle] == list(range(8, 40))
-    before, kept = len(store.requests), held._idle[0]
-    rows[80]  # it is open
-    assert held._idle[-1] is kept
-    assert {path for path, _ in store.requests[before:]} == {"/8.parquet"}  # pyarrow 24: 6 requests
-    rows.close()
-    assert held._idle == []
-
-
-def test_remote_files_are_read_by_ranges(store: HttpStore) -> None:
-    packed = io.BytesIO()
-    pq.write_table(table(0, 10), packed, row_group_size=4)
-    store.files["/a.parquet"] = packed.getvalue()
-    rows = Parquet(f"{store.url}/a.parquet", columns=["int"], retry_seconds=0)
-    assert [one["int"] for one in rows] == list(range(10))
-    for backend in ("threads", "spawn"):
-        loader: Any = DataLoader(rows, 2, num_workers=2, backend=backend, collate_fn=list)
-        assert [one["int"] for batch in loader for one in batch] == list(range(10))
-    rows.close()
-    store.faults.append("503")
-    with pytest.raises(StoreError, match=r"a\.parquet.* was not served: .*503"):
-        rows[0]
-    rows.close()
-
-
-def test_an_error_of_a_store_is_not_taken_for_damage(
-    store: HttpStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    packed = io.BytesIO()
-    pq.write_table(table(0, 10), packed)
-    store.files["/a.parquet"] = packed.getvalue()
-    rows = Parquet(f"{store.url}/a.parquet", columns=["int"], retry_seconds=0)
-
-    def forbidden(*_: Any) -> bytes:
-        raise OSError("Forbidden")  # as gcsfs does: without a number
-
-    monkeypatch.setattr(Store, "remote_range", forbidden)
-    with pytest.raises(StoreError, match=r"a\.parquet.* was not served: .*Forbidden"):
-        rows[0]
-    rows.close()
-
-
-def test_in_a_pipeline(folder: Path) -> None:
-    rows = Parquet(folder, columns=["int"])
-    sampler = BlockShuffleSampler(rows, 3)
-    pipe = Pipeline.from_dataset(rows, sampler=sampler, backend="threads", num_workers=2)
-    assert sorted(one["int"] for one in pipe) == list(range(17))
+        Parquet(urls)  # the first that has one, though several are opened at a time
 
 
 # Bad input.
@@ -311,26 +190,20 @@ def test_batches_that_are_whole_say_which_collate_fn_they_need(folder: Path) -> 
     rows.close()
 
 
-def test_a_column_that_is_named_twice_is_told(folder: Path) -> None:
-    with pytest.raises(ValueError, match="columns has a name twice: int, half, int"):
-        Parquet(folder, columns=["int", "half", "int"])
-
-
-def test_a_missing_library_is_told_with_the_line_that_installs_it(
+def test_columns_and_libraries_that_are_not_there_are_told(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ImportError, match="pip install pyarrow"):
-        Parquet(folder)
-
-
-def test_columns_that_are_not_there_are_told(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"a\.parquet has no column 'nome'; it has int, half"):
         Parquet(folder, columns=["nome"])
+    with pytest.raises(ValueError, match="columns has a name twice: int, half, int"):
+        Parquet(folder, columns=["int", "half", "int"])
     with pytest.raises(TypeError, match=r"columns must be a sequence of names, such as \['int'\]"):
         Parquet(folder, columns="int")
     with pytest.raises(SourceError, match=r"a\.parquet, filter"):
         Parquet(folder, filter=ds.field("nome") > 1)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ImportError, match="pip install pyarrow"):
+        Parquet(folder)
 
 
 def test_a_file_with_another_schema_is_told(folder: Path) -> None:
@@ -372,27 +245,21 @@ def test_damaged_files_are_told(folder: Path) -> None:
 
 
 def test_a_file_that_changed_since_it_was_indexed_is_told(folder: Path) -> None:
-    rows = Parquet(folder)
+    rows, opened = Parquet(folder), Parquet(folder / "b.parquet")
+    first, *others = opened.block_sizes.tolist()
+    assert others, "several row groups"
+    assert opened[0]  # kept open
     os.utime(folder / "b.parquet", (1, 1))
     assert rows[0] == row(0)
-    with pytest.raises(SourceError, match=r"b\.parquet has changed since it was indexed"):
-        rows[10]
+    assert opened[first - 1], "which is decoded"
+    for source, index in ((rows, 10), (opened, first)):
+        with pytest.raises(SourceError, match=r"b\.parquet has changed since it was indexed"):
+            source[index]
     (folder / "b.parquet").unlink()
     with pytest.raises(FileNotFoundError):
         rows[10]
     rows.close()
-
-
-def test_a_file_that_changes_while_it_is_kept_open_is_told(folder: Path) -> None:
-    rows = Parquet(folder / "b.parquet")
-    first, *others = rows.block_sizes.tolist()
-    assert others, "several row groups"
-    assert rows[0]
-    os.utime(folder / "b.parquet", (1, 1))
-    assert rows[first - 1], "which is decoded"
-    with pytest.raises(SourceError, match=r"b\.parquet has changed since it was indexed"):
-        rows[first]
-    rows.close()
+    opened.close()
 
 
 def test_columns_come_in_the_order_that_was_asked_for_and_no_others(tmp_path: Path) -> None:
@@ -438,8 +305,9 @@ def test_folders_name_columns(by_year: Path) -> None:
     years = Parquet(by_year, columns=["year"], tensors=True)
     assert years.__getitems__([5, 0, 1])["year"].tolist() == [2024, 2023, 2023]
     years.close()
-    loader: Any = DataLoader(Parquet(by_year, columns=["kind", "x"]), 6, collate_fn=list)
-    assert next(iter(loader))[0] == {"kind": "a b", "x": 0}
+    kinds = Parquet(by_year, columns=["kind", "x"])
+    assert [*kinds[0].items()] == [("kind", "a b"), ("x", 0)]
+    kinds.close()
 
 
 def test_files_of_two_archives_may_have_one_path(tmp_path: Path) -> None:
@@ -454,7 +322,7 @@ def test_files_of_two_archives_may_have_one_path(tmp_path: Path) -> None:
     rows.close()
 
 
-def test_a_filter_names_columns_of_folders(by_year: Path) -> None:
+def test_a_filter_names_columns_of_folders_which_may_have_no_value(by_year: Path) -> None:
     def found(condition: Any) -> list[Any]:
         rows = Parquet(by_year, filter=condition)
         try:
@@ -471,19 +339,11 @@ def test_a_filter_names_columns_of_folders(by_year: Path) -> None:
     assert found(ds.field("year").is_null()) == [9, 10, 11, 12, 13]
     assert found(ds.field("year").is_valid()) == [*range(6)]
     assert found(ds.scalar(True)) == [*range(6), *range(9, 14)]
-
-
-def test_folders_without_a_value_are_null_and_others_are_told(by_year: Path) -> None:
-    folder = by_year / "year=__HIVE_DEFAULT_PARTITION__" / "kind=d"
-    folder.mkdir(parents=True)
-    pq.write_table(pa.table({"x": [9]}), folder / "a.parquet")
     rows = Parquet(by_year)
-    assert [row["year"] for row in rows] == [2023] * 3 + [2024] * 3 + [None]
+    assert [row["year"] for row in rows] == [2023] * 3 + [2024] * 3 + [None] * 5
     rows.close()
     pq.write_table(pa.table({"x": [9]}), by_year / "z.parquet")
-    with pytest.raises(
-        SourceError, match=r"z\.parquet has the columns none in the names of its folders"
-    ):
+    with pytest.raises(SourceError, match=r"z\.parquet has the columns none in the names of its"):
         Parquet(by_year)
     assert len(Parquet(by_year / "year=2023" / "kind=a%20b" / "a.parquet")) == 3
 

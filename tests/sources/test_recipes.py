@@ -18,14 +18,10 @@ from hybridloader.sources import PerWorker
 
 ROWS = np.arange(40.0).reshape(10, 4)
 
-# Fresh workers import the library anew, which takes seconds; those of sqlite3 stand for them.
-WORKERS = [
-    "inline",
-    "threads",
-    "fork",
-    pytest.param("spawn", marks=pytest.mark.full),
-]
-backends = pytest.mark.parametrize("backend", WORKERS)
+# Fresh workers import the library anew, which takes seconds.
+backends = pytest.mark.parametrize(
+    "backend", ["threads", "fork", pytest.param("spawn", marks=pytest.mark.full)]
+)
 
 
 def check(dataset: Any, backend: str) -> None:
@@ -49,9 +45,7 @@ class Sqlite:
         return np.array(row.fetchone())
 
 
-@pytest.mark.parametrize(
-    "backend", ["inline", "threads", "fork", pytest.param("spawn", marks=pytest.mark.full)]
-)
+@backends
 def test_sqlite(backend: str, tmp_path: Path) -> None:
     path = tmp_path / "rows.db"
     with sqlite3.connect(path) as database:
@@ -130,9 +124,7 @@ class Zarr:
         return np.asarray(self.array()[index])
 
 
-@pytest.mark.parametrize(
-    "backend", [pytest.param(name, marks=pytest.mark.full) for name in WORKERS[:2]] + WORKERS[2:]
-)
+@pytest.mark.parametrize("backend", ["fork", pytest.param("spawn", marks=pytest.mark.full)])
 def test_zarr(backend: str, tmp_path: Path) -> None:
     """In a process of its own, since zarr's threads live as long as the process."""
     zarr = pytest.importorskip("zarr")

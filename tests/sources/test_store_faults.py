@@ -161,7 +161,9 @@ def test_what_may_pass_is_told_by_name_and_tried_again(
         list(list_loader(source, on_error=Retry(1, backoff=0.0, retry_on=StoreError)))
 
 
-@pytest.mark.parametrize("backend", ["threads", "spawn"])
+@pytest.mark.parametrize(
+    ("kind", "backend"), [*((kind, "threads") for kind in KINDS), ("parquet", "spawn")]
+)
 def test_a_worker_raises_the_same(kind: str, backend: str, store: HttpStore, opened: Any) -> None:
     make, name = KINDS[kind]
     source = opened(make(store, retry_seconds=0))
@@ -215,32 +217,18 @@ def test_a_store_that_hangs_is_left_after_its_time(
     assert contents(source[0]) == expected(0)
 
 
-def test_an_answer_with_too_few_bytes_is_told(kind: str, store: HttpStore, opened: Any) -> None:
-    """They are announced as they come, so that only who knows what there should be can notice."""
-    if kind == "files":
-        pytest.skip("nobody knows the sizes of files that were not listed")
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [("less", "tar"), ("less", "parquet"), ("whole", "tar"), ("whole", "parquet")],
+)
+def test_an_answer_that_is_cut_short_or_whole_is_told(
+    fault: str, kind: str, store: HttpStore, opened: Any
+) -> None:
+    """Its bytes are announced as they come: only who knows what there should be can notice."""
     make, name = KINDS[kind]
     source = opened(make(store, retry_seconds=0))
-    store.faults.append("less")
+    store.faults.extend([fault] * (1 if fault == "less" else 9))
     with pytest.raises((StoreError, SourceError), match=name):
-        source[0]
-
-
-def test_a_store_without_ranges_is_told(kind: str, store: HttpStore, opened: Any) -> None:
-    if kind == "files":
-        pytest.skip("files are asked for whole")
-    make, name = KINDS[kind]
-    source = opened(make(store, retry_seconds=0))
-    store.faults.extend(["whole"] * 9)
-    with pytest.raises((StoreError, SourceError), match=name):
-        source[0]
-
-
-def test_a_remote_table_that_changed_is_told(store: HttpStore, opened: Any) -> None:
-    parquet_of(store).close()
-    source = opened(Parquet(f"{store.url}/a.parquet"))
-    store.files["/a.parquet"] = parquet_bytes(1000)
-    with pytest.raises(SourceError, match=r"a\.parquet has changed since it was indexed"):
         source[0]
 
 
