@@ -91,30 +91,6 @@ def test_who_attaches_does_not_take_the_name_away() -> None:
     assert errors == b""
 
 
-LIMITED = """
-import resource, sys
-from hybridloader.records import shared_buffer
-shared_buffer.nameless_usable = lambda: {nameless}
-from hybridloader.records import SharedList
-from pathlib import Path
-pages = int(Path('/proc/self/statm').read_text().split()[0])
-most = pages * resource.getpagesize() + (64 << 20)
-resource.setrlimit(resource.RLIMIT_AS, (most, most))
-try:
-    SharedList(bytes(1 << 20) for _ in range(200))
-except MemoryError as error:
-    print(error)
-"""
-
-
-@linux
-def test_without_address_space_it_is_a_memory_error_that_names_the_size() -> None:
-    text = output(LIMITED.format(nameless=True))
-    found = re.fullmatch(r"a SharedList needs ([\d,]+) bytes of shared memory.*", text)
-    assert found is not None
-    assert 200 << 20 <= int(found[1].replace(",", "")) < 201 << 20
-
-
 @linux
 def test_without_memory_it_is_a_memory_error_and_nothing_is_left(memory: str) -> None:
     import resource

@@ -2,34 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import SimpleNamespace
+import re
+import warnings
 from typing import Any
 
 import numpy as np
 import pytest
 
-from hybridloader.records import SharedList, large
-from hybridloader.records.large import hint_at_large_container, largest_container
+from hybridloader import DataLoader
+from hybridloader.records import SharedList
+
+MANY = 1_000_001
+BIG = [0] * MANY
 
 
 class Trap:
-    """Whose code must not be run."""
+    """A dataset whose other code must not be run while its containers are looked at."""
 
     __slots__ = ("__dict__", "slot", "unset")
 
-    def __init__(self) -> None:
-        self.slot: Any = None
+    def __init__(self, **attributes: Any) -> None:
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> int:
+        return index
 
     @property
     def prop(self) -> Any:
         raise AssertionError("a property was read")
 
-    def __len__(self) -> int:
-        raise AssertionError("len was called")
-
     def __getattr__(self, name: str) -> Any:
-        raise AssertionError("getattr was called")
+        if name.startswith("__"):
+            raise AttributeError(name)
+        assert name in ("__getitems__", "set_epoch", "state_dict"), "getattr was called"
+        raise AttributeError(name)
 
     def __iter__(self) -> Any:
         raise AssertionError("it was iterated")
@@ -43,65 +53,38 @@ class Trap:
         raise AssertionError("repr was called")
 
 
-class Odd(list[Any]):
-    """A user's own kind of list."""
-
-    def __len__(self) -> int:
-        raise AssertionError("len was called")
+@pytest.fixture(autouse=True)
+def _not_yet_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hybridloader.records.large._hinted", False)
 
 
-def holding(**attributes: Any) -> Any:
-    trap = Trap()
-    for name, value in attributes.items():
-        setattr(trap, name, value)
-    return trap
-
-
-BIG, BIGGER = [0] * 20, [0] * 30
+def told(dataset: Any) -> list[tuple[str, str]]:
+    """Return the warnings, each with the file that it points at."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        warnings.simplefilter("ignore", DeprecationWarning)
+        assert len(list(DataLoader(dataset, None, sampler=[0], num_workers=1, backend="fork"))) == 1
+    return [(str(one.message), one.filename) for one in caught]
 
 
 @pytest.mark.parametrize(
-    ("make", "wanted"),
+    ("dataset", "wanted"),
     [
-        (lambda: holding(samples=BIG), ("dataset.samples", "list", 20)),
-        (lambda: holding(slot=BIG), ("dataset.slot", "list", 20)),
-        (lambda: holding(a=BIG, b=tuple(BIGGER)), ("dataset.b", "tuple", 30)),
-        (lambda: holding(a=BIGGER, b=BIG), ("dataset.a", "list", 30)),
-        (lambda: holding(a=dict(enumerate(BIG))), ("dataset.a", "dict", 20)),
-        (lambda: holding(a=holding(a=BIG)), None),
-        (lambda: holding(a=[0] * 10, b=range(100), c=np.zeros(100), d=Odd(BIG), e="x" * 100), None),
-        (lambda: holding(a=SharedList(BIG)), None),
-        (lambda: BIG, ("dataset", "list", 20)),
-        (lambda: Trap, None),
-        (lambda: 7, None),
+        (Trap(samples=BIG), r"dataset.samples is a list of 1,000,001 entries; each worker process"),
+        (Trap(slot=BIG), r"dataset.slot is a list"),
+        (Trap(a=BIG, b=(*BIG, 1)), r"dataset.b is a tuple of 1,000,002"),
+        (Trap(a=dict.fromkeys(range(MANY))), r"dataset.a is a dict.*\.SharedDict\("),
+        (BIG, r"dataset is a list.*\.SharedList\("),
+        (Trap(a=[BIG]), None),
+        (Trap(a=BIG[1:], b=range(MANY), c=np.zeros(MANY), e="x" * MANY), None),
+        (Trap(a=SharedList(range(MANY))), None),
     ],
+    ids=lambda wanted: wanted if isinstance(wanted, str) else "",
 )
-def test_the_largest_container_is_found_without_running_code(
-    make: Callable[[], Any], wanted: tuple[str, str, int] | None
-) -> None:
-    dataset = make()
-    assert largest_container(dataset, limit=19) == wanted
-    assert largest_container(dataset, limit=30) is None
-
-
-def test_the_hint_comes_once_and_points_at_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(large, "_hinted", False)
-    hint_at_large_container(holding(a=BIG))  # small: nothing is said, and the hint is still to come
-    dataset = SimpleNamespace(samples=[None] * 1_200_000)
-    with pytest.warns(UserWarning, match="a list of") as caught:
-        hint_at_large_container(dataset)
-    assert str(caught[0].message) == (
-        "dataset.samples is a list of 1,200,000 entries; each worker process will copy it piece by "
-        "piece (counting references writes to it). "
-        "hybridloader.records.SharedList(...) keeps one copy for all."
-        "\nSee: hybridloader explain large-container"
-    )
-    assert caught[0].filename == __file__
-    hint_at_large_container(dataset)  # warnings are errors
-
-
-def test_the_hint_for_a_dict_names_the_dict(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(large, "_hinted", False)
-    dataset = SimpleNamespace(labels=dict.fromkeys(range(1_000_001)))
-    with pytest.warns(UserWarning, match=r"dataset.labels is a dict of 1,000,001.*\.SharedDict\("):
-        hint_at_large_container(dataset)
+def test_the_largest_container_is_told_once_to_the_caller(dataset: Any, wanted: str | None) -> None:
+    caught = told(dataset)
+    assert len(caught) == (wanted is not None)
+    for message, file in caught:
+        assert re.search(str(wanted), message)
+        assert file == __file__
+    assert told(dataset) == []

@@ -9,8 +9,9 @@ import threading
 import tracemalloc
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,26 +22,18 @@ from support.containers import Text, few, lists, same, texts
 from hybridloader.records import SharedDict, SharedList
 
 
-class Instances:
-    """Counts how many of it live; pickled as nothing."""
-
-    alive: ClassVar[weakref.WeakSet[Instances]] = weakref.WeakSet()
-
-    def __init__(self) -> None:
-        self.alive.add(self)
-
-    def __reduce__(self) -> Any:
-        return int, ()
+def check_elements(elements: list[Any]) -> None:
+    shared = SharedList(iter(elements))
+    assert len(shared) == len(elements)
+    assert same(list(shared), elements)
+    assert same([shared[i] for i in range(len(elements))], elements)
+    assert same(list(reversed(shared)), elements[::-1])
 
 
 @few
 @given(lists)
 def test_every_element_comes_back_with_its_type_and_value(elements: list[Any]) -> None:
-    shared = SharedList(elements)
-    assert len(shared) == len(elements)
-    assert same(list(shared), elements)
-    assert same([shared[i] for i in range(len(elements))], elements)
-    assert same(list(reversed(shared)), elements[::-1])
+    check_elements(elements)
 
 
 KINDS: list[list[Any]] = [
@@ -52,9 +45,7 @@ KINDS: list[list[Any]] = [
 
 def test_elements_of_one_kind_or_of_several_come_back(memory: str) -> None:
     for elements in KINDS:
-        shared = SharedList(elements)
-        assert same(list(shared), elements)
-        assert same([shared[i] for i in range(len(elements))], elements)
+        check_elements(elements)
     for numbers in (range(5000), [0.5] * 5000):
         assert SharedList(numbers).nbytes < 9 * 5000
         assert SharedList([*numbers, None]).nbytes > 9 * 5000
@@ -63,28 +54,25 @@ def test_elements_of_one_kind_or_of_several_come_back(memory: str) -> None:
 def test_another_kind_may_come_late(memory: str) -> None:
     for first, later in product((7, 1.5, "t\u00e9xt", b"raw"), ("text", 2**70, None)):
         for count in 1, 4, 5, 6, 9000:
-            elements = [first] * count + [later, first]
-            shared = SharedList(iter(elements))
-            assert same(list(shared), elements)
-            assert same(shared[count], later)
-            assert same(shared[count + 1], first)
+            check_elements([first] * count + [later, first])
 
 
-def test_what_only_cloudpickle_can_pickle() -> None:
-    shared = SharedList([lambda x: x + 1, 5])
-    increment: Any = shared[0]
-    assert increment(1) == 2
-    assert shared[1] == 5
+class Instance:
+    """Pickled as nothing."""
+
+    def __reduce__(self) -> Any:
+        return int, ()
 
 
 def test_a_generator_never_becomes_a_list() -> None:
-    most = 0
+    alive, most = weakref.WeakSet[Instance](), 0
 
-    def generate() -> Iterator[Instances]:
+    def generate() -> Iterator[Instance]:
         nonlocal most
         for _ in range(50_000):
-            yield Instances()
-            most = max(most, len(Instances.alive))
+            alive.add(instance := Instance())
+            yield instance
+            most = max(most, len(alive))
 
     # Of what is pickled small, up to 8192 are taken at a time.
     assert SharedList(generate()) == [0] * 50_000
@@ -223,19 +211,16 @@ def test_an_error_of_the_iterable_leaves_nothing(memory: str) -> None:
         SharedList(5)  # type: ignore[arg-type]
     with pytest.raises(Exception, match="pickle"):
         SharedList([threading.Lock()])
+    increment: Any = SharedList([lambda x: x + 1, 5])[0]  # which only cloudpickle can pickle
+    assert increment(1) == 2
 
 
 def test_threads_read_at_the_same_time() -> None:
     elements = [f"{i:05}" for i in range(3000)]
     shared, mapping = SharedList(elements), SharedDict(zip(elements, range(3000), strict=True))
-    found: list[Any] = []
 
-    def read() -> None:
-        found.append((list(shared), [shared[i] for i in range(3000)], [mapping[e] for e in shared]))
+    def read(_: int) -> Any:
+        return list(shared), [shared[i] for i in range(3000)], [mapping[e] for e in shared]
 
-    threads = [threading.Thread(target=read) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [(elements, elements, list(range(3000)))] * 4
+    with ThreadPoolExecutor(4) as threads:
+        assert [*threads.map(read, range(4))] == [(elements, elements, [*range(3000)])] * 4
