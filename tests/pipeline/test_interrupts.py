@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import inspect
-import signal
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import count, takewhile
 from types import FrameType
-from typing import Any
 
 import pytest
-from support.forking import in_a_fork
 
 from hybridloader import Pipeline
 
@@ -66,27 +63,6 @@ def test_an_interrupt_at_any_point_of_the_loop_loses_no_item_silently(relayed: b
         return next(calls) > at
 
     assert sum(1 for _ in takewhile(run, count(1))) > 50
-
-
-def test_the_handler_of_a_signal_may_take_a_state_while_one_is_being_taken() -> None:
-    states: list[dict[str, Any]] = []
-
-    def act() -> None:
-        signal.signal(signal.SIGUSR1, lambda *_: states.append(run.state_dict()))
-        run = Pipeline.from_iterable(range(9)).run()
-        next(run)
-        position = run._position
-        back = position._back
-
-        def signalled(counts: Any) -> Any:
-            position._back = back  # type: ignore[method-assign]
-            signal.raise_signal(signal.SIGUSR1)
-            return back(counts)
-
-        position._back = signalled  # type: ignore[method-assign]
-        assert run.state_dict() == states[0]
-
-    assert in_a_fork(act) == 0
 
 
 def test_a_close_that_was_interrupted_at_any_point_can_be_done_again() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import random
@@ -53,6 +54,12 @@ def saved(run: Any) -> Any:
 
 
 # -- functions that take whatever the steps before have made -----------------------------------------
+
+
+async def later(item: Any) -> Any:
+    for _ in range(number_of(item) % 3):
+        await asyncio.sleep(0)
+    return fails_sometimes(item)
 
 
 def number_of(item: Any) -> int:
@@ -157,6 +164,9 @@ class Settings:
             "buffer_bytes": self._random.choice([None, None, 1, 500]),
             "threads_per_worker": self._random.choice([1, 1, 3]),
         }
+
+    def one_thread(self) -> dict[str, Any]:
+        return {key: value for key, value in self.place().items() if key != "threads_per_worker"}
 
     def ahead(self, pipe: Pipeline) -> Pipeline:
         count = self._random.choice([0, 0, 0, 1, 5])
@@ -507,6 +517,18 @@ STEPS: dict[str, tuple[Build, Model, str]] = {
         lambda pipe, settings: pipe.map(changed, **settings.place()),
         each(lambda item: [changed(item)]),
         "",
+    ),
+    "coroutines": (
+        lambda pipe, settings: pipe.map(later, concurrency=3, **settings.one_thread()),
+        each(lambda item: [fails_sometimes(item)]),
+        "",
+    ),
+    "coroutines, skip": (
+        lambda pipe, settings: pipe.map(
+            later, concurrency=2, on_error=POLICIES["retry"], **settings.one_thread()
+        ),
+        each(lambda item: [fails_sometimes(item)], "skip"),
+        "s",
     ),
     "filter": (
         lambda pipe, settings: pipe.filter(kept, **settings.place()),
