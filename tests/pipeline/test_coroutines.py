@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
@@ -108,29 +107,6 @@ def test_items_of_several_tasks_are_in_work_at_a_time(where: Any) -> None:
     pipe = Pipeline.from_iterable(range(40)).map(Behind(7), timeout=60, **where)
     for _ in range(2):
         assert list(pipe) == [*range(40)]
-
-
-def test_items_that_come_later_are_begun_beside_a_slow_one() -> None:
-    slow = threading.Event()
-
-    class Source:
-        def __iter__(self) -> Iterator[int]:
-            yield 0
-            slow.wait()
-            yield from range(1, 8)
-
-    class Slow(Behind):
-        async def __call__(self, item: int) -> int:
-            if item == 0:
-                slow.set()
-            return await super().__call__(item)
-
-    pipe = (
-        Pipeline.from_iterable(Source())
-        .prefetch(1)
-        .map(Slow(7), concurrency=2, backend="threads", num_workers=1, timeout=60)
-    )
-    assert list(pipe) == [*range(8)]
 
 
 class FailsLate(Behind):

@@ -30,11 +30,6 @@ def fails_at(*bad: int) -> Callable[[Any], Any]:
     return function
 
 
-def failing(count: int, *bad: int) -> Pipeline:
-    """Items of an iterable that raises in the places of some, and goes on."""
-    return Pipeline.from_iterable(lambda: map(fails_at(*bad), range(count)))
-
-
 def items(*found: Any) -> list[Event]:
     return [("item", item) for item in found]
 
@@ -155,29 +150,6 @@ def test_a_generator_that_fails_is_over_and_says_so(place: dict[str, Any]) -> No
         with pytest.raises(ShardLost):
             next(rows)
         assert events(rows) == [CLOSED]
-
-
-class SetUpOnce:
-    """A function that the first worker alone can set up."""
-
-    def __init__(self) -> None:
-        self.setups: list[int] = []
-
-    def setup(self) -> None:
-        self.setups.append(0)
-        if len(self.setups) > 1:
-            raise ValueError("no second")
-
-    def __call__(self, item: int) -> int:
-        return item
-
-
-def test_every_item_of_a_worker_that_can_not_be_set_up_fails_in_its_place() -> None:
-    found = events(numbers(1500).map(SetUpOnce(), **THREADS).zip(numbers(1500)).run())
-    assert len(found) == 1500
-    rows = [item for kind, item in found if kind == "item"]
-    assert rows
-    assert all(one == other for one, other in rows)
 
 
 @pytest.mark.parametrize("seeding", [None, "sample"])

@@ -172,10 +172,7 @@ def test_the_death_of_the_thread_is_noticed_at_once() -> None:
     ("behind", "words"),
     [
         (lambda pipe: pipe.prefetch(2), r"prefetch\(2\) comes after to\("),
-        (
-            lambda pipe: pipe.map(abs, backend="threads", num_workers=1),
-            "on another thread",
-        ),
+        (lambda pipe: pipe.map(abs, backend="threads", num_workers=1), "on another thread"),
         (lambda pipe: pipe.pin_memory(FakeAccelerator()), r"pin_memory\(.*comes after to\("),
         (lambda pipe: Pipeline.zip(pipe, rows()), "is in a branch that is joined"),
         (lambda pipe: Pipeline.concat(rows(), pipe), "move it after the join"),

@@ -414,18 +414,6 @@ def test_readers_are_read_in_turn_whatever_comes_at_once(
         assert list(pipe.enumerate().map(list)) == [[*pair] for pair in enumerate(expected)]
 
 
-def test_what_readers_had_at_hand_does_not_show_in_the_next_epoch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("hybridloader.running.flow.ReaderTaskSizes.draw", lambda self, most: 5)
-    monkeypatch.setattr("hybridloader.fetching.readers._READING", 1e9)
-    pipe = Pipeline.from_iterable(range(100), backend="threads", num_workers=1)
-    with pipe.epochs(2) as epochs:
-        first = next(epochs)
-        assert [next(first) for _ in range(7)] == list(range(7))
-        assert list(next(epochs)) == list(range(100))
-
-
 def test_a_reader_that_was_held_up_before_its_first_item_has_not_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -281,10 +281,7 @@ class Undivided:
 
 @pytest.mark.parametrize(
     ("backend", "source"),
-    [
-        ("threads", Undivided()),
-        pytest.param("fork", lambda: map(str, range(3)), marks=needs_fork),
-    ],
+    [("threads", Undivided()), pytest.param("fork", lambda: map(str, range(3)), marks=needs_fork)],
 )
 def test_readers_that_all_read_everything_are_warned_of_once(backend: str, source: Any) -> None:
     pipe = Pipeline.from_iterable(source, name=f"{source}{backend}", backend=backend, num_workers=3)

@@ -148,25 +148,6 @@ def test_a_sampler_is_found_again_without_what_it_gave_before() -> None:
     assert sampler.drawn <= 1024 + 100
 
 
-@pytest.mark.parametrize("behind", ["repeat", "mix", "fork"])
-def test_marks_do_not_pile_up(behind: str) -> None:
-    """Every pass is another, and begins with a mark."""
-    pipe = Pipeline.from_dataset(range(3), sampler=ShuffleSampler(3, seed=1))
-    if behind == "fork":
-        pipe = Pipeline.zip(*pipe.tee())
-    pipe = pipe.repeat()
-    if behind == "repeat":
-        pipe = pipe.take(12).repeat()
-    if behind == "mix":
-        pipe = pipe.mix(Pipeline.from_dataset(range(1000)).repeat())
-    with pipe.run() as run:
-        events(run, 2_500)
-        state, rest = saved(run), events(run, 50)
-    assert len(state["marks"]) <= 6
-    with pipe.run(state=state) as again:
-        assert events(again, 50) == rest
-
-
 # -- iterables ---------------------------------------------------------------------------------------
 
 
@@ -247,28 +228,6 @@ def test_what_tells_its_state_is_not_read_again_from_its_beginning() -> None:
     with pipe.run(state=state) as run:
         assert next(run) == expected
     assert StepsIterator.read <= 65
-
-
-def test_what_is_dear_to_tell_is_told_less_often_and_found_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked = 0
-    tell = StepsIterator.state_dict
-
-    def told(self: StepsIterator) -> dict[str, Any]:
-        nonlocal asked
-        asked += 1
-        return tell(self)
-
-    monkeypatch.setattr(StepsIterator, "state_dict", told)
-    pace(monkeypatch, 500)
-    pipe = Pipeline.from_iterable(Steps(2000))
-    with pipe.run() as run:
-        events(run, 900)
-        state, expected = saved(run), [next(run), next(run)]
-    assert asked == 2
-    with pipe.run(state=state) as run:
-        assert [next(run), next(run)] == expected
 
 
 def test_a_state_that_can_not_be_told_troubles_only_who_asks_for_it() -> None:

@@ -90,12 +90,7 @@ def test_large_elements_are_taken_a_megabyte_at_a_time() -> None:
 
 
 @few
-@given(
-    st.lists(texts, max_size=30),
-    st.slices(30),
-    st.slices(30),
-    st.integers(-35, 35),
-)
+@given(st.lists(texts, max_size=30), st.slices(30), st.slices(30), st.integers(-35, 35))
 def test_slices_are_those_of_a_list(
     elements: list[str], first: slice, second: slice, place: int
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import subprocess
 import sys
@@ -159,57 +158,6 @@ def test_a_loader_on_a_full_disk_is_told_and_loses_nothing(
     tar.close()
 
 
-RANK = """
-import json, os, sys
-from hybridloader import DataLoader
-from hybridloader.sampling import BlockShuffleSampler
-from hybridloader.sources import Tar
-
-url, index, cache = sys.argv[1:]
-tar = Tar(url, fields=("txt",), index=index, cache_dir=cache)
-sampler = BlockShuffleSampler(
-    tar, 0, block_size=3, window_blocks=2, num_replicas=2, rank=1, uneven="exact", num_canonical_ranks=2
-)
-loader = DataLoader(tar, 2, sampler=sampler, collate_fn=list, num_workers=2, backend="threads")
-batches = iter(loader)
-found = [text.decode() for _ in range(4) for (text,) in next(batches)]
-print(json.dumps([found, loader.state_dict()]), flush=True)
-os.kill(os.getpid(), 9)
-"""
-
-
-def test_a_rank_that_is_killed_costs_the_others_nothing_and_resumes(
-    store: HttpStore, tmp_path: Path
-) -> None:
-    """Two ranks share a cache; one is killed while its threads fetch and write blocks."""
-    tar = tar_of(store, index=str(tmp_path / "index"), cache_dir=str(tmp_path / "cache"))
-    url = f"{store.url}/{{0..{SHARDS - 1}}}.tar"
-    folders = [str(tmp_path / "index"), str(tmp_path / "cache")]
-    with subprocess.Popen(
-        [sys.executable, "-c", RANK, url, *folders], stdout=subprocess.PIPE, text=True
-    ) as killed:
-        loaders: list[Any] = []
-        for rank in range(2):
-            sampler = BlockShuffleSampler(
-                *(tar, 0),
-                block_size=3,
-                window_blocks=2,
-                num_replicas=2,
-                rank=rank,
-                uneven="exact",
-                num_canonical_ranks=2,
-            )
-            loaders.append(DataLoader(tar, 2, sampler=sampler, collate_fn=list))  # type: ignore[arg-type]
-        seen = [text.decode() for batch in loaders[0] for (text,) in batch]
-        assert killed.stdout is not None
-        found, state = json.loads(killed.stdout.read())
-    assert killed.returncode == -9
-    loaders[1].load_state_dict(state)
-    seen += found + [text.decode() for batch in loaders[1] for (text,) in batch]
-    assert sorted(seen) == sorted(text.decode() for (text,) in texts())
-    tar.close()
-
-
 def test_a_private_cache_goes_with_its_owner_or_is_removed_after_it(tmp_path: Path) -> None:
     cache = private_cache(1 << 20)
     folder = cache.folder
@@ -258,27 +206,6 @@ def test_the_second_epoch_and_another_job_read_from_the_folder(
     assert len([changed[index] for index in sampler]) == EACH
     assert len(store.requests) == 3
     changed.close()
-
-
-def test_samples_do_not_wait_until_their_block_is_written(
-    store: HttpStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tar = tar_of(store, cache_dir=str(tmp_path))
-    gate, write = threading.Event(), BlockCache._write
-
-    def slowly(*arguments: Any) -> bool:
-        gate.wait()
-        return write(*arguments)
-
-    monkeypatch.setattr(BlockCache, "_write", slowly)
-    # The server's port is in the keys: in 1 run of 17, two blocks would share one of 256 lock files, and
-    # the second would wait for the first one's write.
-    monkeypatch.setattr(shards, "_LOCKS", 1 << 32)
-    sampler = BlockShuffleSampler(tar, seed=0)
-    assert sorted(tar[index] for index in sampler) == sorted(texts())
-    gate.set()
-    tar.close()
-    assert len(list(tmp_path.glob("*.block"))) == SHARDS
 
 
 def test_without_such_a_sampler_whole_archives_are_kept(store: HttpStore, tmp_path: Path) -> None:

@@ -269,32 +269,6 @@ def test_a_retry_asks_again_for_a_shard_that_was_not_served(store: HttpStore) ->
     tar.close()
 
 
-def test_what_was_fetched_is_not_asked_for_again_by_a_retry(gated: Any) -> None:
-    """A sample that fails after it was read is read again, and its block is used up sooner."""
-    source = gated(4, 3)
-    source.gate.set()
-    failed: set[int] = set()
-
-    class Fails(Shards[int]):
-        def read(self, shard: int, number: int) -> int:
-            value: int = source[shard * 3 + number]
-            if value % 4 == 0 and value not in failed:
-                failed.add(value)
-                raise OSError("once")
-            return value
-
-    sampler = BlockShuffleSampler(source, seed=0)
-    loader: Any = DataLoader(
-        Fails(source.shard_names, source.shard_sizes),
-        4,
-        sampler=sampler,
-        collate_fn=list,
-        on_error=Retry(1, backoff=0.0),
-    )
-    assert sorted(read(loader)) == [*range(12)]
-    assert set(source.fetches.values()) == {1}
-
-
 def test_another_sampler_reads_sample_by_sample_and_is_told_which_would_not(
     gated: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -310,10 +284,7 @@ def size_of(asked: tuple[str, str]) -> int:
     return int(last) - int(first) + 1
 
 
-@pytest.mark.parametrize(
-    ("tensors", "backend"),
-    [(False, "inline"), (True, "threads")],
-)
+@pytest.mark.parametrize(("tensors", "backend"), [(False, "inline"), (True, "threads")])
 def test_row_groups_are_fetched_once_ahead(store: HttpStore, tensors: bool, backend: str) -> None:
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     for file in range(2):

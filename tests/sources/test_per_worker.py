@@ -103,32 +103,6 @@ def test_threads_of_a_process_may_share_one_until_the_last_worker_ends(tmp_path:
     assert closed == [*used] == notes(path)["open"]
 
 
-def test_an_iterator_may_be_collected_while_the_shared_handle_is_opened() -> None:
-    garbage: list[Any] = []
-    opened: list[object] = []
-
-    def open() -> object:
-        garbage.clear()
-        gc.collect()
-        opened.append(object())
-        return opened[-1]
-
-    class Data(Asking):
-        def __init__(self) -> None:
-            self.handle = PerWorker(open, per="process", close=lambda handle: None)
-
-        def __getitem__(self, index: int) -> Any:
-            return self.handle()
-
-    loader: Any = DataLoader(data := Data(), 6, num_workers=1, backend="inline", collate_fn=list)
-    batches = iter(loader)
-    assert next(batches) == [opened[0]] * 6
-    garbage += [batches, garbage]
-    del batches
-    data.handle.close()
-    assert [*loader] == [[opened[1]] * 6] * 2
-
-
 def test_the_threads_of_a_worker_have_one_each(tmp_path: Path) -> None:
     path = tmp_path / "notes"
     data = Asking(path)  # kept: else the handles of threads that are ending would go with it

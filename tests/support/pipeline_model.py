@@ -165,9 +165,6 @@ class Settings:
             "threads_per_worker": self._random.choice([1, 1, 3]),
         }
 
-    def one_thread(self) -> dict[str, Any]:
-        return {key: value for key, value in self.place().items() if key != "threads_per_worker"}
-
     def ahead(self, pipe: Pipeline) -> Pipeline:
         count = self._random.choice([0, 0, 0, 1, 5])
         return pipe.prefetch(count) if count else pipe
@@ -504,127 +501,117 @@ POLICIES: dict[str, Any] = {
 }
 
 
-def _failing(policy: str) -> Callable[[Pipeline, Settings], Pipeline]:
-    return lambda pipe, settings: pipe.map(
-        fails_sometimes, on_error=POLICIES[policy], **settings.place()
-    )
-
-
 Build = Callable[[Pipeline, Settings], Pipeline]
 
+
+def on(kind: str, function: Callable[..., Any], policy: str = "raise", **more: Any) -> Build:
+    """A step with a function, in any place; coroutines have one thread."""
+
+    def build(pipe: Pipeline, settings: Settings) -> Pipeline:
+        place = settings.place()
+        if "concurrency" in more:
+            place.pop("threads_per_worker", None)
+        return getattr(pipe, kind)(  # type: ignore[no-any-return]
+            function, on_error=POLICIES[policy], **more, **place
+        )
+
+    return build
+
+
+def step(kind: str, *args: Any, **more: Any) -> Build:
+    return lambda pipe, _: getattr(pipe, kind)(*args, **more)
+
+
+def batching(kind: str, *args: Any, **more: Any) -> Build:
+    return step(kind, *args, collate_fn=list, **more)
+
+
+def packing(*args: Any) -> Build:
+    return lambda pipe, _: pipe.map(tokens).pack(*args).map(listed)
+
+
+def one(function: Callable[[Any], Any]) -> Callable[[Any], Iterable[Any]]:
+    return lambda item: [function(item)]
+
+
+def chosen(function: Callable[[Any], bool]) -> Callable[[Any], Iterable[Any]]:
+    return lambda item: [item] * function(item)
+
+
+SIZES = {0: 1, 1: 2, 2: 3}
 STEPS: dict[str, tuple[Build, Model, str]] = {
-    "map": (
-        lambda pipe, settings: pipe.map(changed, **settings.place()),
-        each(lambda item: [changed(item)]),
+    "map": (on("map", changed), each(one(changed)), ""),
+    "map, raise": (on("map", fails_sometimes), each(one(fails_sometimes)), ""),
+    "map, skip": (on("map", fails_sometimes, "skip"), each(one(fails_sometimes), "skip"), "s"),
+    "map, retry": (on("map", fails_sometimes, "retry"), each(one(fails_sometimes), "skip"), "s"),
+    "map, replace": (
+        on("map", fails_sometimes, "replace"),
+        each(one(fails_sometimes), "replace"),
         "",
     ),
-    "coroutines": (
-        lambda pipe, settings: pipe.map(later, concurrency=3, **settings.one_thread()),
-        each(lambda item: [fails_sometimes(item)]),
-        "",
-    ),
-    "coroutines, skip": (
-        lambda pipe, settings: pipe.map(
-            later, concurrency=2, on_error=POLICIES["retry"], **settings.one_thread()
-        ),
-        each(lambda item: [fails_sometimes(item)], "skip"),
+    "coroutines": (on("map", later, concurrency=3), each(one(fails_sometimes)), ""),
+    "coroutines, retry": (
+        on("map", later, "retry", concurrency=2),
+        each(one(fails_sometimes), "skip"),
         "s",
     ),
-    "filter": (
-        lambda pipe, settings: pipe.filter(kept, **settings.place()),
-        each(lambda item: [item] * kept(item)),
+    "filter": (on("filter", kept), each(chosen(kept)), "l"),
+    "filter, replace": (
+        on("filter", kept_or_fails, "replace"),
+        each(chosen(kept_or_fails), "replace"),
         "l",
     ),
-    "flat_map": (
-        lambda pipe, settings: pipe.flat_map(several, **settings.place()),
-        each(several),
-        "l",
-    ),
-    "flat_map, failing": (
-        lambda pipe, settings: pipe.flat_map(several_and_fails, **settings.place()),
-        each(several_and_fails),
-        "l",
-    ),
+    "flat_map": (on("flat_map", several), each(several), "l"),
+    "flat_map, raise": (on("flat_map", several_and_fails), each(several_and_fails), "l"),
     "flat_map, skip": (
-        lambda pipe, settings: pipe.flat_map(
-            several_and_fails, on_error=POLICIES["skip"], **settings.place()
-        ),
+        on("flat_map", several_and_fails, "skip"),
         each(several_and_fails, "skip"),
         "sl",
     ),
     "flat_map, replace": (
-        lambda pipe, settings: pipe.flat_map(
-            several_and_fails, on_error=POLICIES["replace"], **settings.place()
-        ),
+        on("flat_map", several_and_fails, "replace"),
         each(several_and_fails, "replace"),
         "l",
     ),
-    "filter, replace": (
-        lambda pipe, settings: pipe.filter(
-            kept_or_fails, on_error=POLICIES["replace"], **settings.place()
-        ),
-        each(lambda item: [item] * kept_or_fails(item), "replace"),
-        "l",
-    ),
-    **{
-        f"map, {policy}": (
-            _failing(policy),
-            each(lambda item: [fails_sometimes(item)], policy),
-            "s" * (policy in ("skip", "retry")),
-        )
-        for policy in ("raise", "skip", "retry", "replace")
-    },
-    "batch": (lambda pipe, _: pipe.batch(3, collate_fn=list), grouped(by_number(3)), "l"),
-    "full batch": (
-        lambda pipe, _: pipe.batch(2, drop_last=True, collate_fn=list),
+    "batch": (batching("batch", 3), grouped(by_number(3)), "l"),
+    "batch, full": (
+        batching("batch", 2, drop_last=True),
         grouped(by_number(2), drop_last=True),
         "l",
     ),
-    "batch_by": (lambda pipe, _: pipe.batch_by(cost, 9, collate_fn=list), grouped(by_cost(9)), "l"),
+    "batch_by": (batching("batch_by", cost, 9), grouped(by_cost(9)), "l"),
     "batch_by, padded": (
-        lambda pipe, _: pipe.batch_by(cost, 12, padded=True, collate_fn=list),
+        batching("batch_by", cost, 12, padded=True),
         grouped(by_cost(12, padded=True)),
         "l",
     ),
     "batch_by, at most": (
-        lambda pipe, _: pipe.batch_by(cost, 9, drop_last=True, max_size=2, collate_fn=list),
+        batching("batch_by", cost, 9, drop_last=True, max_size=2),
         grouped(by_cost(9, most=2), drop_last=True),
         "l",
     ),
-    "batch_by, alone": (
-        lambda pipe, _: pipe.batch_by(cost, 3, oversize="alone", collate_fn=list),
-        grouped(by_cost(3)),
-        "l",
-    ),
-    "bucket_by": (
-        lambda pipe, _: pipe.bucket_by(kind, 2, collate_fn=list),
-        grouped(by_key(kind, lambda key: 2)),
-        "l",
-    ),
+    "batch_by, alone": (batching("batch_by", cost, 3, oversize="alone"), grouped(by_cost(3)), "l"),
+    "bucket_by": (batching("bucket_by", kind, 2), grouped(by_key(kind, lambda key: 2)), "l"),
     "bucket_by, full": (
-        lambda pipe, _: pipe.bucket_by(kind, {0: 1, 1: 2, 2: 3}, drop_last=True, collate_fn=list),
+        batching("bucket_by", kind, SIZES, drop_last=True),
         grouped(by_key(kind, size_of), drop_last=True),
         "l",
     ),
     "bucket_by, function": (
-        lambda pipe, _: pipe.bucket_by(kind, size_of, collate_fn=list),
+        batching("bucket_by", kind, size_of),
         grouped(by_key(kind, size_of)),
         "l",
     ),
-    "unbatch": (lambda pipe, _: pipe.unbatch(split=parts), each(parts), "l"),
-    "packed": (lambda pipe, _: pipe.map(tokens).pack(5).map(listed), split(5), "l"),
-    "packed whole": (
-        lambda pipe, _: pipe.map(tokens).pack(6, "first_fit", 2, "truncate").map(listed),
-        first_fit(6, 2),
-        "l",
-    ),
-    "shuffle": (lambda pipe, _: pipe.shuffle(4, seed=5), drawn(4, 5), "el"),
-    "take": (lambda pipe, _: pipe.take(7), take(7), ""),
-    "skip": (lambda pipe, _: pipe.skip(2), every(2, 1), ""),
-    "skip 1": (lambda pipe, _: pipe.skip(1), every(1, 1), ""),
-    "shard": (lambda pipe, _: pipe.shard(3, 1), every(1, 3), ""),
-    "enumerate": (lambda pipe, _: pipe.enumerate(5), numbered(5), ""),
-    "cache": (lambda pipe, _: pipe.cache(), lambda before, epoch: before, "c"),
+    "unbatch": (step("unbatch", split=parts), each(parts), "l"),
+    "packed": (packing(5), split(5), "l"),
+    "packed whole": (packing(6, "first_fit", 2, "truncate"), first_fit(6, 2), "l"),
+    "shuffle": (step("shuffle", 4, seed=5), drawn(4, 5), "el"),
+    "take": (step("take", 7), take(7), ""),
+    "skip": (step("skip", 2), every(2, 1), ""),
+    "skip 1": (step("skip", 1), every(1, 1), ""),
+    "shard": (step("shard", 3, 1), every(1, 3), ""),
+    "enumerate": (step("enumerate", 5), numbered(5), ""),
+    "cache": (step("cache"), lambda before, epoch: before, "c"),
 }
 
 
