@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -66,26 +67,20 @@ class Rows(IterableDataset[Any]):
             note(self.path, "ended")
 
 
-@pytest.mark.parametrize("on_error", ["raise", "skip"])
 @pytest.mark.parametrize(
-    ("backend", "workers"), [("inline", 0), ("inline", 1), ("threads", 1), ("fork", 1)]
+    ("backend", "workers", "on_error"),
+    [("inline", 0, "raise"), ("inline", 1, "skip"), ("threads", 1, "raise"), ("fork", 1, "skip")],
 )
 def test_the_generator_of_a_dataset_ends_once_however_its_pass_does(
     backend: str, workers: int, on_error: str, tmp_path: Path
 ) -> None:
-    for number, (policy, taken) in enumerate([("goes on", 1), ("goes on", 9), ("fails", 9)]):
+    for number, (policy, taken) in enumerate([("goes on", 1), ("goes on", 9), ("fails", 9)], 1):
         rows = Rows(tmp_path, policy)
-        loader = DataLoader(
-            rows, batch_size=1, num_workers=workers, backend=backend, on_error=on_error
-        )
-        iterator: Any = iter(loader)
-        try:
+        loader = DataLoader(rows, num_workers=workers, backend=backend, on_error=on_error)
+        with iter(loader) as iterator, suppress(StopIteration, ValueError, RuntimeError):
             for _ in range(taken):
                 next(iterator)
-        except (StopIteration, ValueError, RuntimeError):
-            pass
-        iterator.close()
-        assert notes(tmp_path) == [["ended"] * (number + 1)]
+        assert notes(tmp_path) == [["ended"] * number]
 
 
 def test_a_generator_that_is_stuck_does_not_hold_up_close(tmp_path: Path) -> None:
@@ -137,8 +132,6 @@ def test_a_generator_is_closed_when_the_parent_is_killed(tmp_path: Path) -> None
         timeout=DEADLINE,
     )
     assert done.stdout, done.stderr
-    try:
+    with suppress(psutil.NoSuchProcess):
         psutil.Process(int(done.stdout)).wait(DEADLINE)
-    except psutil.NoSuchProcess:
-        pass
     assert notes(tmp_path) == [["began", "ended"] + ["exit"] * ATEXIT_IN_FORKS]

@@ -152,8 +152,9 @@ def test_a_generator_that_fails_is_over_and_says_so(place: dict[str, Any]) -> No
         assert events(rows) == [CLOSED]
 
 
-@pytest.mark.parametrize("seeding", [None, "sample"])
-@pytest.mark.parametrize("backend", ["inline", "threads", "fork"])
+@pytest.mark.parametrize(
+    ("backend", "seeding"), [("inline", "sample"), ("threads", None), ("fork", "sample")]
+)
 def test_a_reader_that_can_not_be_opened_says_so_once_and_the_others_go_on(
     backend: str, seeding: Any
 ) -> None:

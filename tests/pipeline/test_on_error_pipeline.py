@@ -218,21 +218,18 @@ def test_only_stages_that_agree_share_workers() -> None:
     assert stages(task_timeout=3) == 2
 
 
-def test_a_stop_iteration_is_an_error_as_any_other() -> None:
+def test_a_stop_iteration_and_a_result_that_can_not_be_sent_are_errors_as_any_other() -> None:
     def leak(item: int) -> int:
         if item == 1:
             raise StopIteration
         return item
 
     for where in WHERE:
-        for policy in (Skip(), Retry(1, 0, then="skip")):
-            pipe = Pipeline.from_dataset(range(3)).map(leak, on_error=policy, **where)
-            found, ((_, error, *_),) = results(pipe)
-            assert found == [0, 2]
-            assert error.startswith("RuntimeError")
-
-
-def test_a_result_that_can_not_be_sent_is_skipped() -> None:
+        found, ((_, error, *_),) = results(
+            Pipeline.from_dataset(range(3)).map(leak, on_error=Retry(1, 0, then="skip"), **where)
+        )
+        assert found == [0, 2]
+        assert error.startswith("RuntimeError")
     pipe = Pipeline.from_dataset(range(9)).map(
         lambda n: threading.Lock() if n == 5 else n, on_error="skip", backend="fork", num_workers=1
     )

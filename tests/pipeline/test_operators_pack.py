@@ -49,6 +49,7 @@ def test_documents_are_arrays_tensors_lists_or_dicts_of_them() -> None:
     assert row["tokens"].tolist() == [1, 2, 3, 4, 5, 6, 9, 9]
     (row,) = outcome(steps.pack(4), np.array([1, 2], np.uint16))
     assert row["tokens"].dtype == np.uint16
+    assert row["segment_ids"].dtype == row["positions"].dtype == np.int32
     fields = [{"ids": np.array([n, n]), "weight": np.array([0.5, n], np.float32)} for n in (1, 2)]
     (row,) = outcome(steps.pack(4), *fields)
     assert {name: array.tolist() for name, array in row.items()} == {

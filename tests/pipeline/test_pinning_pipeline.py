@@ -82,28 +82,21 @@ def test_collated_in_page_locked_slots_and_these_not_filled_before_they_are_read
 
 def test_results_of_workers_lie_in_page_locked_slots_if_nothing_stands_between() -> None:
     fake = Counting(manual=False)
-    pipe = (
-        Pipeline.from_dataset(range(6)).map(large, backend="fork", num_workers=1).take(5).to(fake)
-    )
-    for number, item in enumerate(pipe):
+    pipe = Pipeline.from_dataset(range(6)).map(large, backend="fork", num_workers=1)
+    for number, item in enumerate(pipe.take(5).to(fake)):
         assert int(item[0]) == number
         assert fake.locked
         assert fake.pinned == {}
 
 
 def test_what_was_pinned_may_go_on_to_other_workers_and_be_repeated() -> None:
-    fake = Counting()
-    pipe = rows(4).pin_memory(fake).map(torch.neg, backend="fork", num_workers=2).repeat(2)
-    assert [int(item[0]) for item in pipe] == [0, -1, -2, -3] * 2
-    assert fake.entries == [PIN_THREAD] * 2
-
-
-def test_what_goes_from_processes_to_processes_is_opened_to_be_pinned() -> None:
-    fake = Counting()
-    pipe = rows(4, backend="fork", num_workers=1).pin_memory(fake)
-    for item in pipe.map(torch.neg, backend="fork", num_workers=1, fuse=False):
-        assert len(item) == 4
-    assert len(fake.pinners) == 4
+    for before in ({}, {"backend": "fork", "num_workers": 1}):  # whose results are opened for it
+        fake = Counting()
+        pipe = rows(4, **before).pin_memory(fake)
+        pipe = pipe.map(torch.neg, backend="fork", num_workers=2, fuse=False).repeat(2)
+        assert [int(item[0]) for item in pipe] == [0, -1, -2, -3] * 2
+        assert fake.entries == [PIN_THREAD] * 2
+        assert len(fake.pinners) == 8
 
 
 def test_steps_that_the_loop_itself_runs_may_come_behind() -> None:

@@ -140,12 +140,12 @@ def test_the_items_are_the_same_wherever_they_are_made(
     assert len({*map(repr, expected)}) == len(expected), "epochs and passes differ"
     found = run(make(where))
     assert digest(found) == digest(expected)
-    for one, other in ((where, INLINE), (INLINE, where)):
-        with make(one).run(epoch=1, seed=9) as first:
-            begun = list(islice(first, 5))
-            state = first.state_dict()
-        begun += make(other).run(state=state)
-        assert digest(begun) == digest(expected[-len(begun) :])
+    one, other = (INLINE, where) if "fork" in place else (where, INLINE)
+    with make(one).run(epoch=1, seed=9) as first:
+        begun = list(islice(first, 5))
+        state = first.state_dict()
+    begun += make(other).run(state=state)
+    assert digest(begun) == digest(expected[-len(begun) :])
 
 
 def test_steps_on_several_backends_draw_the_same() -> None:

@@ -15,7 +15,6 @@ from support.http_store import HttpStore
 
 from hybridloader import DataLoader, Skip
 from hybridloader.errors import SourceError
-from hybridloader.sampling import BlockShuffleSampler
 from hybridloader.sources import Parquet
 
 pa = pytest.importorskip("pyarrow")
@@ -98,28 +97,6 @@ def test_a_batch_of_tensors_has_the_types_of_the_columns(folder: Path) -> None:
         assert alone[name].dtype == together[name].dtype
     rows.close()
     numbers.close()
-
-
-@pytest.mark.parametrize(
-    "backend", ["inline", "threads", "fork", pytest.param("spawn", marks=pytest.mark.full)]
-)
-def test_every_backend_reads_it(backend: str, folder: Path) -> None:
-    rows = Parquet(folder, columns=["int", "pair"], tensors=True)
-    rows[0]  # open here before any fork
-    sampler = BlockShuffleSampler(rows, 3, window_blocks=2)
-    loader: Any = DataLoader(
-        rows,
-        5,
-        sampler=sampler,
-        num_workers=2,
-        backend=backend,
-        collate_fn=Parquet.collate_fn,
-    )
-    batches = list(loader)
-    found = torch.cat([batch["int"] for batch in batches]).tolist()
-    assert found == list(BlockShuffleSampler(rows, 3, window_blocks=2))
-    assert all(torch.equal(b["pair"][:, 0], b["int"].int()) for b in batches)
-    rows.close()
 
 
 def test_large_batches_lie_in_slots(tmp_path: Path) -> None:

@@ -79,14 +79,12 @@ def test_each_worker_opens_one_and_closes_it_when_it_ends(backend: str, tmp_path
 
 
 def test_workers_that_stay_keep_theirs(tmp_path: Path) -> None:
-    path = tmp_path / "notes"
-    loader: Any = DataLoader(
-        Asking(path), 2, num_workers=1, backend="fork", collate_fn=list, persistent_workers=True
-    )
+    data, options = Asking(tmp_path / "notes"), {"num_workers": 1, "persistent_workers": True}
+    loader: Any = DataLoader(data, 2, backend="fork", collate_fn=list, **options)
     for _ in range(3):
         list(loader)
-    assert len(notes(path)["open"]) == 1
-    assert not notes(path)["close"]
+    assert len(notes(tmp_path / "notes")["open"]) == 1
+    assert not notes(tmp_path / "notes")["close"]
     del loader
     gc.collect()
 

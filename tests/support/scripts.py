@@ -16,7 +16,6 @@ no_deadline = settings(deadline=None, max_examples=40)
 """Settings of property tests: no deadline, because a machine may be busy."""
 
 Step = Callable[[Pipeline], Pipeline]
-Reference = Callable[[list[Any]], list[Any]]
 
 
 class Oops(Exception):
