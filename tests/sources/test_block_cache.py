@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -240,4 +242,165 @@ def test_processes_fetch_each_block_once_between_them(
     store.requests.clear()
     assert read(tar, sampler, num_workers=2, backend=backend) == order
     assert len(store.requests) == len(set(store.requests)) == SHARDS * 3
+    tar.close()
+
+
+RANK = """
+import json, os, sys
+from hybridloader import DataLoader
+from hybridloader.sampling import BlockShuffleSampler
+from hybridloader.sources import Tar
+
+url, index, cache = sys.argv[1:]
+tar = Tar(url, fields=("txt",), index=index, cache_dir=cache)
+sampler = BlockShuffleSampler(
+    tar, 0, block_size=3, window_blocks=2, num_replicas=2, rank=1, uneven="exact", num_canonical_ranks=2
+)
+loader = DataLoader(tar, 2, sampler=sampler, collate_fn=list, num_workers=2, backend="threads")
+batches = iter(loader)
+found = [text.decode() for _ in range(4) for (text,) in next(batches)]
+print(json.dumps([found, loader.state_dict()]), flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.full
+def test_a_rank_that_is_killed_costs_the_others_nothing_and_resumes(
+    store: HttpStore, tmp_path: Path
+) -> None:
+    """Two ranks share a cache; one is killed while its threads fetch and write blocks."""
+    tar = tar_of(store, index=str(tmp_path / "index"), cache_dir=str(tmp_path / "cache"))
+    url = f"{store.url}/{{0..{SHARDS - 1}}}.tar"
+    folders = [str(tmp_path / "index"), str(tmp_path / "cache")]
+    with subprocess.Popen(
+        [sys.executable, "-c", RANK, url, *folders], stdout=subprocess.PIPE, text=True
+    ) as killed:
+        loaders: list[Any] = []
+        for rank in range(2):
+            sampler = BlockShuffleSampler(
+                *(tar, 0),
+                block_size=3,
+                window_blocks=2,
+                num_replicas=2,
+                rank=rank,
+                uneven="exact",
+                num_canonical_ranks=2,
+            )
+            loaders.append(DataLoader(tar, 2, sampler=sampler, collate_fn=list))  # type: ignore[arg-type]
+        seen = [text.decode() for batch in loaders[0] for (text,) in batch]
+        assert killed.stdout is not None
+        found, state = json.loads(killed.stdout.read())
+    assert killed.returncode == -9
+    loaders[1].load_state_dict(state)
+    seen += found + [text.decode() for batch in loaders[1] for (text,) in batch]
+    assert sorted(seen) == sorted(text.decode() for (text,) in texts())
+    tar.close()
+
+
+def test_samples_do_not_wait_until_their_block_is_written(
+    store: HttpStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tar = tar_of(store, cache_dir=str(tmp_path))
+    gate, write = threading.Event(), BlockCache._write
+
+    def slowly(*arguments: Any) -> bool:
+        gate.wait()
+        return write(*arguments)
+
+    monkeypatch.setattr(BlockCache, "_write", slowly)
+    # The server's port is in the keys: in 1 run of 17, two blocks would share one of 256 lock files, and
+    # the second would wait for the first one's write.
+    monkeypatch.setattr(shards, "_LOCKS", 1 << 32)
+    sampler = BlockShuffleSampler(tar, seed=0)
+    assert sorted(tar[index] for index in sampler) == sorted(texts())
+    assert tar._reader is not None
+    plan = tar._reader._plan
+    assert plan is not None
+    assert plan.held > 0  # bytes that are being written count
+    gate.set()
+    tar.close()
+    assert plan.held == 0
+    assert len(list(tmp_path.glob("*.block"))) == SHARDS
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("backend", ["inline", "threads", "spawn"])
+def test_two_jobs_on_one_small_cache_in_a_storm_lose_and_double_nothing(
+    store: HttpStore, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A third of the answers fails; the folder has room for little more than a window of each."""
+    monkeypatch.setattr("hybridloader.sources.store._FIRST", 0.0)
+    chosen = random.Random(3)
+    kinds = ["503", "short", "less", "drop", *["ok"] * 8]
+    sources = [tar_of(store, cache_dir=str(tmp_path), cache_bytes=60_000) for _ in range(2)]
+    store.faults.extend(chosen.choice(kinds) for _ in range(2000))
+    found: dict[tuple[int, int], list[Any]] = {}
+    workers = 0 if backend == "inline" else 2
+
+    def job(number: int) -> None:
+        sampler = BlockShuffleSampler(sources[number], seed=number, block_size=3, window_blocks=2)
+        for epoch in range(6):
+            loader: Any = DataLoader(
+                sources[number],
+                4,
+                sampler=sampler,
+                collate_fn=list,
+                num_workers=workers,
+                backend=backend,
+            )
+            found[number, epoch] = [sample for batch in loader for sample in batch]
+
+    jobs = [threading.Thread(target=job, args=(number,)) for number in range(2)]
+    for one in jobs:
+        one.start()
+    for one in jobs:
+        one.join()
+    for number, source in enumerate(sources):
+        order = BlockShuffleSampler(source.shard_sizes, seed=number, block_size=3, window_blocks=2)
+        for epoch in range(6):
+            assert found[number, epoch] == [texts()[index] for index in order]
+        source.close()
+    assert sum(path.stat().st_size for path in tmp_path.glob("*.block")) <= 66_000
+
+
+@pytest.mark.full
+def test_runs_are_resumed_at_any_place_with_other_ranks_workers_and_caches(
+    store: HttpStore, tmp_path: Path
+) -> None:
+    chosen = random.Random(5)
+    tar = tar_of(store)
+    for trial in range(20):
+        ranks, step = chosen.choice([2, 3, 5]), chosen.randrange(1, 9)
+        options: dict[str, Any] = {
+            "seed": trial,
+            "block_size": 3,
+            "window_blocks": 2,
+            "uneven": "exact",
+            "num_canonical_ranks": 2,
+        }
+        before: list[Any] = []
+        for rank in range(2):
+            sampler = BlockShuffleSampler(tar, num_replicas=2, rank=rank, **options)
+            loader: Any = DataLoader(
+                tar, 2, sampler=sampler, collate_fn=list, num_workers=2, backend="threads"
+            )
+            iterator = iter(loader)
+            for _ in range(step):
+                before += next(iterator)
+            del iterator
+        other = tar_of(store, cache_dir=str(tmp_path / f"{trial}"))
+        counts = []
+        for rank in range(ranks):
+            sampler = BlockShuffleSampler(other, num_replicas=ranks, rank=rank, **options)
+            sampler.load_state_dict({**sampler.state_dict(), "epoch": 0, "position": step * 4})
+            rest = [
+                sample
+                for batch in DataLoader(other, 3, sampler=sampler, collate_fn=list)  # type: ignore[arg-type]
+                for sample in batch
+            ]
+            before += rest
+            counts.append(len(rest))
+        assert sorted(before) == sorted(texts())
+        assert max(counts) - min(counts) <= 1
+        other.close()
     tar.close()
