@@ -1,7 +1,4 @@
-"""State of a loader: wherever a pass is left, the rest of it comes, on any backend.
-
-The uninterrupted run is the oracle, and torch's loader that of the uninterrupted run.
-"""
+"""State of a loader: what it does to generators, what it is, and batches that an interrupt held back."""
 
 from __future__ import annotations
 
@@ -11,23 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from support.sampler_loaders import (
     BATCH,
     LENGTH,
-    NUMBERS,
-    PLACES,
     SAMPLERS,
     InIter,
     epochs_of,
     flat,
     left_after,
     make,
-    some_counts,
-    through_a_file,
 )
-from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset
 
 from hybridloader import DataLoader
@@ -40,29 +30,7 @@ every_sampler_once = pytest.mark.parametrize(
 )
 """Every other one with workers, which ask a sampler in the same way."""
 
-# -- the rest of the epoch comes -------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("sampler", "place"),
-    [(sampler, PLACES[at % len(PLACES)]) for at, sampler in enumerate(sorted(SAMPLERS))],
-)
-def test_left_after_any_batch_the_rest_comes_under_other_settings_and_twice(
-    sampler: str, place: tuple[int, str]
-) -> None:
-    (whole,) = epochs_of(TorchLoader(NUMBERS, **SAMPLERS[sampler]()), 1)
-    others = [other for other in PLACES if other != place]
-    for count in some_counts(len(whole), PLACES.index(place), sorted(SAMPLERS).index(sampler)):
-        torch.manual_seed(0)
-        taken, state = left_after(make(sampler, *place), count)
-        torch.manual_seed(99)
-        between = make(sampler, *others[count % len(others)], prefetch_factor=None)
-        between.load_state_dict(through_a_file(state))
-        more, again = left_after(between, min(1, len(whole) - count))
-        torch.manual_seed(98)
-        last = make(sampler, *others[(count + 1) % len(others)])
-        last.load_state_dict(again)
-        assert taken + more + flat(last) == whole
+# -- generators ------------------------------------------------------------------------------------
 
 
 @every_sampler_once
@@ -86,41 +54,7 @@ def test_at_the_end_of_an_epoch_the_next_one_comes_once(sampler: str, workers: i
     assert not torch.equal(training, torch.get_rng_state())
 
 
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=6), st.sampled_from(sorted(SAMPLERS)))
-@settings(max_examples=80, deadline=None)
-def test_left_any_number_of_times_the_stream_is_one(steps: list[int], sampler: str) -> None:
-    torch.manual_seed(0)
-    loader = make(sampler)
-    whole = flat(loader)
-    torch.manual_seed(0)
-    loader, taken = make(sampler), []
-    for step in steps:
-        iterator = iter(loader)
-        for _ in range(min(step, len(whole) - len(taken))):
-            taken.append(next(iterator)[0].tolist())
-        state = loader.state_dict()
-        torch.manual_seed(len(taken) + 1)
-        loader = make(sampler)
-        loader.load_state_dict(state)
-        assert_alike(loader.state_dict(), state)
-    assert taken + flat(loader) == whole
-
-
-def assert_alike(one: Any, other: Any) -> None:
-    if isinstance(one, torch.Tensor):
-        assert torch.equal(one, other)
-    elif isinstance(one, dict):
-        assert set(one) == set(other)
-        for key in one:
-            assert_alike(one[key], other[key])
-    else:
-        assert one == other
-
-
-# -- what it does to generators --------------------------------------------------------------------
-
-
-def test_the_training_codes_generator_is_put_back() -> None:
+def test_the_training_codes_generator_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     _, state = left_after(make("shuffle"), 3)
     torch.manual_seed(11)
@@ -131,9 +65,7 @@ def test_the_training_codes_generator_is_put_back() -> None:
     assert torch.equal(before, torch.get_rng_state())
     next(iterator)
     assert torch.equal(before, torch.get_rng_state())
-
-
-def test_it_is_put_back_where_nothing_can_be_gone_on_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Also where nothing can be gone on from.
     _, state = left_after(make("in iter"), 3)
     other = make("in iter")
     monkeypatch.setattr(InIter, "__iter__", lambda self: iter(range(LENGTH)))

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import copy
-import json
 import threading
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 from support.once import forget_warnings
-from support.sampler_loaders import pace, some_counts
+from support.state_cases import Plain, Stateful, Walk, Walks, place
 from torch.utils.data import DataLoader as TorchLoader
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset
 
 from hybridloader import DataLoader, WorkerTimeout
-
-SIZES = (7, 3, 10)
-"""Samples of three workers: one ends long before the others, and no two end on a full batch together."""
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),
@@ -28,162 +23,12 @@ pytestmark = [
 ]
 
 
-def place() -> tuple[int, int]:
-    """Number of the worker, and of its samples."""
-    info = get_worker_info()
-    return (0, 9) if info is None else (info.id, SIZES[info.id % 3])
-
-
-class Plain(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        worker, size = place()
-        return iter([worker * 100 + n for n in range(size)])
-
-
-class Stateful(IterableDataset[int]):
-    """Dataset with its place as state, which begins again at its end, as in torchdata's examples."""
-
-    def __init__(self) -> None:
-        self.at = 0
-
-    def __iter__(self) -> Iterator[int]:
-        worker, size = place()
-        while self.at < size:
-            self.at += 1
-            yield worker * 100 + self.at - 1
-        self.at = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.at = state["at"]
-
-
-class Walk:
-    """An iterator with a state. It reads nothing again."""
-
-    bad: tuple[int, ...] = ()
-
-    def __init__(self) -> None:
-        self.worker, self.size = place()
-        self.at = 0
-
-    def __iter__(self) -> Walk:
-        return self
-
-    def __next__(self) -> int:
-        if self.at >= self.size:
-            raise StopIteration
-        self.at += 1
-        if self.at - 1 in self.bad:
-            raise ValueError(f"sample {self.at - 1}")
-        return self.worker * 100 + self.at - 1
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.at = state["at"]
-
-
-class Walks(IterableDataset[int]):
-    def __iter__(self) -> Walk:
-        return Walk()
-
-
-class BadWalk(Walk):
-    bad = (2, 5)
-
-
-class Failing(IterableDataset[int]):
-    def __iter__(self) -> Walk:
-        return BadWalk()
-
-
-CASES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "plain": (Plain, {}),
-    "dataset": (Stateful, {}),
-    "iterator": (Walks, {}),
-    "failing": (Failing, {"on_error": "skip"}),
-    "samples": (Stateful, {"batch_size": None}),
-}
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "": {},
-    "drop_last": {"drop_last": True},
-    "join": {"shard_remainders": "join"},
-    "join, drop_last": {"shard_remainders": "join", "drop_last": True},
-}
-
-
-def make(case: str, options: str, workers: int, backend: str) -> DataLoader:
-    dataset, more = CASES[case]
-    return DataLoader(
-        dataset(),
-        **{"batch_size": 4, **OPTIONS[options], **more},
-        num_workers=workers,
-        backend=backend,
-    )
-
-
 def flat(batches: Any) -> list[Any]:
     return [b.tolist() if isinstance(b, torch.Tensor) else b for b in batches]
 
 
-def through_json(state: dict[str, Any]) -> dict[str, Any]:
-    own = copy.copy(state["_hybridloader"])
-    generators = own.pop("generators")
-    found: dict[str, Any] = json.loads(json.dumps({**state, "_hybridloader": own}))
-    found["_hybridloader"]["generators"] = generators
-    return found
-
-
-GRID = [
-    (case, options) for case in CASES for options in OPTIONS if case != "samples" or options == ""
-]
-
-
-def places() -> Iterator[Any]:
-    """Each cell in the caller or on threads; on forks a quarter of them; and all in a full run."""
-    for at, where in enumerate(((0, "inline"), (3, "threads"), (3, "fork"))):
-        for number, (case, options) in enumerate(GRID):
-            rest = number % 4 != 0 if where[1] == "fork" else number % 2 != at
-            marks = pytest.mark.full if rest else ()
-            name = "-".join(filter(None, (case, options, where[1])))
-            yield pytest.param(case, options, where, id=name, marks=marks)
-
-
-@pytest.mark.parametrize(("case", "options", "where"), [*places()])
-def test_left_after_any_batch_the_rest_comes_on_another_backend_and_twice(
-    case: str, options: str, where: tuple[int, str]
-) -> None:
-    workers, backend = where
-    whole = flat(make(case, options, workers, backend))
-    other = "inline" if backend == "inline" else "threads"
-    counts: Iterable[int] = range(len(whole) + 1)
-    if backend == "fork":  # every worker takes 40 ms: a third of the counts, another in each row
-        counts = some_counts(len(whole), GRID.index((case, options)))
-    for count in counts:
-        loader = make(case, options, workers, backend)
-        iterator = iter(loader)
-        taken = flat(next(iterator) for _ in range(count))
-        state = through_json(loader.state_dict())
-        loader = make(case, options, workers, other)
-        loader.load_state_dict(state)
-        iterator = iter(loader)
-        if count < len(whole):
-            taken += flat([next(iterator)])
-        state = loader.state_dict()
-        loader = make(case, options, workers, other)
-        loader.load_state_dict(state)
-        assert taken + flat(loader) == whole
-        assert flat(loader) == whole, "and the pass after it is a whole one"
-
-
-@pytest.mark.parametrize("case", ["plain", "dataset"])
-def test_workers_that_stay_read_all_of_the_next_pass(case: str) -> None:
-    dataset, _ = CASES[case]
+@pytest.mark.parametrize("dataset", [Plain, Stateful])
+def test_workers_that_stay_read_all_of_the_next_pass(dataset: Any) -> None:
     options: dict[str, Any] = {"num_workers": 3, "backend": "threads", "persistent_workers": True}
     loader = DataLoader(dataset(), 4, **options)
     whole = flat(loader)
@@ -352,8 +197,11 @@ def test_reading_again_is_told_once_and_how_far_it_is() -> None:
         list(left())
 
 
-def test_a_state_is_gone_on_from_without_reading_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    pace(monkeypatch, 1)  # on a busy machine, too
+@pytest.mark.parametrize("options", [{}, {"seeding": "sample"}])
+def test_a_state_is_gone_on_from_without_reading_again(
+    options: Any, every: Callable[[int], None]
+) -> None:
+    every(1)  # on a busy machine, too
 
     class Told(Walk):
         asked = 0
@@ -366,11 +214,11 @@ def test_a_state_is_gone_on_from_without_reading_again(monkeypatch: pytest.Monke
         def __iter__(self) -> Walk:
             return Told()
 
-    loader = DataLoader(Tellers(), 2)
+    loader = DataLoader(Tellers(), 2, **options)
     iterator = iter(loader)
     for _ in range(4):
         next(iterator)
-    other = DataLoader(Tellers(), 2)
+    other = DataLoader(Tellers(), 2, **options)
     other.load_state_dict(loader.state_dict())
     Told.asked = 0
     assert flat(other) == [[8]]
@@ -382,8 +230,6 @@ def test_a_state_is_gone_on_from_without_reading_again(monkeypatch: pytest.Monke
 
 class Locked(Walks):
     def state_dict(self) -> dict[str, Any]:
-        import threading
-
         return {"at": 3, "lock": threading.Lock()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

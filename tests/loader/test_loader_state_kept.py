@@ -1,219 +1,35 @@
-"""States of samplers: when they are taken, and that the resumed stream is the uninterrupted one.
-
-How often a state is taken depends on what it costs. Here that is set, to every so many steps, so that
-most places lie between two states; the uninterrupted run is the oracle.
-"""
+"""States of samplers and datasets: when they are taken, of what, and what is told if they can't be."""
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from support.manual_clock import Clock
-from support.sampler_loaders import listed, pace, time_states
-from torch.utils.data import BatchSampler, Sampler
+from support.sampler_loaders import listed, time_states
+from support.state_cases import KEPT, LENGTH, Curriculum, Ordered
 
 from hybridloader import DataLoader, StateError, StatefulDataLoader
-from hybridloader.sampling import ShuffleSampler
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
-LENGTH = 23
-
-
-# -- samplers --------------------------------------------------------------------------------------
-
-
-class Ordered(Sampler[int]):
-    """Sampler whose order is in its state; a pass begins where the last one was left."""
-
-    def __init__(self) -> None:
-        self.order = torch.randperm(LENGTH, generator=torch.Generator().manual_seed(5)).tolist()
-        self.at = 0
-
-    def __len__(self) -> int:
-        return LENGTH
-
-    def __iter__(self) -> Iterator[int]:
-        while self.at < LENGTH:
-            self.at += 1
-            yield self.order[self.at - 1]
-        self.at = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"order": self.order, "at": self.at}  # and not a copy of it
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.order, self.at = state["order"], state["at"]
-
-
-class Reordering(Ordered):
-    """Sampler that changes the list that it returned as its state."""
-
-    def __iter__(self) -> Iterator[int]:
-        for index in super().__iter__():
-            rest = self.order[self.at :]
-            self.order[self.at :] = rest[1:] + rest[:1]
-            yield index
-
-
-class Drawing(Ordered):
-    """Sampler that draws each index from a generator, which is its state."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = torch.Generator().manual_seed(5)
-
-    def __iter__(self) -> Iterator[int]:
-        for _ in super().__iter__():
-            yield int(torch.randint(LENGTH, (), generator=self.generator))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"at": self.at, "generator": self.generator.get_state()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.at = state["at"]
-        self.generator.set_state(state["generator"])
-
-
-class Yielded(Ordered):
-    """Sampler that counts its items until its next pass begins, as torchdata's distributed one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.next: int | None = None
-
-    def __iter__(self) -> Iterator[int]:
-        self.at, self.next = self.next or 0, None
-        for index in self.order[self.at :]:
-            self.at += 1
-            yield index
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"yielded": self.at}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.next = state["yielded"]
-
-
-class Walk:
-    """Iterator over batches that has a state, while its sampler has none."""
-
-    def __init__(self) -> None:
-        self.at = 0
-
-    def __iter__(self) -> Walk:
-        return self
-
-    def __next__(self) -> list[int]:
-        if self.at >= 6:
-            raise StopIteration
-        self.at += 1
-        return [(self.at * 7 + n) % LENGTH for n in range(4)]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.at = state["at"]
-
-
-class Walking(Sampler[list[int]]):
-    def __len__(self) -> int:
-        return 6
-
-    def __iter__(self) -> Walk:
-        return Walk()
-
-
-class OfBatches(BatchSampler):
-    """Batch sampler whose state is that of its sampler."""
-
-    def __init__(self) -> None:
-        super().__init__(Ordered(), 4, False)
-
-    def state_dict(self) -> dict[str, Any]:
-        told: dict[str, Any] = self.sampler.state_dict()  # type: ignore[attr-defined]
-        return told
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.sampler.load_state_dict(state)  # type: ignore[attr-defined]
-
-
-KINDS: dict[str, Callable[[], dict[str, Any]]] = {
-    "order": lambda: {"batch_size": 4, "sampler": Ordered()},
-    "reordering": lambda: {"batch_size": 4, "sampler": Reordering()},
-    "yielded": lambda: {"batch_size": 4, "sampler": Yielded()},
-    "drawing": lambda: {"batch_size": 4, "sampler": Drawing()},
-    "samples": lambda: {"batch_size": None, "sampler": Drawing()},
-    "dropping": lambda: {"batch_size": 4, "sampler": Ordered(), "drop_last": True},
-    "iterator": lambda: {"batch_sampler": Walking()},
-    "batches": lambda: {"batch_sampler": OfBatches()},
-    "ours": lambda: {"batch_size": 4, "sampler": ShuffleSampler(LENGTH, seed=2)},
-}
-
 NUMBERS: Any = range(LENGTH)
-PLACES = st.sampled_from([(0, "inline"), (1, "threads"), (2, "inline"), (3, "threads")])
 
 
 def loader_of(kind: str, where: tuple[int, str], ahead: int = 2) -> DataLoader:
     workers, backend = where
     more = {"prefetch_factor": ahead} if workers else {}
-    return DataLoader(NUMBERS, num_workers=workers, backend=backend, **KINDS[kind](), **more)  # type: ignore[arg-type]
-
-
-stops = st.lists(st.tuples(st.integers(0, 5), PLACES, st.integers(1, 4)), min_size=1, max_size=4)
-
-
-@given(st.sampled_from(sorted(KINDS)), st.integers(1, 9), stops)
-@settings(max_examples=100, deadline=None)
-def test_stopped_anywhere_on_any_backend_the_stream_is_one(
-    kind: str, steps: int, legs: list[tuple[int, tuple[int, str], int]]
-) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        pace(patch, steps)
-        whole = listed(loader_of(kind, (0, "inline")))
-        taken: list[Any] = []
-        state: dict[str, Any] = {}
-        for count, where, ahead in legs:
-            loader = loader_of(kind, where, ahead)
-            loader.load_state_dict(state)
-            iterator = iter(loader)
-            for _ in range(min(count, len(whole) - len(taken))):
-                taken += listed([next(iterator)])
-            state = loader.state_dict()
-        last = loader_of(kind, (0, "inline"))
-        last.load_state_dict(state)
-        assert taken + listed(last) == whole
-        if kind not in (
-            "reordering",
-            "drawing",
-            "samples",
-            "ours",
-        ):  # no pass of which is as another
-            assert listed(last) == whole
-            assert_followed_by(whole, kind, last, (0, "inline"))
-            assert_followed_by(whole, kind, loader, legs[-1][1])
-
-
-def assert_followed_by(
-    whole: list[Any], kind: str, loader: DataLoader, where: tuple[int, str]
-) -> None:
-    """The state at the end of an epoch is that of the beginning of the next."""
-    list(loader)
-    other = loader_of(kind, where)
-    other.load_state_dict(loader.state_dict())
-    assert [listed(other), listed(other)] == [whole, whole]
+    return DataLoader(NUMBERS, num_workers=workers, backend=backend, **KEPT[kind](), **more)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("kind", "where"),
-    [(kind, ((0, "inline"), (2, "threads"))[at % 2]) for at, kind in enumerate(sorted(KINDS))],
+    [(kind, ((0, "inline"), (2, "threads"))[at % 2]) for at, kind in enumerate(sorted(KEPT))],
 )
 def test_behind_the_last_batch_an_end_that_is_declared_is_followed_by_the_next_pass(
     kind: str, where: tuple[int, str]
@@ -233,19 +49,6 @@ def test_behind_the_last_batch_an_end_that_is_declared_is_followed_by_the_next_p
     other = loader_of(kind, where)
     other.load_state_dict(state)
     assert listed(other) == following
-
-
-def test_the_same_with_processes(every: Callable[[int], None]) -> None:
-    kind = "reordering"
-    every(3)
-    whole = listed(loader_of(kind, (0, "inline")))
-    for count in (1, 4, 6):
-        loader = loader_of(kind, (2, "fork"))
-        iterator = iter(loader)
-        taken = listed(next(iterator) for _ in range(min(count, len(whole))))
-        other = loader_of(kind, (1, "threads"))
-        other.load_state_dict(loader.state_dict())
-        assert taken + listed(other) == whole
 
 
 def test_what_is_asked_again_and_again_is_of_its_own_place_each_time(
@@ -339,3 +142,68 @@ def test_nobody_asks_a_sampler_for_a_large_state_at_each_batch(
     other = kind(NUMBERS, 4, sampler=Asked(clock, 0), num_workers=workers, backend=backend)
     other.load_state_dict(states[4])
     assert taken + listed(other) == whole
+
+
+# -- of datasets -----------------------------------------------------------------------------------
+
+
+class Dying(Curriculum):
+    """Dataset whose worker dies once."""
+
+    def __init__(self, flag: Path) -> None:
+        super().__init__()
+        self.flag = flag
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> int:
+        if index == 2 and not self.flag.exists():
+            self.flag.touch()
+            os._exit(3)
+        return super().__getitem__(index)
+
+
+def test_how_a_worker_began_that_took_the_place_of_another_is_not_told_of_the_next_pass(
+    tmp_path: Path,
+) -> None:
+    dataset = Dying(tmp_path / "died")
+    loader = StatefulDataLoader(
+        dataset,
+        1,
+        num_workers=1,
+        persistent_workers=True,
+        on_worker_death="restart",
+        backend="fork",
+    )
+    assert len(list(loader)) == 6
+    iterator = iter(loader)
+    told = loader.state_dict()["_snapshot"]["_worker_snapshots"]["worker_0"]
+    following = next(iterator).item()
+    assert told["dataset_state"]["level"] == following // 100 - 1 > 0
+    iterator.close()  # type: ignore[attr-defined]
+
+
+class Module(torch.nn.Module):
+    """Dataset that is a module: its state is its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.arange(300_000.0))
+
+    def __len__(self) -> int:
+        return 400
+
+    def __getitem__(self, index: int) -> float:
+        return self.weight[index].item()
+
+
+def test_a_module_is_resumed_from_a_copy_of_its_parameters() -> None:
+    loader = DataLoader(Module(), 20, num_workers=2, backend="threads")  # type: ignore[arg-type]
+    iterator = iter(loader)
+    taken = [next(iterator) for _ in range(7)]
+    one = loader.state_dict()
+    assert one["dataset_state"]["weight"].data_ptr() != loader.dataset.weight.data_ptr()
+    other = DataLoader(Module(), 20, num_workers=2, backend="threads")  # type: ignore[arg-type]
+    other.load_state_dict(one)
+    assert torch.cat([*taken, *other]).tolist() == list(range(400))

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, Sampler
-from torch.utils.data.datapipes.iter import IterableWrapper
+from support.state_cases import Bad
+from torch.utils.data import BatchSampler, Dataset, Sampler
 
-from hybridloader import DataLoader, StatefulDataLoader, Threads
+from hybridloader import DataLoader, Skip, StatefulDataLoader, Threads, TooManyErrors
 from hybridloader.errors import WorkerPicklingError
-from hybridloader.sampling import ShuffleSampler
+from hybridloader.sampling import DistributedShuffleSampler, ShuffleSampler
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),
@@ -29,37 +31,6 @@ def left_after(loader: Any, count: int) -> tuple[list[int], dict[str, Any]]:
     batches = iter(loader)
     taken = flat(next(batches) for _ in range(count))
     return taken, loader.state_dict()
-
-
-# -- data pipes --------------------------------------------------------------------------------------
-
-
-def shuffled_pipe(**options: Any) -> Any:
-    pipe = IterableWrapper(range(40)).shuffle().sharding_filter()
-    return DataLoader(pipe, 4, num_workers=2, backend="threads", shuffle=True, **options)
-
-
-@pytest.mark.parametrize("persistent", [False, True])
-def test_a_shuffled_data_pipe_goes_on_in_its_order(persistent: bool) -> None:
-    torch.manual_seed(3)
-    whole = flat(shuffled_pipe(persistent_workers=persistent))
-    assert sorted(whole) == [*range(40)]
-    assert whole != sorted(whole)
-    torch.manual_seed(3)
-    taken, state = left_after(shuffled_pipe(persistent_workers=persistent), 3)
-    torch.manual_seed(4)
-    other = shuffled_pipe()
-    other.load_state_dict(state)
-    assert taken + flat(other) == whole
-
-
-def test_with_a_generator_the_passes_after_it_are_those_of_the_uninterrupted_run() -> None:
-    loader = shuffled_pipe(generator=torch.Generator().manual_seed(5))
-    whole = [flat(loader) for _ in range(3)]
-    taken, state = left_after(shuffled_pipe(generator=torch.Generator().manual_seed(5)), 3)
-    other = shuffled_pipe(generator=torch.Generator())
-    other.load_state_dict(state)
-    assert [taken + flat(other), flat(other), flat(other)] == whole
 
 
 # -- samplers ----------------------------------------------------------------------------------------
@@ -253,3 +224,70 @@ def test_a_dataset_that_takes_arrays_is_given_lists_where_a_state_may_have_them(
 
     assert kinds(in_order=True) != {list}
     assert kinds(in_order=False) == {list}
+
+
+def test_a_batch_that_an_error_came_before_is_not_lost() -> None:
+    def make() -> DataLoader:
+        return DataLoader(Bad(), 4, on_error=Skip(max_failures=2))
+
+    whole = []
+    iterator, raised = iter(make()), 0
+    while True:
+        try:
+            whole.append(next(iterator).tolist())
+        except StopIteration:
+            break
+        except TooManyErrors:
+            raised += 1
+    assert raised == 3
+    loader = make()
+    iterator, taken = iter(loader), []
+    with pytest.raises(TooManyErrors):
+        taken.extend(batch.tolist() for batch in iterator)
+    state = json.loads(json.dumps(loader.state_dict()))
+    other = DataLoader(Bad(), 4, on_error="skip")
+    other.load_state_dict(state)
+    assert taken + [batch.tolist() for batch in other] == whole
+
+
+class Held(Dataset[int]):
+    """Dataset whose first sample comes when it is allowed."""
+
+    def __init__(self) -> None:
+        self.free = threading.Event()
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> int:
+        if index == 0:
+            self.free.wait(30)
+        return index
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        dict,
+        lambda: {
+            "sampler": DistributedShuffleSampler(24, 0, num_replicas=1, rank=0, shuffle=False)
+        },
+    ],
+)
+def test_out_of_order_nothing_is_lost_and_nothing_comes_twice(sampler: Any) -> None:
+    dataset = Held()
+    loader = DataLoader(
+        dataset, 2, num_workers=2, backend="threads", in_order=False, prefetch_factor=4, **sampler()
+    )
+    iterator = iter(loader)
+    taken = [sample for _ in range(3) for sample in next(iterator).tolist()]
+    assert 0 not in taken
+    state = loader.state_dict()
+    assert [0, 1] in state["_hybridloader"]["whole"]
+    dataset.free.set()
+    iterator.close()  # type: ignore[attr-defined]
+    other = DataLoader(dataset, 2, **sampler())
+    other.load_state_dict(state)
+    assert sorted([*taken, *(sample for batch in other for sample in batch.tolist())]) == list(
+        range(24)
+    )
